@@ -1,0 +1,48 @@
+# make demo · make test · make check · make fix · make bench · make clean
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+ARGS ?=
+# One thread a process: the tests and the demo start several processes on few cores.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HOME=$(CURDIR)/$(VENV)/hf
+
+.PHONY: demo test check fix bench clean
+
+demo: $(VENV)/demo.done
+	$(BIN)/python examples/emoji/prepare.py demo/faces
+	$(BIN)/smalti train examples/emoji/config.toml $(ARGS)
+
+test: $(VENV)/dev.done
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+check: $(VENV)/dev.done
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy -p smalti
+	$(TEST_ENV) $(BIN)/python -m pytest tests/meta $(ARGS)
+
+fix: $(VENV)/dev.done
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/dev.done
+	$(BIN)/python bench/run.py $(ARGS)
+
+# Checkpoints and pictures of the demo are the user's; only what was built goes.
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and by its exact version: an unpinned one brings gigabytes of CUDA packages.
+$(VENV)/demo.done: $(BIN)/python constraints.txt requirements-demo.txt core/pyproject.toml
+	$(PIP) -r requirements-demo.txt
+	touch $@
+
+$(VENV)/dev.done: $(BIN)/python constraints.txt requirements-demo.txt requirements-dev.txt core/pyproject.toml
+	$(PIP) -r requirements-dev.txt
+	touch $@ $(VENV)/demo.done

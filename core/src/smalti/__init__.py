@@ -1,0 +1,93 @@
+"""smalti trains diffusion models in shards. This module holds the names that a plugin needs; importing it imports no torch.
+
+What a plugin implements is described in `smalti.hookspecs`, which is the first file to read.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from smalti.config import Config
+    from smalti.errors import CheckpointError, ConfigError, ExitCode, MissingPlugin, PreflightError, Problem, UserError
+    from smalti.hookspecs import HookSpecs, hookimpl
+    from smalti.options import Names, OptionGroup, Options, Tables, Texts, option
+    from smalti.types import (
+        Block,
+        Checkpoint,
+        DistributedPlan,
+        FamilyEntry,
+        FaultAction,
+        GpuFault,
+        MetadataEntry,
+        OptimizerEntry,
+        Outcome,
+        RunInfo,
+        RunState,
+        StepResult,
+        StopReason,
+        StorageEntry,
+        ValidationImage,
+        ValidationResult,
+        World,
+    )
+
+__all__ = [
+    "Block",
+    "Checkpoint",
+    "CheckpointError",
+    "Config",
+    "ConfigError",
+    "DistributedPlan",
+    "ExitCode",
+    "FamilyEntry",
+    "FaultAction",
+    "GpuFault",
+    "HookSpecs",
+    "MetadataEntry",
+    "MissingPlugin",
+    "Names",
+    "OptimizerEntry",
+    "OptionGroup",
+    "Options",
+    "Outcome",
+    "PreflightError",
+    "Problem",
+    "RunInfo",
+    "RunState",
+    "StepResult",
+    "StopReason",
+    "StorageEntry",
+    "Tables",
+    "Texts",
+    "UserError",
+    "ValidationImage",
+    "ValidationResult",
+    "World",
+    "hookimpl",
+    "option",
+]
+
+_HOMES = {
+    "smalti.config": ("Config",),
+    "smalti.errors": (
+        *("CheckpointError", "ConfigError", "ExitCode", "MissingPlugin", "PreflightError", "Problem", "UserError"),
+    ),
+    "smalti.hookspecs": ("HookSpecs", "hookimpl"),
+    "smalti.options": ("Names", "OptionGroup", "Options", "Tables", "Texts", "option"),
+}
+_HOME = dict.fromkeys(__all__, "smalti.types") | {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used, so that `smalti --help` does not pay for all of them."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,5 @@
+"""`python -m smalti`."""
+
+from smalti.cli import main
+
+main()

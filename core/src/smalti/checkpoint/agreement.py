@@ -1,0 +1,45 @@
+"""One rank's failure becomes every rank's, so that nobody waits for ever in the next collective call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from smalti.errors import UserError
+from smalti.parallel import Parallel
+
+
+class RankError(Exception):
+    """Some rank could not do its part.
+
+    `fix` says what the user can do about it, where that is known; `errno` is the system's error number, such as ENOSPC.
+    """
+
+    def __init__(self, message: str, *, fix: str, errno: int | None) -> None:
+        super().__init__(message)
+        self.fix = fix
+        self.errno = errno
+
+
+def together(parallel: Parallel, action: Callable[[], str]) -> list[str]:
+    """Run `action` on this rank; returns what it returned on each rank, in rank order. *Collective*.
+
+    When it failed on any rank, raises `RankError` on all of them. Only a failure that is a defect (neither the system's
+    nor the user's) stays itself on the rank where it happened. `action` must not contain collective calls.
+    """
+    try:
+        answer = action()
+    except BaseException as error:
+        user = error if isinstance(error, UserError) else None
+        told = user.message if user else f"{error}" or type(error).__name__
+        fix = user.fix if user else ""
+        number = error.errno if isinstance(error, OSError) else None
+        parallel.share(json.dumps({"failure": told, "fix": fix, "errno": number}))
+        if isinstance(error, UserError | OSError):
+            raise RankError(told, fix=fix, errno=number) from error
+        raise
+    answers = [json.loads(text) for text in parallel.share(json.dumps({"answer": answer}))]
+    for rank, other in enumerate(answers):
+        if "failure" in other:
+            raise RankError(f"rank {rank}: {other['failure']}", fix=other["fix"], errno=other["errno"])
+    return [str(other["answer"]) for other in answers]

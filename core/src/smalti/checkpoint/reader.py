@@ -1,0 +1,198 @@
+"""Loading: into tensors that are there already, whatever number of ranks and whatever backend wrote the checkpoint.
+
+torch's distributed-checkpoint planner and safetensors reader find which stored pieces cover what this rank holds. Names,
+shapes and types are compared before any tensor is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+from smalti.checkpoint.agreement import RankError, together
+from smalti.checkpoint.manifest import GROUPS, STATE, Manifest, read_manifest
+from smalti.checkpoint.planning import DTYPES
+from smalti.checkpoint.snapshot import Snapshot
+from smalti.checkpoint.tensorfile import StoredTensor, stored_tensors
+from smalti.checkpoint.verification import verify
+from smalti.errors import CheckpointError
+from smalti.files import parse_json
+from smalti.parallel import Parallel, PortableState, named_state
+
+_TYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What came out of a checkpoint besides the tensors.
+
+    `trainer` is what the trainer had given to the snapshot. `moments` and `ema` tell whether those were filled in; where not,
+    `notices` says why, in sentences for the user.
+    """
+
+    trainer: dict[str, object]
+    manifest: Manifest
+    moments: bool
+    ema: bool
+    notices: tuple[str, ...]
+
+
+def load(path: Path, snapshot: Snapshot, parallel: Parallel, *, verified: bool = False) -> Loaded:
+    """Fill `snapshot` from the checkpoint at `path`, a directory that all ranks see. *Collective*.
+
+    The tensors of the model and of `ema` are filled in place and must match by name and shape; types may only widen.
+    Moments are filled in place where the snapshot has them and made like their parameter where it has not, so a fresh
+    optimizer needs none, and there are none after loading what was saved before the first step. `settings` is replaced.
+    With another optimizer than the one that was saved, moments and settings are left alone.
+
+    All contents are checked by digest first, each rank reading its share; `verified` says that the caller has just done so.
+    Raises CheckpointError on all ranks when the checkpoint is damaged or made for something else.
+    """
+    rank, ranks = parallel.world.rank, parallel.world.size
+
+    def check() -> str:
+        if not verified and (problems := verify(path, rank=rank, ranks=ranks).problems):
+            raise CheckpointError("; ".join(problems[:3]))
+        return ""
+
+    loaded: list[Loaded] = []
+
+    def read() -> str:
+        loaded.append(_load(path, snapshot))
+        return ""
+
+    try:
+        together(parallel, check)
+        together(parallel, read)
+    except RankError as failure:
+        raise CheckpointError(f"{path} cannot be used: {failure}", fix=failure.fix) from failure
+    return loaded[0]
+
+
+def _load(path: Path, snapshot: Snapshot) -> Loaded:
+    manifest, state = read_manifest(path), _read_state(path / STATE)
+    target, notices = snapshot.state, []
+    stored = {group: stored_tensors(path / group) for group in GROUPS}
+    wanted: dict[str, Mapping[str, Tensor]] = {"model": target.model}
+
+    same = state.optimizer == target.optimizer
+    moments: dict[str, dict[str, Tensor]] = {}
+    if same and stored["optimizer"]:
+        moments = _with_room(target, stored["optimizer"])
+        wanted["optimizer"] = named_state(moments)
+    elif not same:
+        notices.append(
+            f"the optimizer starts afresh: the checkpoint holds the state of {state.optimizer or 'no optimizer'}, "
+            f"this run uses {target.optimizer or 'none'}"
+        )
+
+    if stored["ema"] and snapshot.ema is not None:
+        wanted["ema"] = snapshot.ema
+    elif stored["ema"]:
+        notices.append("the checkpoint has averaged weights (EMA), which this run does not use")
+    elif snapshot.ema is not None:
+        notices.append("the checkpoint has no averaged weights (EMA)")
+
+    for group, tensors in wanted.items():
+        _compare(group, tensors, stored[group])
+    for group, tensors in wanted.items():
+        _fill(path / group, tensors)
+    if same:
+        target.moments, target.settings = moments, state.settings
+    return Loaded(
+        trainer=state.trainer,
+        manifest=manifest,
+        moments=same,
+        ema="ema" in wanted,
+        notices=tuple(notices),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _State:
+    """What state.json says."""
+
+    optimizer: str
+    settings: list[dict[str, object]]
+    trainer: dict[str, object]
+
+
+def _read_state(path: Path) -> _State:
+    try:
+        body = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} is damaged: {error}") from error
+    match body:
+        case {"optimizer": {"name": str(name), "settings": list(settings)}, "trainer": dict(trainer)}:
+            return _State(optimizer=name, settings=settings, trainer=trainer)
+    raise CheckpointError(f"{path.name} is malformed")
+
+
+def _with_room(target: PortableState, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, Tensor]]:
+    """The target's moments, and new ones for those that only the checkpoint has.
+
+    A moment with the shape of its parameter is made like it: same device, same sharding. Others (step counts, factored
+    moments) are plain tensors, scalars on the CPU.
+    """
+    moments = {name: dict(found) for name, found in target.moments.items()}
+    for key, tensor in stored.items():
+        name, _, moment = key.rpartition(".")
+        parameter = target.model.get(name)
+        if parameter is None or moment in moments.get(name, {}):
+            continue
+        dtype = _TYPES[tensor.dtype]
+        if tensor.shape == tuple(parameter.shape) and tensor.shape != ():
+            new = torch.empty_like(parameter.detach(), dtype=dtype)
+        else:
+            new = torch.empty(tensor.shape, dtype=dtype, device=parameter.device if tensor.shape else "cpu")
+        moments.setdefault(name, {})[moment] = new
+    return moments
+
+
+def _compare(group: str, tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> None:
+    """Raises CheckpointError, which says everything that does not fit at once."""
+    both = sorted(tensors.keys() & stored.keys())
+    shapes = [
+        f"{name} {list(stored[name].shape)} for {list(tensors[name].shape)}"
+        for name in both
+        if stored[name].shape != tuple(tensors[name].shape)
+    ]
+    types = [
+        f"{name} {stored[name].dtype} for {tensors[name].dtype}"
+        for name in both
+        if not _widens(_TYPES[stored[name].dtype], tensors[name].dtype)
+    ]
+    complaints = (
+        ("missing in the checkpoint", sorted(tensors.keys() - stored.keys())),
+        ("unknown to this run", sorted(stored.keys() - tensors.keys())),
+        ("of another shape", shapes),
+        ("of a type that would lose precision", types),
+    )
+    told = [f"{len(found)} {what} ({_some(found)})" for what, found in complaints if found]
+    if told:
+        raise CheckpointError(f"it was made for something else; of the {group} tensors, {'; '.join(told)}")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _widens(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    if stored == wanted:
+        return True
+    return stored.is_floating_point and wanted.is_floating_point and torch.promote_types(stored, wanted) == wanted
+
+
+def _fill(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    reader = HuggingFaceStorageReader(str(directory))
+    metadata = reader.read_metadata()
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), metadata)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    reader.read_data(planner.create_local_plan(), planner).wait()

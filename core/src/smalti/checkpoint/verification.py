@@ -1,0 +1,122 @@
+"""Is this checkpoint whole? Every byte is compared with the digests in the manifest before any of it is used.
+
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from smalti.checkpoint.manifest import MANIFEST, STATE, FileRecord, Manifest, read_manifest
+from smalti.checkpoint.tensorfile import read_header
+from smalti.errors import CheckpointError
+from smalti.files import parse_json, sha256
+
+_THREADS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """The outcome. `problems` says what is wrong, one sentence each; `manifest` is None when it cannot be read."""
+
+    path: Path
+    manifest: Manifest | None
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    @property
+    def step(self) -> int | None:
+        """What the manifest says; None when it cannot be read."""
+        return self.manifest.step if self.manifest else None
+
+
+def verify(checkpoint: Path, *, rank: int = 0, ranks: int = 1) -> Verification:
+    """Check a checkpoint directory: the manifest, names and sizes of all files, their contents, nothing else beside them.
+
+    With several `ranks` each reads the contents of its share of the files only; together they have read all. Reads every
+    byte of that share, several files at a time; never writes. What is wrong is told in the result, not raised.
+    """
+    try:
+        manifest = read_manifest(checkpoint)
+    except CheckpointError as error:
+        return Verification(path=checkpoint, manifest=None, problems=(error.message,))
+    problems = _listing_problems(checkpoint, manifest)
+    mine = [item for item in sorted(manifest.files.items())[rank::ranks] if item[0] not in problems]
+    with ThreadPoolExecutor(max_workers=min(_THREADS, os.cpu_count() or 1)) as pool:
+        contents = pool.map(lambda item: (item[0], _content_problem(checkpoint / item[0], *item)), mine)
+        problems |= {name: problem for name, problem in contents if problem}
+    if _named_step(checkpoint) not in (None, manifest.step):
+        problems[MANIFEST] = f"is of step {manifest.step}, not of the step in the directory's name"
+    told = tuple(f"{name} {problem}" for name, problem in sorted(problems.items()))
+    return Verification(path=checkpoint, manifest=manifest, problems=told)
+
+
+def is_foreign(name: str) -> bool:
+    """Whether a file or directory is one that file browsers and network file systems leave behind (.DS_Store, .nfs...).
+
+    They are no part of a checkpoint and no damage to it. Whatever a reader of tensors would pick up is not foreign.
+    """
+    return name.startswith(".") and not name.endswith(".safetensors")
+
+
+def files_in(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Everything in a checkpoint directory but its sub-directories, by relative name, without following links."""
+    with os.scandir(directory) as entries:
+        found = sorted((entry for entry in entries if not is_foreign(entry.name)), key=lambda entry: entry.name)
+    for entry in found:
+        if entry.is_dir(follow_symlinks=False):
+            for name, status in files_in(directory / entry.name):
+                yield f"{entry.name}/{name}", status
+        else:
+            yield entry.name, entry.stat(follow_symlinks=False)
+
+
+def _named_step(checkpoint: Path) -> int | None:
+    number = checkpoint.name.removeprefix("step-").partition(".")[0]
+    return int(number) if checkpoint.name.startswith("step-") and number.isdecimal() else None
+
+
+def _listing_problems(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
+    """Whether the files listed, and no others, are there, of the right kind and size. What is wrong, by name."""
+    try:
+        present = dict(files_in(checkpoint))
+    except OSError as error:
+        return {checkpoint.name: f"cannot be listed: {error.strerror}"}
+    present.pop(MANIFEST, None)
+    problems = {name: "is missing" for name in manifest.files if name not in present}
+    for name, status in present.items():
+        if stat.S_ISLNK(status.st_mode):
+            problems[name] = "is a symbolic link"
+        elif not stat.S_ISREG(status.st_mode):
+            problems[name] = "is not a regular file"
+        elif name not in manifest.files:
+            problems[name] = "is not in the manifest"
+        elif status.st_size != manifest.files[name].size:
+            problems[name] = f"has {status.st_size} bytes where the manifest says {manifest.files[name].size}"
+    return problems
+
+
+def _content_problem(path: Path, name: str, record: FileRecord) -> str:
+    """What is wrong inside one file; "" when nothing is."""
+    try:
+        if sha256(path) != record.sha256:
+            return "does not match its digest: damaged or edited"
+        if name == STATE:
+            parse_json(path.read_bytes())
+        else:
+            read_header(path)
+    except CheckpointError as error:
+        return error.message
+    except ValueError as error:
+        return f"is not sound JSON: {error}"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return ""

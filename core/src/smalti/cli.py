@@ -1,0 +1,117 @@
+"""The command line. Commands are imported when they are used, and torch only by those that train."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import entry_points, version
+
+import click
+
+from smalti.errors import ExitCode, MissingPlugin, UserError
+from smalti.packages import package_of_command
+
+COMMANDS = {
+    "train": ("smalti.commands.train:train", "Train, or resume; --dry-run shows what would happen."),
+    "plugins": ("smalti.commands.plugins:plugins", "List the installed plugins and what each of them adds."),
+    "config": ("smalti.commands.config:config", "Show, explain and document the configuration."),
+    "dataset": ("smalti.commands.dataset:dataset", "Scan datasets and check them against the batch size."),
+    "checkpoint": ("smalti.commands.checkpoint:checkpoint", "List, inspect and verify checkpoints."),
+    "run": ("smalti.commands.run:run", "List, watch and stop runs; ask one to save or to draw."),
+}
+
+
+class Additions(click.Group):
+    """What `register_commands` is handed: a group that takes each name once."""
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        name = name or cmd.name
+        if name in COMMANDS or name in self.commands:
+            raise UserError(f"there is a command {name!r} already", fix="leave the plugin out with --without")
+        super().add_command(cmd, name)
+
+
+class Commands(click.Group):
+    """The built-in commands and those of plugins. Plugins are loaded only when no built-in command is meant."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*COMMANDS, *sorted(self._from_plugins())]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return self._from_plugins().get(cmd_name)
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(import_module(module), attribute)
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name.startswith("-") or self.get_command(ctx, name) is not None:
+            return super().resolve_command(ctx, args)
+        if package := package_of_command(name):
+            raise MissingPlugin(f"the command {name!r} is not installed", fix=f"pip install {package}")
+        near = get_close_matches(name, self.list_commands(ctx), n=2)
+        fix = f"did you mean {' or '.join(near)}?" if near else "smalti --help lists the commands"
+        raise UserError(f"unknown command {name!r}", fix=fix)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [(name, text) for name, (_, text) in COMMANDS.items()]
+        rows += [(name, command.get_short_help_str(80)) for name, command in sorted(self._from_plugins().items())]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def _from_plugins(self) -> dict[str, click.Command]:
+        """The commands that installed plugins add; those left out by the environment are not imported."""
+        if not entry_points(group="smalti.plugins"):
+            return {}  # the built-in plugins add none, and loading them is most of what `smalti --help` would cost
+        from smalti.config import selection_of
+        from smalti.plugins import load_plugins
+
+        group = Additions()
+        load_plugins(selection_of((), None, os.environ), strict=False).hook.register_commands(commands=group)
+        return dict(group.commands)
+
+
+@click.group(cls=Commands, epilog="smalti train --help shows the options of a run; every command has --help.")
+@click.version_option(version("smalti"), prog_name="smalti")
+def smalti() -> None:
+    """Train diffusion models in shards, from one CPU to many GPU nodes."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of `smalti`. Exits with the codes of `smalti.errors.ExitCode`."""
+    sys.exit(_run(arguments))
+
+
+def _run(arguments: list[str] | None) -> int:
+    try:
+        code = smalti.main(args=arguments, prog_name="smalti", standalone_mode=False)
+    except UserError as error:
+        _tell(str(error), error)
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return ExitCode.USAGE
+    except click.Abort:
+        click.echo("smalti: interrupted", err=True)
+        return ExitCode.INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the top of the command line: nothing but the exit code comes after this
+        traceback.print_exc()
+        _tell(f"{type(error).__name__}: {error}", error)
+        return ExitCode.FAILED
+    return code if isinstance(code, int) else ExitCode.DONE
+
+
+def _tell(message: str, error: BaseException) -> None:
+    """The last lines of output name the cause, and the plugin that raised it if one did."""
+    click.echo(f"smalti: error: {message}", err=True)
+    for note in getattr(error, "__notes__", ()):
+        click.echo(f"  {note}", err=True)
+
+
+def main_train() -> None:
+    """Entry point of `smalti-train`: the same as `smalti train`."""
+    main(["train", *sys.argv[1:]])

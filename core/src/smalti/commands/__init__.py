@@ -1,0 +1,1 @@
+"""The subcommands of `smalti`, one module each; imported only when used."""

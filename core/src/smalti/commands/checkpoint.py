@@ -1,0 +1,206 @@
+"""`smalti checkpoint`: look at checkpoints and check them, without torch and without changing anything.
+
+`verify` exits with 1 when anything is damaged; all of them with 2 when there is nothing to look at.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import click
+
+from smalti.checkpoint.manifest import GROUPS, MANIFEST, Manifest, read_manifest
+from smalti.checkpoint.store import CheckpointStore, Entry
+from smalti.checkpoint.tensorfile import StoredTensor, stored_tensors
+from smalti.checkpoint.verification import Verification, verify
+from smalti.errors import CheckpointError
+
+_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+_as_json = click.option("--json", "as_json", is_flag=True, help="For machines.")
+
+
+@click.group("checkpoint")
+def checkpoint() -> None:
+    """List, inspect and verify checkpoints."""
+
+
+@checkpoint.command("ls")
+@click.argument("run_dir", type=_DIRECTORY)
+@_as_json
+def list_checkpoints(run_dir: Path, as_json: bool) -> None:
+    """The checkpoints of RUN_DIR. Reads their manifests only; `verify` reads everything."""
+    entries = _entries(run_dir)
+    if as_json:
+        _print_json([_entry_as_json(entry) for entry in entries])
+        return
+    rows = [
+        (entry.path.name, _bytes(m.size), str(m.world_size), m.created, ", ".join(m.flags))
+        if (m := entry.manifest)
+        else (entry.path.name, "", "", "", f"not usable: {entry.problem}")
+        for entry in entries
+    ]
+    _print_table(("checkpoint", "size", "ranks", "made", ""), rows, right=(1, 2))
+
+
+@checkpoint.command("inspect")
+@click.argument("path", type=_DIRECTORY)
+@click.option("--tensors", is_flag=True, help="Every tensor with its shape.")
+@_as_json
+@click.pass_context
+def inspect_checkpoint(context: click.Context, path: Path, tensors: bool, as_json: bool) -> None:
+    """What is in the checkpoint at PATH, or in the newest one of a run directory. Contents are not checked."""
+    path = _one(path)
+    try:
+        manifest = read_manifest(path)
+        groups = {group: found for group in GROUPS if (found := stored_tensors(path / group))}
+    except CheckpointError as error:
+        click.echo(f"{path}: {error.message}", err=True)
+        context.exit(1)
+    if as_json:
+        _print_json(_manifest_as_json(path, manifest) | {"groups": _groups_as_json(groups, tensors)})
+        return
+    facts = {
+        "checkpoint": str(path),
+        "step": str(manifest.step),
+        "made": f"{manifest.created} by {_count(manifest.world_size, 'rank')}",
+        "size": f"{_bytes(manifest.size)} in {_count(len(manifest.files), 'file')}",
+        "config": manifest.config_digest,
+        "plugins": ", ".join(manifest.plugins),
+        "flags": ", ".join(manifest.flags),
+    }
+    for name, value in facts.items():
+        if value:
+            click.echo(f"{name:<12}{value}")
+    for group, found in groups.items():
+        elements = sum(tensor.elements for tensor in found.values())
+        click.echo(f"\n{group}: {_count(len(found), 'tensor')}, {elements:,} elements, {_bytes(_size(found))}, {_types(found)}")
+        if tensors:
+            rows = [(name, t.dtype, str(list(t.shape)), _bytes(t.size)) for name, t in found.items()]
+            _print_table(("name", "type", "shape", "size"), rows, right=(3,))
+
+
+@checkpoint.command("verify")
+@click.argument("path", type=_DIRECTORY)
+@_as_json
+@click.pass_context
+def verify_checkpoints(context: click.Context, path: Path, as_json: bool) -> None:
+    """Read the checkpoint at PATH, or all of a run directory, and compare every byte with the digests.
+
+    Exits with 1 when anything is damaged.
+    """
+    paths = [path] if _is_checkpoint(path) else [entry.path for entry in _entries(path)]
+    results = []
+    for one in paths:
+        results.append(verify(one))
+        if not as_json:
+            _print_verification(results[-1])
+    if as_json:
+        _print_json([{"path": str(r.path), "step": r.step, "ok": r.ok, "problems": list(r.problems)} for r in results])
+    context.exit(0 if all(result.ok for result in results) else 1)
+
+
+# --- finding --------------------------------------------------------------------------------------------------------
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / MANIFEST).is_file() or path.name.startswith("step-")
+
+
+def _entries(path: Path) -> list[Entry]:
+    for root in (path / "checkpoints", path):
+        if entries := CheckpointStore(root).all():
+            return entries
+    raise click.BadParameter(f"there is no checkpoint in {path}", param_hint="PATH")
+
+
+def _one(path: Path) -> Path:
+    if _is_checkpoint(path):
+        return path
+    entries = _entries(path)
+    return next((entry.path for entry in reversed(entries) if entry.manifest), entries[-1].path)
+
+
+# --- showing --------------------------------------------------------------------------------------------------------
+
+
+def _entry_as_json(entry: Entry) -> dict[str, object]:
+    if entry.manifest:
+        return _manifest_as_json(entry.path, entry.manifest) | {"problem": ""}
+    return {"path": str(entry.path), "step": entry.step, "problem": entry.problem}
+
+
+def _manifest_as_json(path: Path, manifest: Manifest) -> dict[str, object]:
+    return {
+        "path": str(path),
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "created": manifest.created,
+        "size": manifest.size,
+        "plugins": list(manifest.plugins),
+        "config_digest": manifest.config_digest,
+        "flags": list(manifest.flags),
+    }
+
+
+def _groups_as_json(groups: Mapping[str, Mapping[str, StoredTensor]], tensors: bool) -> dict[str, object]:
+    described: dict[str, object] = {}
+    for group, found in groups.items():
+        summary: dict[str, object] = {
+            "tensors": len(found),
+            "elements": sum(tensor.elements for tensor in found.values()),
+            "size": _size(found),
+        }
+        if tensors:
+            summary["contents"] = {
+                name: {"dtype": t.dtype, "shape": list(t.shape), "pieces": t.pieces} for name, t in found.items()
+            }
+        described[group] = summary
+    return described
+
+
+def _print_verification(result: Verification) -> None:
+    if result.ok and result.manifest:
+        click.echo(f"{result.path.name}  ok  {_bytes(result.manifest.size)}")
+        return
+    click.echo(f"{result.path.name}  DAMAGED")
+    for problem in result.problems:
+        click.echo(f"    {problem}")
+
+
+def _print_json(value: object) -> None:
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> None:
+    """Columns as wide as their widest cell; those named in `right` are aligned to the right."""
+    widths = [max(len(row[column]) for row in (titles, *rows)) for column in range(len(titles))]
+    for row in (titles, *rows):
+        cells = [
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        click.echo("  ".join(cells).rstrip())
+
+
+def _bytes(number: int) -> str:
+    """1536 -> "1.5 KiB"."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    power = min(int(math.log2(number)) // 10, len(units) - 1) if number else 0
+    return f"{number} B" if power == 0 else f"{number / 2 ** (10 * power):.1f} {units[power]}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _size(tensors: Mapping[str, StoredTensor]) -> int:
+    return sum(tensor.size for tensor in tensors.values())
+
+
+def _types(tensors: Mapping[str, StoredTensor]) -> str:
+    counted = Counter(tensor.dtype for tensor in tensors.values())
+    return ", ".join(dtype for dtype, _ in counted.most_common())

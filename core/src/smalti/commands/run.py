@@ -1,0 +1,254 @@
+"""`smalti run`: look at runs and ask things of them. Only reads run directories and writes requests; needs no torch."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from smalti.defaults.console import LINE_SECONDS, Display, Progress, duration, open_display, speed
+from smalti.errors import ExitCode
+from smalti.events import Event, read_events, to_json
+from smalti.rundir import POLL_SECONDS, RequestKind, RunDirectory, Status, Summary, find_runs
+
+_DIRECTORY = click.argument("directory", metavar="RUN_DIR", type=click.Path(path_type=Path))
+_TIMEOUT = click.option("--timeout", default=60.0, show_default=True, help="Seconds to wait for the run's answer.")
+_NO_WAIT = click.option("--no-wait", is_flag=True, help="Do not wait for the answer.")
+_COLOURS = {"running": "green", "stale": "yellow", "failed": "red", "finished": "blue"}
+
+
+@click.group()
+def run() -> None:
+    """List, watch and stop runs; ask one to save or to draw."""
+
+
+# --- ls -------------------------------------------------------------------------------------------------------------
+
+
+@run.command()
+@click.argument("roots", metavar="[ROOT]...", nargs=-1, type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--depth", default=4, show_default=True, help="How many folders below each ROOT to look.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def ls(roots: tuple[Path, ...], depth: int, as_json: bool) -> None:
+    """List the runs below each ROOT (the current folder if none is given) and how they fare."""
+    found = (directory.summary() for root in roots or (Path(),) for directory in find_runs(root, depth))
+    summaries = [summary for summary in found if summary is not None]
+    if as_json:
+        click.echo(to_json([asdict(summary) for summary in summaries], indent=2))
+    elif summaries:
+        _print_table([_row(summary) for summary in summaries])
+    else:
+        click.echo(f"no runs below {', '.join(str(root) for root in roots) or 'the current folder'}", err=True)
+
+
+def _row(summary: Summary) -> tuple[str, ...]:
+    record = summary.record
+    since = record.started or record.created
+    return (
+        str(summary.path),
+        summary.status.condition,
+        f"{summary.step}/{summary.max_steps or '-'}",
+        "-" if summary.loss is None else f"{summary.loss:.4g}",
+        speed(summary.samples_per_second),
+        duration(summary.seconds_left),
+        duration(time.time() - since),
+        "" if summary.status.condition == "running" else summary.status.message,
+    )
+
+
+def _print_table(rows: list[tuple[str, ...]]) -> None:
+    table = [("run", "status", "step", "loss", "samples/s", "left", "age", ""), *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    for number, row in enumerate(table):
+        cells = [
+            f"{cell:>{width}}" if 1 < column < 7 else f"{cell:<{width}}"
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        if number:
+            cells[1] = click.style(cells[1], fg=_COLOURS.get(row[1]))
+        click.echo("  ".join(cells).rstrip())
+
+
+# --- watch ----------------------------------------------------------------------------------------------------------
+
+
+@run.command()
+@_DIRECTORY
+@click.option("--interval", default=LINE_SECONDS, show_default=True, help="Seconds between lines, where there is no terminal.")
+@click.option("--patience", default=600.0, show_default=True, help="Leave after so many seconds without a sign of life.")
+@click.option("--json", "as_json", is_flag=True, help="Print the events themselves, one a line.")
+@click.option("--offset", default=0, help="With --json: start at this byte of events.jsonl.")
+@click.pass_context
+def watch(context: click.Context, directory: Path, interval: float, patience: float, as_json: bool, offset: int) -> None:
+    """Follow a run until it ends, and exit as it does. Ctrl-C leaves the run alone."""
+    watched = RunDirectory(directory)
+    try:
+        if as_json:
+            status = _pass_through(watched, offset, patience)
+        else:
+            status = _show(watched, open_display(sys.stdout, interval), patience)
+    except KeyboardInterrupt:
+        click.echo(f"watching ended; the run goes on. To stop it: smalti run stop {directory}", err=True)
+        context.exit(ExitCode.INTERRUPTED)
+    click.echo(f"{directory}: {status.condition}: {status.message}", err=True)
+    context.exit(ExitCode.FAILED if status.exit_code is None else status.exit_code)
+
+
+def _pass_through(watched: RunDirectory, offset: int, patience: float) -> Status:
+    status = watched.status()
+    for item in _follow(watched, offset, patience):
+        if isinstance(item, Status):
+            status = item
+        else:
+            click.echo(item.to_json())
+    return status
+
+
+def _show(watched: RunDirectory, display: Display, patience: float) -> Status:
+    """Begin with where the run stands, then tell what comes."""
+    recent, status = watched.recent_steps(), watched.status()
+    watcher = Watcher(watched, display)
+    for event in recent:
+        watcher.take_step(event)
+    begun = watched.latest("state")
+    offset = recent[-1].end if recent else begun.offset if begun else 0
+    try:
+        if watcher.progress:
+            display.update(watcher.progress)
+        for item in _follow(watched, offset, patience):
+            if not isinstance(item, Status):
+                watcher.show(item)
+                continue
+            status = item
+            if not status.ended:
+                display.say(f"{status.condition}: {status.message}")
+    finally:
+        display.close()
+    return status
+
+
+def _follow(watched: RunDirectory, offset: int, patience: float) -> Iterator[Event | Status]:
+    """Events of all nodes as they come, and the status whenever it changes. Returns when the run has ended or is silent."""
+    offsets = {watched.events_file: offset}
+    shown, begun = "", time.monotonic()
+    while True:
+        status, heartbeat = watched.status(), watched.heartbeat()
+        for path in watched.event_files():
+            for event in read_events(path, offsets.get(path, 0)):
+                offsets[path] = event.end
+                yield event
+        if status.condition != shown:
+            shown = status.condition
+            yield status
+        silence = heartbeat.age if heartbeat else time.monotonic() - begun
+        if status.ended or silence > patience:
+            return
+        time.sleep(POLL_SECONDS)
+
+
+class Watcher:
+    """Turns events into what a display shows."""
+
+    def __init__(self, watched: RunDirectory, display: Display) -> None:
+        self.progress: Progress | None = None
+        self._watched = watched
+        self._display = display
+
+    def show(self, event: Event) -> None:
+        if event.kind == "step":
+            self._display.update(self.take_step(event))
+            return
+        if event.text("state") == "starting":
+            self.progress = None
+        if text := self._text(event):
+            self._display.say(text)
+
+    def take_step(self, event: Event) -> Progress:
+        step, max_steps = event.step or 0, int(event.number("max_steps") or 0)
+        if self.progress is None:
+            record, begun = self._watched.record(), event.time - (event.number("seconds") or 0.0)
+            self.progress = Progress(step=step - 1, max_steps=max_steps, now=begun, begun=record.started if record else None)
+        loss = event.number("loss")
+        self.progress.max_steps = max_steps
+        self.progress.update(
+            step=step,
+            loss=float("nan") if loss is None else loss,
+            learning_rate=event.number("learning_rate") or 0.0,
+            samples=int(event.number("samples") or 0),
+            now=event.time,
+        )
+        return self.progress
+
+    def _text(self, event: Event) -> str:
+        """What an event means in words; "" for one that needs none."""
+        message = event.text("message")
+        match event.kind:
+            case "state" if event.text("state") in ("starting", "running"):
+                return f"{event.text('state')} {message}".rstrip()
+            case "checkpoint":
+                return f"checkpoint of step {event.step}: {self._watched.path / event.text('path')}"
+            case "sample":
+                return f"pictures of step {event.step}: {self._watched.path / event.text('grid')}"
+            case "error":
+                return f"error: {event.text('error')}: {message}"
+            case "control_ack":
+                return f"{event.text('kind')} {'accepted' if event.fields.get('accepted') else 'refused'}: {message}"
+            case "log" | "warning" | "health":
+                return f"{event.kind}: {message}"
+            case "malformed":
+                return f"a line at byte {event.offset} cannot be read: {event.text('line')[:80]!r}"
+        return ""
+
+
+# --- stop, save, sample ---------------------------------------------------------------------------------------------
+
+
+def _ask(directory: Path, kind: RequestKind, timeout: float, *, wait: bool) -> ExitCode:
+    asked = RunDirectory(directory)
+    request = asked.request(kind)
+    if not wait:
+        click.echo(f"{directory}: asked to {kind}")
+        return ExitCode.DONE
+    answer = asked.answer(request, timeout)
+    if answer is None:
+        status = asked.status()
+        why = f"it has ended ({status.condition})" if status.ended else f"none within {timeout:g} s; it looks after each step"
+        click.echo(f"{directory}: asked to {kind}, but there is no answer: {why}", err=True)
+        return ExitCode.FAILED
+    accepted = answer.fields.get("accepted") is True
+    click.echo(f"{directory}: {'' if accepted else 'refused: '}{answer.text('message')}", err=not accepted)
+    return ExitCode.DONE if accepted else ExitCode.FAILED
+
+
+@run.command()
+@_DIRECTORY
+@_TIMEOUT
+@_NO_WAIT
+@click.pass_context
+def stop(context: click.Context, directory: Path, timeout: float, no_wait: bool) -> None:
+    """Ask a run to finish its step, save and leave."""
+    context.exit(_ask(directory, "stop", timeout, wait=not no_wait))
+
+
+@run.command()
+@_DIRECTORY
+@_TIMEOUT
+@_NO_WAIT
+@click.pass_context
+def save(context: click.Context, directory: Path, timeout: float, no_wait: bool) -> None:
+    """Ask a run to write a checkpoint after its step."""
+    context.exit(_ask(directory, "save", timeout, wait=not no_wait))
+
+
+@run.command()
+@_DIRECTORY
+@_TIMEOUT
+@_NO_WAIT
+@click.pass_context
+def sample(context: click.Context, directory: Path, timeout: float, no_wait: bool) -> None:
+    """Ask a run to draw its validation pictures after its step."""
+    context.exit(_ask(directory, "sample", timeout, wait=not no_wait))

@@ -1,0 +1,44 @@
+"""`smalti train`: from words to a finished run."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from smalti.invocation import Invocation, take_switch
+from smalti.reference import help_text
+
+USAGE = """\
+Usage: smalti train [CONFIG] [--OPTION=VALUE ...]
+
+Train, or resume. CONFIG is a TOML, JSON or YAML file; flags are stronger than the file. A run lives in its --output_dir and
+resumes there by itself: the same command again continues it.
+
+  smalti train --model_family=toy --instance_data_dir=photos --output_dir=runs/first --max_train_steps=1000
+  smalti train runs/first/config.toml --max_train_steps=2000
+
+  --help                          The options that most runs need.
+  --help-all                      Every option.
+  --dry-run                       Check everything, show what would be launched, launch nothing. With --json for machines.
+"""
+
+
+@click.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def train(words: tuple[str, ...]) -> int:
+    """Train, or resume."""
+    rest = list(words)
+    everything, some = take_switch(rest, "--help-all"), take_switch(rest, "--help", "-h")
+    dry_run, as_json = take_switch(rest, "--dry-run"), take_switch(rest, "--json")
+    invocation = Invocation.read(rest)
+    if everything or some:
+        click.echo(USAGE + help_text(invocation.schema, everything=everything))
+        return 0
+    from smalti.preparation import Preparation
+
+    preparation = Preparation.of(invocation.config(), invocation.plugins, write=not dry_run)
+    if not dry_run:
+        return int(preparation.launch())
+    click.echo(json.dumps(preparation.describe(), indent=2) if as_json else preparation.as_text())
+    return 0

@@ -1,0 +1,106 @@
+"""Aspect buckets: which size a picture is trained at, and how it gets there.
+
+All pictures of a batch have one size, the bucket. A bucket's sides are multiples of the alignment that the model family
+needs, its area is that of the wanted resolution, and its aspect ratio is near the picture's own. The picture is scaled until
+it covers the bucket and what juts out is cropped; without cropping it is scaled to the bucket exactly, which bends its
+aspect ratio by the little that alignment costs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+ResolutionType = Literal["pixel", "area", "pixel_area"]
+CropStyle = Literal["center", "random", "corner"]
+CropAspect = Literal["square", "preserve"]
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Bucket:
+    """A size in pixels; the key of a bucket."""
+
+    width: int
+    height: int
+
+    def __str__(self) -> str:
+        return f"{self.width}x{self.height}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framing:
+    """The rule by which one dataset's pictures find their bucket.
+
+    Args:
+        resolution: pixels, or megapixels with `resolution_type` "area".
+        resolution_type: "pixel": length of the shorter edge. "area": megapixels. "pixel_area": the area of a square with this
+            edge.
+        alignment: both sides of a bucket are multiples of this many pixels.
+        aspect_rounding: decimals to which aspect ratios are rounded, so that nearly equal ones share a bucket.
+        crop: cut what juts out, rather than bend the aspect ratio a little.
+        crop_aspect: with `crop`, "square" cuts every picture to a square and "preserve" keeps its aspect ratio.
+        crop_style: with `crop`, where to cut: "center", "corner" (top left), or "random" (anew at every visit).
+        minimum_size: pictures smaller than this are left out; in the unit of `resolution`, 0 keeps all.
+    """
+
+    resolution: float
+    resolution_type: ResolutionType = "pixel_area"
+    alignment: int = 64
+    aspect_rounding: int = 2
+    crop: bool = False
+    crop_aspect: CropAspect = "square"
+    crop_style: CropStyle = "center"
+    minimum_size: float = 0.0
+
+    def accepts(self, width: int, height: int) -> bool:
+        """Whether a picture of this size is large enough to train on."""
+        if self.resolution_type == "pixel":
+            return min(width, height) >= self.minimum_size
+        return width * height >= self._area(self.minimum_size)
+
+    def bucket(self, width: int, height: int) -> Bucket:
+        """The bucket of a picture. A picture and its transpose have transposed buckets."""
+        # Long over short, so that tall pictures are rounded as wide ones are (and never to zero).
+        aspect = 1.0
+        if not (self.crop and self.crop_aspect == "square"):
+            aspect = round(max(width, height) / min(width, height), self.aspect_rounding)
+        if self.resolution_type == "pixel":
+            short = self._aligned(self.resolution)
+            long = self._aligned(short * aspect)
+        else:
+            edge = self._aligned(math.sqrt(self._area(self.resolution)))
+            short = self._aligned(edge / math.sqrt(aspect))
+            long = self._aligned(edge * math.sqrt(aspect))
+        return Bucket(long, short) if width >= height else Bucket(short, long)
+
+    def resized(self, width: int, height: int, bucket: Bucket) -> tuple[int, int]:
+        """Width and height to scale a picture to: the bucket's own, or with `crop` the smallest that cover it."""
+        if not self.crop:
+            return bucket.width, bucket.height
+        # In whole numbers: w/W < h/H means that the width is what limits.
+        if width * bucket.height < height * bucket.width:
+            return bucket.width, max(bucket.height, _divide(height * bucket.width, width))
+        return max(bucket.width, _divide(width * bucket.height, height)), bucket.height
+
+    def corner(self, resized: tuple[int, int], bucket: Bucket, draw: tuple[float, float] = (0.0, 0.0)) -> tuple[int, int]:
+        """Left and top of the bucket's cut out of a scaled picture. `draw`: two numbers in [0, 1) that "random" cuts by."""
+        across, down = resized[0] - bucket.width, resized[1] - bucket.height
+        match self.crop_style:
+            case "center":
+                return across // 2, down // 2
+            case "corner":
+                return 0, 0
+            case "random":  # the last offset is as likely as any other
+                return int(draw[0] * (across + 1)), int(draw[1] * (down + 1))
+
+    def _area(self, size: float) -> float:
+        return size * 1e6 if self.resolution_type == "area" else size * size
+
+    def _aligned(self, length: float) -> int:
+        return max(1, math.floor(length / self.alignment + 0.5)) * self.alignment
+
+
+def _divide(dividend: int, divisor: int) -> int:
+    """Rounded to the nearest whole number, halves up."""
+    return (2 * dividend + divisor) // (2 * divisor)

@@ -1,0 +1,58 @@
+"""Which storages and metadata backends there are, by name. Plugins add theirs; nothing is imported until it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
+
+from smalti.types import MetadataEntry, StorageEntry
+
+if TYPE_CHECKING:
+    from smalti.data.sources import MetadataSource
+    from smalti.data.spec import DatasetSpec
+    from smalti.storage import Storage
+
+BUILT_IN_STORAGES = (StorageEntry(name="local", title="A folder", factory="smalti.storage.local:open_local"),)
+BUILT_IN_METADATA = (
+    MetadataEntry(name="discovery", title="The pictures themselves", factory="smalti.data.sources:Discovery"),
+    MetadataEntry(name="json", title="A JSON-lines table", factory="smalti.data.sources:JsonLines"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Catalog:
+    """Names to factories, each "module:callable" as in `StorageEntry` and `MetadataEntry`."""
+
+    storages: Mapping[str, str] = field(default_factory=lambda: _by_name(BUILT_IN_STORAGES))
+    metadata: Mapping[str, str] = field(default_factory=lambda: _by_name(BUILT_IN_METADATA))
+
+    @classmethod
+    def of(cls, storages: Iterable[StorageEntry], metadata: Iterable[MetadataEntry]) -> Catalog:
+        """The catalogue of what plugins registered; the built-in entries are not added by themselves."""
+        return cls(storages=_by_name(storages), metadata=_by_name(metadata))
+
+    @property
+    def tables(self) -> frozenset[str]:
+        """The metadata backends that read a table, and so may hold captions too."""
+        return frozenset(self.metadata) - {"discovery"}
+
+    def open_storage(self, spec: DatasetSpec) -> Storage:
+        """The storage of a dataset. Raises what its factory raises, such as MissingFileError for a folder that is not there."""
+        factory = cast("Callable[[DatasetSpec], Storage]", _load(self.storages[spec.type]))
+        return factory(spec)
+
+    def open_source(self, spec: DatasetSpec, storage: Storage) -> MetadataSource:
+        """Where names, sizes and captions of a dataset come from."""
+        factory = cast("Callable[[DatasetSpec, Storage], MetadataSource]", _load(self.metadata[spec.metadata_backend]))
+        return factory(spec, storage)
+
+
+def _by_name(entries: Iterable[StorageEntry | MetadataEntry]) -> dict[str, str]:
+    return {entry.name: entry.factory for entry in entries}
+
+
+def _load(address: str) -> object:
+    module, _, name = address.partition(":")
+    return getattr(import_module(module), name)

@@ -1,0 +1,163 @@
+"""Does every bucket fill a batch? Answered before a launch, with the numbers and the ways out.
+
+effective batch size = train_batch_size x ranks x gradient_accumulation_steps. Every aspect bucket needs that many samples,
+repeats counted; otherwise one batch would hold the same picture several times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from smalti.data.buckets import Bucket
+from smalti.errors import PreflightError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchShape:
+    """How the samples of one optimizer step are laid out.
+
+    `ranks` counts data-parallel ranks: those that share one sequence count as one.
+    """
+
+    train_batch_size: int
+    ranks: int
+    accumulation: int
+
+    def __post_init__(self) -> None:
+        if min(self.train_batch_size, self.ranks, self.accumulation) < 1:
+            raise ValueError("train_batch_size, ranks and accumulation must be at least 1")
+
+    @property
+    def effective(self) -> int:
+        return self.train_batch_size * self.ranks * self.accumulation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One dataset's part of a bucket. `repeats` 0 means that they were not set by hand."""
+
+    dataset: str
+    samples: int
+    repeats: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketCount:
+    """What a bucket holds, dataset by dataset."""
+
+    bucket: Bucket
+    shares: tuple[Share, ...]
+
+    @property
+    def total(self) -> int:
+        """Samples in an epoch, repeats counted."""
+        return sum(share.samples * (share.repeats + 1) for share in self.shares)
+
+    @property
+    def adjustable(self) -> tuple[str, ...]:
+        """The datasets whose repeats were not set by hand."""
+        return tuple(share.dataset for share in self.shares if not share.repeats)
+
+    def total_with(self, repeats: int, *, by_hand_too: bool) -> int:
+        """Samples in an epoch if repeats were at least this; those set by hand are raised only if asked."""
+        return sum(
+            share.samples * ((max(share.repeats, repeats) if by_hand_too or not share.repeats else share.repeats) + 1)
+            for share in self.shares
+        )
+
+    def needed_repeats(self, effective: int, *, by_hand_too: bool) -> int | None:
+        """The fewest repeats that fill a batch; None if only repeats set by hand could."""
+        if not by_hand_too and not self.adjustable:
+            return None
+        return next(number for number in count() if self.total_with(number, by_hand_too=by_hand_too) >= effective)
+
+
+def check_batches(
+    counts: Sequence[BucketCount], shape: BatchShape, *, allow_oversubscription: bool = False
+) -> Mapping[Bucket, int]:
+    """The repeats that the short buckets were raised to; empty when every bucket fills a batch by itself.
+
+    They hold for the datasets of that bucket whose repeats were not set by hand. Raises PreflightError for buckets that are too
+    small, unless `allow_oversubscription` may raise their repeats.
+    """
+    short = [one for one in counts if one.total < shape.effective]
+    if not short:
+        return {}
+    raised = {one.bucket: one.needed_repeats(shape.effective, by_hand_too=False) for one in short}
+    if allow_oversubscription and None not in raised.values():
+        return {bucket: repeats for bucket, repeats in raised.items() if repeats is not None}
+    raise PreflightError(_explain(counts, short, shape, allow_oversubscription))
+
+
+def describe_raised(counts: Sequence[BucketCount], raised: Mapping[Bucket, int], shape: BatchShape) -> tuple[str, ...]:
+    """One sentence per bucket whose repeats were raised."""
+    return tuple(
+        f"bucket {one.bucket}: repeats raised to {raised[one.bucket]} ({', '.join(one.adjustable)}), because"
+        f" {one.total} samples do not fill an effective batch of {shape.effective}"
+        for one in counts
+        if one.bucket in raised
+    )
+
+
+def _explain(counts: Sequence[BucketCount], short: Sequence[BucketCount], shape: BatchShape, allowed: bool) -> str:
+    minimum = max(one.needed_repeats(shape.effective, by_hand_too=True) or 0 for one in short)
+    lines = ["Dataset configuration will produce zero usable batches.", "", "Current configuration:"]
+    for dataset, shares in _by_dataset(counts, short).items():
+        lines += [
+            f"  - Dataset ID: {dataset}",
+            f"      total samples: {sum(share.samples for share in shares)}",
+            f"      repeats: {shares[0].repeats}",
+        ]
+    lines += [
+        f"  - batch size (train_batch_size): {shape.train_batch_size}",
+        f"  - ranks: {shape.ranks}",
+        f"  - gradient accumulation steps: {shape.accumulation}",
+        f"  - effective batch size: {shape.train_batch_size} x {shape.ranks} x {shape.accumulation} = {shape.effective}",
+        "",
+        f"{len(short)} bucket(s) have too few samples:",
+    ]
+    lines += [f"  - {one.bucket}: {_sum(one)}, needs {shape.effective}. {_minimum(one, shape)}" for one in short]
+    lines += ["", "Ways out, any one of them:", *_ways_out(short, shape, minimum, allowed)]
+    if any(share.repeats for one in short for share in one.shares):
+        lines += [
+            "",
+            "Note: repeats that were set by hand stay as they are; --allow_dataset_oversubscription does not raise them.",
+        ]
+    return "\n".join(lines)
+
+
+def _by_dataset(counts: Sequence[BucketCount], short: Sequence[BucketCount]) -> dict[str, list[Share]]:
+    """All shares of the datasets that have a short bucket."""
+    names = sorted({share.dataset for one in short for share in one.shares})
+    return {name: [share for one in counts for share in one.shares if share.dataset == name] for name in names}
+
+
+def _sum(one: BucketCount) -> str:
+    terms = [f"{share.samples} samples x ({share.repeats} repeats + 1)" for share in one.shares]
+    return f"{' + '.join(terms)} = {one.total}"
+
+
+def _minimum(one: BucketCount, shape: BatchShape) -> str:
+    return f"Minimum repeats required: {one.needed_repeats(shape.effective, by_hand_too=True)}"
+
+
+def _ways_out(short: Sequence[BucketCount], shape: BatchShape, minimum: int, allowed: bool) -> list[str]:
+    fewest = min(one.total for one in short)
+    ways = []
+    for name, value in (
+        ("a smaller --train_batch_size", shape.train_batch_size),
+        ("fewer --gradient_accumulation_steps", shape.accumulation),
+        ("fewer ranks (--num_processes)", shape.ranks),
+    ):
+        most = fewest // (shape.effective // value)
+        if 1 <= most < value:
+            ways.append(f"{name}: {most} instead of {value}")
+    ways += [
+        f"more repeats: at least {minimum} in every dataset named above",
+        "more pictures of these shapes, or none; with crop and crop_aspect=square all share one bucket",
+    ]
+    if not allowed:
+        ways.append("--allow_dataset_oversubscription: repeats of the short buckets are raised by themselves")
+    return [f"  {number}. {way}" for number, way in enumerate(ways, start=1)]

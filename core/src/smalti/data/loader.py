@@ -1,0 +1,275 @@
+"""The batches of one rank, from a position on and without end, made ready in the background.
+
+Worker threads read, decode and scale; decoding releases the interpreter lock, so they run beside the training step. At most
+`prefetch` batches are in the making or waiting: the next one is started when one is taken.
+
+Shapes: B pictures of a micro-batch, H, W pixels, 3 colours.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from types import TracebackType
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from smalti.data.buckets import Bucket
+from smalti.hashing import fraction, key_of
+from smalti.data.order import GlobalBatch
+from smalti.data.pixels import Bytes, crop, decode, normalised
+from smalti.data.prepared import PreparedData
+from smalti.data.quarantine import BadSampleError, ErrorBudget, Quarantined
+from smalti.storage import StorageError, TransientStorageError
+from smalti.types import World
+
+_MOST_WORKERS = 8
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicroBatch:
+    """What one forward pass of this rank gets.
+
+    `pixels` is (B, 3, H, W), fp32 in [-1, 1], on the rank's device. `numbers` are unique over the run and belong to the visit;
+    `keys` are "DATASET/KEY".
+    """
+
+    pixels: Tensor
+    captions: tuple[str, ...]
+    numbers: tuple[int, ...]
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """One optimizer step of this rank. The position to resume from after it is `position` + 1."""
+
+    position: int
+    epoch: int
+    bucket: Bucket
+    micro: tuple[MicroBatch, ...]
+
+
+class Loader(Iterator[Batch]):
+    """Iterates without end. Close it, or use it in a `with` block.
+
+    A picture that cannot be read is recorded in `errors` and replaced by the next readable one in the stream of its bucket.
+    Which one that is depends on the sample's place alone, so the other ranks need not be told. Errors of the storage itself,
+    and defects, come out of `next` with the traceback of the thread where they happened.
+
+    Args:
+        data: what `prepare` returned; the same on every rank.
+        world: this rank among those that split the batch. Ranks that share a sequence must share rank and size here.
+        micro_batch: pictures per rank and forward pass.
+        accumulation: forward passes per optimizer step.
+        errors: counts broken pictures; a fresh one if not given.
+        position: how many global batches came before.
+        prefetch: batches kept ready.
+        workers: threads; chosen by the number of cores if 0.
+        cache_bytes: memory for scaled pictures. It is filled once and then kept: in a shuffled order that serves as many visits
+            as any other policy.
+    """
+
+    def __init__(
+        self,
+        data: PreparedData,
+        *,
+        world: World,
+        micro_batch: int,
+        accumulation: int = 1,
+        errors: ErrorBudget | None = None,
+        position: int = 0,
+        prefetch: int = 4,
+        workers: int = 0,
+        cache_bytes: int = 512 << 20,
+    ) -> None:
+        if micro_batch * world.size * accumulation != data.order.effective_batch:
+            raise ValueError(
+                f"{micro_batch} x {world.size} x {accumulation} is not the effective batch of {data.order.effective_batch}"
+            )
+        if prefetch < 1:
+            raise ValueError("prefetch must be at least 1")
+        self.errors = errors or data.error_budget()
+        self._reader = _Reader(data, self.errors, cache_bytes)
+        self._order = data.order
+        self._world = world
+        self._micro_batch = micro_batch
+        self._accumulation = accumulation
+        self._on_gpu = torch.device(world.device).type == "cuda"
+        self._next = position
+        self.waited = 0.0
+        """Seconds that the last batch was waited for; near 0 as long as the threads keep up."""
+        self._stopping = threading.Event()
+        workers = workers or min(_MOST_WORKERS, prefetch, max(1, _cores() // world.local_size))
+        self._pool = ThreadPoolExecutor(workers, "smalti-loader", initializer=self._use_device)
+        self._ready: deque[Future[Batch]] = deque()
+        for _ in range(prefetch):
+            self._start_one()
+
+    @property
+    def budget_exhausted(self) -> str | None:
+        """Why the run should stop, once it should; it is known as soon as a batch is made, so before that batch is taken."""
+        return self.errors.exhausted
+
+    def __next__(self) -> Batch:
+        if self._stopping.is_set():
+            raise RuntimeError("the loader is closed")
+        begin = time.perf_counter()
+        batch = self._ready.popleft().result()
+        self.waited = time.perf_counter() - begin
+        self._start_one()
+        return self._on_device(batch) if self._on_gpu else batch
+
+    def close(self) -> None:
+        """Stop the threads; returns when they have ended, which takes as long as one picture. May be called again."""
+        self._stopping.set()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._ready.clear()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def _use_device(self) -> None:
+        """In each worker thread: pinned memory must not open a second GPU."""
+        if self._on_gpu:
+            torch.cuda.set_device(self._world.device)
+
+    def _start_one(self) -> None:
+        self._ready.append(self._pool.submit(self._assemble, self._next))
+        self._next += 1
+
+    def _assemble(self, position: int) -> Batch:
+        """In a worker thread: this rank's part of a global batch; fp32, or still bytes in pinned memory for a GPU."""
+        whole = self._order.batch(position)
+        micro = tuple(self._micro(whole, index) for index in range(self._accumulation))
+        return Batch(position=position, epoch=whole.epoch, bucket=whole.bucket, micro=micro)
+
+    def _micro(self, whole: GlobalBatch, index: int) -> MicroBatch:
+        size = self._micro_batch
+        first = (index * self._world.size + self._world.rank) * size
+        shape = (size, 3, whole.bucket.height, whole.bucket.width)
+        pictures = torch.empty(shape, dtype=torch.uint8, pin_memory=self._on_gpu)
+        view: Bytes = pictures.numpy()
+        captions, keys = [], []
+        for place, slot in enumerate(range(first, first + size)):
+            if self._stopping.is_set():
+                break
+            visit = self._reader.visit(whole, slot)
+            view[place] = visit.picture
+            captions.append(visit.caption)
+            keys.append(visit.key)
+        return MicroBatch(
+            pixels=pictures if self._on_gpu else torch.from_numpy(_normalised(view)),
+            captions=tuple(captions),
+            numbers=tuple(whole.numbers[first : first + size]),
+            keys=tuple(keys),
+        )
+
+    def _on_device(self, batch: Batch) -> Batch:
+        # Bytes cross the bus, a quarter of fp32. On the current stream, so that nothing else need be waited for.
+        micro = tuple(
+            MicroBatch(
+                pixels=normalised(one.pixels.to(self._world.device, non_blocking=True)),
+                captions=one.captions,
+                numbers=one.numbers,
+                keys=one.keys,
+            )
+            for one in batch.micro
+        )
+        return Batch(position=batch.position, epoch=batch.epoch, bucket=batch.bucket, micro=micro)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Visit:
+    picture: Bytes
+    caption: str
+    key: str
+
+
+class _Reader:
+    """One sample at a time, for any thread: from the cache or the storage, with a stand-in for what cannot be read."""
+
+    def __init__(self, data: PreparedData, errors: ErrorBudget, cache_bytes: int) -> None:
+        self._data = data
+        self._errors = errors
+        self._bad: set[int] = set()
+        self._cache: dict[int, Bytes] = {}
+        self._room = cache_bytes
+
+    def visit(self, batch: GlobalBatch, slot: int) -> _Visit:
+        number = batch.numbers[slot]
+        for sample in chain([int(batch.samples[slot])], self._data.order.stand_ins(batch, slot)):
+            if sample in self._bad:
+                continue
+            picture = self._try(sample, batch.bucket)
+            if picture is not None:
+                return self._complete(sample, picture, batch, number)
+            if self._errors.exhausted:
+                break
+        else:
+            self._errors.exhaust(f"no picture of bucket {batch.bucket} can be read")
+        # The run is about to stop by agreement; until then this rank has to keep step with the others.
+        blank = np.full((3, batch.bucket.height, batch.bucket.width), 255, dtype=np.uint8)
+        return _Visit(picture=blank, caption="", key="")
+
+    def _try(self, sample: int, bucket: Bucket) -> Bytes | None:
+        """The scaled picture of a sample, or None when it is bad."""
+        picture = self._cache.get(sample)
+        if picture is not None:
+            return picture
+        position, row = self._data.locate(sample)
+        dataset = self._data.datasets[position]
+        key = dataset.index.key(row)
+        try:
+            picture = decode(dataset.storage.read(key), self._data.framings[position], bucket)
+        except TransientStorageError:
+            raise
+        except (BadSampleError, StorageError) as error:
+            self._bad.add(sample)
+            reason = error.message if isinstance(error, StorageError) else str(error)
+            self._errors.record(Quarantined(dataset=dataset.spec.id, key=key, reason=reason))
+            return None
+        # Two threads may count at once; then the limit is missed by a picture or two, which does no harm.
+        if picture.nbytes <= self._room:
+            self._room -= picture.nbytes
+            self._cache[sample] = picture
+        return picture
+
+    def _complete(self, sample: int, picture: Bytes, batch: GlobalBatch, number: int) -> _Visit:
+        """The cut, and one of the captions: drawn from the visit's number and from the epoch."""
+        position, row = self._data.locate(sample)
+        dataset, framing, bucket = self._data.datasets[position], self._data.framings[position], batch.bucket
+        seed = self._data.order.seed
+        if picture.shape != (3, bucket.height, bucket.width):
+            draw = fraction(key_of("across", seed, number)), fraction(key_of("down", seed, number))
+            picture = crop(picture, framing, bucket, draw)
+        captions = dataset.index.captions(row)
+        choice = 0
+        if len(captions) > 1:
+            choice = int(fraction(key_of("caption", seed, batch.epoch, sample)) * len(captions))
+        return _Visit(picture=picture, caption=captions[choice], key=f"{dataset.spec.id}/{dataset.index.key(row)}")
+
+
+def _normalised(pictures: Bytes) -> NDArray[np.float32]:
+    """Like `pixels.normalised`, to the last bit. In numpy, which stays on this thread: torch would start a team of its own."""
+    values = pictures.astype(np.float32)
+    values /= np.float32(127.5)
+    values -= np.float32(1.0)
+    return values
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,187 @@
+"""The order of samples: a pure function of (samples, seed, effective batch), whoever asks for it.
+
+Every bucket deals its samples as an endless stream of passes; a pass is all its samples in an order drawn from (seed, bucket,
+number of the pass). Global batches of one bucket are cut from its stream one after the other, without gaps, so what is left
+over at the end of an epoch opens the next one: nothing is dropped, nothing doubled. Epoch e takes as many batches of a bucket
+of n samples as fit: floor((e+1) n/B) - floor(e n/B) for batches of B. The batches of an epoch are shuffled by (seed, epoch).
+
+Where training stands is one number, the position: how many global batches came before. Ranks, worker threads and gradient
+accumulation only cut a global batch into pieces, so they cannot change what is seen, and a resume is exact.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from smalti.data.buckets import Bucket
+from smalti.hashing import key_of, permutation
+
+Numbers = NDArray[np.int64]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BucketSamples:
+    """What a bucket deals: samples by number, each once, and how often each is seen in an epoch (repeats + 1)."""
+
+    bucket: Bucket
+    samples: Numbers
+    copies: Numbers
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GlobalBatch:
+    """One step's samples over all ranks and micro-batches, all of one bucket.
+
+    `first` is the place of the batch in the stream of its bucket, in samples. `numbers` are unique over the run: what is
+    drawn at random for a visit (noise, timestep, crop) is drawn from its number.
+    """
+
+    position: int
+    epoch: int
+    bucket: Bucket
+    samples: Numbers
+    first: int
+
+    @property
+    def numbers(self) -> range:
+        return range(self.position * len(self.samples), (self.position + 1) * len(self.samples))
+
+
+class Order:
+    """All batches of a run, by position. Cheap to make; safe to use from several threads.
+
+    Args:
+        buckets: in any order; each with at least one sample.
+        seed: of the run.
+        effective_batch: samples per optimizer step over all ranks and micro-batches.
+    """
+
+    def __init__(self, buckets: Sequence[BucketSamples], *, seed: int, effective_batch: int) -> None:
+        if effective_batch < 1 or not buckets or any(len(bucket.samples) == 0 for bucket in buckets):
+            raise ValueError("an order needs an effective batch and samples in every bucket")
+        self.buckets = tuple(sorted(buckets, key=lambda one: one.bucket))
+        self.seed = seed
+        self.effective_batch = effective_batch
+        self._decks = [_Deck(bucket) for bucket in self.buckets]
+        self._dealt = np.array([bucket.copies.sum() for bucket in self.buckets], dtype=np.int64)
+        # A batch may reach from one pass into the next, and threads may stand on both sides of the end of an epoch.
+        self._passes: _Recent[Numbers] = _Recent(2 * len(self.buckets) + 2)
+        self._epochs: _Recent[_Epoch] = _Recent(2)
+
+    def batch(self, position: int) -> GlobalBatch:
+        """The global batch at a position, 0 being the first of the run."""
+        number = self.epoch_of(position)
+        epoch = self._epochs.get(number, partial(self._deal, number))
+        step = position - epoch.start
+        bucket = int(epoch.buckets[step])
+        first = int(epoch.ordinals[step]) * self.effective_batch
+        return GlobalBatch(
+            position=position,
+            epoch=number,
+            bucket=self.buckets[bucket].bucket,
+            samples=self._stream(bucket, first, self.effective_batch),
+            first=first,
+        )
+
+    def epoch_of(self, position: int) -> int:
+        """The epoch, from 0, that the batch at a position belongs to."""
+        if position < 0:
+            raise ValueError("positions count from 0")
+        # An epoch holds at least total/B - buckets batches.
+        total = int(self._dealt.sum())
+        latest = (position + 1 + len(self.buckets)) * self.effective_batch // total + 1
+        return bisect_right(range(latest + 1), position, key=self.epoch_start) - 1
+
+    def epoch_start(self, epoch: int) -> int:
+        """The position at which an epoch begins."""
+        return int((self._dealt * epoch // self.effective_batch).sum())
+
+    def stand_ins(self, batch: GlobalBatch, slot: int) -> Iterator[int]:
+        """Samples to put in place of one that cannot be read: those that follow it in the stream of its bucket.
+
+        Every sample of the bucket comes up before the end. The same on every rank, since it depends on the sample's place only:
+        a rank that replaces one need not tell the others.
+        """
+        bucket = bisect_right(self.buckets, batch.bucket, key=lambda one: one.bucket) - 1
+        size = self._decks[bucket].size
+        start = batch.first + slot + 1
+        for place in range(start, start + 2 * size, self.effective_batch):
+            for sample in self._stream(bucket, place, min(self.effective_batch, start + 2 * size - place)):
+                yield int(sample)
+
+    def _stream(self, bucket: int, start: int, count: int) -> Numbers:
+        """`count` samples of a bucket's stream from a place in it."""
+        deck = self._decks[bucket]
+        parts = []
+        while count > 0:
+            number, offset = divmod(start, deck.size)
+            cards = self._passes.get((bucket, number), partial(deck.shuffled, self.seed, number))
+            part = cards[offset : offset + count]
+            parts.append(part)
+            start, count = start + len(part), count - len(part)
+        return np.concatenate(parts)
+
+    def _deal(self, number: int) -> _Epoch:
+        before, after = (self._dealt * epoch // self.effective_batch for epoch in (number, number + 1))
+        counts = after - before
+        buckets = np.repeat(np.arange(len(counts)), counts)[permutation(int(counts.sum()), key_of("epoch", self.seed, number))]
+        ordinals = np.empty(len(buckets), dtype=np.int64)
+        for bucket, (first, count) in enumerate(zip(before, counts, strict=True)):
+            ordinals[buckets == bucket] = np.arange(first, first + count)
+        return _Epoch(start=int(before.sum()), buckets=buckets, ordinals=ordinals)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Epoch:
+    """One epoch, by step: which bucket's turn it is, and which batch of that bucket since the start of the run."""
+
+    start: int
+    buckets: Numbers
+    ordinals: Numbers
+
+
+class _Deck:
+    """The samples of one pass of a bucket, unshuffled.
+
+    Repeats that all samples share do not make a pass longer but passes more frequent: then the copies of a picture lie far
+    apart.
+    """
+
+    def __init__(self, content: BucketSamples) -> None:
+        common = math.gcd(*(int(copies) for copies in np.unique(content.copies)))
+        self._bucket = content.bucket
+        self._samples = np.repeat(content.samples, content.copies // common).astype(np.int64)
+        self.size = len(self._samples)
+
+    def shuffled(self, seed: int, number: int) -> Numbers:
+        key = key_of("pass", seed, self._bucket.width, self._bucket.height, number)
+        return self._samples[permutation(self.size, key)]
+
+
+class _Recent(Generic[T]):
+    """The last few results of a computation. One thread computes, the others wait for it."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._values: OrderedDict[Hashable, T] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable, compute: Callable[[], T]) -> T:
+        with self._lock:
+            if key not in self._values:
+                self._values[key] = compute()
+                if len(self._values) > self._capacity:
+                    self._values.popitem(last=False)
+            self._values.move_to_end(key)
+            return self._values[key]

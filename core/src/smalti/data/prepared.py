@@ -1,0 +1,234 @@
+"""From datasets to a run's order of samples.
+
+Rank 0 (or the launcher) calls `build_datasets`; after a barrier the other ranks call `load_datasets`. Then every rank calls
+`prepare`, which needs no communication: the same indexes give the same order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from smalti.data.buckets import Bucket, Framing
+from smalti.data.catalog import Catalog
+from smalti.data.check import BatchShape, BucketCount, Share, check_batches, describe_raised
+from smalti.data.index import DatasetIndex, Progress, build_index, load_index
+from smalti.data.order import BucketSamples, Order
+from smalti.data.quarantine import ErrorBudget, Quarantined, allowed_errors, write_quarantine
+from smalti.data.spec import DatasetSpec
+from smalti.errors import PreflightError
+from smalti.storage import Storage
+
+_SHOWN = 5  # reasons in a message; the rest is in the quarantine file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """One dataset, ready to read."""
+
+    spec: DatasetSpec
+    storage: Storage
+    index: DatasetIndex
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataRules:
+    """What the options and the model family say about all datasets.
+
+    `alignment` and `aspect_rounding` shape the buckets. `error_budget` is a share of all samples when it is below 1, else a
+    count.
+    """
+
+    seed: int
+    shape: BatchShape
+    alignment: int = 64
+    aspect_rounding: int = 2
+    error_budget: float = 0.01
+    allow_oversubscription: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PreparedData:
+    """The samples of a run in their order.
+
+    A sample's number is its row, counted through all datasets in order of their ids; `locate` goes back. `counts` is what each
+    bucket holds, `notices` what the user should be told.
+    """
+
+    order: Order
+    datasets: tuple[Dataset, ...]
+    framings: tuple[Framing, ...]
+    counts: tuple[BucketCount, ...]
+    notices: tuple[str, ...]
+    quarantined: tuple[Quarantined, ...]
+    allowed_errors: int
+    offsets: tuple[int, ...]
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """The position of a sample's dataset in `datasets`, and its row there."""
+        dataset = bisect_right(self.offsets, sample) - 1
+        return dataset, sample - self.offsets[dataset]
+
+    def error_budget(self, log: Path | None = None) -> ErrorBudget:
+        """A fresh budget for one rank, what the scan found already counted. `log` is this rank's own JSON-lines file."""
+        return ErrorBudget(allowed=self.allowed_errors, already=len(self.quarantined), log=log)
+
+    def digest(self) -> str:
+        """A fingerprint of the order: two runs with the same one see the same samples in the same order."""
+        state = sha256(f"order 1 {self.order.seed} {self.order.effective_batch}".encode())
+        for dataset in self.datasets:
+            state.update("\n".join([dataset.spec.id, *dataset.index.keys(), ""]).encode())
+        for content in self.order.buckets:
+            state.update(f"{content.bucket}".encode() + content.samples.tobytes() + content.copies.tobytes())
+        return state.hexdigest()
+
+
+def build_datasets(
+    specs: Sequence[DatasetSpec],
+    catalog: Catalog,
+    directory: Path | None = None,
+    progress: Callable[[str], Progress] | None = None,
+) -> tuple[Dataset, ...]:
+    """Scan the image datasets, one after the other; by one process, and before `load_datasets` in the others.
+
+    Args:
+        specs: of `parse_datasets`; entries that only name caches are passed over.
+        catalog: the storages and metadata backends there are.
+        directory: where indexes and quarantine lists are kept, the run directory's `data`; None keeps nothing.
+        progress: called with the id of a dataset before it is scanned; returns what is told how far the scan is.
+    """
+    datasets = []
+    for spec in _images(specs):
+        storage = catalog.open_storage(spec)
+        cache = directory / f"{spec.id}.arrow" if directory else None
+        index = build_index(spec, storage, catalog.open_source(spec, storage), cache, progress(spec.id) if progress else None)
+        if directory:
+            write_quarantine(directory / f"{spec.id}.quarantine.jsonl", index.quarantined)
+        datasets.append(Dataset(spec=spec, storage=storage, index=index))
+    return tuple(datasets)
+
+
+def load_datasets(specs: Sequence[DatasetSpec], catalog: Catalog, directory: Path) -> tuple[Dataset, ...]:
+    """The image datasets as another process has built them."""
+    return tuple(
+        Dataset(spec=spec, storage=catalog.open_storage(spec), index=load_index(spec, directory / f"{spec.id}.arrow"))
+        for spec in _images(specs)
+    )
+
+
+def prepare(datasets: Sequence[Dataset], rules: DataRules) -> PreparedData:
+    """Put all samples into buckets, check the buckets, and fix the order.
+
+    Raises PreflightError when a bucket cannot fill a batch, when no sample is left, or when more samples are broken than the
+    error budget allows.
+    """
+    datasets = tuple(sorted(datasets, key=lambda dataset: dataset.spec.id))
+    offsets = (0, *accumulate(len(dataset.index) for dataset in datasets))[:-1]
+    framings = tuple(framing_of(dataset.spec, rules) for dataset in datasets)
+    quarantined = tuple(item for dataset in datasets for item in dataset.index.quarantined)
+    allowed = allowed_errors(rules.error_budget, sum(len(dataset.index) for dataset in datasets))
+    if len(quarantined) > allowed:
+        raise PreflightError(_too_many(quarantined, allowed), fix="mend or remove these files, or raise --data_error_budget")
+
+    notices = [notice for dataset in datasets for notice in dataset.spec.notices]
+    if quarantined:
+        notices.append(f"{len(quarantined)} samples are set aside (the error budget allows {allowed}): {_reasons(quarantined)}")
+    contents: dict[Bucket, list[_Content]] = {}
+    for dataset, framing, offset in zip(datasets, framings, offsets, strict=True):
+        by_bucket, small = _rows_by_bucket(dataset.index, framing)
+        if small:
+            total = len(dataset.index)
+            notices.append(f"dataset {dataset.spec.id}: {small} of {total} pictures are below minimum_image_size and left out")
+        for bucket, rows in by_bucket.items():
+            content = _Content(dataset=dataset.spec.id, samples=rows + offset, repeats=dataset.spec.repeats)
+            contents.setdefault(bucket, []).append(content)
+    if not contents:
+        raise PreflightError(
+            "no dataset holds a picture that can be trained on", fix="lower minimum_image_size or add pictures"
+        )
+
+    counts = tuple(
+        BucketCount(bucket=bucket, shares=tuple(content.share for content in contents[bucket])) for bucket in sorted(contents)
+    )
+    raised = check_batches(counts, rules.shape, allow_oversubscription=rules.allow_oversubscription)
+    notices += describe_raised(counts, raised, rules.shape)
+    buckets = [_bucket_samples(bucket, parts, raised.get(bucket, 0)) for bucket, parts in contents.items()]
+    return PreparedData(
+        order=Order(buckets, seed=rules.seed, effective_batch=rules.shape.effective),
+        datasets=datasets,
+        framings=framings,
+        counts=counts,
+        notices=tuple(notices),
+        quarantined=quarantined,
+        allowed_errors=allowed,
+        offsets=offsets,
+    )
+
+
+def framing_of(spec: DatasetSpec, rules: DataRules) -> Framing:
+    """How a dataset's pictures find their bucket."""
+    return Framing(
+        resolution=spec.resolution,
+        resolution_type=spec.resolution_type,
+        alignment=rules.alignment,
+        aspect_rounding=rules.aspect_rounding,
+        crop=spec.crop,
+        crop_aspect=spec.crop_aspect,
+        crop_style=spec.crop_style,
+        minimum_size=spec.minimum_image_size,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Content:
+    """What one dataset puts into a bucket. `repeats` 0 means that they were not set by hand."""
+
+    dataset: str
+    samples: NDArray[np.int64]
+    repeats: int
+
+    @property
+    def share(self) -> Share:
+        return Share(dataset=self.dataset, samples=len(self.samples), repeats=self.repeats)
+
+
+def _images(specs: Iterable[DatasetSpec]) -> list[DatasetSpec]:
+    return [spec for spec in specs if spec.dataset_type == "image"]
+
+
+def _rows_by_bucket(index: DatasetIndex, framing: Framing) -> tuple[dict[Bucket, NDArray[np.int64]], int]:
+    """The healthy rows by bucket, ascending, and how many are too small."""
+    rows = index.healthy
+    sizes = index.widths[rows].astype(np.int64) << 32 | index.heights[rows]
+    # Pictures come in far fewer sizes than there are pictures, so the rule is applied once per size.
+    distinct, which = np.unique(sizes, return_inverse=True)
+    buckets = []
+    for size in distinct.tolist():
+        width, height = size >> 32, size & 0xFFFFFFFF
+        buckets.append(framing.bucket(width, height) if framing.accepts(width, height) else None)
+    names = sorted({bucket for bucket in buckets if bucket is not None})
+    numbers = {bucket: number for number, bucket in enumerate(names)}
+    choice = np.array([-1 if bucket is None else numbers[bucket] for bucket in buckets], dtype=np.int64)[which]
+    return {bucket: rows[choice == number] for bucket, number in numbers.items()}, int((choice < 0).sum())
+
+
+def _bucket_samples(bucket: Bucket, parts: Sequence[_Content], raised: int) -> BucketSamples:
+    copies = [np.full(len(part.samples), (part.repeats or raised) + 1, dtype=np.int64) for part in parts]
+    return BucketSamples(bucket=bucket, samples=np.concatenate([part.samples for part in parts]), copies=np.concatenate(copies))
+
+
+def _too_many(quarantined: Sequence[Quarantined], allowed: int) -> str:
+    return f"{len(quarantined)} samples cannot be used, and the error budget allows {allowed}: {_reasons(quarantined)}"
+
+
+def _reasons(quarantined: Sequence[Quarantined]) -> str:
+    lines = [f"\n    {item.dataset}: {item.key}: {item.reason}" for item in quarantined[:_SHOWN]]
+    more = len(quarantined) - len(lines)
+    return "".join(lines) + (f"\n    and {more} more" if more else "")

@@ -1,0 +1,107 @@
+"""What the options say about data: which datasets, under which rules, for how many steps. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+from smalti.config import Config
+from smalti.configfile import expand
+from smalti.data.catalog import Catalog
+from smalti.data.check import BatchShape
+from smalti.data.index import Progress
+from smalti.data.prepared import DataRules, PreparedData, build_datasets, load_datasets, prepare
+from smalti.data.spec import DataDefaults, DatasetSpec, load_backend_config, parse_datasets
+from smalti.errors import ConfigError, Problem
+from smalti.plugins import Plugins
+from smalti.settings import DataOptions, LaunchOptions, RunOptions, TrainingOptions
+from smalti.types import MetadataEntry, StorageEntry
+
+Scan = Callable[[str], Progress]
+
+
+def catalog_of(plugins: Plugins) -> Catalog:
+    """The storages and metadata backends of all active plugins."""
+    return Catalog.of(
+        plugins.gather("register_storage", StorageEntry), plugins.gather("register_metadata_backends", MetadataEntry)
+    )
+
+
+def dataset_specs(config: Config, catalog: Catalog) -> tuple[DatasetSpec, ...]:
+    """The datasets that the options name. Raises ConfigError with every problem at once."""
+    options = config[DataOptions]
+    entries: list[dict[str, object]]
+    if options.data_backend_config is not None:
+        where = str(options.data_backend_config)
+        entries = expanded(load_backend_config(options.data_backend_config), where)
+    elif options.instance_data_dir is not None:
+        folder = options.instance_data_dir
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-.")
+        entries, where = [{"id": name or "dataset", "instance_data_dir": str(folder)}], "instance_data_dir"
+    else:
+        entries, where = [dict(entry) for entry in options.datasets], "datasets"
+    defaults = DataDefaults(
+        caption_strategy=options.caption_strategy,
+        resolution=options.resolution,
+        resolution_type=options.resolution_type,
+    )
+    specs, problems = parse_datasets(entries, where=where, defaults=defaults, catalog=catalog)
+    if problems:
+        raise ConfigError(problems)
+    return specs
+
+
+def expanded(entries: list[dict[str, object]], where: str) -> list[dict[str, object]]:
+    """The entries with {env:NAME} replaced. Raises ConfigError for names that the environment does not have."""
+    problems: list[Problem] = []
+    found = [cast(dict[str, object], expand(entry, os.environ, where, problems)) for entry in entries]
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def data_rules(config: Config, alignment: int) -> DataRules:
+    """The rules for all datasets; `alignment` is the model family's, for when the options do not say."""
+    options = config[DataOptions]
+    return DataRules(
+        seed=config[RunOptions].seed,
+        shape=BatchShape(
+            train_batch_size=options.train_batch_size,
+            ranks=config[LaunchOptions].num_processes,
+            accumulation=config[TrainingOptions].gradient_accumulation_steps,
+        ),
+        alignment=options.aspect_bucket_alignment or alignment,
+        aspect_rounding=options.aspect_bucket_rounding,
+        error_budget=options.data_error_budget,
+        allow_oversubscription=options.allow_dataset_oversubscription,
+    )
+
+
+def scan_data(
+    config: Config, plugins: Plugins, alignment: int, directory: Path | None, progress: Scan | None = None
+) -> PreparedData:
+    """Scan the datasets and fix the order of samples. For one process: the launcher, or rank 0.
+
+    `directory` keeps the indexes, so that the next scan opens only what is new; None writes nothing.
+    """
+    catalog = catalog_of(plugins)
+    datasets = build_datasets(dataset_specs(config, catalog), catalog, directory, progress)
+    return prepare(datasets, data_rules(config, alignment))
+
+
+def load_data(config: Config, plugins: Plugins, alignment: int, directory: Path) -> PreparedData:
+    """The same from the indexes that another process has written."""
+    catalog = catalog_of(plugins)
+    return prepare(load_datasets(dataset_specs(config, catalog), catalog, directory), data_rules(config, alignment))
+
+
+def total_steps(config: Config, data: PreparedData) -> int:
+    """Optimizer steps of the whole run: given, or as many as the epochs hold batches."""
+    options = config[RunOptions]
+    if options.max_train_steps is not None:
+        return options.max_train_steps
+    assert options.num_train_epochs is not None, "checked with the configuration"
+    return data.order.epoch_start(options.num_train_epochs)

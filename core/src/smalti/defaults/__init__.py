@@ -1,0 +1,1 @@
+"""The built-in plugins: the first users of the hooks, registered like any other."""

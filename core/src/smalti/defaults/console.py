@@ -1,0 +1,253 @@
+"""Progress for people: a bar on a terminal, a line now and then everywhere else. `smalti run watch` shows the same.
+
+rich is imported only where there is a terminal. It honours NO_COLOR.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from smalti.hookspecs import hookimpl
+from smalti.types import Checkpoint, RunInfo, RunState, StepResult, ValidationResult
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+
+LINE_SECONDS = 10.0
+LOSS_KEPT = 0.95
+
+
+class Rate:
+    """The speed of a run in the recent past: older time counts half as much after every `half_life` seconds.
+
+    The first step also pays for compilation and warm-up, so it counts only until there is a second one.
+    """
+
+    def __init__(self, half_life: float = 30.0) -> None:
+        self._half_life = half_life
+        self._updates = 0
+        self._seconds = self._steps = self._samples = 0.0
+
+    def update(self, *, seconds: float, samples: float, steps: int = 1) -> None:
+        """So many steps with so many samples in all took so many seconds."""
+        self._updates += 1
+        keep = 0.0 if self._updates == 2 else 0.5 ** (seconds / self._half_life)
+        self._seconds = self._seconds * keep + seconds
+        self._steps = self._steps * keep + steps
+        self._samples = self._samples * keep + samples
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """None before the first step."""
+        return self._samples / self._seconds if self._seconds > 0 else None
+
+    def seconds_for(self, steps: int) -> float | None:
+        """How long this many steps will take; None before the first one."""
+        return steps * self._seconds / self._steps if self._steps > 0 else None
+
+
+class Progress:
+    """Where a run stands, as a display shows it. Times are seconds of any clock, as long as it is always the same.
+
+    `begun` is when the run started, if that was before `now`.
+    """
+
+    def __init__(self, *, step: int, max_steps: int, now: float, begun: float | None = None) -> None:
+        self.step = step
+        self.max_steps = max_steps
+        self.learning_rate = 0.0
+        self.rate = Rate()
+        self._loss = math.nan
+        self._sum = self._weight = 0.0
+        self._updated = now
+        self._begun = now if begun is None else begun
+
+    def update(self, *, step: int, loss: float, learning_rate: float, samples: int, now: float) -> None:
+        """The run has come to `step`; every step since the last update had so many samples."""
+        steps = max(1, step - self.step)
+        self.rate.update(seconds=now - self._updated, samples=samples * steps, steps=steps)
+        self.step, self.learning_rate, self._updated, self._loss = step, learning_rate, now, loss
+        if math.isfinite(loss):
+            self._sum = self._sum * LOSS_KEPT + loss
+            self._weight = self._weight * LOSS_KEPT + 1
+
+    @property
+    def loss(self) -> float:
+        """Smoothed over about twenty updates, but as it is when it is not finite: that must not be smoothed away."""
+        return self._sum / self._weight if math.isfinite(self._loss) else self._loss
+
+    def line(self) -> str:
+        """All of it in one line, the most important first: a narrow terminal cuts the end."""
+        left = self.rate.seconds_for(self.max_steps - self.step)
+        width = len(str(self.max_steps))
+        return "  ".join(
+            [
+                f"step {self.step:>{width}}/{self.max_steps}",
+                f"loss {self.loss:<7.4g}",
+                f"{duration(left)} left",
+                f"{speed(self.rate.samples_per_second)} samples/s",
+                f"lr {self.learning_rate:.2e}",
+                f"{duration(self._updated - self._begun)} gone",
+            ]
+        )
+
+
+class Display(Protocol):
+    """Shows one run to people."""
+
+    def update(self, progress: Progress) -> None:
+        """Called after every step; the display decides how often it shows something."""
+        ...
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        ...
+
+    def close(self) -> None:
+        """Show what was not shown yet, and leave the terminal in order."""
+        ...
+
+
+class LineDisplay:
+    """The first step, one line every so many seconds, and the last step."""
+
+    def __init__(self, stream: TextIO, seconds: float = LINE_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._seconds = seconds
+        self._clock = clock
+        self._due = -math.inf
+        self._unshown: Progress | None = None
+
+    def update(self, progress: Progress) -> None:
+        self._unshown = progress
+        if self._clock() >= self._due or progress.step >= progress.max_steps:
+            self._show(progress)
+
+    def say(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._unshown:
+            self._show(self._unshown)
+
+    def _show(self, progress: Progress) -> None:
+        self.say(progress.line())
+        self._due = self._clock() + self._seconds
+        self._unshown = None
+
+
+class BarDisplay:
+    """A bar at the bottom of a terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console as Terminal
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as RichProgress
+
+        text = TextColumn("{task.description}", markup=False)
+        self._bar: RichProgress = RichProgress(BarColumn(None), text, console=Terminal(file=stream), expand=True)
+        self._bar.start()
+
+    def update(self, progress: Progress) -> None:
+        if not self._bar.tasks:
+            self._bar.add_task("")
+        self._bar.update(self._bar.task_ids[0], completed=progress.step, total=progress.max_steps, description=progress.line())
+
+    def say(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def open_display(stream: TextIO, seconds: float = LINE_SECONDS) -> Display:
+    """A bar where `stream` is a terminal that can show one, else a line every `seconds`."""
+    terminal = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    return BarDisplay(stream) if terminal else LineDisplay(stream, seconds)
+
+
+def speed(rate: float | None) -> str:
+    """Three figures of it, "-" when it is not known."""
+    if rate is None:
+        return "-"
+    return f"{rate:.3g}" if rate < 1000 else f"{rate:,.0f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Hours, minutes and seconds, "0:05:10"; "-" when it is not known."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+class Console:
+    """Shows the progress of a run on standard error; on the main rank only."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream
+        self._display: Display | None = None
+
+    @hookimpl
+    def on_train_start(self, state: RunState, info: RunInfo) -> None:
+        if not info.world.is_main:
+            return
+        self._display = open_display(self._stream or sys.stderr)
+        self._progress = Progress(step=state.step, max_steps=state.max_steps, now=time.monotonic())
+        self._display.say(
+            f"{info.family} on {info.strategy}, {_count(info.world.size, 'rank')}: "
+            f"{info.trainable:,} of {_count(info.parameters, 'parameter')} to train, "
+            f"{_count(info.effective_batch, 'sample')} a step, steps {state.step} to {state.max_steps}"
+        )
+
+    @hookimpl
+    def on_step_end(self, state: RunState, result: StepResult) -> None:
+        if self._display is None:
+            return
+        self._progress.max_steps = state.max_steps
+        self._progress.update(
+            step=result.step,
+            loss=result.loss,
+            learning_rate=result.learning_rate,
+            samples=result.samples,
+            now=time.monotonic(),
+        )
+        self._display.update(self._progress)
+        if result.skipped:
+            self._display.say(f"step {result.step}: the loss was {result.loss}; the step was left out")
+
+    @hookimpl
+    def on_validation(self, result: ValidationResult) -> None:
+        if self._display is not None:
+            self._display.say(f"{_count(len(result.images), 'picture')} of step {result.step}: {result.grid}")
+
+    @hookimpl
+    def on_checkpoint(self, checkpoint: Checkpoint) -> None:
+        if self._display is not None:
+            mebibytes = checkpoint.size / 2**20
+            self._display.say(
+                f"checkpoint of step {checkpoint.step}: {checkpoint.path} ({mebibytes:,.1f} MiB in {checkpoint.seconds:.1f} s)"
+            )
+
+    @hookimpl
+    def on_error(self, state: RunState, error: BaseException) -> None:
+        if self._display is not None:
+            self._display.say(f"{type(error).__name__} after step {state.step}")
+
+    @hookimpl
+    def on_train_end(self) -> None:
+        if self._display is not None:
+            self._display.close()
+            self._display = None
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+plugin = Console()

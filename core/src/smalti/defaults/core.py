@@ -1,0 +1,107 @@
+"""What the kernel answers when nobody else does: options, checks, blocks, optimizers, checkpoints, faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from smalti.errors import Problem
+from smalti.hookspecs import hookimpl
+from smalti.options import OptionGroup
+from smalti.settings import GROUPS, DataOptions, LaunchOptions, ModelOptions, RunOptions
+from smalti.types import Block, Checkpoint, FaultAction, GpuFault, OptimizerEntry
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from smalti.checkpoint.reader import Loaded
+    from smalti.checkpoint.snapshot import Snapshot
+    from smalti.config import Config
+    from smalti.models.family import ModelFamily
+    from smalti.parallel import Parallel
+
+
+class Core:
+    """The core's own answers; they come after those of all other plugins."""
+
+    @hookimpl
+    def declare_options(self) -> list[OptionGroup]:
+        return list(GROUPS)
+
+    @hookimpl
+    def check_config(self, config: Config) -> list[Problem]:
+        return [*_missing(config), *_contradictions(config)]
+
+    @hookimpl
+    def register_optimizers(self) -> list[OptimizerEntry]:
+        from smalti.optimizers import BUILT_IN
+
+        return list(BUILT_IN)
+
+    @hookimpl
+    def build_optimizer(
+        self, groups: list[dict[str, object]], config: Config, registry: list[OptimizerEntry]
+    ) -> torch.optim.Optimizer:
+        from smalti.optimizers import build_registered
+
+        return build_registered(groups, config, registry)
+
+    @hookimpl
+    def detect_blocks(self, model: nn.Module, family: ModelFamily) -> list[Block]:
+        from smalti.models.blocks import find_blocks
+
+        return find_blocks(model, family.block_classes())
+
+    @hookimpl
+    def save_checkpoint(self, state: Snapshot, target: Path, parallel: Parallel) -> Checkpoint:
+        from smalti.checkpoint.writer import save
+
+        return save(target, state, parallel)
+
+    @hookimpl
+    def load_checkpoint(self, source: Path, state: Snapshot, parallel: Parallel) -> Loaded:
+        from smalti.checkpoint.reader import load
+
+        return load(source, state, parallel)
+
+    @hookimpl
+    def on_gpu_fault(self, fault: GpuFault) -> FaultAction:
+        """After an error inside the CUDA runtime the process can read nothing from the device any more: nothing to save from."""
+        return FaultAction.STOP_UNSAVED if fault.kind == "cuda_error" else FaultAction.STOP_SAVED
+
+
+def _missing(config: Config) -> list[Problem]:
+    """What no run can do without."""
+    problems = []
+    data = config[DataOptions]
+    if config[ModelOptions].model_family is None:
+        problems.append(Problem(message="no model family is given", fix="--model_family=NAME; `smalti plugins` lists them"))
+    if config[RunOptions].output_dir is None:
+        problems.append(Problem(message="no run directory is given", fix="--output_dir=FOLDER"))
+    if not (data.data_backend_config or data.datasets or data.instance_data_dir):
+        fix = "--instance_data_dir=FOLDER of pictures with captions, or --data_backend_config=FILE, or [[datasets]] in a TOML file"
+        problems.append(Problem(message="no dataset is given", fix=fix))
+    if config[RunOptions].max_train_steps is None and config[RunOptions].num_train_epochs is None:
+        problems.append(Problem(message="nothing says how long to train", fix="--max_train_steps=N or --num_train_epochs=N"))
+    return problems
+
+
+def _contradictions(config: Config) -> list[Problem]:
+    problems = []
+    launch, data = config[LaunchOptions], config[DataOptions]
+    given = [name for name in ("data_backend_config", "datasets", "instance_data_dir") if getattr(data, name)]
+    if len(given) > 1:
+        problems.append(Problem(message=f"{' and '.join(given)} both name datasets", fix="keep one of them"))
+    if launch.num_processes % launch.num_machines:
+        message = f"num_processes={launch.num_processes} does not divide over num_machines={launch.num_machines}"
+        problems.append(Problem(message=message, fix="num_processes counts the ranks of all machines together"))
+    if launch.machine_rank >= launch.num_machines:
+        message = f"machine_rank={launch.machine_rank} does not exist with num_machines={launch.num_machines}"
+        problems.append(Problem(message=message, fix="machines are counted from 0"))
+    if launch.num_machines > 1 and not launch.main_process_ip:
+        problems.append(Problem(message="several machines need the address of the first", fix="--main_process_ip=ADDRESS"))
+    return problems
+
+
+plugin = Core()

@@ -1,0 +1,31 @@
+"""The loss plot at the end of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from smalti.hookspecs import hookimpl
+from smalti.rundir import RunDirectory
+from smalti.types import Outcome, RunInfo, RunState
+
+
+class Plot:
+    """Draws loss.png from the events file when a run ends, however it ends."""
+
+    def __init__(self) -> None:
+        self._directory: Path | None = None
+
+    @hookimpl
+    def on_train_start(self, state: RunState, info: RunInfo) -> None:  # noqa: ARG002
+        self._directory = info.directory if info.world.is_main else None
+
+    @hookimpl
+    def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:  # noqa: ARG002
+        if self._directory is None or state.step == 0:
+            return
+        from smalti.plot import plot_losses
+
+        plot_losses(RunDirectory(self._directory).events(), self._directory / "loss.png", title=self._directory.name)
+
+
+plugin = Plot()

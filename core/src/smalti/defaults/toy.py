@@ -1,0 +1,63 @@
+"""The toy family: a small transformer on pixels that needs torch alone, for the demo, for tests and as a first example."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from smalti.errors import Problem
+from smalti.hookspecs import hookimpl
+from smalti.options import OptionGroup, Options, option
+from smalti.settings import ModelOptions
+from smalti.types import FamilyEntry
+
+if TYPE_CHECKING:
+    from smalti.config import Config
+    from smalti.models.toy import ToyFamily
+
+
+class ToyOptions(Options):
+    toy_width: int = option(192, help="Width of the tokens.", level="advanced", ge=8)
+    toy_depth: int = option(6, help="Number of blocks.", level="advanced", ge=1)
+    toy_heads: int = option(6, help="Attention heads; they divide the width.", level="advanced", ge=1)
+    toy_patch: int = option(4, help="Edge of a patch in pixels; picture sizes are multiples of it.", level="advanced", ge=1)
+    toy_sample_shift: float = option(
+        1.0, help="Spend more of the denoising steps near noise (above 1).", level="advanced", gt=0
+    )
+
+
+class Toy:
+    @hookimpl
+    def declare_options(self) -> list[OptionGroup]:
+        return [OptionGroup(name="toy", title="Toy family", options=ToyOptions)]
+
+    @hookimpl
+    def check_config(self, config: Config) -> list[Problem]:
+        model = config[ModelOptions]
+        if model.model_family != "toy":
+            return []
+        problems = []
+        if model.model_type == "lora":
+            problems.append(Problem(message="the toy family has no adapters", where="model_type", fix="--model_type=full"))
+        if model.pretrained_model_name_or_path is not None:
+            where = "pretrained_model_name_or_path"
+            problems.append(Problem(message="the toy family starts from random weights", where=where, fix="leave it out"))
+        if (options := config[ToyOptions]).toy_width % options.toy_heads:
+            message = f"toy_heads={options.toy_heads} does not divide toy_width={options.toy_width}"
+            problems.append(Problem(message=message, fix="choose a divisor"))
+        return problems
+
+    @hookimpl
+    def register_model_families(self) -> list[FamilyEntry]:
+        return [FamilyEntry(name="toy", title="a small transformer on pixels", factory="smalti.defaults.toy:create")]
+
+
+def create(config: Config) -> ToyFamily:
+    from smalti.diffusion.step import objective_of
+    from smalti.models.toy import ToyFamily, ToyShape
+
+    options = config[ToyOptions]
+    shape = ToyShape(width=options.toy_width, depth=options.toy_depth, heads=options.toy_heads, patch=options.toy_patch)
+    return ToyFamily(shape, objective=objective_of(config, "sample"), sample_shift=options.toy_sample_shift)
+
+
+plugin = Toy()

@@ -1,0 +1,267 @@
+"""What is trained: how a picture is corrupted at a time, what the model is asked for, and what a mistake costs.
+
+Two processes, both written x_t = alpha(t) x0 + sigma(t) e with x0 the latents and e unit normal noise:
+
+- `Ddpm`: variance preserving, 1000 discrete steps; predictions epsilon, v_prediction, sample.
+- `RectifiedFlow`: a straight line from picture to noise; predictions flow_matching, sample.
+
+Shapes: B batch, latents (B, C, h, w) or any (B, ...); times (B,).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from smalti.errors import UserError
+from smalti.models.family import Prediction
+
+LossType = Literal["l2", "huber", "smooth_l1"]
+BetaSchedule = Literal["linear", "scaled_linear", "squaredcos_cap_v2"]
+
+STEPS = 1000
+"""Timesteps handed to models run from 0 to this number, as diffusers' models expect."""
+
+_BETAS: dict[str, tuple[float, float]] = {"linear": (1e-4, 0.02), "scaled_linear": (0.00085, 0.012)}
+
+
+class Objective(Protocol):
+    """One process with one kind of prediction. `t` is always (B,), made by `times`; results are fp32 but where stated."""
+
+    prediction: Prediction
+
+    def times(self, u: Tensor) -> Tensor:
+        """Fractions of the way to noise in (0, 1], as a timestep sampler gives them -> this process's times."""
+        ...
+
+    def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """(alpha, sigma) of x_t = alpha x0 + sigma e, each (B,)."""
+        ...
+
+    def corrupt(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """Noisy latents at `t`, in the dtype of `latents`."""
+        ...
+
+    def loss(self, prediction: Tensor, latents: Tensor, noise: Tensor, noisy: Tensor, t: Tensor) -> Tensor:
+        """(B,): the cost of each raw prediction, averaged over its elements, not weighted."""
+        ...
+
+    def timesteps(self, t: Tensor) -> Tensor:
+        """What the model is told: (B,) in [0, 1000]."""
+        ...
+
+    def snr(self, t: Tensor) -> Tensor:
+        """Signal-to-noise ratio (alpha / sigma)^2."""
+        ...
+
+    def split(self, prediction: Tensor, noisy: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """The picture and the noise that a raw prediction says `noisy` is made of. Velocity is noise - picture."""
+        ...
+
+
+def build_objective(
+    prediction: Prediction,
+    *,
+    native: Prediction = "flow_matching",
+    loss_type: LossType = "l2",
+    huber_c: float = 0.1,
+    beta_schedule: BetaSchedule = "scaled_linear",
+    beta_start: float | None = None,
+    beta_end: float | None = None,
+    rescale_betas_zero_snr: bool = False,
+) -> Objective:
+    """The objective for a prediction: flow_matching means rectified flow, epsilon and v_prediction mean DDPM.
+
+    `sample` exists in both; it stays with the process of `native`, the family's own prediction (flow, if that is `sample`
+    too). The beta arguments matter for DDPM only; None is the published value for the schedule. Raises `UserError` for
+    combinations that cannot be trained.
+    """
+    if loss_type not in ("l2", "huber", "smooth_l1"):
+        raise UserError(f"unknown loss type '{loss_type}'", fix="use l2, huber or smooth_l1")
+    if loss_type != "l2" and huber_c <= 0:
+        raise UserError(f"a Huber threshold of {huber_c:g} is not possible", fix="use a positive number, such as 0.1")
+    cost = Cost(kind=loss_type, threshold=huber_c)
+    if prediction == "flow_matching" or (prediction == "sample" and native in ("flow_matching", "sample")):
+        return RectifiedFlow(prediction, cost=cost)
+    betas = beta_table(beta_schedule, start=beta_start, end=beta_end)
+    return Ddpm(prediction, betas=zero_terminal_snr(betas) if rescale_betas_zero_snr else betas, cost=cost)
+
+
+# --- what a mistake costs -------------------------------------------------------------------------------------------
+
+
+class Cost:
+    """A difference between prediction and target as one number per sample.
+
+    `huber` is the pseudo-Huber 2c (sqrt(d^2 + c^2) - c): d^2 for small differences, 2c|d| for large ones; `smooth_l1` is
+    the same divided by c (Charbonnier et al. 1997; for diffusion: Song and Dhariwal 2023, section 3.3).
+    """
+
+    def __init__(self, *, kind: LossType = "l2", threshold: float = 0.1) -> None:
+        self.kind = kind
+        self.threshold = threshold
+
+    def __call__(self, prediction: Tensor, target: Tensor) -> Tensor:
+        square = (prediction.float() - target.float()).square()
+        if self.kind != "l2":
+            c = self.threshold
+            square = 2 * ((square + c * c).sqrt() - c) * (c if self.kind == "huber" else 1.0)
+        return square.flatten(1).mean(1)
+
+
+# --- rectified flow -------------------------------------------------------------------------------------------------
+
+
+class RectifiedFlow:
+    """x_t = (1 - t) x0 + t e, times in (0, 1] (Liu et al. 2022; Lipman et al. 2022).
+
+    `flow_matching` predicts the velocity e - x0. `sample` predicts x0 and is judged by the velocity that follows from it,
+    (x_t - x0) / max(t, `floor`), because the picture lies on a low-dimensional manifold and the velocity does not
+    (Li and He 2025, "Back to Basics: Let Denoising Generative Models Denoise"). The floor keeps errors at almost clean
+    pictures from ruling the loss.
+    """
+
+    def __init__(self, prediction: Prediction = "flow_matching", *, cost: Cost | None = None, floor: float = 0.05) -> None:
+        if prediction not in ("flow_matching", "sample"):
+            raise UserError(
+                f"rectified flow cannot be trained with the prediction '{prediction}'", fix="use flow_matching or sample"
+            )
+        self.prediction: Prediction = prediction
+        self.cost = cost or Cost()
+        self.floor = floor
+
+    def times(self, u: Tensor) -> Tensor:
+        return u.float()
+
+    def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        return 1 - t, t
+
+    def corrupt(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        return torch.lerp(latents.float(), noise.float(), _per_sample(t, latents)).to(latents.dtype)
+
+    def loss(self, prediction: Tensor, latents: Tensor, noise: Tensor, noisy: Tensor, t: Tensor) -> Tensor:  # noqa: ARG002
+        if self.prediction == "flow_matching":
+            return self.cost(prediction, noise.float() - latents.float())
+        # The noisy latents cancel in the difference of both velocities.
+        time = _per_sample(t, latents).clamp(min=self.floor)
+        return self.cost(prediction.float() / time, latents.float() / time)
+
+    def timesteps(self, t: Tensor) -> Tensor:
+        return t * STEPS
+
+    def snr(self, t: Tensor) -> Tensor:
+        return ((1 - t) / t).square()
+
+    def split(self, prediction: Tensor, noisy: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        time, told, noisy = _per_sample(t, noisy), prediction.float(), noisy.float()
+        if self.prediction == "flow_matching":
+            return noisy - time * told, noisy + (1 - time) * told
+        return told, (noisy - (1 - time) * told) / time
+
+
+# --- denoising diffusion --------------------------------------------------------------------------------------------
+
+
+class Ddpm:
+    """x_t = sqrt(a_t) x0 + sqrt(1 - a_t) e with a_t the product of 1 - beta up to t; times are integers in 0..999.
+
+    Ho et al. 2020; `v_prediction`, sqrt(a_t) e - sqrt(1 - a_t) x0, is Salimans and Ho 2022.
+    """
+
+    def __init__(self, prediction: Prediction, *, betas: Tensor, cost: Cost | None = None) -> None:
+        if prediction not in ("epsilon", "v_prediction", "sample"):
+            raise UserError(
+                f"DDPM cannot be trained with the prediction '{prediction}'", fix="use epsilon, v_prediction or sample"
+            )
+        alphas = (1 - betas.double()).cumprod(0)
+        if prediction == "epsilon" and alphas[-1] == 0:
+            raise UserError(
+                "with zero terminal SNR the noise prediction says nothing about the picture in the last step",
+                fix="use v_prediction, or switch rescale_betas_zero_snr off",
+            )
+        self.prediction: Prediction = prediction
+        self.cost = cost or Cost()
+        self.steps = len(betas)
+        self._rates = torch.stack([alphas.sqrt(), (1 - alphas).sqrt()]).float()
+
+    def times(self, u: Tensor) -> Tensor:
+        # Step k stands for the fractions (k, k + 1] / steps, so that 1 is the last step; the small number keeps a fraction
+        # such as 0.96 from falling into the next step by rounding.
+        return ((u.float() * self.steps - 1e-3).ceil() - 1).clamp(0, self.steps - 1).long()
+
+    def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        if self._rates.device != t.device:
+            self._rates = self._rates.to(t.device)
+        alpha, sigma = self._rates[:, t]
+        return alpha, sigma
+
+    def corrupt(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        alpha, sigma = self._rates_for(t, latents)
+        return (alpha * latents.float() + sigma * noise.float()).to(latents.dtype)
+
+    def loss(self, prediction: Tensor, latents: Tensor, noise: Tensor, noisy: Tensor, t: Tensor) -> Tensor:  # noqa: ARG002
+        if self.prediction == "epsilon":
+            return self.cost(prediction, noise)
+        if self.prediction == "sample":
+            return self.cost(prediction, latents)
+        alpha, sigma = self._rates_for(t, latents)
+        return self.cost(prediction, alpha * noise.float() - sigma * latents.float())
+
+    def timesteps(self, t: Tensor) -> Tensor:
+        return t.float()
+
+    def snr(self, t: Tensor) -> Tensor:
+        alpha, sigma = self.rates(t)
+        return (alpha / sigma).square()
+
+    def split(self, prediction: Tensor, noisy: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        (alpha, sigma), told, noisy = self._rates_for(t, noisy), prediction.float(), noisy.float()
+        if self.prediction == "epsilon":
+            return (noisy - sigma * told) / alpha, told
+        if self.prediction == "sample":
+            return told, (noisy - alpha * told) / sigma
+        return alpha * noisy - sigma * told, sigma * noisy + alpha * told
+
+    def _rates_for(self, t: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
+        alpha, sigma = self.rates(t)
+        return _per_sample(alpha, latents), _per_sample(sigma, latents)
+
+
+def beta_table(schedule: BetaSchedule = "scaled_linear", *, start: float | None = None, end: float | None = None) -> Tensor:
+    """(1000,) variances, float64. None is the published value.
+
+    `linear`: Ho et al. 2020. `scaled_linear`: linear in the square root, Rombach et al. 2022 (Stable Diffusion).
+    `squaredcos_cap_v2`: Nichol and Dhariwal 2021, equation 17, capped at 0.999; it has no start and end.
+    """
+    if schedule == "squaredcos_cap_v2":
+        edges = torch.arange(STEPS + 1, dtype=torch.float64) / STEPS
+        alphas = torch.cos((edges + 0.008) / 1.008 * math.pi / 2).square()
+        return (1 - alphas[1:] / alphas[:-1]).clamp(max=0.999)
+    if schedule not in _BETAS:
+        raise UserError(f"unknown beta schedule '{schedule}'", fix="use linear, scaled_linear or squaredcos_cap_v2")
+    usual_start, usual_end = _BETAS[schedule]
+    first, last = usual_start if start is None else start, usual_end if end is None else end
+    if not 0 < first <= last < 1:
+        raise UserError(f"betas from {first:g} to {last:g} are not possible", fix="use 0 < beta_start <= beta_end < 1")
+    if schedule == "linear":
+        return torch.linspace(first, last, STEPS, dtype=torch.float64)
+    return torch.linspace(first**0.5, last**0.5, STEPS, dtype=torch.float64).square()
+
+
+def zero_terminal_snr(betas: Tensor) -> Tensor:
+    """The schedule stretched so that the last step is pure noise and the first stays as it is.
+
+    Lin et al. 2023, "Common Diffusion Noise Schedules and Sample Steps are Flawed", algorithm 1.
+    """
+    roots = (1 - betas.double()).cumprod(0).sqrt()
+    roots = (roots - roots[-1]) * roots[0] / (roots[0] - roots[-1])
+    products = roots.square()
+    return 1 - torch.cat([products[:1], products[1:] / products[:-1]])
+
+
+def _per_sample(values: Tensor, like: Tensor) -> Tensor:
+    """(B,) -> (B, 1, ...), to multiply (B, ...) with, in fp32."""
+    return values.float().view(-1, *[1] * (like.dim() - 1))

@@ -1,0 +1,103 @@
+"""From a micro-batch to its loss: what all families and backends have in common.
+
+Shapes: B batch, latents (B, C, h, w).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from smalti.config import Config
+from smalti.diffusion.noise import SampleNoise
+from smalti.diffusion.objective import Objective, build_objective
+from smalti.diffusion.timesteps import TimestepSampler, build_timesteps
+from smalti.diffusion.weighting import Weighting, build_weighting
+from smalti.models.family import ModelFamily, Prediction
+from smalti.settings import DataOptions, ObjectiveOptions, RunOptions
+
+
+class MicroBatch(Protocol):
+    """What the loader gives: pictures (B, 3, H, W) in [-1, 1], their captions, and a number unique to each sample."""
+
+    @property
+    def pixels(self) -> Tensor: ...
+    @property
+    def captions(self) -> Sequence[str]: ...
+    @property
+    def numbers(self) -> Sequence[int]: ...
+
+
+class Precision(Protocol):
+    """The part of a `Parallel` that a forward pass needs."""
+
+    def autocast(self) -> AbstractContextManager[None]: ...
+
+
+def objective_of(config: Config, native: Prediction) -> Objective:
+    """The objective that the options describe for a family whose own prediction is `native`."""
+    options = config[ObjectiveOptions]
+    return build_objective(
+        options.prediction_type or native,
+        native=native,
+        loss_type=options.loss_type,
+        huber_c=options.huber_c,
+        beta_schedule=options.beta_schedule,
+        rescale_betas_zero_snr=options.rescale_betas_zero_snr,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenoisingLoss:
+    """Corrupt, predict, compare. All chance comes from the samples' numbers, so ranks and resumes do not change it."""
+
+    family: ModelFamily
+    objective: Objective
+    timesteps: TimestepSampler
+    weighting: Weighting
+    noise: SampleNoise
+    dropout: float
+
+    def __call__(self, model: nn.Module, batch: MicroBatch, precision: Precision) -> Tensor:
+        """The mean loss over the samples of one micro-batch: a scalar with a gradient."""
+        with torch.no_grad():
+            latents = self.family.encode_images(batch.pixels)
+            noise = self.noise.normal(batch.numbers, latents.shape[1:])
+            chance = self.noise.uniform(batch.numbers, 2)
+            t = self.objective.times(self.timesteps(chance[:, 0], latents.shape[-2] * latents.shape[-1]))
+            noisy = self.objective.corrupt(latents, noise, t)
+            dropped = (chance[:, 1] < self.dropout).tolist()
+            captions = ["" if drop else caption for caption, drop in zip(batch.captions, dropped, strict=True)]
+            conditioning = self.family.encode_captions(captions)
+        with precision.autocast():
+            prediction = self.family.forward(model, noisy, self.objective.timesteps(t), conditioning)
+        losses = self.objective.loss(prediction, latents, noise, noisy, t)
+        return (losses * self.weighting(t)).mean()
+
+
+def denoising_loss(config: Config, family: ModelFamily, device: str) -> DenoisingLoss:
+    """The loss that the options describe. Raises UserError for options that do not go together."""
+    options = config[ObjectiveOptions]
+    objective = objective_of(config, family.prediction)
+    return DenoisingLoss(
+        family=family,
+        objective=objective,
+        timesteps=build_timesteps(
+            distribution=options.timestep_distribution,
+            sigmoid_mean=options.flow_sigmoid_mean,
+            sigmoid_scale=options.flow_sigmoid_scale,
+            mode_scale=options.flow_mode_scale,
+            beta_alpha=options.flow_beta_alpha,
+            beta_beta=options.flow_beta_beta,
+            shift=options.flow_schedule_shift,
+            auto_shift=options.flow_schedule_auto_shift,
+        ),
+        weighting=build_weighting(objective, snr_gamma=options.snr_gamma, flow_weighting=options.flow_weighting),
+        noise=SampleNoise(config[RunOptions].seed, device),
+        dropout=config[DataOptions].caption_dropout_probability,
+    )

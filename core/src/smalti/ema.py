@@ -1,0 +1,46 @@
+"""The exponential moving average of the weights, kept in fp32 beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class Ema:
+    """Shadows of the trained parameters, sharded as they are; the same code for tensors and DTensors.
+
+    The decay warms up as min(decay, (1 + step) / (10 + step)), so that the average forgets the first weights quickly. Kept in fp32
+    because in bf16 an update smaller than 1/256 of the weight is lost to rounding.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
+        self.decay = decay
+        self._live = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        self.shadows = {name: parameter.detach().float().clone() for name, parameter in self._live.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Move the shadows towards the weights after optimizer step `step` (counted from 1)."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        live = [parameter.detach() for parameter in self._live.values()]
+        if any(parameter.dtype != torch.float32 for parameter in live):
+            live = [parameter.float() for parameter in live]
+        torch._foreach_lerp_(list(self.shadows.values()), live, 1 - decay)
+
+    @contextmanager
+    def in_place_of_weights(self) -> Iterator[None]:
+        """The model computes with the averaged weights inside this block; afterwards it has its own again, bit for bit."""
+        kept = {name: parameter.detach().clone() for name, parameter in self._live.items()}
+        self._put(self.shadows)
+        try:
+            yield
+        finally:
+            self._put(kept)
+
+    @torch.no_grad()
+    def _put(self, values: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._live.items():
+            parameter.copy_(values[name])

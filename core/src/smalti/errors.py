@@ -1,0 +1,96 @@
+"""What can go wrong, and what a process says about it when it ends.
+
+`UserError` is for everything that the user can mend: it is printed without a traceback, with the fix beside it. Any other
+exception is a defect or a fault of the machine and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """The exit status of every smalti process; orchestrators tell "requeue" from "do not" by it."""
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    PREFLIGHT = 3
+    MISSING_PLUGIN = 4
+    GPU_FAULT = 5
+    PREEMPTED = 6
+    INTERRUPTED = 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One complaint about what the user gave us.
+
+    `where` is a flag, a file with its line, or a dataset id; empty when the message names the place itself. `fix` is a
+    sentence or a command that the user can follow. `package` is set when nothing is wrong but that this package is missing.
+    """
+
+    message: str
+    where: str = ""
+    fix: str = ""
+    package: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.where}: {self.message}" if self.where else self.message
+        return f"{head}\n    fix: {self.fix}" if self.fix else head
+
+
+class UserError(Exception):
+    """Something the user can mend. `fix` says how."""
+
+    exit_code = ExitCode.USAGE
+
+    def __init__(self, message: str, *, fix: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  fix: {self.fix}" if self.fix else self.message
+
+
+class ConfigError(UserError):
+    """All problems of a configuration at once, so that one round of editing is enough."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        if self.problems and all(problem.package for problem in self.problems):
+            self.exit_code = ExitCode.MISSING_PLUGIN
+        count = len(self.problems)
+        head = "the configuration has a problem" if count == 1 else f"the configuration has {count} problems"
+        super().__init__("\n".join([f"{head}:", *(f"  - {problem}" for problem in self.problems)]))
+
+
+class PreflightError(UserError):
+    """The configuration is well-formed, but the run cannot work with this data or on this machine."""
+
+    exit_code = ExitCode.PREFLIGHT
+
+
+class MissingPlugin(UserError):  # noqa: N818 - names what is the matter, as UserError says what it is
+    """What was asked for lives in a package that is not installed."""
+
+    exit_code = ExitCode.MISSING_PLUGIN
+
+
+class BrokenPlugin(UserError):  # noqa: N818
+    """A plugin that is installed and wanted cannot be loaded."""
+
+    exit_code = ExitCode.MISSING_PLUGIN
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be used: incomplete, damaged, or made for another model or batch."""
+
+
+class GpuFaultError(Exception):
+    """An accelerator failed and this rank cannot go on; the fault is told, the process leaves with the fault's exit code."""
+
+    exit_code = ExitCode.GPU_FAULT

@@ -1,0 +1,208 @@
+"""What a run says about itself: lines of JSON that one process appends and anybody may read at any time.
+
+Every line is an object with `type`, `t` (unix seconds) and `step` (null where there is none); the rest depends on the type.
+A line counts once its newline is there, so a reader needs no lock, and a byte offset is all it has to remember. Numbers that
+JSON does not know are the strings "NaN", "Infinity" and "-Infinity".
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Literal
+
+EventKind = Literal["state", "step", "metric", "sample", "checkpoint", "log", "warning", "health", "error", "control_ack"]
+MALFORMED = "malformed"
+"""The kind that readers give to a line that is no event; its text is in the field `line`."""
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One line. It lies at byte `offset` of its file; whoever reads on from `end` misses nothing and sees nothing twice."""
+
+    kind: str
+    time: float
+    step: int | None
+    fields: Mapping[str, object]
+    offset: int
+    end: int
+
+    def number(self, name: str) -> float | None:
+        """A field as a number, also if it is not finite; None when it is absent or something else."""
+        value = self.fields.get(name)
+        return _NON_FINITE.get(value) if isinstance(value, str) else _number(value)
+
+    def text(self, name: str) -> str:
+        """A field as text; "" when it is absent or something else."""
+        value = self.fields.get(name)
+        return value if isinstance(value, str) else ""
+
+    def to_json(self) -> str:
+        return to_json({"type": self.kind, "t": self.time, "step": self.step, **self.fields})
+
+
+class EventWriter:
+    """The one writer of one events file. Safe to use from several threads.
+
+    Each event is a single write at the end of the file. If the disk is full, events are lost, the log says so once, and a
+    `warning` event counts them as soon as there is room again: training does not end for want of a line in a file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.last_step = 0
+        self._lock = threading.Lock()
+        self._lost = 0
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        self._torn = _ends_torn(self._file)
+
+    def append(self, kind: EventKind, /, *, step: int | None = None, **fields: object) -> None:
+        """Append one event. Fields may be numbers, text, paths, None, and sequences and mappings of these."""
+        if reserved := fields.keys() & {"type", "t"}:
+            raise ValueError(f"reserved names of an event: {', '.join(sorted(reserved))}")
+        line = to_json({"type": kind, "t": time.time(), "step": step, **fields})
+        with self._lock:
+            self.last_step = step if step is not None else self.last_step
+            if not self._write(line) or not self._lost:
+                return
+            lost, self._lost = self._lost, 0
+            self._write(
+                to_json({"type": "warning", "t": time.time(), "step": step, "message": f"{lost} events before this were lost"})
+            )
+
+    def close(self) -> None:
+        with self._lock:
+            os.close(self._file)
+
+    def _write(self, line: str) -> bool:
+        """A piece that a crash or a full disk left behind is ended first, so that it can spoil no other line than its own."""
+        data = ("\n" + line + "\n" if self._torn else line + "\n").encode("ascii")
+        reason = "short write"
+        try:
+            written = os.write(self._file, data)
+        except OSError as error:
+            written, reason = 0, error.strerror or str(error)
+        if written == len(data):
+            self._torn = False
+            return True
+        self._torn = self._torn or written > 0
+        if not self._lost:
+            _log.warning("%s: %s; the run goes on, but events are lost", self.path, reason)
+        self._lost += 1
+        return False
+
+
+def read_events(path: Path, offset: int = 0) -> Iterator[Event]:
+    """The whole lines of a file from byte `offset` on, which must be 0 or an event's `end`. No file: nothing."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            if event := _parse(line[:-1], offset):
+                yield event
+            offset += len(line)
+
+
+def read_events_backwards(path: Path, block: int = 1 << 16) -> Iterator[Event]:
+    """The whole lines of a file, the last one first: the end of a long history without reading the rest.
+
+    Reads `block` bytes at a time.
+    """
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        start = file.seek(0, os.SEEK_END)
+        rest = b""
+        while start > 0:
+            size = min(block, start)
+            start -= size
+            file.seek(start)
+            rest = file.read(size) + rest
+            # The first piece may begin before this block; the last one has no newline yet, or is empty.
+            first, *pieces = rest.split(b"\n")
+            if not pieces:
+                continue
+            end = start + len(rest) - len(pieces.pop())
+            for line in reversed(pieces):
+                end -= len(line) + 1
+                if event := _parse(line, end):
+                    yield event
+            rest = first + b"\n"
+        if rest.endswith(b"\n") and (event := _parse(rest[:-1], 0)):
+            yield event
+
+
+def complete_size(path: Path) -> int:
+    """Where the last whole line ends: from this byte on there is only what comes later. 0 when there is no file."""
+    last = next(read_events_backwards(path), None)
+    return last.end if last else 0
+
+
+def _parse(line: bytes, offset: int) -> Event | None:
+    """One line without its newline; None for an empty one, which is what repairing a torn line can leave."""
+    if not line:
+        return None
+    end = offset + len(line) + 1
+    text = line.decode("utf-8", "replace")
+    try:
+        fields: object = json.loads(text)
+    except (ValueError, RecursionError):
+        fields = None
+    if isinstance(fields, dict):
+        kind, when, step = fields.pop("type", None), _number(fields.pop("t", None)), fields.pop("step", None)
+        if isinstance(kind, str) and when is not None and (step is None or isinstance(step, int)):
+            return Event(kind=kind, time=when, step=step, fields=fields, offset=offset, end=end)
+    return Event(kind=MALFORMED, time=0.0, step=None, fields={"line": text}, offset=offset, end=end)
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def _ends_torn(file: int) -> bool:
+    size = os.fstat(file).st_size
+    return size > 0 and os.pread(file, 1, size - 1) != b"\n"
+
+
+def to_json(value: object, indent: int | None = None) -> str:
+    """JSON that every reader takes, in ASCII: no text, however odd, can fail to be written or be cut inside a character."""
+    return json.dumps(_plain(value), separators=(",", ":" if indent is None else ": "), indent=indent, allow_nan=False)
+
+
+def _plain(value: object) -> object:
+    """The value in JSON's terms."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        if math.isnan(value):
+            return "NaN"
+        return value if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, PurePath):
+        return value.as_posix()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [_plain(item) for item in value]
+    raise TypeError(f"an event cannot hold a {type(value).__name__}: {value!r}")

@@ -1,0 +1,59 @@
+"""Random numbers that are a function of what they are for, the same in every process and with every version of numpy.
+
+A key is 64 bits made of words ("crop", seed, number ...); from a key come a number, a choice or a permutation. The mixing
+function is that of SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+_WORD = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+
+
+def key_of(*words: int | str) -> int:
+    """64 bits that depend on every word and on their order. Integers count modulo 2**64."""
+    key = 0
+    for word in words:
+        number = word & _WORD if isinstance(word, int) else text_hash(word)
+        key = _mix(_mix(number + _GAMMA & _WORD) ^ (key + _GAMMA & _WORD))
+    return key
+
+
+def text_hash(text: str) -> int:
+    """64 bits of a text."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def fraction(key: int) -> float:
+    """A number in [0, 1)."""
+    return (_mix(key) >> 11) / (1 << 53)
+
+
+def permutation(size: int, key: int) -> NDArray[np.int64]:
+    """The numbers 0 to size-1 in the order of their hashes under `key`; equal hashes in order of the numbers."""
+    values = np.arange(1, size + 1, dtype=np.uint64)
+    values *= np.uint64(_GAMMA)
+    values += np.uint64(key)
+    _mix_array(values)
+    return np.argsort(values, kind="stable").astype(np.int64, copy=False)
+
+
+def _mix(value: int) -> int:
+    value = (value ^ (value >> 30)) * _FIRST & _WORD
+    value = (value ^ (value >> 27)) * _SECOND & _WORD
+    return value ^ (value >> 31)
+
+
+def _mix_array(values: NDArray[np.uint64]) -> None:
+    values ^= values >> np.uint64(30)
+    values *= np.uint64(_FIRST)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(_SECOND)
+    values ^= values >> np.uint64(31)

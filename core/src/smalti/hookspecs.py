@@ -1,0 +1,241 @@
+"""Everything that a plugin can add or change. Start here.
+
+Where the hooks fire, in the order of a run:
+
+    smalti train
+      declare_options            every plugin's flags, file keys, help
+      register_model_families    register_storage  register_metadata_backends  register_optimizers  register_commands
+      check_config               all complaints at once, before anything is launched
+      configure_distributed      which backend; how the workers are launched
+    on every rank
+      configure_distributed      the same answer; its Parallel is made
+      (the family builds the model, parameters on the meta device)
+      detect_blocks              the repeated units
+      wrap_model                 shard or replicate, and fill with weights
+      build_optimizer
+      load_checkpoint            when there is one to resume from
+      on_train_start
+      for batch in batches:
+          (forward, backward, clip, step: methods of the Parallel, no hooks)
+          on_step_end
+          log_metrics
+          on_validation          after pictures were drawn
+          save_checkpoint        on_checkpoint
+          on_gpu_fault           when an accelerator failed
+      on_error                   only when an exception leaves the loop
+      on_train_end               always
+
+There are three kinds of hooks, and the first line of each says which it is:
+
+  decide   the first answer that is not None counts; the core's own answer comes last. Where it says "backend role", only the
+           plugin whose plan was chosen by `configure_distributed` is asked, then the core.
+  gather   all answers count; two with the same `name` are an error that names both distributions.
+  notify   nothing is returned.
+
+An exception raised in a hook ends the run, keeps its type and is told which plugin, version and hook it came from. The one
+exception to that is `log_metrics`: a tracker that fails is switched off with one message and the run goes on.
+
+A plugin implements any of these in a class or a module, marks each with `@hookimpl`, and names the object in the entry-point
+group `smalti.plugins`. It may leave out arguments that it does not need. Its entry module must not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pluggy
+
+from smalti.errors import Problem
+from smalti.types import (
+    Block,
+    Checkpoint,
+    DistributedPlan,
+    FamilyEntry,
+    FaultAction,
+    GpuFault,
+    MetadataEntry,
+    OptimizerEntry,
+    Outcome,
+    RunInfo,
+    RunState,
+    StepResult,
+    StorageEntry,
+    ValidationResult,
+)
+
+if TYPE_CHECKING:
+    import click
+    import torch
+    from torch import nn
+
+    from smalti.checkpoint.reader import Loaded
+    from smalti.checkpoint.snapshot import Snapshot
+    from smalti.config import Config
+    from smalti.models.family import ModelFamily, Weights
+    from smalti.options import OptionGroup
+    from smalti.parallel import Parallel
+
+PROJECT = "smalti"
+hookimpl = pluggy.HookimplMarker(PROJECT)
+_spec = pluggy.HookspecMarker(PROJECT)
+_decide = pluggy.HookspecMarker(PROJECT)(firstresult=True)
+
+
+class HookSpecs:
+    """The hooks. A plugin class may inherit from this, so that a type checker compares its signatures with these."""
+
+    # --- set-up: in the launcher and on every rank, without torch ---------------------------------------------------
+
+    @_spec
+    def declare_options(self) -> list[OptionGroup]:
+        """gather: the options of this plugin, one group per section of the help.
+
+        Called before any configuration exists. Option names are flat and unique over all plugins.
+        """
+        raise NotImplementedError
+
+    @_spec
+    def check_config(self, config: Config) -> list[Problem]:
+        """gather: what is wrong with this configuration, each with a fix; an empty list if nothing is.
+
+        Called in the launcher after every single value was validated. Look at combinations of options, files and folders; do not
+        write anything.
+        """
+        raise NotImplementedError
+
+    @_spec
+    def register_commands(self, commands: click.Group) -> None:
+        """notify: add subcommands to `smalti` with `commands.add_command`.
+
+        Called each time the command line is parsed, so import what a command needs inside the command.
+        """
+        raise NotImplementedError
+
+    @_spec
+    def register_model_families(self) -> list[FamilyEntry]:
+        """gather: the model families on offer under `--model_family`. Factories are imported only when chosen."""
+        raise NotImplementedError
+
+    @_spec
+    def register_storage(self) -> list[StorageEntry]:
+        """gather: the places where datasets can live, by the `type` of a dataset."""
+        raise NotImplementedError
+
+    @_spec
+    def register_metadata_backends(self) -> list[MetadataEntry]:
+        """gather: the ways to learn names, sizes and captions, by the `metadata_backend` of a dataset."""
+        raise NotImplementedError
+
+    @_spec
+    def register_optimizers(self) -> list[OptimizerEntry]:
+        """gather: the optimizers on offer under `--optimizer`. Factories are imported only when chosen."""
+        raise NotImplementedError
+
+    @_spec
+    def configure_distributed(self, config: Config) -> DistributedPlan | None:
+        """gather: this backend's claim to the run, or None if the options do not ask for it.
+
+        Called in the launcher and again on every rank, so the answer may depend on `config` alone. More than one claim is the
+        error "A and B cannot be enabled simultaneously.", with the plans' titles. A plan marked `fallback` steps back when
+        there is any other.
+        """
+        raise NotImplementedError
+
+    # --- building: on every rank, in this order ---------------------------------------------------------------------
+
+    @_decide
+    def detect_blocks(self, model: nn.Module, family: ModelFamily) -> list[Block] | None:
+        """decide: the repeated units of the model, outermost first and in forward order.
+
+        `model` has its parameters on the meta device: look at names, classes and shapes only. The core's answer takes the classes
+        that the family names, or else the repeated classes inside `ModuleList` and `Sequential`.
+        """
+        raise NotImplementedError
+
+    @_decide
+    def wrap_model(self, model: nn.Module, blocks: list[Block], parallel: Parallel, weights: Weights) -> nn.Module | None:
+        """decide, backend role, collective: spread the model over the ranks and fill it with its first weights.
+
+        `model` has its parameters on the meta device; what is returned must be on `parallel.world.device`. `weights` gives whole
+        tensors by name, the same on every rank.
+        """
+        raise NotImplementedError
+
+    @_decide
+    def build_optimizer(
+        self, model: nn.Module, groups: list[dict[str, object]], config: Config, registry: list[OptimizerEntry]
+    ) -> torch.optim.Optimizer | None:
+        """decide: the optimizer for the wrapped model.
+
+        `groups` are torch parameter groups whose `params` are (name, parameter) pairs of the parameters that train. `registry` is
+        what all plugins registered; the core's answer looks `--optimizer` up in it.
+        """
+        raise NotImplementedError
+
+    # --- running ----------------------------------------------------------------------------------------------------
+
+    @_spec
+    def on_train_start(self, state: RunState, info: RunInfo) -> None:
+        """notify: the loop is about to begin, at `state.step`. Every rank. `on_train_end` follows in any case."""
+        raise NotImplementedError
+
+    @_spec
+    def on_step_end(self, state: RunState, result: StepResult) -> None:
+        """notify: one optimizer step is done, or was skipped. Every rank; may call the `request_` methods of `state`.
+
+        Fires every step: keep it below a millisecond.
+        """
+        raise NotImplementedError
+
+    @_spec
+    def on_validation(self, state: RunState, result: ValidationResult) -> None:
+        """notify: validation pictures are on disk. Every rank."""
+        raise NotImplementedError
+
+    @_spec
+    def on_checkpoint(self, state: RunState, checkpoint: Checkpoint) -> None:
+        """notify: a checkpoint is complete and visible. Every rank."""
+        raise NotImplementedError
+
+    @_spec
+    def on_error(self, state: RunState, error: BaseException) -> None:
+        """notify: an exception is leaving the loop on this rank; it goes on after this. Other ranks may know nothing of it."""
+        raise NotImplementedError
+
+    @_spec
+    def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:
+        """notify: the run is over on this rank; `outcome` is None after an error. Close what `on_train_start` opened."""
+        raise NotImplementedError
+
+    @_spec
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """notify, main rank only, isolated: numbers for a tracker. A failure switches this plugin's tracking off."""
+        raise NotImplementedError
+
+    @_decide
+    def save_checkpoint(self, state: Snapshot, target: Path, parallel: Parallel) -> Checkpoint | None:
+        """decide, backend role, collective: write `state` so that it is whole and visible at once, or not at all.
+
+        `target` is the run's `checkpoints` folder, shared by all ranks. The same answer on every rank.
+        """
+        raise NotImplementedError
+
+    @_decide
+    def load_checkpoint(self, source: Path, state: Snapshot, parallel: Parallel) -> Loaded | None:
+        """decide, backend role, collective: fill the tensors of `state` in place from the checkpoint at `source`.
+
+        Returns what the trainer wrote beside the tensors (`Snapshot.trainer`). Raises CheckpointError when it cannot be used.
+        """
+        raise NotImplementedError
+
+    # --- health -----------------------------------------------------------------------------------------------------
+
+    @_spec
+    def on_gpu_fault(self, fault: GpuFault, state: RunState) -> FaultAction:
+        """gather: what to do about a fault. The worst answer over plugins wins, then the worst over ranks.
+
+        Called on the rank that saw the fault, inside the loop. Do not touch the accelerator.
+        """
+        raise NotImplementedError

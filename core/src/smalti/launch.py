@@ -1,0 +1,245 @@
+"""From a Config to running workers: the plan, and the process that starts, watches and stops them.
+
+One rank runs in this process. Several ranks on CPUs are started by torch's elastic launcher, because Accelerate starts one
+process there; on accelerators `accelerate launch` starts them, from the user's own YAML with our settings merged in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from smalti import acceleratefile
+from smalti.config import Config
+from smalti.errors import PreflightError, UserError
+from smalti.files import atomic_write
+from smalti.plugins import Plugins
+from smalti.rundir import RunDirectory
+from smalti.settings import LaunchOptions, TrainingOptions
+from smalti.types import DistributedPlan
+
+Launcher = Literal["in-process", "elastic", "accelerate"]
+
+DEFAULT_PORT = 29500
+"""Where machine 0 listens when several machines are given no port; torch's and Accelerate's own default."""
+_KINDS = {"cuda": "MULTI_GPU", **{kind: f"MULTI_{kind.upper()}" for kind in ("xpu", "npu", "mlu", "hpu", "musa", "sdaa")}}
+"""The `distributed_type` of an Accelerate YAML by the kind of accelerator."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """Everything that starting the workers of this machine takes, and nothing started yet.
+
+    `environment` holds the differences only; `secrets` go into it as well and are never shown or written. `ranks` are those of
+    this machine. `port` has to be free on it, because machine 0 will listen there.
+    """
+
+    launcher: Launcher
+    distributed: DistributedPlan
+    command: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    accelerate: Mapping[str, object] = field(default_factory=dict)
+    accelerate_file: Path | None = None
+    ranks: range = range(1)
+    port: int | None = None
+    notices: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "launcher": self.launcher,
+            "strategy": self.distributed.title,
+            "ranks": list(self.ranks),
+            "command": list(self.command),
+            "environment": dict(self.environment),
+            "accelerate": dict(self.accelerate),
+        }
+
+
+def choose_distributed(config: Config, plugins: Plugins) -> DistributedPlan:
+    """The one backend that claims the run. Raises UserError when two do."""
+    claims = plugins.gather("configure_distributed", DistributedPlan, config=config)
+    wanted = [plan for plan in reversed(claims) if not plan.fallback]  # the last registered first, as in every decide hook
+    if len(wanted) > 1:
+        raise UserError(
+            f"{', '.join(plan.title for plan in wanted[:-1])} and {wanted[-1].title} cannot be enabled simultaneously.",
+            fix="switch one of them off, in the flags, the configuration file or the Accelerate YAML",
+        )
+    return wanted[0] if wanted else next(plan for plan in claims if plan.fallback)
+
+
+def accelerator_kind(config: Config) -> str:
+    """Either "cpu" or the kind of accelerator that the ranks will run on. Imports torch."""
+    if config[LaunchOptions].use_cpu:
+        return "cpu"
+    import torch
+
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device.type if device is not None else "cpu"
+
+
+def expected_kind(config: Config) -> str | None:
+    """The kind of accelerator that the user's Accelerate YAML speaks of; None if of none, or if --use_cpu overrules it."""
+    if config[LaunchOptions].use_cpu:
+        return None
+    return next((kind for kind, name in _KINDS.items() if name == config.accelerate.get("distributed_type")), None)
+
+
+def plan_launch(
+    config: Config, distributed: DistributedPlan, directory: Path, kind: str, environment: Mapping[str, str] | None = None
+) -> LaunchPlan:
+    """How the workers of this run are started on this machine, for a configuration that was checked.
+
+    `kind` is what `accelerator_kind` says, `environment` that of this process. Raises UserError when the user's Accelerate YAML
+    does not fit the machine.
+    """
+    environment = os.environ if environment is None else environment
+    options = config[LaunchOptions]
+    local = options.num_processes // options.num_machines
+    several = options.num_machines > 1
+    gpus = _chosen_gpus(config, kind, local)
+    if local == 1 and not several and not gpus:
+        return LaunchPlan(
+            launcher="in-process", distributed=distributed, environment=distributed.environment, secrets=config.secrets()
+        )
+    if kind not in ("cpu", *_KINDS) and options.num_processes > 1:
+        raise UserError(f"{kind} devices train in one process only", fix="--num_processes=1, or --use_cpu")
+    worker = ("-m", "smalti.worker", str(directory))
+    yaml_file = directory / _name_for(options.machine_rank, "accelerate.yaml") if kind != "cpu" else None
+    merged = merged_yaml(config, distributed, kind) if yaml_file else {}
+    if yaml_file:
+        start = ("accelerate.commands.launch", "--config_file", str(yaml_file), *_ignored_by_accelerate(merged))
+    else:
+        start = ("torch.distributed.run", *_elastic_arguments(options, local))
+    return LaunchPlan(
+        launcher="accelerate" if yaml_file else "elastic",
+        distributed=distributed,
+        command=(sys.executable, "-m", *start, *worker),
+        environment={**_threads(local, environment), **distributed.environment},
+        secrets=config.secrets(),
+        accelerate=merged,
+        accelerate_file=yaml_file,
+        ranks=range(options.machine_rank * local, (options.machine_rank + 1) * local),
+        port=(options.main_process_port or DEFAULT_PORT) if several and options.machine_rank == 0 else None,
+        notices=tuple(acceleratefile.differences(config.accelerate, merged, config.schema)) if merged else (),
+    )
+
+
+def _threads(local: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """A fair share of this machine's cores for each rank, unless the user has said something else."""
+    if "OMP_NUM_THREADS" in environment:
+        return {}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"OMP_NUM_THREADS": str(max(1, cores // local))}
+
+
+def _chosen_gpus(config: Config, kind: str, local: int) -> list[str]:
+    """The accelerators that the user's Accelerate YAML picks out; empty for all of them."""
+    given = str(config.accelerate.get("gpu_ids") or "all")
+    if kind == "cpu" or given == "all":
+        return []
+    chosen = [each.strip() for each in given.split(",")]
+    if len(chosen) < local:
+        raise UserError(
+            f"gpu_ids in the Accelerate YAML names {len(chosen)} devices ({given}), for {local} processes on this machine",
+            fix=f"gpu_ids: all, or name {local}; or --num_processes={len(chosen) * config[LaunchOptions].num_machines}",
+        )
+    return chosen
+
+
+def _elastic_arguments(options: LaunchOptions, local: int) -> tuple[str, ...]:
+    count = (f"--nproc-per-node={local}", f"--nnodes={options.num_machines}")
+    if options.num_machines == 1:
+        return (*count, "--standalone")
+    port = options.main_process_port or DEFAULT_PORT
+    return (*count, f"--node-rank={options.machine_rank}", f"--master-addr={options.main_process_ip}", f"--master-port={port}")
+
+
+def _ignored_by_accelerate(merged: Mapping[str, object]) -> tuple[str, ...]:
+    """Flags for the keys that `accelerate launch` accepts in its YAML and then does not read (1.12 to 1.15 at least)."""
+    backend = str(merged.get("rdzv_backend") or "static")
+    flags = () if backend == "static" else ("--rdzv_backend", backend)
+    return (*flags, "--enable_cpu_affinity") if merged.get("enable_cpu_affinity") else flags
+
+
+def merged_yaml(config: Config, distributed: DistributedPlan, kind: str) -> dict[str, object]:
+    """The user's Accelerate YAML with our launch settings, then the backend's, put in; the rest stays as it was.
+
+    A port of 0 lets Accelerate look for a free one, which only works where nobody else has to know it.
+    """
+    options = config[LaunchOptions]
+    ours: dict[str, object] = {
+        "distributed_type": _KINDS[kind] if options.num_processes > 1 else "NO",
+        "num_processes": options.num_processes,
+        "num_machines": options.num_machines,
+        "machine_rank": options.machine_rank,
+        "main_process_port": options.main_process_port or (DEFAULT_PORT if options.num_machines > 1 else 0),
+        "mixed_precision": config[TrainingOptions].mixed_precision,
+        "use_cpu": False,
+    }
+    if options.main_process_ip is not None:
+        ours["main_process_ip"] = options.main_process_ip
+    # smalti compiles block by block itself, and twice would be once too often.
+    replaced = ("dynamo_config", "dynamo_backend", "fp16")
+    user = {key: value for key, value in config.accelerate.items() if key not in replaced}
+    base = {"compute_environment": "LOCAL_MACHINE", "rdzv_backend": "static", "same_network": True, **user}
+    return acceleratefile.merge(acceleratefile.merge(base, ours), distributed.accelerate)
+
+
+def _name_for(machine: int, name: str) -> str:
+    """A file name in the run directory: "accelerate.yaml" on the first machine, "accelerate.node-1.yaml" on the next."""
+    stem, dot, ending = name.partition(".")
+    return name if machine == 0 else f"{stem}.node-{machine}{dot}{ending}"
+
+
+def write_launch_files(directory: RunDirectory, config: Config, plugins: Plugins, plan: LaunchPlan) -> None:
+    """config.toml, launch.json and, where it is used, accelerate.yaml, in the run directory. Those of the last launch go.
+
+    Every machine writes launch.json, with the same values in it, so that its workers need not wait for another machine.
+    """
+    described = {
+        **plan.as_json(),
+        "plugins": list(plugins.lines),
+        "digest": config.digest,
+        "values": config.shared_values(),
+        "user_accelerate": dict(config.accelerate),
+    }
+    atomic_write(directory.launch_file, json.dumps(described, indent=2).encode())
+    if config[LaunchOptions].machine_rank == 0:
+        from smalti.configtext import as_toml
+
+        atomic_write(directory.config_file, as_toml(config).encode())
+    if plan.accelerate_file is not None:
+        atomic_write(plan.accelerate_file, yaml_text(plan.accelerate).encode())
+
+
+def yaml_text(values: Mapping[str, object]) -> str:
+    import yaml
+
+    return yaml.safe_dump(dict(values), sort_keys=True)
+
+
+def check_accelerators(config: Config, kind: str) -> None:
+    """Whether this machine has what the launch is planned for. Raises PreflightError. Imports torch."""
+    options = config[LaunchOptions]
+    expected = expected_kind(config)
+    if kind == "cpu":
+        if expected is not None:
+            raise PreflightError(
+                f"the Accelerate YAML says {_KINDS[expected]}, and this machine has no usable {expected} device",
+                fix="look after its driver; or --use_cpu to train on the processor; or --accelerate_config=none",
+            )
+        return
+    import torch
+
+    local, present = options.num_processes // options.num_machines, torch.accelerator.device_count()
+    if local > present:
+        raise PreflightError(
+            f"this machine would run {local} processes, one for each of its {kind} devices, and has {present} of them",
+            fix=f"--num_processes={present * options.num_machines} (all machines together), or --use_cpu",
+        )

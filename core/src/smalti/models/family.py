@@ -1,0 +1,96 @@
+"""What a model family must provide. One file per family answers all of this; the loop knows nothing else of it.
+
+Shapes: B batch, C latent channels, H, W pixels, h, w latent size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor, nn
+
+Prediction = Literal["epsilon", "v_prediction", "sample", "flow_matching"]
+Conditioning = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRequest:
+    """One batch of pictures to draw. Every prompt has its own seed, so a picture does not depend on its neighbours."""
+
+    prompts: Sequence[str]
+    seeds: Sequence[int]
+    width: int
+    height: int
+    steps: int
+    guidance: float
+
+
+class Weights(Protocol):
+    """Where the first weights come from: a folder of safetensors, or a seeded initialisation.
+
+    Read name by name, so that a sharded model never has to exist whole on any rank.
+    """
+
+    def names(self) -> Iterator[str]:
+        """Names of all parameters and persistent buffers."""
+        ...
+
+    def get(self, name: str) -> Tensor:
+        """One whole tensor, on the CPU. Raises KeyError for a name that is not there."""
+        ...
+
+
+class ModelFamily(Protocol):
+    """One architecture with its conditioning, from prompt and picture to prediction and back."""
+
+    name: str
+    alignment: int
+    """Widths and heights of training pictures are multiples of this many pixels."""
+    prediction: Prediction
+    """What the model predicts unless `--prediction_type` says otherwise."""
+
+    def build_model(self) -> nn.Module:
+        """The trainable model. Called with parameters on the meta device; buffers are real. Must be cheap."""
+        ...
+
+    def weights(self, seed: int) -> Weights:
+        """The weights to start from; `seed` matters only when they are made at random. The same on every rank."""
+        ...
+
+    def encode_captions(self, captions: Sequence[str]) -> Conditioning:
+        """Conditioning with a leading dimension of len(captions), on the family's device. "" is the empty prompt."""
+        ...
+
+    def encode_images(self, pixels: Tensor) -> Tensor:
+        """(B, 3, H, W) in [-1, 1] -> latents (B, C, h, w), scaled as the model wants them."""
+        ...
+
+    def decode_latents(self, latents: Tensor) -> Tensor:
+        """Latents (B, C, h, w) -> (B, 3, H, W) in [-1, 1]."""
+        ...
+
+    def forward(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
+        """The raw prediction, shaped like `noisy`. `timesteps` is (B,), in [0, 1000], 1000 being pure noise."""
+        ...
+
+    def sample(self, model: nn.Module, request: SampleRequest) -> Tensor:
+        """Pictures (B, 3, H, W) in [-1, 1]. Called under no_grad with the model in eval mode."""
+        ...
+
+    def block_classes(self) -> tuple[str, ...]:
+        """Class names of the repeated blocks; empty lets detection find them."""
+        ...
+
+    def lora_targets(self) -> tuple[str, ...]:
+        """Name endings of the modules that an adapter attaches to by default."""
+        ...
+
+    def flops_per_sample(self, width: int, height: int) -> int:
+        """Floating-point operations of one forward pass for one picture, attention counted. Backward costs twice that."""
+        ...
+
+    def to(self, device: str) -> None:
+        """Move frozen parts (encoders, autoencoder) to the device that training runs on."""
+        ...

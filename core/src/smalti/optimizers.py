@@ -1,0 +1,110 @@
+"""Optimizers by name, and which parameters get which weight decay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from smalti.config import Config
+from smalti.errors import UserError
+from smalti.settings import OptimizerOptions
+from smalti.types import OptimizerEntry
+
+BUILT_IN = (
+    OptimizerEntry(name="adamw", title="AdamW", factory="smalti.optimizers:adamw"),
+    OptimizerEntry(name="adafactor", title="Adafactor", factory="torch.optim:Adafactor", accepts=("weight_decay",)),
+    OptimizerEntry(name="muon", title="Muon for matrices, AdamW for the rest", factory="smalti.optimizers:muon"),
+    OptimizerEntry(name="adagrad", title="Adagrad", factory="torch.optim:Adagrad", accepts=("eps", "weight_decay")),
+    OptimizerEntry(name="sgd", title="SGD with momentum 0.9", factory="smalti.optimizers:sgd", accepts=("weight_decay",)),
+)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """The trained parameters as (name, parameter) pairs: matrices with weight decay, vectors (norms, biases) without."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    matrices = [pair for pair in trained if pair[1].dim() >= 2]
+    vectors = [pair for pair in trained if pair[1].dim() < 2]
+    groups: list[dict[str, object]] = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def find_optimizer(name: str, entries: Sequence[OptimizerEntry]) -> OptimizerEntry:
+    """The entry of that name, in any case and with dashes or underscores. Raises UserError with the nearest names."""
+    wanted = name.lower().replace("-", "_")
+    known = {entry.name: entry for entry in entries}
+    if wanted in known:
+        return known[wanted]
+    near = get_close_matches(wanted, known, n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(known))}"
+    raise UserError(f"unknown optimizer {name!r}", fix=hint)
+
+
+def build_registered(
+    groups: list[dict[str, object]], config: Config, registry: Sequence[OptimizerEntry]
+) -> torch.optim.Optimizer:
+    """The optimizer that `--optimizer` names, from the registry."""
+    options = config[OptimizerOptions]
+    entry = find_optimizer(options.optimizer, registry)
+    module, _, attribute = entry.factory.partition(":")
+    settings: dict[str, object] = {
+        "betas": (options.adam_beta1, options.adam_beta2),
+        "eps": options.adam_epsilon,
+        "weight_decay": options.adam_weight_decay,
+    }
+    accepted = {key: value for key, value in settings.items() if key in entry.accepts}
+    optimizer = getattr(import_module(module), attribute)(groups, lr=options.learning_rate, **accepted)
+    assert isinstance(optimizer, torch.optim.Optimizer), f"{entry.factory} must make a torch optimizer"
+    return optimizer
+
+
+def adamw(groups: list[dict[str, object]], **settings: object) -> torch.optim.Optimizer:
+    """AdamW in its fused form, which is the fastest on CPUs and on CUDA."""
+    return torch.optim.AdamW(groups, fused=True, **settings)  # type: ignore[arg-type]
+
+
+def sgd(groups: list[dict[str, object]], **settings: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, momentum=0.9, **settings)  # type: ignore[arg-type]
+
+
+def muon(
+    groups: list[dict[str, object]], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> torch.optim.Optimizer:
+    """Muon (Jordan et al. 2024) on matrices, AdamW on everything else, as one optimizer.
+
+    Muon's updates are scaled to the size of AdamW's (Liu et al. 2025), so that one learning rate serves both.
+    """
+    matrices, rest = [], []
+    for group in groups:
+        pairs = cast(list[tuple[str, Tensor]], group["params"])
+        matrices.append({**group, "params": [pair for pair in pairs if pair[1].dim() == 2]})
+        rest.append({**group, "params": [pair for pair in pairs if pair[1].dim() != 2]})
+    parts: list[torch.optim.Optimizer] = []
+    if chosen := [group for group in matrices if group["params"]]:
+        parts.append(torch.optim.Muon(chosen, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+    if chosen := [group for group in rest if group["params"]]:
+        parts.append(torch.optim.AdamW(chosen, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True))
+    return Joined(parts)
+
+
+class Joined(torch.optim.Optimizer):
+    """Several optimizers over different parameters that step as one; they share one state and list of groups."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        groups = [group for part in parts for group in part.param_groups]
+        super().__init__([{"params": group["params"]} for group in groups], {})
+        self.parts = tuple(parts)
+        self.param_groups = groups
+        for part in parts:
+            part.state = self.state
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step(closure)

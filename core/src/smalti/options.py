@@ -1,0 +1,290 @@
+"""One option is one declared field: flag, file key, environment name, help, reference page and web control come from it.
+
+A group of options is a pydantic model; a plugin declares it and reads it back, typed, as `config[MyOptions].my_flag`.
+"""
+
+from __future__ import annotations
+
+import json
+import types as python_types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+from smalti.errors import Problem, UserError
+from smalti.packages import package_of_option
+from smalti.types import Level
+
+JsonValue = str | int | float | bool | None | list["JsonValue"] | dict[str, "JsonValue"]
+
+
+class Options(BaseModel):
+    """Base of every group of options: unknown names are refused, values never change after validation.
+
+    A field that may be None has None as its default: None means "not given", in every source alike.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, coerce_numbers_to_str=True, defer_build=True
+    )
+
+
+def option(
+    default: object,
+    *,
+    help: str,
+    level: Level = "basic",
+    when: str = "",
+    trade: str = "",
+    aliases: Sequence[str] = (),
+    accelerate: str = "",
+    secret: bool = False,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+) -> Any:
+    """Declare one option; use as the default of a field of an `Options` class.
+
+    Args:
+        default: used when no source names the option; None for fields that may be None.
+        help: one sentence for people; shown in the help, the reference page and the web form.
+        level: who needs it; the short help shows "basic" only.
+        when: the option has an effect only while this holds: "use_ema" or "optimizer == adamw".
+        trade: what is gained and what is paid, such as "less memory, about 30 % slower".
+        aliases: former or foreign names that are accepted with a notice.
+        accelerate: the key of an Accelerate YAML that sets this option, dotted into sections; "key=value" means "true when the
+            key has this value".
+        secret: never shown; accepted from the environment or as {env:NAME} only.
+    """
+    extra = {
+        "level": level,
+        "when": when,
+        "trade": trade,
+        "aliases": list(aliases),
+        "accelerate": accelerate,
+        "secret": secret,
+    }
+    return Field(default=default, description=help, ge=ge, gt=gt, le=le, lt=lt, json_schema_extra=extra)  # type: ignore[arg-type]
+
+
+def _split(value: object) -> object:
+    """A list from one string: JSON if it looks like it, else separated by commas."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if text.startswith("["):
+        return json.loads(text)
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _one_or_many(value: object) -> object:
+    """A list from a single string, unsplit, because texts hold commas; a JSON list of texts is taken for the list it is."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError:
+            return [value]  # "[soft light] a cat" is a prompt
+    return [value]
+
+
+def _tables(value: object) -> object:
+    """Tables from JSON; a single one is a list of one."""
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        value = json.loads(value)
+    return [value] if isinstance(value, Mapping) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
+"""A comma-separated list of words."""
+Texts = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
+"""Several texts: the flag is repeated, a file gives a list."""
+Tables = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_tables)]
+"""A list of tables, such as [[datasets]]; JSON on the command line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionGroup:
+    """A section of options as a plugin declares it. `name` is unique; `title` heads the section in the help."""
+
+    name: str
+    title: str
+    options: type[Options]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One declared option with everything that its users need: parser, help, docs and forms."""
+
+    name: str
+    group: OptionGroup
+    info: FieldInfo
+    level: Level
+    help: str
+    when: str
+    trade: str
+    aliases: tuple[str, ...]
+    accelerate: str
+    secret: bool
+
+    @property
+    def default(self) -> object:
+        return self.info.get_default()
+
+    @property
+    def is_flag(self) -> bool:
+        """A switch: `--name` alone means true, `--no_name` false."""
+        return bool in self._types
+
+    @property
+    def is_list(self) -> bool:
+        """Repeating the flag adds to it."""
+        return any(get_origin(each) is tuple for each in self._types)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The allowed words, or empty for free values."""
+        return tuple(str(word) for each in self._types if get_origin(each) is Literal for word in get_args(each))
+
+    @property
+    def kind(self) -> str:
+        """What to write, for people: "true|false", "integer", "number", the choices, ..."""
+        if self.choices:
+            return "|".join(self.choices)
+        names = {bool: "true|false", int: "integer", float: "number", str: "text", Path: "path"}
+        return " or ".join(names.get(each, "list") for each in self._types if each is not type(None))
+
+    @property
+    def bounds(self) -> str:
+        """Allowed range, for people: "> 0, <= 1"; empty if there is none."""
+        signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+        found = []
+        for constraint in self.info.metadata:
+            found += [f"{sign} {getattr(constraint, key):g}" for key, sign in signs.items() if hasattr(constraint, key)]
+        return ", ".join(found)
+
+    @property
+    def _types(self) -> tuple[Any, ...]:
+        annotation = self.info.annotation
+        if get_origin(annotation) in (Union, python_types.UnionType):
+            return get_args(annotation)
+        return (annotation,)
+
+    def read(self, value: object) -> object:
+        """A value as any source spells it, in the form that validation expects.
+
+        Choices in any case, with dashes or underscores; "none" for options that may be None and are no text; "~" in paths.
+        """
+        if isinstance(value, bool) and self.choices:
+            value = "yes" if value else "no"  # YAML takes a bare `no` for false
+        if not isinstance(value, str):
+            return value
+        word = _fold(value)
+        if self.choices and word in (spelled := {_fold(choice): choice for choice in self.choices}):
+            return spelled[word]
+        if word in ("none", "null") and type(None) in self._types and str not in self._types:
+            return None
+        return str(Path(value).expanduser()) if Path in self._types and value.startswith("~") else value
+
+    def objection(self, value: object) -> str:
+        """What speaks against a value that validation would let through by converting it; empty if nothing does."""
+        if isinstance(value, bool) and not self.is_flag:
+            return "a switch's value"
+        return "it is empty" if value == "" and Path in self._types else ""
+
+    def check(self, value: object) -> object:
+        """The value as its group will hold it. Raises pydantic's ValidationError."""
+        return getattr(self.group.options.model_validate({self.name: self.read(value)}), self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """One value as a source gave it: `spelling` is the name it used there, `place` says where, for people."""
+
+    value: object
+    spelling: str
+    place: str
+
+
+def _fold(word: str) -> str:
+    return word.strip().lower().replace("-", "_")
+
+
+@dataclass(frozen=True)
+class Schema:
+    """All options of the core and of the active plugins, by name."""
+
+    groups: tuple[OptionGroup, ...]
+    options: Mapping[str, Option] = field(init=False)
+    aliases: Mapping[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        options: dict[str, Option] = {}
+        aliases: dict[str, str] = {}
+        for group in self.groups:
+            for each in _options_of(group):
+                for name in (each.name, *each.aliases):
+                    if (other := options.get(name) or options.get(aliases.get(name, ""))) is not None:
+                        raise UserError(
+                            f"option {name!r} is declared by {other.group.name!r} and by {group.name!r}",
+                            fix="leave one of the two plugins out with --without",
+                        )
+                options[each.name] = each
+                aliases |= dict.fromkeys(each.aliases, each.name)
+        object.__setattr__(self, "options", options)
+        object.__setattr__(self, "aliases", aliases)
+
+    def find(self, spelling: str) -> Option | None:
+        """The option meant by a flag or key in any accepted spelling: dashes, case, leading "--", former names."""
+        name = _fold(spelling.strip().lstrip("-"))
+        return self.options.get(name) or self.options.get(self.aliases.get(name, ""))
+
+    def near(self, spelling: str) -> list[str]:
+        """Names that may have been meant, nearest first: alike, or abbreviated to a beginning or to initials ("lr")."""
+        word = _fold(spelling.lstrip("-"))
+        names = [*self.options, *self.aliases]
+        initials = [name for name in names if "".join(part[0] for part in name.split("_") if part) == word]
+        beginnings = [name for name in names if len(word) > 2 and name.startswith(word)]
+        alike = get_close_matches(word, names, n=3, cutoff=0.7)
+        found = {self.aliases.get(name, name): None for name in (*initials, *alike, *beginnings)}
+        return list(found)[:3]
+
+
+def _options_of(group: OptionGroup) -> Iterable[Option]:
+    for name, info in group.options.model_fields.items():
+        extra = info.json_schema_extra
+        if not isinstance(extra, dict) or not info.description:
+            raise TypeError(f"{group.options.__name__}.{name} must be declared with option(..., help=...)")
+        declared = Option(
+            name=name,
+            group=group,
+            info=info,
+            level=extra["level"],  # type: ignore[arg-type]
+            help=info.description,
+            when=str(extra["when"]),
+            trade=str(extra["trade"]),
+            aliases=tuple(extra["aliases"]),  # type: ignore[arg-type]
+            accelerate=str(extra["accelerate"]),
+            secret=bool(extra["secret"]),
+        )
+        if type(None) in declared._types and info.get_default() is not None:
+            raise TypeError(f"{group.options.__name__}.{name} may be None, so None must be its default")
+        yield declared
+
+
+def unknown(spelling: str, schema: Schema, *, where: str) -> Problem:
+    """The complaint about a name that no option has: the package of the plugin that has it, or the nearest names."""
+    if package := package_of_option(_fold(spelling.lstrip("-")), schema.options):
+        message = f"{spelling} belongs to a plugin that is not installed or not selected"
+        return Problem(message=message, where=where, fix=f"pip install {package}", package=package)
+    prefix = "--" if spelling.startswith("-") else ""
+    near = [f"{prefix}{name}" for name in schema.near(spelling)]
+    fix = f"did you mean {' or '.join(near)}?" if near else "smalti train --help-all lists every option"
+    return Problem(message=f"unknown option {spelling}", where=where, fix=fix)

@@ -1,0 +1,111 @@
+"""The verbs of a step whose meaning depends on how the model is spread over ranks.
+
+A backend's plan names a factory for one of these; the loop calls nothing else. FSDP2 must shard before the optimizer exists;
+DeepSpeed must see model and optimizer together and then owns backward and step: `bind` is where it makes its engine and
+where others do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from smalti.types import World
+
+
+@dataclass(kw_only=True)
+class PortableState:
+    """Model and optimizer as every backend can read them, whichever wrote them.
+
+    All keys are fully qualified parameter names of the unwrapped model. Values are plain tensors or DTensors; each rank
+    holds its own share of a DTensor and the same plain tensor as every other rank.
+
+    `moments` maps parameter name -> moment name ("exp_avg", "exp_avg_sq", "step") -> tensor. `settings` are the optimizer's
+    hyper-parameters per parameter group, JSON-able, without parameters.
+    """
+
+    model: dict[str, Tensor]
+    moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    settings: list[dict[str, object]] = field(default_factory=list)
+    optimizer: str = ""
+
+
+class Parallel(Protocol):
+    """One rank's end of the backend. Methods marked *collective* must be called by every rank, in the same order."""
+
+    @property
+    def world(self) -> World: ...
+
+    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Join model and optimizer; returns the pair to train with. *Collective*, called once."""
+        ...
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The module inside the backend's wrapper, whose parameter names are the family's."""
+        ...
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        """Around one micro-batch; gradients need only be reduced over ranks in the last one of a step."""
+        ...
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Around a forward pass, in training and in validation: the compute precision of the run."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of a scalar loss, added to those that are there. *Collective* in the last micro-batch."""
+        ...
+
+    def clip_gradients(self, limit: float) -> Tensor:
+        """Scale gradients to a global norm of at most `limit` (0: leave them); returns the norm before. *Collective*."""
+        ...
+
+    def step(self) -> None:
+        """One optimizer step; gradients are cleared. *Collective*."""
+        ...
+
+    def discard(self) -> None:
+        """Clear gradients without a step."""
+        ...
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Mean of a scalar over ranks; not finite everywhere when it is not finite anywhere. *Collective*."""
+        ...
+
+    def gather(self, value: Tensor) -> Sequence[Tensor]:
+        """The equally shaped tensors of all ranks, in rank order. *Collective*."""
+        ...
+
+    def agree(self, code: int) -> int:
+        """The largest code over ranks. Never waits for the accelerator. *Collective*."""
+        ...
+
+    def share(self, value: str) -> Sequence[str]:
+        """A short text from each rank, in rank order. For set-up and rare events. *Collective*."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait for every rank. *Collective*."""
+        ...
+
+    def portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
+        """References to this rank's share of the state, in portable form. *Collective*."""
+        ...
+
+    def load_portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: PortableState) -> None:
+        """Put a portable state, shaped like `portable_state` gave it, back into model and optimizer. *Collective*."""
+        ...
+
+    def close(self) -> None:
+        """Leave the process group; called once, also after an error."""
+        ...
+
+
+def named_state(values: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Moments as flat names, "PARAMETER.MOMENT": the form in which checkpoints hold them."""
+    return {f"{name}.{moment}": tensor for name, moments in values.items() for moment, tensor in moments.items()}

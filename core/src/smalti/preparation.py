@@ -1,0 +1,168 @@
+"""What `smalti train` does before any worker exists: check everything, say what will happen, then launch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import click
+
+from smalti.config import Config, check
+from smalti.configtext import as_toml
+from smalti.data.prepared import PreparedData
+from smalti.dataplan import scan_data, total_steps
+from smalti.errors import ExitCode, GpuFaultError
+from smalti.launch import (
+    LaunchPlan,
+    accelerator_kind,
+    check_accelerators,
+    choose_distributed,
+    expected_kind,
+    plan_launch,
+    write_launch_files,
+    yaml_text,
+)
+from smalti.liverun import prepare
+from smalti.plugins import Plugins
+from smalti.rundir import RunDirectory
+from smalti.settings import LaunchOptions, RunOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """A checked configuration with its launch plan and its data.
+
+    `data` is None on machines that only join a launch: the first one has looked at it.
+    """
+
+    config: Config
+    plugins: Plugins
+    directory: RunDirectory
+    plan: LaunchPlan
+    data: PreparedData | None
+    notices: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: Config, plugins: Plugins, *, write: bool) -> Preparation:
+        """Check the configuration, choose the backend, scan the data and check the buckets against the effective batch.
+
+        With `write`, the run directory is made and keeps the index of the data; without, nothing is written, and the launch may
+        be planned for accelerators that are not here. Raises UserError, ConfigError, PreflightError.
+        """
+        check(config, plugins)
+        directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
+        distributed = choose_distributed(config, plugins)
+        kind, notices = accelerator_kind(config), []
+        if write:
+            check_accelerators(config, kind)
+        elif kind == "cpu" and (expected := expected_kind(config)) is not None:
+            kind = expected
+            notices.append(f"planned for {kind} devices, as the Accelerate YAML says; this machine has none")
+        plan = plan_launch(config, distributed, directory.path, kind)
+        data = cls._look_at_data(config, plugins, directory, write=write)
+        notices += [*config.notices, *plan.notices, *(data.notices if data is not None else ())]
+        return cls(
+            config=config, plugins=plugins, directory=directory, plan=plan, data=data, notices=tuple(dict.fromkeys(notices))
+        )
+
+    @staticmethod
+    def _look_at_data(config: Config, plugins: Plugins, directory: RunDirectory, *, write: bool) -> PreparedData | None:
+        from smalti.run import find_family
+
+        family = find_family(config, plugins)
+        if not write:
+            return scan_data(config, plugins, family.alignment, None)
+        if config[LaunchOptions].machine_rank > 0:
+            directory.path.mkdir(parents=True, exist_ok=True)
+            return None
+        prepare(directory, config_digest=config.digest, world_size=config[LaunchOptions].num_processes)
+        return scan_data(config, plugins, family.alignment, directory.data)
+
+    def launch(self) -> ExitCode:
+        """Run to the end. The last lines printed say how it ended and how to go on."""
+        for notice in self.notices:
+            click.echo(f"smalti: note: {notice}", err=True)
+        click.echo(f"smalti: plugins: {', '.join(self.plugins.lines)}", err=True)
+        write_launch_files(self.directory, self.config, self.plugins, self.plan)
+        sys.stdout.flush()
+        code, message = self._run()
+        self._say_goodbye(code, message)
+        return code
+
+    def _run(self) -> tuple[ExitCode, str]:
+        if self.plan.launcher != "in-process":
+            from smalti.workers import run_workers
+
+            return run_workers(self.plan, self.directory)
+        from smalti.worker import run_rank
+
+        os.environ.update(self.plan.environment)
+        try:
+            outcome = run_rank(self.config, self.plugins)
+        except GpuFaultError as error:
+            return error.exit_code, str(error)
+        return outcome.exit_code, outcome.message
+
+    def _say_goodbye(self, code: ExitCode, message: str) -> None:
+        click.echo(
+            f"smalti: {'done' if code is ExitCode.DONE else 'ended with exit code ' + str(int(code))}: {message}", err=True
+        )
+        for title, path in self._results().items():
+            click.echo(f"  {title:<11} {path}", err=True)
+        click.echo(f"  {'go on with':<11} smalti train {shlex.quote(str(self.directory.config_file))}", err=True)
+
+    def _results(self) -> dict[str, Path]:
+        from smalti.checkpoint.store import CheckpointStore
+
+        found = {}
+        if grids := sorted(self.directory.samples.glob("*/grid.png")):
+            found["pictures"] = grids[-1]
+        if (plot := self.directory.path / "loss.png").exists():
+            found["loss plot"] = plot
+        if entries := CheckpointStore(self.directory.checkpoints).all():
+            found["checkpoint"] = entries[-1].path
+        return found
+
+    # --- dry run ----------------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, object]:
+        """What a launch would do, as JSON."""
+        assert self.data is not None, "a dry run looks at the data, on every machine"
+        return {
+            "launch": self.plan.as_json(),
+            "config": {"digest": self.config.digest, "changes": self.config.changes()},
+            "sources": {name: self.config.source(name) for name in self.config.sources},
+            "plugins": list(self.plugins.lines),
+            "notices": list(self.notices),
+            "effective_batch": self.data.order.effective_batch,
+            "steps": total_steps(self.config, self.data),
+            "samples": sum(count.total for count in self.data.counts),
+            "buckets": [{"size": str(count.bucket), "samples": count.total} for count in self.data.counts],
+            "quarantined": [{"key": item.key, "reason": item.reason} for item in self.data.quarantined],
+        }
+
+    def as_text(self) -> str:
+        """The same for people, with the files that a launch would write."""
+        assert self.data is not None, "a dry run looks at the data, on every machine"
+        plan = self.plan
+        lines = [f"strategy      {plan.distributed.title}", f"launcher      {plan.launcher}"]
+        if plan.command:
+            lines.append(f"command       {shlex.join(plan.command)}")
+        lines += [f"environment   {key}={value}" for key, value in plan.environment.items()]
+        lines.append(f"steps         {total_steps(self.config, self.data)}, each of {self.data.order.effective_batch} samples")
+        lines.append(f"samples       {sum(count.total for count in self.data.counts)} in an epoch")
+        lines += [f"bucket        {count.bucket}: {count.total}" for count in self.data.counts]
+        lines += [f"quarantined   {item.key}: {item.reason}" for item in self.data.quarantined]
+        lines += [f"note          {notice}" for notice in self.notices]
+        lines += ["", f"{self.directory.config_file}:", *_indented(as_toml(self.config))]
+        if plan.accelerate_file is not None:
+            lines += ["", f"{plan.accelerate_file}:", *_indented(yaml_text(plan.accelerate))]
+        return "\n".join(lines)
+
+
+def _indented(text: str) -> list[str]:
+    return [f"  {line}" if line else "" for line in text.rstrip().splitlines()]

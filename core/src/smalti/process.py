@@ -1,0 +1,68 @@
+"""A process as another process recognises it, also after its number was given to someone else."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """Who runs. `space` names the boot and the container in which `pid` means something, `birth` the moment of its start.
+
+    Both are opaque and only compared; `birth` is empty where the system does not tell it.
+    """
+
+    pid: int
+    host: str
+    space: str
+    birth: str
+
+    @classmethod
+    def current(cls) -> Process:
+        pid = os.getpid()
+        return cls(pid=pid, host=socket.gethostname(), space=_space(), birth=_birth(pid) or "")
+
+    def alive(self) -> bool | None:
+        """Whether it still runs; None when that cannot be told from here: another host or container, or no right to look."""
+        if self.space != _space():
+            return None
+        birth = _birth(self.pid)
+        if birth is not None:
+            return birth == self.birth
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return None
+        return None
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+@cache
+def _space() -> str:
+    """Process numbers mean the same in two processes where this is the same."""
+    try:
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {(_PROC / 'self/ns/pid').readlink()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _birth(pid: int) -> str | None:
+    """When the process started, in ticks since boot; "" if it has ended, None if that is not to be seen here."""
+    try:
+        stat = (_PROC / str(pid) / "stat").read_text()
+    except OSError:
+        return None
+    # The second field is the program's name in brackets and may hold blanks and brackets itself.
+    state, *fields = stat.rpartition(")")[2].split()
+    return "" if state in "ZX" else fields[18]

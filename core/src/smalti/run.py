@@ -1,0 +1,343 @@
+"""Everything that the loop needs, assembled in the one right order.
+
+configure -> family -> model (meta) -> blocks -> wrap -> optimizer -> bind -> load checkpoint -> data
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import cast
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from smalti.checkpoint.snapshot import Snapshot
+from smalti.checkpoint.store import CheckpointStore
+from smalti.config import Config
+from smalti.data.loader import Batch, Loader
+from smalti.data.prepared import PreparedData
+from smalti.dataplan import load_data, scan_data, total_steps
+from smalti.diffusion.step import DenoisingLoss, denoising_loss
+from smalti.ema import Ema
+from smalti.errors import CheckpointError, MissingPlugin, UserError
+from smalti.hashing import key_of
+from smalti.hookspecs import HookSpecs
+from smalti.metrics import log_metrics, metrics_of
+from smalti.models.family import ModelFamily
+from smalti.optimizers import parameter_groups
+from smalti.packages import package_of_family
+from smalti.parallel import Parallel
+from smalti.plugins import Plugins
+from smalti.rundir import RunDirectory
+from smalti.schedule import Cadence, build_scheduler
+from smalti.settings import (
+    CheckpointOptions,
+    DataOptions,
+    ModelOptions,
+    OptimizerOptions,
+    RunOptions,
+    TrackingOptions,
+    TrainingOptions,
+)
+from smalti.types import Block, DistributedPlan, FamilyEntry, OptimizerEntry, RunInfo, RunState, StepResult, StopReason, World
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One rank's view of the run. The loop reads it; only `advance` and the checkpoint code change it."""
+
+    config: Config
+    plugins: Plugins
+    backend: HookSpecs
+    """The hooks with all backends but the chosen one left out; for the backend roles."""
+    directory: RunDirectory
+    info: RunInfo
+    parallel: Parallel
+    family: ModelFamily
+    model: nn.Module
+    blocks: list[Block]
+    optimizer: torch.optim.Optimizer
+    ema: Ema | None
+    loss: DenoisingLoss
+    data: PreparedData
+    state: RunState
+    cadence: Cadence
+    checkpoints: CheckpointStore
+    skipped: int = 0
+    scheduler: LambdaLR = field(init=False)
+    batches: Loader = field(init=False)
+
+    def start_from_here(self, closing: ExitStack) -> None:
+        """Set learning rate and loader to where `state` stands: the last act of building, after any checkpoint was loaded."""
+        self.scheduler = build_scheduler(self.optimizer, self.config[OptimizerOptions], self.state.max_steps, self.state.step)
+        options = self.config[DataOptions]
+        self.batches = Loader(
+            self.data,
+            world=self.world,
+            micro_batch=options.train_batch_size,
+            accumulation=self.config[TrainingOptions].gradient_accumulation_steps,
+            errors=self.data.error_budget(self.directory.data / f"loading.rank-{self.world.rank}.quarantine.jsonl"),
+            position=self.state.position,
+            prefetch=options.dataloader_prefetch,
+            cache_bytes=options.dataset_cache_mb * 2**20,
+        )
+        closing.callback(self.batches.close)
+
+    @property
+    def hook(self) -> HookSpecs:
+        return self.plugins.hook
+
+    @property
+    def world(self) -> World:
+        return self.parallel.world
+
+    @property
+    def effective_batch(self) -> int:
+        return self.data.order.effective_batch
+
+    @property
+    def max_grad_norm(self) -> float:
+        return self.config[TrainingOptions].max_grad_norm
+
+    def advance(self, batch: Batch, result: StepResult) -> None:
+        """Count a step that is done; a step that was left out moves the data position alone."""
+        state, options = self.state, self.config[RunOptions]
+        state.step = result.step
+        state.position = batch.position + 1
+        state.epoch = batch.epoch
+        state.samples += result.samples
+        self.skipped = self.skipped + 1 if result.skipped else 0
+        if result.skipped and options.nonfinite_loss == "stop":
+            state.request_stop(StopReason.NON_FINITE, f"the loss or its gradient is not finite in step {result.step + 1}")
+        elif self.skipped >= options.max_skipped_steps:
+            message = f"{self.skipped} steps in a row had a loss or gradient that is not finite"
+            state.request_stop(StopReason.NON_FINITE, message)
+        if broken := self.batches.budget_exhausted:
+            state.request_stop(StopReason.ERROR_BUDGET, broken)
+
+    def report(self, result: StepResult) -> None:
+        """Hand the numbers of a step to the trackers."""
+        if result.step % self.config[TrackingOptions].log_interval == 0:
+            log_metrics(self.plugins, self.world, metrics_of(result), result.step)
+
+    def snapshot(self) -> Snapshot:
+        """The state as a checkpoint holds it; the tensors are the live ones. *Collective*."""
+        state = self.state
+        return Snapshot(
+            step=state.step,
+            state=self.parallel.portable_state(self.model, self.optimizer),
+            ema=self.ema.shadows if self.ema is not None else None,
+            trainer={
+                "step": state.step,
+                "position": state.position,
+                "epoch": state.epoch,
+                "samples": state.samples,
+                "effective_batch": self.effective_batch,
+                "seed": self.config[RunOptions].seed,
+                "data": self.data.digest(),
+            },
+            plugins=self.plugins.lines,
+            config_digest=self.config.digest,
+        )
+
+    def rotate(self) -> None:
+        """Let go of checkpoints beyond the limit. Main rank only; others do nothing."""
+        if self.world.is_main:
+            self.checkpoints.rotate(self.config[CheckpointOptions].checkpoints_total_limit or None)
+
+
+def reseed(run: Run, position: int) -> None:
+    """Set this rank's generators for the batch at `position`: what chance the model itself takes (dropout) is then a function
+    of seed, position and rank, so that no random state has to be saved and every resume is exact.
+    """
+    number = key_of(run.config[RunOptions].seed, position, run.world.rank) >> 1
+    torch.manual_seed(number)
+    random.seed(number)
+
+
+# --- assembling -----------------------------------------------------------------------------------------------------
+
+
+def find_family(config: Config, plugins: Plugins) -> ModelFamily:
+    """The family that `--model_family` names. Raises UserError with the known ones."""
+    entries = {entry.name: entry for entry in plugins.gather("register_model_families", FamilyEntry)}
+    name = str(config[ModelOptions].model_family)
+    entry = entries.get(name.lower().replace("-", "_"))
+    if entry is None:
+        message = f"Unknown model_family '{name}'."
+        if package := package_of_family(name):
+            raise MissingPlugin(message, fix=f"pip install {package}")
+        near = get_close_matches(name, entries, n=3)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise UserError(message, fix=f"{hint}known: {', '.join(entries)}")
+    module, _, attribute = entry.factory.partition(":")
+    return cast(ModelFamily, getattr(import_module(module), attribute)(config))
+
+
+def open_parallel(plan: DistributedPlan, config: Config) -> Parallel:
+    """This rank's end of the backend; joins the process group."""
+    module, _, attribute = plan.parallel.partition(":")
+    return cast(Parallel, getattr(import_module(module), attribute)(config))
+
+
+def compare_ranks(parallel: Parallel, config: Config, plugins: Plugins) -> None:
+    """Refuse to train when ranks differ in configuration or plugins: they would hang or train different runs. *Collective*."""
+    mine = f"config {config.digest}; {'; '.join(plugins.lines)}"
+    everyone = parallel.share(mine)
+    different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+    if different:
+        other = different[0]
+        raise UserError(
+            f"rank {other} differs from rank 0:\n    rank 0: {everyone[0]}\n    rank {other}: {everyone[other]}",
+            fix="install the same packages and give the same configuration on every machine",
+        )
+
+
+def build_model(config: Config, plugins: Plugins, family: ModelFamily) -> tuple[nn.Module, list[Block]]:
+    """The model without weights (parameters on the meta device, buffers real) and its blocks."""
+    with init_empty_weights(include_buffers=False):
+        model = family.build_model()
+    if config[ModelOptions].gradient_checkpointing:
+        enable = getattr(model, "enable_gradient_checkpointing", None)
+        if enable is None:
+            raise UserError(f"{family.name} cannot recompute activations", fix="--no_gradient_checkpointing")
+        enable()
+    return model, plugins.hook.detect_blocks(model=model, family=family) or []
+
+
+def open_data(config: Config, plugins: Plugins, alignment: int, parallel: Parallel, directory: Path) -> PreparedData:
+    """The order of samples on this rank: rank 0 scans, the others read what it wrote. *Collective*."""
+    data = scan_data(config, plugins, alignment, directory) if parallel.world.is_main else None
+    parallel.barrier()
+    return data or load_data(config, plugins, alignment, directory)
+
+
+def resume(run: Run) -> None:
+    """Continue from the checkpoint that the options name, if there is one. *Collective*.
+
+    Hyper-parameters are the configuration's, not the checkpoint's: changing one and resuming is how it is changed.
+    """
+    choice = run.config[RunOptions].resume_from_checkpoint
+    found = parallel_path(run.parallel, lambda: run.checkpoints.resolve(choice))
+    if found is None:
+        return
+    snapshot = run.snapshot()
+    loaded = run.backend.load_checkpoint(source=found, state=snapshot, parallel=run.parallel)
+    assert loaded is not None, "the core's own answer comes last"
+    check_resumable(run, loaded.trainer, found)
+    groups = run.optimizer.param_groups
+    configured = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    run.parallel.load_portable_state(run.model, run.optimizer, snapshot.state)
+    for group, values in zip(groups, configured, strict=True):
+        group.update(values)
+    trainer = cast(dict[str, int], loaded.trainer)
+    run.state.step, run.state.position = trainer["step"], trainer["position"]
+    run.state.epoch, run.state.samples = trainer["epoch"], trainer["samples"]
+    if run.world.is_main:
+        for notice in loaded.notices:
+            _log.warning("%s", notice)
+        _log.warning("resuming from %s at step %d", found, run.state.step)
+
+
+def parallel_path(parallel: Parallel, choose: Callable[[], Path | None]) -> Path | None:
+    """What rank 0 chooses, on every rank; its error too. *Collective*."""
+    path, error = "", ""
+    if parallel.world.is_main:
+        try:
+            path = str(choose() or "")
+        except CheckpointError as problem:
+            error = str(problem)
+    answers = parallel.share(json.dumps([path, error]))
+    path, error = json.loads(answers[0])
+    if error:
+        raise CheckpointError(error)
+    return Path(path) if path else None
+
+
+def check_resumable(run: Run, trainer: Mapping[str, object], source: Path) -> None:
+    """Refuse what would make the data order another one without saying so."""
+    mine = {"effective_batch": run.effective_batch, "seed": run.config[RunOptions].seed, "data": run.data.digest()}
+    names = {"effective_batch": "effective batch", "seed": "seed", "data": "set of pictures"}
+    different = [name for name, value in mine.items() if trainer.get(name, value) != value]
+    if different:
+        told = "; ".join(f"{names[name]} {trainer[name]} there, {mine[name]} here" for name in different)
+        raise CheckpointError(
+            f"{source} belongs to a run with another order of samples: {told}",
+            fix="give the same values, or start afresh with --resume_from_checkpoint=none in a new --output_dir",
+        )
+
+
+def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Parallel, closing: ExitStack) -> Run:
+    """Assemble a run on this rank. *Collective*. What has to be closed in the end is put on `closing`."""
+    compare_ranks(parallel, config, plugins)
+    directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
+    family = find_family(config, plugins)
+    family.to(parallel.world.device)
+    data = open_data(config, plugins, family.alignment, parallel, directory.data)
+    bare, blocks = build_model(config, plugins, family)
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in bare.parameters()]
+    backend = plugins.backend(plan)
+    weights = family.weights(config[RunOptions].seed)
+    model = backend.wrap_model(model=bare, blocks=blocks, parallel=parallel, weights=weights)
+    assert model is not None, "the chosen backend wraps the model"
+    model, optimizer = parallel.bind(model, build_optimizer(config, plugins, parallel, model))
+    model.train()
+    record = directory.record()
+    run = Run(
+        config=config,
+        plugins=plugins,
+        backend=backend,
+        directory=directory,
+        info=RunInfo(
+            id=record.id if record else "",
+            directory=directory.path,
+            world=parallel.world,
+            config=config,
+            family=family.name,
+            strategy=plan.title,
+            parameters=sum(size for size, _ in sizes),
+            trainable=sum(size for size, trains in sizes if trains),
+            effective_batch=data.order.effective_batch,
+            plugins=plugins.lines,
+        ),
+        parallel=parallel,
+        family=family,
+        model=model,
+        blocks=blocks,
+        optimizer=optimizer,
+        ema=build_ema(config, parallel.unwrap(model)),
+        loss=denoising_loss(config, family, parallel.world.device),
+        data=data,
+        state=RunState(max_steps=total_steps(config, data)),
+        cadence=Cadence.of(config),
+        checkpoints=CheckpointStore(directory.checkpoints, report=_log.warning),
+    )
+    resume(run)
+    run.start_from_here(closing)
+    return run
+
+
+def build_optimizer(config: Config, plugins: Plugins, parallel: Parallel, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer over the parameters that train, named as the family names them."""
+    groups = parameter_groups(parallel.unwrap(model), config[OptimizerOptions].adam_weight_decay)
+    registry = plugins.gather("register_optimizers", OptimizerEntry)
+    optimizer = plugins.hook.build_optimizer(model=model, groups=groups, config=config, registry=registry)
+    assert optimizer is not None, "the core's own answer comes last"
+    return optimizer
+
+
+def build_ema(config: Config, model: nn.Module) -> Ema | None:
+    options = config[TrainingOptions]
+    return Ema(dict(model.named_parameters()), options.ema_decay) if options.use_ema else None

@@ -1,0 +1,272 @@
+"""The core's own options, section by section. Plugins declare theirs in the same way.
+
+Names are the reference trainer's where it has the feature, so that its users' files keep working.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator
+
+from smalti.options import Names, OptionGroup, Options, Tables, Texts, option
+
+
+def _count_or_share(value: object) -> object:
+    """Percentages such as "1 %" as a share, 0.01; numbers as they are."""
+    if not isinstance(value, str) or not value.rstrip().endswith("%"):
+        return value
+    share = float(value.rstrip()[:-1]) / 100
+    if share >= 1:
+        raise ValueError("a share must be below 100 %")
+    return share
+
+
+def _whole_above_one(value: float) -> float:
+    if value >= 1 and value != int(value):
+        raise ValueError("from 1 on it is a count, a whole number")
+    return value
+
+
+def _backend_name(value: object) -> object:
+    """Accelerate writes "NO" for none, and names in capitals."""
+    if not isinstance(value, str):
+        return value
+    return None if value.lower() in ("no", "none", "") else value.lower()
+
+
+class RunOptions(Options):
+    output_dir: Path | None = option(
+        None, help="The run directory: checkpoints, pictures, metrics. Shared by all nodes. A run resumes into the same one."
+    )
+    seed: int = option(42, help="Seeds weights, data order, noise and timesteps.", ge=0)
+    max_train_steps: int | None = option(None, help="Optimizer steps in all, over every resume.", ge=1)
+    num_train_epochs: int | None = option(
+        None, help="Passes over the data in all; used when max_train_steps is not given.", ge=1
+    )
+    resume_from_checkpoint: str = option(
+        "latest",
+        help='"latest" in the run directory if there is one, "none", a step, or the path of a checkpoint or run directory.',
+    )
+    nonfinite_loss: Literal["stop", "skip"] = option(
+        "stop",
+        help="What to do when the loss is not finite on any rank: stop the run, or leave the step out.",
+        level="advanced",
+    )
+    max_skipped_steps: int = option(
+        10, help="Stop when this many steps in a row were left out.", level="advanced", when="nonfinite_loss == skip", ge=1
+    )
+
+
+class ModelOptions(Options):
+    model_family: str | None = option(None, help="The architecture; `smalti plugins` lists the families that are installed.")
+    model_type: Literal["full", "lora"] = option("full", help="Train all weights, or an adapter.")
+    model_flavour: str | None = option(
+        None, help="A variant of the family, such as a size or a release.", aliases=["model_flavor"]
+    )
+    pretrained_model_name_or_path: str | None = option(
+        None, help="Weights to start from: a folder in the diffusers layout, or a hub id.", aliases=["pretrained_model"]
+    )
+    gradient_checkpointing: bool = option(
+        False, help="Recompute activations in the backward pass.", trade="much less memory, about 30 % slower"
+    )
+
+
+class DataOptions(Options):
+    data_backend_config: Path | None = option(None, help="A multidatabackend.json with the datasets.")
+    datasets: Tables = option((), help="The datasets themselves: [[datasets]] tables in a TOML file, with the same keys.")
+    instance_data_dir: Path | None = option(
+        None, help="A folder of pictures, each with its caption in a .txt file beside it: the short way to name one dataset."
+    )
+    caption_strategy: str = option("textfile", help="Where captions come from, unless a dataset says otherwise.")
+    train_batch_size: int = option(1, help="Pictures per rank and micro-batch.", ge=1)
+    resolution: float = option(1024, help="Size of training pictures: pixels, or megapixels with resolution_type=area.", gt=0)
+    resolution_type: Literal["pixel", "area", "pixel_area"] = option(
+        "pixel_area",
+        help="Whether resolution is the shorter edge, an area in megapixels, or the edge of a square of that area.",
+    )
+    aspect_bucket_rounding: int = option(2, help="Decimals to which aspect ratios are rounded.", level="expert", ge=0, le=9)
+    aspect_bucket_alignment: int | None = option(
+        None,
+        help="Widths and heights are multiples of this many pixels; the family knows a good value.",
+        level="advanced",
+        ge=1,
+    )
+    allow_dataset_oversubscription: bool = option(
+        False, help="Raise the repeats of buckets that hold fewer pictures than one effective batch.", level="advanced"
+    )
+    caption_dropout_probability: float = option(
+        0.1, help="Share of samples trained with the empty prompt, for classifier-free guidance.", ge=0, le=1
+    )
+    dataloader_prefetch: int = option(
+        4, help="Batches kept ready in memory.", level="advanced", aliases=["dataloader_prefetch_qlen"], ge=1
+    )
+    dataset_cache_mb: int = option(
+        512, help="Decoded pictures kept in memory per rank, in MiB; 0 decodes every time.", level="advanced", ge=0
+    )
+    data_error_budget: Annotated[float, BeforeValidator(_count_or_share), AfterValidator(_whole_above_one)] = option(
+        0.01,
+        help='Broken pictures to put up with before the run stops: a share such as 0.01 or "1%", or a count.',
+        level="advanced",
+        ge=0,
+    )
+
+
+class TrainingOptions(Options):
+    gradient_accumulation_steps: int = option(1, help="Micro-batches per optimizer step.", ge=1)
+    max_grad_norm: float = option(1.0, help="Clip gradients to this global norm; 0 does not clip.", ge=0)
+    mixed_precision: Literal["no", "bf16"] = option(
+        "bf16",
+        help="Precision of the computation; weights and optimizer state stay in fp32.",
+        accelerate="mixed_precision",
+    )
+    use_ema: bool = option(False, help="Keep an exponential moving average of the weights, in fp32.")
+    ema_decay: float = option(
+        0.995, help="Decay of the average; it warms up from (1+step)/(10+step).", when="use_ema", ge=0, lt=1
+    )
+
+
+class OptimizerOptions(Options):
+    optimizer: str = option("adamw", help="Optimizer by name.")
+    learning_rate: float = option(1e-4, help="Peak learning rate.", ge=0)
+    adam_beta1: float = option(0.9, help="First-moment decay.", level="advanced", ge=0, lt=1)
+    adam_beta2: float = option(0.999, help="Second-moment decay.", level="advanced", ge=0, lt=1)
+    adam_epsilon: float = option(1e-8, help="Added to the denominator.", level="advanced", gt=0)
+    adam_weight_decay: float = option(
+        0.01, help="Decoupled weight decay; norms and biases are left out.", level="advanced", ge=0
+    )
+    lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "polynomial", "warmup_stable_decay"] = option(
+        "constant_with_warmup", help="How the learning rate moves; every one begins with lr_warmup_steps of linear warm-up."
+    )
+    lr_warmup_steps: int = option(0, help="Steps over which the learning rate rises from zero.", ge=0)
+    lr_decay_share: float = option(
+        0.4,
+        help="Share of the run at its end over which the rate falls.",
+        when="lr_scheduler == warmup_stable_decay",
+        gt=0,
+        le=1,
+    )
+    lr_end_ratio: float = option(0.0, help="Learning rate at the end, as a share of the peak.", level="advanced", ge=0, le=1)
+    lr_power: float = option(1.0, help="Exponent of the decay.", level="advanced", when="lr_scheduler == polynomial", gt=0)
+
+
+class ObjectiveOptions(Options):
+    prediction_type: Literal["epsilon", "v_prediction", "sample", "flow_matching"] | None = option(
+        None, help="What the model predicts; the family's own choice if not given."
+    )
+    loss_type: Literal["l2", "huber", "smooth_l1"] = option("l2", help="How a mistake is measured.", level="advanced")
+    huber_c: float = option(0.1, help="Where the Huber losses turn from square to linear.", level="expert", gt=0)
+    snr_gamma: float | None = option(
+        None, help="Min-SNR weighting for epsilon and v_prediction; 5 is the published value.", level="advanced", ge=0
+    )
+    beta_schedule: Literal["linear", "scaled_linear", "squaredcos_cap_v2"] = option(
+        "scaled_linear", help="Noise schedule of DDPM.", level="expert"
+    )
+    rescale_betas_zero_snr: bool = option(False, help="Make the last DDPM step pure noise.", level="advanced")
+    timestep_distribution: Literal["uniform", "logit_normal", "mode", "beta"] = option(
+        "uniform", help="Which noise levels are trained how often.", level="advanced"
+    )
+    flow_sigmoid_mean: float = option(
+        0.0, help="Mean of the logit-normal distribution.", level="expert", when="timestep_distribution == logit_normal"
+    )
+    flow_sigmoid_scale: float = option(
+        1.0, help="Spread of the logit-normal distribution.", level="expert", when="timestep_distribution == logit_normal", gt=0
+    )
+    flow_mode_scale: float = option(
+        1.29, help="Scale of the mode distribution.", level="expert", when="timestep_distribution == mode", ge=-1, le=1.75
+    )
+    flow_beta_alpha: float = option(
+        2.0, help="First parameter of the beta distribution.", level="expert", when="timestep_distribution == beta", ge=1
+    )
+    flow_beta_beta: float = option(
+        2.0, help="Second parameter of the beta distribution.", level="expert", when="timestep_distribution == beta", ge=1
+    )
+    flow_schedule_shift: float = option(
+        1.0, help="Moves flow times towards noise, as larger pictures want; 1 leaves them.", level="advanced", gt=0
+    )
+    flow_schedule_auto_shift: bool = option(
+        False, help="Choose the shift by the size of the picture, instead of flow_schedule_shift.", level="advanced"
+    )
+    flow_weighting: Literal["none", "sigma_sqrt", "cosmap"] = option(
+        "none", help="Weight of each noise level in the flow loss.", level="expert"
+    )
+
+
+class ValidationOptions(Options):
+    validation_prompt: Texts = option(
+        (), help="A prompt to draw while training; repeat the flag for several.", aliases=["validation_prompts"]
+    )
+    validation_step_interval: int = option(
+        0, help="Draw every so many steps, and at the end; 0 draws only at the end.", aliases=["validation_steps"], ge=0
+    )
+    validation_seed: int = option(42, help="Seed of the first picture; the next ones count up.", ge=0)
+    validation_resolution: str | None = option(
+        None, help="Size of validation pictures, as 512 or 512x768; the training resolution if not given."
+    )
+    validation_num_inference_steps: int = option(25, help="Denoising steps.", ge=1)
+    validation_guidance: float = option(3.0, help="Strength of classifier-free guidance; 1 switches it off.", ge=0)
+    validation_batch_size: int = option(8, help="Pictures drawn at once on a rank.", level="advanced", ge=1)
+
+
+class CheckpointOptions(Options):
+    checkpoint_step_interval: int = option(
+        500, help="Save every so many steps, and at the end; 0 saves only at the end.", aliases=["checkpointing_steps"], ge=0
+    )
+    checkpoints_total_limit: int = option(
+        5, help="Keep this many verified checkpoints; 0 keeps all.", aliases=["save_total_limit"], ge=0
+    )
+
+
+class LaunchOptions(Options):
+    num_processes: int = option(1, help="Ranks in all, over all machines.", accelerate="num_processes", ge=1)
+    num_machines: int = option(1, help="Machines.", accelerate="num_machines", ge=1)
+    machine_rank: int = option(0, help="Which machine this is, from 0.", accelerate="machine_rank", ge=0)
+    main_process_ip: str | None = option(None, help="Address of machine 0.", accelerate="main_process_ip")
+    main_process_port: int | None = option(
+        None, help="Port on machine 0; a free one on a single machine.", accelerate="main_process_port", ge=1, le=65535
+    )
+    use_cpu: bool = option(False, help="Train on the CPU even where there is an accelerator.", accelerate="use_cpu")
+    accelerate_config: str | None = option(
+        None,
+        help='An Accelerate YAML to start from; "none" ignores the user\'s default one.',
+        aliases=["accelerate_config_file"],
+    )
+    process_group_timeout: int = option(
+        600, help="Seconds after which a rank that waits for a lost one gives up.", level="advanced", ge=1
+    )
+    dynamo_backend: Annotated[str | None, BeforeValidator(_backend_name)] = option(
+        None,
+        help="Compile the model with this torch.compile backend, such as inductor.",
+        level="advanced",
+        accelerate="dynamo_config.dynamo_backend",
+    )
+    dynamo_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = option(
+        None, help="Mode of torch.compile.", level="expert", when="dynamo_backend", accelerate="dynamo_config.dynamo_mode"
+    )
+
+
+class TrackingOptions(Options):
+    report_to: Names = option((), help="Trackers besides events.jsonl: tensorboard, wandb, trackio, ...")
+    tracker_project_name: str = option("smalti", help="Project under which trackers file the run.", level="advanced")
+    log_interval: int = option(1, help="Write metrics every so many steps.", level="advanced", ge=1)
+
+
+class PluginOptions(Options):
+    plugins: Names = option((), help="Use only these plugins, besides the built-in ones.", aliases=["plugin"])
+    without: Names = option((), help='Leave these plugins out, without importing them; "all" keeps the built-in ones.')
+
+
+GROUPS = (
+    OptionGroup(name="run", title="Run", options=RunOptions),
+    OptionGroup(name="model", title="Model", options=ModelOptions),
+    OptionGroup(name="data", title="Data", options=DataOptions),
+    OptionGroup(name="training", title="Training", options=TrainingOptions),
+    OptionGroup(name="optimizer", title="Optimizer", options=OptimizerOptions),
+    OptionGroup(name="objective", title="Objective", options=ObjectiveOptions),
+    OptionGroup(name="validation", title="Validation", options=ValidationOptions),
+    OptionGroup(name="checkpoints", title="Checkpoints", options=CheckpointOptions),
+    OptionGroup(name="launch", title="Launch", options=LaunchOptions),
+    OptionGroup(name="tracking", title="Tracking", options=TrackingOptions),
+    OptionGroup(name="plugins", title="Plugins", options=PluginOptions),
+)

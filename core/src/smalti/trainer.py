@@ -1,0 +1,150 @@
+"""The loop. Read `smalti.hookspecs` beside it: the hooks fire here, under the same names."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from smalti.data.loader import Batch
+from smalti.errors import GpuFaultError
+from smalti.faults import answer, fault_of
+from smalti.run import Run, reseed
+from smalti.types import FaultAction, Outcome, StepResult, StopReason
+from smalti.validation import validate
+
+
+def train(run: Run) -> Outcome:
+    """Train until the step budget is spent or something asks to stop. Every rank returns the same outcome."""
+    with observed(run) as ended:
+        outcome = loop(run)
+        ended.append(outcome)
+    return outcome
+
+
+def loop(run: Run) -> Outcome:
+    if run.state.step >= run.state.max_steps:
+        return Outcome(reason=StopReason.COMPLETED, message=f"already at step {run.state.step} of {run.state.max_steps}")
+    for batch in run.batches:  # endless; on this rank's device; goes on where the last checkpoint left off
+        with faults_become_stops(run):
+            result = train_step(run, batch)
+            run.advance(batch, result)
+            run.hook.on_step_end(state=run.state, result=result)
+            run.report(result)
+        wish = agree(run)
+        if wish.validate:
+            validate(run)
+        if wish.save:
+            save(run)
+        if wish.outcome is not None:
+            return wish.outcome  # every rank returns here, or none does
+    raise AssertionError("the stream of batches is endless")
+
+
+def train_step(run: Run, batch: Batch) -> StepResult:
+    """One optimizer step: micro-batches forward and backward, clip, step, average.
+
+    Whether loss and gradients are finite is known on all ranks before any weight changes.
+    """
+    begin = time.perf_counter()
+    reseed(run, batch.position)
+    total = torch.zeros((), device=run.world.device)
+    for number, micro in enumerate(batch.micro, start=1):
+        with run.parallel.accumulate(last=number == len(batch.micro)):
+            loss = run.loss(run.model, micro, run.parallel) / len(batch.micro)
+            run.parallel.backward(loss)
+        total += loss.detach()
+    loss_value = float(run.parallel.mean(total))
+    norm = float(run.parallel.clip_gradients(run.max_grad_norm))
+    finite = math.isfinite(loss_value) and math.isfinite(norm)
+    learning_rate = float(run.optimizer.param_groups[0]["lr"])
+    if finite:
+        run.parallel.step()
+        run.scheduler.step()
+        if run.ema is not None:
+            run.ema.update(run.state.step + 1)
+    else:
+        run.parallel.discard()
+    return StepResult(
+        step=run.state.step + int(finite),
+        loss=loss_value,
+        grad_norm=norm,
+        learning_rate=learning_rate,
+        samples=run.effective_batch,
+        seconds=time.perf_counter() - begin,
+        data_seconds=run.batches.waited,
+        skipped=not finite,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What all ranks do before the next step."""
+
+    validate: bool
+    save: bool
+    outcome: Outcome | None
+
+
+def agree(run: Run) -> Wish:
+    """Make one wish of all ranks' wishes; a stop outweighs the rest, and a request that lost comes up again next time.
+
+    One word per step carries the stop reason above two bits for saving and drawing, because all three are collective acts.
+    """
+    state, cadence = run.state, run.cadence
+    if state.step >= state.max_steps:
+        state.request_stop(StopReason.COMPLETED, f"trained {state.step} steps")
+    word = run.parallel.agree(int(state.stop_reason) << 2 | cadence.saves(state) << 1 | cadence.validates(state))
+    reason = StopReason(word >> 2)
+    if reason is StopReason.NONE:
+        return Wish(validate=bool(word & 1), save=bool(word & 2), outcome=None)
+    messages = run.parallel.share(state.stop_message if state.stop_reason is reason else "")
+    outcome = Outcome(reason=reason, message=next(message for message in messages if message))
+    draws = reason is StopReason.COMPLETED and bool(word & 1)
+    return Wish(validate=draws, save=reason.saves, outcome=outcome)
+
+
+@contextmanager
+def faults_become_stops(run: Run) -> Iterator[None]:
+    """A failing accelerator becomes a stop that the plugins decide on.
+
+    With one rank the loop goes on to its boundary and stops there. One of several cannot reach the boundary, because the others
+    wait for its gradients: it leaves, and the launcher ends them with the fault as the reason.
+    """
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        fault = fault_of(error, run.world)
+        if fault is None:
+            raise
+        action = answer(fault, run.plugins, run.state)
+        if run.world.size > 1 or action < FaultAction.STOP_SAVED:
+            raise GpuFaultError(f"{fault.kind} on {fault.device}: {fault.message}") from error
+        run.parallel.discard()
+
+
+def save(run: Run) -> None:
+    """Write a checkpoint, announce it, and let go of the oldest. *Collective*."""
+    checkpoint = run.backend.save_checkpoint(state=run.snapshot(), target=run.checkpoints.root, parallel=run.parallel)
+    assert checkpoint is not None, "the core's own answer comes last"
+    run.state.save_requested = False
+    run.hook.on_checkpoint(state=run.state, checkpoint=checkpoint)
+    run.rotate()
+
+
+@contextmanager
+def observed(run: Run) -> Iterator[list[Outcome]]:
+    """Observers are told of the start, of an exception that leaves the loop, and always of the end."""
+    ended: list[Outcome] = []
+    run.hook.on_train_start(state=run.state, info=run.info)
+    try:
+        yield ended
+    except BaseException as error:
+        run.hook.on_error(state=run.state, error=error)
+        raise
+    finally:
+        run.hook.on_train_end(state=run.state, outcome=ended[0] if ended else None)

@@ -1,0 +1,283 @@
+"""The values that cross a seam: what hooks receive and return. Importing this module imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from smalti.errors import ExitCode
+
+if TYPE_CHECKING:
+    from smalti.config import Config
+
+Level = Literal["basic", "advanced", "expert"]
+
+
+# --- what plugins register ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyEntry:
+    """A model family on offer. `factory` is "module:callable", imported only when the family is chosen.
+
+    The callable takes the `Config` and returns a `smalti.models.family.ModelFamily`. `flavours` maps a flavour to the path
+    or hub id of its weights; empty when the family has only one.
+    """
+
+    name: str
+    title: str
+    factory: str
+    flavours: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageEntry:
+    """A place where datasets can live. `name` is the `type` of a dataset ("local", "aws").
+
+    `factory` is "module:callable"; the callable takes the `DatasetSpec` and returns a `smalti.storage.Storage`.
+    """
+
+    name: str
+    title: str
+    factory: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetadataEntry:
+    """A way to learn names, sizes and captions. `name` is the `metadata_backend` of a dataset ("discovery", "json").
+
+    `factory` is "module:callable"; the callable takes the `DatasetSpec` and the `Storage` and returns a
+    `smalti.data.sources.MetadataSource`.
+    """
+
+    name: str
+    title: str
+    factory: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerEntry:
+    """An optimizer on offer under `--optimizer NAME`.
+
+    `factory` is "module:callable", called as `factory(named_parameters, **settings)`; `accepts` names the settings that
+    it takes besides `lr`, out of `betas`, `eps` and `weight_decay`.
+    """
+
+    name: str
+    title: str
+    factory: str
+    accepts: tuple[str, ...] = ("betas", "eps", "weight_decay")
+
+
+# --- distribution ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Where this process stands among the others. `device` is a torch device string such as "cuda:0"."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node: int = 0
+    device: str = "cpu"
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedPlan:
+    """How a backend wants to be launched, and where its `Parallel` is found.
+
+    `parallel` is "module:callable", called on every rank as `callable(config)` once the process group may be made.
+    `accelerate` is merged into the Accelerate YAML, `environment` into the workers' environment. `fallback` marks the plan
+    that is used only when no other plugin claims the run.
+    """
+
+    name: str
+    title: str
+    parallel: str
+    accelerate: Mapping[str, object] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    fallback: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A repeated unit of the model, the grain of sharding, recomputation and compilation.
+
+    `path` is the module's name in the model; `parameters` counts recursively. `reshard` false keeps the unit gathered
+    between forward and backward (worth it for the last one).
+    """
+
+    path: str
+    class_name: str
+    parameters: int
+    reshard: bool = True
+
+
+# --- the run --------------------------------------------------------------------------------------------------------
+
+
+class StopReason(IntEnum):
+    """Why a run leaves the loop. Ranks agree on the largest value, so a worse reason always wins."""
+
+    NONE = 0
+    COMPLETED = 1
+    REQUESTED = 2
+    PREEMPTED = 3
+    INTERRUPTED = 4
+    ERROR_BUDGET = 5
+    NON_FINITE = 6
+    FAULT = 7
+    FAULT_UNSAVED = 8
+
+    @property
+    def exit_code(self) -> ExitCode:
+        return {
+            StopReason.PREEMPTED: ExitCode.PREEMPTED,
+            StopReason.INTERRUPTED: ExitCode.INTERRUPTED,
+            StopReason.ERROR_BUDGET: ExitCode.FAILED,
+            StopReason.NON_FINITE: ExitCode.FAILED,
+            StopReason.FAULT: ExitCode.GPU_FAULT,
+            StopReason.FAULT_UNSAVED: ExitCode.GPU_FAULT,
+        }.get(self, ExitCode.DONE)
+
+    @property
+    def saves(self) -> bool:
+        """Whether the state at this point is worth a checkpoint."""
+        return self not in (StopReason.NON_FINITE, StopReason.FAULT_UNSAVED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended: the agreed reason and one sentence about it."""
+
+    reason: StopReason
+    message: str
+
+    @property
+    def exit_code(self) -> ExitCode:
+        return self.reason.exit_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """What an observer needs to know about a run when it starts. The same on every rank but for `world`.
+
+    `parameters` and `trainable` count elements over all ranks; `plugins` are "name distribution version" lines.
+    """
+
+    id: str
+    directory: Path
+    world: World
+    config: Config
+    family: str
+    strategy: str
+    parameters: int
+    trainable: int
+    effective_batch: int
+    plugins: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """One optimizer step, the same on every rank. `samples` is the effective batch; `seconds` is wall time.
+
+    `skipped` is true when the loss was not finite and the policy was to skip: then nothing was changed by this step.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    samples: int
+    seconds: float
+    data_seconds: float = 0.0
+    skipped: bool = False
+
+
+@dataclass
+class RunState:
+    """Where the run stands, and what was asked of it. Hooks may read everything and call the `request_` methods.
+
+    `step` counts optimizer steps, `position` global batches handed out (the data position: one number). Requests are local to
+    the rank that makes them; the loop agrees on them at the next step boundary.
+    """
+
+    max_steps: int
+    step: int = 0
+    position: int = 0
+    epoch: int = 0
+    samples: int = 0
+    stop_reason: StopReason = StopReason.NONE
+    stop_message: str = ""
+    save_requested: bool = False
+    validation_requested: bool = False
+
+    def request_stop(self, reason: StopReason, message: str) -> None:
+        """Ask for a stop; a worse reason replaces a milder one."""
+        if reason > self.stop_reason:
+            self.stop_reason, self.stop_message = reason, message
+
+    def request_save(self) -> None:
+        self.save_requested = True
+
+    def request_validation(self) -> None:
+        self.validation_requested = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A complete, visible checkpoint. `size` is in bytes, `seconds` is how long the save took."""
+
+    step: int
+    path: Path
+    size: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationImage:
+    """One validation picture on disk, with what made it."""
+
+    prompt: str
+    seed: int
+    path: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationResult:
+    """The pictures of one validation; `grid` is all of them on one sheet."""
+
+    step: int
+    images: tuple[ValidationImage, ...]
+    grid: Path
+
+
+# --- health ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuFault:
+    """A fault of an accelerator. `kind` is a short machine-readable word ("cuda_error", "ecc", "lost", "thermal")."""
+
+    kind: str
+    message: str
+    device: str
+    rank: int
+
+
+class FaultAction(IntEnum):
+    """What to do about a fault; the largest answer over plugins and ranks wins."""
+
+    CONTINUE = 0
+    CHECKPOINT = 1
+    STOP_SAVED = 2
+    STOP_UNSAVED = 3

@@ -1,0 +1,137 @@
+"""Drawing the validation prompts with the model as it is, on all ranks together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from smalti.errors import UserError
+from smalti.grid import picture_grid
+from smalti.models.family import SampleRequest
+from smalti.pictures import save_picture
+from smalti.settings import DataOptions, ValidationOptions
+from smalti.types import ValidationImage, ValidationResult
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from smalti.config import Config
+    from smalti.run import Run
+
+
+def shares(count: int, ranks: int, batch: int) -> list[list[list[int]]]:
+    """Which prompts each rank draws: shares[rank] is a list of batches of prompt numbers.
+
+    Every rank gets the same number of batches of the same size, because under a sharded model each forward pass is collective;
+    what is left over is filled with the last prompt again.
+    """
+    each = -(-count // ranks)
+    padded = [min(number, count - 1) for number in range(each * ranks)]
+    rows = [padded[rank * each : (rank + 1) * each] for rank in range(ranks)]
+    return [[row[start : start + batch] for start in range(0, each, batch)] for row in rows]
+
+
+def picture_size(config: Config, alignment: int) -> tuple[int, int]:
+    """Width and height of validation pictures. Raises UserError for a size that cannot be read or drawn."""
+    text = config[ValidationOptions].validation_resolution
+    if text is None:
+        data = config[DataOptions]
+        edge = (data.resolution * 1e6) ** 0.5 if data.resolution_type == "area" else data.resolution
+        size = max(alignment, round(edge / alignment) * alignment)
+        return size, size
+    match = re.fullmatch(r"\s*(\d+)(?:\s*[xX]\s*(\d+))?\s*", text)
+    if match is None:
+        raise UserError(f"validation_resolution={text!r} is no size", fix="write 512 or 512x768")
+    width, height = int(match[1]), int(match[2] or match[1])
+    if width % alignment or height % alignment or not width or not height:
+        raise UserError(
+            f"validation_resolution={text} does not fit this model", fix=f"use multiples of {alignment} for width and height"
+        )
+    return width, height
+
+
+def validate(run: Run) -> ValidationResult:
+    """Draw every prompt once, write the pictures and a grid, tell the observers. *Collective*."""
+    folder = run.directory.samples_at(run.state.step)
+    folder.mkdir(parents=True, exist_ok=True)
+    averaged = run.ema.in_place_of_weights() if run.ema is not None else nullcontext()
+    model = run.parallel.unwrap(run.model)
+    model.eval()
+    try:
+        with averaged, torch.no_grad(), run.parallel.autocast():
+            for numbers, pixels in _draw(run, model):
+                _write(run, folder, numbers, pixels)
+    finally:
+        model.train()
+    run.parallel.barrier()
+    images = _images(run.config, folder)
+    grid = folder / "grid.png"
+    if run.world.is_main:
+        picture_grid([image.path for image in images], [image.prompt for image in images], grid)
+    run.parallel.barrier()
+    result = ValidationResult(step=run.state.step, images=images, grid=grid)
+    run.state.validation_requested = False
+    run.hook.on_validation(state=run.state, result=result)
+    return result
+
+
+def _draw(run: Run, model: torch.nn.Module) -> Iterator[tuple[list[int], Tensor]]:
+    options = run.config[ValidationOptions]
+    width, height = picture_size(run.config, run.family.alignment)
+    prompts = options.validation_prompt
+    for numbers in shares(len(prompts), run.world.size, options.validation_batch_size)[run.world.rank]:
+        request = SampleRequest(
+            prompts=[prompts[number] for number in numbers],
+            seeds=[options.validation_seed + number for number in numbers],
+            width=width,
+            height=height,
+            steps=options.validation_num_inference_steps,
+            guidance=options.validation_guidance,
+        )
+        yield numbers, run.family.sample(model, request)
+
+
+def _images(config: Config, folder: Path) -> tuple[ValidationImage, ...]:
+    options = config[ValidationOptions]
+    return tuple(
+        ValidationImage(prompt=prompt, seed=options.validation_seed + number, path=folder / _file_name(number, prompt))
+        for number, prompt in enumerate(options.validation_prompt)
+    )
+
+
+def _file_name(number: int, prompt: str) -> str:
+    words = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60]
+    return f"{number:02d}-{words or 'picture'}.png"
+
+
+def _write(run: Run, folder: Path, numbers: list[int], pixels: Tensor) -> None:
+    """Each picture with all that it takes to draw it again."""
+    images = _images(run.config, folder)
+    options = run.config[ValidationOptions]
+    for number, picture in zip(numbers, pixels, strict=True):
+        image = images[number]
+        save_picture(
+            image.path,
+            _as_image(picture),
+            prompt=image.prompt,
+            seed=image.seed,
+            step=run.state.step,
+            config_digest=run.config.digest,
+            run_id=run.info.id,
+            guidance=options.validation_guidance,
+            inference_steps=options.validation_num_inference_steps,
+        )
+
+
+def _as_image(pixels: Tensor) -> Image:
+    """(3, H, W) in [-1, 1] as a picture of eight bits."""
+    from PIL.Image import fromarray
+
+    levels = ((pixels.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    return fromarray(levels.permute(1, 2, 0).cpu().numpy())

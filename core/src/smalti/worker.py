@@ -1,0 +1,118 @@
+"""One rank: from the launcher's files to a finished run and an exit code. Started as `python -m smalti.worker RUN_DIR`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import cast
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from smalti.config import Config, restore, schema_of
+from smalti.errors import ExitCode, GpuFaultError, UserError
+from smalti.launch import choose_distributed
+from smalti.plugins import Plugins, Selection, load_plugins
+from smalti.run import build, open_parallel
+from smalti.trainer import train
+from smalti.types import Outcome, RunState, StopReason
+
+OUTCOME_VARIABLE = "SMALTI_OUTCOME_DIR"
+
+
+def run_rank(config: Config, plugins: Plugins) -> Outcome:
+    """Build and train on this rank. Every rank of the run calls it; an agreed stop returns on all of them."""
+    plan = choose_distributed(config, plugins)
+    with ExitStack() as closing:
+        parallel = open_parallel(plan, config)
+        closing.callback(parallel.close)
+        run = build(config, plugins, plan, parallel, closing)
+        with stop_signals(run.state):
+            outcome = train(run)
+        parallel.barrier()  # nobody leaves the group while another still talks to it
+        return outcome
+
+
+@contextmanager
+def stop_signals(state: RunState) -> Iterator[None]:
+    """SIGINT and SIGTERM ask for an agreed stop the first time and end the process at once the second time."""
+
+    def handle(number: int, frame: object) -> None:  # noqa: ARG001
+        reason = StopReason.INTERRUPTED if number == signal.SIGINT else StopReason.PREEMPTED
+        if state.stop_reason in (StopReason.INTERRUPTED, StopReason.PREEMPTED):
+            os._exit(reason.exit_code)
+        print("smalti: finishing the step, then saving; once more ends now", file=sys.stderr, flush=True)
+        state.request_stop(reason, f"{reason.name.lower()} at step {state.step}")
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def load_run(directory: Path) -> tuple[Config, Plugins]:
+    """The Config and plugins that the launcher resolved. Raises UserError when this machine has other plugins."""
+    launch = cast(Mapping[str, object], json.loads((directory / "launch.json").read_text()))
+    values = cast(Mapping[str, object], launch["values"])
+    selection = Selection(only=_names(values["plugins"]), without=_names(values["without"]))
+    plugins = load_plugins(selection)
+    config = restore(schema_of(plugins), values, cast(Mapping[str, object], launch["user_accelerate"]))
+    if list(plugins.lines) != launch["plugins"]:
+        raise UserError(
+            f"this machine has other plugins than the launcher: {', '.join(plugins.lines)}",
+            fix=f"install the same ones: {', '.join(cast(list[str], launch['plugins']))}",
+        )
+    return config, plugins
+
+
+def _names(value: object) -> tuple[str, ...]:
+    return tuple(cast(list[str], value))
+
+
+@record
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of a rank under a launcher. How it ended goes to the launcher in a file.
+
+    A stop that all ranks agreed on is success for the launcher of processes, whatever its exit code means for the user:
+    otherwise it would take the first rank's goodbye for a failure and kill the rest.
+    """
+    logging.basicConfig(format="smalti: %(message)s", level=logging.WARNING)
+    directory = Path((arguments or sys.argv[1:])[0])
+    try:
+        outcome = run_rank(*load_run(directory))
+    except BaseException as error:
+        code = error.exit_code if isinstance(error, UserError | GpuFaultError) else ExitCode.FAILED
+        _leave_word(code, describe(error))
+        if isinstance(error, UserError):
+            sys.exit(int(code))
+        raise
+    _leave_word(outcome.exit_code, outcome.message)
+
+
+def describe(error: BaseException) -> str:
+    """One line for the end of the output: kind, message and the notes about who raised it."""
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    if isinstance(error, UserError):
+        return f"{error}{notes}"
+    return f"{type(error).__name__}: {error}{notes}"
+
+
+def _leave_word(code: int, message: str) -> None:
+    folder = os.environ.get(OUTCOME_VARIABLE)
+    if folder is None:
+        return
+    rank = int(os.environ.get("RANK", "0"))
+    word = {"rank": rank, "exit_code": int(code), "message": message, "time": time.time()}
+    (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(word))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Running workers: start the processes of a launch plan, pass signals on as requests, say how it all ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from smalti.errors import ExitCode, PreflightError, UserError
+from smalti.launch import LaunchPlan
+from smalti.rundir import Request, RunDirectory
+
+POLL_SECONDS = 0.1
+_STOPS = (ExitCode.DONE, ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
+"""How a rank ends that did what was asked of it; everything else is a failure."""
+
+Verdict = tuple[ExitCode, str]
+
+
+def run_workers(plan: LaunchPlan, directory: RunDirectory) -> Verdict:
+    """Start the workers of this machine and wait; the exit code by meaning, and the sentence that goes with it.
+
+    The first Ctrl-C or SIGTERM becomes a stop request that all ranks agree on, or ends a launch in which no run has begun yet;
+    the second ends every process at once. Raises PreflightError when the port for the other machines is taken.
+    """
+    if plan.port is not None:
+        _check_port(plan.port)
+    with tempfile.TemporaryDirectory(prefix="smalti-") as ends, _signals() as received:
+        attempt = _attempt(directory)
+        environment = {**os.environ, **plan.environment, **plan.secrets, "SMALTI_OUTCOME_DIR": ends}
+        process = subprocess.Popen(plan.command, env=environment, start_new_session=True)
+        try:
+            verdict = _wait(process, received, directory, attempt)
+        finally:
+            if process.poll() is None:
+                end_tree(process.pid)
+                process.wait()
+        return verdict or judge(_read_ends(Path(ends)), process.returncode, plan.ranks)
+
+
+def _check_port(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            message = f"port {port} of this machine is not to be had: {error.strerror}"
+            raise PreflightError(message, fix="--main_process_port=ANOTHER, the same on every machine") from error
+
+
+# --- signals --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The signals that came in, for the waiting loop to look at."""
+    received: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: received.append(number)) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(
+    process: subprocess.Popen[bytes], received: list[int], directory: RunDirectory, attempt: float | None
+) -> Verdict | None:
+    """Wait for the end and obey signals. A verdict if they ended the processes; None if those ended by themselves."""
+    asked: Request | None = None
+    ending = False
+    while True:
+        try:
+            process.wait(POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass
+        else:
+            return None
+        if len(received) > 1:
+            return _end_now(process, received[-1], "ended at once by a second signal; what was saved before is complete")
+        if not received:
+            continue
+        if _attempt(directory) == attempt:
+            return _end_now(process, received[0], "stopped before the run began; nothing was changed")
+        if not ending and (asked is None or _refused(directory, asked)):
+            asked = _ask(directory, received[0])
+            ending = asked is None
+
+
+def _attempt(directory: RunDirectory) -> float | None:
+    """Tells one attempt at a run from the next: when the latest one began."""
+    record = directory.record()
+    return record.started if record is not None else None
+
+
+def _ask(directory: RunDirectory, number: int) -> Request | None:
+    """Ask the run to stop; None when there is no use in asking."""
+    try:
+        asked = directory.request("stop", reason="interrupted" if number == signal.SIGINT else "preempted")
+    except UserError as error:
+        _say(f"the run cannot be asked to stop ({error.message}); a second signal ends it at once")
+        return None
+    _say("finishing the step, then saving; once more ends now")
+    return asked
+
+
+def _refused(directory: RunDirectory, asked: Request) -> bool:
+    """Whether the run was too young to obey, and has to be asked again."""
+    answer = directory.answer(asked, timeout=0)
+    return answer is not None and not answer.fields.get("accepted")
+
+
+def _end_now(process: subprocess.Popen[bytes], number: int, message: str) -> Verdict:
+    _say("ending now")
+    end_tree(process.pid)
+    process.wait()
+    return ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.PREEMPTED, message
+
+
+def _say(text: str) -> None:
+    print(f"smalti: {text}", file=sys.stderr, flush=True)
+
+
+def end_tree(pid: int) -> None:
+    """Kill a process and everything below it; workers have sessions of their own, so a process group would not do."""
+    try:
+        parent = psutil.Process(pid)
+        parent.suspend()  # so that it starts nothing more while its children are counted
+        children = parent.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+    for process in (*children, parent):
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+# --- the verdict ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnd:
+    """What one rank said when it ended; `time` orders the ranks' last words."""
+
+    rank: int
+    exit_code: int
+    message: str
+    time: float
+
+
+def _read_ends(folder: Path) -> list[RankEnd]:
+    found = []
+    for path in folder.glob("rank-*.json"):
+        try:
+            found.append(RankEnd(**json.loads(path.read_text(encoding="utf-8"))))
+        except ValueError:
+            continue  # the rank was killed while it wrote
+    return sorted(found, key=lambda end: end.time)
+
+
+def judge(ends: list[RankEnd], status: int, ranks: range) -> Verdict:
+    """One verdict for the launch from the last words of its ranks and the launcher's own exit status.
+
+    A failure outweighs a clean stop, and the earliest failure is the cause: the others are what it led to. A rank that was
+    killed (by the system, out of memory) leaves no word, so those that are missing are named beside it.
+    """
+    silent = sorted(set(ranks) - {end.rank for end in ends})
+    lost = f"{_names(silent)} ended without a word, as when killed (out of memory?)" if silent else ""
+    for end in ends:
+        if end.exit_code not in _STOPS:
+            message = f"rank {end.rank}: {end.message}"
+            return ExitCode(end.exit_code), f"{message}; {lost}" if lost else message
+    if status != 0 or not ends:
+        return ExitCode.FAILED, f"{lost or 'every rank ended well, and the launcher did not'} (launcher status {status})"
+    return ExitCode(ends[0].exit_code), ends[0].message
+
+
+def _names(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(str(rank) for rank in ranks)}"

@@ -1,0 +1,152 @@
+"""Real runs for the tests: a small data set, and `smalti train` as a user starts it, in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageDraw
+
+from smalti.workers import end_tree
+from smalti.rundir import RunDirectory
+
+PROBE = Path(__file__).parent / "probe"
+TINY = {
+    "model_family": "toy",
+    "toy_width": 32,
+    "toy_depth": 2,
+    "toy_heads": 2,
+    "resolution": 16,
+    "resolution_type": "pixel",
+    "mixed_precision": "no",
+    "learning_rate": 1e-3,
+    "checkpoint_step_interval": 0,
+}
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory) -> Path:
+    """Twenty-four pictures in two shapes, with captions."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for number in range(24):
+        size = (32, 32) if number % 3 else (48, 24)
+        image = Image.new("RGB", size, (number * 10, 255 - number * 10, 128))
+        ImageDraw.Draw(image).ellipse((4, 4, 12 + number % 9, 20), fill=(255, 255, 255))
+        image.save(folder / f"{number:02d}.png")
+        (folder / f"{number:02d}.txt").write_text(f"circle number {number}")
+    return folder
+
+
+@dataclass
+class Finished:
+    """A run that has ended."""
+
+    directory: Path
+    code: int
+    output: str
+    calls_file: Path
+
+    def events(self, kind: str) -> list[dict]:
+        lines = (self.directory / "events.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["type"] == kind]
+
+    @property
+    def losses(self) -> list[float]:
+        return [event["loss"] for event in self.events("step")]
+
+    def calls(self, hook: str, rank: int | None = None) -> list[dict]:
+        """What the probe noted of a hook."""
+        return [call for call in self.all_calls() if call["hook"] == hook and rank in (None, call["rank"])]
+
+    def all_calls(self) -> list[dict]:
+        """What the probe noted, in order."""
+        return [json.loads(line) for line in self.calls_file.read_text().splitlines()]
+
+    def tensors(self, step: int, group: str) -> dict:
+        """All tensors of one group of a checkpoint of this run."""
+        from safetensors.torch import load_file
+
+        folder = self.directory / "checkpoints" / f"step-{step:08d}" / group
+        return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def command(pictures: Path, directory: Path, **options) -> list[str]:
+    values = {**TINY, "instance_data_dir": pictures, "output_dir": directory, **options}
+    flags = []
+    for name, value in values.items():
+        flags += [f"--{name}={each}" for each in (value if isinstance(value, list) else [value])]
+    return [sys.executable, "-m", "smalti", "train", *flags]
+
+
+def environment(directory: Path, *, probe: bool, **more: str) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SMALTI_", "PROBE_"))}
+    path = {"PYTHONPATH": str(PROBE)} if probe else {}
+    calls = {"PROBE_CALLS": str(directory.with_suffix(".calls"))}
+    return {**inherited, **path, **calls, "OMP_NUM_THREADS": "1", "HF_HOME": str(directory.parent / "hf"), **more}
+
+
+@pytest.fixture
+def start(pictures, tmp_path):
+    """Start a run and return at once: a process to be watched, asked and signalled. It is killed when the test is over."""
+    started = []
+
+    def begin(directory: Path, **options) -> Started:
+        process = subprocess.Popen(
+            command(pictures, directory, **options),
+            env=environment(directory, probe=False),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+        return Started(directory, process)
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            end_tree(process.pid)
+        process.communicate()
+
+
+@dataclass
+class Started:
+    """A run that goes on."""
+
+    directory: Path
+    process: subprocess.Popen
+
+    def wait_for_step(self, step: int, seconds: float = 90) -> None:
+        """Until the events tell of this step; an error with the output if the run ends before."""
+        deadline, run = time.monotonic() + seconds, RunDirectory(self.directory)
+        while (last := run.latest("step")) is None or (last.step or 0) < step:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                end_tree(self.process.pid)
+                raise RuntimeError(f"step {step} never came: {self.process.communicate()[0]}")
+            time.sleep(0.05)
+
+    def wait(self) -> tuple[int, str]:
+        """Its exit code and all that it printed."""
+        output, _ = self.process.communicate(timeout=120)
+        return self.process.returncode, output
+
+
+@pytest.fixture(scope="session")
+def train(pictures):
+    """Start a run and wait for its end: train(directory, option=value, ..., spoil="nan:1:3")."""
+
+    def start(directory: Path, *, spoil: str = "", tracker: str = "", probe: bool = True, **options) -> Finished:
+        finished = subprocess.run(
+            command(pictures, directory, **options),
+            env=environment(directory, probe=probe, PROBE_SPOIL=spoil, PROBE_TRACKER=tracker),
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        output = finished.stdout + finished.stderr
+        return Finished(directory=directory, code=finished.returncode, output=output, calls_file=directory.with_suffix(".calls"))
+
+    return start

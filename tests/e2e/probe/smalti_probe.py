@@ -1,0 +1,118 @@
+"""A third-party plugin for tests: it writes down each hook call, and can spoil a step on one rank.
+
+PROBE_CALLS names the file for the calls. PROBE_SPOIL is "KIND:RANK:STEP": "nan" makes the model's output not finite in
+that step, "fault" raises the error of a broken accelerator, "error" a plain one, "stop" asks for a stop after that step.
+"""
+
+import json
+import os
+
+from smalti import FaultAction, StopReason, hookimpl
+
+
+class Probe:
+    def __init__(self):
+        self.state = None
+        self.kind, self.rank, self.step = (os.environ.get("PROBE_SPOIL") or "none:0:0").split(":")
+
+    def note(self, hook, **facts):
+        if path := os.environ.get("PROBE_CALLS"):
+            line = json.dumps({"hook": hook, "rank": int(os.environ.get("RANK", "0")), **facts})
+            with open(path, "a") as file:
+                file.write(line + "\n")
+
+    def due(self, step):
+        return int(os.environ.get("RANK", "0")) == int(self.rank) and step == int(self.step)
+
+    @hookimpl
+    def check_config(self, config):
+        self.note("check_config")
+        return []
+
+    @hookimpl
+    def detect_blocks(self, model, family):
+        self.note("detect_blocks", devices=sorted({parameter.device.type for parameter in model.parameters()}))
+
+    @hookimpl
+    def wrap_model(self, model, blocks, parallel, weights):
+        self.note("wrap_model", blocks=[block.path for block in blocks])
+
+    @hookimpl
+    def build_optimizer(self, model, groups, config, registry):
+        self.note("build_optimizer", registry=[entry.name for entry in registry])
+        model.register_forward_hook(self.spoil)
+
+    def spoil(self, module, arguments, output):
+        import torch
+
+        if self.state is None or not module.training or not self.due(self.state.step + 1):
+            return None
+        if self.kind == "nan":
+            return output * float("nan")
+        if self.kind == "fault":
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        if self.kind == "error":
+            raise RuntimeError("spoiled")
+        return None
+
+    @hookimpl
+    def on_train_start(self, state, info):
+        self.state = state
+        self.note("on_train_start", step=state.step, effective_batch=info.effective_batch)
+
+    @hookimpl
+    def on_step_end(self, state, result):
+        self.note("on_step_end", step=result.step, loss=repr(result.loss), skipped=result.skipped)
+        if self.kind == "stop" and self.due(result.step):
+            state.request_stop(StopReason.REQUESTED, f"asked at step {result.step}")
+
+    @hookimpl
+    def on_validation(self, state, result):
+        self.note("on_validation", step=result.step, images=len(result.images))
+
+    @hookimpl
+    def save_checkpoint(self, state, target, parallel):
+        self.note("save_checkpoint", step=state.step)
+
+    @hookimpl
+    def load_checkpoint(self, source, state, parallel):
+        self.note("load_checkpoint", source=source.name)
+
+    @hookimpl
+    def on_checkpoint(self, state, checkpoint):
+        self.note("on_checkpoint", step=checkpoint.step, visible=(checkpoint.path / "manifest.json").is_file())
+
+    @hookimpl
+    def on_gpu_fault(self, fault, state):
+        self.note("on_gpu_fault", kind=fault.kind)
+        return FaultAction.CONTINUE
+
+    @hookimpl
+    def log_metrics(self, metrics, step):
+        self.note("log_metrics", step=step, names=sorted(metrics))
+        if os.environ.get("PROBE_TRACKER") == "broken":
+            raise OSError("the tracker's server is down")
+
+    @hookimpl
+    def on_error(self, state, error):
+        self.note("on_error", error=type(error).__name__)
+
+    @hookimpl
+    def on_train_end(self, state, outcome):
+        self.note("on_train_end", step=state.step, reason=outcome.reason.name if outcome else None)
+
+
+class Backend:
+    """A backend that this run does not ask for: it must be left out of the backend roles."""
+
+    @hookimpl
+    def configure_distributed(self, config):
+        plugin.note("configure_distributed")
+
+    @hookimpl
+    def wrap_model(self, model, blocks, parallel, weights):
+        plugin.note("wrap_model of a backend that was not chosen")
+
+
+plugin = Probe()
+backend = Backend()

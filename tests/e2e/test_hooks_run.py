@@ -1,0 +1,90 @@
+"""The hooks that fire while a run is built and while it runs: a third-party plugin hears them at the right time."""
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, train):
+    root = tmp_path_factory.mktemp("hooks")
+    return train(
+        root / "run",
+        max_train_steps=6,
+        train_batch_size=4,
+        checkpoint_step_interval=2,
+        validation_step_interval=3,
+        validation_prompt=["circle number 1", "circle number 2"],
+    )
+
+
+def order(run) -> list[str]:
+    return [call["hook"] for call in run.all_calls()]
+
+
+def test_hook_check_config_comes_before_anything_is_built(run):
+    assert order(run)[0] == "check_config"
+
+
+def test_hook_configure_distributed_is_asked_in_the_launcher_and_on_the_rank(run):
+    assert len(run.calls("configure_distributed")) == 2
+
+
+def test_hook_detect_blocks_sees_a_model_without_weights(run):
+    assert run.calls("detect_blocks")[0]["devices"] == ["meta"]
+
+
+def test_hook_wrap_model_gets_the_detected_blocks(run):
+    assert len(run.calls("wrap_model")[0]["blocks"]) == 2
+
+
+def test_a_backend_that_was_not_chosen_is_not_asked_to_wrap(run):
+    assert not run.calls("wrap_model of a backend that was not chosen")
+
+
+def test_hook_build_optimizer_gets_the_registry(run):
+    assert "adamw" in run.calls("build_optimizer")[0]["registry"]
+
+
+def test_hook_on_train_start_and_hook_on_train_end_are_a_pair(run):
+    assert (run.calls("on_train_start")[0]["step"], run.calls("on_train_end")[0]["reason"]) == (0, "COMPLETED")
+
+
+def test_hook_on_step_end_fires_once_a_step(run):
+    assert [call["step"] for call in run.calls("on_step_end")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_hook_log_metrics_has_the_numbers_of_a_step(run):
+    assert {"loss", "grad_norm", "learning_rate", "samples_per_second"} <= set(run.calls("log_metrics")[0]["names"])
+
+
+def test_hook_on_validation_comes_at_its_interval_and_at_the_end(run):
+    assert [(call["step"], call["images"]) for call in run.calls("on_validation")] == [(3, 2), (6, 2)]
+
+
+def test_hook_save_checkpoint_may_decline_and_hook_on_checkpoint_sees_it_whole(run):
+    assert [call["step"] for call in run.calls("save_checkpoint")] == [2, 4, 6]
+    assert all(call["visible"] for call in run.calls("on_checkpoint"))
+
+
+def test_hook_on_gpu_fault_is_asked_and_the_worst_answer_wins(tmp_path, train):
+    fault = train(tmp_path / "fault", max_train_steps=6, train_batch_size=4, spoil="fault:0:3")
+    assert fault.calls("on_gpu_fault")[0]["kind"] == "cuda_error"
+    assert (fault.code, fault.calls("on_train_end")[0]["reason"]) == (5, "FAULT_UNSAVED")
+
+
+def test_hook_on_error_hears_of_the_exception_that_ends_a_run(tmp_path, train):
+    broken = train(tmp_path / "error", max_train_steps=6, train_batch_size=4, spoil="error:0:3")
+    assert (broken.code, broken.calls("on_error")[0]["error"]) == (1, "RuntimeError")
+    assert broken.calls("on_train_end")[0]["reason"] is None
+
+
+def test_a_tracker_that_fails_is_switched_off_with_one_message(tmp_path, train):
+    run = train(tmp_path / "tracker", max_train_steps=4, train_batch_size=4, tracker="broken")
+    assert run.code == 0
+    assert run.output.count("the tracker's server is down") == 1
+    assert len(run.calls("log_metrics")) == 1
+
+
+def test_tensorboard_gets_the_losses(tmp_path, train):
+    run = train(tmp_path / "board", max_train_steps=3, train_batch_size=4, report_to="tensorboard")
+    assert run.code == 0, run.output
+    assert list((run.directory / "trackers").rglob("events.out.tfevents.*"))

@@ -1,0 +1,86 @@
+"""Two processes under torch's launcher do what one does: one launch, many questions."""
+
+import math
+import shutil
+
+import pytest
+
+OPTIONS = {"max_train_steps": 8, "train_batch_size": 4, "use_ema": True, "validation_step_interval": 4}
+PROMPTS = ["circle number 1", "circle number 2", "circle number 3"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, train):
+    """The same training with eight pictures on one rank, four on each of two ranks, and twice four on one rank."""
+    root = tmp_path_factory.mktemp("ranks")
+    one = train(root / "one", **{**OPTIONS, "train_batch_size": 8, "validation_prompt": PROMPTS})
+    two = train(root / "two", **OPTIONS, num_processes=2, validation_prompt=PROMPTS)
+    accumulated = train(root / "accumulated", **OPTIONS, gradient_accumulation_steps=2, validation_prompt=PROMPTS)
+    return {"one": one, "two": two, "accumulated": accumulated}
+
+
+@pytest.mark.parametrize("other", ["two", "accumulated"])
+def test_losses_do_not_depend_on_how_a_batch_is_split(runs, other):
+    assert runs[other].losses == pytest.approx(runs["one"].losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("other", ["two", "accumulated"])
+@pytest.mark.parametrize("group", ["model", "ema"])
+def test_weights_do_not_depend_on_how_a_batch_is_split(runs, other, group):
+    expected, found = runs["one"].tensors(8, group), runs[other].tensors(8, group)
+    worst = max(float((expected[name] - found[name]).abs().max()) for name in expected)
+    assert worst < 2e-5
+
+
+def test_three_prompts_on_two_ranks_give_three_pictures_and_a_grid(runs):
+    folder = runs["two"].directory / "samples" / "00000004"
+    assert len(list(folder.glob("0*.png"))) == 3
+    assert (folder / "grid.png").is_file()
+
+
+def test_pictures_do_not_depend_on_the_number_of_ranks(runs):
+    from PIL import Image, ImageChops
+
+    names = [path.name for path in sorted((runs["one"].directory / "samples" / "00000008").glob("0*.png"))]
+    for name in names:
+        pair = [Image.open(runs[run].directory / "samples" / "00000008" / name) for run in ("one", "two")]
+        assert max(high for _, high in ImageChops.difference(*pair).getextrema()) <= 1
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_with_one(runs, train, tmp_path):
+    one, two = (shutil.copytree(runs[name].directory, tmp_path / name) for name in ("one", "two"))
+    options = {**OPTIONS, "max_train_steps": 10, "train_batch_size": 8, "validation_step_interval": 0}
+    assert train(two, **options).losses[-2:] == pytest.approx(train(one, **options).losses[-2:], rel=1e-4)
+
+
+def test_both_ranks_take_every_step_and_end_together(runs):
+    two = runs["two"]
+    assert [[call["step"] for call in two.calls("on_step_end", rank)] for rank in (0, 1)] == [list(range(1, 9))] * 2
+    assert [call["reason"] for call in two.calls("on_train_end")] == ["COMPLETED", "COMPLETED"]
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_stops_both_before_any_weight_changes(tmp_path, train):
+    run = train(tmp_path / "nan", **OPTIONS, num_processes=2, spoil="nan:1:3")
+    assert run.code == 1
+    assert "not finite in step 3" in run.output
+    assert [[call["step"] for call in run.calls("on_step_end", rank)] for rank in (0, 1)] == [[1, 2, 2]] * 2
+
+
+def test_skipping_leaves_a_broken_step_out_on_all_ranks(tmp_path, train):
+    run = train(tmp_path / "skip", **OPTIONS, num_processes=2, spoil="nan:0:3", nonfinite_loss="skip", max_skipped_steps=2)
+    # The probe spoils the step until it is done, so the limit of steps in a row ends the run.
+    assert run.code == 1
+    assert "2 steps in a row" in run.output
+    assert all(map(math.isfinite, run.losses[:2]))
+
+
+def test_a_fault_on_one_rank_ends_all_with_the_code_of_a_fault(tmp_path, train):
+    run = train(tmp_path / "fault", **OPTIONS, num_processes=2, spoil="fault:1:3")
+    assert run.code == 5
+    assert "cuda_error on cpu: CUDA error: an illegal memory access was encountered" in run.output
+
+
+def test_an_error_on_one_rank_is_named_at_the_end(tmp_path, train):
+    run = train(tmp_path / "error", **OPTIONS, num_processes=2, spoil="error:1:3")
+    assert run.code == 1
+    assert "rank 1: RuntimeError: spoiled" in run.output.splitlines()[-2]

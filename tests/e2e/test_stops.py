@@ -1,0 +1,82 @@
+"""A run is watched, asked and stopped from outside: by signals and through its run directory."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+ENDLESS = {"max_train_steps": 100_000, "train_batch_size": 4, "validation_prompt": "circle number 1"}
+
+
+def smalti(*words: object) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "smalti", *map(str, words)], capture_output=True, text=True, timeout=60)
+
+
+def still_there(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_first_interrupt_finishes_the_step_and_saves(tmp_path, start, ranks):
+    run = start(tmp_path / "run", **ENDLESS, num_processes=ranks)
+    run.wait_for_step(3)
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.wait()
+    assert code == 130, output
+    verified = smalti("checkpoint", "verify", tmp_path / "run", "--json")
+    assert verified.returncode == 0, verified.stdout
+
+
+def test_termination_has_a_code_of_its_own_for_schedulers(tmp_path, start):
+    run = start(tmp_path / "run", **ENDLESS)
+    run.wait_for_step(3)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait()[0] == 6
+
+
+def test_the_second_interrupt_ends_every_process_at_once(tmp_path, start):
+    run = start(tmp_path / "run", **ENDLESS, num_processes=2)
+    run.wait_for_step(3)
+    family = psutil.Process(run.process.pid).children(recursive=True)
+    for process in family:
+        process.suspend()  # so that the first signal cannot be obeyed
+    run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(signal.SIGTERM)
+    run.wait()
+    assert not still_there(family)
+
+
+def test_another_shell_can_watch_save_draw_and_stop(tmp_path, start):
+    directory = tmp_path / "run"
+    run = start(directory, **ENDLESS, num_processes=2)
+    run.wait_for_step(3)
+    saved, drawn = smalti("run", "save", directory), smalti("run", "sample", directory)
+    listed = smalti("run", "ls", tmp_path, "--json")
+    stopped = smalti("run", "stop", directory)
+    code, output = run.wait()
+    assert (saved.returncode, drawn.returncode, stopped.returncode, code) == (0, 0, 0, 0), output + saved.stderr
+    assert len(list((directory / "checkpoints").glob("step-*"))) >= 2
+    assert list((directory / "samples").glob("*/grid.png"))
+    assert "running" in json.dumps(json.loads(listed.stdout))
+
+
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path, start, train):
+    start(tmp_path / "run", **ENDLESS).wait_for_step(1)
+    second = train(tmp_path / "run", **ENDLESS)
+    assert second.code == 2
+    assert "in use" in second.output
+
+
+def test_nothing_is_left_running_after_a_worker_was_killed(tmp_path, start):
+    run = start(tmp_path / "run", **ENDLESS, num_processes=2)
+    run.wait_for_step(3)
+    family = psutil.Process(run.process.pid).children(recursive=True)
+    victim = next(each for each in family if "smalti.worker" in each.cmdline() and each.environ().get("RANK") == "1")
+    os.kill(victim.pid, signal.SIGKILL)
+    code, output = run.wait()
+    assert code == 1, output
+    assert not still_there(family)

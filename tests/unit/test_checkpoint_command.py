@@ -1,0 +1,127 @@
+import hashlib
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from smalti.checkpoint.manifest import FileRecord, Manifest
+from smalti.checkpoint.store import CheckpointStore
+from smalti.checkpoint.tensorfile import Piece, encode_header
+from smalti.commands.checkpoint import checkpoint
+
+
+def make(run, step, *, elements=600, flags=()):
+    store = CheckpointStore(run / "checkpoints")
+    with store.exclusive():
+        partial = store.prepare(step)
+        pieces = [("blocks.0.weight", Piece(dtype="F32", shape=(elements, 2), offsets=(0, 0)))]
+        pieces += [("step", Piece(dtype="I64", shape=(), offsets=()))]
+        files = {"model/a.safetensors": encode_header(pieces) + bytes(8 * elements + 8), "state.json": b"{}"}
+        records = {}
+        for name, data in files.items():
+            (partial / name).write_bytes(data)
+            records[name] = FileRecord(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+        manifest = Manifest(
+            step=step,
+            world_size=2,
+            files=records,
+            created="2025-01-02T03:04:05+00:00",
+            plugins=("fsdp2 1.0",),
+            config_digest="abc",
+            flags=flags,
+        )
+        return store.publish(partial, manifest)
+
+
+def damage(path):
+    file = path / "model/a.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+
+
+def call(*arguments):
+    done = CliRunner().invoke(checkpoint, [str(argument) for argument in arguments])
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    return done
+
+
+def test_the_listing_is_aligned_and_says_what_cannot_be_used(tmp_path):
+    make(tmp_path, 500)
+    make(tmp_path, 1000, elements=300_000, flags=("suspect",))
+    (make(tmp_path, 1500) / "manifest.json").unlink()
+    assert call("ls", tmp_path).output == (
+        "checkpoint        size  ranks  made\n"
+        "step-00000500  5.0 KiB      2  2025-01-02T03:04:05+00:00\n"
+        "step-00001000  2.3 MiB      2  2025-01-02T03:04:05+00:00  suspect\n"
+        "step-00001500                                             not usable: there is no manifest.json: "
+        "the save was not finished, or the file is lost\n"
+    )
+
+
+def test_the_listing_for_machines_has_everything(tmp_path):
+    make(tmp_path, 500)
+    (listed,) = json.loads(call("ls", tmp_path, "--json").output)
+    assert (listed["step"], listed["world_size"], listed["plugins"], listed["problem"]) == (500, 2, ["fsdp2 1.0"], "")
+
+
+def test_inspecting_a_run_shows_its_newest_checkpoint(tmp_path):
+    make(tmp_path, 500)
+    make(tmp_path, 1000)
+    output = call("inspect", tmp_path).output
+    assert "step        1000\n" in output
+    assert "model: 2 tensors, 1,201 elements, 4.7 KiB, F32, I64\n" in output
+    assert "blocks.0.weight" not in output
+
+
+def test_inspecting_can_show_every_tensor(tmp_path):
+    output = call("inspect", make(tmp_path, 500), "--tensors").output
+    assert "blocks.0.weight  F32   [600, 2]  4.7 KiB\nstep             I64   []            8 B\n" in output
+
+
+def test_inspecting_for_machines_shows_every_tensor_too(tmp_path):
+    groups = json.loads(call("inspect", make(tmp_path, 500), "--tensors", "--json").output)["groups"]
+    assert groups["model"]["contents"]["blocks.0.weight"] == {"dtype": "F32", "shape": [600, 2], "pieces": 1}
+
+
+def test_inspecting_what_cannot_be_read_fails_with_the_reason(tmp_path):
+    path = make(tmp_path, 500)
+    (path / "model/a.safetensors").write_bytes(b"\x80\x04]q\x00.")
+    done = call("inspect", path)
+    assert (done.exit_code, "is not a sound safetensors file" in done.output) == (1, True)
+
+
+def test_whole_checkpoints_verify(tmp_path):
+    make(tmp_path, 500)
+    done = call("verify", tmp_path)
+    assert (done.exit_code, done.output) == (0, "step-00000500  ok  5.0 KiB\n")
+
+
+def test_damage_is_shown_and_fails_the_command(tmp_path):
+    make(tmp_path, 500)
+    damage(make(tmp_path, 1000))
+    done = call("verify", tmp_path)
+    assert (done.exit_code, done.output) == (
+        1,
+        "step-00000500  ok  5.0 KiB\n"
+        "step-00001000  DAMAGED\n"
+        "    model/a.safetensors does not match its digest: damaged or edited\n",
+    )
+
+
+def test_one_checkpoint_can_be_verified_for_machines(tmp_path):
+    path = make(tmp_path, 1000)
+    damage(path)
+    done = call("verify", path, "--json")
+    assert (done.exit_code, [found["ok"] for found in json.loads(done.output)]) == (1, [False])
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
+def test_where_there_is_no_checkpoint_the_call_was_wrong(tmp_path, command):
+    assert call(command, tmp_path).exit_code == 2
+    assert call(command, tmp_path / "nowhere").exit_code == 2
+
+
+def test_looking_at_checkpoints_needs_no_torch():
+    code = "import sys, smalti.commands.checkpoint as c; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

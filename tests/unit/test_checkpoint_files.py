@@ -1,0 +1,58 @@
+import hashlib
+import os
+import resource
+import stat
+
+import pytest
+
+from smalti.files import atomic_write, parse_json, sha256, write_json_atomically
+
+
+def test_an_atomic_write_replaces_the_whole_file_and_leaves_no_draft(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(b"old and longer")
+    atomic_write(path, b"new")
+    assert [(item.name, item.read_bytes()) for item in tmp_path.iterdir()] == [("a.json", b"new")]
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_draft(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(b"old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            atomic_write(path, b"x" * 5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [(item.name, item.read_bytes()) for item in tmp_path.iterdir()] == [("a.json", b"old")]
+
+
+def test_a_new_file_has_the_permissions_that_the_user_asks_for(tmp_path):
+    before = os.umask(0o027)
+    try:
+        atomic_write(tmp_path / "a", b"")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o640
+
+
+def test_json_is_readable_and_ends_with_a_newline(tmp_path):
+    write_json_atomically(tmp_path / "a.json", {"ä": [1]})
+    assert (tmp_path / "a.json").read_text() == '{\n  "ä": [\n    1\n  ]\n}\n'
+
+
+def test_what_is_no_json_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_json_atomically(tmp_path / "a.json", {"loss": float("nan")})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_digest_of_a_file_is_its_sha256(tmp_path):
+    data = os.urandom(3_000_000)
+    (tmp_path / "a").write_bytes(data)
+    assert sha256(tmp_path / "a") == hashlib.sha256(data).hexdigest()
+
+
+def test_sound_json_is_parsed():
+    assert parse_json(b'{"a": [1, 2.5, null, "x"]}') == {"a": [1, 2.5, None, "x"]}

@@ -1,0 +1,125 @@
+"""Saving under `kill -9`. Run as a script, this file forks savers, kills them at random moments and looks what is left."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from smalti.checkpoint.reader import load
+from smalti.checkpoint.snapshot import Snapshot
+from smalti.checkpoint.store import CheckpointStore
+from smalti.checkpoint.writer import save
+from smalti.parallel import PortableState
+from smalti.types import World
+
+KILLS = 20
+
+
+class Alone:
+    world = World()
+
+    def share(self, value):
+        return [value]
+
+
+def snapshot(step):
+    tensors = {str(number): torch.full((100_000,), float(step)) for number in range(4)}
+    return Snapshot(step=step, state=PortableState(model=tensors), trainer={"step": step})
+
+
+def save_for_ever(root, step, acknowledge):
+    store = CheckpointStore(root)
+    while True:
+        save(root, snapshot(step), Alone())
+        os.write(acknowledge, step.to_bytes(8, "big"))
+        store.rotate(2)
+        step += 1
+
+
+def kill_once(root, step, delay):
+    """Let a child save from `step` on and kill it `delay` seconds after its first save; the last step it acknowledged."""
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(receive)
+        save_for_ever(root, step, send)
+    os.close(send)
+    told = os.read(receive, 8)
+    time.sleep(delay)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with os.fdopen(receive, "rb") as pipe:
+        told += pipe.read()
+    return int.from_bytes(told[-8:], "big")
+
+
+def look(root, acknowledged):
+    """What a run that starts now would find."""
+    store = CheckpointStore(root)
+    path = store.latest()
+    if path is None:
+        return {"acknowledged": acknowledged, "found": None}
+    target = snapshot(0)
+    found = load(path, target, Alone()).trainer["step"]
+    return {
+        "acknowledged": acknowledged,
+        "found": found,
+        "sound": all(bool((tensor == found).all()) for tensor in target.state.model.values()),
+        "visible": len(store.all()),
+        "leftovers": sum(path.name.startswith((".partial", ".removed")) for path in root.iterdir()),
+    }
+
+
+def main(root, seed):
+    chance = random.Random(seed)
+    step, looks = 1, []
+    for _ in range(KILLS):
+        looks.append(look(root, kill_once(root, step, chance.uniform(0, 0.08))))
+        step = looks[-1]["found"] + 1
+    save(root, snapshot(step), Alone())
+    CheckpointStore(root).rotate(2)
+    print(json.dumps({"looks": looks, "left": sorted(path.name for path in root.iterdir()), "last": step}))
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    root = tmp_path_factory.mktemp("killed") / "checkpoints"
+    seed = random.randrange(10**6)
+    done = subprocess.run(
+        [sys.executable, __file__, str(root), str(seed)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, f"seed {seed}: {done.stderr}"
+    return json.loads(done.stdout) | {"seed": seed}
+
+
+def test_the_last_acknowledged_checkpoint_survives_every_kill(killed):
+    lost = [one for one in killed["looks"] if one["found"] is None or one["found"] < one["acknowledged"]]
+    assert (lost, killed["seed"]) == ([], killed["seed"])
+
+
+def test_what_is_found_after_a_kill_is_what_was_saved(killed):
+    assert ([one for one in killed["looks"] if not one["sound"]], killed["seed"]) == ([], killed["seed"])
+
+
+def test_a_kill_leaves_at_most_one_save_and_one_removal_unfinished(killed):
+    assert max(one["leftovers"] for one in killed["looks"]) <= 2
+
+
+def test_the_next_save_clears_everything_away(killed):
+    assert killed["left"] == [".lock", *(f"step-{step:08d}" for step in (killed["last"] - 1, killed["last"]))]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,470 @@
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import struct
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smalti.checkpoint.manifest import SUSPECT, FileRecord, Manifest, read_manifest
+from smalti.checkpoint.store import CheckpointStore
+from smalti.checkpoint.tensorfile import Piece, encode_header, read_header, stored_tensors
+from smalti.checkpoint.verification import verify
+from smalti.errors import CheckpointError
+
+PIECE = Piece(dtype="F32", shape=(4,), offsets=(0,))
+TENSORS = encode_header([("w", PIECE)]) + bytes(range(16))
+
+
+def record(data):
+    return FileRecord(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def make(root, step, *, flags=(), tensors=TENSORS, state=b"{}"):
+    """A whole checkpoint, made the way the writer makes it."""
+    store = CheckpointStore(root)
+    with store.exclusive():
+        partial = store.prepare(step)
+        files = {"model/a.safetensors": tensors, "ema/a.safetensors": tensors, "state.json": state}
+        for name, data in files.items():
+            (partial / name).write_bytes(data)
+        records = {name: record(data) for name, data in files.items()}
+        return store.publish(partial, Manifest(step=step, world_size=1, files=records, flags=flags))
+
+
+def remake_manifest(path):
+    """What someone does who edits a file and knows about digests."""
+    files = {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    del files["manifest.json"]
+    manifest = Manifest(step=read_manifest(path).step, world_size=1, files={n: record(d) for n, d in files.items()})
+    (path / "manifest.json").write_bytes(manifest.encode())
+
+
+def flip(path, position=-1):
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+# --- damage ---------------------------------------------------------------------------------------------------------
+
+
+def flipped_bit(path):
+    flip(path / "model/a.safetensors")
+
+
+def flipped_bit_in_the_state(path):
+    (path / "state.json").write_bytes(b"[]")
+
+
+def truncated(path):
+    os.truncate(path / "model/a.safetensors", len(TENSORS) - 1)
+
+
+def emptied(path):
+    os.truncate(path / "model/a.safetensors", 0)
+
+
+def missing_file(path):
+    (path / "ema/a.safetensors").unlink()
+
+
+def missing_directory(path):
+    shutil.rmtree(path / "ema")
+
+
+def extra_file(path):
+    (path / "model/b.safetensors").write_bytes(TENSORS)
+
+
+def hidden_extra_file(path):
+    (path / "model/.b.safetensors").write_bytes(TENSORS)
+
+
+def extra_directory(path):
+    (path / "pickles").mkdir()
+    (path / "pickles/optimizer.pt").write_bytes(b"")
+
+
+def swapped_files(path):
+    (path / "ema/a.safetensors").write_bytes((path / "state.json").read_bytes())
+
+
+def linked_file(path):
+    (path / "model/a.safetensors").rename(path.parent / "elsewhere.safetensors")
+    (path / "model/a.safetensors").symlink_to(path.parent / "elsewhere.safetensors")
+
+
+def linked_directory(path):
+    (path / "model").rename(path.parent / "elsewhere")
+    (path / "model").symlink_to(path.parent / "elsewhere")
+
+
+def named_pipe(path):
+    (path / "model/a.safetensors").unlink()
+    os.mkfifo(path / "model/a.safetensors")
+
+
+def no_manifest(path):
+    (path / "manifest.json").unlink()
+
+
+def half_a_manifest(path):
+    os.truncate(path / "manifest.json", 100)
+
+
+def edited_manifest(path):
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace('"world_size": 1', '"world_size": 2'))
+
+
+def linked_manifest(path):
+    (path / "manifest.json").rename(path.parent / "elsewhere.json")
+    (path / "manifest.json").symlink_to(path.parent / "elsewhere.json")
+
+
+def manifest_of_another_step(path):
+    manifest = read_manifest(path)
+    (path / "manifest.json").write_bytes(Manifest(step=99, world_size=1, files=manifest.files).encode())
+
+
+def pickle_under_an_accepted_name(path):
+    (path / "model/a.safetensors").write_bytes(pickle.dumps({"w": list(range(100))}))
+    remake_manifest(path)
+
+
+def header_longer_than_the_file(path):
+    (path / "model/a.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
+    remake_manifest(path)
+
+
+def tensor_that_claims_more_bytes(path):
+    (path / "model/a.safetensors").write_bytes(encode_header([("w", PIECE)]) + bytes(8))
+    remake_manifest(path)
+
+
+def overlapping_tensors(path):
+    entry = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
+    header = json.dumps({"a": entry, "b": entry}).encode()
+    (path / "model/a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    remake_manifest(path)
+
+
+def state_that_is_no_json(path):
+    (path / "state.json").write_bytes(b'{"loss": NaN}')
+    remake_manifest(path)
+
+
+DAMAGE = {
+    flipped_bit: "model/a.safetensors does not match its digest",
+    flipped_bit_in_the_state: "state.json does not match its digest",
+    truncated: "model/a.safetensors has 191 bytes where the manifest says 192",
+    emptied: "model/a.safetensors has 0 bytes",
+    missing_file: "ema/a.safetensors is missing",
+    missing_directory: "ema/a.safetensors is missing",
+    extra_file: "model/b.safetensors is not in the manifest",
+    hidden_extra_file: "model/.b.safetensors is not in the manifest",
+    extra_directory: "pickles/optimizer.pt is not in the manifest",
+    swapped_files: "ema/a.safetensors has 2 bytes",
+    linked_file: "model/a.safetensors is a symbolic link",
+    linked_directory: "model is a symbolic link",
+    named_pipe: "model/a.safetensors is not a regular file",
+    no_manifest: "there is no manifest.json",
+    half_a_manifest: "manifest.json is damaged",
+    edited_manifest: "manifest.json does not match its own digest",
+    linked_manifest: "manifest.json is a symbolic link",
+    manifest_of_another_step: "manifest.json is of step 99",
+    pickle_under_an_accepted_name: "model/a.safetensors is not a sound safetensors file",
+    header_longer_than_the_file: "the header is longer than it can be",
+    tensor_that_claims_more_bytes: "8 bytes of data where the header says 16",
+    overlapping_tensors: "tensors overlap or leave a gap",
+    state_that_is_no_json: "state.json is not sound JSON: NaN is not JSON",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_damage_is_named_and_the_one_before_is_taken(tmp_path, damage):
+    root, told = tmp_path / "checkpoints", []
+    good, bad = make(root, 1), make(root, 2)
+    damage(bad)
+    assert CheckpointStore(root, report=told.append).latest() == good
+    assert len(told) == 1
+    assert told[0].startswith("skipped step-00000002: ")
+    assert DAMAGE[damage] in told[0]
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_single_flipped_bit_is_found(one_checkpoint, data):
+    files = sorted(path for path in one_checkpoint.rglob("*") if path.is_file())
+    path = data.draw(st.sampled_from(files))
+    before = path.read_bytes()
+    position, bit = data.draw(st.integers(0, len(before) - 1)), data.draw(st.integers(0, 7))
+    changed = bytearray(before)
+    changed[position] ^= 1 << bit
+    path.write_bytes(changed)
+    try:
+        assert not verify(one_checkpoint).ok
+    finally:
+        path.write_bytes(before)
+
+
+@pytest.fixture(scope="module")
+def one_checkpoint(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("one"), 5)
+
+
+@given(st.binary(max_size=200) | st.binary(max_size=100).map(lambda data: struct.pack("<Q", len(data)) + data))
+@settings(deadline=None)
+def test_no_bytes_make_the_header_reader_fail_in_an_unforeseen_way(data):
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        with contextlib.suppress(CheckpointError):
+            assert isinstance(read_header(Path(file.name)), dict)
+
+
+def test_what_a_file_browser_leaves_behind_is_no_damage(tmp_path):
+    path = make(tmp_path, 1)
+    (path / ".DS_Store").write_bytes(b"")
+    (path / "model/.nfs0000001").write_bytes(b"")
+    assert verify(path).ok
+
+
+def test_ranks_share_the_reading_and_each_finds_the_damage_in_its_share(tmp_path):
+    path = make(tmp_path, 1)
+    flip(path / "ema/a.safetensors")
+    flip(path / "model/a.safetensors")
+    assert [len(verify(path, rank=rank, ranks=3).problems) for rank in range(3)] == [1, 1, 0]
+
+
+def test_a_checkpoint_under_another_name_is_still_whole(tmp_path):
+    assert verify(make(tmp_path, 1).rename(tmp_path / "the-good-one")).ok
+
+
+def test_pieces_of_a_tensor_are_joined_over_files(tmp_path):
+    for number, offset in enumerate((0, 4)):
+        piece = Piece(dtype="F32", shape=(4,), offsets=(offset,))
+        (tmp_path / f"{number}.safetensors").write_bytes(encode_header([("w", piece)]) + bytes(16))
+    assert (stored_tensors(tmp_path)["w"].shape, stored_tensors(tmp_path)["w"].pieces) == ((8,), 2)
+
+
+def test_a_gap_between_pieces_is_an_error(tmp_path):
+    piece = Piece(dtype="F32", shape=(4,), offsets=(4,))
+    (tmp_path / "0.safetensors").write_bytes(encode_header([("w", piece)]) + bytes(16))
+    with pytest.raises(CheckpointError, match="pieces of w do not fill it"):
+        stored_tensors(tmp_path)
+
+
+# --- choosing -------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_are_ordered_by_step_and_never_by_time(tmp_path):
+    for step in (10, 9, 100_000_000, 2):
+        make(tmp_path, step)
+    assert [entry.step for entry in CheckpointStore(tmp_path).all()] == [2, 9, 10, 100_000_000]
+
+
+def test_only_directories_named_like_checkpoints_are_listed(tmp_path):
+    make(tmp_path, 1)
+    for name in ("step-2", "step-00000003-old", "notes", ".partial-step-00000004-0123abcd", "xstep-00000005"):
+        (tmp_path / name).mkdir()
+    assert [entry.path.name for entry in CheckpointStore(tmp_path).all()] == ["step-00000001"]
+
+
+def test_a_link_to_a_checkpoint_is_not_one_of_the_run(tmp_path):
+    make(tmp_path / "a", 1)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/step-00000001").symlink_to(tmp_path / "a/step-00000001")
+    assert CheckpointStore(tmp_path / "b").latest() is None
+
+
+def test_a_run_without_checkpoints_begins_anew(tmp_path):
+    store = CheckpointStore(tmp_path / "never made")
+    assert (store.latest(), store.resolve("latest"), store.resolve("none")) == (None, None, None)
+
+
+@pytest.mark.parametrize("choice", ["2", "step-2", "step-00000002", "PATH", "RUN", "RUN/checkpoints"])
+def test_a_choice_names_a_step_or_a_path(tmp_path, choice):
+    root = tmp_path / "run/checkpoints"
+    wanted = make(root, 2)
+    if "RUN" not in choice:
+        make(root, 3)
+    choice = choice.replace("PATH", str(wanted)).replace("RUN", str(tmp_path / "run"))
+    assert CheckpointStore(root).resolve(choice) == wanted
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("7", "no checkpoint of step 7 .*\n  fix: there are: 1, 2"),
+        ("2", "step-00000002: model/a.safetensors does not match its digest"),
+        ("checkpoints/step-00000002", "does not match its digest"),
+        ("nowhere", "neither a checkpoint nor a run directory"),
+        ("checkpoints/step-00000001/state.json", "neither a checkpoint nor a run directory"),
+    ],
+)
+def test_a_choice_that_cannot_be_met_says_why(tmp_path, monkeypatch, choice, expected):
+    monkeypatch.chdir(tmp_path)
+    root = Path("checkpoints")
+    make(root, 1)
+    flip(make(root, 2) / "model/a.safetensors")
+    with pytest.raises(CheckpointError, match=expected):
+        CheckpointStore(root).resolve(choice)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_silently_begin_anew(tmp_path):
+    for step in (1, 2):
+        flip(make(tmp_path, step) / "model/a.safetensors")
+    with pytest.raises(CheckpointError, match=r"(?s)can be used:.*step-00000002: .*step-00000001: .*none"):
+        CheckpointStore(tmp_path).resolve("latest")
+
+
+# --- publishing -----------------------------------------------------------------------------------------------------
+
+
+def test_saving_the_same_again_gives_the_checkpoint_that_is_there(tmp_path):
+    assert make(tmp_path, 1) == make(tmp_path, 1)
+    assert [entry.path.name for entry in CheckpointStore(tmp_path).all()] == ["step-00000001"]
+
+
+def test_saving_a_step_anew_in_another_state_makes_the_one_that_counts(tmp_path):
+    old = make(tmp_path, 1)
+    new = make(tmp_path, 1, state=b'{"other": 1}')
+    assert (new.name, CheckpointStore(tmp_path).latest(), verify(old).ok) == ("step-00000001.2", new, True)
+    assert CheckpointStore(tmp_path).resolve("1") == new
+
+
+def test_a_damaged_checkpoint_of_the_same_step_is_not_taken_for_the_same(tmp_path):
+    flip(make(tmp_path, 1) / "model/a.safetensors")
+    assert verify(make(tmp_path, 1)).ok
+
+
+def test_the_next_save_clears_away_what_dead_ones_left_and_nothing_else(tmp_path):
+    ours = (".partial-step-00000001-0123abcd", ".removed-step-00000002.3-0123abcd")
+    others = (".partial", ".partial-step-1-0123abcd", ".partial-step-00000001-mine", "partial-step-00000001-0123abcd")
+    for name in (*ours, *others):
+        (tmp_path / name / "model").mkdir(parents=True)
+    (tmp_path / ".partial-step-00000009-0123abcd").symlink_to(tmp_path / ".partial")
+    make(tmp_path, 3)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {*others, ".partial-step-00000009-0123abcd", ".lock", "step-00000003"}
+
+
+def test_two_processes_cannot_save_into_one_directory(tmp_path):
+    make(tmp_path, 1)
+    partial = CheckpointStore(tmp_path).prepare(2)
+    with (tmp_path / ".lock").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(CheckpointError, match="another process is saving"):
+            make(tmp_path, 3)
+    assert partial.is_dir()
+
+
+# --- rotating -------------------------------------------------------------------------------------------------------
+
+
+def names(root):
+    return [path.name for path in sorted(root.iterdir()) if path.name != ".lock"]
+
+
+def test_rotation_keeps_the_newest_and_leaves_no_trace_of_the_others(tmp_path):
+    paths = [make(tmp_path, step) for step in (1, 2, 3, 4)]
+    assert CheckpointStore(tmp_path).rotate(2) == [paths[1], paths[0]]
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+
+
+def test_without_a_limit_nothing_is_removed(tmp_path):
+    make(tmp_path, 1)
+    make(tmp_path, 2)
+    assert CheckpointStore(tmp_path).rotate(None) == []
+
+
+def test_a_limit_of_nothing_is_a_mistake(tmp_path):
+    with pytest.raises(ValueError, match="at least 1"):
+        CheckpointStore(tmp_path).rotate(0)
+
+
+def test_damaged_checkpoints_neither_count_nor_vanish(tmp_path):
+    for step in (1, 2, 3, 4):
+        make(tmp_path, step)
+    flip(tmp_path / "step-00000004/model/a.safetensors")
+    CheckpointStore(tmp_path).rotate(1)
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+
+
+def test_suspect_checkpoints_do_not_displace_good_ones(tmp_path):
+    for step, flags in ((1, ()), (2, ()), (3, (SUSPECT,))):
+        make(tmp_path, step, flags=flags)
+    CheckpointStore(tmp_path).rotate(1)
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+
+
+def test_what_a_newer_save_of_the_same_step_replaced_goes_first(tmp_path):
+    make(tmp_path, 1)
+    make(tmp_path, 2)
+    make(tmp_path, 2, state=b'{"other": 1}')
+    CheckpointStore(tmp_path).rotate(2)
+    assert names(tmp_path) == ["step-00000001", "step-00000002.2"]
+
+
+def test_what_rotation_does_not_know_it_does_not_touch(tmp_path):
+    for step in (1, 2):
+        make(tmp_path, step)
+    for name in ("step-00000000", "best", "step-00000001-copy", ".hidden"):
+        (tmp_path / name).mkdir()
+    CheckpointStore(tmp_path).rotate(1)
+    assert names(tmp_path) == [".hidden", "best", "step-00000000", "step-00000001-copy", "step-00000002"]
+
+
+def test_damage_between_two_rotations_is_noticed(tmp_path):
+    store = CheckpointStore(tmp_path)
+    make(tmp_path, 1)
+    make(tmp_path, 2)
+    store.rotate(2)
+    flip(tmp_path / "step-00000002/model/a.safetensors")
+    store.rotate(1)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+actions = st.lists(
+    st.tuples(st.just("save"), st.integers(0, 6), st.booleans())
+    | st.tuples(st.just("damage"), st.integers(0, 9), st.sampled_from([flipped_bit, no_manifest, missing_file]))
+    | st.tuples(st.just("rotate"), st.integers(1, 3), st.none()),
+    max_size=14,
+)
+
+
+@given(actions)
+@settings(max_examples=20, deadline=None)
+def test_rotation_never_takes_the_newest_good_ones_whatever_happened_before(sequence):
+    with tempfile.TemporaryDirectory() as directory:
+        store = CheckpointStore(Path(directory))
+        for number, (action, value, extra) in enumerate(sequence):
+            if action == "save":
+                make(store.root, value, flags=(SUSPECT,) if extra else (), state=json.dumps(number).encode())
+            elif action == "damage" and (entries := store.all()):
+                path = entries[value % len(entries)].path
+                if verify(path).ok:
+                    extra(path)
+            elif action == "rotate":
+                must_stay = damaged(store) | set(good_steps(store)[-value:])
+                store.rotate(value)
+                assert must_stay == damaged(store) | set(good_steps(store))
+
+
+def damaged(store):
+    return {entry.path for entry in store.all() if not verify(entry.path).ok}
+
+
+def good_steps(store):
+    """Steps of which there is a whole checkpoint that nobody suspects."""
+    whole = [entry for entry in store.all() if verify(entry.path).ok]
+    return sorted({entry.step for entry in whole if SUSPECT not in entry.manifest.flags})

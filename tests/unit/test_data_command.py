@@ -1,0 +1,80 @@
+"""`smalti dataset`: what people and machines are told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from PIL import Image
+
+from smalti.commands.dataset import dataset
+from smalti.errors import ConfigError, PreflightError
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    folder = tmp_path / "pets"
+    folder.mkdir()
+    for number in range(10):
+        Image.new("RGB", (16, 16)).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text("a pet")
+    (folder / "9.txt").unlink()
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([{"id": "pets", "instance_data_dir": str(folder)}]))
+    return path
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(dataset, [str(word) for word in words])
+
+
+def test_a_scan_counts_pictures_and_tells_what_is_wrong(config: Path) -> None:
+    told = run("scan", "--data_backend_config", config).output
+
+    assert "pets: 9 pictures, 1 set aside" in told
+    assert "9.png: no caption: there is no 9.txt" in told
+
+
+def test_a_scan_for_machines_is_json(config: Path) -> None:
+    told = json.loads(run("scan", "--data-backend-config", config, "--json").output)
+
+    assert told["datasets"][0]["quarantined"] == [{"key": "9.png", "reason": "no caption: there is no 9.txt"}]
+
+
+def test_a_scan_writes_into_a_run_directory_only_when_given_one(config: Path, tmp_path: Path) -> None:
+    run("scan", "--data_backend_config", config)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    run("scan", "--data_backend_config", config, "--output_dir", tmp_path / "run")
+
+    assert before == ["data.json", "pets"]
+    assert (tmp_path / "run/data/pets.arrow").exists()
+
+
+def test_a_check_lists_buckets_and_batches(config: Path) -> None:
+    words = ("--resolution", 16, "--aspect_bucket_alignment", 8, "--train_batch_size", 2)
+    told = run("check", "--data_backend_config", config, *words).output
+
+    assert "16x16" in told
+    assert "effective batch 2, 4 batches in the first epoch" in told
+
+
+def test_a_check_that_fails_raises_what_the_command_line_turns_into_exit_code_3(config: Path) -> None:
+    result = run("check", "--data_backend_config", config, "--train_batch_size", 4, "--num_processes", 8)
+
+    assert isinstance(result.exception, PreflightError)
+
+
+def test_a_check_with_oversubscription_passes(config: Path) -> None:
+    words = ("--train_batch_size", 4, "--num_processes", 8, "--allow-dataset-oversubscription", "--json")
+    told = json.loads(run("check", "--data_backend_config", config, *words).output)
+
+    assert (told["effective_batch"], told["buckets"][0]["samples"]) == (32, 36)
+
+
+def test_problems_of_the_file_are_reported(config: Path) -> None:
+    config.write_text('[{"id": "pets", "colour": 1}]')
+    result = run("scan", "--data_backend_config", config)
+
+    assert isinstance(result.exception, ConfigError)

@@ -1,0 +1,208 @@
+"""The order of samples: fair, exact, elastic, and the same for ever."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smalti.data.buckets import Bucket
+from smalti.hashing import fraction, key_of, permutation
+from smalti.data.order import BucketSamples, Order
+
+settings.register_profile("no hurry", deadline=None)
+settings.load_profile("no hurry")
+
+
+def order_of(sizes: Sequence[Sequence[int]], batch: int, seed: int = 7) -> Order:
+    """One bucket per entry; an entry gives the copies of each of its samples."""
+    buckets, start = [], 0
+    for number, copies in enumerate(sizes):
+        samples = np.arange(start, start + len(copies))
+        buckets.append(BucketSamples(bucket=Bucket(8 * (number + 1), 8), samples=samples, copies=np.array(copies)))
+        start += len(copies)
+    return Order(buckets, seed=seed, effective_batch=batch)
+
+
+def samples_of(order: Order, positions: Sequence[int]) -> list[list[int]]:
+    return [order.batch(position).samples.tolist() for position in positions]
+
+
+contents = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=30), min_size=1, max_size=4)
+orders = st.builds(order_of, contents, st.integers(1, 12), st.integers(0, 2**64))
+
+
+@given(orders, st.integers(1, 4))
+def test_after_any_epoch_every_sample_was_seen_as_often_as_it_should_but_for_less_than_a_batch(
+    order: Order, epochs: int
+) -> None:
+    seen = Counter(int(sample) for position in range(order.epoch_start(epochs)) for sample in order.batch(position).samples)
+
+    for content in order.buckets:
+        missing = [epochs * copies - seen[sample] for sample, copies in zip(content.samples, content.copies, strict=True)]
+        assert min(missing) >= 0
+        assert sum(missing) < order.effective_batch
+
+
+@given(orders, st.data())
+def test_a_resumed_run_sees_what_an_uninterrupted_one_would(order: Order, data: st.DataObject) -> None:
+    end = order.epoch_start(3)
+    whole = samples_of(order, range(end))
+    start = data.draw(st.integers(0, end))
+    fresh = Order(order.buckets, seed=order.seed, effective_batch=order.effective_batch)
+
+    assert samples_of(fresh, range(start, end)) == whole[start:]
+
+
+@given(orders)
+def test_positions_can_be_asked_for_in_any_order(order: Order) -> None:
+    positions = list(range(order.epoch_start(2)))
+    expected = samples_of(order, positions)
+    random.Random(1).shuffle(positions)
+    fresh = Order(order.buckets, seed=order.seed, effective_batch=order.effective_batch)
+
+    assert samples_of(fresh, positions) == [expected[position] for position in positions]
+
+
+@given(orders)
+def test_a_batch_holds_samples_of_its_own_bucket_only(order: Order) -> None:
+    members = {content.bucket: set(content.samples.tolist()) for content in order.buckets}
+
+    for position in range(order.epoch_start(2)):
+        batch = order.batch(position)
+        assert set(batch.samples.tolist()) <= members[batch.bucket]
+        assert len(batch.samples) == order.effective_batch
+
+
+@given(orders)
+def test_epochs_are_consecutive_and_differ_by_at_most_one_batch_per_bucket(order: Order) -> None:
+    lengths = [order.epoch_start(epoch + 1) - order.epoch_start(epoch) for epoch in range(6)]
+    epochs = [order.epoch_of(position) for position in range(order.epoch_start(6))]
+
+    assert max(lengths) - min(lengths) <= len(order.buckets)
+    assert epochs == [epoch for epoch, length in enumerate(lengths) for _ in range(length)]
+
+
+@given(orders)
+def test_numbers_are_unique_over_the_run(order: Order) -> None:
+    numbers = [number for position in range(order.epoch_start(2)) for number in order.batch(position).numbers]
+
+    assert numbers == list(range(len(numbers)))
+
+
+@given(contents, st.permutations(range(4)))
+def test_the_order_of_the_buckets_given_does_not_matter(sizes: list[list[int]], shuffle: list[int]) -> None:
+    order = order_of(sizes, 4)
+    buckets = [order.buckets[index] for index in shuffle if index < len(order.buckets)]
+    positions = range(order.epoch_start(2))
+
+    assert samples_of(Order(buckets, seed=7, effective_batch=4), positions) == samples_of(order, positions)
+
+
+@given(contents, st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 3), (3, 2), (6, 1), (1, 6), (4, 3), (12, 1)]))
+def test_ranks_and_accumulation_cut_the_same_batches_into_pieces(sizes: list[list[int]], layout: tuple[int, int]) -> None:
+    order = order_of(sizes, 12)
+    ranks, accumulation = layout
+    size = 12 // (ranks * accumulation)
+    for position in range(order.epoch_start(1)):
+        whole = order.batch(position).samples.tolist()
+        pieces = [whole[(micro * ranks + rank) * size :][:size] for micro in range(accumulation) for rank in range(ranks)]
+        assert [sample for piece in pieces for sample in piece] == whole
+
+
+def test_another_seed_gives_another_order() -> None:
+    sizes = [[1] * 50]
+
+    assert samples_of(order_of(sizes, 10, seed=1), range(5)) != samples_of(order_of(sizes, 10, seed=2), range(5))
+
+
+def test_epochs_are_shuffled_anew() -> None:
+    order = order_of([[1] * 50], 10)
+
+    assert samples_of(order, range(5)) != samples_of(order, range(5, 10))
+
+
+def test_batches_of_all_buckets_are_mixed() -> None:
+    order = order_of([[1] * 100, [1] * 100], 10)
+    first = [order.batch(position).bucket for position in range(10)]
+
+    assert len(set(first)) == 2
+
+
+def test_copies_of_a_repeated_picture_lie_apart() -> None:
+    order = order_of([[100] * 20], 20)
+
+    assert all(len(set(batch)) == 20 for batch in samples_of(order, range(20)))
+
+
+def test_the_order_is_what_it_always_was() -> None:
+    """Frozen values: if they change, no run can be resumed over the change."""
+    order = order_of([[1] * 5, [2, 1, 1]], 3, seed=42)
+
+    assert samples_of(order, range(6)) == [[2, 1, 4], [5, 7, 5], [0, 3, 3], [6, 5, 6], [1, 2, 4], [0, 2, 4]]
+
+
+def test_a_million_samples_cost_little() -> None:
+    order = order_of([[1] * 600_000, [1] * 400_000], 512)
+    last = order.epoch_start(3) - 1
+
+    assert order.epoch_of(last) == 2
+    assert len(set(order.batch(last).samples.tolist())) == 512
+
+
+def test_stand_ins_follow_in_the_stream_and_name_every_sample_of_the_bucket() -> None:
+    order = order_of([[1] * 10, [1] * 30], 4)
+    batch = next(batch for batch in map(order.batch, range(10)) if batch.bucket == Bucket(16, 8))
+    found = list(order.stand_ins(batch, 1))
+
+    assert found[:2] == batch.samples[2:].tolist()
+    assert set(found) == set(range(10, 40))
+
+
+def test_positions_count_from_zero() -> None:
+    with pytest.raises(ValueError, match="from 0"):
+        order_of([[1]], 1).batch(-1)
+
+
+@given(st.integers(0, 300), st.integers(0, 2**64 - 1))
+def test_a_permutation_names_every_number_once(size: int, key: int) -> None:
+    assert sorted(permutation(size, key).tolist()) == list(range(size))
+
+
+@given(st.integers(0, 60), st.integers(0, 2**64 - 1))
+def test_a_permutation_is_the_order_of_splitmix_hashes(size: int, key: int) -> None:
+    """The same in plain Python, so that neither numpy's version nor its overflow rules can matter."""
+    word = 2**64 - 1
+
+    def splitmix(state: int) -> int:
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & word
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & word
+        return state ^ (state >> 31)
+
+    hashes = [splitmix(key + 0x9E3779B97F4A7C15 * (number + 1) & word) for number in range(size)]
+
+    assert splitmix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF  # the published generator's first output for seed 0
+    assert permutation(size, key).tolist() == sorted(range(size), key=hashes.__getitem__)
+
+
+def test_permutations_are_fair() -> None:
+    """Each of 6 numbers comes first in a sixth of 6000 permutations, within five standard deviations."""
+    first = Counter(int(permutation(6, key_of("fair", number))[0]) for number in range(6000))
+
+    assert all(abs(first[number] - 1000) < 5 * (6000 * 5 / 36) ** 0.5 for number in range(6))
+
+
+def test_fractions_fill_the_unit_interval_evenly() -> None:
+    tenths = Counter(int(10 * fraction(key_of("even", number))) for number in range(10_000))
+
+    assert sorted(tenths) == list(range(10))
+    assert max(abs(count - 1000) for count in tenths.values()) < 150
+
+
+def test_keys_depend_on_the_order_of_their_words() -> None:
+    assert key_of("a", 1, 2) != key_of("a", 2, 1)

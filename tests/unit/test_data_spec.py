@@ -1,0 +1,218 @@
+"""Dataset entries: what is accepted, what is refused and how, and that all problems come at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from smalti.data.catalog import Catalog
+from smalti.data.spec import DataDefaults, DatasetSpec, load_backend_config, parse_datasets
+from smalti.errors import ConfigError
+
+PETS: Mapping[str, object] = {"id": "pets", "instance_data_dir": "pets"}
+
+
+def parse(*entries: Mapping[str, object], catalog: Catalog | None = None) -> tuple[tuple[DatasetSpec, ...], list[str]]:
+    specs, problems = parse_datasets(entries, where="data.json", defaults=DataDefaults(), catalog=catalog)
+    return specs, [str(problem) for problem in problems]
+
+
+def spec_of(**values: object) -> DatasetSpec:
+    specs, problems = parse({**PETS, **values})
+    assert not problems
+    return specs[0]
+
+
+def problem_of(**values: object) -> str:
+    _, problems = parse({**PETS, **values})
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+def test_a_minimal_entry_gets_the_global_options() -> None:
+    specs, _ = parse_datasets([PETS], where="", defaults=DataDefaults(resolution=512, caption_strategy="filename", crop=True))
+
+    assert (specs[0].resolution, specs[0].caption_strategy, specs[0].crop) == (512, "filename", True)
+
+
+def test_a_path_is_taken_from_the_current_directory() -> None:
+    assert spec_of().instance_data_dir == Path.cwd() / "pets"
+
+
+@pytest.mark.parametrize(("text", "value"), [("False", False), ("false", False), ("true", True), ("TRUE", True)])
+def test_booleans_in_quotes_mean_what_they_say(text: str, value: bool) -> None:
+    assert spec_of(crop=text).crop is value
+
+
+def test_a_dataset_disabled_in_quotes_is_disabled_only_if_true() -> None:
+    specs, problems = parse(
+        {**PETS, "id": "a", "disabled": "false"}, {**PETS, "id": "b", "disable": "true"}, {**PETS, "id": "c", "disabled": True}
+    )
+
+    assert ([spec.id for spec in specs], problems) == (["a"], [])
+
+
+def test_british_and_american_centres_are_one() -> None:
+    assert spec_of(crop_style="Centre").crop_style == spec_of(crop_style="center").crop_style == "center"
+
+
+def test_null_means_not_given() -> None:
+    assert spec_of(minimum_image_size=None, max_num_samples=None).minimum_image_size == 0
+
+
+def test_datasets_come_in_order_of_their_ids() -> None:
+    specs, _ = parse({**PETS, "id": "b"}, {**PETS, "id": "a"})
+
+    assert [spec.id for spec in specs] == ["a", "b"]
+
+
+def test_an_unknown_key_names_the_nearest_one() -> None:
+    assert problem_of(repaets=2) == "data.json: dataset 'pets': unknown key 'repaets'\n    fix: did you mean repeats?"
+
+
+def test_a_batch_size_of_a_dataset_is_refused_with_the_way_out() -> None:
+    assert "all datasets share one batch size" in problem_of(train_batch_size=4)
+
+
+def test_keys_without_effect_are_accepted_with_a_notice() -> None:
+    notices = spec_of(preserve_data_backend_cache=True, delete_problematic_images=True).notices
+
+    assert len(notices) == 2
+    assert "nothing is ever deleted" in notices[1]
+
+
+def test_every_problem_of_every_entry_is_reported() -> None:
+    _, problems = parse(
+        {"id": "a"},
+        {"id": "a b", "instance_data_dir": "x"},
+        {**PETS, "repeats": -1, "resolution_type": "pixels", "colour": 1},
+        {**PETS, "id": "pets"},
+        {"instance_data_dir": "x"},
+        {**PETS, "id": "v", "dataset_type": "video"},
+        {**PETS, "id": "i", "caption_strategy": "instanceprompt"},
+    )
+    told = "\n".join(problems)
+
+    for words in (
+        "dataset 'a': instance_data_dir is missing",
+        "dataset 'a b': id:",
+        "dataset 'pets': repeats:",
+        "dataset 'pets': resolution_type:",
+        "unknown key 'colour'",
+        "this id is used twice",
+        "entry 5: id: Field required",
+        "dataset 'v': dataset_type:",
+        "needs an instance_prompt",
+    ):
+        assert words in told
+    assert len(problems) == 9
+
+
+def test_resolutions_in_the_wrong_unit_are_noticed() -> None:
+    assert "as many megapixels" in problem_of(resolution=1024, resolution_type="area")
+    assert "as many pixels" in problem_of(resolution=1, resolution_type="pixel")
+
+
+def test_an_unknown_caption_strategy_names_the_known_ones() -> None:
+    assert "known here: textfile, filename, instanceprompt, json" in problem_of(caption_strategy="blip")
+
+
+def test_a_storage_of_a_plugin_that_is_not_installed_names_its_package() -> None:
+    assert problem_of(type="aws", aws_bucket_name="b").endswith(
+        "type: 'aws' is not known\n    fix: pip install smalti-storage-s3"
+    )
+
+
+def test_a_plugins_storage_gets_its_own_keys_unseen() -> None:
+    catalog = Catalog(storages={"local": "", "aws": ""})
+    specs, problems = parse({"id": "a", "type": "aws", "aws_secret_access_key": "hush"}, catalog=catalog)
+
+    assert problems == []
+    assert specs[0].storage_options == {"aws_secret_access_key": "hush"}
+    assert "hush" not in repr(specs[0])
+
+
+def test_a_plugins_metadata_backend_gets_its_block_and_brings_captions() -> None:
+    catalog = Catalog(metadata={"discovery": "", "parquet": ""})
+    specs, problems = parse({**PETS, "metadata_backend": "parquet", "parquet": {"path": "x"}}, catalog=catalog)
+
+    assert problems == []
+    assert (specs[0].caption_strategy, specs[0].metadata_options) == ("parquet", {"path": "x"})
+
+
+def test_a_table_brings_captions_unless_the_dataset_says_otherwise() -> None:
+    assert spec_of(metadata_backend="json").caption_strategy == "json"
+    assert spec_of(metadata_backend="json", caption_strategy="filename").caption_strategy == "filename"
+
+
+def test_captions_from_a_table_that_is_not_read_are_refused() -> None:
+    assert "needs the metadata_backend of that name" in problem_of(caption_strategy="json")
+
+
+def test_columns_of_the_json_table_can_be_named() -> None:
+    table = spec_of(metadata_backend="json", json={"path": "t.jsonl", "caption_column": "text"}).json_table
+
+    assert (table.path, table.caption_column, table.width_column) == (Path.cwd() / "t.jsonl", "text", "width")
+
+
+def test_entries_for_caches_are_kept_apart() -> None:
+    specs, problems = parse(
+        {**PETS, "text_embeds": "te", "image_embeds": "ie"},
+        {"id": "te", "dataset_type": "text_embeds", "default": True, "cache_dir": "c", "write_batch_size": 8},
+        {"id": "ie", "dataset_type": "image_embeds"},
+    )
+
+    assert problems == []
+    assert {spec.id: spec.dataset_type for spec in specs} == {"ie": "image_embeds", "pets": "image", "te": "text_embeds"}
+
+
+def test_a_reference_to_a_cache_that_is_not_there_is_a_problem() -> None:
+    _, problems = parse({**PETS, "text_embeds": "te1"}, {"id": "te", "dataset_type": "text_embeds"})
+
+    assert problems == [
+        "data.json: dataset 'pets': text_embeds: there is no text_embeds entry with the id 'te1'\n    fix: did you mean te?"
+    ]
+
+
+def test_two_default_text_caches_are_a_problem() -> None:
+    entries = [{"id": name, "dataset_type": "text_embeds", "default": True} for name in "ab"]
+    _, problems = parse(PETS, *entries)
+
+    assert "several text_embeds entries are marked as default: a, b" in problems[0]
+
+
+def test_a_file_without_enabled_pictures_is_a_problem() -> None:
+    _, problems = parse({**PETS, "disabled": True})
+
+    assert "no dataset with pictures is enabled" in problems[0]
+
+
+def test_a_file_is_read_with_or_without_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "data.json"
+    path.write_text('[{"id": "a"}]', encoding="utf-8-sig")
+
+    assert load_backend_config(path) == [{"id": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('[\n  {"id": "a",}\n]', "line 2, column 14"),
+        ('{"id": "a"}', "must hold a list of objects"),
+        ('[{"id": "a", "id": "b"}]', "'id' occurs twice"),
+        ('["a"]', "must hold a list of objects"),
+    ],
+)
+def test_a_faulty_file_is_told_with_the_place(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "data.json"
+    path.write_text(text)
+
+    with pytest.raises(ConfigError, match=told):
+        load_backend_config(path)
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_backend_config(tmp_path / "none.json")

@@ -1,0 +1,19 @@
+"""Keys: every bit and the order of the words count."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smalti.hashing import key_of
+
+words = st.integers(min_value=0, max_value=2**64 - 1)
+
+
+def test_a_changed_bit_changes_half_of_the_key() -> None:
+    flips = [(key_of(9, 4) ^ key_of(9, 4 ^ (1 << bit))).bit_count() for bit in range(64)]
+    assert min(flips) > 16
+    assert 28 < sum(flips) / 64 < 36
+
+
+@given(words, words)
+def test_a_key_knows_the_order_of_its_words(a: int, b: int) -> None:
+    assert (key_of(a, b) == key_of(b, a)) == (a == b)

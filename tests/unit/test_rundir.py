@@ -1,0 +1,373 @@
+"""The run directory: who may be the run, how a run fares, and what survives when it dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from smalti.errors import ExitCode, UserError
+from smalti.liverun import LiveRun, acquire, prepare
+from smalti.process import Process
+from smalti.rundir import STALE_SECONDS, RunDirectory, find_runs
+from smalti.types import Outcome, RunState, StepResult, StopReason
+
+_RUN = """
+import sys, time
+from smalti.liverun import acquire
+from smalti.rundir import RunDirectory
+with acquire(RunDirectory(sys.argv[1])):
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+@contextmanager
+def running(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process of its own that is the run in `path`."""
+    child = subprocess.Popen([sys.executable, "-c", _RUN, str(path)], stdout=subprocess.PIPE, text=True)
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def elsewhere(path: Path, *, age: float) -> None:
+    """Make `path` look as if a run on another host had given its last sign of life so long ago."""
+    directory = RunDirectory(path)
+    prepare(directory)
+    process = replace(Process.current(), host="other-host", space="elsewhere")
+    directory.heartbeat_file.write_text(json.dumps({"process": asdict(process), "started": time.time() - 1000}))
+    beat(directory, age)
+
+
+def beat(directory: RunDirectory, age: float) -> None:
+    os.utime(directory.heartbeat_file, (time.time() - age,) * 2)
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    """Whether it comes to hold within a time that is ample on a busy machine."""
+    deadline = time.monotonic() + 30
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def step(live: LiveRun, number: int, loss: float = 0.5, max_steps: int = 10) -> None:
+    result = StepResult(step=number, loss=loss, grad_norm=1.0, learning_rate=1e-4, samples=8, seconds=0.1)
+    live.record_step(RunState(max_steps=max_steps, step=number), result)
+
+
+def end(live: LiveRun, reason: StopReason) -> None:
+    live.record_end(RunState(max_steps=10, step=3), Outcome(reason=reason, message="said why"))
+
+
+# --- how a run fares ------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_without_a_run_has_never_started(tmp_path: Path) -> None:
+    assert RunDirectory(tmp_path).status().condition == "never started"
+
+
+def test_a_run_that_was_only_made_ready_has_never_started(tmp_path: Path) -> None:
+    prepare(RunDirectory(tmp_path))
+    assert RunDirectory(tmp_path).status().condition == "never started"
+
+
+def test_a_run_is_running_while_its_process_lives(tmp_path: Path) -> None:
+    with running(tmp_path) as child:
+        status = RunDirectory(tmp_path).status()
+        assert (status.condition, f"process {child.pid} on " in status.message) == ("running", True)
+
+
+def test_a_killed_run_has_failed_at_once(tmp_path: Path) -> None:
+    with running(tmp_path) as child:
+        child.kill()
+        child.wait()
+        status = RunDirectory(tmp_path).status()
+        assert (status.condition, status.exit_code) == ("failed", 1)
+        assert status.message.endswith("is gone without a last word")
+
+
+def test_a_run_that_lives_but_gives_no_sign_is_stale(tmp_path: Path) -> None:
+    with running(tmp_path):
+        beat(RunDirectory(tmp_path), STALE_SECONDS + 15)
+        status = RunDirectory(tmp_path).status()
+        assert status.condition == "stale"
+        assert re.match(r"no sign of life for \d+ s from process \d+ on ", status.message)
+
+
+def test_a_run_on_another_host_is_judged_by_its_heartbeat(tmp_path: Path) -> None:
+    elsewhere(tmp_path, age=STALE_SECONDS - 10)
+    before = RunDirectory(tmp_path).status().condition
+    beat(RunDirectory(tmp_path), STALE_SECONDS + 10)
+    assert (before, RunDirectory(tmp_path).status().condition) == ("running", "stale")
+
+
+@pytest.mark.parametrize(
+    ("reason", "condition", "code"),
+    [
+        (StopReason.COMPLETED, "finished", ExitCode.DONE),
+        (StopReason.REQUESTED, "stopped", ExitCode.DONE),
+        (StopReason.PREEMPTED, "stopped", ExitCode.PREEMPTED),
+        (StopReason.INTERRUPTED, "stopped", ExitCode.INTERRUPTED),
+        (StopReason.NON_FINITE, "failed", ExitCode.FAILED),
+        (StopReason.FAULT, "failed", ExitCode.GPU_FAULT),
+    ],
+)
+def test_the_last_word_tells_how_a_run_ended(tmp_path: Path, reason: StopReason, condition: str, code: ExitCode) -> None:
+    with acquire(RunDirectory(tmp_path)) as live:
+        step(live, 3)
+        end(live, reason)
+    status = RunDirectory(tmp_path).status()
+    assert (status.condition, status.message, status.exit_code) == (condition, "said why", code)
+
+
+@pytest.mark.parametrize(("error", "code"), [(ValueError("bad"), 1), (UserError("bad"), 2)])
+def test_a_run_that_an_exception_ended_has_failed_with_it(tmp_path: Path, error: Exception, code: int) -> None:
+    with acquire(RunDirectory(tmp_path)) as live:
+        live.record_error(RunState(max_steps=10), error)
+        live.record_end(RunState(max_steps=10), None)
+    status = RunDirectory(tmp_path).status()
+    assert (status.condition, status.message, status.exit_code) == ("failed", f"{type(error).__name__}: bad", code)
+
+
+def test_a_run_that_leaves_without_a_last_word_has_failed(tmp_path: Path) -> None:
+    with acquire(RunDirectory(tmp_path)) as live:
+        step(live, 3)
+    assert RunDirectory(tmp_path).status().condition == "failed"
+
+
+def test_a_run_that_goes_on_is_running_whatever_its_last_attempt_came_to(tmp_path: Path) -> None:
+    with acquire(RunDirectory(tmp_path)) as live:
+        end(live, StopReason.COMPLETED)
+    with acquire(RunDirectory(tmp_path)):
+        assert RunDirectory(tmp_path).status().condition == "running"
+
+
+def test_the_last_word_of_an_earlier_attempt_does_not_count_for_a_later_one(tmp_path: Path) -> None:
+    with acquire(RunDirectory(tmp_path)) as live:
+        end(live, StopReason.COMPLETED)
+    before = RunDirectory(tmp_path).events_file.read_bytes()
+    with running(tmp_path) as child:
+        child.kill()
+    RunDirectory(tmp_path).events_file.write_bytes(before)  # as if the second attempt had not got to say a word
+    assert RunDirectory(tmp_path).status().condition == "failed"
+
+
+# --- who may be the run ---------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
+    with running(tmp_path) as child, pytest.raises(UserError, match=f"in use: a run lives there, process {child.pid} on"):
+        acquire(RunDirectory(tmp_path))
+
+
+def test_a_run_is_made_ready_only_where_no_run_lives(tmp_path: Path) -> None:
+    with running(tmp_path), pytest.raises(UserError, match="smalti run stop"):
+        prepare(RunDirectory(tmp_path))
+
+
+def test_the_same_process_cannot_be_two_runs_in_one_place(tmp_path: Path) -> None:
+    with acquire(RunDirectory(tmp_path)), pytest.raises(UserError, match="in use"):
+        acquire(RunDirectory(tmp_path))
+
+
+def test_a_run_that_hangs_still_keeps_others_out(tmp_path: Path) -> None:
+    with running(tmp_path) as child:
+        child.send_signal(signal.SIGSTOP)
+        beat(RunDirectory(tmp_path), 1000)
+        with pytest.raises(UserError, match=r"without a sign of life for 1\d{3} s"):
+            acquire(RunDirectory(tmp_path))
+
+
+def test_the_place_of_a_killed_run_is_taken_over_at_once(tmp_path: Path) -> None:
+    with running(tmp_path) as child:
+        child.kill()
+        child.wait()
+        with acquire(RunDirectory(tmp_path)) as live:
+            assert live.record.process == Process.current()
+
+
+def test_the_place_of_a_run_that_fell_silent_on_another_host_is_taken_over(tmp_path: Path) -> None:
+    elsewhere(tmp_path, age=STALE_SECONDS - 0.3)  # it takes a moment to be sure
+    with acquire(RunDirectory(tmp_path)):
+        assert RunDirectory(tmp_path).status().condition == "running"
+
+
+def test_a_run_on_another_host_that_gives_a_sign_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    elsewhere(tmp_path, age=STALE_SECONDS - 20)
+    sign = threading.Timer(0.3, beat, (RunDirectory(tmp_path), 0.0))
+    sign.start()
+    with pytest.raises(UserError, match="on other-host"):
+        acquire(RunDirectory(tmp_path))
+    sign.join()
+
+
+def test_of_many_runs_that_start_at_once_after_a_crash_one_gets_through(tmp_path: Path) -> None:
+    with running(tmp_path) as child:
+        child.kill()
+    children = [
+        subprocess.Popen([sys.executable, "-c", _RUN, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    try:
+        assert eventually(lambda: sum(child.poll() is None for child in children) == 1)
+        assert [child for child in children if child.poll() is None and child.stdout and child.stdout.readline() == "ready\n"]
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+
+
+def test_a_run_that_was_thought_dead_and_replaced_is_told_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smalti.liverun.BEAT_SECONDS", 0.02)
+    with acquire(RunDirectory(tmp_path)) as live:
+        elsewhere_process = replace(Process.current(), host="other-host")
+        heartbeat = {"process": asdict(elsewhere_process), "started": time.time()}
+        RunDirectory(tmp_path).heartbeat_file.write_text(json.dumps(heartbeat))
+        assert eventually(lambda: [request.kind for request in live.take_requests()] == ["stop"])
+    assert RunDirectory(tmp_path).heartbeat_file.exists(), "the heartbeat of the other run must stay"
+
+
+def test_the_heartbeat_goes_on_during_a_long_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smalti.liverun.BEAT_SECONDS", 0.02)
+    with acquire(RunDirectory(tmp_path)):
+        beat(RunDirectory(tmp_path), 1000)
+        assert eventually(lambda: RunDirectory(tmp_path).status().condition == "running")
+
+
+def test_a_heartbeat_that_somebody_removed_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smalti.liverun.BEAT_SECONDS", 0.02)
+    with acquire(RunDirectory(tmp_path)):
+        RunDirectory(tmp_path).heartbeat_file.unlink()
+        assert eventually(RunDirectory(tmp_path).heartbeat_file.exists)
+
+
+# --- what must not be lost ------------------------------------------------------------------------------------------
+
+
+def test_a_run_may_live_beside_the_files_of_others(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with acquire(RunDirectory(tmp_path)):
+        assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["run.json", "config.toml", "events.jsonl", "control/work.json"])
+def test_a_file_of_others_with_the_name_of_a_run_file_is_not_overwritten(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text('{"mine": true}')
+    with pytest.raises(UserError, match="is no run directory, but has"):
+        prepare(RunDirectory(tmp_path))
+    assert (tmp_path / name).read_text() == '{"mine": true}'
+
+
+def test_a_damaged_record_is_reported_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(UserError, match=r"run\.json is damaged"):
+        prepare(RunDirectory(tmp_path))
+    assert (tmp_path / "run.json").read_text() == "{"
+
+
+def test_a_record_of_a_newer_version_is_not_touched(tmp_path: Path) -> None:
+    prepare(RunDirectory(tmp_path))
+    record = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps({**record, "schema": 99}))
+    with pytest.raises(UserError, match="update smalti"):
+        prepare(RunDirectory(tmp_path))
+
+
+def test_a_place_that_cannot_be_written_is_the_users_to_mend(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write to"):
+        prepare(RunDirectory(tmp_path / "file"))
+
+
+def test_a_run_keeps_its_id_and_name_over_all_attempts(tmp_path: Path) -> None:
+    first = prepare(RunDirectory(tmp_path), name="cats", config_digest="a")
+    with acquire(RunDirectory(tmp_path), config_digest="b", world_size=4) as live:
+        again = live.record
+    assert (again.id, again.name, again.created) == (first.id, "cats", first.created)
+    assert RunDirectory(tmp_path).record() == again
+
+
+def test_events_of_all_attempts_stay(tmp_path: Path) -> None:
+    for number in (1, 2):
+        with acquire(RunDirectory(tmp_path)) as live:
+            step(live, number)
+    assert [event.step for event in RunDirectory(tmp_path).events() if event.kind == "step"] == [1, 2]
+
+
+# --- seeing a run ---------------------------------------------------------------------------------------------------
+
+
+def test_following_a_run_ends_with_the_run(tmp_path: Path) -> None:
+    live = acquire(RunDirectory(tmp_path))
+
+    def run() -> None:
+        step(live, 1)
+        time.sleep(0.5)
+        step(live, 2)
+        end(live, StopReason.COMPLETED)
+        live.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    seen = [(event.kind, event.step) for event in RunDirectory(tmp_path).events(follow=True)]
+    thread.join()
+    assert seen == [("state", None), ("step", 1), ("step", 2), ("state", 3)]
+
+
+def test_a_summary_tells_where_the_run_stands(tmp_path: Path) -> None:
+    with acquire(RunDirectory(tmp_path)):
+        with RunDirectory(tmp_path).events_file.open("a") as file:
+            for number in (2, 4):  # only every second step is written
+                line = {"type": "step", "t": number / 10, "step": number, "loss": 1 / number, "samples": 8, "max_steps": 10}
+                file.write(json.dumps(line) + "\n")
+        summary = RunDirectory(tmp_path).summary()
+    assert summary is not None
+    assert (summary.step, summary.max_steps, summary.loss) == (4, 10, 0.25)
+    assert summary.samples_per_second == pytest.approx(80)
+    assert summary.seconds_left == pytest.approx(0.6)
+
+
+def test_speed_is_that_of_the_present_attempt(tmp_path: Path) -> None:
+    for attempt in range(2):
+        with acquire(RunDirectory(tmp_path)) as live:
+            step(live, attempt + 1)
+    summary = RunDirectory(tmp_path).summary()
+    assert summary is not None
+    assert (summary.step, summary.samples_per_second) == (2, None)
+
+
+def test_runs_are_found_by_what_they_are_and_not_searched_inside(tmp_path: Path) -> None:
+    for name in ("b", "a/deep", ".hidden", "a/deep/checkpoints/inner", "one/two/three"):
+        prepare(RunDirectory(tmp_path / name))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/run.json").write_text('{"program": "another"}')
+    found = [directory.path.relative_to(tmp_path).as_posix() for directory in find_runs(tmp_path, depth=2)]
+    assert found == ["a/deep", "b"]
+
+
+def test_a_folder_that_cannot_be_used_is_named_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/run.json").write_text("{")
+    prepare(RunDirectory(tmp_path / "b"))
+    assert [directory.path.name for directory in find_runs(tmp_path)] == ["b"]
+    assert "run.json is damaged" in caplog.text

@@ -1,0 +1,218 @@
+"""`smalti run`: what it shows and asks, with its exit codes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from smalti.commands.run import run
+from smalti.errors import ExitCode, UserError
+from smalti.events import EventKind
+from smalti.liverun import acquire, prepare
+from smalti.rundir import RunDirectory
+from smalti.types import Outcome, RunState, StopReason
+
+_RUN = """
+import sys, time
+from smalti.liverun import acquire
+from smalti.rundir import RunDirectory
+from smalti.types import Outcome, RunState, StepResult, StopReason
+state = RunState(max_steps=1000)
+with acquire(RunDirectory(sys.argv[1])) as live:
+    for step in range(1, 1001):
+        state.step = step
+        loss = float("nan") if step == 2 else 0.5
+        live.record_step(state, StepResult(step=step, loss=loss, grad_norm=1, learning_rate=1e-4, samples=8, seconds=0.02))
+        print(step, flush=True)
+        time.sleep(0.02)
+        for request in live.take_requests():
+            if request.kind == "sample":
+                live.acknowledge(request, accepted=False, message="this run draws nothing")
+            elif request.kind == "save":
+                live.acknowledge(request, message=f"saving after step {step}")
+            else:
+                live.acknowledge(request, message=f"stopping after step {step}")
+                state.request_stop(StopReason.INTERRUPTED, "it was asked to")
+        if state.stop_reason:
+            break
+    live.record_end(state, Outcome(reason=state.stop_reason, message=state.stop_message))
+"""
+
+
+@contextmanager
+def running(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process of its own that trains in `path` and has made two steps."""
+    child = subprocess.Popen([sys.executable, "-c", _RUN, str(path)], stdout=subprocess.PIPE, text=True)
+    with child:
+        assert child.stdout is not None
+        assert [child.stdout.readline() for _ in range(2)] == ["1\n", "2\n"]
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def smalti_run(*arguments: object) -> Result:
+    return CliRunner().invoke(run, [str(argument) for argument in arguments])
+
+
+@contextmanager
+def watching(path: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", "from smalti.commands.run import run; run()", "watch", str(path), *options]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def test_runs_are_listed_with_how_they_fare(tmp_path: Path) -> None:
+    prepare(RunDirectory(tmp_path / "idle"))
+    with running(tmp_path / "busy"):
+        lines = smalti_run("ls", tmp_path).stdout.splitlines()
+    assert lines[0].split() == ["run", "status", "step", "loss", "samples/s", "left", "age"]
+    assert lines[1].split()[:2] == [str(tmp_path / "busy"), "running"]
+    assert lines[1].split()[2].endswith("/1000")
+    assert " ".join(lines[2].split()[1:]) == "never started 0/- - - - 0:00:00 made ready, but not started yet"
+
+
+def test_the_listing_for_machines_is_strict_json(tmp_path: Path) -> None:
+    with acquire(RunDirectory(tmp_path / "a")) as live:
+        live.events.append("step", step=1, loss=float("nan"), max_steps=5)
+    (row,) = json.loads(smalti_run("ls", tmp_path, "--json").stdout)
+    assert (row["path"], row["step"], row["max_steps"], row["loss"]) == (str(tmp_path / "a"), 1, 5, "NaN")
+    assert row["status"]["condition"] == "failed"
+
+
+def test_a_folder_without_runs_says_so(tmp_path: Path) -> None:
+    result = smalti_run("ls", tmp_path)
+    assert (result.stdout, result.stderr) == ("", f"no runs below {tmp_path}\n")
+
+
+def test_a_run_can_be_asked_to_stop_and_says_when_it_will(tmp_path: Path) -> None:
+    with running(tmp_path) as child:
+        result = smalti_run("stop", tmp_path)
+        assert result.stdout.startswith(f"{tmp_path}: stopping after step ")
+        assert (result.exit_code, child.wait(60)) == (0, 0)
+
+
+def test_a_refusal_is_an_error(tmp_path: Path) -> None:
+    with running(tmp_path):
+        result = smalti_run("sample", tmp_path)
+    assert (result.exit_code, result.stderr) == (1, f"{tmp_path}: refused: this run draws nothing\n")
+
+
+def test_a_run_need_not_be_waited_for(tmp_path: Path) -> None:
+    with acquire(RunDirectory(tmp_path)) as live:
+        result = smalti_run("save", tmp_path, "--no-wait")
+        assert (result.exit_code, result.stdout) == (0, f"{tmp_path}: asked to save\n")
+        assert [request.kind for request in live.take_requests()] == ["save"]
+
+
+def test_a_run_that_does_not_answer_in_time_is_told_about(tmp_path: Path) -> None:
+    with acquire(RunDirectory(tmp_path)):
+        result = smalti_run("save", tmp_path, "--timeout", "0.1")
+    assert (result.exit_code, result.stderr) == (
+        1,
+        f"{tmp_path}: asked to save, but there is no answer: none within 0.1 s; it looks after each step\n",
+    )
+
+
+def test_a_dead_run_is_not_asked_and_the_message_says_why(tmp_path: Path) -> None:
+    with running(tmp_path) as child:
+        child.kill()
+        child.wait()
+    error = smalti_run("stop", tmp_path).exception
+    assert isinstance(error, UserError)
+    assert "nobody is there to stop: failed (process" in error.message
+
+
+def test_watching_ends_with_the_run_and_with_its_exit_code(tmp_path: Path) -> None:
+    with running(tmp_path), watching(tmp_path) as watcher:
+        smalti_run("stop", tmp_path)
+        stdout, stderr = watcher.communicate(timeout=60)
+    assert (watcher.returncode, stderr) == (ExitCode.INTERRUPTED, f"{tmp_path}: stopped: it was asked to\n")
+    assert "stop accepted: stopping after step " in stdout
+
+
+def test_watching_a_run_that_has_ended_shows_where_it_came_to(tmp_path: Path) -> None:
+    with acquire(RunDirectory(tmp_path)) as live:
+        for step in (1, 2):
+            live.events.append("step", step=step, max_steps=9, loss=0.5, samples=8, seconds=0.1, learning_rate=1e-4)
+        live.record_end(RunState(max_steps=9, step=2), Outcome(reason=StopReason.PREEMPTED, message="preempted"))
+    result = smalti_run("watch", tmp_path)
+    assert result.stdout.startswith("step 2/9  loss 0.5 ")
+    assert (result.stderr, result.exit_code) == (f"{tmp_path}: stopped: preempted\n", ExitCode.PREEMPTED)
+
+
+def test_watching_a_killed_run_ends_with_an_error(tmp_path: Path) -> None:
+    with running(tmp_path) as child, watching(tmp_path) as watcher:
+        child.kill()
+        child.wait()
+        _, stderr = watcher.communicate(timeout=60)
+    assert watcher.returncode == 1
+    assert "is gone without a last word" in stderr
+
+
+def test_ctrl_c_ends_the_watching_and_not_the_run(tmp_path: Path) -> None:
+    with running(tmp_path) as child, watching(tmp_path) as watcher:
+        watcher.send_signal(signal.SIGINT)
+        _, stderr = watcher.communicate(timeout=60)
+        assert (watcher.returncode, child.poll()) == (130, None)
+    assert stderr == f"watching ended; the run goes on. To stop it: smalti run stop {tmp_path}\n"
+
+
+def test_events_are_passed_through_from_the_first_to_the_last(tmp_path: Path) -> None:
+    with acquire(RunDirectory(tmp_path)) as live:
+        live.events.append("step", step=1, loss=float("inf"))
+    result = smalti_run("watch", tmp_path, "--json")
+    assert result.stdout == RunDirectory(tmp_path).events_file.read_text()
+
+
+def test_passing_through_can_go_on_from_an_offset(tmp_path: Path) -> None:
+    with acquire(RunDirectory(tmp_path)) as live:
+        live.events.append("step", step=1)
+    first, second = RunDirectory(tmp_path).events()
+    result = smalti_run("watch", tmp_path, "--json", "--offset", first.end)
+    assert [json.loads(line)["step"] for line in result.stdout.splitlines()] == [second.step]
+
+
+def test_a_run_that_never_starts_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    prepare(RunDirectory(tmp_path))
+    result = smalti_run("watch", tmp_path, "--patience", "0.2")
+    assert (result.exit_code, result.stderr) == (1, f"{tmp_path}: never started: made ready, but not started yet\n")
+
+
+def test_what_other_nodes_report_is_shown_too(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    with acquire(directory) as live:
+        live.events.append("step", step=1, max_steps=9)
+    directory.node_events_file(1).write_text('{"type": "health", "t": 1, "step": 1, "message": "GPU 3 is hot"}\n')
+    assert "health: GPU 3 is hot\n" in smalti_run("watch", tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "text"),
+    [
+        ("checkpoint", {"path": "checkpoints/step-1"}, "checkpoint of step 1: {}/checkpoints/step-1"),
+        ("sample", {"grid": "samples/1/grid.png"}, "pictures of step 1: {}/samples/1/grid.png"),
+        ("warning", {"message": "hm"}, "warning: hm"),
+        ("error", {"error": "ValueError", "message": "bad"}, "error: ValueError: bad"),
+        ("control_ack", {"kind": "save", "accepted": False, "message": "no"}, "save refused: no"),
+    ],
+)
+def test_what_happens_is_told_in_words(tmp_path: Path, kind: EventKind, fields: dict[str, object], text: str) -> None:
+    with acquire(RunDirectory(tmp_path)) as live:
+        live.events.append(kind, step=1, **fields)
+    assert text.format(tmp_path) in smalti_run("watch", tmp_path).stdout.splitlines()
