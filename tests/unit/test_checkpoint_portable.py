@@ -176,6 +176,17 @@ def test_state_per_parameter_that_is_no_tensor_comes_back():
     assert fresh.state[other.inside.weight]["age"] == 7
 
 
+def test_settings_come_back_in_the_types_that_the_optimizer_uses(tmp_path):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25), betas=(0.5, 0.75))
+    saved = save(tmp_path, Snapshot(step=1, state=capture(model, optimizer)), Alone())
+    fresh = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1.0))
+    snapshot = Snapshot(step=0, state=capture(model, fresh))
+    load(saved.path, snapshot, Alone())
+    restore(model, fresh, snapshot.state)
+    assert (fresh.param_groups[0]["lr"], fresh.param_groups[0]["betas"]) == (torch.tensor(0.25), (0.5, 0.75))
+
+
 def test_an_optimizer_for_another_model_is_refused():
     with pytest.raises(CheckpointError, match="5 parameters that the model does not have"):
         capture(Net(), OPTIMIZERS["SGD"](Net()))

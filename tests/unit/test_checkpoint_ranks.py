@@ -144,7 +144,8 @@ def two_processes(rank, root, results):
 
     results["full disk"] = disk_full_on_one(rank, root, parallel)
     results["after the full disk"] = sorted(path.name for path in root.iterdir())
-    results["defect"] = defect_on_one(rank, root, parallel)
+    results["defect"] = refused(root, parallel, torch.ones(2, dtype=torch.complex128 if rank == 1 else torch.float32))
+    results["disagreement"] = refused(root, parallel, torch.ones(4 - 2 * rank))
     results["not shared"] = directory_not_shared(rank, root, parallel)
     results["damaged"] = damaged_for_both(rank, store, parallel)
 
@@ -165,10 +166,9 @@ def big():
     return {"a": torch.ones(100_000), "b": torch.ones(100_000)}
 
 
-def defect_on_one(rank, root, parallel):
-    tensors = {"w": torch.ones(2, dtype=torch.complex128 if rank == 1 else torch.float32)}
+def refused(root, parallel, tensor):
     try:
-        return str(save(root, Snapshot(step=4, state=PortableState(model=tensors)), parallel))
+        return str(save(root, Snapshot(step=4, state=PortableState(model={"w": tensor})), parallel))
     except SaveError as error:
         return error.message
 
@@ -306,6 +306,10 @@ def test_after_a_failed_save_only_the_older_checkpoints_are_there(ran):
 def test_a_mistake_on_one_rank_is_told_on_both(ran):
     assert "rank 1: model/w is of type torch.complex128" in ran[0]["defect"]
     assert "model/w is of type torch.complex128" in ran[1]["defect"]
+
+
+def test_replicas_that_differ_in_size_are_refused_on_both(ran):
+    assert all("the ranks together do not hold the whole of model/w" in one["disagreement"] for one in ran)
 
 
 def test_a_directory_that_is_not_shared_is_told_on_both(ran):

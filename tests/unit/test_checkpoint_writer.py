@@ -265,18 +265,25 @@ def piece(elements, offset=0):
     return Piece(dtype="F32", shape=(elements,), offsets=(offset,))
 
 
-@given(st.integers(1, 5), st.lists(st.integers(0, 50), max_size=20), st.lists(st.integers(1, 50), max_size=6))
-def test_every_piece_is_written_once_and_replicas_even_out_the_load(ranks, replicated, sharded):
+@given(
+    replicated=st.lists(st.integers(0, 50), max_size=20),
+    shards=st.integers(1, 5).flatmap(
+        lambda ranks: st.lists(st.lists(st.integers(1, 50), min_size=ranks, max_size=ranks), min_size=1, max_size=4)
+    ),
+)
+def test_every_piece_is_written_once_and_replicas_even_out_the_load(replicated, shards):
     held = [
-        {f"r{number}": piece(size) for number, size in enumerate(replicated)}
-        | {f"s{number}": piece(size, offset=rank * size) for number, size in enumerate(sharded)}
-        for rank in range(ranks)
+        {f"replica {number}": piece(size) for number, size in enumerate(replicated)}
+        | {f"shard {number}": piece(sizes[rank], sum(sizes[:rank])) for number, sizes in enumerate(shards)}
+        for rank in range(len(shards[0]))
     ]
     writes = divide(held)
     written = sorted((name, held[rank][name].offsets) for rank, names in enumerate(writes) for name in names)
     assert written == sorted({(name, p.offsets) for pieces in held for name, p in pieces.items()})
     loads = [sum(held[rank][name].size for name in names) for rank, names in enumerate(writes)]
-    assert max(loads) - min(loads) <= 4 * max(replicated, default=0)
+    for rank, names in enumerate(writes):
+        replicas = [held[rank][name].size for name in names if name.startswith("replica")]
+        assert not replicas or loads[rank] - min(replicas) <= min(loads)
 
 
 def test_a_tensor_that_the_ranks_do_not_hold_whole_is_refused():

@@ -194,13 +194,14 @@ for step in (1, 2, 3):
     progress.update(step=step, loss=0.5, learning_rate=1e-4, samples=8, now=step)
     display.update(progress)
 display.say("checkpoint [1/2] written")
+print("a result")
 display.close()
 print("rich" in sys.modules)
 """
 
 
 def _on_a_terminal(**environment: str) -> tuple[str, str]:
-    """What the script shows on a terminal, and whether it imported rich."""
+    """What the script shows on a terminal, and what it prints elsewhere: a line, and whether rich was imported."""
     master, slave = pty.openpty()
     child = subprocess.Popen(
         [sys.executable, "-c", _SCRIPT],
@@ -235,6 +236,12 @@ def test_a_narrow_terminal_still_shows_step_loss_and_remaining_time() -> None:
     assert "step 3/3  loss 0.5      0:00:00 left" in shown.splitlines()[-2]
 
 
+def test_what_goes_to_a_file_does_not_land_on_the_terminal() -> None:
+    shown, printed = _on_a_terminal()
+    assert "a result" not in shown
+    assert printed == "a result\nTrue"
+
+
 def test_no_color_is_honoured() -> None:
     coloured, _ = _on_a_terminal()
     plain, _ = _on_a_terminal(NO_COLOR="1")
@@ -243,6 +250,6 @@ def test_no_color_is_honoured() -> None:
 
 
 def test_a_terminal_that_can_do_nothing_gets_lines() -> None:
-    shown, imported = _on_a_terminal(TERM="dumb")
+    shown, printed = _on_a_terminal(TERM="dumb")
     assert shown.splitlines()[-1] == "checkpoint [1/2] written"
-    assert imported == "False"
+    assert printed == "a result\nFalse"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -21,7 +22,7 @@ from smalti.errors import ExitCode, UserError
 from smalti.liverun import LiveRun, acquire, prepare
 from smalti.process import Process
 from smalti.rundir import STALE_SECONDS, RunDirectory, find_runs
-from smalti.types import Outcome, RunState, StepResult, StopReason
+from smalti.types import Checkpoint, Outcome, RunState, StepResult, StopReason, ValidationImage, ValidationResult
 
 _RUN = """
 import sys, time
@@ -220,20 +221,40 @@ def test_a_run_on_another_host_that_gives_a_sign_meanwhile_is_left_alone(tmp_pat
     sign.join()
 
 
-def test_of_many_runs_that_start_at_once_after_a_crash_one_gets_through(tmp_path: Path) -> None:
-    with running(tmp_path) as child:
-        child.kill()
-    children = [
-        subprocess.Popen([sys.executable, "-c", _RUN, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(4)
-    ]
+_RACE = """
+import sys, time
+from pathlib import Path
+from smalti.errors import UserError
+from smalti.liverun import acquire
+from smalti.rundir import RunDirectory
+start, won, held = float(sys.argv[2]), [], []
+for number, path in enumerate(sorted(Path(sys.argv[1]).iterdir())):
+    while time.time() < start + number * 0.05:
+        pass
     try:
-        assert eventually(lambda: sum(child.poll() is None for child in children) == 1)
-        assert [child for child in children if child.poll() is None and child.stdout and child.stdout.readline() == "ready\n"]
-    finally:
-        for child in children:
-            child.kill()
-            child.communicate()
+        held.append(acquire(RunDirectory(path)))
+        won.append(number)
+    except UserError:
+        pass
+print(*won, flush=True)
+time.sleep(60)
+"""
+
+
+def test_of_several_runs_that_start_at_once_after_a_crash_one_gets_through(tmp_path: Path) -> None:
+    races = 30
+    for number in range(races):
+        elsewhere(tmp_path / f"{number:02}", age=STALE_SECONDS + 10)
+    command = [sys.executable, "-c", _RACE, str(tmp_path), str(time.time() + 2)]
+    children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    winners = []
+    for child in children:
+        assert child.stdout is not None
+        winners += [int(word) for word in child.stdout.readline().split()]
+    for child in children:
+        child.kill()
+        child.communicate()
+    assert sorted(winners) == list(range(races))
 
 
 def test_a_run_that_was_thought_dead_and_replaced_is_told_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,6 +333,43 @@ def test_events_of_all_attempts_stay(tmp_path: Path) -> None:
         with acquire(RunDirectory(tmp_path)) as live:
             step(live, number)
     assert [event.step for event in RunDirectory(tmp_path).events() if event.kind == "step"] == [1, 2]
+
+
+def test_what_lies_in_the_directory_is_told_by_its_place_there(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    image = ValidationImage(prompt="a fox", seed=7, path=directory.samples_at(5) / "0.png")
+    with acquire(directory) as live:
+        live.record_validation(ValidationResult(step=5, images=(image,), grid=directory.samples_at(5) / "grid.png"))
+        live.record_checkpoint(Checkpoint(step=5, path=directory.checkpoints / "step-5", size=10, seconds=0.5))
+        live.record_checkpoint(Checkpoint(step=6, path=Path("/elsewhere/step-6"), size=10, seconds=0.5))
+    _, sample, inside, outside = directory.events()
+    assert sample.fields == {
+        "grid": "samples/00000005/grid.png",
+        "images": [{"prompt": "a fox", "seed": 7, "path": "samples/00000005/0.png"}],
+    }
+    assert inside.fields == {"path": "checkpoints/step-5", "size": 10, "seconds": 0.5}
+    assert outside.text("path") == "/elsewhere/step-6"
+
+
+def test_a_step_is_told_with_all_that_is_known_of_it(tmp_path: Path) -> None:
+    with acquire(RunDirectory(tmp_path)) as live:
+        step(live, 3, loss=math.nan)
+    event = RunDirectory(tmp_path).latest("step")
+    assert event is not None
+    assert (event.step, event.fields) == (
+        3,
+        {
+            "max_steps": 10,
+            "epoch": 0,
+            "loss": "NaN",
+            "grad_norm": 1.0,
+            "learning_rate": 1e-4,
+            "samples": 8,
+            "seconds": 0.1,
+            "data_seconds": 0.0,
+            "skipped": False,
+        },
+    )
 
 
 # --- seeing a run ---------------------------------------------------------------------------------------------------

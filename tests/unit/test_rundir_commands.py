@@ -156,6 +156,16 @@ def test_watching_a_run_that_has_ended_shows_where_it_came_to(tmp_path: Path) ->
     assert (result.stderr, result.exit_code) == (f"{tmp_path}: stopped: preempted\n", ExitCode.PREEMPTED)
 
 
+def test_watching_does_not_repeat_what_was_before(tmp_path: Path) -> None:
+    with acquire(RunDirectory(tmp_path)) as live:
+        live.events.append("checkpoint", step=1, path="checkpoints/step-1")
+        live.events.append("step", step=2, max_steps=9)
+        live.events.append("checkpoint", step=2, path="checkpoints/step-2")
+    shown = smalti_run("watch", tmp_path).stdout
+    assert "step-1" not in shown
+    assert "step-2" in shown
+
+
 def test_watching_a_killed_run_ends_with_an_error(tmp_path: Path) -> None:
     with running(tmp_path) as child, watching(tmp_path) as watcher:
         child.kill()

@@ -17,7 +17,9 @@ from smalti.events import MALFORMED, EventWriter, complete_size, read_events, re
 
 _numbers = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 _fields = st.dictionaries(
-    st.text(st.characters(codec="ascii", categories=["Ll"]), min_size=2, max_size=5).filter(lambda name: name != "step"),
+    st.text(st.characters(codec="ascii", categories=["Ll"]), min_size=2, max_size=5).filter(
+        lambda name: name not in ("step", "type")
+    ),
     _numbers | st.lists(_numbers, max_size=3),
     max_size=3,
 )

@@ -79,7 +79,7 @@ def _value_of(values: Mapping[str, object], option: Option) -> object:
 
 def problems_of(values: Mapping[str, object], schema: Schema, path: Path) -> Iterator[Problem]:
     """What this file asks for that cannot be done here."""
-    leave = "or --accelerate_config=none to leave this file out"
+    leave = "or another file with --accelerate_config, or none with --accelerate_config=none"
     if not is_accelerate(values):
         fix = "give a file that `accelerate config` wrote"
         yield Problem(message="this is no Accelerate configuration: it has no distributed_type", where=str(path), fix=fix)

@@ -7,7 +7,7 @@ import sys
 import traceback
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.metadata import entry_points, version
+from importlib.metadata import version
 
 import click
 
@@ -20,7 +20,6 @@ COMMANDS = {
     "config": ("smalti.commands.config:config", "Show, explain and document the configuration."),
     "dataset": ("smalti.commands.dataset:dataset", "Scan datasets and check them against the batch size."),
     "checkpoint": ("smalti.commands.checkpoint:checkpoint", "List, inspect and verify checkpoints."),
-    "run": ("smalti.commands.run:run", "List, watch and stop runs; ask one to save or to draw."),
 }
 
 
@@ -65,8 +64,6 @@ class Commands(click.Group):
 
     def _from_plugins(self) -> dict[str, click.Command]:
         """The commands that installed plugins add; those left out by the environment are not imported."""
-        if not entry_points(group="smalti.plugins"):
-            return {}  # the built-in plugins add none, and loading them is most of what `smalti --help` would cost
         from smalti.config import selection_of
         from smalti.plugins import load_plugins
 

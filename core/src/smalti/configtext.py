@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import cast
 
 import tomlkit
-from tomlkit.items import Item
 
 from smalti.config import Config
 
@@ -24,24 +23,18 @@ def as_toml(config: Config, *, complete: bool = False) -> str:
             continue
         document.add(tomlkit.comment(group.title))
         for name in names:
-            document.add(name, tomlkit.item(values[name]))
+            item = tomlkit.item(values[name])
             if (source := config.source(name)) != "default":
-                cast(Item, document[name]).comment(source)
+                item.comment(" ".join(source.split()))
+            document.add(name, item)
         document.add(tomlkit.nl())
     for name, rows in tables.items():
         array = tomlkit.aot()
         for row in rows:
-            array.append(tomlkit.item(_without_null(row)))
+            array.append(tomlkit.item(row))
         document.add(name, array)
     return tomlkit.dumps(document)
 
 
 def _are_tables(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
-
-
-def _without_null(value: object) -> object:
-    """The same without keys that are null, which TOML has no word for and which mean "not given"."""
-    if isinstance(value, dict):
-        return {key: _without_null(each) for key, each in value.items() if each is not None}
-    return [_without_null(each) for each in value] if isinstance(value, list) else value

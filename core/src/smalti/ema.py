@@ -30,6 +30,12 @@ class Ema:
             live = [parameter.float() for parameter in live]
         torch._foreach_lerp_(list(self.shadows.values()), live, 1 - decay)
 
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin again from the weights as they are: for a run that resumes from a checkpoint without an average."""
+        for name, parameter in self._live.items():
+            self.shadows[name].copy_(parameter)
+
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
         """The model computes with the averaged weights inside this block; afterwards it has its own again, bit for bit."""

@@ -65,7 +65,11 @@ class ConfigError(UserError):
             self.exit_code = ExitCode.MISSING_PLUGIN
         count = len(self.problems)
         head = "the configuration has a problem" if count == 1 else f"the configuration has {count} problems"
-        super().__init__("\n".join([f"{head}:", *(f"  - {problem}" for problem in self.problems)]))
+        lines = [f"{head}:", *(f"  - {problem}" for problem in self.problems)]
+        packages = sorted({problem.package for problem in self.problems if problem.package})
+        if len(packages) > 1:
+            lines.append(f"  all packages at once: pip install {' '.join(packages)}")
+        super().__init__("\n".join(lines))
 
 
 class PreflightError(UserError):

@@ -226,7 +226,8 @@ class HookSpecs:
     def load_checkpoint(self, source: Path, state: Snapshot, parallel: Parallel) -> Loaded | None:
         """decide, backend role, collective: fill the tensors of `state` in place from the checkpoint at `source`.
 
-        Returns what the trainer wrote beside the tensors (`Snapshot.trainer`). Raises CheckpointError when it cannot be used.
+        `source` has just been checked by digest. Returns what came out besides the tensors: the trainer's own words, and which
+        groups were filled. Raises CheckpointError when it cannot be used.
         """
         raise NotImplementedError
 

@@ -37,7 +37,6 @@ from smalti.rundir import (
     RequestKind,
     RunDirectory,
     RunRecord,
-    read_heartbeat,
 )
 from smalti.types import Checkpoint, Outcome, RunInfo, RunState, StepResult, StopReason, ValidationResult
 
@@ -310,17 +309,20 @@ def _dead_heartbeat(directory: RunDirectory) -> Heartbeat | None:
 
 
 def _clear_away(directory: RunDirectory, dead: Heartbeat) -> None:
-    """Remove the heartbeat of a dead run, and none that somebody else put in its place meanwhile."""
-    aside = directory.heartbeat_file.with_name(f".heartbeat.{uuid4().hex[:8]}.tmp")
+    """Remove the heartbeat of a dead run; one process at a time, lest a slow one remove what a quick one put in its place."""
+    turn = directory.path / ".takeover"
     try:
-        directory.heartbeat_file.rename(aside)
-    except FileNotFoundError:
-        return
-    found = read_heartbeat(aside)
-    aside.unlink()
-    # One that is not the dead one's comes back with its owner's next beat.
-    if found != dead:
-        raise _in_use(directory, found)
+        turn.touch(exist_ok=False)
+    except FileExistsError:
+        raise UserError(
+            f"another process is taking over {directory.path} from a run that died",
+            fix=f"choose another --output_dir; if there is no such process, remove {turn}",
+        ) from None
+    try:
+        if directory.heartbeat() == dead:
+            directory.heartbeat_file.unlink(missing_ok=True)
+    finally:
+        turn.unlink()
 
 
 def _write_heartbeat(directory: RunDirectory, record: RunRecord) -> None:

@@ -99,7 +99,14 @@ def _tables(value: object) -> object:
     """Tables from JSON; a single one is a list of one."""
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         value = json.loads(value)
-    return [value] if isinstance(value, Mapping) else value
+    return _without_null([value] if isinstance(value, Mapping) else value)
+
+
+def _without_null(value: object) -> object:
+    """The same without keys that are null: that means "not given", and TOML has no word for it."""
+    if isinstance(value, Mapping):
+        return {key: _without_null(each) for key, each in value.items() if each is not None}
+    return [_without_null(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_split)]

@@ -29,6 +29,7 @@ BUILT_IN = {
     "console": "smalti.defaults.console",
     "folders": "smalti.defaults.folders",
     "plot": "smalti.defaults.plot",
+    "runs": "smalti.defaults.runs",
     "toy": "smalti.defaults.toy",
     "trackers": "smalti.defaults.trackers",
 }
@@ -111,13 +112,17 @@ class Plugins:
             self._manager.register(plugin, info.name)
             self._manager.check_pending()
         except pluggy.PluginValidationError as error:
-            self._manager.unregister(plugin)
+            self._forget(plugin)
             raise TypeError(_mismatch(plugin, error)) from error
         info.hooks = tuple(sorted(caller.name for caller in self._manager.get_hookcallers(plugin) or ()))
         if not info.hooks:
-            self._manager.unregister(plugin)
+            self._forget(plugin)
             raise TypeError("it implements no hook; mark its functions with @smalti.hookimpl")
         self.infos[info.name] = info
+
+    def _forget(self, plugin: object) -> None:
+        if self._manager.is_registered(plugin):
+            self._manager.unregister(plugin)
 
     # --- calling ----------------------------------------------------------------------------------------------------
 

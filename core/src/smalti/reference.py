@@ -38,6 +38,9 @@ def help_text(schema: Schema, *, everything: bool) -> str:
 def _help_entry(option: Option, width: int) -> Iterator[str]:
     head = f"  --{option.name}" + ("" if option.is_flag else f"={option.kind}")
     facts = [option.help.rstrip(".")]
+    if option.choices and len(head) > 32:
+        head = f"  --{option.name}=word"
+        facts.append(f"one of {', '.join(option.choices)}")
     if option.trade:
         facts.append(option.trade)
     if (default := default_text(option)) != "":

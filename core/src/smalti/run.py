@@ -5,10 +5,9 @@ configure -> family -> model (meta) -> blocks -> wrap -> optimizer -> bind -> lo
 
 from __future__ import annotations
 
-import json
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -21,6 +20,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from smalti.checkpoint.agreement import RankError, together
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.store import CheckpointStore
 from smalti.config import Config
@@ -219,9 +219,18 @@ def build_model(config: Config, plugins: Plugins, family: ModelFamily) -> tuple[
 
 def open_data(config: Config, plugins: Plugins, alignment: int, parallel: Parallel, directory: Path) -> PreparedData:
     """The order of samples on this rank: rank 0 scans, the others read what it wrote. *Collective*."""
-    data = scan_data(config, plugins, alignment, directory) if parallel.world.is_main else None
-    parallel.barrier()
-    return data or load_data(config, plugins, alignment, directory)
+    scanned: list[PreparedData] = []
+
+    def scan() -> str:
+        if parallel.world.is_main:
+            scanned.append(scan_data(config, plugins, alignment, directory))
+        return ""
+
+    try:
+        together(parallel, scan)
+    except RankError as failure:
+        raise UserError(str(failure), fix=failure.fix) from failure
+    return scanned[0] if scanned else load_data(config, plugins, alignment, directory)
 
 
 def resume(run: Run) -> None:
@@ -229,8 +238,7 @@ def resume(run: Run) -> None:
 
     Hyper-parameters are the configuration's, not the checkpoint's: changing one and resuming is how it is changed.
     """
-    choice = run.config[RunOptions].resume_from_checkpoint
-    found = parallel_path(run.parallel, lambda: run.checkpoints.resolve(choice))
+    found = chosen_checkpoint(run, run.config[RunOptions].resume_from_checkpoint)
     if found is None:
         return
     snapshot = run.snapshot()
@@ -242,6 +250,8 @@ def resume(run: Run) -> None:
     run.parallel.load_portable_state(run.model, run.optimizer, snapshot.state)
     for group, values in zip(groups, configured, strict=True):
         group.update(values)
+    if run.ema is not None and not loaded.ema:
+        run.ema.restart()
     trainer = cast(dict[str, int], loaded.trainer)
     run.state.step, run.state.position = trainer["step"], trainer["position"]
     run.state.epoch, run.state.samples = trainer["epoch"], trainer["samples"]
@@ -251,18 +261,13 @@ def resume(run: Run) -> None:
         _log.warning("resuming from %s at step %d", found, run.state.step)
 
 
-def parallel_path(parallel: Parallel, choose: Callable[[], Path | None]) -> Path | None:
-    """What rank 0 chooses, on every rank; its error too. *Collective*."""
-    path, error = "", ""
-    if parallel.world.is_main:
-        try:
-            path = str(choose() or "")
-        except CheckpointError as problem:
-            error = str(problem)
-    answers = parallel.share(json.dumps([path, error]))
-    path, error = json.loads(answers[0])
-    if error:
-        raise CheckpointError(error)
+def chosen_checkpoint(run: Run, choice: str) -> Path | None:
+    """The checkpoint that rank 0 finds and verifies, on every rank; its error too. *Collective*."""
+    find = (lambda: str(run.checkpoints.resolve(choice) or "")) if run.world.is_main else (lambda: "")
+    try:
+        path = together(run.parallel, find)[0]
+    except RankError as failure:
+        raise CheckpointError(f"cannot resume from {choice!r}: {failure}", fix=failure.fix) from failure
     return Path(path) if path else None
 
 

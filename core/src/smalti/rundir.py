@@ -171,7 +171,15 @@ class RunDirectory:
 
     def heartbeat(self) -> Heartbeat | None:
         """The sign of life; None when the run ended in good order or never began."""
-        return read_heartbeat(self.heartbeat_file)
+        try:
+            content = self.heartbeat_file.read_bytes()
+            touched = self.heartbeat_file.stat().st_mtime
+        except FileNotFoundError:
+            return None
+        try:
+            return _HEARTBEAT.validate_python({**json.loads(content), "touched": touched})
+        except (ValueError, TypeError):
+            return Heartbeat(process=None, started=touched, touched=touched)
 
     def status(self) -> Status:
         """How the run fares, from its last word, its process and the age of its heartbeat."""
@@ -295,19 +303,6 @@ def find_runs(root: Path, depth: int = 4) -> Iterator[RunDirectory]:
         for name in folders:
             if not name.startswith("."):
                 yield from find_runs(root / name, depth - 1)
-
-
-def read_heartbeat(path: Path) -> Heartbeat | None:
-    """The heartbeat in this file; None when there is no file."""
-    try:
-        content = path.read_bytes()
-        touched = path.stat().st_mtime
-    except FileNotFoundError:
-        return None
-    try:
-        return _HEARTBEAT.validate_python({**json.loads(content), "touched": touched})
-    except (ValueError, TypeError):
-        return Heartbeat(process=None, started=touched, touched=touched)
 
 
 def _pace(steps: list[Event]) -> float | None:

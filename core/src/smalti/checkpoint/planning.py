@@ -46,16 +46,10 @@ Pieces = dict[str, Piece]
 
 
 def local_pieces(tensors: Mapping[str, Tensor]) -> Pieces:
-    """What this rank holds of each tensor: its shard of a DTensor, the whole of a plain one."""
+    """What this rank holds of each tensor: its shard of a DTensor, which may be empty, and the whole of a plain one."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors))
-    pieces = {}
-    for item in planner.create_local_plan().items:
-        piece = _piece(item)
-        # The last ranks hold nothing of a tensor that is shorter than there are ranks.
-        if 0 not in piece.shape or 0 in tensors[item.index.fqn].shape:
-            pieces[item.index.fqn] = piece
-    return pieces
+    return {item.index.fqn: _piece(item) for item in planner.create_local_plan().items}
 
 
 def encode_pieces(pieces: Pieces) -> str:

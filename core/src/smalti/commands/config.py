@@ -72,7 +72,7 @@ def explain(key: str, words: tuple[str, ...]) -> None:
         if text:
             click.echo(f"{name:<12} {text}")
     for notice in resolved.notices:
-        if notice.startswith(f"{option.name}:"):
+        if notice.startswith((f"{option.name}:", f"{option.name} ")):
             click.echo(f"{'note':<12} {notice}")
 
 

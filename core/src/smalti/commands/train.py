@@ -35,9 +35,10 @@ def train(words: tuple[str, ...]) -> int:
     if everything or some:
         click.echo(USAGE + help_text(invocation.schema, everything=everything))
         return 0
-    from smalti.preparation import Preparation
+    config = invocation.config()
+    from smalti.preparation import Preparation  # imports torch, so only once the options are right
 
-    preparation = Preparation.of(invocation.config(), invocation.plugins, write=not dry_run)
+    preparation = Preparation.of(config, invocation.plugins, write=not dry_run)
     if not dry_run:
         return int(preparation.launch())
     click.echo(json.dumps(preparation.describe(), indent=2) if as_json else preparation.as_text())

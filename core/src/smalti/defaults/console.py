@@ -149,8 +149,15 @@ class BarDisplay:
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as RichProgress
 
-        text = TextColumn("{task.description}", markup=False)
-        self._bar: RichProgress = RichProgress(BarColumn(None), text, console=Terminal(file=stream), expand=True)
+        self._bar: RichProgress = RichProgress(
+            BarColumn(None),
+            TextColumn("{task.description}", markup=False),
+            console=Terminal(file=stream),
+            expand=True,
+            # What others print must go above the bar, but only if it would go to the terminal at all.
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+        )
         self._bar.start()
 
     def update(self, progress: Progress) -> None:

@@ -63,7 +63,7 @@ class Core:
     def load_checkpoint(self, source: Path, state: Snapshot, parallel: Parallel) -> Loaded:
         from smalti.checkpoint.reader import load
 
-        return load(source, state, parallel)
+        return load(source, state, parallel, verified=True)
 
     @hookimpl
     def on_gpu_fault(self, fault: GpuFault) -> FaultAction:

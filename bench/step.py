@@ -1,0 +1,114 @@
+"""A training step of the demo's model under smalti, everything included, against a loop written by hand.
+
+Both train the same model on the same pictures with the same precision, optimizer, clipping and average. The loop by hand has its
+pictures in memory and draws its noise in one go; ours reads, shuffles, writes events, looks for requests and agrees on stops.
+Ten steps of one, then ten of the other, in one process.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from run import Result, paired
+
+from smalti import RunState, StepResult, hookimpl
+from smalti.invocation import Invocation
+from smalti.launch import choose_distributed
+from smalti.plugins import PluginInfo
+from smalti.preparation import Preparation
+from smalti.run import Run, build, open_parallel
+from smalti.trainer import loop
+from smalti.types import RunInfo
+
+ROUND, ROUNDS = 10, 12
+ROOT = Path(__file__).parents[1]
+
+
+def measure() -> list[Result]:
+    make_pictures()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as closing:
+        words = [str(ROOT / "examples/emoji/config.toml"), f"--output_dir={folder}/run", "--num_processes=1"]
+        words += [f"--max_train_steps={ROUND * (ROUNDS + 1)}", "--checkpoint_step_interval=0", "--validation_prompt=[]"]
+        words += [f"--instance_data_dir={ROOT / 'demo/faces'}", "--without=console", "--without=plot"]
+        invocation = Invocation.read(words)
+        config, plugins = invocation.config(), invocation.plugins
+        Preparation.of(config, plugins, write=True)
+        plan = choose_distributed(config, plugins)
+        parallel = open_parallel(plan, config)
+        closing.callback(parallel.close)
+        run = build(config, plugins, plan, parallel, closing)
+        alternation = Alternation(by_hand(run))
+        plugins.register(PluginInfo(name="alternation", distribution="bench", version="0"), alternation)
+        info: RunInfo = run.info
+        run.hook.on_train_start(state=run.state, info=info)
+        loop(run)
+        run.hook.on_train_end(state=run.state, outcome=None)
+    ours, peer = alternation.ours[1:], alternation.peer[1:]
+    return [paired("step: smalti against a bare loop", ours, peer, unit="s/step", goal=1.03)]
+
+
+def make_pictures() -> None:
+    """The demo's pictures, made if they are not there."""
+    sys.path.insert(0, str(ROOT / "examples/emoji"))
+    import prepare
+
+    for drawing in prepare.find_drawings(prepare.svg_folder(), "face"):
+        prepare.write(drawing, ROOT / "demo/faces", 64)
+
+
+class Alternation:
+    """After every ten steps of the run, ten steps of the loop by hand; the times of both per step."""
+
+    def __init__(self, step) -> None:
+        self.step, self.ours, self.peer = step, [], []
+        self.begin = time.perf_counter()
+
+    @hookimpl
+    def on_step_end(self, state: RunState, result: StepResult) -> None:
+        if result.step % ROUND:
+            return
+        now = time.perf_counter()
+        self.ours.append((now - self.begin) / ROUND)
+        for _ in range(ROUND):
+            self.step()
+        after = time.perf_counter()
+        self.peer.append((after - now) / ROUND)
+        self.begin = time.perf_counter()
+
+
+def by_hand(run: Run):
+    """One step of an ordinary PyTorch loop on a second model like the run's."""
+    family = run.family
+    model = family.build_model()
+    weights = family.weights(0)
+    model.load_state_dict({name: weights.get(name).clone() for name in weights.names()})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
+    average = [parameter.detach().clone() for parameter in model.parameters()]
+    first = next(iter(run.batches)).micro[0]
+    pixels, captions = first.pixels, first.captions
+    size = run.effective_batch
+    pixels = pixels.repeat(-(-size // len(pixels)), 1, 1, 1)[:size]
+    captions = (captions * -(-size // len(captions)))[:size]
+    objective = run.loss.objective
+
+    def step() -> None:
+        noise = torch.randn_like(pixels)
+        t = objective.times(torch.rand(size).clamp(1e-4, 1 - 1e-4))
+        noisy = objective.corrupt(pixels, noise, t)
+        conditioning = family.encode_captions(captions)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            prediction = family.forward(model, noisy, objective.timesteps(t), conditioning)
+        loss = objective.loss(prediction, pixels, noise, noisy, t).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch._foreach_lerp_(average, [parameter.detach() for parameter in model.parameters()], 0.01)
+        loss.item()
+
+    return step

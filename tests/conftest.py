@@ -1,0 +1,67 @@
+"""What every test shares: no settings of the developer's own reach it, and a way to resolve configurations."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from smalti.config import Config, resolve, schema_of
+from smalti.options import Schema
+from smalti.plugins import Plugins, Selection, load_plugins
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch, tmp_path_factory):
+    """The environment of a fresh account: no SMALTI_ variables, no Accelerate configuration."""
+    for name in os.environ:
+        if name.startswith(("SMALTI_", "ACCELERATE_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HOME", str(tmp_path_factory.getbasetemp() / "no-huggingface-home"))
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    return DATA
+
+
+@pytest.fixture
+def plugins() -> Plugins:
+    """The built-in plugins, newly registered, so that a test may add its own."""
+    return load_plugins(Selection(without=("all",)))
+
+
+@pytest.fixture(scope="session")
+def schema() -> Schema:
+    """The options of the built-in plugins."""
+    return schema_of(load_plugins(Selection(without=("all",))))
+
+
+@pytest.fixture
+def configure(schema):
+    """configure("--flag=1", file=PATH, environment={...}) -> Config, as if nothing else were set."""
+
+    def give(*flags: str, file: Path | None = None, environment: dict[str, str] | None = None) -> Config:
+        return resolve(schema, flags, file=file, environment=environment or {})
+
+    return give
+
+
+@pytest.fixture
+def write(tmp_path):
+    """write("name.toml", text) -> the path of a file with this text."""
+
+    def put(name: str, text: str) -> Path:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return put
+
+
+@pytest.fixture(scope="session")
+def smalti() -> list[str]:
+    """The command line in a process of its own."""
+    return [sys.executable, "-m", "smalti"]

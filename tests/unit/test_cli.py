@@ -1,0 +1,200 @@
+"""The command line as a user meets it: real processes, exit codes, and what is not imported."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from smalti.cli import main
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """run("config", "show") -> (exit code, output, errors), in this process."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            main(list(words))
+        captured = capsys.readouterr()
+        return int(left.value.code), captured.out, captured.err
+
+    return call
+
+
+WITHOUT_TORCH = {
+    "help": ["--help"],
+    "plugins": ["plugins"],
+    "show": ["config", "show", "--seed=3"],
+    "explain": ["config", "explain", "seed"],
+    "options": ["train", "--help-all"],
+    "a mistake": ["train", "--sede=3"],
+}
+
+
+@pytest.mark.parametrize("words", WITHOUT_TORCH.values(), ids=WITHOUT_TORCH)
+def test_what_only_reads_and_checks_options_imports_nothing_heavy(words):
+    code = f"""
+import sys
+from smalti.cli import main
+try:
+    main({words!r})
+except SystemExit:
+    pass
+heavy = ["torch", "accelerate", "diffusers", "transformers", "numpy", "matplotlib", "pyarrow", "PIL", "yaml"]
+print([name for name in heavy if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout
+
+
+def test_help_takes_well_under_half_a_second(smalti):
+    def seconds() -> float:
+        before = os.times()
+        subprocess.run([*smalti, "--help"], check=True, capture_output=True)
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system
+
+    assert min(seconds() for _ in range(3)) < 0.5
+
+
+@pytest.mark.parametrize("command", ["smalti", "smalti-train"])
+def test_the_installed_commands_answer(command):
+    path = os.path.join(os.path.dirname(sys.executable), command)
+    done = subprocess.run([path, "--help"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "Usage: smalti" in done.stdout) == (0, True)
+
+
+def test_the_version_is_told(run):
+    code, out, _ = run("--version")
+    assert (code, out.startswith("smalti, version 0.")) == (0, True)
+
+
+def test_help_lists_the_commands(run):
+    _, out, _ = run("--help")
+    assert [name for name in ("train", "plugins", "config", "dataset", "checkpoint", "run") if f"  {name} " not in out] == []
+
+
+def test_a_mistyped_command_gets_the_nearest_one(run):
+    assert run("trian")[::2] == (2, "smalti: error: unknown command 'trian'\n  fix: did you mean train?\n")
+
+
+@pytest.mark.parametrize(("command", "package"), [("ui", "smalti-webui"), ("deepspeed", "smalti-deepspeed")])
+def test_a_command_of_a_package_that_is_not_installed_names_it(run, command, package):
+    code, _, errors = run(command)
+    assert (code, f"pip install {package}" in errors) == (4, True)
+
+
+def test_short_help_has_the_options_that_most_runs_need_and_full_help_all(run, schema):
+    short, full = run("train", "--help")[1], run("train", "--help-all")[1]
+    levels = {option.name: option.level for option in schema.options.values()}
+    assert [name for name, level in levels.items() if (f"  --{name}" in short) != (level == "basic")] == []
+    assert [name for name in levels if f"  --{name}" not in full] == []
+
+
+def test_help_has_a_heading_for_each_section(run, schema):
+    full = run("train", "--help-all")[1]
+    assert [group.title for group in schema.groups if f"\n{group.title}:\n" not in full] == []
+
+
+def test_all_problems_are_printed_and_the_exit_code_is_2(run):
+    code, out, errors = run("train", "--sede=1", "--adam_beta1=7")
+    assert (code, out) == (2, "")
+    assert errors.startswith("smalti: error: the configuration has 2 problems:\n  - command line: unknown option --sede\n")
+
+
+def test_show_prints_toml_with_sources_and_differences(run, write, monkeypatch):
+    monkeypatch.setenv("SMALTI_SEED", "4")
+    file = write("run.toml", "seed = 5\nuse_ema = true")
+    assert run("config", "show", str(file))[1] == (
+        f"# seed: '4' from SMALTI_SEED wins over 5 from seed in {file}\n"
+        "# Run\n"
+        "seed = 4 # environment (SMALTI_SEED)\n"
+        "\n"
+        "# Training\n"
+        f"use_ema = true # file (use_ema in {file})\n"
+        "\n"
+    )
+
+
+def test_show_has_every_value_with_its_source_for_machines(run, schema):
+    shown = json.loads(run("config", "show", "--json", "--seed=5")[1])
+    assert shown["values"]["seed"] == {"value": 5, "source": "flag (--seed)"}
+    assert shown["values"].keys() == schema.options.keys()
+
+
+def test_show_all_prints_defaults_too(run):
+    assert "adam_beta2 = 0.999\n" in run("config", "show", "--all")[1]
+
+
+def test_explain_tells_value_source_meaning_and_default(run):
+    lines = run("config", "explain", "--EMA-decay", "--ema_decay=0.9")[1].splitlines()
+    assert lines == [
+        "ema_decay    0.9",
+        "source       flag (--ema_decay)",
+        "meaning      Decay of the average; it warms up from (1+step)/(10+step).",
+        "value        number, >= 0, < 1",
+        "default      0.995",
+        "section      Training",
+        "only with    use_ema",
+        "note         ema_decay has no effect unless use_ema",
+    ]
+
+
+def test_explain_tells_which_source_won(run, write):
+    out = run("config", "explain", "seed", str(write("run.toml", "seed = 5")), "--seed=6")[1]
+    assert "note         seed: '6' from --seed wins over 5 from seed in " in out
+
+
+def test_explain_of_an_unknown_key_gets_the_nearest(run):
+    code, _, errors = run("config", "explain", "sede")
+    assert (code, "did you mean seed?" in errors) == (2, True)
+
+
+def test_explain_for_machines_has_the_declaration_and_the_value(run):
+    told = json.loads(run("config", "explain", "lr_scheduler", "--json", "--lr-scheduler=COSINE")[1])
+    assert (told["value"], told["source"], told["section"]) == ("cosine", "flag (--lr-scheduler)", "Optimizer")
+    assert "polynomial" in told["choices"]
+
+
+def test_an_unknown_flag_of_plugins_is_refused(run):
+    assert run("plugins", "--jsn")[0] == 2
+
+
+def test_a_defect_ends_with_its_traceback_and_one_last_line(smalti, tmp_path):
+    (tmp_path / "click_breaker.py").write_text("import smalti.commands.plugins as p\np.load_plugins = None\n")
+    code = "import click_breaker\nfrom smalti.cli import main\nmain(['plugins'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert done.stderr.splitlines()[-1] == "smalti: error: TypeError: 'NoneType' object is not callable"
+
+
+def test_ctrl_c_during_a_command_exits_with_130(smalti):
+    code = "import smalti.commands.plugins as p\ndef wait(*a, **k):\n    raise KeyboardInterrupt\np.load_plugins = wait\n"
+    code += "from smalti.cli import main\nmain(['plugins'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.strip()) == (130, "smalti: interrupted")
+
+
+def test_a_dry_run_writes_nothing_and_shows_the_launch(smalti, tmp_path):
+    from PIL import Image
+
+    (tmp_path / "pictures").mkdir()
+    for number in range(4):
+        Image.new("RGB", (32, 32)).save(tmp_path / "pictures" / f"{number}.png")
+        (tmp_path / "pictures" / f"{number}.txt").write_text("a picture")
+    words = ["train", "--model_family=toy", "--max_train_steps=3", "--resolution=32", "--resolution_type=pixel", "--dry-run"]
+    words += ["--instance_data_dir=pictures", "--output_dir=a run", "--num_processes=2", "--use_cpu", "--json"]
+    begin = time.monotonic()
+    done = subprocess.run([*smalti, *words], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, (done.stderr, time.monotonic() - begin)
+    shown = json.loads(done.stdout)
+    assert (shown["launch"]["launcher"], shown["launch"]["ranks"], shown["effective_batch"]) == ("elastic", [0, 1], 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pictures"]
+    text = subprocess.run([*smalti, *words[:-1]], capture_output=True, text=True, cwd=tmp_path, timeout=120).stdout
+    assert "'a run'" in text
+    assert 'model_family = "toy" # flag (--model_family)' in text

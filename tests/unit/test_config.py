@@ -1,0 +1,268 @@
+"""From the sources to one Config: priorities, notices, all problems at once, and the way back to text."""
+
+import json
+import tomllib
+
+import pytest
+
+from smalti.config import resolve, restore
+from smalti.configtext import as_toml
+from smalti.errors import ConfigError, ExitCode
+from smalti.options import OptionGroup, Options, Schema, option
+from smalti.settings import CheckpointOptions, DataOptions, OptimizerOptions, RunOptions, TrainingOptions
+
+ACCELERATE = "distributed_type: 'NO'\nmixed_precision: {}\nnum_processes: 1\n"
+
+
+class Vault(Options):
+    vault_key: str | None = option(None, help="A secret.", secret=True)
+    vault_floor: int = option(0, help="A number.")
+
+
+VAULT = Schema((OptionGroup(name="vault", title="Vault", options=Vault),))
+
+
+def problems(configure, *flags, **sources) -> str:
+    with pytest.raises(ConfigError) as raised:
+        configure(*flags, **sources)
+    return str(raised.value)
+
+
+# --- priorities -----------------------------------------------------------------------------------------------------
+
+
+def test_flags_beat_the_environment_beats_accelerate_beats_the_file_beats_the_default(configure, write):
+    accelerate = write("accelerate.yaml", ACCELERATE.format("bf16"))
+    file = write("run.toml", f'mixed_precision = "no"\naccelerate_config = "{accelerate}"')
+    plain = write("plain.toml", 'mixed_precision = "no"')
+    environment = {"SMALTI_MIXED_PRECISION": "no"}
+    sources = [
+        configure("--mixed_precision=bf16", file=file, environment=environment),
+        configure(file=file, environment=environment),
+        configure(file=file),
+        configure(file=plain),
+        configure(),
+    ]
+    assert [config.source("mixed_precision").partition(" (")[0] for config in sources] == [
+        "flag",
+        "environment",
+        "Accelerate YAML",
+        "file",
+        "default",
+    ]
+    assert [config[TrainingOptions].mixed_precision for config in sources] == ["bf16", "no", "bf16", "no", "bf16"]
+
+
+def test_a_notice_says_which_of_two_different_values_won(configure, write):
+    file = write("run.json", '{"--seed": 3}')
+    config = configure("--seed", "4", file=file, environment={"SMALTI_SEED": "5"})
+    assert config.notices == (
+        "seed: '4' from --seed wins over '5' from SMALTI_SEED",
+        f"seed: '4' from --seed wins over 3 from --seed in {file}",
+    )
+
+
+def test_two_spellings_of_one_value_are_no_difference(configure, write):
+    file = write("run.json", '{"seed": 4, "use_ema": "yes", "lr_scheduler": "COSINE", "learning_rate": "1e-3"}')
+    config = configure("--seed=4", "--use_ema", "--lr-scheduler=cosine", "--learning_rate=0.001", file=file)
+    assert config.notices == ()
+
+
+def test_a_former_name_works_with_a_notice(configure):
+    config = configure("--save_total_limit=3", environment={"SMALTI_CHECKPOINTING_STEPS": "7"})
+    assert (config[CheckpointOptions].checkpoints_total_limit, config[CheckpointOptions].checkpoint_step_interval) == (3, 7)
+    assert "save_total_limit is called checkpoints_total_limit here" in config.notices
+    assert "checkpointing_steps is called checkpoint_step_interval here" in config.notices
+
+
+def test_the_singular_of_a_list_needs_no_notice(configure):
+    assert configure("--validation_prompts=a").notices == ()
+
+
+def test_an_option_without_effect_is_noticed(configure):
+    assert configure("--ema_decay=0.9").notices == ("ema_decay has no effect unless use_ema",)
+    assert configure("--ema_decay=0.9", "--use_ema").notices == ()
+    assert configure("--lr_power=2").notices == ("lr_power has no effect unless lr_scheduler == polynomial",)
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.toml", 'seed = 7\nuse_ema = true\nvalidation_prompt = ["a, b"]'),
+        ("a.toml", '[run]\nseed = 7\n[training]\nuse_ema = "true"\n[validation]\nvalidation_prompt = "a, b"'),
+        ("a.json", '{"seed": 7, "use_ema": true, "validation_prompt": ["a, b"]}'),
+        ("a.json", '{"--seed": "7", "--use-ema": "True", "--validation_prompt": "a, b", "--adam_epsilon": null}'),
+        ("a.json", '{"--seed": 7, "seed": "7", "USE_EMA": "on", "validation_prompts": "a, b"}'),
+        ("a.yaml", "seed: 7\nuse_ema: yes\nvalidation_prompt: 'a, b'"),
+        ("a.yaml", "seed: '{env:SEED}'\nuse-ema: 1\nvalidation_prompt: ['{env:LETTER}, b']\nadam_epsilon:"),
+    ],
+)
+def test_one_configuration_can_be_written_in_many_ways(configure, write, name, text):
+    config = configure(file=write(name, text), environment={"SEED": "7", "LETTER": "a"})
+    assert config.changes() == {"seed": 7, "use_ema": True, "validation_prompt": ["a, b"]}
+
+
+def test_the_text_false_switches_off(configure, write):
+    text = '{"use_ema": "false", "gradient_checkpointing": "False", "rescale_betas_zero_snr": "no"}'
+    assert configure(file=write("a.json", text)).changes() == {}
+
+
+def test_both_spellings_of_a_key_with_different_values_are_an_error(configure, write):
+    file = write("a.json", '{"--seed": 1, "seed": 2}')
+    assert f"--seed in {file} and seed in {file} are the same option with different values" in problems(configure, file=file)
+
+
+def test_a_name_and_its_former_name_with_different_values_are_an_error_in_the_environment_too(configure):
+    environment = {"SMALTI_SAVE_TOTAL_LIMIT": "1", "SMALTI_CHECKPOINTS_TOTAL_LIMIT": "2"}
+    assert "SMALTI_SAVE_TOTAL_LIMIT and SMALTI_CHECKPOINTS_TOTAL_LIMIT are the same option" in problems(
+        configure, environment=environment
+    )
+
+
+def test_a_number_is_a_fine_text(configure, write):
+    file = write("a.toml", "resume_from_checkpoint = 500\nvalidation_resolution = 512")
+    assert configure(file=file)[RunOptions].resume_from_checkpoint == "500"
+
+
+def test_a_misspelled_section_gets_the_nearest_one(configure, write):
+    file = write("a.toml", "[trainig]\nuse_ema = true")
+    assert "unknown section [trainig]\n    fix: did you mean [training]?" in problems(configure, file=file)
+
+
+def test_a_placeholder_without_its_variable_is_a_problem(configure, write):
+    told = problems(configure, file=write("a.json", '{"model_family": "{env:FAMILY}"}'))
+    assert "{env:FAMILY}: the environment has no FAMILY" in told
+
+
+# --- problems -------------------------------------------------------------------------------------------------------
+
+
+def test_all_problems_of_all_sources_are_told_at_once_with_their_places(configure, write):
+    file = write("a.toml", 'sede = 1\nlr_scheduler = "cosin"')
+    told = problems(configure, "--adam_beta1=2", "--nothing", file=file, environment={"SMALTI_SEED": "x"})
+    assert told.splitlines()[0] == "the configuration has 5 problems:"
+    for line in (
+        "command line: unknown option --nothing",
+        f"{file}: unknown option sede",
+        "fix: did you mean seed?",
+        "SMALTI_SEED: seed cannot be 'x': input should be a valid integer, unable to parse string as an integer",
+        "fix: give an integer >= 0",
+        "--adam_beta1: adam_beta1 cannot be '2': input should be less than 1",
+        f"lr_scheduler in {file}: lr_scheduler cannot be 'cosin': it is none of the choices",
+        "did you mean cosine? give one of constant, constant_with_warmup, linear,",
+    ):
+        assert line in told
+
+
+def test_problems_exit_with_code_2_and_with_code_4_if_only_packages_are_missing(configure):
+    with pytest.raises(ConfigError) as mixed:
+        configure("--fsdp_enable", "--nothing")
+    with pytest.raises(ConfigError) as missing:
+        configure("--fsdp_enable", "--deepspeed_config=x.json")
+    assert (mixed.value.exit_code, missing.value.exit_code) == (ExitCode.USAGE, ExitCode.MISSING_PLUGIN)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"seed": true}', "seed cannot be True: a switch's value"),
+        ('{"learning_rate": false}', "learning_rate cannot be False: a switch's value"),
+        ('{"output_dir": ""}', "output_dir cannot be '': it is empty"),
+        ('{"seed": 1.5}', "seed cannot be 1.5"),
+        ('{"use_ema": "maybe"}', "use_ema cannot be 'maybe'"),
+        ('{"use_ema": 2}', "use_ema cannot be 2"),
+        ('{"learning_rate": "nan"}', "learning_rate cannot be 'nan': input should be a finite number"),
+        ('{"validation_prompt": ["a", 3, {}]}', "validation_prompt cannot be ['a', 3, {}]: entry 2:"),
+        ('{"data_error_budget": "150 %"}', "data_error_budget cannot be '150 %': a share must be below 100 %"),
+        ('{"data_error_budget": 1.5}', "from 1 on it is a count, a whole number"),
+        ('{"model_family": ["toy"]}', "model_family cannot be ['toy']"),
+        ('{"datasets": ["a"]}', "datasets cannot be ['a']: entry 0:"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused(configure, write, text, told):
+    assert told in problems(configure, file=write("a.json", text))
+
+
+@pytest.mark.parametrize(("text", "value"), [("1 %", 0.01), ("2.5%", 0.025), ("0.5", 0.5), ("3", 3.0)])
+def test_an_error_budget_is_a_share_a_percentage_or_a_count(configure, text, value):
+    assert configure(f"--data_error_budget={text}")[DataOptions].data_error_budget == pytest.approx(value)
+
+
+def test_a_mistyped_variable_is_refused_and_an_empty_one_counts_as_not_set(configure):
+    assert configure(environment={"SMALTI_SEED": ""})[RunOptions].seed == 42
+    told = problems(configure, environment={"SMALTI_LEARNIG_RATE": "1"})
+    assert "environment variable SMALTI_LEARNIG_RATE: unknown option learnig_rate" in told
+    assert "did you mean learning_rate?" in told
+
+
+def test_none_on_the_command_line_takes_back_what_the_file_says(configure, write):
+    file = write("a.toml", "snr_gamma = 5.0\nmax_train_steps = 10")
+    config = configure("--snr_gamma=none", "--max_train_steps", "None", file=file)
+    assert config.changes() == {}
+
+
+# --- secrets --------------------------------------------------------------------------------------------------------
+
+
+def test_a_secret_in_the_open_is_refused_in_a_file(write):
+    with pytest.raises(ConfigError, match="vault_key is a secret") as raised:
+        resolve(VAULT, file=write("a.toml", 'vault_key = "hunter2"'), environment={})
+    assert '{env:VAULT_KEY}' in str(raised.value)
+
+
+def test_a_secret_is_shown_nowhere(write):
+    file = write("a.toml", 'vault_key = "{env:OTHER}"')
+    config = resolve(VAULT, file=file, environment={"OTHER": "hunter2", "SMALTI_VAULT_KEY": "hunter3"})
+    assert config[Vault].vault_key == "hunter3"
+    shown = json.dumps([config.values(), config.flags(), config.notices, dict(config.sources)]) + as_toml(config) + config.digest
+    assert "hunter" not in shown
+    assert "vault_key: SMALTI_VAULT_KEY wins over" in config.notices[0]
+
+
+def test_a_secret_reaches_the_workers_by_their_environment(write):
+    file = write("a.toml", 'vault_key = "{env:OTHER}"\nvault_floor = 2')
+    config = resolve(VAULT, file=file, environment={"OTHER": "hunter2"})
+    there = restore(VAULT, config.shared_values(), {}, environment=config.secrets())
+    assert there[Vault] == config[Vault]
+
+
+# --- the way back ---------------------------------------------------------------------------------------------------
+
+
+def test_the_toml_of_a_configuration_gives_it_again(configure, write):
+    config = configure(
+        "--seed=5",
+        "--no_flow_schedule_auto_shift",
+        '--datasets=[{"id": "a", "caption_filter": null, "json": {"path": "x"}}, {"id": "b"}]',
+        "--report_to=tensorboard,wandb",
+        "--snr_gamma=5",
+        "--tracker_project_name=none",
+    )
+    text = as_toml(config)
+    again = configure(file=write("again.toml", text))
+    assert again.digest == configure(*config.flags()).digest
+    assert again[DataOptions].datasets == ({"id": "a", "json": {"path": "x"}}, {"id": "b"})
+    assert tomllib.loads(text)["report_to"] == ["tensorboard", "wandb"]
+
+
+def test_workers_get_the_configuration_of_their_launcher(configure, schema):
+    config = configure("--seed=5", "--use_ema", "--machine_rank=1")
+    there = restore(schema, json.loads(json.dumps(config.shared_values())), {}, environment={})
+    assert (there.digest, there[OptimizerOptions], there[TrainingOptions]) == (
+        config.digest,
+        config[OptimizerOptions],
+        config[TrainingOptions],
+    )
+
+
+def test_values_that_this_version_does_not_know_are_a_problem_for_a_worker(schema):
+    with pytest.raises(ConfigError, match=r"launch.json: unknown option sede"):
+        restore(schema, {"sede": 3}, {}, environment={})
+
+
+def test_the_machines_of_one_run_have_one_digest(configure):
+    assert configure("--machine_rank=0").digest == configure("--machine_rank=3").digest
+    assert configure("--seed=0").digest != configure("--seed=1").digest

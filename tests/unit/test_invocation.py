@@ -1,0 +1,59 @@
+"""Splitting a command line into configuration file, plugins and flags."""
+
+import pytest
+
+from smalti.errors import UserError
+from smalti.invocation import Invocation, take_switch
+from smalti.settings import DataOptions, RunOptions
+
+
+@pytest.mark.parametrize(
+    "words", [("{file}", "--seed=5"), ("--seed=5", "--config", "{file}"), ("--config={file}", "--seed", "5")]
+)
+def test_the_configuration_file_is_the_first_word_or_follows_config(write, words):
+    file = write("run.toml", "use_ema = true")
+    invocation = Invocation.read([word.format(file=file) for word in words])
+    assert invocation.file == file
+    assert invocation.config().changes() == {"seed": 5, "use_ema": True}
+
+
+def test_a_flag_may_take_a_file_as_its_value_at_the_end(write):
+    config = Invocation.read(["--data_backend_config", "data.json"]).config()
+    assert str(config[DataOptions].data_backend_config) == "data.json"
+
+
+@pytest.mark.parametrize("words", [["a.toml", "--config", "b.toml"], ["--config=a.toml", "--config=b.toml"]])
+def test_two_configuration_files_are_refused(words):
+    with pytest.raises(UserError, match="two configuration files are given: a.toml and b.toml"):
+        Invocation.read(words)
+
+
+@pytest.mark.parametrize("words", [["--config"], ["--config", "--seed=1"], ["--config="]])
+def test_config_needs_a_file(words):
+    with pytest.raises(UserError, match="--config needs a file"):
+        Invocation.read(words)
+
+
+def test_a_file_in_the_wrong_place_is_told_where_it_belongs(write):
+    file = write("run.toml", "")
+    with pytest.raises(UserError, match="put the configuration file first"):
+        Invocation.read(["--use_ema", str(file)]).config()
+
+
+def test_the_home_folder_may_be_written_as_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run.toml").write_text("seed = 7")
+    assert Invocation.read(["~/run.toml"]).config()[RunOptions].seed == 7
+
+
+def test_plugins_are_selected_before_options_are_read():
+    invocation = Invocation.read(["--without", "toy", "--without=plot", "--seed=3"])
+    assert [name for name, info in invocation.plugins.infos.items() if info.state == "blocked"] == ["plot", "toy"]
+    assert "toy_width" not in invocation.schema.options
+    assert invocation.config().value("without") == ("toy", "plot")
+
+
+@pytest.mark.parametrize("spelling", ["--dry-run", "--dry_run"])
+def test_a_switch_of_the_command_itself_is_taken_out_of_the_words(spelling):
+    words = ["a", spelling, "b"]
+    assert (take_switch(words, "--dry-run"), words) == (True, ["a", "b"])

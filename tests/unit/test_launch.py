@@ -1,0 +1,158 @@
+"""The launch plan: which launcher, which command, which environment, for any machine."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed.run
+from torch.distributed.run import config_from_args, parse_args
+
+from smalti import hookimpl
+from smalti.config import restore
+from smalti.configfile import read_mapping
+from smalti.errors import PreflightError, UserError
+from smalti.launch import LaunchPlan, check_accelerators, choose_distributed, expected_kind, plan_launch, write_launch_files
+from smalti.plugins import PluginInfo
+from smalti.rundir import RunDirectory
+from smalti.types import DistributedPlan
+
+RUN = Path("/shared/a run")
+DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.replicas:Replicas", fallback=True)
+FSDP = DistributedPlan(
+    name="fsdp2",
+    title="FSDP",
+    parallel="elsewhere:Sharded",
+    accelerate={"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}},
+    environment={"SHARDS": "2"},
+)
+
+
+def plan(config, kind="cpu", distributed=DDP, environment=None) -> LaunchPlan:
+    return plan_launch(config, distributed, RUN, kind, environment or {})
+
+
+def elastic(found: LaunchPlan):
+    """The launch as torch's launcher understands the command."""
+    assert found.command[:3] == (sys.executable, "-m", "torch.distributed.run")
+    arguments = parse_args(list(found.command[3:]))
+    return config_from_args(arguments)[0], arguments
+
+
+def test_one_rank_runs_in_this_process(configure):
+    found = plan(configure(), distributed=FSDP)
+    assert (found.launcher, found.command, found.environment, found.ranks) == ("in-process", (), {"SHARDS": "2"}, range(1))
+
+
+def test_several_ranks_on_cpus_are_started_by_torchs_launcher(configure):
+    found = plan(configure("--num_processes=3"))
+    launch, arguments = elastic(found)
+    assert (found.launcher, launch.nproc_per_node, launch.max_nodes, arguments.standalone) == ("elastic", 3, 1, True)
+    assert (arguments.module, arguments.training_script, arguments.training_script_args) == (True, "smalti.worker", [str(RUN)])
+
+
+def test_two_runs_on_one_machine_do_not_share_a_port(configure):
+    _, arguments = elastic(plan(configure("--num_processes=3")))
+    assert arguments.master_port is None
+
+
+def test_num_processes_counts_the_ranks_of_all_machines(configure):
+    flags = ("--num_processes=8", "--num_machines=4", "--machine_rank=2", "--main_process_ip=10.0.0.1")
+    found = plan(configure(*flags))
+    launch, arguments = elastic(found)
+    assert (launch.nproc_per_node, launch.min_nodes, launch.max_nodes) == (2, 4, 4)
+    assert (arguments.node_rank, launch.rdzv_endpoint) == (2, "10.0.0.1:29500")
+    assert found.ranks == range(4, 6)
+
+
+@pytest.mark.parametrize(("machine", "port"), [(0, 7000), (1, None)])
+def test_the_port_has_to_be_free_on_the_first_machine_only(configure, machine, port):
+    flags = ("--num_processes=2", "--num_machines=2", "--main_process_ip=10.0.0.1", "--main_process_port=7000")
+    assert plan(configure(*flags, f"--machine_rank={machine}")).port == port
+
+
+def test_one_rank_on_each_of_two_machines_is_launched_too(configure):
+    found = plan(configure("--num_processes=2", "--num_machines=2", "--main_process_ip=10.0.0.1"))
+    assert elastic(found)[0].nproc_per_node == 1
+
+
+def test_cores_are_shared_out_over_the_ranks_of_a_machine_unless_the_user_says_so(configure, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
+    config = configure("--num_processes=8", "--num_machines=2", "--main_process_ip=h")
+    assert plan(config).environment == {"OMP_NUM_THREADS": "3"}
+    assert plan(config, kind="cuda").environment == {"OMP_NUM_THREADS": "3"}
+    assert plan(config, environment={"OMP_NUM_THREADS": "5"}).environment == {}
+
+
+def test_the_backends_environment_is_added(configure):
+    assert plan(configure("--num_processes=2"), distributed=FSDP).environment["SHARDS"] == "2"
+
+
+def test_a_kind_of_device_without_collectives_trains_in_one_process(configure):
+    assert plan(configure(), kind="mps").launcher == "in-process"
+    with pytest.raises(UserError, match="mps devices train in one process only"):
+        plan(configure("--num_processes=2"), kind="mps")
+
+
+def test_the_fallback_is_chosen_when_nobody_else_claims_the_run(configure, plugins):
+    assert choose_distributed(configure(), plugins).title == "single process"
+    assert choose_distributed(configure("--num_processes=2"), plugins).title == "DDP"
+
+
+class Claim:
+    def __init__(self, name: str, title: str) -> None:
+        self.plan = DistributedPlan(name=name, title=title, parallel="nowhere:at_all")
+
+    @hookimpl
+    def configure_distributed(self):
+        return self.plan
+
+
+def test_a_claim_beats_the_fallback(configure, plugins):
+    plugins.register(PluginInfo(name="fsdp2", distribution="d", version="1"), Claim("fsdp2", "FSDP"))
+    assert choose_distributed(configure("--num_processes=2"), plugins).title == "FSDP"
+
+
+def test_two_claims_are_refused_in_the_words_that_users_know(configure, plugins):
+    for name, title in (("deepspeed", "DeepSpeed"), ("fsdp2", "FSDP")):
+        plugins.register(PluginInfo(name=name, distribution=name, version="1"), Claim(name, title))
+    with pytest.raises(UserError) as raised:
+        choose_distributed(configure(), plugins)
+    assert (raised.value.message, raised.value.exit_code) == ("FSDP and DeepSpeed cannot be enabled simultaneously.", 2)
+
+
+def test_the_files_of_a_launch_give_the_configuration_again(configure, plugins, schema, tmp_path):
+    config = configure("--seed=5", "--num_processes=2", "--validation_prompt=a, b")
+    directory = RunDirectory(tmp_path)
+    write_launch_files(directory, config, plugins, plan(config))
+    launch = json.loads(directory.launch_file.read_text())
+    assert restore(schema, launch["values"], launch["user_accelerate"], {}).digest == launch["digest"] == config.digest
+    assert configure(file=directory.config_file).digest == config.digest
+
+
+def test_each_machine_writes_the_same_values_and_its_own_accelerate_yaml(configure, plugins, tmp_path):
+    directory, values = RunDirectory(tmp_path), []
+    for machine in (0, 1):
+        flags = ("--num_processes=4", "--num_machines=2", "--main_process_ip=h", f"--machine_rank={machine}")
+        config = configure(*flags)
+        write_launch_files(directory, config, plugins, plan_launch(config, DDP, directory.path, "cuda", {}))
+        values.append(json.loads(directory.launch_file.read_text())["values"])
+    assert values[0] == values[1]
+    assert read_mapping(tmp_path / "accelerate.yaml")["machine_rank"] == 0
+    assert read_mapping(tmp_path / "accelerate.node-1.yaml")["machine_rank"] == 1
+    assert "machine_rank" not in read_mapping(directory.config_file)
+
+
+def test_a_launch_for_accelerators_that_are_not_there_is_refused(configure, write):
+    yaml = write("a.yaml", "distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    config = configure("--accelerate_config", str(yaml))
+    assert expected_kind(config) == "cuda"
+    with pytest.raises(PreflightError, match="says MULTI_GPU, and this machine has no usable cuda device"):
+        check_accelerators(config, "cpu")
+    check_accelerators(configure("--accelerate_config", str(yaml), "--use_cpu"), "cpu")
+
+
+def test_more_ranks_than_accelerators_are_refused(configure):
+    present = torch.accelerator.device_count()
+    with pytest.raises(PreflightError, match=f"and has {present} of them"):
+        check_accelerators(configure(f"--num_processes={present + 1}"), "cuda")

@@ -1,0 +1,252 @@
+"""Running workers: real processes stand for the launcher, so that signals, ends and verdicts are the real ones."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from smalti.errors import ExitCode, PreflightError
+from smalti.launch import LaunchPlan
+from smalti.liverun import prepare
+from smalti.rundir import RunDirectory
+from smalti.types import DistributedPlan
+from smalti.workers import RankEnd, end_tree, judge, run_workers
+
+DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.replicas:Replicas", fallback=True)
+LEAVE_WORD = """
+import json, os, pathlib, time
+def leave(rank, code, message):
+    word = {"rank": rank, "exit_code": code, "message": message, "time": time.time()}
+    (pathlib.Path(os.environ["SMALTI_OUTCOME_DIR"]) / f"rank-{rank}.json").write_text(json.dumps(word))
+"""
+
+
+@pytest.fixture
+def directory(tmp_path) -> RunDirectory:
+    found = RunDirectory(tmp_path / "run")
+    prepare(found)
+    return found
+
+
+def plan(code: str, ranks: int = 1, **more) -> LaunchPlan:
+    command = (sys.executable, "-c", LEAVE_WORD + textwrap.dedent(code))
+    return LaunchPlan(launcher="elastic", distributed=DDP, command=command, ranks=range(ranks), **more)
+
+
+def end(rank: int, code: int, at: float, message: str = "so") -> RankEnd:
+    return RankEnd(rank=rank, exit_code=code, message=message, time=at)
+
+
+# --- verdicts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [ExitCode.DONE, ExitCode.PREEMPTED, ExitCode.INTERRUPTED])
+def test_what_all_ranks_agreed_on_is_the_verdict(code):
+    assert judge([end(0, code, 1, "stopped"), end(1, code, 2)], 0, range(2)) == (code, "stopped")
+
+
+@pytest.mark.parametrize("code", [ExitCode.FAILED, ExitCode.USAGE, ExitCode.PREFLIGHT, ExitCode.MISSING_PLUGIN, ExitCode.GPU_FAULT])
+def test_the_earliest_failure_is_the_cause(code):
+    ends = [end(2, ExitCode.DONE, 0), end(1, code, 1, "broken"), end(0, ExitCode.FAILED, 2, "lost a neighbour")]
+    assert judge(ends, 1, range(3)) == (code, "rank 1: broken")
+
+
+def test_a_rank_that_was_killed_is_named_beside_what_the_others_say():
+    code, message = judge([end(0, ExitCode.FAILED, 1, "connection closed by peer")], 1, range(3))
+    assert code == ExitCode.FAILED
+    assert message == "rank 0: connection closed by peer; ranks 1, 2 ended without a word, as when killed (out of memory?)"
+
+
+def test_only_silence_is_a_failure():
+    assert judge([], 137, range(4, 5)) == (
+        ExitCode.FAILED,
+        "rank 4 ended without a word, as when killed (out of memory?) (launcher status 137)",
+    )
+
+
+def test_a_launcher_that_fails_after_good_ends_is_a_failure():
+    assert judge([end(0, 0, 1)], 1, range(1))[0] == ExitCode.FAILED
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+
+
+def test_the_words_of_the_ranks_become_the_verdict(directory):
+    code = "leave(0, 0, 'trained 5 steps'); leave(1, 0, 'trained 5 steps')"
+    assert run_workers(plan(code, ranks=2), directory) == (ExitCode.DONE, "trained 5 steps")
+
+
+def test_a_failing_rank_gives_its_own_exit_code(directory):
+    code = "leave(0, 2, 'this machine has other plugins'); raise SystemExit(1)"
+    assert run_workers(plan(code), directory) == (ExitCode.USAGE, "rank 0: this machine has other plugins")
+
+
+def test_a_worker_that_is_killed_is_told_of(directory):
+    code, message = run_workers(plan("os.kill(os.getpid(), 9)"), directory)
+    assert (code, "rank 0 ended without a word" in message, "launcher status -9" in message) == (ExitCode.FAILED, True, True)
+
+
+def test_a_word_that_was_cut_off_counts_as_none(directory):
+    code = "(pathlib.Path(os.environ['SMALTI_OUTCOME_DIR']) / 'rank-0.json').write_text('{\"rank\"'); raise SystemExit(1)"
+    assert "rank 0 ended without a word" in run_workers(plan(code), directory)[1]
+
+
+def test_environment_and_secrets_reach_the_workers(directory):
+    code = "leave(0, 0, os.environ['OMP_NUM_THREADS'] + os.environ['SMALTI_KEY'])"
+    found = plan(code, environment={"OMP_NUM_THREADS": "7"}, secrets={"SMALTI_KEY": "-hunter" + "2"})
+    assert run_workers(found, directory) == (ExitCode.DONE, "7-hunter2")
+    assert "-hunter2" not in json.dumps(found.as_json()) + repr(found)
+
+
+def test_a_port_that_is_taken_is_found_out_before_anything_starts(directory):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(PreflightError, match=f"port {port} of this machine is not to be had"):
+            run_workers(plan("leave(0, 0, 'ran')", port=port), directory)
+
+
+# --- signals --------------------------------------------------------------------------------------------------------
+
+HOST = """
+import json, pathlib, sys
+from smalti.launch import LaunchPlan
+from smalti.rundir import RunDirectory
+from smalti.types import DistributedPlan
+from smalti.workers import run_workers
+
+ddp = DistributedPlan(name="ddp", title="DDP", parallel="x:y", fallback=True)
+plan = LaunchPlan(launcher="elastic", distributed=ddp, command=(sys.executable, sys.argv[1]))
+print(json.dumps(run_workers(plan, RunDirectory(sys.argv[2]))))
+"""
+LIVING = """
+import signal, subprocess, sys, time
+from smalti.liverun import acquire
+from smalti.rundir import RunDirectory
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+pathlib.Path(sys.argv[0] + ".child").write_text(str(child.pid))
+asked = ["something"] if OBEYS != "later" else []
+run = acquire(RunDirectory(pathlib.Path(sys.argv[0]).parent / "run"))
+pathlib.Path(sys.argv[0] + ".ready").touch()
+while True:
+    time.sleep(0.02)
+    for request in run.take_requests() if OBEYS else ():
+        if not asked:
+            asked.append(request)
+            run.acknowledge(request, accepted=False, message="too young")
+            continue
+        run.acknowledge(request, message="stopping")
+        leave(0, 130 if request.details["reason"] == "interrupted" else 6, "stopped at step 3")
+        child.kill()
+        run.close()
+        raise SystemExit(0)
+"""
+YOUNG = """
+pathlib.Path(__file__ + ".ready").touch()
+time.sleep(600)
+"""
+
+
+class Host:
+    """A process that runs workers, to be signalled like `smalti train`."""
+
+    def __init__(self, folder: Path, worker: str) -> None:
+        prepare(RunDirectory(folder / "run"))
+        self.worker = folder / "worker.py"
+        self.worker.write_text(LEAVE_WORD + worker)
+        command = [sys.executable, "-c", HOST, str(self.worker), str(folder / "run")]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + 60
+        while not Path(f"{self.worker}.ready").exists():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def child_lives(self) -> bool:
+        pid = int(Path(f"{self.worker}.child").read_text())
+        return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+    def verdict(self) -> tuple[int, str]:
+        out, self.error = self.process.communicate(timeout=60)
+        assert out, self.error
+        code, message = json.loads(out)
+        return code, message
+
+
+@pytest.fixture
+def host(tmp_path):
+    hosts = []
+
+    def start(worker: str) -> Host:
+        hosts.append(Host(tmp_path, worker))
+        hosts[-1].wait_until_ready()
+        return hosts[-1]
+
+    yield start
+    for each in hosts:
+        if each.process.poll() is None:
+            end_tree(each.process.pid)
+            each.process.communicate()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 6)])
+def test_the_first_signal_asks_the_run_to_stop(host, number, code):
+    running = host(LIVING.replace("OBEYS", "True"))
+    running.process.send_signal(number)
+    assert running.verdict() == (code, "stopped at step 3")
+    assert "smalti: finishing the step, then saving; once more ends now" in running.error
+
+
+def test_a_run_that_was_too_young_to_obey_is_asked_again(host):
+    running = host(LIVING.replace("OBEYS", "'later'"))
+    running.process.send_signal(signal.SIGINT)
+    assert running.verdict() == (130, "stopped at step 3")
+
+
+def test_the_second_signal_ends_every_process_at_once(host):
+    running = host(LIVING.replace("OBEYS", "False"))
+    assert running.child_lives()
+    running.process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert running.process.poll() is None
+    running.process.send_signal(signal.SIGINT)
+    assert running.verdict() == (130, "ended at once by a second signal; what was saved before is complete")
+    assert not running.child_lives()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 6)])
+def test_before_the_run_has_begun_one_signal_is_enough(host, number, code):
+    running = host(YOUNG)
+    running.process.send_signal(number)
+    assert running.verdict() == (code, "stopped before the run began; nothing was changed")
+
+
+def test_end_tree_ends_processes_that_lead_sessions_of_their_own(tmp_path):
+    code = "import subprocess, sys, time\np = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], "
+    code += "start_new_session=True)\nprint(p.pid, flush=True)\ntime.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = psutil.Process(int(process.stdout.readline()))
+        end_tree(process.pid)
+        child.wait(10)
+    assert (process.returncode, child.is_running()) == (-signal.SIGKILL, False)
+
+
+def test_end_tree_of_a_process_that_is_gone_does_nothing():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    end_tree(process.pid)
+    assert not psutil.pid_exists(process.pid) or os.getpid() != process.pid

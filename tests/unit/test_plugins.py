@@ -1,0 +1,163 @@
+"""Calling hooks: who is asked, in which order, who is blamed."""
+
+import pytest
+
+from smalti import hookimpl
+from smalti.errors import UserError
+from smalti.plugins import BUILT_IN, PluginInfo, Selection, load_plugins
+from smalti.types import Block, Checkpoint, DistributedPlan, FamilyEntry
+
+
+def info(name: str) -> PluginInfo:
+    return PluginInfo(name=name, distribution=f"dist-{name}", version="1.0")
+
+
+class Wrapper:
+    """A backend, or a plugin that only looks on if it has no plan."""
+
+    def __init__(self, name: str, answer: object, asked: list[str]) -> None:
+        self.name, self.answer, self.asked = name, answer, asked
+
+    @hookimpl
+    def wrap_model(self, model):
+        self.asked.append(self.name)
+        return self.answer
+
+
+class Backend(Wrapper):
+    @hookimpl
+    def configure_distributed(self):
+        return DistributedPlan(name=self.name, title=self.name, parallel="nowhere:at_all")
+
+
+class Families:
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    @hookimpl
+    def register_model_families(self):
+        return [FamilyEntry(name=name, title=name, factory="nowhere:at_all") for name in self.names]
+
+
+class Raising:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    @hookimpl
+    def check_config(self, config):
+        raise self.error
+
+
+def test_the_built_in_plugins_come_first_and_in_a_fixed_order(plugins):
+    assert list(plugins.infos) == list(BUILT_IN)
+
+
+def test_only_the_chosen_backend_is_asked_for_a_backend_role(plugins):
+    asked: list[str] = []
+    for name in ("one", "two"):
+        plugins.register(info(name), Backend(name, name, asked))
+    plan = DistributedPlan(name="one", title="One", parallel="nowhere:at_all")
+    assert plugins.backend(plan).wrap_model(model=None, blocks=[], parallel=None, weights=None) == "one"
+    assert asked == ["one"]
+
+
+def test_a_plugin_that_is_no_backend_may_take_a_backend_role_first(plugins):
+    asked: list[str] = []
+    plugins.register(info("one"), Backend("one", "one", asked))
+    plugins.register(info("special"), Wrapper("special", None, asked))
+    plan = DistributedPlan(name="one", title="One", parallel="nowhere:at_all")
+    assert plugins.backend(plan).wrap_model(model=None, blocks=[], parallel=None, weights=None) == "one"
+    assert asked == ["special", "one"]
+
+
+def test_a_plan_must_carry_the_name_of_its_plugin(plugins):
+    with pytest.raises(UserError, match="which is no plugin's name"):
+        plugins.backend(DistributedPlan(name="nobody", title="Nobody", parallel="nowhere:at_all"))
+
+
+def test_in_a_decide_hook_the_core_is_asked_last(plugins):
+    class Detector:
+        @hookimpl
+        def detect_blocks(self, model):
+            return [Block(path="mine", class_name="Mine", parameters=1)]
+
+    plugins.register(info("detector"), Detector())
+    assert [block.path for block in plugins.hook.detect_blocks(model=None, family=None)] == ["mine"]
+
+
+def test_gathered_answers_are_sorted_by_name(plugins):
+    plugins.register(info("families"), Families("zebra", "ant"))
+    assert [family.name for family in plugins.gather("register_model_families", FamilyEntry)] == ["ant", "toy", "zebra"]
+
+
+def test_one_name_from_two_plugins_is_an_error_that_names_both_distributions(plugins):
+    plugins.register(info("families"), Families("toy"))
+    with pytest.raises(UserError) as raised:
+        plugins.gather("register_model_families", FamilyEntry)
+    assert "'toy' is provided twice: by plugin 'toy' (smalti " in str(raised.value)
+    assert "and by plugin 'families' (dist-families 1.0)" in str(raised.value)
+    assert "--without families" in str(raised.value)
+
+
+def test_one_name_twice_from_one_plugin_is_an_error_too(plugins):
+    plugins.register(info("families"), Families("ant", "ant"))
+    with pytest.raises(UserError, match="'ant' is provided twice"):
+        plugins.gather("register_model_families", FamilyEntry)
+
+
+def test_an_answer_of_another_type_is_a_defect_of_its_plugin(plugins):
+    class Wrong:
+        @hookimpl
+        def register_model_families(self):
+            return ["flux"]
+
+    plugins.register(info("wrong"), Wrong())
+    with pytest.raises(TypeError, match=r"plugin 'wrong' \(dist-wrong 1.0\) gave a str from 'register_model_families'"):
+        plugins.gather("register_model_families", FamilyEntry)
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), UserError("no", fix="yes")])
+def test_an_exception_keeps_its_type_and_is_told_where_it_came_from(plugins, error):
+    plugins.register(info("raising"), Raising(error))
+    with pytest.raises(type(error)) as raised:
+        plugins.hook.check_config(config=None)
+    assert raised.value.__notes__ == ["raised by plugin 'raising' (dist-raising 1.0) in hook 'check_config'"]
+
+
+def test_blame_goes_to_the_plugin_deepest_in_the_traceback(plugins):
+    plugins.register(info("inner"), Raising(ValueError("no")))
+
+    class Outer:
+        @hookimpl
+        def check_config(self, config):
+            raise RuntimeError("from here")
+
+    plugins.register(info("outer"), Outer())
+    with pytest.raises(RuntimeError) as raised:
+        plugins.hook.check_config(config=None)
+    assert raised.value.__notes__ == ["raised by plugin 'outer' (dist-outer 1.0) in hook 'check_config'"]
+
+
+def test_a_plugin_that_was_switched_off_for_a_hook_is_not_asked_again(plugins):
+    plugins.register(info("raising"), Raising(ValueError("no")))
+    plugins.switch_off("raising", "check_config")
+    assert "raising" not in plugins.claims("check_config")
+
+
+def test_a_plugin_need_not_take_all_arguments(plugins):
+    seen = []
+
+    class Brief:
+        @hookimpl
+        def on_checkpoint(self, checkpoint):
+            seen.append(checkpoint.step)
+
+    plugins.register(info("brief"), Brief())
+    plugins.call_only("brief", "on_checkpoint", state=None, checkpoint=Checkpoint(step=3, path="p", size=1, seconds=1.0))
+    assert seen == [3]
+
+
+def test_the_lines_that_ranks_compare_name_active_plugins_only():
+    lines = load_plugins(Selection(without=("all", "toy"))).lines
+    assert all(line.split()[1] == "smalti" for line in lines)
+    assert not any(line.startswith("toy ") for line in lines)
