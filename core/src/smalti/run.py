@@ -75,7 +75,6 @@ class Run:
     state: RunState
     cadence: Cadence
     checkpoints: CheckpointStore
-    skipped: int = 0
     scheduler: LambdaLR = field(init=False)
     batches: Loader = field(init=False)
 
@@ -118,11 +117,11 @@ class Run:
         state.position = batch.position + 1
         state.epoch = batch.epoch
         state.samples += result.samples
-        self.skipped = self.skipped + 1 if result.skipped else 0
+        state.skipped = state.skipped + 1 if result.skipped else 0
         if result.skipped and options.nonfinite_loss == "stop":
             state.request_stop(StopReason.NON_FINITE, f"the loss or its gradient is not finite in step {result.step + 1}")
-        elif self.skipped >= options.max_skipped_steps:
-            message = f"{self.skipped} steps in a row had a loss or gradient that is not finite"
+        elif state.skipped >= options.max_skipped_steps:
+            message = f"{state.skipped} steps in a row had a loss or gradient that is not finite"
             state.request_stop(StopReason.NON_FINITE, message)
         if broken := self.batches.budget_exhausted:
             state.request_stop(StopReason.ERROR_BUDGET, broken)

@@ -41,7 +41,7 @@ class Cadence:
 
 
 def _due(state: RunState, interval: int) -> bool:
-    return interval > 0 and state.step % interval == 0
+    return interval > 0 and state.step % interval == 0 and not state.skipped
 
 
 def learning_rate(options: OptimizerOptions, total: int) -> Callable[[int], float]:
