@@ -1,8 +1,8 @@
 """A training step of the demo's model under smalti, everything included, against a loop written by hand.
 
-Both train the same model on the same pictures with the same precision, optimizer, clipping and average. The loop by hand has its
-pictures in memory and draws its noise in one go; ours reads, shuffles, writes events, looks for requests and agrees on stops.
-Ten steps of one, then ten of the other, in one process.
+Both train the same model on the same pictures with the same precision, optimizer, clipping and average. The loop by hand has
+its pictures in memory and draws its noise in one go; ours reads, shuffles, writes events, looks for requests and agrees on
+stops. Ten steps of one, then ten of the other, in one process.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageDraw
 
-from smalti.workers import end_tree
 from smalti.rundir import RunDirectory
+from smalti.workers import end_tree
 
 PROBE = Path(__file__).parent / "probe"
 TINY = {
@@ -147,6 +147,8 @@ def train(pictures):
             timeout=240,
         )
         output = finished.stdout + finished.stderr
-        return Finished(directory=directory, code=finished.returncode, output=output, calls_file=directory.with_suffix(".calls"))
+        return Finished(
+            directory=directory, code=finished.returncode, output=output, calls_file=directory.with_suffix(".calls")
+        )
 
     return start

@@ -3,16 +3,17 @@
 import pytest
 import torch
 
+OPTIONS = {"max_train_steps": 12, "train_batch_size": 4, "use_ema": True, "lr_scheduler": "cosine", "lr_warmup_steps": 3}
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, train):
     """Twelve steps in one go, and the same with a stop after five."""
     root = tmp_path_factory.mktemp("resume")
-    options = {"max_train_steps": 12, "train_batch_size": 4, "use_ema": True, "lr_scheduler": "cosine", "lr_warmup_steps": 3}
-    whole = train(root / "whole", **options)
-    stopped = train(root / "stopped", spoil="stop:0:5", **options)
+    whole = train(root / "whole", **OPTIONS)
+    stopped = train(root / "stopped", spoil="stop:0:5", **OPTIONS)
     stopped_losses = stopped.losses
-    resumed = train(root / "stopped", **options)
+    resumed = train(root / "stopped", **OPTIONS)
     return whole, (stopped, stopped_losses), resumed
 
 
@@ -36,7 +37,9 @@ def test_a_resumed_run_ends_bit_equal(runs, group):
 
 def test_a_finished_run_says_so_when_it_is_started_again(runs, train):
     whole, _, _ = runs
-    again = train(whole.directory, max_train_steps=12, train_batch_size=4, use_ema=True, lr_scheduler="cosine", lr_warmup_steps=3)
+    again = train(
+        whole.directory, max_train_steps=12, train_batch_size=4, use_ema=True, lr_scheduler="cosine", lr_warmup_steps=3
+    )
     assert "already at step 12 of 12" in again.output
 
 

@@ -35,7 +35,9 @@ def test_an_accelerate_yaml_for_four_machines_works_as_it_stands(site, data, tmp
     flags = ("--model_family=toy", "--max_train_steps=1", f"--instance_data_dir={pictures}", f"--output_dir={tmp_path / 'run'}")
     file = data / "accelerate-4x8.yaml"
     told = json.loads(site.run("", "config", "show", str(file), *flags, "--json").out)
-    values = {name: told["values"][name]["value"] for name in ("num_processes", "num_machines", "dynamo_backend", "dynamo_mode")}
+    values = {
+        name: told["values"][name]["value"] for name in ("num_processes", "num_machines", "dynamo_backend", "dynamo_mode")
+    }
     assert values == {"num_processes": 32, "num_machines": 4, "dynamo_backend": "inductor", "dynamo_mode": "max-autotune"}
     assert told["values"]["num_processes"]["source"] == f"Accelerate YAML (num_processes in {file})"
     assert told["notices"] == []

@@ -2,7 +2,14 @@
 
 import pytest
 
-TRAIN = ("train", "--model_family=toy", "--max_train_steps=1", "--instance_data_dir=nowhere", "--output_dir=nowhere", "--dry-run")
+TRAIN = (
+    "train",
+    "--model_family=toy",
+    "--max_train_steps=1",
+    "--instance_data_dir=nowhere",
+    "--output_dir=nowhere",
+    "--dry-run",
+)
 
 
 def test_an_installed_plugin_is_listed_with_its_distribution_version_and_hooks(site):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -63,8 +64,8 @@ def test_help_takes_well_under_half_a_second(smalti):
 
 @pytest.mark.parametrize("command", ["smalti", "smalti-train"])
 def test_the_installed_commands_answer(command):
-    path = os.path.join(os.path.dirname(sys.executable), command)
-    done = subprocess.run([path, "--help"], capture_output=True, text=True, timeout=60)
+    path = Path(sys.executable).parent / command
+    done = subprocess.run([str(path), "--help"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, "Usage: smalti" in done.stdout) == (0, True)
 
 

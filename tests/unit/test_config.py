@@ -210,14 +210,16 @@ def test_none_on_the_command_line_takes_back_what_the_file_says(configure, write
 def test_a_secret_in_the_open_is_refused_in_a_file(write):
     with pytest.raises(ConfigError, match="vault_key is a secret") as raised:
         resolve(VAULT, file=write("a.toml", 'vault_key = "hunter2"'), environment={})
-    assert '{env:VAULT_KEY}' in str(raised.value)
+    assert "{env:VAULT_KEY}" in str(raised.value)
 
 
 def test_a_secret_is_shown_nowhere(write):
     file = write("a.toml", 'vault_key = "{env:OTHER}"')
     config = resolve(VAULT, file=file, environment={"OTHER": "hunter2", "SMALTI_VAULT_KEY": "hunter3"})
     assert config[Vault].vault_key == "hunter3"
-    shown = json.dumps([config.values(), config.flags(), config.notices, dict(config.sources)]) + as_toml(config) + config.digest
+    shown = (
+        json.dumps([config.values(), config.flags(), config.notices, dict(config.sources)]) + as_toml(config) + config.digest
+    )
     assert "hunter" not in shown
     assert "vault_key: SMALTI_VAULT_KEY wins over" in config.notices[0]
 

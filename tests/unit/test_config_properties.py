@@ -33,7 +33,9 @@ def values_of(option: Option) -> st.SearchStrategy[object]:
     kinds = option._types
     if bool in kinds:
         return st.booleans()
-    bounds = {key: getattr(each, key) for each in option.info.metadata for key in ("ge", "gt", "le", "lt") if hasattr(each, key)}
+    bounds = {
+        key: getattr(each, key) for each in option.info.metadata for key in ("ge", "gt", "le", "lt") if hasattr(each, key)
+    }
     low, high = bounds.get("ge", bounds.get("gt", -1000)), bounds.get("le", bounds.get("lt", 1000))
     if int in kinds:
         return st.integers(math.ceil(low), math.floor(high))

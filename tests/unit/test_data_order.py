@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smalti.data.buckets import Bucket
-from smalti.hashing import fraction, key_of, permutation
 from smalti.data.order import BucketSamples, Order
+from smalti.hashing import fraction, key_of, permutation
 
 settings.register_profile("no hurry", deadline=None)
 settings.load_profile("no hurry")

@@ -53,7 +53,9 @@ def test_what_all_ranks_agreed_on_is_the_verdict(code):
     assert judge([end(0, code, 1, "stopped"), end(1, code, 2)], 0, range(2)) == (code, "stopped")
 
 
-@pytest.mark.parametrize("code", [ExitCode.FAILED, ExitCode.USAGE, ExitCode.PREFLIGHT, ExitCode.MISSING_PLUGIN, ExitCode.GPU_FAULT])
+@pytest.mark.parametrize(
+    "code", [ExitCode.FAILED, ExitCode.USAGE, ExitCode.PREFLIGHT, ExitCode.MISSING_PLUGIN, ExitCode.GPU_FAULT]
+)
 def test_the_earliest_failure_is_the_cause(code):
     ends = [end(2, ExitCode.DONE, 0), end(1, code, 1, "broken"), end(0, ExitCode.FAILED, 2, "lost a neighbour")]
     assert judge(ends, 1, range(3)) == (code, "rank 1: broken")

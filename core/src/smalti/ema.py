@@ -12,8 +12,8 @@ from torch import Tensor
 class Ema:
     """Shadows of the trained parameters, sharded as they are; the same code for tensors and DTensors.
 
-    The decay warms up as min(decay, (1 + step) / (10 + step)), so that the average forgets the first weights quickly. Kept in fp32
-    because in bf16 an update smaller than 1/256 of the weight is lost to rounding.
+    The decay warms up as min(decay, (1 + step) / (10 + step)), so that the average forgets the first weights quickly. Kept in
+    fp32 because in bf16 an update smaller than 1/256 of the weight is lost to rounding.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:

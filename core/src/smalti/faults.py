@@ -13,8 +13,8 @@ from smalti.types import FaultAction, GpuFault, RunState, StopReason, World
 def fault_of(error: BaseException, world: World) -> GpuFault | None:
     """The fault that an exception stands for, or None if it is something else.
 
-    Errors of the device runtime (an illegal address, a lost device, an uncorrectable ECC error) come as AcceleratorError. Running
-    out of memory is no fault of the device, and a failed collective is none of this rank's.
+    Errors of the device runtime (an illegal address, a lost device, an uncorrectable ECC error) come as AcceleratorError.
+    Running out of memory is no fault of the device, and a failed collective is none of this rank's.
     """
     if isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError):
         return GpuFault(kind="cuda_error", message=str(error).partition("\n")[0], device=world.device, rank=world.rank)

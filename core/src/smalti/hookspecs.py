@@ -100,8 +100,8 @@ class HookSpecs:
     def check_config(self, config: Config) -> list[Problem]:
         """gather: what is wrong with this configuration, each with a fix; an empty list if nothing is.
 
-        Called in the launcher after every single value was validated. Look at combinations of options, files and folders; do not
-        write anything.
+        Called in the launcher after every single value was validated. Look at combinations of options, files and folders; do
+        not write anything.
         """
         raise NotImplementedError
 
@@ -149,8 +149,8 @@ class HookSpecs:
     def detect_blocks(self, model: nn.Module, family: ModelFamily) -> list[Block] | None:
         """decide: the repeated units of the model, outermost first and in forward order.
 
-        `model` has its parameters on the meta device: look at names, classes and shapes only. The core's answer takes the classes
-        that the family names, or else the repeated classes inside `ModuleList` and `Sequential`.
+        `model` has its parameters on the meta device: look at names, classes and shapes only. The core's answer takes the
+        classes that the family names, or else the repeated classes inside `ModuleList` and `Sequential`.
         """
         raise NotImplementedError
 
@@ -158,8 +158,8 @@ class HookSpecs:
     def wrap_model(self, model: nn.Module, blocks: list[Block], parallel: Parallel, weights: Weights) -> nn.Module | None:
         """decide, backend role, collective: spread the model over the ranks and fill it with its first weights.
 
-        `model` has its parameters on the meta device; what is returned must be on `parallel.world.device`. `weights` gives whole
-        tensors by name, the same on every rank.
+        `model` has its parameters on the meta device; what is returned must be on `parallel.world.device`. `weights` gives
+        whole tensors by name, the same on every rank.
         """
         raise NotImplementedError
 
@@ -169,8 +169,8 @@ class HookSpecs:
     ) -> torch.optim.Optimizer | None:
         """decide: the optimizer for the wrapped model.
 
-        `groups` are torch parameter groups whose `params` are (name, parameter) pairs of the parameters that train. `registry` is
-        what all plugins registered; the core's answer looks `--optimizer` up in it.
+        `groups` are torch parameter groups whose `params` are (name, parameter) pairs of the parameters that train.
+        `registry` is what all plugins registered; the core's answer looks `--optimizer` up in it.
         """
         raise NotImplementedError
 

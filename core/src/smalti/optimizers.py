@@ -15,14 +15,6 @@ from smalti.errors import UserError
 from smalti.settings import OptimizerOptions
 from smalti.types import OptimizerEntry
 
-BUILT_IN = (
-    OptimizerEntry(name="adamw", title="AdamW", factory="smalti.optimizers:adamw"),
-    OptimizerEntry(name="adafactor", title="Adafactor", factory="torch.optim:Adafactor", accepts=("weight_decay",)),
-    OptimizerEntry(name="muon", title="Muon for matrices, AdamW for the rest", factory="smalti.optimizers:muon"),
-    OptimizerEntry(name="adagrad", title="Adagrad", factory="torch.optim:Adagrad", accepts=("eps", "weight_decay")),
-    OptimizerEntry(name="sgd", title="SGD with momentum 0.9", factory="smalti.optimizers:sgd", accepts=("weight_decay",)),
-)
-
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """The trained parameters as (name, parameter) pairs: matrices with weight decay, vectors (norms, biases) without."""

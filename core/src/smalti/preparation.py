@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -15,7 +16,7 @@ from smalti.config import Config, check
 from smalti.configtext import as_toml
 from smalti.data.prepared import PreparedData
 from smalti.dataplan import scan_data, total_steps
-from smalti.errors import ExitCode, GpuFaultError
+from smalti.errors import ExitCode, GpuFaultError, PreflightError
 from smalti.launch import (
     LaunchPlan,
     accelerator_kind,
@@ -28,7 +29,7 @@ from smalti.launch import (
 )
 from smalti.liverun import prepare
 from smalti.plugins import Plugins
-from smalti.rundir import RunDirectory
+from smalti.rundir import POLL_SECONDS, RunDirectory
 from smalti.settings import LaunchOptions, RunOptions
 
 
@@ -77,7 +78,7 @@ class Preparation:
         if not write:
             return scan_data(config, plugins, family.alignment, None)
         if config[LaunchOptions].machine_rank > 0:
-            directory.path.mkdir(parents=True, exist_ok=True)
+            _wait_for_first_machine(directory, config[LaunchOptions].process_group_timeout)
             return None
         prepare(directory, config_digest=config.digest, world_size=config[LaunchOptions].num_processes)
         return scan_data(config, plugins, family.alignment, directory.data)
@@ -108,11 +109,10 @@ class Preparation:
         return outcome.exit_code, outcome.message
 
     def _say_goodbye(self, code: ExitCode, message: str) -> None:
-        click.echo(
-            f"smalti: {'done' if code is ExitCode.DONE else 'ended with exit code ' + str(int(code))}: {message}", err=True
-        )
         for title, path in self._results().items():
             click.echo(f"  {title:<11} {path}", err=True)
+        verdict = "done" if code is ExitCode.DONE else f"ended with exit code {int(code)}"
+        click.echo(f"smalti: {verdict}: {message}", err=True)
         click.echo(f"  {'go on with':<11} smalti train {shlex.quote(str(self.directory.config_file))}", err=True)
 
     def _results(self) -> dict[str, Path]:
@@ -162,6 +162,20 @@ class Preparation:
         if plan.accelerate_file is not None:
             lines += ["", f"{plan.accelerate_file}:", *_indented(yaml_text(plan.accelerate))]
         return "\n".join(lines)
+
+
+def _wait_for_first_machine(directory: RunDirectory, seconds: float) -> None:
+    """Until machine 0 has made the run directory, which this machine must be able to see."""
+    deadline = time.monotonic() + seconds
+    if directory.record() is None:
+        click.echo(f"smalti: waiting for machine 0 to make {directory.path}", err=True)
+    while directory.record() is None:
+        if time.monotonic() > deadline:
+            raise PreflightError(
+                f"machine 0 has not made the run directory {directory.path} within {seconds:.0f} s",
+                fix="start the same command there with --machine_rank=0; all machines must see one and the same --output_dir",
+            )
+        time.sleep(POLL_SECONDS)
 
 
 def _indented(text: str) -> list[str]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from accelerate import init_empty_weights
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -34,6 +33,7 @@ from smalti.hashing import key_of
 from smalti.hookspecs import HookSpecs
 from smalti.metrics import log_metrics, metrics_of
 from smalti.models.family import ModelFamily
+from smalti.models.weights import without_weights
 from smalti.optimizers import parameter_groups
 from smalti.packages import package_of_family
 from smalti.parallel import Parallel
@@ -206,7 +206,7 @@ def compare_ranks(parallel: Parallel, config: Config, plugins: Plugins) -> None:
 
 def build_model(config: Config, plugins: Plugins, family: ModelFamily) -> tuple[nn.Module, list[Block]]:
     """The model without weights (parameters on the meta device, buffers real) and its blocks."""
-    with init_empty_weights(include_buffers=False):
+    with without_weights():
         model = family.build_model()
     if config[ModelOptions].gradient_checkpointing:
         enable = getattr(model, "enable_gradient_checkpointing", None)

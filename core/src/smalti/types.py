@@ -207,9 +207,9 @@ class StepResult:
 class RunState:
     """Where the run stands, and what was asked of it. Hooks may read everything and call the `request_` methods.
 
-    `step` counts optimizer steps, `position` global batches handed out (the data position: one number), `skipped` the steps in a
-    row that were left out just now. Requests are local to the rank that makes them; the loop agrees on them at the next step
-    boundary.
+    `step` counts optimizer steps, `position` global batches handed out (the data position: one number), `skipped` the steps
+    in a row that were left out just now. Requests are local to the rank that makes them; the loop agrees on them at the next
+    step boundary.
     """
 
     max_steps: int

@@ -41,12 +41,19 @@ def run_rank(config: Config, plugins: Plugins) -> Outcome:
 
 @contextmanager
 def stop_signals(state: RunState) -> Iterator[None]:
-    """SIGINT and SIGTERM ask for an agreed stop the first time and end the process at once the second time."""
+    """SIGINT and SIGTERM ask for an agreed stop; the second one ends a process that nobody launched.
 
-    def handle(number: int, frame: object) -> None:  # noqa: ARG001
+    Under a launcher it is the launcher's to count: one signal from a scheduler can reach a rank twice, from the scheduler and
+    passed on by torch's agent.
+    """
+    launched = OUTCOME_VARIABLE in os.environ
+
+    def handle(number: int, frame: object) -> None:
         reason = StopReason.INTERRUPTED if number == signal.SIGINT else StopReason.PREEMPTED
         if state.stop_reason in (StopReason.INTERRUPTED, StopReason.PREEMPTED):
-            os._exit(reason.exit_code)
+            if not launched:
+                os._exit(reason.exit_code)
+            return
         print("smalti: finishing the step, then saving; once more ends now", file=sys.stderr, flush=True)
         state.request_stop(reason, f"{reason.name.lower()} at step {state.step}")
 

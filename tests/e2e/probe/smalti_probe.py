@@ -6,6 +6,7 @@ that step, "fault" raises the error of a broken accelerator, "error" a plain one
 
 import json
 import os
+from pathlib import Path
 
 from smalti import FaultAction, StopReason, hookimpl
 
@@ -18,7 +19,7 @@ class Probe:
     def note(self, hook, **facts):
         if path := os.environ.get("PROBE_CALLS"):
             line = json.dumps({"hook": hook, "rank": int(os.environ.get("RANK", "0")), **facts})
-            with open(path, "a") as file:
+            with Path(path).open("a") as file:
                 file.write(line + "\n")
 
     def due(self, step):

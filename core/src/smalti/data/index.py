@@ -24,12 +24,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from smalti.data.captions import depends_on_text_file, read_captions
-from smalti.hashing import key_of, text_hash
 from smalti.data.headers import read_size
 from smalti.data.quarantine import BadSampleError, Quarantined
 from smalti.data.sources import Listed, MetadataSource
 from smalti.data.spec import DatasetSpec
 from smalti.errors import UserError
+from smalti.hashing import key_of, text_hash
 from smalti.storage import Storage, StorageError, TransientStorageError
 
 _log = logging.getLogger(__name__)

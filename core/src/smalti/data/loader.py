@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from smalti.data.buckets import Bucket
-from smalti.hashing import fraction, key_of
 from smalti.data.order import GlobalBatch
 from smalti.data.pixels import Bytes, crop, decode, normalised
 from smalti.data.prepared import PreparedData
 from smalti.data.quarantine import BadSampleError, ErrorBudget, Quarantined
+from smalti.hashing import fraction, key_of
 from smalti.storage import StorageError, TransientStorageError
 from smalti.types import World
 

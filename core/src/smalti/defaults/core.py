@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from smalti.models.family import ModelFamily
     from smalti.parallel import Parallel
 
+OPTIMIZERS = (
+    OptimizerEntry(name="adamw", title="AdamW", factory="smalti.optimizers:adamw"),
+    OptimizerEntry(name="adafactor", title="Adafactor", factory="torch.optim:Adafactor", accepts=("weight_decay",)),
+    OptimizerEntry(name="muon", title="Muon for matrices, AdamW for the rest", factory="smalti.optimizers:muon"),
+    OptimizerEntry(name="adagrad", title="Adagrad", factory="torch.optim:Adagrad", accepts=("eps", "weight_decay")),
+    OptimizerEntry(name="sgd", title="SGD with momentum 0.9", factory="smalti.optimizers:sgd", accepts=("weight_decay",)),
+)
+
 
 class Core:
     """The core's own answers; they come after those of all other plugins."""
@@ -35,9 +43,7 @@ class Core:
 
     @hookimpl
     def register_optimizers(self) -> list[OptimizerEntry]:
-        from smalti.optimizers import BUILT_IN
-
-        return list(BUILT_IN)
+        return list(OPTIMIZERS)
 
     @hookimpl
     def build_optimizer(
@@ -67,7 +73,7 @@ class Core:
 
     @hookimpl
     def on_gpu_fault(self, fault: GpuFault) -> FaultAction:
-        """After an error inside the CUDA runtime the process can read nothing from the device any more: nothing to save from."""
+        """After an error inside the CUDA runtime a process can read nothing from the device any more: nothing to save."""
         return FaultAction.STOP_UNSAVED if fault.kind == "cuda_error" else FaultAction.STOP_SAVED
 
 
@@ -80,7 +86,7 @@ def _missing(config: Config) -> list[Problem]:
     if config[RunOptions].output_dir is None:
         problems.append(Problem(message="no run directory is given", fix="--output_dir=FOLDER"))
     if not (data.data_backend_config or data.datasets or data.instance_data_dir):
-        fix = "--instance_data_dir=FOLDER of pictures with captions, or --data_backend_config=FILE, or [[datasets]] in a TOML file"
+        fix = "--instance_data_dir=FOLDER of captioned pictures, or --data_backend_config=FILE, or [[datasets]] in a TOML file"
         problems.append(Problem(message="no dataset is given", fix=fix))
     if config[RunOptions].max_train_steps is None and config[RunOptions].num_train_epochs is None:
         problems.append(Problem(message="nothing says how long to train", fix="--max_train_steps=N or --num_train_epochs=N"))

@@ -68,12 +68,12 @@ class Events:
             live.acknowledge(request, accepted=False, message="this run has no validation_prompt")
 
     @hookimpl
-    def on_validation(self, state: RunState, result: ValidationResult) -> None:  # noqa: ARG002
+    def on_validation(self, state: RunState, result: ValidationResult) -> None:
         if self._live is not None:
             self._live.record_validation(result)
 
     @hookimpl
-    def on_checkpoint(self, state: RunState, checkpoint: Checkpoint) -> None:  # noqa: ARG002
+    def on_checkpoint(self, state: RunState, checkpoint: Checkpoint) -> None:
         if self._live is not None:
             self._live.record_checkpoint(checkpoint)
 

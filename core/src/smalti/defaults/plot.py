@@ -16,11 +16,11 @@ class Plot:
         self._directory: Path | None = None
 
     @hookimpl
-    def on_train_start(self, state: RunState, info: RunInfo) -> None:  # noqa: ARG002
+    def on_train_start(self, state: RunState, info: RunInfo) -> None:
         self._directory = info.directory if info.world.is_main else None
 
     @hookimpl
-    def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:  # noqa: ARG002
+    def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:
         if self._directory is None or state.step == 0:
             return
         from smalti.plot import plot_losses

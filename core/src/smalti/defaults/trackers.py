@@ -42,7 +42,7 @@ class Trackers:
         return problems
 
     @hookimpl
-    def on_train_start(self, state: RunState, info: RunInfo) -> None:  # noqa: ARG002
+    def on_train_start(self, state: RunState, info: RunInfo) -> None:
         options = info.config[TrackingOptions]
         if not info.world.is_main or not options.report_to:
             return
@@ -62,7 +62,7 @@ class Trackers:
             tracker.log(dict(metrics), step=step)
 
     @hookimpl
-    def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:  # noqa: ARG002
+    def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:
         for tracker in self._trackers:
             tracker.finish()
         self._trackers.clear()

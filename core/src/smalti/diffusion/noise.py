@@ -12,6 +12,7 @@ from torch import Tensor
 
 from smalti.hashing import key_of
 
+
 class SampleNoise:
     """Noise and uniform numbers as a pure function of (seed, sample number).
 

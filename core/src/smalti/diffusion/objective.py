@@ -142,7 +142,7 @@ class RectifiedFlow:
     def corrupt(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         return torch.lerp(latents.float(), noise.float(), _per_sample(t, latents)).to(latents.dtype)
 
-    def loss(self, prediction: Tensor, latents: Tensor, noise: Tensor, noisy: Tensor, t: Tensor) -> Tensor:  # noqa: ARG002
+    def loss(self, prediction: Tensor, latents: Tensor, noise: Tensor, noisy: Tensor, t: Tensor) -> Tensor:
         if self.prediction == "flow_matching":
             return self.cost(prediction, noise.float() - latents.float())
         # The noisy latents cancel in the difference of both velocities.
@@ -202,7 +202,7 @@ class Ddpm:
         alpha, sigma = self._rates_for(t, latents)
         return (alpha * latents.float() + sigma * noise.float()).to(latents.dtype)
 
-    def loss(self, prediction: Tensor, latents: Tensor, noise: Tensor, noisy: Tensor, t: Tensor) -> Tensor:  # noqa: ARG002
+    def loss(self, prediction: Tensor, latents: Tensor, noise: Tensor, noisy: Tensor, t: Tensor) -> Tensor:
         if self.prediction == "epsilon":
             return self.cost(prediction, noise)
         if self.prediction == "sample":

@@ -111,7 +111,7 @@ class ConstantShift:
 
     value: float = 1.0
 
-    def at(self, area: int) -> float:  # noqa: ARG002  (the protocol's)
+    def at(self, area: int) -> float:
         return self.value
 
 

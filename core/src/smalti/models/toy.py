@@ -30,11 +30,11 @@ _TIME_FEATURES = 128
 
 @dataclass(frozen=True, kw_only=True)
 class ToyShape:
-    """The size of the model; the defaults make 4.7 million parameters."""
+    """The size of the model; the defaults make 5 million parameters."""
 
     width: int = 192
     depth: int = 6
-    heads: int = 3
+    heads: int = 6
     patch: int = 4
     max_tokens: int = 16
     vocabulary: int = 4096

@@ -1,11 +1,34 @@
-"""Putting first weights into a model that was built without any."""
+"""Building a model without weights, and putting first weights into it."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from smalti.models.family import Weights
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Modules built inside get their parameters on the meta device, where they cost nothing; buffers are real.
+
+    A buffer that a constructor computes could not be filled from a file. Parameters that are shared stay shared.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 @torch.no_grad()

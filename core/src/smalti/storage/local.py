@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from stat import S_ISDIR
 from typing import TYPE_CHECKING
 
 from smalti.files import atomic_write
@@ -70,7 +71,10 @@ class LocalStorage:
 
     def stat(self, key: str) -> StoredFile:
         with self._explained(key) as path:
-            return _stored(key, path.stat())
+            status = path.stat()
+            if S_ISDIR(status.st_mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            return _stored(key, status)
 
     def read(self, key: str) -> bytes:
         with self._explained(key) as path:

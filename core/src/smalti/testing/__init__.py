@@ -1,0 +1,67 @@
+"""The contract kit: what every plugin, storage, model family and parallel backend must do, as checks that anyone can run.
+
+    check_plugin("my_plugin")                     it loads, declares and registers as the core expects
+    check_storage(make)                           a place where datasets live
+    check_family(MyFamily())                      a model family
+    check_parallel("my_plugin", "--my_enable")    a distribution strategy, on two real processes
+
+Each raises `BrokenContract`, or what the checked code raised, with a note that says what the check is for and how to mend
+it. `smalti.testing.pytest` has the same checks as classes to inherit from, one test a check. `two_processes` runs any function
+on several ranks; `MemoryStorage` and `TinyFamily` are small implementations that keep the contracts, for tests that need one.
+
+Importing this module imports neither torch nor pytest. It is for tests; nothing in a run uses it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from smalti.testing.contract import BrokenContract, Contract
+    from smalti.testing.families import check_family
+    from smalti.testing.memory import MemoryStorage
+    from smalti.testing.plugins import check_plugin
+    from smalti.testing.ranks import RankFailed, Ranks, two_processes
+    from smalti.testing.storages import check_storage
+    from smalti.testing.strategies import check_parallel
+    from smalti.testing.tiny import TinyFamily
+
+__all__ = [
+    "BrokenContract",
+    "Contract",
+    "MemoryStorage",
+    "RankFailed",
+    "Ranks",
+    "TinyFamily",
+    "check_family",
+    "check_parallel",
+    "check_plugin",
+    "check_storage",
+    "two_processes",
+]
+
+_HOMES = {
+    "smalti.testing.contract": ("BrokenContract", "Contract"),
+    "smalti.testing.families": ("check_family",),
+    "smalti.testing.memory": ("MemoryStorage",),
+    "smalti.testing.plugins": ("check_plugin",),
+    "smalti.testing.ranks": ("RankFailed", "Ranks", "two_processes"),
+    "smalti.testing.storages": ("check_storage",),
+    "smalti.testing.strategies": ("check_parallel",),
+    "smalti.testing.tiny": ("TinyFamily",),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used, so that checking a storage does not import torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,364 @@
+"""The contract of a model family: what the loop, the backends and validation rely on. Runs on the CPU, in fp32.
+
+Give it a small version of the family, made from a configuration with random weights; a few seconds are enough.
+
+Shapes: B batch, C latent channels, H, W pixels, h, w latent size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import get_args
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from smalti.models.family import Conditioning, ModelFamily, Prediction, SampleRequest
+from smalti.models.weights import materialise
+from smalti.testing.contract import BrokenContract, Contract, expect
+
+CAPTIONS = ("a red fox in the snow", "two boats", "")
+_ALLOWED_BUFFERS = 64 * 2**20
+_TOLERANCE = 1e-3
+"""Of the largest value: kernels may sum in another order for another batch."""
+
+
+@dataclass(frozen=True)
+class FamilySubject:
+    """One family, and what the checks need of it again and again."""
+
+    family: ModelFamily
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height of the pictures: small, and not square."""
+        return 3 * self.family.alignment, 2 * self.family.alignment
+
+    @cached_property
+    def pixels(self) -> Tensor:
+        """(B, 3, H, W), as many as CAPTIONS."""
+        width, height = self.size
+        drawn = torch.rand(len(CAPTIONS), 3, height, width, generator=torch.Generator().manual_seed(0))
+        return drawn * 2 - 1
+
+    @cached_property
+    def latents(self) -> Tensor:
+        with torch.no_grad():
+            return self.family.encode_images(self.pixels).detach()
+
+    def bare(self) -> nn.Module:
+        """The model as a run builds it: parameters on the meta device."""
+        with init_empty_weights(include_buffers=False):
+            return self.family.build_model()
+
+    def model(self, *, recompute: bool = False) -> nn.Module:
+        """A model with weights, a little stirred: first weights may be zeros on purpose and would hide everything."""
+        model = self.bare()
+        if recompute:
+            model.enable_gradient_checkpointing()  # type: ignore[operator]
+        model = materialise(model, self.family.weights(0), "cpu").eval()
+        random = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=random), alpha=0.05)
+        return model
+
+    def predict(self, model: nn.Module, noisy: Tensor, timesteps: Sequence[float], captions: Sequence[str]) -> Tensor:
+        with torch.no_grad():
+            conditioning = self.family.encode_captions(captions)
+        return self.family.forward(model, noisy, torch.tensor(timesteps), conditioning)
+
+    def draw(self, model: nn.Module, prompts: Sequence[str], seeds: Sequence[int]) -> Tensor:
+        width, height = self.size
+        request = SampleRequest(prompts=prompts, seeds=seeds, width=width, height=height, steps=2, guidance=2.0)
+        with torch.no_grad():
+            return self.family.sample(model, request)
+
+
+def check_family(family: ModelFamily) -> None:
+    """Every check of the family contract. `family` should be a small one; its methods are called many times."""
+    FAMILY.run_all(FamilySubject(family))
+
+
+FAMILY: Contract[FamilySubject] = Contract("family")
+
+
+@FAMILY.check
+def it_says_what_it_is(subject: FamilySubject) -> None:
+    """The name, what the model predicts and the alignment in pixels are read before anything is built.
+
+    Set them on the class, or in `__init__` when they depend on the configuration.
+    """
+    family = subject.family
+    expect(isinstance(family.name, str) and bool(family.name), f"name is {family.name!r}")
+    expect(family.prediction in get_args(Prediction), f"prediction is {family.prediction!r}")
+    expect(isinstance(family.alignment, int) and family.alignment >= 1, f"alignment is {family.alignment!r}")
+
+
+@FAMILY.check
+def it_builds_a_model_without_weights(subject: FamilySubject) -> None:
+    """`build_model` is called with parameters on the meta device, so that a model larger than memory can be built.
+
+    Load nothing there and compute with no parameter. Buffers stay real: keep them small, made from the configuration alone.
+    """
+    model = subject.bare()
+    real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+    expect(not real, f"these parameters have memory already: {', '.join(real[:5])}")
+    expect(any(True for _ in model.parameters()), "the model has no parameters")
+    meta = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    expect(not meta, f"these buffers have no memory: {', '.join(meta[:5])}")
+    size = sum(buffer.nbytes for buffer in model.buffers())
+    expect(size <= _ALLOWED_BUFFERS, f"the buffers take {size / 2**20:.0f} MiB")
+
+
+@FAMILY.check
+def its_weights_fit_its_model(subject: FamilySubject) -> None:
+    """Every parameter and persistent buffer has a tensor of its name and shape; backends ask for them one by one.
+
+    A missing name is usually a prefix too many or too few; KeyError is the answer to a name that does not exist.
+    """
+    weights, model = subject.family.weights(0), subject.bare()
+    names, wanted = set(weights.names()), dict(model.state_dict())
+    expect(names >= wanted.keys(), f"weights() lacks {', '.join(sorted(wanted.keys() - names)[:5])}")
+    for name, tensor in wanted.items():
+        found = weights.get(name)
+        expect(found.shape == tensor.shape, f"{name} is {tuple(found.shape)}, in the model {tuple(tensor.shape)}")
+        expect(found.device.type == "cpu", f"{name} is on {found.device}, not on the CPU")
+    try:
+        weights.get("no such name")
+    except KeyError:
+        return
+    raise BrokenContract("weights().get() raised no KeyError for a name that does not exist")
+
+
+@FAMILY.check
+def its_first_weights_are_a_function_of_the_seed(subject: FamilySubject) -> None:
+    """Every rank makes its own first weights, and they must be the same ones; another seed gives others.
+
+    Draw them under `torch.random.fork_rng` with the seed set, on the CPU, and from nothing else.
+    """
+    one, again, other = (subject.family.weights(seed) for seed in (1, 1, 2))
+    torch.manual_seed(99)
+    names = sorted(one.names())
+    different = [name for name in names if not torch.equal(one.get(name), again.get(name))]
+    expect(not different, f"the same seed gave two values of {', '.join(different[:5])}")
+    expect(any(not torch.equal(one.get(name), other.get(name)) for name in names), "two seeds gave the same weights")
+
+
+@FAMILY.check
+def captions_have_rows_of_one_shape(subject: FamilySubject) -> None:
+    """Conditioning is cut, joined and cached row by row, so a caption's row must not depend on the others beside it.
+
+    Pad to a fixed length rather than to the longest caption, and mask what is padding.
+    """
+    together = subject.family.encode_captions(CAPTIONS)
+    expect(bool(together), "encode_captions gave nothing")
+    for name, tensor in together.items():
+        expect(tensor.shape[:1] == (len(CAPTIONS),), f"{name} is {tuple(tensor.shape)} for {len(CAPTIONS)} captions")
+        expect(not tensor.requires_grad, f"{name} carries a gradient; encoders are frozen")
+    for row, caption in enumerate(CAPTIONS):
+        _same_conditioning(_row(together, row), subject.family.encode_captions([caption]), f"caption {caption!r} alone")
+
+
+@FAMILY.check
+def captions_mean_the_same_each_time(subject: FamilySubject) -> None:
+    """A caption is encoded anew in every epoch, on another rank, after a resume. The empty prompt is a prompt of its own.
+
+    Python's `hash` differs from process to process; dropout in an encoder that is not in eval mode differs each time.
+    """
+    first, second = (subject.family.encode_captions(CAPTIONS) for _ in range(2))
+    _same_conditioning(first, second, "the same captions again", tolerance=0.0)
+    same = all(torch.equal(tensor[0], tensor[2]) for tensor in first.values())
+    expect(not same, f"{CAPTIONS[0]!r} and the empty prompt are encoded alike")
+
+
+@FAMILY.check
+def pictures_become_latents_and_come_back(subject: FamilySubject) -> None:
+    """Widths and heights are multiples of `alignment`, and nothing else is promised: not square, not a power of two.
+
+    If only odd multiples fail, `alignment` is too small.
+    """
+    alignment = subject.family.alignment
+    for width, height in ((2 * alignment, 2 * alignment), (3 * alignment, 2 * alignment), (2 * alignment, 5 * alignment)):
+        with torch.no_grad():
+            latents = subject.family.encode_images(torch.zeros(2, 3, height, width))
+            expect(latents.ndim == 4 and len(latents) == 2, f"latents are {tuple(latents.shape)}, not (2, C, h, w)")
+            pixels = subject.family.decode_latents(latents)
+        expect(pixels.shape == (2, 3, height, width), f"{width}x{height} came back as {tuple(pixels.shape)}")
+
+
+@FAMILY.check
+def the_prediction_has_the_shape_of_its_input(subject: FamilySubject) -> None:
+    """The loss compares the prediction with noise or picture, element by element. The input itself must stay as it is.
+
+    `timesteps` is (B,), floating point, in [0, 1000]; scale it inside if your model wants another range.
+    """
+    noisy = torch.randn_like(subject.latents)
+    kept = noisy.clone()
+    prediction = subject.predict(subject.model(), noisy, [0.5, 500.0, 1000.0], CAPTIONS)
+    expect(prediction.shape == noisy.shape, f"{tuple(noisy.shape)} gave {tuple(prediction.shape)}")
+    expect(bool(torch.isfinite(prediction).all()), "the prediction is not finite")
+    expect(torch.equal(noisy, kept), "forward has changed its input")
+
+
+@FAMILY.check
+def the_caption_and_the_time_matter(subject: FamilySubject) -> None:
+    """A model that ignores one of them trains without complaint and draws the mean of everything.
+
+    Look for conditioning that is dropped on its way, or a timestep that is rounded away.
+    """
+    model, noisy = subject.model(), torch.randn_like(subject.latents[:1])
+    plain, worded, later = (
+        subject.predict(model, noisy, [time], [caption])
+        for time, caption in ((300.0, CAPTIONS[0]), (300.0, CAPTIONS[1]), (800.0, CAPTIONS[0]))
+    )
+    expect(_distance(plain, worded) > 1e-6, "another caption gave the same prediction")
+    expect(_distance(plain, later) > 1e-6, "another time gave the same prediction")
+
+
+@FAMILY.check
+def a_prediction_does_not_depend_on_its_neighbours(subject: FamilySubject) -> None:
+    """The same batch is split over any number of ranks and micro-batches, and must train the same model.
+
+    Batch normalisation, or a mean over the batch somewhere, breaks this; so does padding to the longest of the batch.
+    """
+    model, noisy, times = subject.model(), torch.randn_like(subject.latents), [100.0, 500.0, 900.0]
+    together = subject.predict(model, noisy, times, CAPTIONS)
+    alone = torch.cat([subject.predict(model, noisy[i : i + 1], times[i : i + 1], CAPTIONS[i : i + 1]) for i in range(3)])
+    expect(_distance(together, alone) < _TOLERANCE, f"alone and in a batch they differ by {_distance(together, alone):.1e}")
+
+
+@FAMILY.check
+def every_parameter_that_trains_gets_a_gradient(subject: FamilySubject) -> None:
+    """Replicas wait for the gradient of every parameter, so one that is never used hangs or stops a run on several ranks.
+
+    Remove it, or set `requires_grad` to False in `build_model`.
+    """
+    model = subject.model().train()
+    _descend(subject, model, torch.randn_like(subject.latents))
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    expect(bool(trained), "nothing in the model trains")
+    without = [name for name, parameter in trained.items() if parameter.grad is None]
+    expect(not without, f"no gradient reaches {', '.join(without[:5])}")
+
+
+@FAMILY.check
+def it_works_in_bf16(subject: FamilySubject) -> None:
+    """`--mixed_precision=bf16` is the default: the forward pass runs under autocast, weights stay in fp32.
+
+    Casts written into the model by hand are what usually fails; take the dtype from a tensor at hand instead.
+    """
+    model = subject.model().train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _descend(subject, model, torch.randn_like(subject.latents))
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    expect(all(bool(torch.isfinite(gradient).all()) for gradient in gradients), "gradients under bf16 are not finite")
+
+
+@FAMILY.check
+def recomputing_activations_changes_no_gradient(subject: FamilySubject) -> None:
+    """`--gradient_checkpointing` calls `model.enable_gradient_checkpointing()` if there is one; a family may have none.
+
+    Use `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, and let nothing in a block depend on when it runs.
+    """
+    if not hasattr(subject.bare(), "enable_gradient_checkpointing"):
+        return
+    noisy = torch.randn_like(subject.latents)
+    plain, again = (subject.model(recompute=recompute).train() for recompute in (False, True))
+    for model in (plain, again):
+        torch.manual_seed(0)
+        _descend(subject, model, noisy)
+    for (name, one), other in zip(plain.named_parameters(), again.parameters(), strict=True):
+        if one.grad is None or other.grad is None:
+            expect(one.grad is other.grad, f"recomputing gives or takes away the gradient of {name}")
+        else:
+            expect(_distance(one.grad, other.grad) < _TOLERANCE, f"recomputing gives {name} another gradient")
+
+
+@FAMILY.check
+def pictures_are_drawn_in_the_size_that_was_asked_for(subject: FamilySubject) -> None:
+    """Validation saves what `sample` gives as eight-bit pictures, one per prompt.
+
+    (B, 3, H, W), about [-1, 1], every number finite, from any seed.
+    """
+    pictures = subject.draw(subject.model(), CAPTIONS, range(len(CAPTIONS)))
+    width, height = subject.size
+    expect(pictures.shape == (len(CAPTIONS), 3, height, width), f"{width}x{height} was drawn as {tuple(pictures.shape)}")
+    expect(bool(torch.isfinite(pictures).all()), "a picture has numbers that are not finite")
+
+
+@FAMILY.check
+def a_picture_depends_on_its_prompt_and_seed_alone(subject: FamilySubject) -> None:
+    """So that pictures of two steps can be compared, whichever rank has drawn them and beside which others.
+
+    Draw the first noise of each picture from a generator of its own (`smalti.diffusion.sampling.seeded_noise`).
+    """
+    model = subject.model()
+    together = subject.draw(model, CAPTIONS, (5, 6, 7))
+    torch.manual_seed(1)
+    again = subject.draw(model, CAPTIONS, (5, 6, 7))
+    expect(torch.equal(together, again), "the same prompts and seeds gave other pictures the second time")
+    alone = subject.draw(model, CAPTIONS[1:2], (6,))
+    expect(_distance(together[1:2], alone) < _TOLERANCE, "a picture depends on those that are drawn beside it")
+    other = subject.draw(model, CAPTIONS[1:2], (8,))
+    expect(_distance(alone, other) > 1e-6, "another seed gave the same picture")
+
+
+@FAMILY.check
+def its_blocks_and_adapter_targets_are_in_the_model(subject: FamilySubject) -> None:
+    """Blocks are what is sharded, recomputed and compiled; a name that is nowhere in the model does nothing, silently.
+
+    `block_classes` may be empty, which lets detection find them; each `lora_targets` is the end of some module's name.
+    """
+    modules = dict(subject.bare().named_modules())
+    classes = {type(module).__name__ for module in modules.values()}
+    missing = [name for name in subject.family.block_classes() if name not in classes]
+    expect(not missing, f"no module is of the class {', '.join(missing)}")
+    lost = [target for target in subject.family.lora_targets() if not any(name.endswith(target) for name in modules)]
+    expect(not lost, f"no module's name ends in {', '.join(lost)}")
+
+
+@FAMILY.check
+def its_flops_are_those_that_torch_counts(subject: FamilySubject) -> None:
+    """Throughput is told in FLOPs, so that runs and machines can be compared; a factor of two is put up with here.
+
+    Count two for each multiplication and addition, one forward pass, one picture, attention included.
+    """
+    width, height = subject.size
+    told = subject.family.flops_per_sample(width, height)
+    expect(isinstance(told, int) and told > 0, f"flops_per_sample gave {told!r}")
+    larger = subject.family.flops_per_sample(2 * width, height)
+    expect(larger > told, "a picture of twice the size costs no more")
+    model = subject.model()
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        subject.predict(model, subject.latents[:1], [500.0], CAPTIONS[:1])
+    counted = counter.get_total_flops()
+    expect(counted / 2 <= told <= counted * 2, f"flops_per_sample says {told}, torch counts {counted}")
+
+
+def _descend(subject: FamilySubject, model: nn.Module, noisy: Tensor) -> None:
+    """The gradient of some loss."""
+    prediction = subject.predict(model, noisy, [100.0, 500.0, 900.0], CAPTIONS)
+    prediction.float().square().mean().backward()  # type: ignore[no-untyped-call]
+
+
+def _row(conditioning: Conditioning, row: int) -> Conditioning:
+    return {name: tensor[row : row + 1] for name, tensor in conditioning.items()}
+
+
+def _same_conditioning(one: Conditioning, other: Conditioning, told: str, *, tolerance: float = _TOLERANCE) -> None:
+    expect(one.keys() == other.keys(), f"{told}: {sorted(other)} instead of {sorted(one)}")
+    for name, tensor in one.items():
+        expect(tensor.shape == other[name].shape, f"{told}: {name} is {tuple(other[name].shape)}, not {tuple(tensor.shape)}")
+        expect(_distance(tensor, other[name]) <= tolerance, f"{told}: {name} is another")
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """The largest difference, relative to the largest value."""
+    one, other = one.detach().double(), other.detach().double()
+    return float((one - other).abs().max() / one.abs().max().clamp(min=1e-12)) if one.numel() else 0.0

@@ -1,0 +1,279 @@
+"""The contract of a plugin: what the core and its users rely on before any run. Imports no torch; `factories` are imported.
+
+It looks at the plugin as it is installed, so install it first (`pip install -e .`), then check it by the name of its entry
+point.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from importlib.metadata import distribution
+from inspect import signature
+from typing import cast, get_args
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from smalti.config import Config, resolve, schema_of
+from smalti.errors import Problem
+from smalti.hookspecs import PROJECT, HookSpecs
+from smalti.options import Option, OptionGroup, Schema
+from smalti.plugins import BUILT_IN, PluginInfo, Plugins, Selection, load_plugins
+from smalti.testing.contract import BrokenContract, Contract, expect
+from smalti.types import DistributedPlan, FamilyEntry, Level, MetadataEntry, OptimizerEntry, StorageEntry
+
+Entry = FamilyEntry | StorageEntry | MetadataEntry | OptimizerEntry
+
+REGISTRIES: dict[str, type[Entry]] = {
+    "register_model_families": FamilyEntry,
+    "register_storage": StorageEntry,
+    "register_metadata_backends": MetadataEntry,
+    "register_optimizers": OptimizerEntry,
+}
+HOOKS = frozenset(name for name in vars(HookSpecs) if not name.startswith("_"))
+
+
+@dataclass(frozen=True)
+class PluginSubject:
+    """One plugin by the name of its entry point, loaded beside the built-in ones and without any other."""
+
+    name: str
+
+    @property
+    def selection(self) -> Selection:
+        return Selection(without=("all",)) if self.name in BUILT_IN else Selection(only=(self.name,))
+
+    @cached_property
+    def plugins(self) -> Plugins:
+        return load_plugins(self.selection, strict=False)
+
+    @property
+    def info(self) -> PluginInfo:
+        return self.plugins.infos[self.name]
+
+    @cached_property
+    def implementation(self) -> object:
+        """What the entry point names."""
+        if self.name in BUILT_IN:
+            return import_module(BUILT_IN[self.name]).plugin
+        return next(entry for entry in distribution(self.info.distribution).entry_points if entry.name == self.name).load()
+
+    @cached_property
+    def config(self) -> Config:
+        """A configuration in which nothing is given."""
+        return resolve(schema_of(self.plugins), environment={"HF_HOME": os.devnull})
+
+    def answers(self, hook: str, **arguments: object) -> list[object]:
+        """What this plugin alone says to a hook; nothing when it does not implement it."""
+        return self.plugins.call_only(self.name, hook, **arguments) if hook in self.info.hooks else []
+
+    def listed(self, hook: str) -> list[object]:
+        """The answers to a hook that gives lists, in one list."""
+        return [each for answer in self.answers(hook) for each in cast(Sequence[object], answer)]
+
+    @cached_property
+    def start(self) -> dict[str, object]:
+        """What `smalti.testing.start` saw of this plugin in a process of its own."""
+        left_in = {"SMALTI_WITHOUT": "all"} if self.name in BUILT_IN else {"SMALTI_PLUGINS": self.name}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("SMALTI_")}
+        done = subprocess.run(
+            [sys.executable, "-m", "smalti.testing.start", self.name],
+            env={**kept, **left_in},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        if done.returncode:
+            raise BrokenContract(f"set-up in a new process ended with status {done.returncode}:\n{done.stderr}")
+        return cast(dict[str, object], json.loads(done.stdout.splitlines()[-1]))
+
+
+def check_plugin(name: str) -> None:
+    """Every check of the plugin contract, for the plugin of this name. It must be installed."""
+    PLUGIN.run_all(PluginSubject(name))
+
+
+PLUGIN: Contract[PluginSubject] = Contract("plugin")
+
+
+@PLUGIN.check
+def it_is_installed_and_active(subject: PluginSubject) -> None:
+    """`smalti plugins` must list it as active.
+
+    Not listed at all: the entry point in `[project.entry-points."smalti.plugins"]` is missing, or the package was not installed
+    again after it was added. Broken or incompatible: the reason is below.
+    """
+    expect(subject.name in subject.plugins.infos, f"no plugin {subject.name!r} is installed")
+    expect(subject.info.state == "active", f"{subject.name} is {subject.info.state}: {subject.info.reason}")
+
+
+@PLUGIN.check
+def its_package_says_which_smalti_it_needs(subject: PluginSubject) -> None:
+    """Without bounds, a later smalti that has dropped a hook would load this plugin and fail in the middle of something.
+
+    Write `dependencies = ["smalti>=0.1,<0.2"]`: from the oldest that you test with to the next one that may break you.
+    """
+    if subject.name in BUILT_IN:
+        return
+    requirements = [Requirement(text) for text in distribution(subject.info.distribution).requires or ()]
+    found = [str(each.specifier) for each in requirements if canonicalize_name(each.name) == "smalti" and not each.marker]
+    expect(bool(found), f"{subject.info.distribution} does not require smalti")
+    bounds, package = "".join(found), subject.info.distribution
+    expect("<" in bounds or "==" in bounds or "~=" in bounds, f"{package} takes any later smalti ({bounds!r})")
+
+
+@PLUGIN.check
+def every_hook_that_it_defines_is_marked(subject: PluginSubject) -> None:
+    """A function that is named like a hook and not marked is never called, and nothing says so.
+
+    Put `@hookimpl` above it, or give it another name.
+    """
+    unmarked = [
+        name
+        for name in sorted(HOOKS)
+        if callable(found := getattr(subject.implementation, name, None))
+        and not hasattr(found, f"{PROJECT}_impl")
+        and getattr(found, "__func__", None) is not vars(HookSpecs)[name]
+    ]
+    expect(not unmarked, f"not marked with @hookimpl: {', '.join(unmarked)}")
+
+
+@PLUGIN.check
+def its_hooks_take_arguments_of_the_right_names(subject: PluginSubject) -> None:
+    """Hooks are called by name, so an argument must be called as in `smalti.hookspecs`. It may be left out.
+
+    An argument with a default value is never filled in: take the default away.
+    """
+    for name in subject.info.hooks:
+        known = set(signature(vars(HookSpecs)[name]).parameters) - {"self"}
+        taken = signature(getattr(subject.implementation, name)).parameters.values()
+        strange = sorted({each.name for each in taken} - known)
+        expect(not strange, f"{name} takes {', '.join(strange)}; the hook has {', '.join(sorted(known)) or 'no arguments'}")
+        defaults = [each.name for each in taken if each.default is not each.empty]
+        expect(not defaults, f"{name} has default values for {', '.join(defaults)}")
+
+
+@PLUGIN.check
+def it_sets_up_without_torch(subject: PluginSubject) -> None:
+    """`smalti --help` loads every plugin; torch alone would take seconds, and a login node may not have it at all.
+
+    Import torch, and whatever imports it, inside the functions that need it or in the module that a factory names. For
+    annotations, import under `if TYPE_CHECKING`.
+    """
+    heavy = cast(list[str], subject.start["heavy"])
+    expect(not heavy, f"loading and setting up this plugin has imported {', '.join(heavy)}")
+
+
+@PLUGIN.check
+def the_help_still_works(subject: PluginSubject) -> None:
+    """A plugin that fails here takes the command line away from everyone who has it installed.
+
+    `smalti --help` and `smalti train --help-all` run its `register_commands` and `declare_options`.
+    """
+    for words, status in cast(dict[str, int], subject.start["help"]).items():
+        expect(status == 0, f"smalti {words} ends with status {status}: {subject.start['said']}")
+
+
+@PLUGIN.check
+def its_options_are_declared_well(subject: PluginSubject) -> None:
+    """Flag, file key, environment name, reference page and web form all come from the declaration.
+
+    Each option has a lower_case name, a sentence of help with a full stop, a default that passes its checks and a level that
+    exists. `when` names another option, alone or with "== value".
+    """
+    schema = schema_of(subject.plugins)
+    for group in cast(list[OptionGroup], subject.listed("declare_options")):
+        expect(bool(group.title), f"the group {group.name!r} has no title")
+        expect(_is_word(group.name), f"the group {group.name!r} is not named in lower case with underscores")
+        group.options()
+        for option in Schema((group,)).options.values():
+            told = _wrong_with(option, schema)
+            expect(not told, f"option {option.name!r}: {told}")
+
+
+def _wrong_with(option: Option, schema: Schema) -> str:
+    if not _is_word(option.name):
+        return "its name is not in lower case with underscores"
+    if not option.help.rstrip('"').endswith((".", "...", "?")):
+        return "its help is no sentence with a full stop"
+    if option.level not in get_args(Level):
+        return f"its level {option.level!r} is none of {', '.join(get_args(Level))}"
+    condition = option.when.partition("==")[0].strip()
+    if condition and condition not in schema.options:
+        return f"it says when={option.when!r}, and there is no option {condition!r}"
+    return ""
+
+
+@PLUGIN.check
+def it_registers_nothing_twice(subject: PluginSubject) -> None:
+    """Two families, storages, options or commands of one name cannot both be meant; the run refuses to choose.
+
+    Take a name that says whose it is: prefix options with the plugin's own word.
+    """
+    schema_of(subject.plugins)
+    for hook, kind in REGISTRIES.items():
+        subject.plugins.gather(hook, kind)
+
+
+@PLUGIN.check
+def what_it_registers_can_be_found_and_imported(subject: PluginSubject) -> None:
+    """A name that is looked up in lower case, and a factory "module:callable" that exists, or nobody can choose it.
+
+    The factory's module is where torch may be imported.
+    """
+    for hook, kind in REGISTRIES.items():
+        for entry in subject.listed(hook):
+            if not isinstance(entry, kind):
+                raise BrokenContract(f"{hook} gave a {type(entry).__name__}, not a {kind.__name__}")
+            expect(_is_word(entry.name), f"{hook}: {entry.name!r} is not in lower case with underscores")
+            expect(bool(entry.title), f"{hook}: {entry.name!r} has no title")
+            _import(entry.factory, f"{hook}: {entry.name!r}")
+
+
+@PLUGIN.check
+def it_finds_its_way_in_a_configuration_that_says_nothing(subject: PluginSubject) -> None:
+    """All plugins are asked about every configuration, together, so that the user sees all problems at once.
+
+    `check_config` gives a list of `Problem`s, each with a message and a fix, and raises nothing: any value may be None.
+    """
+    for answer in subject.answers("check_config", config=subject.config):
+        expect(isinstance(answer, list), f"check_config gave a {type(answer).__name__}, not a list")
+        for problem in cast(list[object], answer):
+            expect(
+                isinstance(problem, Problem) and bool(problem.message) and bool(problem.fix),
+                f"check_config gave {problem!r}: not a Problem with a message and a fix",
+            )
+
+
+@PLUGIN.check
+def it_claims_no_run_that_did_not_ask_for_it(subject: PluginSubject) -> None:
+    """Installing a package must not change how anyone's runs are distributed.
+
+    `configure_distributed` answers None unless an option of yours is set. The plan carries the plugin's own name, by which its
+    other hooks are found.
+    """
+    for plan in subject.answers("configure_distributed", config=subject.config):
+        if not isinstance(plan, DistributedPlan):
+            raise BrokenContract(f"configure_distributed gave a {type(plan).__name__}, not a DistributedPlan")
+        expect(plan.fallback, f"with no option set, it claims the run as {plan.title!r}")
+        expect(plan.name == subject.name, f"the plan carries the name {plan.name!r}, the plugin is called {subject.name!r}")
+        _import(plan.parallel, "the plan's parallel")
+
+
+def _is_word(name: str) -> bool:
+    return re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) is not None
+
+
+def _import(address: str, told: str) -> None:
+    module, colon, attribute = address.partition(":")
+    expect(bool(colon), f"{told}: {address!r} is not of the form module:callable")
+    found = getattr(import_module(module), attribute, None)
+    expect(callable(found), f"{told}: there is no callable {address!r}")

@@ -1,0 +1,138 @@
+"""The contracts as pytest classes: inherit from one, say what is to be checked, and every check is a test of its own.
+
+    class TestMyFamily(FamilyContract):
+        def family(self):
+            return MyFamily(width=8)
+
+The checks themselves cannot be overridden; a test watches over that. What a plugin cannot do for a good reason goes into
+`exempt`, by the name of the check, and is shown as skipped with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+import pytest
+
+from smalti.models.family import ModelFamily
+from smalti.storage import Storage
+from smalti.testing.contract import Contract
+from smalti.testing.families import FAMILY, FamilySubject
+from smalti.testing.plugins import PLUGIN, PluginSubject
+from smalti.testing.ranks import Ranks, two_processes
+from smalti.testing.storages import STORAGE, StorageSubject
+from smalti.testing.strategies import STRATEGY, run_check
+
+S = TypeVar("S")
+C = TypeVar("C", bound="type[ContractTests]")
+
+
+class ContractTests:
+    """What the four classes have in common."""
+
+    contract: ClassVar[Contract]  # type: ignore[type-arg]
+    exempt: ClassVar[Mapping[str, str]] = {}
+    """Checks that do not apply, by name, each with the reason."""
+
+    def run_check(self, name: str, folder: Path) -> None:
+        """Run one check; `folder` is empty and goes away."""
+        raise NotImplementedError
+
+    def test_no_check_is_overridden(self) -> None:
+        """A check that is replaced checks nothing. Take your test's name away, or give a reason in `exempt`."""
+        home = next(base for base in type(self).__mro__ if "contract" in vars(base))
+        names = [f"test_{name}" for name in self.contract.checks]
+        changed = [name for name in names if getattr(type(self), name) is not vars(home)[name]]
+        assert not changed, f"overridden: {', '.join(changed)}"
+        unknown = sorted(set(self.exempt) - set(self.contract.checks))
+        assert not unknown, f"exempt names no check of this contract: {', '.join(unknown)}"
+
+
+def _with_tests(cls: C) -> C:
+    """Class decorator: one test for each check, under the check's name and with its docstring."""
+    for name, check in cls.contract.checks.items():
+        setattr(cls, f"test_{name}", _test_of(name, check.__doc__))
+    return cls
+
+
+def _test_of(name: str, about: str | None) -> Callable[[ContractTests, Path], None]:
+    def test(self: ContractTests, tmp_path: Path) -> None:
+        if reason := self.exempt.get(name):
+            pytest.skip(reason)
+        self.run_check(name, tmp_path)
+
+    test.__name__, test.__doc__ = f"test_{name}", about
+    return test
+
+
+@_with_tests
+class PluginContract(ContractTests):
+    """Set `plugin` to the name of the entry point. The package must be installed (`pip install -e .`)."""
+
+    contract = PLUGIN
+    plugin: ClassVar[str]
+    _subject: ClassVar[PluginSubject]
+
+    @classmethod
+    def setup_class(cls) -> None:
+        cls._subject = PluginSubject(cls.plugin)
+
+    def run_check(self, name: str, folder: Path) -> None:
+        self.contract.run(name, self._subject)
+
+
+@_with_tests
+class StorageContract(ContractTests):
+    """Define `make`; set `writes` to False for a storage that can only be read."""
+
+    contract = STORAGE
+    writes: ClassVar[bool] = True
+
+    def make(self, files: Mapping[str, bytes], folder: Path) -> Storage:
+        """A storage that holds exactly these files. `folder` is new and empty, for storages that need one."""
+        raise NotImplementedError
+
+    def run_check(self, name: str, folder: Path) -> None:
+        self.contract.run(name, StorageSubject(make=self.make, root=folder, writes=self.writes))
+
+
+@_with_tests
+class FamilyContract(ContractTests):
+    """Define `family`."""
+
+    contract = FAMILY
+
+    def family(self) -> ModelFamily:
+        """A small version of the family, with random weights; called once for each check."""
+        raise NotImplementedError
+
+    def run_check(self, name: str, folder: Path) -> None:
+        self.contract.run(name, FamilySubject(self.family()))
+
+
+@_with_tests
+class ParallelContract(ContractTests):
+    """Set `plugin` to the name of the strategy's plugin and `flags` to the options that switch it on.
+
+    The processes are started once for the class. `seconds` is how long one check may take.
+    """
+
+    contract = STRATEGY
+    plugin: ClassVar[str]
+    flags: ClassVar[tuple[str, ...]] = ()
+    ranks: ClassVar[int] = 2
+    seconds: ClassVar[float] = 60.0
+    _processes: ClassVar[Ranks]
+
+    @classmethod
+    def setup_class(cls) -> None:
+        cls._processes = two_processes(ranks=cls.ranks, group=False, seconds=cls.seconds)
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        cls._processes.close()
+
+    def run_check(self, name: str, folder: Path) -> None:
+        run_check(self._processes, name, self.plugin, self.flags, folder)

@@ -1,0 +1,94 @@
+"""One of the processes that `smalti.testing.ranks` starts: it takes functions off a line and sends back what they gave."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from types import ModuleType
+from typing import cast
+
+import torch.distributed as dist
+
+Order = tuple[str, str, str, tuple[object, ...], dict[str, object]]
+"""Module, qualified name and file of a function, and its arguments."""
+
+
+def main(descriptor: int, group: bool) -> None:
+    """Obey until told to end."""
+    faulthandler.register(signal.SIGUSR1)
+    line = Connection(descriptor)
+    orders: SimpleQueue[Order | None] = SimpleQueue()
+    threading.Thread(target=_listen, args=(line, orders), daemon=True).start()
+    if group:
+        dist.init_process_group("gloo")
+    line.send((None, ""))
+    while (order := orders.get()) is not None:
+        _send(line, _obey(order))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _listen(line: Connection, orders: SimpleQueue[Order | None]) -> None:
+    """Pass orders on. When whoever gives them is gone, this process must go too, whatever it is waiting for."""
+    while True:
+        try:
+            order = line.recv()
+        except (EOFError, OSError):
+            os._exit(1)
+        orders.put(order)
+        if order is None:
+            return
+
+
+def _obey(order: Order) -> tuple[object, str]:
+    module, name, file, arguments, keywords = order
+    try:
+        return _find(module, name, file)(*arguments, **keywords), ""
+    except (Exception, SystemExit):  # noqa: BLE001 - the other end of the line is told, whatever it is
+        return None, traceback.format_exc()
+
+
+def _send(line: Connection, answer: tuple[object, str]) -> None:
+    try:
+        line.send(answer)
+    except Exception:  # noqa: BLE001 - a value's own code decides what pickling it raises
+        line.send((None, f"the answer cannot be sent:\n{traceback.format_exc()}"))
+
+
+def _find(module: str, name: str, file: str) -> Callable[..., object]:
+    """The function, from its module if that can be imported here, else from its file under the module's name."""
+    found: object = _import(module, file)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return cast(Callable[..., object], found)
+
+
+def _import(module: str, file: str) -> ModuleType:
+    if (known := sys.modules.get(module)) is not None and getattr(known, "__file__", None) == file:
+        return known
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is not None and spec.origin == file:
+        return import_module(module)
+    # A script must not run again here: under another name, what it does `if __name__ == "__main__"` stays undone.
+    spec = spec_from_file_location("__script__" if module == "__main__" else module, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is no Python file")
+    sys.modules[module] = loaded = module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2] == "group")

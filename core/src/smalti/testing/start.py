@@ -1,0 +1,59 @@
+"""What a plugin does to a process that only sets up: run as `python -m smalti.testing.start NAME`, it prints a line of JSON.
+
+A process of its own, because what was imported before cannot be told from what the plugin imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from smalti.cli import main as smalti
+from smalti.config import resolve, schema_of, selection_of
+from smalti.plugins import load_plugins
+
+HEAVY = ("torch", "accelerate", "diffusers", "transformers", "deepspeed", "boto3", "pynvml", "fastapi", "pandas", "matplotlib")
+HELP = ("--help", "train --help-all")
+
+
+def main(name: str) -> None:
+    plugins = load_plugins(selection_of((), None, os.environ), strict=False)
+    hooks = plugins.infos[name].hooks
+    config = resolve(schema_of(plugins), environment={"HF_HOME": os.devnull})
+    arguments: dict[str, dict[str, object]] = {
+        "declare_options": {},
+        "register_model_families": {},
+        "register_storage": {},
+        "register_metadata_backends": {},
+        "register_optimizers": {},
+        "register_commands": {"commands": click.Group()},
+        "check_config": {"config": config},
+        "configure_distributed": {"config": config},
+    }
+    for hook, values in arguments.items():
+        if hook in hooks:
+            plugins.call_only(name, hook, **values)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        helped = {words: _status(words.split()) for words in HELP}
+    heavy = [module for module in HEAVY if module in sys.modules]
+    print(json.dumps({"heavy": heavy, "help": helped, "said": said.getvalue()[-2000:] if any(helped.values()) else ""}))
+
+
+def _status(words: Sequence[str]) -> int:
+    """The exit status of `smalti WORDS`."""
+    try:
+        smalti(list(words))
+    except SystemExit as left:
+        return left.code if isinstance(left.code, int) else int(left.code is not None)
+    return 0
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

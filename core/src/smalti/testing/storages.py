@@ -1,0 +1,233 @@
+"""The contract of a storage. Imports no torch.
+
+What the index relies on most: the order of `list`, because the order of samples follows from it, and etags, because only
+files whose etag has changed are opened again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from smalti.storage import InvalidKeyError, MissingFileError, Storage, StorageError
+from smalti.testing.contract import BrokenContract, Contract, expect
+
+Make = Callable[[Mapping[str, bytes], Path], Storage]
+"""(the files that it shall hold, a new empty folder for storages that need one) -> a storage with exactly these files."""
+
+
+@dataclass(kw_only=True)
+class StorageSubject:
+    """What the checks are given: storages with the files that each of them wants. `writes` false: a read-only storage."""
+
+    make: Make
+    root: Path
+    writes: bool = True
+    _count: itertools.count[int] = field(default_factory=itertools.count)
+
+    def holding(self, files: Mapping[str, bytes]) -> Storage:
+        folder = self.root / f"storage-{next(self._count)}"
+        folder.mkdir()
+        return self.make(files, folder)
+
+
+def check_storage(make: Make, *, writes: bool = True) -> None:
+    """Every check of the storage contract. `make` gives a storage that holds exactly the given files, anew at each call.
+
+    A storage that cannot be written to keeps its part with `writes=False`: its `write` must refuse with a `StorageError`.
+    """
+    with tempfile.TemporaryDirectory() as root:
+        STORAGE.run_all(StorageSubject(make=make, root=Path(root), writes=writes))
+
+
+STORAGE: Contract[StorageSubject] = Contract("storage")
+
+KEYS = ["a/x.png", "a-b.png", "a.png", "a0.png", "B/y.png", "a/b/z.png", "ä/ö.png", "日本.png", "with blank.png", "%2F.txt"]
+
+
+def _keys(storage: Storage, prefix: str = "") -> list[str]:
+    return [file.key for file in storage.list(prefix)]
+
+
+@STORAGE.check
+def it_lists_all_files_sorted_by_whole_key(subject: StorageSubject) -> None:
+    """The order of samples is the order of this list, on every machine.
+
+    Sort by the whole key as text, as `sorted` does: "a-b" < "a/x" < "a0". Walking folder by folder gives another order.
+    """
+    found = _keys(subject.holding(dict.fromkeys(KEYS, b"x")))
+    expect(found == sorted(KEYS), f"list() gave {found}, not {sorted(KEYS)}")
+
+
+@STORAGE.check
+def an_empty_storage_lists_nothing(subject: StorageSubject) -> None:
+    """A dataset without files is no error here; the index says what is wrong. Give an empty list."""
+    found = _keys(subject.holding({}))
+    expect(not found, f"list() of an empty storage gave {found}")
+
+
+@STORAGE.check
+def a_prefix_is_text_and_no_folder(subject: StorageSubject) -> None:
+    """`list("cats")` means every key that starts with these letters, in a folder or not.
+
+    A prefix that nothing starts with gives nothing; it is no error.
+    """
+    storage = subject.holding(dict.fromkeys(("cats/1", "cats2", "cat", "dogs/cats", "cats/deep/2"), b"x"))
+    expect(_keys(storage, "cats") == ["cats/1", "cats/deep/2", "cats2"], f'list("cats") gave {_keys(storage, "cats")}')
+    expect(_keys(storage, "cats/d") == ["cats/deep/2"], f'list("cats/d") gave {_keys(storage, "cats/d")}')
+    expect(not _keys(storage, "no/such"), "a prefix that nothing starts with gave files")
+
+
+@STORAGE.check
+def the_list_and_stat_agree_on_size_and_etag(subject: StorageSubject) -> None:
+    """The index compares etags from one scan's list with the next one's, and with `stat`.
+
+    Take key, size and etag from the same source in both, and let the etag not depend on when it is asked for.
+    """
+    storage = subject.holding({"a": b"12345", "b/c": b""})
+    for file in storage.list():
+        expect(storage.stat(file.key) == file, f"list() says {file}, stat() says {storage.stat(file.key)}")
+        expect(bool(file.etag), f"{file.key} has no etag")
+    expect([file.size for file in storage.list()] == [5, 0], "a size is not the number of bytes")
+
+
+@STORAGE.check
+def it_gives_back_the_bytes_of_every_key(subject: StorageSubject) -> None:
+    """Keys are any relative path, with blanks, "%", accents, and contents are any bytes, empty ones too.
+
+    If only some keys fail, something between you and the store quotes or normalises names.
+    """
+    files = {key: bytes(range(256)) * number for number, key in enumerate(KEYS)}
+    storage = subject.holding(files)
+    for key, data in files.items():
+        expect(storage.read(key) == data, f"read({key!r}) gave other bytes than the file holds")
+
+
+@STORAGE.check
+def a_range_is_cut_off_at_the_end(subject: StorageSubject) -> None:
+    """Sizes of pictures are read from the first kilobytes, and small files are shorter than that.
+
+    Give what there is; nothing at or after the end. Object stores answer such a request with an error of their own: catch it.
+    """
+    storage = subject.holding({"a": b"0123456789", "empty": b""})
+    wanted = {(0, 4): b"0123", (3, 4): b"3456", (7, 100): b"789", (10, 5): b"", (50, 5): b"", (2, 0): b""}
+    for (start, length), data in wanted.items():
+        found = storage.read_range("a", start, length)
+        expect(found == data, f"read_range({start}, {length}) of 10 bytes gave {found!r}")
+    expect(storage.read_range("empty", 0, 10) == b"", "a range of an empty file gave bytes")
+
+
+@STORAGE.check
+def a_missing_file_is_told_as_such(subject: StorageSubject) -> None:
+    """A file that went away is set aside; an error of any other kind ends the scan.
+
+    Raise `smalti.storage.MissingFileError` from `stat`, `read` and `read_range`; for a folder's name too, which is no file.
+    """
+    storage = subject.holding({"folder/file": b"x"})
+    for key in ("nothing.png", "no/such/folder.png", "folder"):
+        for name, call in (
+            ("stat", lambda key: storage.stat(key)),
+            ("read", lambda key: storage.read(key)),
+            ("read_range", lambda key: storage.read_range(key, 0, 10)),
+        ):
+            _raises(MissingFileError, call, key, f"{name}({key!r})")
+
+
+@STORAGE.check
+def keys_that_could_leave_the_root_are_refused(subject: StorageSubject) -> None:
+    """A key comes out of tables that somebody else wrote; "../../etc/passwd" must not get anywhere.
+
+    Pass every key through `smalti.storage.checked_key`, which raises `InvalidKeyError`.
+    """
+    storage = subject.holding({"a": b"x"})
+    for key in ("/etc/passwd", "../a", "b/../a", "a//b", "", ".", "a/.", "b\\a", "a\0"):
+        _raises(InvalidKeyError, storage.read, key, f"read({key!r})")
+        _raises(InvalidKeyError, storage.stat, key, f"stat({key!r})")
+        if subject.writes:
+            _raises(InvalidKeyError, lambda key: storage.write(key, b""), key, f"write({key!r})")
+
+
+@STORAGE.check
+def an_etag_changes_with_the_content(subject: StorageSubject) -> None:
+    """A picture that was replaced must be looked at again; the index knows it by its etag.
+
+    Size and time of change will do for files, a checksum for anything else; the size alone will not.
+    """
+    one, other = (subject.holding({"a": data}).stat("a").etag for data in (b"one", b"two"))
+    expect(one != other, f"two files of the same length and other bytes have the same etag {one!r}")
+
+
+@STORAGE.check
+def it_serves_several_threads_at_once(subject: StorageSubject) -> None:
+    """The loader reads with many threads through one storage object.
+
+    Keep no position or connection that two calls share: open per call, or keep one per thread, or use a lock.
+    """
+    files = {f"{number:03d}": bytes([number]) * 10_000 for number in range(64)}
+    storage = subject.holding(files)
+    with ThreadPoolExecutor(8) as pool:
+        whole = list(pool.map(storage.read, files))
+        parts = list(pool.map(lambda key: storage.read_range(key, 9_990, 100), files))
+    expect(whole == list(files.values()), "files that are read at once by several threads come out wrong")
+    expect(parts == [data[-10:] for data in files.values()], "ranges that are read at once by several threads come out wrong")
+
+
+@STORAGE.check
+def its_location_is_a_text_for_people(subject: StorageSubject) -> None:
+    """Every message about a dataset says where it is. Give a path or an address, without secrets in it."""
+    location = subject.holding({}).location
+    expect(isinstance(location, str) and bool(location), f"location is {location!r}")
+
+
+@STORAGE.check
+def what_was_written_is_there_at_once(subject: StorageSubject) -> None:
+    """A reader sees the old content or the new one, in the list, in `stat` and in `read`, and nothing left over beside it.
+
+    Write elsewhere and move into place (`smalti.files.atomic_write`), or use the store's own atomic put. A storage that cannot
+    be written to raises `StorageError` and changes nothing; say so to the kit with `writes = False`.
+    """
+    storage = subject.holding({"a": b"old"})
+    if not subject.writes:
+        _raises(StorageError, lambda key: storage.write(key, b"new"), "a", "write('a')")
+        expect(storage.read("a") == b"old" and _keys(storage) == ["a"], "a write that was refused has changed something")
+        return
+    before = storage.stat("a")
+    storage.write("a", b"longer than it was")
+    storage.write("new/deep/b", b"")
+    expect(_keys(storage) == ["a", "new/deep/b"], f"after two writes the list is {_keys(storage)}")
+    expect(storage.read("a") == b"longer than it was", "read() gave the old bytes after a write")
+    expect(storage.stat("a").etag != before.etag, "the etag is the old one after a write")
+
+
+@STORAGE.check
+def a_reader_never_sees_half_a_write(subject: StorageSubject) -> None:
+    """While one thread writes a file over and over, another finds one of the contents, whole.
+
+    Writing into the file itself is what usually breaks this.
+    """
+    if not subject.writes:
+        return
+    contents = [bytes([letter]) * 300_000 for letter in b"ab"]
+    storage = subject.holding({"a": contents[0]})
+
+    def write() -> None:
+        for number in range(20):
+            storage.write("a", contents[number % 2])
+
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write)
+        while not writing.done():
+            expect(storage.read("a") in contents, "a reader saw a part of a write")
+        writing.result()
+
+
+def _raises(kind: type[Exception], call: Callable[[str], object], key: str, told: str) -> None:
+    try:
+        answer = call(key)
+    except kind:
+        return
+    raise BrokenContract(f"{told} did not raise {kind.__name__}, but gave {answer!r}")

@@ -1,0 +1,128 @@
+"""The smallest model family that keeps the contract: a few hundred parameters, for tests of whatever trains one.
+
+Its sizes are odd on purpose, so that no number of ranks divides them evenly.
+
+Shapes: B batch, H, W pixels, D width.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smalti.diffusion.objective import build_objective
+from smalti.diffusion.sampling import Sampler, seeded_noise
+from smalti.models.family import Conditioning, Prediction, SampleRequest, Weights
+
+_WORDS = 31
+"""Captions are hashed into a table of this many rows."""
+
+
+class TinyBlock(nn.Module):
+    """A residual convolution under a condition (B, D)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.shift = nn.Linear(width, width)
+        self.mix = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, pixels: Tensor, condition: Tensor) -> Tensor:
+        shifted = pixels + self.shift(condition)[:, :, None, None]
+        return pixels + torch.tanh(self.mix(shifted))
+
+
+class TinyModel(nn.Module):
+    """(B, 3, H, W) noisy pictures, (B,) timesteps and (B,) caption numbers -> (B, 3, H, W)."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, width, 1)
+        self.words = nn.Embedding(_WORDS, width)
+        self.time = nn.Linear(2, width)
+        self.blocks = nn.ModuleList(TinyBlock(width) for _ in range(depth))
+        self.leave = nn.Conv2d(width, 3, 1)
+
+    def forward(self, noisy: Tensor, timesteps: Tensor, words: Tensor) -> Tensor:
+        angle = timesteps[:, None] / 1000
+        condition = F.silu(self.time(torch.cat([angle.cos(), angle.sin()], dim=1)) + self.words(words))
+        pixels = self.enter(noisy)
+        for block in self.blocks:
+            pixels = block(pixels, condition)
+        out: Tensor = self.leave(pixels)
+        return out
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """First weights that are all in memory."""
+
+    tensors: Mapping[str, Tensor]
+
+    def names(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def get(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+class TinyFamily:
+    """A `ModelFamily` on pixels that needs nothing but torch."""
+
+    name = "tiny"
+    alignment = 2
+    prediction: Prediction = "flow_matching"
+
+    def __init__(self, *, width: int = 7, depth: int = 2) -> None:
+        self.width = width
+        self.depth = depth
+        self._device = torch.device("cpu")
+
+    def build_model(self) -> TinyModel:
+        return TinyModel(self.width, self.depth)
+
+    def weights(self, seed: int) -> Weights:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.default_generator.manual_seed(seed)
+            return Tensors(self.build_model().state_dict())
+
+    def encode_captions(self, captions: Sequence[str]) -> Conditioning:
+        numbers = [zlib.crc32(caption.encode()) % _WORDS for caption in captions]
+        return {"words": torch.tensor(numbers, dtype=torch.int64, device=self._device)}
+
+    def encode_images(self, pixels: Tensor) -> Tensor:
+        return pixels
+
+    def decode_latents(self, latents: Tensor) -> Tensor:
+        return latents
+
+    def forward(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
+        prediction: Tensor = model(noisy, timesteps, conditioning["words"])
+        return prediction
+
+    def sample(self, model: nn.Module, request: SampleRequest) -> Tensor:
+        sampler = Sampler(objective=build_objective(self.prediction), steps=request.steps, guidance=request.guidance)
+        return sampler(
+            lambda noisy, timesteps, conditioning: self.forward(model, noisy, timesteps, conditioning),
+            seeded_noise(request.seeds, (3, request.height, request.width), self._device),
+            self.encode_captions(request.prompts),
+            self.encode_captions([""] * len(request.prompts)),
+        )
+
+    def block_classes(self) -> tuple[str, ...]:
+        return (TinyBlock.__name__,)
+
+    def lora_targets(self) -> tuple[str, ...]:
+        return ("shift",)
+
+    def flops_per_sample(self, width: int, height: int) -> int:
+        d = self.width
+        per_pixel = 2 * (3 * d) + self.depth * 9 * d * d
+        return 2 * (width * height * per_pixel + self.depth * d * d + 2 * d)
+
+    def to(self, device: str) -> None:
+        self._device = torch.device(device)

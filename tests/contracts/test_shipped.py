@@ -1,0 +1,69 @@
+"""Everything that is shipped keeps its contract: each plugin, storage, family and strategy, and the fakes beside them.
+
+Plugins are enumerated: one that is added to the core or under plugins/ is under test before anyone writes a test for it.
+"""
+
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from smalti.models.toy import ToyFamily, ToyShape
+from smalti.plugins import BUILT_IN
+from smalti.storage.local import LocalStorage
+from smalti.testing import MemoryStorage, TinyFamily
+from smalti.testing.plugins import PLUGIN, PluginSubject
+from smalti.testing.pytest import FamilyContract, ParallelContract, StorageContract
+
+ROOT = Path(__file__).parents[2]
+
+
+def shipped() -> list[str]:
+    """The built-in plugins, and the entry points of all packages of this repository."""
+    projects = [tomllib.loads(path.read_text())["project"] for path in sorted(ROOT.glob("plugins/*/pyproject.toml"))]
+    return [*BUILT_IN, *(name for project in projects for name in project["entry-points"]["smalti.plugins"])]
+
+
+@cache
+def subject(name: str) -> PluginSubject:
+    return PluginSubject(name)
+
+
+@pytest.mark.parametrize("check", PLUGIN.checks)
+@pytest.mark.parametrize("name", shipped())
+def test_a_shipped_plugin_keeps_the_contract(name, check):
+    PLUGIN.run(check, subject(name))
+
+
+class TestLocalStorage(StorageContract):
+    def make(self, files, folder):
+        for key, data in files.items():
+            path = folder / key
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        return LocalStorage(folder)
+
+
+class TestMemoryStorage(StorageContract):
+    def make(self, files, folder):
+        return MemoryStorage(files)
+
+
+class TestToyFamily(FamilyContract):
+    def family(self):
+        return ToyFamily(ToyShape(width=16, depth=2, heads=2))
+
+
+class TestTinyFamily(FamilyContract):
+    def family(self):
+        return TinyFamily()
+
+
+class TestOneProcess(ParallelContract):
+    plugin = "ddp"
+    ranks = 1
+
+
+class TestReplicas(ParallelContract):
+    plugin = "ddp"

@@ -1,0 +1,104 @@
+"""What is declared in one place and shown in others agrees everywhere."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import PurePath
+
+import pytest
+
+import smalti
+from smalti.config import PER_MACHINE
+from smalti.packages import OFFICIAL
+from smalti.plugins import BUILT_IN
+from smalti.reference import reference_page
+
+
+def test_every_option_has_a_sentence_of_help_and_a_section(schema):
+    bad = [
+        option.name
+        for option in schema.options.values()
+        if not option.help.endswith(".") or not re.match(r"[A-Z\"]", option.help) or not option.group.title
+    ]
+    assert bad == []
+
+
+def test_option_names_are_lower_case_with_underscores(schema):
+    names = [*schema.options, *schema.aliases]
+    assert [name for name in names if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name)] == []
+
+
+def test_no_option_could_be_taken_for_the_negation_of_a_switch(schema):
+    assert [name for name in schema.options if name.startswith("no_")] == []
+
+
+def test_no_option_has_the_name_of_a_word_of_the_command_line(schema):
+    assert {"config", "help", "help_all", "dry_run", "json", "all"} & {*schema.options, *schema.aliases} == set()
+
+
+def test_what_an_option_depends_on_is_an_option(schema):
+    conditions = {option.when.partition("==")[0].strip() for option in schema.options.values() if option.when}
+    assert conditions <= schema.options.keys()
+
+
+def test_what_machines_may_differ_in_are_options(schema):
+    assert schema.options.keys() >= PER_MACHINE
+
+
+def test_every_default_is_valid_and_can_be_written_as_json(schema):
+    for group in schema.groups:
+        json.dumps(group.options().model_dump(mode="json"))
+
+
+def test_the_reference_page_is_up_to_date(root, schema):
+    page = (root / "docs" / "configuration.md").read_text()
+    assert page.rstrip() == reference_page(schema).rstrip(), "smalti config reference --without all > docs/configuration.md"
+
+
+def test_the_reference_page_has_a_row_for_every_option(root, schema):
+    rows = re.findall(r"^\| `(\w+)` \|", (root / "docs" / "configuration.md").read_text(), flags=re.MULTILINE)
+    assert rows == [name for group in schema.groups for name in group.options.model_fields]
+
+
+def test_public_names_are_sorted_and_all_there():
+    assert smalti.__all__ == sorted(smalti.__all__)
+    assert [name for name in smalti.__all__ if getattr(smalti, name, None) is None] == []
+
+
+def test_what_hooks_take_and_give_is_public():
+    from smalti import types
+
+    given = {name for name, value in vars(types).items() if isinstance(value, type) and value.__module__ == types.__name__}
+    assert given <= set(smalti.__all__)
+
+
+def test_unknown_public_names_are_told():
+    with pytest.raises(AttributeError, match="module 'smalti' has no attribute 'Nothing'"):
+        smalti.Nothing  # noqa: B018
+
+
+def test_importing_smalti_alone_is_light():
+    code = "import sys, smalti\nassert not {'pydantic', 'click', 'torch', 'pluggy'} & sys.modules.keys()"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_all_packages_have_one_version_and_their_official_names(root):
+    found = {path.parent.name: tomllib.loads(path.read_text())["project"] for path in root.glob("plugins/*/pyproject.toml")}
+    core = tomllib.loads((root / "core" / "pyproject.toml").read_text())["project"]
+    assert {project["version"] for project in found.values()} <= {core["version"]}
+    assert {name: project["name"] for name, project in found.items()} == {name: OFFICIAL[name] for name in found}
+
+
+def test_every_built_in_plugin_is_a_module_of_the_defaults(root):
+    folder = root / "core" / "src" / "smalti" / "defaults"
+    assert {f"smalti.defaults.{path.stem}" for path in folder.glob("*.py")} - {"smalti.defaults.__init__"} == set(
+        BUILT_IN.values()
+    )
+
+
+def test_paths_in_the_docs_exist(root):
+    text = "".join(path.read_text() for path in (root / "docs").glob("*.md"))
+    named = set(re.findall(r"`((?:src|docs|examples|tests)/[\w./-]+\.\w+)`", text))
+    assert [name for name in named if not any((root / base / name).exists() for base in (PurePath("core"), PurePath()))] == []

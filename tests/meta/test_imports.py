@@ -1,0 +1,161 @@
+"""The direction of dependencies: who may import whom, and what must not import torch."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PLUGIN_PACKAGES = ("smalti_fsdp2", "smalti_deepspeed", "smalti_storage_s3", "smalti_health", "smalti_diffusers", "smalti_webui")
+
+# From the ground up: a module may import from its own layer and from those below it. A name stands for a package as well.
+LAYERS = (
+    ("errors", "packages", "files", "process", "hashing"),
+    ("types",),
+    ("hookspecs",),
+    ("options", "flags", "configfile", "acceleratefile", "settings", "events"),
+    ("plugins", "config", "configtext", "rundir", "parallel"),
+    ("liverun", "storage", "diffusion", "models", "data", "checkpoint", "ema", "schedule", "optimizers", "metrics"),
+    ("pictures", "grid", "plot", "replicas", "faults", "dataplan"),
+    ("run",),
+    ("validation", "launch"),
+    ("trainer", "workers"),
+    ("worker", "preparation", "invocation", "reference"),
+    ("commands",),
+    ("cli",),
+)
+LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
+OUTSIDE = {"defaults", "__init__", "__main__", "testing"}
+
+# What a built-in plugin may import while it is loaded; anything else has to wait until a hook is called.
+PUBLIC = {"errors", "hookspecs", "types", "options", "settings", "config", "rundir", "liverun", "events", "data"}
+
+TORCH_FREE = (
+    "smalti",
+    "smalti.acceleratefile",
+    "smalti.cli",
+    "smalti.commands.checkpoint",
+    "smalti.commands.config",
+    "smalti.commands.dataset",
+    "smalti.commands.plugins",
+    "smalti.commands.run",
+    "smalti.commands.train",
+    "smalti.config",
+    "smalti.configfile",
+    "smalti.configtext",
+    "smalti.dataplan",
+    "smalti.errors",
+    "smalti.events",
+    "smalti.flags",
+    "smalti.hookspecs",
+    "smalti.invocation",
+    "smalti.launch",
+    "smalti.liverun",
+    "smalti.options",
+    "smalti.packages",
+    "smalti.plugins",
+    "smalti.reference",
+    "smalti.rundir",
+    "smalti.settings",
+    "smalti.types",
+    "smalti.workers",
+)
+
+
+def imports(path: Path, *, at_import: bool) -> Iterator[str]:
+    """The modules that a file imports; with `at_import`, only those that loading the file imports."""
+
+    def walk(node: ast.AST) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from (alias.name for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{path}: relative import"
+                yield child.module or ""
+                if child.module == "smalti":
+                    yield from (f"smalti.{alias.name}" for alias in child.names if alias.name in LAYER)
+            elif not at_import or not is_left_for_later(child):
+                yield from walk(child)
+
+    return walk(ast.parse(path.read_text()))
+
+
+def is_left_for_later(node: ast.AST) -> bool:
+    """Whether loading a module does not run this: the body of a function, or what is for type checkers."""
+    if isinstance(node, ast.If):
+        return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+
+
+def own(module: str) -> str | None:
+    """The part of smalti that a module belongs to; None for foreign ones and for the package itself."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "smalti" and len(parts) > 1 else None
+
+
+@pytest.fixture(scope="module")
+def sources(root) -> dict[Path, str]:
+    """Every file of the core, and the part of smalti it belongs to."""
+    base = root / "core" / "src" / "smalti"
+    return {path: path.relative_to(base).parts[0].removesuffix(".py") for path in sorted(base.rglob("*.py"))}
+
+
+def test_every_module_has_a_place_in_the_layers(sources):
+    assert set(sources.values()) - OUTSIDE - LAYER.keys() == set()
+    assert LAYER.keys() - set(sources.values()) == set()
+
+
+def test_no_module_imports_from_a_layer_above_it(sources):
+    upwards = []
+    for path, part in sources.items():
+        for module in imports(path, at_import=True) if part in LAYER else ():
+            other = own(module)
+            if other == "defaults":
+                allowed = part == "commands"  # `smalti run watch` shows what the console plugin shows
+            else:
+                allowed = other is None or (other in LAYER and LAYER[other] <= LAYER[part])
+            if not allowed:
+                upwards.append(f"{path.name}: {module}")
+    assert upwards == []
+
+
+def test_the_core_imports_no_plugin_package(sources):
+    found = {module for path in sources for module in imports(path, at_import=False)}
+    assert {module for module in found if module.startswith(PLUGIN_PACKAGES)} == set()
+
+
+def test_built_in_plugins_load_public_modules_only(sources):
+    found = [
+        f"{path.name}: {module}"
+        for path, part in sources.items()
+        if part == "defaults"
+        for module in imports(path, at_import=True)
+        if (other := own(module)) is not None and other not in PUBLIC
+    ]
+    assert found == []
+
+
+def test_plugin_packages_import_the_public_names_of_the_core_and_no_other_plugin(root):
+    found = []
+    for path in root.glob("plugins/*/src/**/*.py"):
+        package = path.relative_to(root / "plugins").parts[2]
+        for module in imports(path, at_import=False):
+            if module.startswith(PLUGIN_PACKAGES) and module.split(".")[0] != package:
+                found.append(f"{path}: {module}")
+    assert found == []
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_modules_that_need_no_torch_import_none(start):
+    modules = TORCH_FREE[start::2]
+    code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
+    code += "    assert 'torch' not in sys.modules, name"
+    done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr.splitlines()[-1]
+
+
+def test_loading_all_built_in_plugins_imports_no_torch():
+    code = "import sys\nfrom smalti.plugins import load_plugins\nload_plugins()\nassert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

@@ -1,0 +1,59 @@
+"""The average of the weights: right, in fp32, and out of the way when it should be."""
+
+import pytest
+import torch
+from torch import nn
+
+from smalti.ema import Ema
+
+
+def test_the_average_follows_the_formula_with_its_warm_up():
+    parameter = nn.Parameter(torch.zeros(3))
+    ema = Ema({"w": parameter}, 0.9)
+    expected = 0.0
+    for step in range(1, 40):
+        with torch.no_grad():
+            parameter.fill_(float(step))
+        ema.update(step)
+        decay = min(0.9, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * step
+    assert ema.shadows["w"].tolist() == pytest.approx([expected] * 3)
+
+
+def test_an_average_of_bf16_weights_is_kept_in_fp32():
+    parameter = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    ema = Ema({"w": parameter}, 0.999)
+    with torch.no_grad():
+        parameter.fill_(1.0078125)  # one step of bf16
+    for step in range(100_000, 100_010):
+        ema.update(step)
+    assert 1 < float(ema.shadows["w"][0]) < 1.0001
+
+
+def test_the_model_has_its_own_weights_again_after_drawing():
+    model = nn.Linear(4, 4)
+    ema = Ema(dict(model.named_parameters()), 0.5)
+    with torch.no_grad():
+        model.weight.add_(1)
+    before, averaged = model.weight.clone(), ema.shadows["weight"].clone()
+    with ema.in_place_of_weights():
+        inside = model.weight.clone()
+    assert torch.equal(inside, averaged)
+    assert torch.equal(model.weight, before)
+
+
+def test_the_weights_come_back_after_an_error_too():
+    model = nn.Linear(2, 2)
+    ema = Ema(dict(model.named_parameters()), 0.5)
+    with torch.no_grad():
+        model.weight.add_(1)
+    before = model.weight.clone()
+    with pytest.raises(KeyError), ema.in_place_of_weights():
+        raise KeyError
+    assert torch.equal(model.weight, before)
+
+
+def test_frozen_parameters_have_no_average():
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    assert list(Ema(dict(model.named_parameters()), 0.5).shadows) == ["weight"]
