@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageDraw
 
-from smalti.workers import end_tree
 from smalti.rundir import RunDirectory
+from smalti.workers import end_tree
 
 PROBE = Path(__file__).parent / "probe"
 TINY = {
@@ -84,7 +84,7 @@ def command(pictures: Path, directory: Path, **options) -> list[str]:
 
 def environment(directory: Path, *, probe: bool, **more: str) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SMALTI_", "PROBE_"))}
-    path = {"PYTHONPATH": str(PROBE)} if probe else {}
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, (str(PROBE), os.environ.get("PYTHONPATH"))))} if probe else {}
     calls = {"PROBE_CALLS": str(directory.with_suffix(".calls"))}
     return {**inherited, **path, **calls, "OMP_NUM_THREADS": "1", "HF_HOME": str(directory.parent / "hf"), **more}
 
@@ -147,6 +147,8 @@ def train(pictures):
             timeout=240,
         )
         output = finished.stdout + finished.stderr
-        return Finished(directory=directory, code=finished.returncode, output=output, calls_file=directory.with_suffix(".calls"))
+        return Finished(
+            directory=directory, code=finished.returncode, output=output, calls_file=directory.with_suffix(".calls")
+        )
 
     return start
