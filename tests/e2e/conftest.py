@@ -84,7 +84,7 @@ def command(pictures: Path, directory: Path, **options) -> list[str]:
 
 def environment(directory: Path, *, probe: bool, **more: str) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SMALTI_", "PROBE_"))}
-    path = {"PYTHONPATH": str(PROBE)} if probe else {}
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, (str(PROBE), os.environ.get("PYTHONPATH"))))} if probe else {}
     calls = {"PROBE_CALLS": str(directory.with_suffix(".calls"))}
     return {**inherited, **path, **calls, "OMP_NUM_THREADS": "1", "HF_HOME": str(directory.parent / "hf"), **more}
 

@@ -83,4 +83,4 @@ def test_a_fault_on_one_rank_ends_all_with_the_code_of_a_fault(tmp_path, train):
 def test_an_error_on_one_rank_is_named_at_the_end(tmp_path, train):
     run = train(tmp_path / "error", **OPTIONS, num_processes=2, spoil="error:1:3")
     assert run.code == 1
-    assert "rank 1: RuntimeError: spoiled" in run.output.splitlines()[-2]
+    assert "ended with exit code 1: rank 1: RuntimeError: spoiled" in run.output

@@ -72,7 +72,7 @@ class EventWriter:
             raise ValueError(f"reserved names of an event: {', '.join(sorted(reserved))}")
         line = to_json({"type": kind, "t": time.time(), "step": step, **fields})
         with self._lock:
-            self.last_step = step if step is not None else self.last_step
+            self.last_step = max(self.last_step, step or 0)  # a checkpoint is told some steps after its own
             if not self._write(line) or not self._lost:
                 return
             lost, self._lost = self._lost, 0

@@ -20,7 +20,8 @@ Where the hooks fire, in the order of a run:
           on_step_end
           log_metrics
           on_validation          after pictures were drawn
-          save_checkpoint        on_checkpoint
+          save_checkpoint        in a thread, while training goes on
+          on_checkpoint          once it is whole and visible, at a later step boundary (or on_checkpoint_failed)
           on_gpu_fault           when an accelerator failed
       on_error                   only when an exception leaves the loop
       on_train_end               always
@@ -47,7 +48,7 @@ from typing import TYPE_CHECKING
 
 import pluggy
 
-from smalti.errors import Problem
+from smalti.errors import Problem, UserError
 from smalti.types import (
     Block,
     Checkpoint,
@@ -75,7 +76,7 @@ if TYPE_CHECKING:
     from smalti.config import Config
     from smalti.models.family import ModelFamily, Weights
     from smalti.options import OptionGroup
-    from smalti.parallel import Parallel
+    from smalti.parallel import Parallel, Ranks
 
 PROJECT = "smalti"
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -196,7 +197,18 @@ class HookSpecs:
 
     @_spec
     def on_checkpoint(self, state: RunState, checkpoint: Checkpoint) -> None:
-        """notify: a checkpoint is complete and visible. Every rank."""
+        """notify: a checkpoint is complete and visible. Every rank, at the same step boundary.
+
+        Saves run beside training: `checkpoint.step` may lie some steps before `state.step`.
+        """
+        raise NotImplementedError
+
+    @_spec
+    def on_checkpoint_failed(self, state: RunState, error: UserError) -> None:
+        """notify: a checkpoint could not be written, for want of room or of rights; older ones are intact. Every rank.
+
+        The run goes on or stops by `--on_save_error`.
+        """
         raise NotImplementedError
 
     @_spec
@@ -215,10 +227,14 @@ class HookSpecs:
         raise NotImplementedError
 
     @_decide
-    def save_checkpoint(self, state: Snapshot, target: Path, parallel: Parallel) -> Checkpoint | None:
+    def save_checkpoint(self, state: Snapshot, target: Path, parallel: Ranks) -> Checkpoint | None:
         """decide, backend role, collective: write `state` so that it is whole and visible at once, or not at all.
 
-        `target` is the run's `checkpoints` folder, shared by all ranks. The same answer on every rank.
+        `target` is the run's `checkpoints` folder, shared by all ranks. The same answer on every rank. Called in a thread of
+        its own while the loop trains on, one save at a time: `state` is a copy in host memory that nothing changes, where
+        tensors that `smalti.checkpoint.planning.divide` leaves to another rank have a shape but no contents (the meta device).
+        With `--no_checkpoint_async`, and for the last checkpoint of a run, it is the live state and the loop waits. Speak to
+        other ranks through `parallel` alone: the loop uses the other groups at the same time.
         """
         raise NotImplementedError
 

@@ -206,7 +206,11 @@ class LiveRun:
             path=self._inside(checkpoint.path),
             size=checkpoint.size,
             seconds=checkpoint.seconds,
+            blocked=checkpoint.blocked,
         )
+
+    def record_warning(self, state: RunState, message: str) -> None:
+        self.events.append("warning", step=state.step, message=message)
 
     def record_error(self, state: RunState, error: BaseException) -> None:
         """An exception that is leaving the loop, with its traceback."""

@@ -35,11 +35,34 @@ class PortableState:
     optimizer: str = ""
 
 
-class Parallel(Protocol):
-    """One rank's end of the backend. Methods marked *collective* must be called by every rank, in the same order."""
+class Ranks(Protocol):
+    """Words between ranks. Methods marked *collective* must be called by every rank, in the same order."""
 
     @property
     def world(self) -> World: ...
+
+    def agree(self, code: int) -> int:
+        """The largest code over ranks. Never waits for the accelerator. *Collective*."""
+        ...
+
+    def share(self, value: str) -> Sequence[str]:
+        """A short text from each rank, in rank order. For set-up and rare events. *Collective*."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait for every rank. *Collective*."""
+        ...
+
+
+class Parallel(Ranks, Protocol):
+    """One rank's end of the backend. Methods marked *collective* must be called by every rank, in the same order."""
+
+    def side_channel(self) -> Ranks:
+        """Words between ranks on a line of their own, for a thread that works beside the loop. *Collective*, called once.
+
+        `smalti.ranks.GlooRanks` over a process group that nothing else uses.
+        """
+        ...
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Join model and optimizer; returns the pair to train with. *Collective*, called once."""
@@ -79,18 +102,6 @@ class Parallel(Protocol):
 
     def gather(self, value: Tensor) -> Sequence[Tensor]:
         """The equally shaped tensors of all ranks, in rank order. *Collective*."""
-        ...
-
-    def agree(self, code: int) -> int:
-        """The largest code over ranks. Never waits for the accelerator. *Collective*."""
-        ...
-
-    def share(self, value: str) -> Sequence[str]:
-        """A short text from each rank, in rank order. For set-up and rare events. *Collective*."""
-        ...
-
-    def barrier(self) -> None:
-        """Wait for every rank. *Collective*."""
         ...
 
     def portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:

@@ -18,7 +18,8 @@ from smalti.checkpoint.portable import capture, restore
 from smalti.config import Config
 from smalti.models.family import Weights
 from smalti.models.weights import materialise
-from smalti.parallel import PortableState
+from smalti.parallel import PortableState, Ranks
+from smalti.ranks import GlooRanks
 from smalti.settings import LaunchOptions, TrainingOptions
 from smalti.types import Block, World
 
@@ -48,15 +49,9 @@ class Replicas:
             node=state.process_index // local_size,
             device="cpu" if state.device.type == "cpu" else str(state.device),
         )
-        self._control = self._control_group(launch.process_group_timeout)
-
-    def _control_group(self, seconds: int) -> dist.ProcessGroup | None:
-        """A group for words between ranks that never waits for the accelerator; None in a single process."""
-        if self._world.size == 1:
-            return None
-        if dist.get_backend() == "gloo":
-            return cast(dist.ProcessGroup, dist.group.WORLD)
-        return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds)))
+        self._timeout = timedelta(seconds=launch.process_group_timeout)
+        own = self._world.size > 1 and dist.get_backend() == "gloo"
+        self._control = GlooRanks(world=self._world, group=dist.group.WORLD) if own else self.side_channel()
 
     @property
     def world(self) -> World:
@@ -113,21 +108,17 @@ class Replicas:
         return found
 
     def agree(self, code: int) -> int:
-        if self._control is None:
-            return code
-        word = torch.tensor(code, dtype=torch.int64)
-        dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self._control)
-        return int(word)
+        return self._control.agree(code)
 
     def share(self, value: str) -> Sequence[str]:
-        if self._control is None:
-            return [value]
-        found: list[str] = [""] * self._world.size
-        dist.all_gather_object(found, value, group=self._control)
-        return found
+        return self._control.share(value)
 
     def barrier(self) -> None:
-        self.agree(0)
+        self._control.barrier()
+
+    def side_channel(self) -> Ranks:
+        several = self._world.size > 1
+        return GlooRanks(world=self._world, group=dist.new_group(backend="gloo", timeout=self._timeout) if several else None)
 
     def portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
         return capture(self.unwrap(model), optimizer)

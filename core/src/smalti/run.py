@@ -20,8 +20,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from smalti.checkpoint.agreement import RankError, together
+from smalti.checkpoint.background import Saver
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.store import CheckpointStore
+from smalti.checkpoint.writer import SaveError
 from smalti.config import Config
 from smalti.data.loader import Batch, Loader
 from smalti.data.prepared import PreparedData
@@ -36,7 +38,7 @@ from smalti.models.family import ModelFamily
 from smalti.models.weights import without_weights
 from smalti.optimizers import parameter_groups
 from smalti.packages import package_of_family
-from smalti.parallel import Parallel
+from smalti.parallel import Parallel, Ranks
 from smalti.plugins import Plugins
 from smalti.rundir import RunDirectory
 from smalti.schedule import Cadence, build_scheduler
@@ -49,7 +51,18 @@ from smalti.settings import (
     TrackingOptions,
     TrainingOptions,
 )
-from smalti.types import Block, DistributedPlan, FamilyEntry, OptimizerEntry, RunInfo, RunState, StepResult, StopReason, World
+from smalti.types import (
+    Block,
+    Checkpoint,
+    DistributedPlan,
+    FamilyEntry,
+    OptimizerEntry,
+    RunInfo,
+    RunState,
+    StepResult,
+    StopReason,
+    World,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +88,9 @@ class Run:
     state: RunState
     cadence: Cadence
     checkpoints: CheckpointStore
+    saver: Saver = field(init=False)
+    save_failure: SaveError | None = None
+    """Why the latest checkpoint could not be written; None if it was."""
     scheduler: LambdaLR = field(init=False)
     batches: Loader = field(init=False)
 
@@ -151,10 +167,20 @@ class Run:
             config_digest=self.config.digest,
         )
 
-    def rotate(self) -> None:
-        """Let go of checkpoints beyond the limit. Main rank only; others do nothing."""
+    def write(self, snapshot: Snapshot, ranks: Ranks) -> Checkpoint:
+        """Write a checkpoint, then let go of the oldest ones. *Collective*; in the saver's thread."""
+        checkpoint = self.backend.save_checkpoint(state=snapshot, target=self.checkpoints.root, parallel=ranks)
+        assert checkpoint is not None, "the core's own answer comes last"
         if self.world.is_main:
+            self.rotate()
+        return checkpoint
+
+    def rotate(self) -> None:
+        """Let go of checkpoints beyond the limit. What cannot be removed stays."""
+        try:
             self.checkpoints.rotate(self.config[CheckpointOptions].checkpoints_total_limit or None)
+        except OSError as error:
+            _log.warning("cannot look through the checkpoints for old ones: %s", error)
 
 
 def reseed(run: Run, position: int) -> None:
@@ -328,6 +354,8 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
         cadence=Cadence.of(config),
         checkpoints=CheckpointStore(directory.checkpoints, report=_log.warning),
     )
+    run.saver = Saver(write=run.write, ranks=parallel, side=parallel.side_channel())
+    closing.callback(run.saver.close)
     resume(run)
     run.start_from_here(closing)
     return run

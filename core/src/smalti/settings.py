@@ -216,6 +216,17 @@ class CheckpointOptions(Options):
     checkpoints_total_limit: int = option(
         5, help="Keep this many verified checkpoints; 0 keeps all.", aliases=["save_total_limit"], ge=0
     )
+    checkpoint_async: bool = option(
+        True,
+        help="Write checkpoints beside training, from a copy in host memory.",
+        level="advanced",
+        trade="training hardly stops, for host memory of the size of what a rank writes",
+    )
+    on_save_error: Literal["continue", "stop"] = option(
+        "continue",
+        help="When the system refuses a checkpoint (disk full, no right to write): train on and try again, or stop.",
+        level="advanced",
+    )
 
 
 class LaunchOptions(Options):

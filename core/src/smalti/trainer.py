@@ -14,6 +14,7 @@ from smalti.data.loader import Batch
 from smalti.errors import GpuFaultError
 from smalti.faults import answer, fault_of
 from smalti.run import Run, reseed
+from smalti.saving import announce, save, settle
 from smalti.types import FaultAction, Outcome, StepResult, StopReason
 from smalti.validation import validate
 
@@ -35,13 +36,14 @@ def loop(run: Run) -> Outcome:
             run.advance(batch, result)
             run.hook.on_step_end(state=run.state, result=result)
             run.report(result)
+            announce(run)  # a save that came to its end meanwhile
         wish = agree(run)
         if wish.validate:
             validate(run)
         if wish.save:
-            save(run)
+            save(run, last=wish.outcome is not None)
         if wish.outcome is not None:
-            return wish.outcome  # every rank returns here, or none does
+            return settle(run, wish.outcome)  # every rank returns here, or none does
     raise AssertionError("the stream of batches is endless")
 
 
@@ -62,6 +64,7 @@ def train_step(run: Run, batch: Batch) -> StepResult:
     norm = float(run.parallel.clip_gradients(run.max_grad_norm))
     finite = math.isfinite(loss_value) and math.isfinite(norm)
     learning_rate = float(run.optimizer.param_groups[0]["lr"])
+    run.saver.release()  # from here on weights, moments and averages may change
     if finite:
         run.parallel.step()
         run.scheduler.step()
@@ -125,15 +128,6 @@ def faults_become_stops(run: Run) -> Iterator[None]:
         if run.world.size > 1 or action < FaultAction.STOP_SAVED:
             raise GpuFaultError(f"{fault.kind} on {fault.device}: {fault.message}") from error
         run.parallel.discard()
-
-
-def save(run: Run) -> None:
-    """Write a checkpoint, announce it, and let go of the oldest. *Collective*."""
-    checkpoint = run.backend.save_checkpoint(state=run.snapshot(), target=run.checkpoints.root, parallel=run.parallel)
-    assert checkpoint is not None, "the core's own answer comes last"
-    run.state.save_requested = False
-    run.hook.on_checkpoint(state=run.state, checkpoint=checkpoint)
-    run.rotate()
 
 
 @contextmanager

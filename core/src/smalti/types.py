@@ -134,9 +134,10 @@ class StopReason(IntEnum):
     PREEMPTED = 3
     INTERRUPTED = 4
     ERROR_BUDGET = 5
-    NON_FINITE = 6
-    FAULT = 7
-    FAULT_UNSAVED = 8
+    SAVE_FAILED = 6
+    NON_FINITE = 7
+    FAULT = 8
+    FAULT_UNSAVED = 9
 
     @property
     def exit_code(self) -> ExitCode:
@@ -144,6 +145,7 @@ class StopReason(IntEnum):
             StopReason.PREEMPTED: ExitCode.PREEMPTED,
             StopReason.INTERRUPTED: ExitCode.INTERRUPTED,
             StopReason.ERROR_BUDGET: ExitCode.FAILED,
+            StopReason.SAVE_FAILED: ExitCode.FAILED,
             StopReason.NON_FINITE: ExitCode.FAILED,
             StopReason.FAULT: ExitCode.GPU_FAULT,
             StopReason.FAULT_UNSAVED: ExitCode.GPU_FAULT,
@@ -152,7 +154,7 @@ class StopReason(IntEnum):
     @property
     def saves(self) -> bool:
         """Whether the state at this point is worth a checkpoint."""
-        return self not in (StopReason.NON_FINITE, StopReason.FAULT_UNSAVED)
+        return self not in (StopReason.SAVE_FAILED, StopReason.NON_FINITE, StopReason.FAULT_UNSAVED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,12 +239,16 @@ class RunState:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A complete, visible checkpoint. `size` is in bytes, `seconds` is how long the save took."""
+    """A complete, visible checkpoint. `size` is in bytes.
+
+    `seconds` is how long the save took, `blocked` how long training waited for it.
+    """
 
     step: int
     path: Path
     size: int
     seconds: float
+    blocked: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from typing import cast
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from smalti.config import Config, restore, schema_of
+from smalti.crew import Crew
 from smalti.errors import ExitCode, GpuFaultError, UserError
 from smalti.launch import choose_distributed
 from smalti.plugins import Plugins, Selection, load_plugins
@@ -32,11 +33,31 @@ def run_rank(config: Config, plugins: Plugins) -> Outcome:
     with ExitStack() as closing:
         parallel = open_parallel(plan, config)
         closing.callback(parallel.close)
-        run = build(config, plugins, plan, parallel, closing)
-        with stop_signals(run.state):
-            outcome = train(run)
-        parallel.barrier()  # nobody leaves the group while another still talks to it
+        with last_words(Crew.meet(parallel)):
+            run = build(config, plugins, plan, parallel, closing)
+            with stop_signals(run.state):
+                outcome = train(run)
+            parallel.barrier()  # nobody leaves the group while another still talks to it
         return outcome
+
+
+@contextmanager
+def last_words(crew: Crew) -> Iterator[None]:
+    """An exception is written down before anything is closed: what closing does to other ranks comes after its cause.
+
+    One that only tells of another rank's end is replaced by an error that says so.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # what a broken connection is to torch
+        lost = crew.explain(error)
+        _leave_word(_code_of(lost or error), describe(lost or error))
+        if lost is None:
+            raise
+        raise lost from error
+    except BaseException as error:
+        _leave_word(_code_of(error), describe(error))
+        raise
 
 
 @contextmanager
@@ -96,10 +117,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         outcome = run_rank(*load_run(directory))
     except BaseException as error:
-        code = error.exit_code if isinstance(error, UserError | GpuFaultError) else ExitCode.FAILED
-        _leave_word(code, describe(error))
+        _leave_word(_code_of(error), describe(error))
         if isinstance(error, UserError):
-            sys.exit(int(code))
+            sys.exit(int(error.exit_code))
         raise
     _leave_word(outcome.exit_code, outcome.message)
 
@@ -112,13 +132,20 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{notes}"
 
 
+def _code_of(error: BaseException) -> ExitCode:
+    return error.exit_code if isinstance(error, UserError | GpuFaultError) else ExitCode.FAILED
+
+
 def _leave_word(code: int, message: str) -> None:
+    """For the launcher. The first word counts."""
     folder = os.environ.get(OUTCOME_VARIABLE)
     if folder is None:
         return
     rank = int(os.environ.get("RANK", "0"))
-    word = {"rank": rank, "exit_code": int(code), "message": message, "time": time.time()}
-    (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(word))
+    path = Path(folder) / f"rank-{rank}.json"
+    if not path.exists():
+        word = {"rank": rank, "exit_code": int(code), "message": message, "time": time.time()}
+        path.write_text(json.dumps(word))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,14 +38,20 @@ def run_workers(plan: LaunchPlan, directory: RunDirectory) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="smalti-") as ends, _signals() as received:
         attempt = _attempt(directory)
         environment = {**os.environ, **plan.environment, **plan.secrets, "SMALTI_OUTCOME_DIR": ends}
-        process = subprocess.Popen(plan.command, env=environment, start_new_session=True)
+        process = subprocess.Popen(_observed(plan.command), env=environment, start_new_session=True)
         try:
             verdict = _wait(process, received, directory, attempt)
         finally:
             if process.poll() is None:
                 end_tree(process.pid)
                 process.wait()
-        return verdict or judge(_read_ends(Path(ends)), process.returncode, plan.ranks)
+        return verdict or judge(_read_ends(Path(ends)), process.returncode, plan.ranks, _read_killed(Path(ends)))
+
+
+def _observed(command: Sequence[str]) -> Sequence[str]:
+    """`python -m LAUNCHER ...` such that it writes down which of its ranks were killed."""
+    python, switch, *rest = command
+    return (python, "-m", "smalti.agent", *rest) if switch == "-m" else command
 
 
 def _check_port(port: int) -> None:
@@ -171,18 +177,33 @@ def _read_ends(folder: Path) -> list[RankEnd]:
     return sorted(found, key=lambda end: end.time)
 
 
-def judge(ends: list[RankEnd], status: int, ranks: range) -> Verdict:
+def _read_killed(folder: Path) -> dict[int, str]:
+    """The names of the signals that killed ranks, as far as the launcher of processes saw them."""
+    try:
+        killed = json.loads((folder / "killed.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return {int(rank): signal.Signals(number).name for rank, number in killed.items()}
+
+
+def judge(ends: list[RankEnd], status: int, ranks: range, killed: Mapping[int, str] | None = None) -> Verdict:
     """One verdict for the launch from the last words of its ranks and the launcher's own exit status.
 
     A failure outweighs a clean stop, and the earliest failure is the cause: the others are what it led to. A rank that was
-    killed (by the system, out of memory) leaves no word, so those that are missing are named beside it.
+    killed (by the system, out of memory) leaves no word; `killed` tells the signals where they are known, and a rank that died
+    by one is the cause of what the others say.
     """
     silent = sorted(set(ranks) - {end.rank for end in ends})
+    by_signal = {rank: name for rank, name in (killed or {}).items() if rank in silent}
     lost = f"{_names(silent)} ended without a word, as when killed (out of memory?)" if silent else ""
-    for end in ends:
-        if end.exit_code not in _STOPS:
-            message = f"rank {end.rank}: {end.message}"
-            return ExitCode(end.exit_code), f"{message}; {lost}" if lost else message
+    failures = [end for end in ends if end.exit_code not in _STOPS]
+    if by_signal and not any(end.exit_code != ExitCode.FAILED for end in failures):
+        told = ", ".join(f"rank {rank} was killed by {name}" for rank, name in sorted(by_signal.items()))
+        hint = " (the system does that when memory runs out)" if "SIGKILL" in by_signal.values() else ""
+        return ExitCode.FAILED, "; ".join([f"{told}{hint}", *(f"rank {end.rank}: {end.message}" for end in failures[:1])])
+    if failures:
+        message = f"rank {failures[0].rank}: {failures[0].message}"
+        return ExitCode(failures[0].exit_code), f"{message}; {lost}" if lost else message
     if status != 0 or not ends:
         return ExitCode.FAILED, f"{lost or 'every rank ended well, and the launcher did not'} (launcher status {status})"
     return ExitCode(ends[0].exit_code), ends[0].message

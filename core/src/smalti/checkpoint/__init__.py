@@ -15,6 +15,7 @@ checkpoints/step-00000500/
 - `portable`      model and optimizer to and from the form that every backend reads
 - `planning`      which rank writes which piece of which tensor
 - `writer`, `reader`  save and load, on every rank together
+- `staging`, `background`  a copy in host memory, and saves beside training
 
 The first four import no torch. Tensor files have the layout of torch's own sharded safetensors checkpoints, so that
 `torch.distributed.checkpoint.HuggingFaceStorageReader` reads them, on any number of ranks.

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 
 from smalti.errors import UserError
-from smalti.parallel import Parallel
+from smalti.parallel import Ranks
 
 
 class RankError(Exception):
@@ -21,7 +21,7 @@ class RankError(Exception):
         self.errno = errno
 
 
-def together(parallel: Parallel, action: Callable[[], str]) -> list[str]:
+def together(ranks: Ranks, action: Callable[[], str]) -> list[str]:
     """Run `action` on this rank; returns what it returned on each rank, in rank order. *Collective*.
 
     When it failed on any rank, raises `RankError` on all of them. Only a failure that is a defect (neither the system's
@@ -34,11 +34,11 @@ def together(parallel: Parallel, action: Callable[[], str]) -> list[str]:
         told = user.message if user else f"{error}" or type(error).__name__
         fix = user.fix if user else ""
         number = error.errno if isinstance(error, OSError) else None
-        parallel.share(json.dumps({"failure": told, "fix": fix, "errno": number}))
+        ranks.share(json.dumps({"failure": told, "fix": fix, "errno": number}))
         if isinstance(error, UserError | OSError):
             raise RankError(told, fix=fix, errno=number) from error
         raise
-    answers = [json.loads(text) for text in parallel.share(json.dumps({"answer": answer}))]
+    answers = [json.loads(text) for text in ranks.share(json.dumps({"answer": answer}))]
     for rank, other in enumerate(answers):
         if "failure" in other:
             raise RankError(f"rank {rank}: {other['failure']}", fix=other["fix"], errno=other["errno"])

@@ -23,7 +23,7 @@ from smalti.checkpoint.tensorfile import StoredTensor, stored_tensors
 from smalti.checkpoint.verification import verify
 from smalti.errors import CheckpointError
 from smalti.files import parse_json
-from smalti.parallel import Parallel, PortableState, named_state
+from smalti.parallel import PortableState, Ranks, named_state
 
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -43,7 +43,7 @@ class Loaded:
     notices: tuple[str, ...]
 
 
-def load(path: Path, snapshot: Snapshot, parallel: Parallel, *, verified: bool = False) -> Loaded:
+def load(path: Path, snapshot: Snapshot, parallel: Ranks, *, verified: bool = False) -> Loaded:
     """Fill `snapshot` from the checkpoint at `path`, a directory that all ranks see. *Collective*.
 
     The tensors of the model and of `ema` are filled in place and must match by name and shape; types may only widen.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from smalti.parallel import PortableState
+from smalti.parallel import PortableState, named_state
 
 
 @dataclass(kw_only=True)
@@ -26,3 +26,19 @@ class Snapshot:
     plugins: tuple[str, ...] = ()
     config_digest: str = ""
     flags: tuple[str, ...] = ()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors, under "GROUP/NAME"."""
+        groups: Mapping[str, Mapping[str, Tensor]] = {
+            "model": self.state.model,
+            "optimizer": named_state(self.state.moments),
+            "ema": self.ema or {},
+        }
+        return {f"{group}/{name}": tensor for group, tensors in groups.items() for name, tensor in tensors.items()}
+
+    def replaced(self, tensors: Mapping[str, Tensor]) -> Snapshot:
+        """The same with other tensors, given under the names of `tensors()`."""
+        moments = {name: {key: tensors[f"optimizer/{name}.{key}"] for key in kept} for name, kept in self.state.moments.items()}
+        model = {name: tensors[f"model/{name}"] for name in self.state.model}
+        ema = None if self.ema is None else {name: tensors[f"ema/{name}"] for name in self.ema}
+        return replace(self, state=replace(self.state, model=model, moments=moments), ema=ema)

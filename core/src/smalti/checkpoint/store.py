@@ -14,16 +14,15 @@ import errno
 import fcntl
 import re
 import secrets
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from smalti import files
 from smalti.checkpoint.manifest import GROUPS, MANIFEST, SUSPECT, Manifest, read_manifest
 from smalti.checkpoint.verification import Verification, files_in, verify
 from smalti.errors import CheckpointError
-from smalti.files import atomic_write, fsync_directory
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _LEFTOVER = re.compile(rf"\.(?:partial|removed)-{_NAME.pattern}-[0-9a-f]{{8}}")
@@ -138,10 +137,10 @@ class CheckpointStore:
 
         Raises CheckpointError when another process is saving here. The lock ends with the process, however it ends.
         """
-        missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
-        self.root.mkdir(parents=True, exist_ok=True)
-        for path in missing:
-            fsync_directory(path.parent)
+        for path in reversed((self.root, *self.root.parents)):
+            if not path.exists():
+                path.mkdir(exist_ok=True)
+                files.fsync_directory(path.parent)
         with (self.root / _LOCK).open("ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -162,8 +161,8 @@ class CheckpointStore:
     def prepare(self, step: int) -> Path:
         """A new hidden directory, with one sub-directory for each group of tensors, to make the checkpoint in."""
         partial = self.root / f".partial-{_name(step, 1)}-{secrets.token_hex(4)}"
-        for group in GROUPS:
-            (partial / group).mkdir(parents=True)
+        for path in (partial, *(partial / group for group in GROUPS)):
+            files.make_directory(path)
         return partial
 
     def publish(self, partial: Path, manifest: Manifest) -> Path:
@@ -173,24 +172,24 @@ class CheckpointStore:
         """
         for group in GROUPS:
             if any(name.startswith(f"{group}/") for name in manifest.files):
-                fsync_directory(partial / group)
+                files.fsync_directory(partial / group)
             else:
-                (partial / group).rmdir()
+                files.remove_directory(partial / group)
         older = [entry for entry in self.all() if entry.step == manifest.step]
         newest = older[-1] if older else None
         if newest and newest.manifest and newest.manifest.holds_the_same_as(manifest) and verify(newest.path).ok:
             self.discard(partial)
             return newest.path
-        atomic_write(partial / MANIFEST, manifest.encode())
+        files.atomic_write(partial / MANIFEST, manifest.encode())
         path = self.root / _name(manifest.step, newest.revision + 1 if newest else 1)
-        partial.rename(path)
-        fsync_directory(self.root)
+        files.rename(partial, path)
+        files.fsync_directory(self.root)
         return path
 
     def discard(self, partial: Path) -> None:
         """Remove a directory that `prepare` made. What cannot be removed is reported, and left to the next save."""
         try:
-            shutil.rmtree(partial)
+            files.remove_tree(partial)
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -228,8 +227,8 @@ class CheckpointStore:
         """Out of sight by one rename first, so that no half of a checkpoint is ever visible."""
         hidden = self.root / f".removed-{path.name}-{secrets.token_hex(4)}"
         try:
-            path.rename(hidden)
-            fsync_directory(self.root)
+            files.rename(path, hidden)
+            files.fsync_directory(self.root)
         except OSError as error:
             self._report(f"cannot remove {path}: {error.strerror}")
             return False

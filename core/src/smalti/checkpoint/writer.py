@@ -7,11 +7,12 @@ neither contiguous nor of separate memory, and the same state always gives the s
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from smalti import files
 from smalti.checkpoint.agreement import RankError, together
 from smalti.checkpoint.manifest import GROUPS, STATE, FileRecord, Manifest
 from smalti.checkpoint.planning import Pieces, check_whole, decode_pieces, divide, encode_pieces, local_pieces
@@ -29,14 +31,25 @@ from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.store import CheckpointStore
 from smalti.checkpoint.tensorfile import ITEM_SIZES, encode_header
 from smalti.errors import CheckpointError, ExitCode, UserError
-from smalti.files import fsync_directory
-from smalti.parallel import Parallel, named_state
+from smalti.parallel import Ranks
 from smalti.types import Checkpoint
 
 _THREADS = 4
 _SMALLEST_FILE = 64 * 2**20
 _LARGEST_FILE = 512 * 2**20
 _BLOCK = 4 * 2**20
+
+
+_REMEDIES = {
+    errno.ENOSPC: "make room there, or keep fewer with --checkpoints_total_limit",
+    errno.EDQUOT: "make room there or have the quota raised, or keep fewer with --checkpoints_total_limit",
+    errno.EFBIG: "have the limit on the size of files raised (ulimit -f)",
+    errno.EROFS: "mount it for writing; a disk with errors is often made read-only by the system",
+    errno.EACCES: "give this user the right to write there",
+    errno.EPERM: "give this user the right to write there",
+    errno.EIO: "look after the disk or the network storage: the system's log tells more",
+}
+"""What the user can do, by the system's error number."""
 
 
 class SaveError(UserError):
@@ -49,26 +62,56 @@ class SaveError(UserError):
         self.errno = errno
 
 
-def save(root: Path, snapshot: Snapshot, parallel: Parallel) -> Checkpoint:
+def save(root: Path, snapshot: Snapshot, ranks: Ranks) -> Checkpoint:
     """Write a checkpoint below `root`, the same directory for all ranks. *Collective*; the same answer on every rank.
 
     When it returns, the checkpoint is complete, visible and on the disk. Saving a step that is already there in the same
     state returns the older checkpoint; in another state, makes a new one that counts from then on. The tensors must not
-    change while this runs. Raises SaveError on all ranks when any of them failed; then nothing has become visible.
+    change while this runs; those that `divide` gives to another rank are not read. Raises SaveError on all ranks when any of
+    them failed, or when there is no room for it; then nothing has become visible and older checkpoints are intact.
     """
     started = time.perf_counter()
     try:
         with ExitStack() as cleanup:
-            path, size = _save(CheckpointStore(root), snapshot, parallel, cleanup)
+            path, size = _save(CheckpointStore(root), snapshot, ranks, cleanup)
     except RankError as failure:
-        message = f"cannot save step {snapshot.step} in {root}: {failure}"
-        raise SaveError(message, fix=failure.fix, errno=failure.errno) from failure
+        raise _explained(root, snapshot, failure) from failure
     return Checkpoint(step=snapshot.step, path=path, size=size, seconds=time.perf_counter() - started)
 
 
-def _save(store: CheckpointStore, snapshot: Snapshot, parallel: Parallel, cleanup: ExitStack) -> tuple[Path, int]:
-    main = parallel.world.is_main
-    tensors = _tensors(snapshot)
+def _explained(root: Path, snapshot: Snapshot, failure: RankError) -> SaveError:
+    """With what was needed and what is free, where that can be the matter, and with what to do."""
+    message = f"cannot save step {snapshot.step} in {root}: {failure}"
+    if failure.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in snapshot.tensors().values())
+        message += f" ({_readable(needed)} needed{_told_free(root)})"
+    fix = failure.fix or _REMEDIES.get(failure.errno or 0, "")
+    return SaveError(message, fix=fix, errno=failure.errno)
+
+
+def _told_free(root: Path) -> str:
+    try:
+        room = files.free_bytes(root)
+    except OSError:
+        return ""
+    return "" if room is None else f", {_readable(room)} free"
+
+
+def _readable(size: int) -> str:
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
+
+
+def _check_room(root: Path, held: Sequence[Pieces]) -> None:
+    """Raises OSError before anything is written when the file system says that it cannot hold these pieces, each once."""
+    room = files.free_bytes(root)
+    needed = sum({(name, piece.offsets): piece.size for pieces in held for name, piece in pieces.items()}.values())
+    if room is not None and needed > room:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _save(store: CheckpointStore, snapshot: Snapshot, ranks: Ranks, cleanup: ExitStack) -> tuple[Path, int]:
+    main = ranks.world.is_main
+    tensors = snapshot.tensors()
 
     def begin() -> str:
         if not main:
@@ -78,7 +121,7 @@ def _save(store: CheckpointStore, snapshot: Snapshot, parallel: Parallel, cleanu
         cleanup.callback(store.discard, prepared)  # by then it has become the checkpoint, or is of no use
         return str(prepared)
 
-    directory = Path(together(parallel, begin)[0])
+    directory = Path(together(ranks, begin)[0])
 
     def plan() -> str:
         if not directory.is_dir():
@@ -87,40 +130,32 @@ def _save(store: CheckpointStore, snapshot: Snapshot, parallel: Parallel, cleanu
             )
         return encode_pieces(local_pieces(tensors))
 
-    held = [decode_pieces(text) for text in together(parallel, plan)]
-    rank = parallel.world.rank
+    held = [decode_pieces(text) for text in together(ranks, plan)]
+    rank = ranks.world.rank
 
     def write() -> str:
         check_whole(held, tensors)
+        if main:
+            _check_room(directory, held)
         mine = {name: held[rank][name] for name in divide(held)[rank]}
         records = _write_tensors(directory, mine, tensors, rank)
         if main:
             records[STATE] = _write_file(directory / STATE, [_state(snapshot)])
         return json.dumps({name: vars(record) for name, record in records.items()})
 
-    parts = [json.loads(text) for text in together(parallel, write)]
-    files = {name: FileRecord(**record) for part in parts for name, record in part.items()}
+    parts = [json.loads(text) for text in together(ranks, write)]
+    records = {name: FileRecord(**record) for part in parts for name, record in part.items()}
     manifest = Manifest(
         step=snapshot.step,
-        world_size=parallel.world.size,
-        files=files,
+        world_size=ranks.world.size,
+        files=records,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         plugins=snapshot.plugins,
         config_digest=snapshot.config_digest,
         flags=snapshot.flags,
     )
-    path = together(parallel, lambda: str(store.publish(directory, manifest)) if main else "")[0]
+    path = together(ranks, lambda: str(store.publish(directory, manifest)) if main else "")[0]
     return Path(path), manifest.size
-
-
-def _tensors(snapshot: Snapshot) -> dict[str, Tensor]:
-    """All tensors, under "GROUP/NAME"."""
-    groups: Mapping[str, Mapping[str, Tensor]] = {
-        "model": snapshot.state.model,
-        "optimizer": named_state(snapshot.state.moments),
-        "ema": snapshot.ema or {},
-    }
-    return {f"{group}/{name}": tensor for group, tensors in groups.items() for name, tensor in tensors.items()}
 
 
 def _state(snapshot: Snapshot) -> bytes:
@@ -140,15 +175,15 @@ def _write_tensors(directory: Path, pieces: Pieces, tensors: Mapping[str, Tensor
         header = encode_header([(name.partition("/")[2], pieces[name]) for name in names])
         return file, _write_file(directory / file, chain([header], (_memory(tensors[name]) for name in names)))
 
-    files = {
+    contents = {
         f"{group}/rank-{rank:05d}-part-{number:05d}.safetensors": names
         for group in GROUPS
         for number, names in enumerate(_parts(pieces, group))
     }
     with ThreadPoolExecutor(max_workers=min(_THREADS, os.cpu_count() or 1)) as pool:
-        records = dict(pool.map(write, files.items()))
+        records = dict(pool.map(write, contents.items()))
     for group in GROUPS:
-        fsync_directory(directory / group)
+        files.fsync_directory(directory / group)
     return records
 
 
@@ -175,14 +210,13 @@ def _memory(tensor: Tensor) -> memoryview:
     return local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _write_file(path: Path, contents: Iterable[bytes | memoryview]) -> FileRecord:
+def _write_file(path: Path, contents: Iterable[files.Block]) -> FileRecord:
     digest = hashlib.sha256()
-    with path.open("xb") as file:
+    with files.create(path) as file:
         for data in contents:
             for start in range(0, len(data), _BLOCK):  # what was hashed is still in the processor's cache when written
                 block = data[start : start + _BLOCK]
                 digest.update(block)
-                file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
+                files.write(file, block)
+        files.sync(file)
         return FileRecord(size=file.tell(), sha256=digest.hexdigest())

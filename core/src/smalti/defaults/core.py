@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from smalti.checkpoint.snapshot import Snapshot
     from smalti.config import Config
     from smalti.models.family import ModelFamily
-    from smalti.parallel import Parallel
+    from smalti.parallel import Parallel, Ranks
 
 OPTIMIZERS = (
     OptimizerEntry(name="adamw", title="AdamW", factory="smalti.optimizers:adamw"),
@@ -60,7 +60,7 @@ class Core:
         return find_blocks(model, family.block_classes())
 
     @hookimpl
-    def save_checkpoint(self, state: Snapshot, target: Path, parallel: Parallel) -> Checkpoint:
+    def save_checkpoint(self, state: Snapshot, target: Path, parallel: Ranks) -> Checkpoint:
         from smalti.checkpoint.writer import save
 
         return save(target, state, parallel)

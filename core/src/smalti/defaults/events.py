@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from smalti.errors import UserError
 from smalti.hookspecs import hookimpl
 from smalti.liverun import LiveRun, acquire
 from smalti.rundir import Request, RunDirectory
@@ -76,6 +77,11 @@ class Events:
     def on_checkpoint(self, state: RunState, checkpoint: Checkpoint) -> None:
         if self._live is not None:
             self._live.record_checkpoint(checkpoint)
+
+    @hookimpl
+    def on_checkpoint_failed(self, state: RunState, error: UserError) -> None:
+        if self._live is not None:
+            self._live.record_warning(state, str(error))
 
     @hookimpl
     def on_error(self, state: RunState, error: BaseException) -> None:

@@ -1,0 +1,128 @@
+"""Saving beside training: one checkpoint at a time, in a thread of its own.
+
+begin      the state at a step boundary; the thread copies it to host memory while the next step computes
+release    before anything of that state changes: waits until it was copied
+landed     what became of it, told at a later step boundary on all ranks at once
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from threading import Event
+
+from smalti.checkpoint.agreement import RankError
+from smalti.checkpoint.snapshot import Snapshot
+from smalti.checkpoint.staging import Staging, frozen
+from smalti.checkpoint.writer import SaveError
+from smalti.parallel import Ranks
+from smalti.types import Checkpoint
+
+Write = Callable[[Snapshot, Ranks], Checkpoint]
+
+
+class _Standing(IntEnum):
+    """How a save stands on a rank; the largest over ranks counts."""
+
+    SAVED = 0
+    FAILED = 1
+    BROKEN = 2
+    RUNNING = 3
+
+
+@dataclass(kw_only=True)
+class _Flight:
+    """A save that has begun. `blocked` is how long training has waited for it, in seconds."""
+
+    step: int
+    released: Event = field(default_factory=Event)
+    result: Future[Checkpoint] = field(init=False)
+    blocked: float = 0.0
+
+    def standing(self) -> _Standing:
+        if not self.result.done():
+            return _Standing.RUNNING
+        error = self.result.exception()
+        if error is None:
+            return _Standing.SAVED
+        return _Standing.FAILED if isinstance(error, SaveError) else _Standing.BROKEN
+
+
+class Saver:
+    """Writes checkpoints with `write`, in a thread that speaks to the other ranks' threads through `side`.
+
+    The loop's own words go through `ranks`. `begin`, `release` and `landed` belong to the loop's thread.
+    """
+
+    def __init__(self, *, write: Write, ranks: Ranks, side: Ranks) -> None:
+        self._write = write
+        self._ranks = ranks
+        self._side = side
+        self._staging = Staging(ranks.world.device)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="smalti-save")
+        self._flight: _Flight | None = None
+
+    def begin(self, snapshot: Snapshot, *, changing: Collection[str] = (), at_once: bool = False) -> None:
+        """Start to write a snapshot of live tensors; the save before must have landed.
+
+        `changing` names tensors of the model that may change before `release` (buffers do, in a forward pass). With `at_once`
+        this waits until all is written, and spares the copy.
+        """
+        assert self._flight is None, "one save at a time"
+        started = time.perf_counter()
+        flight = _Flight(step=snapshot.step)
+        self._staging.follow()
+        steady = snapshot if at_once else frozen(snapshot, changing)
+        flight.result = self._thread.submit(self._save, flight, steady, not at_once)
+        self._flight = flight
+        if at_once:
+            wait([flight.result])
+        flight.blocked = time.perf_counter() - started
+
+    def release(self) -> None:
+        """Wait until the state that `begin` was given may change."""
+        if self._flight is not None and not self._flight.released.is_set():
+            started = time.perf_counter()
+            self._flight.released.wait()
+            self._flight.blocked += time.perf_counter() - started
+
+    def landed(self, *, finish: bool = False) -> Checkpoint | SaveError | None:
+        """What became of the save in flight, the same on every rank; None if there is none, or some rank still works on it.
+
+        *Collective*. With `finish` this waits for it. A failure that is neither the system's nor the user's is raised, on every
+        rank.
+        """
+        flight = self._flight
+        if flight is None:
+            return None
+        if finish:
+            wait([flight.result])
+        standing = self._ranks.agree(flight.standing())
+        if standing == _Standing.RUNNING:
+            return None
+        self._flight = None
+        error = flight.result.exception()
+        if error is None and standing == _Standing.SAVED:
+            return replace(flight.result.result(), blocked=flight.blocked)
+        told = error or SaveError(f"cannot save step {flight.step}: another rank failed at its end")
+        if standing == _Standing.BROKEN or not isinstance(told, SaveError):
+            raise told
+        return told
+
+    def close(self) -> None:
+        """Let a save in flight come to its end, whatever it is."""
+        self._thread.shutdown(wait=True)
+
+    def _save(self, flight: _Flight, snapshot: Snapshot, stage: bool) -> Checkpoint:
+        try:
+            if stage:
+                snapshot = self._staging.copy(snapshot, self._side)
+        except RankError as failure:
+            message = f"cannot save step {flight.step}: {failure}"
+            raise SaveError(message, fix=failure.fix, errno=failure.errno) from failure
+        finally:
+            flight.released.set()
+        return self._write(snapshot, self._side)

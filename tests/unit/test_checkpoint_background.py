@@ -1,0 +1,181 @@
+"""Saves beside training: what is written is the state at the boundary, one at a time, and failures come back to the loop."""
+
+import errno
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from smalti.checkpoint.background import Saver
+from smalti.checkpoint.portable import capture
+from smalti.checkpoint.reader import load
+from smalti.checkpoint.snapshot import Snapshot
+from smalti.checkpoint.staging import Staging
+from smalti.checkpoint.writer import SaveError, save
+from smalti.parallel import PortableState
+from smalti.types import Checkpoint, World
+
+
+class Alone:
+    world = World()
+
+    def agree(self, code):
+        return code
+
+    def share(self, value):
+        return [value]
+
+
+class Second(Alone):
+    """The second of two ranks that hold the same tensors."""
+
+    world = World(rank=1, size=2)
+
+    def share(self, value):
+        return [value, value]
+
+
+def snapshot(step, **tensors):
+    return Snapshot(step=step, state=PortableState(model=tensors))
+
+
+@pytest.fixture
+def saver(tmp_path):
+    one = Saver(write=lambda state, ranks: save(tmp_path, state, ranks), ranks=Alone(), side=Alone())
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def held(tmp_path):
+    """A saver whose writing waits for `go`."""
+    go, calls = threading.Event(), []
+
+    def write(state, ranks):
+        calls.append(state)
+        go.wait(30)
+        return save(tmp_path, state, ranks)
+
+    one = Saver(write=write, ranks=Alone(), side=Alone())
+    one.go, one.calls = go, calls
+    yield one
+    go.set()
+    one.close()
+
+
+def saved(path, *names):
+    target = snapshot(0, **{name: torch.zeros(3) for name in names})
+    load(path, target, Alone())
+    return {name: tensor.tolist() for name, tensor in target.state.model.items()}
+
+
+def test_what_is_written_is_the_state_at_the_boundary(held):
+    weight = torch.ones(3)
+    held.begin(snapshot(1, w=weight))
+    held.release()
+    weight.fill_(2)
+    held.go.set()
+    assert saved(held.landed(finish=True).path, "w") == {"w": [1, 1, 1]}
+
+
+def test_a_buffer_may_change_before_the_release(held):
+    statistics = torch.ones(3)
+    held.begin(snapshot(1, w=torch.ones(3), b=statistics), changing=["b"])
+    statistics.fill_(2)
+    held.go.set()
+    assert saved(held.landed(finish=True).path, "w", "b")["b"] == [1, 1, 1]
+
+
+def test_training_goes_on_while_the_save_is_written(held):
+    held.begin(snapshot(1, w=torch.ones(3)))
+    held.release()
+    assert held.landed() is None
+
+
+def test_a_save_that_is_done_is_told_once(saver):
+    saver.begin(snapshot(1, w=torch.ones(3)))
+    told = [saver.landed(finish=True), saver.landed()]
+    assert (told[0].step, told[1]) == (1, None)
+
+
+def test_with_at_once_the_live_tensors_are_written_before_begin_returns(held):
+    weight = torch.ones(3)
+    held.go.set()
+    held.begin(snapshot(1, w=weight), at_once=True)
+    assert held.calls[0].state.model["w"] is weight
+
+
+def test_host_memory_is_used_again_for_the_next_save(held):
+    held.go.set()
+    for step in (1, 2):
+        held.begin(snapshot(step, w=torch.full((3,), float(step))))
+        held.landed(finish=True)
+    first, second = (call.state.model["w"] for call in held.calls)
+    assert first.data_ptr() == second.data_ptr()
+
+
+def test_a_tensor_of_another_size_gets_another_buffer(saver):
+    for step in (1, 2):
+        saver.begin(snapshot(step, w=torch.ones(step * 3)))
+        done = saver.landed(finish=True)
+    assert done.step == 2
+
+
+def test_a_save_that_the_system_refuses_comes_back_as_a_value(tmp_path):
+    def write(state, ranks):
+        raise SaveError("no room", errno=errno.ENOSPC)
+
+    one = Saver(write=write, ranks=Alone(), side=Alone())
+    one.begin(snapshot(1, w=torch.ones(3)))
+    assert one.landed(finish=True).errno == errno.ENOSPC
+    one.close()
+
+
+def test_a_defect_in_a_save_is_raised_in_the_loop(saver):
+    saver.begin(replace(snapshot(1, w=torch.ones(3)), trainer={"loss": float("nan")}))
+    with pytest.raises(ValueError, match="JSON compliant"):
+        saver.landed(finish=True)
+
+
+def test_a_failed_copy_lets_the_loop_go_on_to_hear_of_it(saver):
+    saver.begin(snapshot(1, w=torch.ones(3, device="meta")))
+    saver.release()
+    with pytest.raises(NotImplementedError):
+        saver.landed(finish=True)
+
+
+def test_a_save_that_ends_well_here_and_badly_elsewhere_has_failed():
+    class FailedElsewhere(Alone):
+        def agree(self, code):
+            return max(code, 1)
+
+    done = Checkpoint(step=1, path=None, size=0, seconds=0)
+    one = Saver(write=lambda state, ranks: done, ranks=FailedElsewhere(), side=Alone())
+    one.begin(snapshot(1, w=torch.ones(3)))
+    assert "another rank" in one.landed(finish=True).message
+    one.close()
+
+
+# --- the copy -------------------------------------------------------------------------------------------------------
+
+
+def test_the_copy_has_moments_and_averages_under_their_names():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    live = Snapshot(step=1, state=capture(model, optimizer), ema={"weight": torch.ones(2, 3)}, trainer={"a": 1})
+    copy = Staging("cpu").copy(live, Alone())
+    assert copy.tensors().keys() == live.tensors().keys()
+    assert all(torch.equal(copy.tensors()[name], tensor) for name, tensor in live.tensors().items())
+    assert all(copy.tensors()[name].data_ptr() != tensor.data_ptr() for name, tensor in live.tensors().items())
+
+
+def test_a_rank_copies_only_what_it_writes():
+    names = {str(number): torch.ones(3) for number in range(4)}
+    copy = Staging("cpu").copy(snapshot(1, **names), Second())
+    assert sorted(tensor.device.type for tensor in copy.state.model.values()) == ["cpu", "cpu", "meta", "meta"]
