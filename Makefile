@@ -15,7 +15,7 @@ demo: $(VENV)/demo.done
 	$(BIN)/smalti train examples/emoji/config.toml $(ARGS)
 
 test: $(VENV)/dev.done
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: $(VENV)/dev.done
 	$(BIN)/ruff format --check .

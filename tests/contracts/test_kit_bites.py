@@ -1,5 +1,6 @@
 """The contracts refuse what is wrong: one small fault at a time, and the check that has to find it."""
 
+import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -18,6 +19,22 @@ from smalti.testing.pytest import StorageContract
 from smalti.testing.storages import STORAGE, StorageSubject
 from smalti.testing.strategies import on_rank
 from smalti.testing.tiny import Tensors, TinyModel
+
+
+def test_the_kit_is_imported_without_torch_and_pytest_and_shows_its_names():
+    script = "import sys, smalti.testing as kit; print(sorted({'torch', 'pytest'} & set(sys.modules)), dir(kit) == kit.__all__)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[] True"
+
+
+def test_a_storage_is_checked_without_torch_and_pytest():
+    script = """import sys
+from smalti.testing import MemoryStorage, check_storage
+check_storage(lambda files, folder: MemoryStorage(files))
+print(sorted({"torch", "pytest"} & set(sys.modules)))"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
 
 # --- storages -------------------------------------------------------------------------------------------------------
 

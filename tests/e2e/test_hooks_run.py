@@ -65,6 +65,15 @@ def test_hook_save_checkpoint_may_decline_and_hook_on_checkpoint_sees_it_whole(r
     assert all(call["visible"] for call in run.calls("on_checkpoint"))
 
 
+def test_hook_on_checkpoint_failed_tells_why_nothing_was_saved(tmp_path, train):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("a file where the folder should be")
+    run = train(tmp_path / "run", max_train_steps=4, train_batch_size=4, checkpoint_step_interval=2)
+    assert run.code == 1
+    assert [call["step"] for call in run.calls("on_checkpoint_failed")][-1] == 4
+    assert str(tmp_path / "run" / "checkpoints") in run.calls("on_checkpoint_failed")[0]["error"]
+
+
 def test_hook_on_gpu_fault_is_asked_and_the_worst_answer_wins(tmp_path, train):
     fault = train(tmp_path / "fault", max_train_steps=6, train_batch_size=4, spoil="fault:0:3")
     assert fault.calls("on_gpu_fault")[0]["kind"] == "cuda_error"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -113,7 +114,10 @@ class Preparation:
             click.echo(f"  {title:<11} {path}", err=True)
         verdict = "done" if code is ExitCode.DONE else f"ended with exit code {int(code)}"
         click.echo(f"smalti: {verdict}: {message}", err=True)
-        click.echo(f"  {'go on with':<11} smalti train {shlex.quote(str(self.directory.config_file))}", err=True)
+        again = f"{own_name()} train {shlex.quote(str(self.directory.config_file))}"
+        if code is ExitCode.DONE and (steps := self.config[RunOptions].max_train_steps) is not None:
+            again += f" --max_train_steps={2 * steps}"
+        click.echo(f"  {'go on with':<11} {again}", err=True)
 
     def _results(self) -> dict[str, Path]:
         from smalti.checkpoint.store import CheckpointStore
@@ -162,6 +166,15 @@ class Preparation:
         if plan.accelerate_file is not None:
             lines += ["", f"{plan.accelerate_file}:", *_indented(yaml_text(plan.accelerate))]
         return "\n".join(lines)
+
+
+def own_name() -> str:
+    """What to type for this program: its name where the shell finds it, else the path by which it was called."""
+    called = Path(sys.argv[0])
+    if called.name not in ("smalti", "smalti-train"):
+        return f"{shlex.quote(sys.executable)} -m smalti"
+    found = shutil.which("smalti")
+    return "smalti" if found and Path(found).samefile(called.with_name("smalti")) else str(called.with_name("smalti"))
 
 
 def _wait_for_first_machine(directory: RunDirectory, seconds: float) -> None:

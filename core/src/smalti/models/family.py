@@ -52,7 +52,10 @@ class ModelFamily(Protocol):
     """What the model predicts unless `--prediction_type` says otherwise."""
 
     def build_model(self) -> nn.Module:
-        """The trainable model. Called with parameters on the meta device; buffers are real. Must be cheap."""
+        """The trainable model. Called with parameters on the meta device; buffers are real. Must be cheap.
+
+        A model with a method `enable_gradient_checkpointing` supports `--gradient_checkpointing`.
+        """
         ...
 
     def weights(self, seed: int) -> Weights:
@@ -60,7 +63,10 @@ class ModelFamily(Protocol):
         ...
 
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
-        """Conditioning with a leading dimension of len(captions), on the family's device. "" is the empty prompt."""
+        """Conditioning with a leading dimension of len(captions), on the family's device. "" is the empty prompt.
+
+        Shape and values of each row depend on its caption alone, so that rows can be cached and exchanged.
+        """
         ...
 
     def encode_images(self, pixels: Tensor) -> Tensor:

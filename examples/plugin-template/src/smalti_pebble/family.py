@@ -34,7 +34,7 @@ class PebbleBlock(nn.Module):
 
     def forward(self, pixels: Tensor, condition: Tensor) -> Tensor:
         scale, shift = self.modulation(condition)[:, :, None, None].chunk(2, dim=1)
-        return pixels + self.mix(F.silu(pixels * (1 + scale) + shift))
+        return torch.add(pixels, self.mix(F.silu(pixels * (1 + scale) + shift)))
 
 
 class PebbleModel(nn.Module):
@@ -102,7 +102,8 @@ class PebbleFamily:
         return latents
 
     def forward(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
-        return model(noisy, timesteps, conditioning["words"])
+        prediction: Tensor = model(noisy, timesteps, conditioning["words"])
+        return prediction
 
     def sample(self, model: nn.Module, request: SampleRequest) -> Tensor:
         draw = Sampler(objective=self.objective, steps=request.steps, guidance=request.guidance)
