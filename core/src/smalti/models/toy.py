@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ from smalti.diffusion.objective import Objective, build_objective
 from smalti.diffusion.sampling import Sampler, seeded_noise
 from smalti.errors import UserError
 from smalti.models.family import Conditioning, Prediction, SampleRequest, Weights
+from smalti.models.weights import SeededWeights
 
 _TIME_FEATURES = 128
 
@@ -194,26 +195,6 @@ def hash_words(caption: str, *, count: int, vocabulary: int) -> list[int]:
     return numbers + [0] * (count - len(numbers))
 
 
-class SeededWeights:
-    """A model's weights as its constructor draws them under a seed; the model is built at the first `get`."""
-
-    def __init__(self, shape: ToyShape, seed: int) -> None:
-        self._shape = shape
-        self._seed = seed
-        self._tensors: dict[str, Tensor] | None = None
-
-    def names(self) -> Iterator[str]:
-        with torch.device("meta"):
-            yield from ToyTransformer(self._shape).state_dict()
-
-    def get(self, name: str) -> Tensor:
-        if self._tensors is None:
-            with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-                torch.default_generator.manual_seed(self._seed)
-                self._tensors = ToyTransformer(self._shape).state_dict()
-        return self._tensors[name]
-
-
 class ToyFamily:
     """The `ModelFamily` around `ToyTransformer`. Latents are the pixels themselves.
 
@@ -235,7 +216,7 @@ class ToyFamily:
         return ToyTransformer(self.shape)
 
     def weights(self, seed: int) -> Weights:
-        return SeededWeights(self.shape, seed)
+        return SeededWeights(self.build_model, seed)
 
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
         size, vocabulary = self.shape.max_tokens, self.shape.vocabulary

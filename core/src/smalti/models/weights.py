@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from smalti.models.family import Weights
 
@@ -29,6 +29,27 @@ def without_weights() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class SeededWeights:
+    """`Weights` as a model's own constructor draws them under a seed; the model is built when the first is asked for."""
+
+    def __init__(self, build: Callable[[], nn.Module], seed: int) -> None:
+        self._build = build
+        self._seed = seed
+        self._tensors: dict[str, Tensor] | None = None
+
+    def names(self) -> Iterator[str]:
+        with without_weights():
+            model = self._build()
+        return iter(model.state_dict())
+
+    def get(self, name: str) -> Tensor:
+        if self._tensors is None:
+            with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+                torch.default_generator.manual_seed(self._seed)
+                self._tensors = self._build().state_dict()
+        return self._tensors[name]
 
 
 @torch.no_grad()

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from smalti.diffusion.objective import Objective, build_objective
 from smalti.diffusion.sampling import Sampler, seeded_noise
 from smalti.diffusion.step import objective_of
 from smalti.models.family import Conditioning, Prediction, SampleRequest
+from smalti.models.weights import SeededWeights
 from smalti_pebble import PebbleOptions
 
 VOCABULARY, WORDS = 1024, 8
@@ -57,19 +57,6 @@ class PebbleModel(nn.Module):
         return F.pixel_shuffle(self.leave(pixels), 2)
 
 
-@dataclass(frozen=True)
-class FirstWeights:
-    """Where a run's first weights come from, tensor by tensor. A large family would read files here."""
-
-    tensors: dict[str, Tensor]
-
-    def names(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def get(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-
 class PebbleFamily:
     """What smalti asks of a family: see `smalti.models.family.ModelFamily`. Latents are the pixels themselves."""
 
@@ -85,10 +72,8 @@ class PebbleFamily:
     def build_model(self) -> PebbleModel:
         return PebbleModel(self.width, self.depth)
 
-    def weights(self, seed: int) -> FirstWeights:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return FirstWeights(self.build_model().state_dict())
+    def weights(self, seed: int) -> SeededWeights:
+        return SeededWeights(self.build_model, seed)
 
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
         rows = [[zlib.crc32(w.encode()) % VOCABULARY for w in re.findall(r"\w+", text.lower())] for text in captions]
