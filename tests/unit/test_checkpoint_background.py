@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from smalti.checkpoint.background import Saver
 from smalti.checkpoint.portable import capture

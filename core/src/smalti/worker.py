@@ -64,7 +64,7 @@ def last_words(crew: Crew) -> Iterator[None]:
 def stop_signals(state: RunState) -> Iterator[None]:
     """SIGINT and SIGTERM ask for an agreed stop the first time and end the process at once the second time."""
 
-    def handle(number: int, frame: object) -> None:  # noqa: ARG001
+    def handle(number: int, frame: object) -> None:
         reason = StopReason.INTERRUPTED if number == signal.SIGINT else StopReason.PREEMPTED
         if state.stop_reason in (StopReason.INTERRUPTED, StopReason.PREEMPTED):
             os._exit(reason.exit_code)
