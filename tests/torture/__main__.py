@@ -4,7 +4,7 @@
     make torture ARGS="--seed 7 --group A2 A3"      some groups
     make torture ARGS="--group A1 --case 123456"    one round again, as a failure tells it
 
-Prints a line for each promise that did not hold, with the words that play it again, and a summary. Exit code 1 if there was any.
+Prints a line for each promise that did not hold, with the words that play it again, and a summary. Exit code 1 if any did not.
 """
 
 from __future__ import annotations

@@ -46,5 +46,5 @@ class Crew:
         told = str(error).partition("\n")[0]
         return LostRankError(
             f"{who} is gone, so this rank cannot go on; it noticed by {type(error).__name__}: {told}",
-            fix="the first rank that failed tells why; a killed one cannot: look into the system's log (dmesg) for lack of memory",
+            fix="the first rank that failed tells why; after a kill look into the system's log (dmesg): out of memory?",
         )

@@ -91,7 +91,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):  # reading a pipe would never end
-            raise CheckpointError(f"{MANIFEST} is {'a symbolic link' if stat.S_ISLNK(status.st_mode) else 'not a regular file'}")
+            kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
+            raise CheckpointError(f"{MANIFEST} is {kind}")
         if status.st_size > _LARGEST:
             raise CheckpointError(f"{MANIFEST} is larger than any manifest")
         return decode_manifest(path.read_bytes())
