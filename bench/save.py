@@ -3,7 +3,7 @@
 - blocked: what an asynchronous save takes from the loop (its start, and the wait before the next optimizer step) over what
   a synchronous one takes, with a forward and backward pass between that is as long as those of models this size.
 - throughput: our save, with digests and fsync, over torch's distributed checkpoint, which syncs too and has no digests.
-- verify: reading and checking every byte over only reading it.
+- verify: reading and checking every byte over only reading it from the page cache; SHA-256 does about 2 GB/s a core.
 - resume: from the start of the process to the first step, of a run that resumes over one that begins.
 """
 
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,7 +92,8 @@ def throughput(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) 
     ours, peer = [], []
     for number in range(PAIRS + 1):
         ours.append(seconds(lambda number=number: save(place / "ours", Snapshot(step=number, state=state), Alone())))
-        peer.append(seconds(lambda: dcp.save(tensors, checkpoint_id=place / "dcp", no_dist=True)))
+        with warnings.catch_warnings(action="ignore"):  # that one process is meant
+            peer.append(seconds(lambda: dcp.save(tensors, checkpoint_id=place / "dcp", no_dist=True)))
         shutil.rmtree(place / "ours")
         shutil.rmtree(place / "dcp")
     return paired("save: ours with digests over torch's DCP", ours[1:], peer[1:], unit="s", goal=1.25)
@@ -103,7 +105,7 @@ def verifying(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -
     for _ in range(PAIRS + 1):
         ours.append(seconds(lambda: verify(path)))
         peer.append(seconds(lambda: [read(each) for each in sorted(path.rglob("*")) if each.is_file()]))
-    return paired("save: verify over reading", ours[1:], peer[1:], unit="s", goal=5.0)
+    return paired("save: verify over reading", ours[1:], peer[1:], unit="s", goal=8.0)
 
 
 def read(path: Path) -> None:
