@@ -1,4 +1,4 @@
-# make demo · make test · make check · make fix · make bench · make clean
+# make demo · make test · make check · make fix · make torture · make bench · make clean
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -8,7 +8,7 @@ ARGS ?=
 # One thread a process: the tests and the demo start several processes on few cores.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HOME=$(CURDIR)/$(VENV)/hf
 
-.PHONY: demo test check fix bench clean
+.PHONY: demo test check fix torture bench clean
 
 demo: $(VENV)/demo.done
 	$(BIN)/python examples/emoji/prepare.py demo/faces
@@ -26,6 +26,10 @@ check: $(VENV)/dev.done
 fix: $(VENV)/dev.done
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Faults against checkpoints, runs and plugins: ARGS="--seed N --seconds S", see tests/torture.
+torture: $(VENV)/dev.done
+	$(TEST_ENV) PYTHONPATH=tests $(BIN)/python -m torture $(ARGS)
 
 bench: $(VENV)/dev.done
 	$(BIN)/python bench/run.py $(ARGS)

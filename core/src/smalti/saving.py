@@ -38,7 +38,8 @@ def announce(run: Run, *, finish: bool = False) -> None:
         return
     stops = run.config[CheckpointOptions].on_save_error == "stop" or landed.errno is None
     if run.world.is_main:
-        _log.warning("%s\nsmalti: %s", landed, "stopping" if stops else "older checkpoints are intact, training goes on")
+        then = "stopping" if stops else "older checkpoints are intact, training goes on"
+        _log.warning("%s; %s%s", landed.message, then, f"\n  fix: {landed.fix}" if landed.fix else "")
     run.hook.on_checkpoint_failed(state=run.state, error=landed)
     if stops:
         run.state.request_stop(StopReason.SAVE_FAILED, _with_last_good(run, landed))

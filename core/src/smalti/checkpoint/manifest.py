@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -88,9 +89,11 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """
     path = checkpoint / MANIFEST
     try:
-        if path.is_symlink():
-            raise CheckpointError(f"{MANIFEST} is a symbolic link")
-        if path.stat().st_size > _LARGEST:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe would never end
+            kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
+            raise CheckpointError(f"{MANIFEST} is {kind}")
+        if status.st_size > _LARGEST:
             raise CheckpointError(f"{MANIFEST} is larger than any manifest")
         return decode_manifest(path.read_bytes())
     except FileNotFoundError:

@@ -91,10 +91,10 @@ def read_header(path: Path) -> dict[str, Piece]:
     a truncated file, a header that lies.
     """
     try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("not a regular file")
         with path.open("rb") as file:
-            status = path.stat()
-            if not stat.S_ISREG(status.st_mode):
-                raise ValueError("not a regular file")
             if status.st_size < 8:
                 raise ValueError("too short")
             (length,) = struct.unpack("<Q", file.read(8))

@@ -108,7 +108,8 @@ class Cost:
         square = (prediction.float() - target.float()).square()
         if self.kind != "l2":
             c = self.threshold
-            square = 2 * ((square + c * c).sqrt() - c) * (c if self.kind == "huber" else 1.0)
+            # As (root - c), without the digits that this difference would lose for small mistakes.
+            square = 2 * square / ((square + c * c).sqrt() + c) * (c if self.kind == "huber" else 1.0)
         return square.flatten(1).mean(1)
 
 

@@ -1,0 +1,141 @@
+"""Checkpoints of 300 MB: how long training waits, how fast they are written and checked, how soon a run goes on.
+
+- blocked: what an asynchronous save takes from the loop (its start, and the wait before the next optimizer step) over what
+  a synchronous one takes, with a forward and backward pass between that is as long as those of models this size.
+- throughput: our save, with digests and fsync, over torch's distributed checkpoint, which syncs too and has no digests.
+- verify: reading and checking every byte over only reading it from the page cache; SHA-256 does about 2 GB/s a core.
+- resume: from the start of the process to the first step, of a run that resumes over one that begins.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from run import Result, paired
+from step import ROOT, make_pictures
+from torch import nn
+
+from smalti.checkpoint.background import Saver
+from smalti.checkpoint.portable import capture
+from smalti.checkpoint.snapshot import Snapshot
+from smalti.checkpoint.verification import verify
+from smalti.checkpoint.writer import save
+from smalti.types import World
+
+WIDTH, LAYERS, BATCH = 1024, 24, 96
+PAIRS = 5
+
+
+class Alone:
+    world = World()
+
+    def agree(self, code: int) -> int:
+        return code
+
+    def share(self, value: str) -> list[str]:
+        return [value]
+
+
+def measure() -> list[Result]:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    forward_backward(model)
+    optimizer.step()
+    with tempfile.TemporaryDirectory(dir=ROOT) as folder:  # on a real disk, which a temporary directory need not be
+        place = Path(folder)
+        return [
+            blocked(model, optimizer, place / "blocked"),
+            throughput(model, optimizer, place),
+            verifying(model, optimizer, place / "verify"),
+            resuming(place / "resume"),
+        ]
+
+
+def forward_backward(model: nn.Module) -> None:
+    model(torch.randn(BATCH, WIDTH)).square().mean().backward()
+
+
+def blocked(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> Result:
+    saver = Saver(write=lambda state, ranks: save(place, state, ranks), ranks=Alone(), side=Alone())
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(2 * (PAIRS + 1)):
+        beside = number % 2 == 0
+        begin = time.perf_counter()
+        saver.begin(Snapshot(step=number, state=capture(model, optimizer)), at_once=not beside)
+        start = time.perf_counter() - begin
+        forward_backward(model)
+        begin = time.perf_counter()
+        saver.release()
+        times[beside].append(start + time.perf_counter() - begin)
+        optimizer.step()
+        optimizer.zero_grad()
+        saver.landed(finish=True)
+        shutil.rmtree(place / f"step-{number:08d}")
+    saver.close()
+    # The first of each makes buffers and warms caches.
+    return paired("save: blocked, asynchronous over synchronous", times[True][1:], times[False][1:], unit="s", goal=0.10)
+
+
+def throughput(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> Result:
+    state = capture(model, optimizer)
+    tensors = Snapshot(step=0, state=state).tensors()
+    ours, peer = [], []
+    for number in range(PAIRS + 1):
+        ours.append(seconds(lambda number=number: save(place / "ours", Snapshot(step=number, state=state), Alone())))
+        with warnings.catch_warnings(action="ignore"):  # that one process is meant
+            peer.append(seconds(lambda: dcp.save(tensors, checkpoint_id=place / "dcp", no_dist=True)))
+        shutil.rmtree(place / "ours")
+        shutil.rmtree(place / "dcp")
+    return paired("save: ours with digests over torch's DCP", ours[1:], peer[1:], unit="s", goal=1.25)
+
+
+def verifying(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> Result:
+    path = save(place, Snapshot(step=1, state=capture(model, optimizer)), Alone()).path
+    ours, peer = [], []
+    for _ in range(PAIRS + 1):
+        ours.append(seconds(lambda: verify(path)))
+        peer.append(seconds(lambda: [read(each) for each in sorted(path.rglob("*")) if each.is_file()]))
+    return paired("save: verify over reading", ours[1:], peer[1:], unit="s", goal=8.0)
+
+
+def read(path: Path) -> None:
+    buffer = bytearray(2**20)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
+def resuming(place: Path) -> Result:
+    make_pictures()
+    ours, peer = [], []
+    for number in range(4):
+        run = place / str(number)
+        peer.append(first_step(run, 1))
+        ours.append(first_step(run, 2))
+    return paired("save: start to first step, resumed over fresh", ours[1:], peer[1:], unit="s", goal=1.3)
+
+
+def first_step(directory: Path, steps: int) -> float:
+    """Seconds from the start of a process that trains up to step `steps`, its first one, to the end of that step."""
+    words = [f"{ROOT}/examples/emoji/config.toml", f"--output_dir={directory}", "--num_processes=1", "--validation_prompt=[]"]
+    words += [f"--instance_data_dir={ROOT / 'demo/faces'}", f"--max_train_steps={steps}", "--without=plot"]
+    begin = time.time()
+    subprocess.run([sys.executable, "-m", "smalti", "train", *words], check=True, capture_output=True)
+    events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+    return next(event["t"] for event in events if event["type"] == "step" and event["step"] == steps) - begin
+
+
+def seconds(action: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin

@@ -1,0 +1,66 @@
+"""A run on a disk that fills up: it says so, trains on or stops as asked, and what was saved before stays."""
+
+import os
+import subprocess
+
+import pytest
+
+from smalti.checkpoint.store import CheckpointStore
+from smalti.checkpoint.verification import verify
+
+MIB = 2**20
+OPTIONS = {
+    "max_train_steps": 8,
+    "train_batch_size": 4,
+    "use_ema": True,
+    "checkpoint_step_interval": 2,
+    "checkpoints_total_limit": 0,
+}
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 3 MiB: room for the run's own files and one checkpoint."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", place], check=False).returncode:
+        pytest.skip("only root can make a small file system")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_trains_on_when_the_disk_is_full_and_fails_in_the_end(small_disk, train, ranks):
+    run = train(small_disk / "run", **{**OPTIONS, "train_batch_size": 4 // ranks}, num_processes=ranks, probe=False)
+    last = next(line for line in run.output.splitlines() if "ended with exit code 1" in line)
+    assert len(run.losses) == 8
+    assert "No space left on device" in last
+    assert "MiB needed, " in last
+    assert f"the last good checkpoint is {run.directory}/checkpoints/step-00000002" in last
+    assert "make room there" in run.output
+    assert [event["message"].partition(" in ")[0] for event in run.events("warning")] == [
+        f"cannot save step {step}" for step in (4, 6, 8)
+    ]
+    (entry,) = CheckpointStore(run.directory / "checkpoints").all()
+    assert verify(entry.path).ok
+
+
+def test_a_run_stops_when_the_disk_is_full_if_that_was_asked_for(small_disk, train):
+    run = train(small_disk / "run", **OPTIONS, on_save_error="stop", probe=False)
+    assert run.code == 1
+    assert len(run.losses) < 8
+    assert "the last good checkpoint is" in run.output
+
+
+def test_the_next_interval_tries_again(small_disk, start):
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(2 * MIB))
+    run = start(small_disk / "run", **{**OPTIONS, "max_train_steps": 100_000, "checkpoints_total_limit": 1})
+    run.wait_for_step(5)
+    ballast.unlink()
+    run.wait_for_step(25)
+    run.process.terminate()
+    code, output = run.wait()
+    assert code in (1, 6)  # two checkpoints at once need not find room on this disk
+    assert "training goes on" in output
+    assert CheckpointStore(small_disk / "run" / "checkpoints").latest() is not None

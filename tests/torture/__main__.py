@@ -1,0 +1,95 @@
+"""`make torture`: faults against everything that is promised, by seed, until the time is up.
+
+    make torture ARGS="--seconds 60"                a minute of everything
+    make torture ARGS="--seed 7 --group A2 A3"      some groups
+    make torture ARGS="--group A1 --case 123456"    one round again, as a failure tells it
+
+Prints a line for each promise that did not hold, with the words that play it again, and a summary. Exit code 1 if any did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from .damage import damaged, rotated
+from .hostile import hostile
+from .plugging import plugged
+from .powercut import power_cut
+from .runs import resumed, stopped
+from .saves import crashed, killed, refused
+from .subject import Report
+
+Round = Callable[[random.Random, Path], Report]
+GROUPS: dict[str, tuple[str, Round, int]] = {
+    "A1": ("SIGKILL at a random moment of a save", killed, 3),
+    "A2": ("crash at every operation of a save", crashed, 3),
+    "A3": ("power cut", power_cut, 3),
+    "A4": ("operations refused, disk full", refused, 2),
+    "A5": ("damaged checkpoints", damaged, 1),
+    "A6": ("rotation", rotated, 1),
+    "A8": ("runs killed until done", resumed, 8),
+    "A9": ("runs stopped by signals", stopped, 5),
+    "A10": ("hostile checkpoints", hostile, 2),
+    "G": ("broken plugins", plugged, 2),
+}
+"""Title, one round, share of the time."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=None, help="the same faults again; random if not given")
+    parser.add_argument("--seconds", type=float, default=300, help="for all groups together; each has one round at least")
+    parser.add_argument("--group", nargs="+", choices=GROUPS, default=list(GROUPS), help="only these")
+    parser.add_argument("--case", type=int, help="one round with this seed, of one group")
+    arguments = parser.parse_args()
+    seed = random.SystemRandom().randrange(10**6) if arguments.seed is None else arguments.seed
+    print(f"torture: seed {seed}", flush=True)
+    weights = sum(GROUPS[name][2] for name in arguments.group)
+    bad = 0
+    for name in arguments.group:
+        seconds = arguments.seconds * GROUPS[name][2] / weights
+        bad += run_group(name, seed, seconds, arguments.case)
+    print("torture: every promise held" if not bad else f"torture: {bad} promises did not hold", flush=True)
+    return 1 if bad else 0
+
+
+def run_group(name: str, seed: int, seconds: float, case: int | None) -> int:
+    """Rounds of one group until its time is up; how many promises did not hold."""
+    title, play, _ = GROUPS[name]
+    chooser = random.Random(f"{seed} {name}")
+    begin, rounds, faults, broken = time.monotonic(), 0, 0, 0
+    while rounds == 0 or (case is None and time.monotonic() - begin < seconds):
+        number = chooser.randrange(10**9) if case is None else case
+        report = play_once(play, number)
+        rounds, faults, broken = rounds + 1, faults + report.faults, broken + len(report.broken)
+        for told in report.broken:
+            print(f'  {name}: {told}\n    again: make torture ARGS="--group {name} --case {number}"', flush=True)
+    spent = time.monotonic() - begin
+    print(
+        f"{name:>4}  {title:<38} {faults:>6} faults  {broken:>3} broken promises  {rounds:>4} rounds  {spent:6.1f} s",
+        flush=True,
+    )
+    return broken
+
+
+def play_once(play: Round, case: int) -> Report:
+    memory = Path("/dev/shm")  # the rounds that fake a crash need no disk below them, and one without spares much time
+    fake = play not in (killed, resumed, stopped) and os.access(memory, os.W_OK)
+    place = Path(tempfile.mkdtemp(prefix="torture-", dir=memory if fake else None))
+    try:
+        return play(random.Random(case), place)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""A8, A9: real runs, killed until they are done, or asked to stop by signals at random moments."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+import psutil
+import torch
+from safetensors.torch import load_file
+
+from smalti.checkpoint.store import CheckpointStore
+from smalti.checkpoint.verification import verify
+from smalti.workers import end_tree
+
+from .subject import Report
+
+STEPS = 40
+OPTIONS = (
+    "--model_family=toy",
+    "--toy_width=32",
+    "--toy_depth=2",
+    "--toy_heads=2",
+    "--resolution=16",
+    "--resolution_type=pixel",
+    "--mixed_precision=no",
+    "--use_ema",
+    "--checkpoint_step_interval=1",
+    "--checkpoints_total_limit=2",
+    "--lr_scheduler=cosine",
+)
+
+
+def pictures(place: Path) -> Path:
+    """Twelve small pictures with captions."""
+    from PIL import Image
+
+    folder = place / "pictures"
+    if not folder.exists():
+        folder.mkdir()
+        for number in range(12):
+            Image.new("RGB", (24, 24), (number * 20, 255 - number * 20, 99)).save(folder / f"{number}.png")
+            (folder / f"{number}.txt").write_text(f"colour {number}")
+    return folder
+
+
+def start(place: Path, name: str, ranks: int, steps: int = STEPS) -> subprocess.Popen[bytes]:
+    words = [f"--instance_data_dir={pictures(place)}", f"--output_dir={place / name}", f"--max_train_steps={steps}"]
+    words += [f"--num_processes={ranks}", f"--train_batch_size={4 // ranks}", "--without=plot"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(place / "hf")}
+    with (place / f"{name}.log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "smalti", "train", *OPTIONS, *words], env=environment, stdout=log, stderr=log
+        )
+
+
+def tensors(place: Path, name: str) -> dict[str, torch.Tensor]:
+    path = CheckpointStore(place / name / "checkpoints").latest()
+    assert path is not None
+    return {
+        f"{group}/{key}": tensor
+        for group in ("model", "optimizer", "ema")
+        for file in sorted((path / group).iterdir())
+        for key, tensor in load_file(file).items()
+    }
+
+
+def resumed(chance: Random, place: Path) -> Report:
+    """A8: killed with everything below it at random moments, and started again until done: bit for bit the undisturbed run."""
+    report, ranks = Report(), chance.choice((1, 1, 2))
+    report.expect(start(place, "whole", ranks).wait(300) == 0, "the undisturbed run fails")
+    while True:
+        process = start(place, "killed", ranks)
+        wait_for_saves(place / "killed", process)
+        try:
+            code = process.wait(chance.uniform(0, 1.5))
+        except subprocess.TimeoutExpired:
+            end_tree(process.pid)
+            process.wait()
+            report.faults += 1
+            if report.faults < 12:
+                continue
+            code = start(place, "killed", ranks).wait(300)
+        report.expect(code == 0, f"a resumed run on {ranks} ranks ends with {code}: {tail(place, 'killed')}")
+        break
+    expected, found = tensors(place, "whole"), tensors(place, "killed")
+    different = [name for name in expected if not torch.equal(expected[name], found[name])]
+    report.expect(not different, f"after {report.faults} kills on {ranks} ranks these differ: {different[:5]}")
+    return report
+
+
+def wait_for_saves(directory: Path, process: subprocess.Popen[bytes]) -> None:
+    """Until this start of the run has made a checkpoint, so that every start gets further."""
+    begun = {path.name for path in (directory / "checkpoints").glob("step-*")}
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if {path.name for path in (directory / "checkpoints").glob("step-*")} - begun:
+            return
+        time.sleep(0.02)
+
+
+def tail(place: Path, name: str) -> str:
+    return (place / f"{name}.log").read_text()[-400:]
+
+
+def stopped(chance: Random, place: Path) -> Report:
+    """A9: SIGTERM or SIGINT, once or twice, at a random moment: a whole checkpoint, the right exit code, nobody left."""
+    report, ranks = Report(), chance.choice((1, 2))
+    number = chance.choice((signal.SIGTERM, signal.SIGINT))
+    twice = chance.random() < 0.4
+    process = start(place, "run", ranks, steps=100_000)
+    wait_for_saves(place / "run", process)
+    time.sleep(chance.uniform(0, 0.5))
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    if twice:
+        time.sleep(chance.uniform(0, 0.05))
+        process.send_signal(number)
+    report.faults += 1
+    told = f"{'twice' if twice else 'once'} {number.name} on {ranks} ranks"
+    try:
+        code = process.wait(60)
+    except subprocess.TimeoutExpired:
+        end_tree(process.pid)
+        report.broken.append(f"{told}: still there after a minute")
+        return report
+    report.expect(code == (6 if number is signal.SIGTERM else 130), f"{told}: exit code {code}: {tail(place, 'run')}")
+    time.sleep(0.2)
+    left = [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    report.expect(not left, f"{told}: {len(left)} processes are left")
+    newest = CheckpointStore(place / "run" / "checkpoints").latest()
+    report.expect(newest is not None, f"{told}: no whole checkpoint")
+    if not twice and newest is not None:
+        entries = CheckpointStore(place / "run" / "checkpoints").all()
+        report.expect(verify(entries[-1].path).ok, f"{told}: the last save is not whole")
+    return report
