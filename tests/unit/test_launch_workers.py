@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -59,6 +60,16 @@ def test_what_all_ranks_agreed_on_is_the_verdict(code):
 def test_the_earliest_failure_is_the_cause(code):
     ends = [end(2, ExitCode.DONE, 0), end(1, code, 1, "broken"), end(0, ExitCode.FAILED, 2, "lost a neighbour")]
     assert judge(ends, 1, range(3)) == (code, "rank 1: broken")
+
+
+def test_a_rank_that_aborts_while_it_is_being_ended_is_not_the_cause():
+    code, message = judge([end(1, ExitCode.FAILED, 1, "broken")], 1, range(2), {0: "SIGABRT"})
+    assert (code, message.partition(";")[0]) == (ExitCode.FAILED, "rank 1: broken")
+
+
+def test_a_killed_rank_is_the_cause_of_what_the_others_tell():
+    told = replace(end(0, ExitCode.FAILED, 1, "rank 1 is gone"), follows=True)
+    assert judge([told], 1, range(2), {1: "SIGKILL"})[1].startswith("rank 1 was killed by SIGKILL")
 
 
 def test_a_rank_that_was_killed_is_named_beside_what_the_others_say():

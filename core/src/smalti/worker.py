@@ -51,7 +51,7 @@ def last_words(crew: Crew) -> Iterator[None]:
         yield
     except RuntimeError as error:  # what a broken connection is to torch
         lost = crew.explain(error)
-        _leave_word(_code_of(lost or error), describe(lost or error))
+        _leave_word(_code_of(lost or error), describe(lost or error), follows=lost is not None)
         if lost is None:
             raise
         raise lost from error
@@ -136,7 +136,7 @@ def _code_of(error: BaseException) -> ExitCode:
     return error.exit_code if isinstance(error, UserError | GpuFaultError) else ExitCode.FAILED
 
 
-def _leave_word(code: int, message: str) -> None:
+def _leave_word(code: int, message: str, *, follows: bool = False) -> None:
     """For the launcher. The first word counts."""
     folder = os.environ.get(OUTCOME_VARIABLE)
     if folder is None:
@@ -144,7 +144,7 @@ def _leave_word(code: int, message: str) -> None:
     rank = int(os.environ.get("RANK", "0"))
     path = Path(folder) / f"rank-{rank}.json"
     if not path.exists():
-        word = {"rank": rank, "exit_code": int(code), "message": message, "time": time.time()}
+        word = {"rank": rank, "exit_code": int(code), "message": message, "time": time.time(), "follows": follows}
         path.write_text(json.dumps(word))
 
 

@@ -159,12 +159,13 @@ def end_tree(pid: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """What one rank said when it ended; `time` orders the ranks' last words."""
+    """What one rank said when it ended; `time` orders the ranks' last words. `follows`: only another rank's end ended it."""
 
     rank: int
     exit_code: int
     message: str
     time: float
+    follows: bool = False
 
 
 def _read_ends(folder: Path) -> list[RankEnd]:
@@ -189,15 +190,15 @@ def _read_killed(folder: Path) -> dict[int, str]:
 def judge(ends: list[RankEnd], status: int, ranks: range, killed: Mapping[int, str] | None = None) -> Verdict:
     """One verdict for the launch from the last words of its ranks and the launcher's own exit status.
 
-    A failure outweighs a clean stop, and the earliest failure is the cause: the others are what it led to. A rank that was
-    killed (by the system, out of memory) leaves no word; `killed` tells the signals where they are known, and a rank that died
-    by one is the cause of what the others say.
+    A failure outweighs a clean stop, and the earliest failure of a rank's own is the cause: the others are what it led to. A
+    rank that was killed (by the system, out of memory) leaves no word; `killed` tells the signals where they are known, and
+    such a rank is the cause if all that the others tell is that it is gone.
     """
     silent = sorted(set(ranks) - {end.rank for end in ends})
     by_signal = {rank: name for rank, name in (killed or {}).items() if rank in silent}
     lost = f"{_names(silent)} ended without a word, as when killed (out of memory?)" if silent else ""
-    failures = [end for end in ends if end.exit_code not in _STOPS]
-    if by_signal and not any(end.exit_code != ExitCode.FAILED for end in failures):
+    failures = sorted((end for end in ends if end.exit_code not in _STOPS), key=lambda end: end.follows)
+    if by_signal and all(end.follows for end in failures):
         told = ", ".join(f"rank {rank} was killed by {name}" for rank, name in sorted(by_signal.items()))
         hint = " (the system does that when memory runs out)" if "SIGKILL" in by_signal.values() else ""
         return ExitCode.FAILED, "; ".join([f"{told}{hint}", *(f"rank {end.rank}: {end.message}" for end in failures[:1])])
