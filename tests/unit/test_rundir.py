@@ -347,7 +347,7 @@ def test_what_lies_in_the_directory_is_told_by_its_place_there(tmp_path: Path) -
         "grid": "samples/00000005/grid.png",
         "images": [{"prompt": "a fox", "seed": 7, "path": "samples/00000005/0.png"}],
     }
-    assert inside.fields == {"path": "checkpoints/step-5", "size": 10, "seconds": 0.5}
+    assert inside.fields == {"path": "checkpoints/step-5", "size": 10, "seconds": 0.5, "blocked": 0.0}
     assert outside.text("path") == "/elsewhere/step-6"
 
 

@@ -83,6 +83,10 @@ class Probe:
         self.note("on_checkpoint", step=checkpoint.step, visible=(checkpoint.path / "manifest.json").is_file())
 
     @hookimpl
+    def on_checkpoint_failed(self, state, error):
+        self.note("on_checkpoint_failed", step=state.step, error=error.message)
+
+    @hookimpl
     def on_gpu_fault(self, fault, state):
         self.note("on_gpu_fault", kind=fault.kind)
         return FaultAction.CONTINUE
