@@ -45,11 +45,12 @@ def test_a_run_trains_on_when_the_disk_is_full_and_fails_in_the_end(small_disk, 
     assert verify(entry.path).ok
 
 
-def test_a_run_stops_when_the_disk_is_full_if_that_was_asked_for(small_disk, train):
-    run = train(small_disk / "run", **OPTIONS, on_save_error="stop", probe=False)
+def test_a_run_stops_if_that_was_asked_for_and_hook_on_checkpoint_failed_hears_of_it(small_disk, train):
+    run = train(small_disk / "run", **OPTIONS, on_save_error="stop")
     assert run.code == 1
     assert len(run.losses) < 8
     assert "the last good checkpoint is" in run.output
+    assert "No space left on device" in run.calls("on_checkpoint_failed")[0]["error"]
 
 
 def test_the_next_interval_tries_again(small_disk, start):

@@ -78,6 +78,17 @@ def test_a_rank_that_was_killed_is_named_beside_what_the_others_say():
     assert message == "rank 0: connection closed by peer; ranks 1, 2 ended without a word, as when killed (out of memory?)"
 
 
+def test_a_rank_that_a_signal_killed_is_the_cause_of_what_the_others_say():
+    code, message = judge([end(0, ExitCode.FAILED, 1, "rank 1 is gone")], 1, range(2), {1: "SIGKILL"})
+    assert code == ExitCode.FAILED
+    assert message == "rank 1 was killed by SIGKILL (the system does that when memory runs out); rank 0: rank 1 is gone"
+
+
+def test_a_rank_that_the_launcher_killed_after_a_failure_with_a_code_of_its_own_is_not_the_cause():
+    ends = [end(1, ExitCode.GPU_FAULT, 1, "a fault")]
+    assert judge(ends, 1, range(2), {0: "SIGTERM"})[1].startswith("rank 1: a fault")
+
+
 def test_only_silence_is_a_failure():
     assert judge([], 137, range(4, 5)) == (
         ExitCode.FAILED,
