@@ -67,11 +67,6 @@ def test_a_rank_that_aborts_while_it_is_being_ended_is_not_the_cause():
     assert (code, message.partition(";")[0]) == (ExitCode.FAILED, "rank 1: broken")
 
 
-def test_a_killed_rank_is_the_cause_of_what_the_others_tell():
-    told = replace(end(0, ExitCode.FAILED, 1, "rank 1 is gone"), follows=True)
-    assert judge([told], 1, range(2), {1: "SIGKILL"})[1].startswith("rank 1 was killed by SIGKILL")
-
-
 def test_a_rank_that_was_killed_is_named_beside_what_the_others_say():
     code, message = judge([end(0, ExitCode.FAILED, 1, "connection closed by peer")], 1, range(3))
     assert code == ExitCode.FAILED
@@ -79,7 +74,8 @@ def test_a_rank_that_was_killed_is_named_beside_what_the_others_say():
 
 
 def test_a_rank_that_a_signal_killed_is_the_cause_of_what_the_others_say():
-    code, message = judge([end(0, ExitCode.FAILED, 1, "rank 1 is gone")], 1, range(2), {1: "SIGKILL"})
+    told = replace(end(0, ExitCode.FAILED, 1, "rank 1 is gone"), follows=True)
+    code, message = judge([told], 1, range(2), {1: "SIGKILL"})
     assert code == ExitCode.FAILED
     assert message == "rank 1 was killed by SIGKILL (the system does that when memory runs out); rank 0: rank 1 is gone"
 
