@@ -29,9 +29,8 @@ def test_more_broken_pictures_than_the_budget_end_the_run_saved(torn, tmp_path, 
 
 
 def test_broken_pictures_within_the_budget_are_listed_and_replaced(torn, tmp_path, train):
-    run = train(
-        tmp_path / "run", instance_data_dir=torn(2), max_train_steps=20, train_batch_size=4, data_error_budget=5, num_processes=2
-    )
+    options = {"max_train_steps": 20, "train_batch_size": 4, "data_error_budget": 5, "num_processes": 2}
+    run = train(tmp_path / "run", instance_data_dir=torn(2), **options)
     assert run.code == 0, run.output
     lists = (tmp_path / "run" / "data").glob("loading.rank-*.quarantine.jsonl")
     found = {json.loads(line)["key"] for path in lists for line in path.read_text().splitlines()}
