@@ -2,7 +2,7 @@
 
 Both train the same model on the same pictures with the same precision, optimizer, clipping and average. The loop by hand has
 its pictures in memory and draws its noise in one go; ours reads, shuffles, writes events, looks for requests and agrees on
-stops. Ten steps of one, then ten of the other, in one process.
+stops. Five steps of one, then five of the other, in one process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from smalti.run import Run, build, open_parallel
 from smalti.trainer import loop
 from smalti.types import RunInfo
 
-ROUND, ROUNDS = 10, 12
+ROUND, ROUNDS = 5, 30
 ROOT = Path(__file__).parents[1]
 
 
@@ -62,7 +62,7 @@ def make_pictures() -> None:
 
 
 class Alternation:
-    """After every ten steps of the run, ten steps of the loop by hand; the times of both per step."""
+    """After every five steps of the run, five steps of the loop by hand; the times of both per step."""
 
     def __init__(self, step) -> None:
         self.step, self.ours, self.peer = step, [], []
