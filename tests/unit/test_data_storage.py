@@ -69,7 +69,7 @@ def test_whatever_key_is_accepted_stays_below_the_root(key: str) -> None:
     except InvalidKeyError:
         return
 
-    assert os.path.normpath(f"/root/{key}") == f"/root/{key}"
+    assert os.path.normpath(f"/place/{key}") == f"/place/{key}"
 
 
 def test_a_missing_file_has_an_error_of_its_own(tmp_path: Path) -> None:
