@@ -30,11 +30,11 @@ from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.config import Config, resolve, schema_of
 from smalti.hookspecs import HookSpecs
-from smalti.launch import choose_distributed
 from smalti.models.weights import materialise
 from smalti.parallel import Parallel, PortableState
 from smalti.plugins import BUILT_IN, Plugins, Selection, load_plugins
 from smalti.run import build_model, build_optimizer, open_parallel
+from smalti.strategy import choose_distributed
 from smalti.testing.contract import Contract, expect
 from smalti.testing.ranks import Ranks, two_processes
 from smalti.testing.tiny import TinyFamily
