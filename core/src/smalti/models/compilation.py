@@ -25,4 +25,4 @@ def compile_blocks(model: nn.Module, blocks: Sequence[Block], config: Config) ->
     for block in blocks:
         module = model.get_submodule(block.path)
         compiled = torch.compile(module.forward, backend=options.dynamo_backend.lower(), mode=options.dynamo_mode)
-        module.forward = compiled  # type: ignore[method-assign]
+        module.forward = compiled

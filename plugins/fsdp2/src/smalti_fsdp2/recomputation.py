@@ -7,7 +7,7 @@ from functools import partial, wraps
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from smalti import Block
 
@@ -31,17 +31,17 @@ def recompute(model: nn.Module, blocks: Sequence[Block], *, mode: str, every: in
     """
     for block in blocks[::every]:
         module = model.get_submodule(block.path)
-        module.forward = _recomputing(module.forward, selective=mode == "selective")  # type: ignore[method-assign]
+        module.forward = _recomputing(module.forward, selective=mode == "selective")
 
 
 def _recomputing(forward: Callable[..., Tensor], *, selective: bool) -> Callable[..., Tensor]:
-    extra = {"context_fn": partial(create_selective_checkpoint_contexts, _keep)} if selective else {}
+    contexts = partial(create_selective_checkpoint_contexts, _keep) if selective else noop_context_fn
 
     @wraps(forward)
     def again(*arguments: object, **named: object) -> Tensor:
         if not torch.is_grad_enabled():
             return forward(*arguments, **named)
-        result: Tensor = checkpoint(forward, *arguments, use_reentrant=False, **extra, **named)
+        result: Tensor = checkpoint(partial(forward, **named), *arguments, use_reentrant=False, context_fn=contexts)
         return result
 
     return again
