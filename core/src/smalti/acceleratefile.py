@@ -67,7 +67,9 @@ def options_in(values: Mapping[str, object], schema: Schema, path: Path) -> dict
 
 
 def _translations(values: Mapping[str, object], schema: Schema) -> list[Translation]:
-    return [group.translate(values) for group in schema.groups if group.translate is not None]
+    """What plugins make of the file. Sections that are no tables are kept from them: `problems_of` complains."""
+    sound = {key: value for key, value in values.items() if not key.endswith("_config") or isinstance(value, Mapping)}
+    return [group.translate(sound) for group in schema.groups if group.translate is not None]
 
 
 def _value_of(values: Mapping[str, object], option: Option) -> object:

@@ -223,7 +223,9 @@ def restore(
     groups = _validate(schema, layer, problems)
     if problems:
         raise ConfigError(problems)
-    return Config(schema=schema, groups=groups, sources=dict.fromkeys(values, "launch"), accelerate=accelerate)
+    config = Config(schema=schema, groups=groups, accelerate=accelerate)
+    # What has its default value is as good as not given: it came from nowhere, or changed nothing.
+    return replace(config, sources=dict.fromkeys(config.changes(), "launch"))
 
 
 def check(config: Config, plugins: Plugins, *, without: Collection[str] = ()) -> None:
@@ -413,6 +415,8 @@ def _idle_options(config: Config) -> Iterator[str]:
 
 
 def _holds(condition: str, config: Config) -> bool:
-    key, equals, wanted = (part.strip() for part in condition.partition("=="))
+    key, sign, wanted = (*condition.split(), "", "")[:3]
     value = config.value(key)
-    return str(value).lower() == wanted.lower() if equals else bool(value)
+    if sign == ">":
+        return float(str(value)) > float(wanted)
+    return str(value).lower() == wanted.lower() if sign else bool(value)

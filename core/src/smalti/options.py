@@ -135,7 +135,8 @@ class Translation:
 class OptionGroup:
     """A section of options as a plugin declares it. `name` is unique; `title` heads the section in the help.
 
-    `translate` reads a user's Accelerate YAML beyond the keys that the options name with `accelerate=`.
+    `translate` reads a user's Accelerate YAML beyond the keys that the options name with `accelerate=`; its `..._config`
+    sections, where there are any, are tables.
     """
 
     name: str

@@ -40,9 +40,9 @@ class Fsdp:
         version = config[FsdpOptions].fsdp_version
         return DistributedPlan(
             name="fsdp2",
+            accelerate=fragment(config),
             title="FSDP" if version == 2 else "FSDP 1",
             parallel="smalti_fsdp2.sharded:Sharded",
-            accelerate=fragment(config),
             context=config[ContextOptions].context_parallel_size,
         )
 
