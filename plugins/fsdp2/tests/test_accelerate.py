@@ -221,7 +221,8 @@ def test_in_version_1_the_strategy_goes_before_the_switch_as_in_accelerate(read)
         (START + "parallelism_config: {parallelism_config_tp_size: 2}\n", "smalti has no tensor parallelism"),
         (START + "parallelism_config: {parallelism_config_sp_size: 2}\n", "smalti has no sequence parallelism of DeepSpeed"),
         (START + "parallelism_config: {cp_size: 2}\n", "did you mean parallelism_config_cp_size?"),
-        (START + "parallelism_config: {parallelism_config_cp_size: some}\n", "cp_size in {}: cannot be 'some'"),
+        (START + "parallelism_config: {parallelism_config_cp_size: some}\n", "context_parallel_size cannot be 'some'"),
+        (START + "parallelism_config: {parallelism_config_dp_shard_size: all}\n", "dp_shard_size in {}: cannot be 'all'"),
         (START + "parallelism_config: {parallelism_config_cp_backend: other}\n", "cp_backend in {}: cannot be 'other'"),
         (
             START + "parallelism_config: {parallelism_config_dp_shard_size: 2, parallelism_config_dp_replicate_size: 2}\n",

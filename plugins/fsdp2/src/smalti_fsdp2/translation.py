@@ -21,7 +21,7 @@ STRATEGIES = {
     "HYBRID_SHARD_ZERO2": False,
 }
 """Sharding strategies of version 1, in the order in which torch numbers them from 1: whether they reshard after forward."""
-PREFETCHES = {"BACKWARD_PRE": 1, "BACKWARD_POST": 0, "NO_PREFETCH": 0}
+_PREFETCHES = {"BACKWARD_PRE": 1, "BACKWARD_POST": 0, "NO_PREFETCH": 0}
 """How many blocks each backward prefetch of version 1 gathers ahead; torch numbers the first two from 1."""
 _STATE_DICTS = {"1": "FULL_STATE_DICT", "2": "LOCAL_STATE_DICT", "3": "SHARDED_STATE_DICT"}
 
@@ -128,10 +128,10 @@ class _Translator:
 
     def _read_backward_prefetch(self, key: str, value: object) -> None:
         word = _word(value, ["BACKWARD_PRE", "BACKWARD_POST"])
-        if word not in PREFETCHES:
-            self._refuse(key, f"cannot be {value!r}", f"one of {', '.join(PREFETCHES)}")
+        if word not in _PREFETCHES:
+            self._refuse(key, f"cannot be {value!r}", f"one of {', '.join(_PREFETCHES)}")
             return
-        self.said["fsdp_backward_prefetch"] = (key, PREFETCHES[word])
+        self.said["fsdp_backward_prefetch"] = (key, _PREFETCHES[word])
         if word == "BACKWARD_POST":
             self.notices.append((key, "has no counterpart: nothing is gathered ahead in the backward pass"))
 
@@ -193,13 +193,13 @@ class _Translator:
         ranks, machines = _number(self.values.get("num_processes")), _number(self.values.get("num_machines")) or 1
         content = section(self.values, "parallelism_config")
         keys = [f"{PARALLELISM}{name}_size" for name in ("dp_replicate", "dp_shard", "cp")]
-        sizes = []
-        for key in keys:
-            value = content.get(key)
-            sizes.append(1 if value is None else _number(value) or 0)
-            if not sizes[-1]:
-                self._refuse(f"parallelism_config.{key}", f"cannot be {value!r}", "a whole number from 1 on")
+        sizes = [1 if content.get(key) is None else _number(content[key]) or 0 for key in keys]
+        for key, number in zip(keys[:2], sizes, strict=False):  # the third is an option's own value
+            if not number:
+                self._refuse(f"parallelism_config.{key}", f"cannot be {content[key]!r}", "a whole number from 1 on")
         replicas, shards, context = sizes
+        if 0 in sizes:
+            return
         place, size = f"parallelism_config.{keys[1]}", shards * context
         if not any(content.get(key) for key in keys[:2]) or sizes == [1, 1, 1]:
             if not self.wanted or self.hybrid or not ranks:
