@@ -110,8 +110,8 @@ class DistributedPlan:
 
     `parallel` is "module:callable", called on every rank as `callable(config)` once the process group may be made.
     `accelerate` is merged into the Accelerate YAML, where None takes a key out, `environment` into the workers' environment.
-    `context` ranks work on the same samples, so that the effective batch counts groups of so many. `fallback` marks the plan that
-    is used only when no other plugin claims the run.
+    `context` ranks work on the same samples, so that the effective batch counts groups of so many. `fallback` marks the plan
+    that is used only when no other plugin claims the run.
     """
 
     name: str

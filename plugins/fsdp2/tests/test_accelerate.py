@@ -262,6 +262,39 @@ def test_context_parallelism_in_a_file_switches_fsdp_on_for_the_workers_too(read
     assert (enabled(config), enabled(worker)) == (True, True)
 
 
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 9),
+    st.sampled_from([*STRATEGIES, "BACKWARD_POST", "FULL_STATE_DICT", "true", "no", "", "A,B", "a.b", "SIZE_BASED_WRAP"]),
+    st.lists(st.integers(), max_size=2),
+    st.dictionaries(st.integers(), st.booleans(), max_size=1),
+)
+NAMES = sorted({*KEYS, *(name.removeprefix("fsdp_") for name in KEYS)})
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    fsdp_config=st.dictionaries(st.sampled_from(NAMES) | st.integers(), VALUES, max_size=5),
+    parallelism_config=st.dictionaries(st.sampled_from(sorted(PARALLELISM_KEYS)), VALUES, max_size=4),
+    several=st.sampled_from([{}, {"num_machines": 2, "main_process_ip": "a"}, {"num_processes": -1}]),
+)
+def test_whatever_stands_in_a_file_is_an_option_or_a_complaint(fsdp_config, parallelism_config, several, tmp_path_factory):
+    values = {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": fsdp_config, **several}
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(yaml.safe_dump({**values, "parallelism_config": parallelism_config}))
+    try:
+        plan = planned(resolve(SCHEMA, ("--accelerate_config", str(path)), environment={}), path.parent)
+    except UserError:
+        return
+    if plan.accelerate:
+        again = resolve(SCHEMA, ("--accelerate_config", str(path)), environment={})
+        path.write_text(yaml_text(plan.accelerate))
+        launched = resolve(SCHEMA, ("--accelerate_config", str(path)), environment={})
+        for name in ("fsdp_reshard_after_forward", "fsdp_cpu_offload", "fsdp_state_dict_type", "context_parallel_size"):
+            assert launched.value(name) == again.value(name)
+
+
 # --- launching ------------------------------------------------------------------------------------------------------
 
 
