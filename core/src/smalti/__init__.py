@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from smalti.config import Config
     from smalti.errors import CheckpointError, ConfigError, ExitCode, MissingPlugin, PreflightError, Problem, UserError
     from smalti.hookspecs import HookSpecs, hookimpl
-    from smalti.options import Names, OptionGroup, Options, Tables, Texts, option
+    from smalti.options import Names, OptionGroup, Options, Tables, Texts, Translation, option
     from smalti.types import (
         Block,
         Checkpoint,
@@ -61,6 +61,7 @@ __all__ = [
     "StorageEntry",
     "Tables",
     "Texts",
+    "Translation",
     "UserError",
     "ValidationImage",
     "ValidationResult",
@@ -75,7 +76,7 @@ _HOMES = {
         *("CheckpointError", "ConfigError", "ExitCode", "MissingPlugin", "PreflightError", "Problem", "UserError"),
     ),
     "smalti.hookspecs": ("HookSpecs", "hookimpl"),
-    "smalti.options": ("Names", "OptionGroup", "Options", "Tables", "Texts", "option"),
+    "smalti.options": ("Names", "OptionGroup", "Options", "Tables", "Texts", "Translation", "option"),
 }
 _HOME = dict.fromkeys(__all__, "smalti.types") | {name: home for home, names in _HOMES.items() for name in names}
 

@@ -43,6 +43,8 @@ _ACCELERATE = {
     "deepspeed_config": "deepspeed",
     "DEEPSPEED": "deepspeed",
 }
+_STRATEGIES = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}
+"""What each strategy is called, by the `distributed_type` of an Accelerate YAML, for when its plugin is not there to say."""
 
 
 def package_of_option(name: str, known: Iterable[str] = ()) -> str:
@@ -66,3 +68,9 @@ def package_of_command(name: str) -> str:
 def package_of_accelerate(key: str) -> str:
     """The package that understands this section or `distributed_type` of an Accelerate YAML."""
     return OFFICIAL[_ACCELERATE[key]] if key in _ACCELERATE else ""
+
+
+def strategies(types: Iterable[str], packages: Iterable[str]) -> list[str]:
+    """The titles of the strategies that have one of these `distributed_type`s, or come in one of these packages."""
+    found, wanted = frozenset(types), frozenset(packages)
+    return [title for kind, title in _STRATEGIES.items() if kind in found or package_of_accelerate(kind) in wanted]

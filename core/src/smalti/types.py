@@ -111,10 +111,10 @@ class DistributedPlan:
     """How a backend wants to be launched, and where its `Parallel` is found.
 
     `parallel` is "module:callable", called on every rank as `callable(config)` once the process group may be made.
-    `accelerate` is merged into the Accelerate YAML, `environment` into the workers' environment. `context` ranks work on the
-    same samples, so that the effective batch counts groups of so many. `shards` says that a rank holds parts of parameters, on
-    which not every optimizer works. `fallback` marks the plan that is used only when no
-    other plugin claims the run.
+    `accelerate` is merged into the Accelerate YAML, where None takes a key out, `environment` into the workers' environment.
+    `context` ranks work on the same samples, so that the effective batch counts groups of so many. `shards` says that a rank
+    holds parts of parameters, on which not every optimizer works. `fallback` marks the plan that is used only when no other
+    plugin claims the run.
     """
 
     name: str

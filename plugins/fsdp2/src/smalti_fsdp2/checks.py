@@ -26,6 +26,6 @@ def _sizes(config: Config) -> list[Problem]:
         found.append(Problem(message=f"{ranks} ranks cannot be split into groups of context_parallel_size={context}", fix=fix))
     shard = config[FsdpOptions].fsdp_shard_size
     if shard is not None and ranks % shard:
-        fix = f"a number that divides {ranks}"
+        fix = f"--fsdp_shard_size={ranks} to share one copy among all, or a number that divides {ranks}"
         found.append(Problem(message=f"{ranks} ranks cannot be split into groups of fsdp_shard_size={shard}", fix=fix))
     return found

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
-from smalti import Config, Names, OptionGroup, Options, option
+from smalti import Config, Names, Options, option
 
 StateDictType = Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 Precision = Literal["auto", "fp32", "bf16"]
@@ -137,12 +137,6 @@ class ContextOptions(Options):
         when="context_parallel_size > 1",
         accelerate="parallelism_config.parallelism_config_cp_comm_strategy",
     )
-
-
-GROUPS = (
-    OptionGroup(name="fsdp", title="FSDP", options=FsdpOptions),
-    OptionGroup(name="context", title="Context parallelism", options=ContextOptions),
-)
 
 
 def enabled(config: Config) -> bool:

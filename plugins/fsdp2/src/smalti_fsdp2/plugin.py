@@ -6,13 +6,20 @@ from typing import TYPE_CHECKING
 
 from smalti import Block, Config, DistributedPlan, OptionGroup, Problem, hookimpl
 from smalti_fsdp2.checks import problems
-from smalti_fsdp2.options import GROUPS, ContextOptions, FsdpOptions, enabled
+from smalti_fsdp2.launchfile import fragment
+from smalti_fsdp2.options import ContextOptions, FsdpOptions, enabled
+from smalti_fsdp2.translation import translate
 
 if TYPE_CHECKING:
     from torch import nn
 
     from smalti.models.family import Weights
     from smalti.parallel import Parallel
+
+GROUPS = (
+    OptionGroup(name="fsdp", title="FSDP", options=FsdpOptions, translate=translate),
+    OptionGroup(name="context", title="Context parallelism", options=ContextOptions),
+)
 
 
 class Fsdp:
@@ -33,6 +40,7 @@ class Fsdp:
         version = config[FsdpOptions].fsdp_version
         return DistributedPlan(
             name="fsdp2",
+            accelerate=fragment(config),
             title="FSDP" if version == 2 else "FSDP 1",
             parallel="smalti_fsdp2.sharded:Sharded",
             context=config[ContextOptions].context_parallel_size,
