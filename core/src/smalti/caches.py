@@ -62,9 +62,7 @@ def list_caches(plugins: Plugins) -> list[CacheReport]:
     for entry in plugins.gather("register_caches", CacheEntry):
         cache = _open(entry)
         reports.append(
-            CacheReport(
-                name=entry.name, title=entry.title, place=cache.place, entries=cache.entries(), bytes=cache.size()
-            )
+            CacheReport(name=entry.name, title=entry.title, place=cache.place, entries=cache.entries(), bytes=cache.size())
         )
     return reports
 

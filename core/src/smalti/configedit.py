@@ -179,7 +179,9 @@ def _skip(text: str, place: int) -> int:
 def _edit_yaml(text: str, section: str, key: str, value: Value) -> str | None:
     """Line by line, which serves the plain files that people write; reading the result again finds where it does not."""
     line = f"{key}: {json.dumps(value, ensure_ascii=False)}"
-    there = re.compile(rf"^(?P<indent>[ ]*)(['\"]?){re.escape(key)}\2[ ]*:(?P<value>[^#\r\n]*?)(?P<rest>[ ]*(#[^\r\n]*)?)$", re.M)
+    there = re.compile(
+        rf"^(?P<indent>[ ]*)(['\"]?){re.escape(key)}\2[ ]*:(?P<value>[^#\r\n]*?)(?P<rest>[ ]*(#[^\r\n]*)?)$", re.M
+    )
     if len(found := list(there.finditer(text))) == 1:
         match = found[0]
         return f"{text[: match.start()]}{match['indent']}{line}{match['rest']}{text[match.end() :]}"

@@ -138,7 +138,7 @@ class HookSpecs:
 
     @_spec
     def register_caches(self) -> list[CacheEntry]:
-        """gather: what this plugin keeps between runs and can make again, for `smalti cache`. Factories are imported when asked."""
+        """gather: what this plugin keeps between runs and can make again, for `smalti cache`. It alone imports factories."""
         raise NotImplementedError
 
     @_spec

@@ -23,8 +23,8 @@ class BlockClass:
     """A class that a model repeats, or that its family names. Counted recursively; parameters that are shared count once.
 
     `parameters` is what all of its `occurrences` hold together and `share` that part of the model, from 0 to 1; `smallest` and
-    `largest` are what one of them holds. `first` and `last` are the paths of two of them. `named` says that the family chose it,
-    `nested` that it occurs only inside suggested blocks, so that it is no unit of its own.
+    `largest` are what one of them holds. `first` and `last` are the paths of two of them. `named`: the family chose it;
+    `nested`: it occurs only inside suggested blocks, so that it is no unit of its own.
     """
 
     class_name: str

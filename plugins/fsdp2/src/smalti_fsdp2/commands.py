@@ -27,7 +27,7 @@ from smalti_fsdp2.options import FsdpOptions
 @click.option("--apply", "file", type=click.Path(path_type=Path), help="Write the classes into this configuration file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def detect_blocks(words: tuple[str, ...], refresh: bool, file: Path | None, as_json: bool) -> None:
-    """Find the repeated blocks of a model, count them, and suggest what FSDP should wrap.
+    r"""Find the repeated blocks of a model, count them, and suggest what FSDP should wrap.
 
     The model is built from its configuration alone: no weights, no memory. Give --model_family and whatever else shapes the
     model, as to `smalti train`; a configuration file works too. The answer is kept for the next time.
@@ -40,6 +40,8 @@ def detect_blocks(words: tuple[str, ...], refresh: bool, file: Path | None, as_j
     """
     invocation = Invocation.read(words)
     config = invocation.config()
+    for notice in config.notices:
+        _note(notice)
     detection = detect(config, invocation.plugins, refresh=refresh, report=_note)
     applied = _apply(detection, config, invocation.schema, file.expanduser()) if file is not None else {}
     if as_json:
@@ -116,14 +118,17 @@ def _row(each: BlockClass, structure: Structure) -> tuple[str, ...]:
 def _meaning(detection: Detection) -> Iterator[tuple[str, str]]:
     structure = detection.structure
     if structure.no_split_modules:
-        yield "the model's", f"_no_split_modules: {', '.join(structure.no_split_modules)}"
+        yield "no split", f"{', '.join(structure.no_split_modules)} (the model's _no_split_modules)"
     if not detection.flag:
-        yield "suggestion", "none: nothing repeats, so FSDP would gather it all; --fsdp_auto_wrap_policy=SIZE_BASED_WRAP cuts it"
+        yield (
+            "suggestion",
+            "none: nothing repeats, so FSDP would gather it all; --fsdp_auto_wrap_policy=SIZE_BASED_WRAP cuts it",
+        )
         return
     share = structure.outside / structure.parameters if structure.parameters else 0.0
     yield "* suggestion", detection.flag
-    yield "each time", f"{structure.largest_block:,} parameters are gathered for the largest block: {_bf16(structure.largest_block)}"
-    yield "all the time", f"{structure.outside:,} ({share:.1%}) are outside of all blocks: {_bf16(structure.outside)}"
+    yield "one by one", f"gathered block by block; the largest: {structure.largest_block:,}, {_bf16(structure.largest_block)}"
+    yield "throughout", f"gathered for the whole pass: {structure.outside:,} ({share:.1%}), {_bf16(structure.outside)}"
 
 
 def _bf16(parameters: int) -> str:

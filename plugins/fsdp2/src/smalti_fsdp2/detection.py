@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -34,9 +34,7 @@ Report = Callable[[str], object]
 FLAG = "fsdp_transformer_layer_cls_to_wrap"
 CACHE = "fsdp-blocks"
 _LIBRARIES = ("smalti", "torch", "diffusers", "transformers")
-_SHAPELESS = frozenset(
-    ("run", "training", "optimizer", "validation", "checkpoints", "launch", "tracking", "fsdp", "context")
-)
+_SHAPELESS = frozenset(("run", "training", "optimizer", "validation", "checkpoints", "launch", "tracking", "fsdp", "context"))
 """Groups of options that say nothing about the model. All others count, those of plugins too: a family may look at any."""
 
 
@@ -61,7 +59,7 @@ class Detection:
         return f"--{FLAG}={classes}" if classes else ""
 
     def as_json(self) -> dict[str, object]:
-        return {**asdict(self), "flag": self.flag}
+        return {**_adapter().dump_python(self, mode="json"), "flag": self.flag}
 
     @classmethod
     def from_json(cls, value: object) -> Detection:
