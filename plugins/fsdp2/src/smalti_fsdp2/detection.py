@@ -34,8 +34,12 @@ Report = Callable[[str], object]
 FLAG = "fsdp_transformer_layer_cls_to_wrap"
 CACHE = "fsdp-blocks"
 _LIBRARIES = ("smalti", "torch", "diffusers", "transformers")
-_SHAPELESS = frozenset(("run", "training", "optimizer", "validation", "checkpoints", "launch", "tracking", "fsdp", "context"))
+_SHAPELESS = frozenset(
+    ("run", "data", "training", "optimizer", "validation", "checkpoints", "launch", "tracking", "fsdp", "context")
+)
 """Groups of options that say nothing about the model. All others count, those of plugins too: a family may look at any."""
+_SHAPING = frozenset(("resolution", "resolution_type"))
+"""What counts all the same: a table of positions may be as large as the pictures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +136,8 @@ def block_cache(report: Report = _log.warning) -> CacheFile:
 def _key(config: Config) -> str:
     """What was asked, for people to read in the file; options are shortened to a digest."""
     model = config[ModelOptions]
-    shaping = [name for group in config.schema.groups if group.name not in _SHAPELESS for name in group.options.model_fields]
+    owners = {name: option.group.name for name, option in config.schema.options.items()}
+    shaping = {name for name, group in owners.items() if group not in _SHAPELESS} | _SHAPING
     options = {name: value for name, value in config.changes().items() if name in shaping}
     family = (model.model_family or "").lower().replace("-", "_")
     path = model.pretrained_model_name_or_path

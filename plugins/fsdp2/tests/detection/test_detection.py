@@ -88,7 +88,7 @@ def test_the_same_question_in_other_words_finds_the_answer(look, checkpoint, mon
     folder = checkpoint(**SMALL)
     look("--model_family=fluxsized", f"--pretrained_model_name_or_path={folder}")
     monkeypatch.chdir(folder.parent)
-    assert look("--model-family=Fluxsized", "--pretrained_model=checkpoint", "--seed=7", "--fsdp_enable").cached
+    assert look("--model-family=Fluxsized", "--pretrained_model=checkpoint", "--seed=7", "--instance_data_dir=x").cached
 
 
 @pytest.mark.parametrize(
