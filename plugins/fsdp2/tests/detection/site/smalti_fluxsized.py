@@ -41,6 +41,7 @@ class Family:
 
 
 def build(num_layers=19, num_single_layers=38, width=3072):
+    import torch
     from torch import nn
 
     heads = width // 128 or 1
@@ -83,8 +84,6 @@ def build(num_layers=19, num_single_layers=38, width=3072):
             self.double_blocks = nn.ModuleList(DoubleBlock() for _ in range(num_layers))
             self.single_blocks = nn.ModuleList(SingleBlock() for _ in range(num_single_layers))
             self.modulation, self.leave = nn.Linear(width, 2 * width), nn.Linear(width, 64)
-            import torch
-
             self.register_buffer("frequencies", torch.arange(64.0), persistent=False)
 
     return FluxSizedTransformer()
