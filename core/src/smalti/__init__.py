@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from smalti.options import Names, OptionGroup, Options, Tables, Texts, Translation, option
     from smalti.types import (
         Block,
+        CacheEntry,
         Checkpoint,
+        Cleared,
         DistributedPlan,
         FamilyEntry,
         FaultAction,
@@ -35,8 +37,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Block",
+    "CacheEntry",
     "Checkpoint",
     "CheckpointError",
+    "Cleared",
     "Config",
     "ConfigError",
     "DistributedPlan",

@@ -32,7 +32,8 @@ _OPTIONS = {
     "base_model_precision": "diffusers",
     "webui_": "webui",
 }
-_COMMANDS = {"deepspeed": "deepspeed", "ui": "webui"}
+_COMMANDS = {"detect-blocks": "fsdp2", "deepspeed": "deepspeed", "ui": "webui"}
+_CACHES = {"fsdp-blocks": "fsdp2"}
 _FAMILIES = frozenset(
     ("auraflow", "flux", "flux2", "lumina2", "pixart", "pixart_sigma", "qwen_image", "sana", "sd3", "sdxl", "z_image")
 )
@@ -63,6 +64,11 @@ def package_of_family(name: str) -> str:
 def package_of_command(name: str) -> str:
     """The package that adds this subcommand of `smalti`, or ""."""
     return OFFICIAL[_COMMANDS[name]] if name in _COMMANDS else ""
+
+
+def package_of_cache(name: str) -> str:
+    """The package that keeps this cache, or ""."""
+    return OFFICIAL[_CACHES[name]] if name in _CACHES else ""
 
 
 def package_of_accelerate(key: str) -> str:

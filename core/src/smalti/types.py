@@ -74,6 +74,26 @@ class OptimizerEntry:
     shards: bool = True
 
 
+@dataclass(frozen=True, kw_only=True)
+class CacheEntry:
+    """Something that a plugin keeps between runs and can make again: `smalti cache ls`, `smalti cache clear NAME`.
+
+    `factory` is "module:callable", called without arguments; it gives a `smalti.caches.Cache`. `name` may have dashes.
+    """
+
+    name: str
+    title: str
+    factory: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cleared:
+    """What went when a cache was cleared: how many entries, and how many bytes."""
+
+    count: int
+    bytes: int
+
+
 # --- distribution ---------------------------------------------------------------------------------------------------
 
 

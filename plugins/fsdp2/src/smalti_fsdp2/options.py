@@ -144,6 +144,14 @@ def enabled(config: Config) -> bool:
     return config[FsdpOptions].fsdp_enable or (splits_context(config) and not _switched_off(config))
 
 
+def named_classes(config: Config) -> tuple[str, ...]:
+    """The classes that the user named as blocks of a sharded run; empty when they are to be detected, or do not matter."""
+    options = config[FsdpOptions]
+    if not enabled(config) or options.fsdp_auto_wrap_policy != "TRANSFORMER_BASED_WRAP":
+        return ()
+    return options.fsdp_transformer_layer_cls_to_wrap
+
+
 def splits_context(config: Config) -> bool:
     return config[ContextOptions].context_parallel_size > 1
 
