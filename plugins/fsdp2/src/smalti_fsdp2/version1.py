@@ -25,7 +25,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDat
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from smalti import Block, Config, UserError
+from smalti import Block, Config
 from smalti.checkpoint.portable import fill_settings, named_parameters, optimizer_settings, portable_name
 from smalti.group import Group
 from smalti.models.compilation import compile_blocks
@@ -69,9 +69,7 @@ class FullySharded(Group):
             device_mesh=self._mesh,
             device_id=torch.device(self.world.device),
             sharding_strategy=_strategy(self._mesh, options.fsdp_reshard_after_forward),
-            auto_wrap_policy=CustomPolicy(
-                lambda module: {"sharding_strategy": groups[module]} if module in groups else False
-            ),
+            auto_wrap_policy=CustomPolicy(lambda module: {"sharding_strategy": groups[module]} if module in groups else False),
             mixed_precision=MixedPrecision(
                 param_dtype=mixed.param_dtype,
                 reduce_dtype=mixed.reduce_dtype,
