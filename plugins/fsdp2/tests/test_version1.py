@@ -253,9 +253,11 @@ def test_bf16_means_the_same_in_both_versions(pair):
     assert first == pytest.approx(second, rel=1e-3)
 
 
-def test_copies_of_the_model_are_kept_in_step(tmp_path):
+def test_two_copies_of_the_model_are_kept_in_step_and_saved_as_one(tmp_path):
+    checks = ["steps_are_those_of_one_process", "a_checkpoint_comes_back_bit_for_bit", "one_process_reads_its_checkpoints"]
     with two_processes(ranks=4, group=False) as four:
-        run_check(four, "steps_are_those_of_one_process", "fsdp2", (*VERSION1, "--fsdp_shard_size=2"), tmp_path)
+        for check in checks:
+            run_check(four, check, "fsdp2", (*VERSION1, "--fsdp_shard_size=2"), tmp_path)
 
 
 # --- what it does not do --------------------------------------------------------------------------------------------
