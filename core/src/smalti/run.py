@@ -37,7 +37,6 @@ from smalti.metrics import log_metrics, metrics_of
 from smalti.models.family import ModelFamily
 from smalti.models.weights import without_weights
 from smalti.optimizers import matrices, parameter_groups
-from smalti.packages import package_of_family
 from smalti.parallel import Parallel, Ranks
 from smalti.plugins import Plugins
 from smalti.rundir import RunDirectory
