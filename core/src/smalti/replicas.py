@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from smalti.checkpoint.portable import capture, restore
 from smalti.config import Config
 from smalti.group import Group
+from smalti.models.compilation import compile_blocks
 from smalti.models.family import Weights
 from smalti.models.weights import materialise
 from smalti.parallel import PortableState
-from smalti.settings import LaunchOptions, TrainingOptions
+from smalti.settings import TrainingOptions
 from smalti.types import Block
 
 
@@ -26,9 +27,8 @@ class Replicas(Group):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        launch = config[LaunchOptions]
+        self._config = config
         self._bf16 = config[TrainingOptions].mixed_precision == "bf16"
-        self._compile = (launch.dynamo_backend, launch.dynamo_mode)
         self._accelerator = Accelerator(
             cpu=self.world.device == "cpu",
             mixed_precision="no",  # precision is set around the forward pass, not patched into the model
@@ -38,10 +38,7 @@ class Replicas(Group):
     def wrap(self, model: nn.Module, blocks: Sequence[Block], weights: Weights) -> nn.Module:
         """The model with weights, on this rank's device, compiled block by block if asked for, replicated."""
         model = materialise(model, weights, self.world.device)
-        backend, mode = self._compile
-        if backend is not None:
-            for block in blocks:
-                model.get_submodule(block.path).compile(backend=backend.lower(), mode=mode)
+        compile_blocks(model, blocks, self._config)
         return cast(nn.Module, self._accelerator.prepare_model(model))
 
     def unwrap(self, model: nn.Module) -> nn.Module:

@@ -63,13 +63,15 @@ class OptimizerEntry:
     """An optimizer on offer under `--optimizer NAME`.
 
     `factory` is "module:callable", called as `factory(named_parameters, **settings)`; `accepts` names the settings that
-    it takes besides `lr`, out of `betas`, `eps` and `weight_decay`.
+    it takes besides `lr`, out of `betas`, `eps` and `weight_decay`. `shards` says whether it works on parameters of which a
+    rank holds a part (DTensors); one that does not is refused before launch where the strategy shards.
     """
 
     name: str
     title: str
     factory: str
     accepts: tuple[str, ...] = ("betas", "eps", "weight_decay")
+    shards: bool = True
 
 
 # --- distribution ---------------------------------------------------------------------------------------------------
@@ -110,7 +112,8 @@ class DistributedPlan:
 
     `parallel` is "module:callable", called on every rank as `callable(config)` once the process group may be made.
     `accelerate` is merged into the Accelerate YAML, `environment` into the workers' environment. `context` ranks work on the
-    same samples, so that the effective batch counts groups of so many. `fallback` marks the plan that is used only when no
+    same samples, so that the effective batch counts groups of so many. `shards` says that a rank holds parts of parameters, on
+    which not every optimizer works. `fallback` marks the plan that is used only when no
     other plugin claims the run.
     """
 
@@ -120,6 +123,7 @@ class DistributedPlan:
     accelerate: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     context: int = 1
+    shards: bool = False
     fallback: bool = False
 
 

@@ -36,6 +36,7 @@ class Fsdp:
             title="FSDP" if version == 2 else "FSDP 1",
             parallel="smalti_fsdp2.sharded:Sharded",
             context=config[ContextOptions].context_parallel_size,
+            shards=True,
         )
 
     @hookimpl
