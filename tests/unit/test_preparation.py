@@ -25,3 +25,9 @@ def test_an_unknown_family_is_found_out_before_anything_is_written(wanted, plugi
     with pytest.raises(UserError, match="Unknown model_family 'tyo'"):
         Preparation.of(wanted("--model_family=tyo"), plugins, write=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_optimizer_is_found_out_before_anything_is_written(wanted, plugins, tmp_path):
+    with pytest.raises(UserError, match=r"Unknown optimizer 'adamv'.\n  fix: did you mean adamw"):
+        Preparation.of(wanted("--optimizer=adamv"), plugins, write=True)
+    assert not (tmp_path / "run").exists()
