@@ -133,7 +133,7 @@ class DatasetSpec(BaseModel):
     cache_dir: str | None = None
 
     storage_options: Mapping[str, object] = Field(default={}, repr=False)
-    """Keys that begin with the storage's name ("aws_..."), for the storage to check. Never shown: they may hold keys."""
+    """The storage's own keys (`StorageEntry.keys`), for it to check the values. Never shown: they may hold secrets."""
     metadata_options: Mapping[str, object] = {}
     """The block that is named after the metadata backend ("parquet": {...}), for that backend to check."""
     notices: tuple[str, ...] = ()
@@ -254,6 +254,7 @@ class _Reader:
     def _sort_out(self, place: str, entry: Mapping[str, object]) -> dict[str, object]:
         """All values of an entry: defaults filled in, those for plugins apart, keys without effect turned into notices."""
         storage = str(entry.get("type", "local"))
+        own_keys = self.catalog.storages[storage].keys if storage in self.catalog.storages else ()
         metadata = str(entry.get("metadata_backend", "discovery")).lower()
         values = vars(self.defaults).copy()
         if metadata in self.catalog.tables:
@@ -263,7 +264,7 @@ class _Reader:
         for key, value in entry.items():
             if key in _FILE_KEYS:
                 values[key] = value
-            elif storage != "local" and key.startswith(f"{storage}_"):
+            elif key in own_keys:
                 options[key] = value
             elif key == metadata:
                 values["metadata_options"] = value
@@ -271,8 +272,8 @@ class _Reader:
                 notices.append(f"{place}: {key} has no effect: {_WITHOUT_EFFECT[key]}")
             elif key in _REFUSED:
                 self._complain(place, f"{key} is not supported for a dataset", _REFUSED[key])
-            elif key not in _SWITCHES:
-                self._complain(place, f"unknown key {key!r}", _nearest(key, _FILE_KEYS))
+            elif key not in _SWITCHES and not (storage not in self.catalog.storages and key.startswith(f"{storage}_")):
+                self._complain(place, f"unknown key {key!r}", _nearest(key, (*_FILE_KEYS, *own_keys)))
         self._check_choice(place, "type", storage, self.catalog.storages)
         kind = values.setdefault("dataset_type", "image")
         if kind == "image":
