@@ -204,6 +204,15 @@ def parse_datasets(
     return tuple(sorted(reader.specs, key=lambda spec: spec.id)), tuple(reader.problems)
 
 
+def unused_caches(specs: Sequence[DatasetSpec]) -> tuple[str, ...]:
+    """A sentence about caches that the entries name, if any do: they are accepted, and nothing fills or reads them yet."""
+    named = [f"{spec.id} ({spec.dataset_type})" for spec in specs if spec.dataset_type != "image"]
+    named += [f"cache_dir_vae of {spec.id}" for spec in specs if spec.cache_dir_vae is not None]
+    if not named:
+        return ()
+    return (f"without effect yet: {', '.join(named)}; latents and text embeddings are computed in every step",)
+
+
 @dataclass(kw_only=True)
 class _Reader:
     """Reads entries one by one and keeps what is wrong with them."""
