@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from smalti.types import (
         Block,
         Checkpoint,
+        CheckpointFormat,
         DistributedPlan,
         FamilyEntry,
         FaultAction,
@@ -37,6 +38,7 @@ __all__ = [
     "Block",
     "Checkpoint",
     "CheckpointError",
+    "CheckpointFormat",
     "Config",
     "ConfigError",
     "DistributedPlan",

@@ -6,6 +6,7 @@ The core knows these names and nothing else about its plugins; it never imports 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 OFFICIAL = {
     "fsdp2": "smalti-fsdp2",
@@ -45,6 +46,16 @@ _ACCELERATE = {
 }
 
 
+_CHECKPOINTS = {
+    ".metadata": ("dcp", "fsdp2"),
+    "pytorch_model_fsdp_0": ("accelerate-fsdp", "fsdp2"),
+    "pytorch_model_fsdp.bin": ("accelerate-fsdp", "fsdp2"),
+    "*/mp_rank_*_model_states.pt": ("deepspeed", "deepspeed"),
+    "*/zero_pp_rank_*_model_states.pt": ("deepspeed", "deepspeed"),
+}
+"""What marks a folder as a checkpoint of a format, and the plugin that reads it."""
+
+
 def package_of_option(name: str, known: Iterable[str] = ()) -> str:
     """The package that declares options of this kind, or "" if no package does, or if some `known` option shows it is there."""
     prefix = next((prefix for prefix in _OPTIONS if name.startswith(prefix)), None)
@@ -61,6 +72,14 @@ def package_of_family(name: str) -> str:
 def package_of_command(name: str) -> str:
     """The package that adds this subcommand of `smalti`, or ""."""
     return OFFICIAL[_COMMANDS[name]] if name in _COMMANDS else ""
+
+
+def package_of_checkpoint(folder: Path, known: Iterable[str]) -> str:
+    """The package that reads a checkpoint in this folder, or "" if none does, or if its format is among the `known` ones."""
+    for mark, (name, plugin) in _CHECKPOINTS.items():
+        if name not in known and any(folder.glob(mark)):
+            return OFFICIAL[plugin]
+    return ""
 
 
 def package_of_accelerate(key: str) -> str:
