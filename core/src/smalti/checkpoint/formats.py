@@ -109,7 +109,7 @@ def recognise(folder: Path, formats: Sequence[CheckpointFormat]) -> CheckpointFo
     looked_for = [f"    {each.name} ({each.title}): {' or '.join(each.marks)}" for each in formats]
     raise CheckpointError(
         "\n".join([f"{folder} is no checkpoint of a known format. These files were looked for:", *looked_for]),
-        fix="name the folder that they lie in; smalti-fsdp2 reads what torch and Accelerate save, smalti-deepspeed what DeepSpeed does",
+        fix="name the folder that they lie in; smalti-fsdp2 reads what torch and Accelerate save, smalti-deepspeed DeepSpeed",
     )
 
 

@@ -18,15 +18,13 @@ from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from smalti import files
 from smalti.checkpoint.agreement import RankError, together
 from smalti.checkpoint.consolidated import write_copy
 from smalti.checkpoint.manifest import GROUPS, STATE, FileRecord, Manifest
-from smalti.checkpoint.planning import Pieces, check_whole, decode_pieces, divide, encode_pieces, local_pieces
+from smalti.checkpoint.planning import Pieces, check_whole, decode_pieces, divide, encode_pieces, local_pieces, memory
 from smalti.checkpoint.recording import write_recorded
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.statefile import State
@@ -203,7 +201,7 @@ def _write_tensors(directory: Path, pieces: Pieces, tensors: Mapping[str, Tensor
     def write(item: tuple[str, list[str]]) -> tuple[str, FileRecord]:
         file, names = item
         header = encode_header([(name.partition("/")[2], pieces[name]) for name in names])
-        return file, write_recorded(directory / file, chain([header], (_memory(tensors[name]) for name in names)))
+        return file, write_recorded(directory / file, chain([header], (memory(tensors[name]) for name in names)))
 
     share = sum(piece.size for piece in pieces.values()) // _THREADS
     limit = min(max(share, _SMALLEST_FILE), _LARGEST_FILE)  # small enough for threads to share the work
@@ -217,9 +215,3 @@ def _write_tensors(directory: Path, pieces: Pieces, tensors: Mapping[str, Tensor
     for group in GROUPS:
         files.fsync_directory(directory / group)
     return records
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    """The bytes of this rank's part of a tensor, row by row."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
