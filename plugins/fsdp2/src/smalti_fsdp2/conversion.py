@@ -153,6 +153,7 @@ def _load(source: Path | io.BytesIO, path: Path | None = None, *, mmap: bool = F
     try:
         loaded: object = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        told = str(error).partition("\n")[0]
-        raise CheckpointError(f"{path or source} holds more than tensors and plain values, or is damaged: {told}") from error
+        lines = str(error).splitlines() or [type(error).__name__]
+        told = next((line for line in lines if "unsupported" in line.lower()), lines[0])
+        raise CheckpointError(f"{path or source} is damaged, or holds more than tensors and plain values: {told}") from error
     return loaded
