@@ -31,7 +31,7 @@ from smalti.liverun import prepare
 from smalti.plugins import Plugins
 from smalti.rundir import POLL_SECONDS, RunDirectory
 from smalti.settings import LaunchOptions, RunOptions
-from smalti.strategy import choose_distributed
+from smalti.strategy import check_strategy, choose_distributed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,7 @@ class Preparation:
         check(config, plugins)
         directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
         distributed = choose_distributed(config, plugins)
+        check_strategy(distributed, config, plugins)
         kind, notices = accelerator_kind(config), []
         if write:
             check_accelerators(config, kind)

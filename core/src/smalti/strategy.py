@@ -5,7 +5,8 @@ from __future__ import annotations
 from smalti.config import Config
 from smalti.errors import UserError
 from smalti.plugins import Plugins
-from smalti.types import DistributedPlan
+from smalti.settings import OptimizerOptions
+from smalti.types import DistributedPlan, OptimizerEntry
 
 
 def choose_distributed(config: Config, plugins: Plugins) -> DistributedPlan:
@@ -18,3 +19,16 @@ def choose_distributed(config: Config, plugins: Plugins) -> DistributedPlan:
             fix="switch one of them off, in the flags, the configuration file or the Accelerate YAML",
         )
     return wanted[0] if wanted else next(plan for plan in claims if plan.fallback)
+
+
+def check_strategy(plan: DistributedPlan, config: Config, plugins: Plugins) -> None:
+    """Refuse an optimizer that cannot work on parts of parameters where the strategy makes them. Raises UserError."""
+    name = config[OptimizerOptions].optimizer.lower().replace("-", "_")
+    entries = plugins.gather("register_optimizers", OptimizerEntry)
+    unfit = [entry.title for entry in entries if entry.name == name and not entry.shards]
+    if plan.shards and unfit:
+        others = ", ".join(entry.name for entry in entries if entry.shards)
+        raise UserError(
+            f"{unfit[0]} does not work under {plan.title}, where a rank holds parts of parameters",
+            fix=f"--optimizer=adamw, or another one of {others}",
+        )

@@ -74,7 +74,7 @@ class OwnCheckpoint:
     def __init__(self, path: Path) -> None:
         found = verify(path)
         if found.manifest is None or not found.ok:
-            raise CheckpointError(f"{path} is damaged: {'; '.join(found.problems[:3])}")
+            raise CheckpointError(f"{path} is damaged: {'; '.join(found.problems[:3])}", fix="name another checkpoint")
         self._groups = {group: TensorFiles(sorted((path / group).glob("*.safetensors"))) for group in GROUPS}
         state = read_state(path / STATE)
         self.contents = Contents(

@@ -135,7 +135,7 @@ def convert_checkpoint(source: Path, target: Path, kind: Target, ema: bool, as_j
     formats = load_plugins(selection_of((), None, os.environ), strict=False).gather(
         "register_checkpoint_formats", CheckpointFormat
     )
-    with click.progressbar(length=1, label=f"converting {source.name}", file=sys.stderr) as bar:
+    with click.progressbar(length=1, label=f"converting {source.name}", file=sys.stderr, hidden=not sys.stderr.isatty()) as bar:
 
         def progress(done: int, total: int) -> None:
             bar.length = total
