@@ -290,6 +290,8 @@ def take_place(run: Run, trainer: Mapping[str, int]) -> list[str]:
     state.position = state.step
     state.epoch = run.data.order.epoch_of(state.position)
     state.samples = state.step * run.effective_batch
+    if state.step == 0:
+        return []
     return [f"the checkpoint tells no place in the data; as each step takes one batch, {state.step} are left out"]
 
 
