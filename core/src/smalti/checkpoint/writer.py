@@ -21,7 +21,7 @@ from pathlib import Path
 from torch import Tensor
 
 from smalti import files
-from smalti.checkpoint.agreement import RankError, together
+from smalti.checkpoint.agreement import RankError, from_main, together
 from smalti.checkpoint.consolidated import write_copy
 from smalti.checkpoint.manifest import GROUPS, STATE, FileRecord, Manifest
 from smalti.checkpoint.planning import Pieces, check_whole, decode_pieces, divide, encode_pieces, local_pieces, memory
@@ -154,10 +154,10 @@ def _save(store: CheckpointStore, snapshot: Snapshot, ranks: Ranks, full_weights
 
     def copy() -> str:
         model = sorted(name for name in records if name.startswith("model/"))
-        return _encode(write_copy(directory, model, _config(snapshot)) if main else {})
+        return _encode(write_copy(directory, model, _config(snapshot)))
 
     if full_weights:
-        records |= _decode(together(ranks, copy)[0])
+        records |= _decode(from_main(ranks, copy))
     manifest = Manifest(
         step=snapshot.step,
         world_size=ranks.world.size,
