@@ -20,7 +20,7 @@ LAYERS = (
     ("liverun", "storage", "diffusion", "models", "data", "checkpoint", "ema", "schedule", "optimizers", "metrics"),
     ("pictures", "grid", "plot", "replicas", "faults", "dataplan"),
     ("run",),
-    ("validation", "saving", "launch"),
+    ("validation", "saving", "rescue", "launch"),
     ("trainer", "workers", "agent"),
     ("worker", "preparation", "invocation", "reference"),
     ("commands",),

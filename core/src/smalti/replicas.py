@@ -18,7 +18,7 @@ from smalti.checkpoint.portable import capture, restore
 from smalti.config import Config
 from smalti.models.family import Weights
 from smalti.models.weights import materialise
-from smalti.parallel import PortableState, Ranks
+from smalti.parallel import Line, PortableState, Ranks
 from smalti.ranks import GlooRanks
 from smalti.settings import LaunchOptions, TrainingOptions
 from smalti.types import Block, World
@@ -116,7 +116,10 @@ class Replicas:
     def barrier(self) -> None:
         self._control.barrier()
 
-    def side_channel(self) -> Ranks:
+    def alone(self) -> Ranks:
+        return GlooRanks(world=World(device=self._world.device), group=None)
+
+    def side_channel(self) -> Line:
         several = self._world.size > 1
         return GlooRanks(world=self._world, group=dist.new_group(backend="gloo", timeout=self._timeout) if several else None)
 

@@ -16,7 +16,7 @@ from typing import cast
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from smalti.config import Config, restore, schema_of
-from smalti.crew import Crew
+from smalti.crew import Crew, LostRankError
 from smalti.errors import ExitCode, GpuFaultError, UserError
 from smalti.launch import choose_distributed
 from smalti.plugins import Plugins, Selection, load_plugins
@@ -33,8 +33,9 @@ def run_rank(config: Config, plugins: Plugins) -> Outcome:
     with ExitStack() as closing:
         parallel = open_parallel(plan, config)
         closing.callback(parallel.close)
-        with last_words(Crew.meet(parallel)):
-            run = build(config, plugins, plan, parallel, closing)
+        crew = Crew.meet(parallel)
+        with last_words(crew):
+            run = build(config, plugins, plan, parallel, crew, closing)
             with stop_signals(run.state):
                 outcome = train(run)
             parallel.barrier()  # nobody leaves the group while another still talks to it
@@ -49,15 +50,15 @@ def last_words(crew: Crew) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:  # what a broken connection is to torch
-        lost = crew.explain(error)
-        _leave_word(_code_of(lost or error), describe(lost or error), follows=lost is not None)
+    except LostRankError as error:
+        _leave_word(error.exit_code, describe(error), lost=error)
+        raise
+    except BaseException as error:
+        lost = crew.notice(error)
+        _leave_word(_code_of(lost or error), describe(lost or error), lost=lost)
         if lost is None:
             raise
         raise lost from error
-    except BaseException as error:
-        _leave_word(_code_of(error), describe(error))
-        raise
 
 
 @contextmanager
@@ -136,15 +137,17 @@ def _code_of(error: BaseException) -> ExitCode:
     return error.exit_code if isinstance(error, UserError | GpuFaultError) else ExitCode.FAILED
 
 
-def _leave_word(code: int, message: str, *, follows: bool = False) -> None:
-    """For the launcher. The first word counts."""
+def _leave_word(code: int, message: str, *, lost: LostRankError | None = None) -> None:
+    """For the launcher. The first word counts. `lost`: only the loss of another rank ended this one."""
     folder = os.environ.get(OUTCOME_VARIABLE)
     if folder is None:
         return
     rank = int(os.environ.get("RANK", "0"))
     path = Path(folder) / f"rank-{rank}.json"
     if not path.exists():
-        word = {"rank": rank, "exit_code": int(code), "message": message, "time": time.time(), "follows": follows}
+        word: dict[str, object] = {"rank": rank, "exit_code": int(code), "message": message, "time": time.time()}
+        if lost is not None:
+            word |= {"follows": True, "saved": lost.saved, "ended": lost.ended}
         path.write_text(json.dumps(word))
 
 

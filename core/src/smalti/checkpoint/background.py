@@ -18,7 +18,7 @@ from smalti.checkpoint.agreement import RankError
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.staging import Staging, frozen
 from smalti.checkpoint.writer import SaveError
-from smalti.parallel import Ranks
+from smalti.parallel import Line, Ranks
 from smalti.types import Checkpoint
 
 Write = Callable[[Snapshot, Ranks], Checkpoint]
@@ -57,7 +57,7 @@ class Saver:
     The loop's own words go through `ranks`. `begin`, `release` and `landed` belong to the loop's thread.
     """
 
-    def __init__(self, *, write: Write, ranks: Ranks, side: Ranks) -> None:
+    def __init__(self, *, write: Write, ranks: Ranks, side: Line) -> None:
         self._write = write
         self._ranks = ranks
         self._side = side
@@ -111,6 +111,15 @@ class Saver:
         if standing == _Standing.BROKEN or not isinstance(told, SaveError):
             raise told
         return told
+
+    def abandon(self) -> None:
+        """Bring a save in flight to its end though other ranks are lost: it lands if all that is left can be done here.
+
+        Nothing can be saved with the others after that.
+        """
+        if self._flight is not None:
+            self._side.hang_up()
+            wait([self._flight.result])
 
     def close(self) -> None:
         """Let a save in flight come to its end, whatever it is."""
