@@ -18,10 +18,10 @@ from run import Result, paired
 
 from smalti import RunState, StepResult, hookimpl
 from smalti.invocation import Invocation
-from smalti.launch import choose_distributed
 from smalti.plugins import PluginInfo
 from smalti.preparation import Preparation
 from smalti.run import Run, build, open_parallel
+from smalti.strategy import choose_distributed
 from smalti.trainer import loop
 from smalti.types import RunInfo
 

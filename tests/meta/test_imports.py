@@ -18,7 +18,7 @@ LAYERS = (
     ("options", "flags", "configfile", "acceleratefile", "settings", "events"),
     ("plugins", "config", "configtext", "rundir", "parallel", "ranks", "crew"),
     ("liverun", "storage", "diffusion", "models", "data", "checkpoint", "ema", "schedule", "optimizers", "metrics"),
-    ("pictures", "grid", "plot", "replicas", "faults", "dataplan"),
+    ("group", "strategy", "pictures", "grid", "plot", "replicas", "faults", "dataplan"),
     ("run",),
     ("validation", "saving", "rescue", "launch"),
     ("trainer", "workers", "agent"),
@@ -59,6 +59,7 @@ TORCH_FREE = (
     "smalti.reference",
     "smalti.rundir",
     "smalti.settings",
+    "smalti.strategy",
     "smalti.types",
     "smalti.workers",
 )

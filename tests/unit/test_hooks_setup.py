@@ -8,8 +8,8 @@ from smalti import hookimpl
 from smalti.config import check, resolve, schema_of
 from smalti.dataplan import catalog_of
 from smalti.errors import ConfigError, UserError
-from smalti.launch import choose_distributed
 from smalti.plugins import PluginInfo
+from smalti.strategy import choose_distributed
 from smalti.types import OptimizerEntry
 
 

@@ -12,9 +12,10 @@ from smalti import hookimpl
 from smalti.config import restore
 from smalti.configfile import read_mapping
 from smalti.errors import PreflightError, UserError
-from smalti.launch import LaunchPlan, check_accelerators, choose_distributed, expected_kind, plan_launch, write_launch_files
+from smalti.launch import LaunchPlan, check_accelerators, expected_kind, plan_launch, write_launch_files
 from smalti.plugins import PluginInfo
 from smalti.rundir import RunDirectory
+from smalti.strategy import choose_distributed
 from smalti.types import DistributedPlan
 
 RUN = Path("/shared/a run")

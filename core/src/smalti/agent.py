@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 KILLED_FILE = "killed.json"
 """In the folder of last words: the number of the signal by the rank that it killed."""
 GRACE_SECONDS = 600
-"""From the end of the first rank: enough to write what one accelerator holds to a slow disk. Only a rank that hangs takes it."""
+"""From the end of the first rank: enough to write what an accelerator holds to a slow disk. Only a rank that hangs takes it."""
 
 
 def main() -> None:

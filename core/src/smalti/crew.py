@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -31,6 +32,7 @@ _PATIENCE = 10.0
 """Seconds in which a rank that can answer has done so; it may have to come out of a long computation first."""
 _BOARD_SECONDS = 5.0
 _GLANCE = 0.05
+_SOURCE = re.compile(r"^\[\S+:\d+\] ")
 
 
 class LostRankError(UserError):
@@ -223,4 +225,8 @@ class Crew:
 
 
 def in_a_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    """Kind and first line; of what gloo says, neither the place in its source nor its advice."""
+    told = str(error).partition("\n")[0]
+    if is_line_error(error):
+        told = _SOURCE.sub("", told).partition(". ")[0]
+    return f"{type(error).__name__}: {told}"

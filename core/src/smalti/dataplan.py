@@ -18,6 +18,7 @@ from smalti.data.spec import DataDefaults, DatasetSpec, load_backend_config, par
 from smalti.errors import ConfigError, Problem
 from smalti.plugins import Plugins
 from smalti.settings import DataOptions, LaunchOptions, RunOptions, TrainingOptions
+from smalti.strategy import choose_distributed
 from smalti.types import MetadataEntry, StorageEntry
 
 Scan = Callable[[str], Progress]
@@ -63,14 +64,17 @@ def expanded(entries: list[dict[str, object]], where: str) -> list[dict[str, obj
     return found
 
 
-def data_rules(config: Config, alignment: int) -> DataRules:
-    """The rules for all datasets; `alignment` is the model family's, for when the options do not say."""
+def data_rules(config: Config, plugins: Plugins, alignment: int) -> DataRules:
+    """The rules for all datasets; `alignment` is the model family's, for when the options do not say.
+
+    Ranks that work on the same samples count as one.
+    """
     options = config[DataOptions]
     return DataRules(
         seed=config[RunOptions].seed,
         shape=BatchShape(
             train_batch_size=options.train_batch_size,
-            ranks=config[LaunchOptions].num_processes,
+            ranks=config[LaunchOptions].num_processes // choose_distributed(config, plugins).context,
             accumulation=config[TrainingOptions].gradient_accumulation_steps,
         ),
         alignment=options.aspect_bucket_alignment or alignment,
@@ -89,13 +93,13 @@ def scan_data(
     """
     catalog = catalog_of(plugins)
     datasets = build_datasets(dataset_specs(config, catalog), catalog, directory, progress)
-    return prepare(datasets, data_rules(config, alignment))
+    return prepare(datasets, data_rules(config, plugins, alignment))
 
 
 def load_data(config: Config, plugins: Plugins, alignment: int, directory: Path) -> PreparedData:
     """The same from the indexes that another process has written."""
     catalog = catalog_of(plugins)
-    return prepare(load_datasets(dataset_specs(config, catalog), catalog, directory), data_rules(config, alignment))
+    return prepare(load_datasets(dataset_specs(config, catalog), catalog, directory), data_rules(config, plugins, alignment))
 
 
 def total_steps(config: Config, data: PreparedData) -> int:

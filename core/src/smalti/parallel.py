@@ -119,6 +119,13 @@ class Parallel(Ranks, Protocol):
         """The equally shaped tensors of all ranks, in rank order. *Collective*."""
         ...
 
+    def refresh(self, model: nn.Module) -> None:
+        """Weights were changed in place by something other than `step`: let go of what was derived from them.
+
+        Gathered or low-precision copies, which the next forward pass would use. *Collective*.
+        """
+        ...
+
     def portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
         """References to this rank's share of the state, in portable form. *Collective*."""
         ...

@@ -22,7 +22,6 @@ from smalti.launch import (
     LaunchPlan,
     accelerator_kind,
     check_accelerators,
-    choose_distributed,
     expected_kind,
     plan_launch,
     write_launch_files,
@@ -32,6 +31,7 @@ from smalti.liverun import prepare
 from smalti.plugins import Plugins
 from smalti.rundir import POLL_SECONDS, RunDirectory
 from smalti.settings import LaunchOptions, RunOptions
+from smalti.strategy import choose_distributed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,7 @@ class Process:
         return None
 
     def status(self) -> str:
-        """What it does, in the system's word ("sleeping", "disk-sleep", "stopped" ...); "" if it has ended or cannot be seen."""
+        """What it does, in the system's word ("sleeping", "disk-sleep", "stopped" ...); "" if that cannot be seen."""
         if not self.alive():
             return ""
         try:

@@ -378,4 +378,6 @@ def build_optimizer(config: Config, plugins: Plugins, parallel: Parallel, model:
 
 def build_ema(config: Config, model: nn.Module) -> Ema | None:
     options = config[TrainingOptions]
-    return Ema(dict(model.named_parameters()), options.ema_decay) if options.use_ema else None
+    if not options.use_ema:
+        return None
+    return Ema(dict(model.named_parameters()), options.ema_decay, "cpu" if options.ema_device == "cpu" else None)

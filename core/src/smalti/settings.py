@@ -125,6 +125,13 @@ class TrainingOptions(Options):
     ema_decay: float = option(
         0.995, help="Decay of the average; it warms up from (1+step)/(10+step).", when="use_ema", ge=0, lt=1
     )
+    ema_device: Literal["accelerator", "cpu"] = option(
+        "accelerator",
+        help="Where the average is kept.",
+        level="advanced",
+        when="use_ema",
+        trade="cpu: no memory on the accelerator, slower steps",
+    )
 
 
 class OptimizerOptions(Options):
@@ -254,6 +261,13 @@ class LaunchOptions(Options):
     )
     dynamo_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = option(
         None, help="Mode of torch.compile.", level="expert", when="dynamo_backend", accelerate="dynamo_config.dynamo_mode"
+    )
+    dynamo_recompile_limit: int = option(
+        16,
+        help="Shapes for which a block is compiled; it runs uncompiled for others.",
+        level="expert",
+        when="dynamo_backend",
+        ge=1,
     )
 
 

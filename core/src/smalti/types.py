@@ -77,7 +77,10 @@ class OptimizerEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Where this process stands among the others. `device` is a torch device string such as "cuda:0"."""
+    """Where this process stands among the others. `device` is a torch device string such as "cuda:0".
+
+    `context` neighbouring ranks work on the same samples, each on its part of the sequence; data is spread over such groups.
+    """
 
     rank: int = 0
     size: int = 1
@@ -85,10 +88,20 @@ class World:
     local_size: int = 1
     node: int = 0
     device: str = "cpu"
+    context: int = 1
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of every batch this rank works on, out of `data_size`."""
+        return self.rank // self.context
+
+    @property
+    def data_size(self) -> int:
+        return self.size // self.context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +109,9 @@ class DistributedPlan:
     """How a backend wants to be launched, and where its `Parallel` is found.
 
     `parallel` is "module:callable", called on every rank as `callable(config)` once the process group may be made.
-    `accelerate` is merged into the Accelerate YAML, `environment` into the workers' environment. `fallback` marks the plan
-    that is used only when no other plugin claims the run.
+    `accelerate` is merged into the Accelerate YAML, `environment` into the workers' environment. `context` ranks work on the
+    same samples, so that the effective batch counts groups of so many. `fallback` marks the plan that is used only when no
+    other plugin claims the run.
     """
 
     name: str
@@ -105,6 +119,7 @@ class DistributedPlan:
     parallel: str
     accelerate: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    context: int = 1
     fallback: bool = False
 
 

@@ -64,10 +64,14 @@ def validate(run: Run) -> ValidationResult:
     model = run.parallel.unwrap(run.model)
     model.eval()
     try:
-        with averaged, torch.no_grad(), run.parallel.autocast():
-            for numbers, pixels in _draw(run, model):
-                _write(run, folder, numbers, pixels)
+        with averaged:
+            run.parallel.refresh(run.model)
+            with torch.no_grad(), run.parallel.autocast():
+                for numbers, pixels in _draw(run, model):
+                    if run.world.rank % run.world.context == 0:
+                        _write(run, folder, numbers, pixels)
     finally:
+        run.parallel.refresh(run.model)
         model.train()
     run.parallel.barrier()
     images = _images(run.config, folder)
@@ -85,7 +89,7 @@ def _draw(run: Run, model: torch.nn.Module) -> Iterator[tuple[list[int], Tensor]
     options = run.config[ValidationOptions]
     width, height = picture_size(run.config, run.family.alignment)
     prompts = options.validation_prompt
-    for numbers in shares(len(prompts), run.world.size, options.validation_batch_size)[run.world.rank]:
+    for numbers in shares(len(prompts), run.world.data_size, options.validation_batch_size)[run.world.data_rank]:
         request = SampleRequest(
             prompts=[prompts[number] for number in numbers],
             seeds=[options.validation_seed + number for number in numbers],

@@ -18,9 +18,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from smalti.config import Config, restore, schema_of
 from smalti.crew import Crew, LostRankError
 from smalti.errors import ExitCode, GpuFaultError, UserError
-from smalti.launch import choose_distributed
 from smalti.plugins import Plugins, Selection, load_plugins
 from smalti.run import build, open_parallel
+from smalti.strategy import choose_distributed
 from smalti.trainer import train
 from smalti.types import Outcome, RunState, StopReason
 

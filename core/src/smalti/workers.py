@@ -198,8 +198,8 @@ def judge(ends: list[RankEnd], status: int, ranks: range, killed: Mapping[int, s
 
     A failure outweighs a clean stop, and the earliest failure of a rank's own is the cause: the others are what it led to. A
     rank that was killed (by the system, out of memory) leaves no word; `killed` tells the signals where they are known, and
-    such a rank is the cause if all that the others tell is that it is gone. Of those, the one that saved is asked what it found,
-    or else the last, who had most time to look.
+    such a rank is the cause if all that the others tell is that it is gone. Of those, the one that saved is asked what it
+    found, or else the last, who had most time to look.
     """
     silent = sorted(set(ranks) - {end.rank for end in ends} - {rank for end in ends for rank in end.ended})
     by_signal = {rank: name for rank, name in (killed or {}).items() if rank in silent}
@@ -212,11 +212,11 @@ def judge(ends: list[RankEnd], status: int, ranks: range, killed: Mapping[int, s
     if by_signal and all(end.follows for end in failures):
         told = ", ".join(f"rank {rank} was killed by {name}" for rank, name in sorted(by_signal.items()))
         hint = " (the system does that when memory runs out)" if "SIGKILL" in by_signal.values() else ""
-        causes = [f"{told}{hint}", *(f"rank {end.rank}: {end.message}" for end in failures[:1])]
-        return ExitCode.FAILED, "; ".join(causes + saved)
+        causes = "; ".join([f"{told}{hint}", *(f"rank {end.rank}: {end.message}" for end in failures[:1])])
+        return ExitCode.FAILED, "\n  ".join([causes, *saved])
     if failures:
-        causes = [f"rank {failures[0].rank}: {failures[0].message}", *([lost] if lost else [])]
-        return ExitCode(failures[0].exit_code), "; ".join(causes + saved)
+        causes = "; ".join([f"rank {failures[0].rank}: {failures[0].message}", *([lost] if lost else [])])
+        return ExitCode(failures[0].exit_code), "\n  ".join([causes, *saved])
     if status != 0 or not ends:
         return ExitCode.FAILED, f"{lost or 'every rank ended well, and the launcher did not'} (launcher status {status})"
     return ExitCode(ends[0].exit_code), ends[0].message

@@ -68,7 +68,7 @@ class Loader(Iterator[Batch]):
 
     Args:
         data: what `prepare` returned; the same on every rank.
-        world: this rank among those that split the batch. Ranks that share a sequence must share rank and size here.
+        world: where this rank stands; ranks that work on the same samples get the same ones.
         micro_batch: pictures per rank and forward pass.
         accumulation: forward passes per optimizer step.
         errors: counts broken pictures; a fresh one if not given.
@@ -92,9 +92,9 @@ class Loader(Iterator[Batch]):
         workers: int = 0,
         cache_bytes: int = 512 << 20,
     ) -> None:
-        if micro_batch * world.size * accumulation != data.order.effective_batch:
+        if micro_batch * world.data_size * accumulation != data.order.effective_batch:
             raise ValueError(
-                f"{micro_batch} x {world.size} x {accumulation} is not the effective batch of {data.order.effective_batch}"
+                f"{micro_batch} x {world.data_size} x {accumulation} is not the effective batch of {data.order.effective_batch}"
             )
         if prefetch < 1:
             raise ValueError("prefetch must be at least 1")
@@ -158,7 +158,7 @@ class Loader(Iterator[Batch]):
 
     def _micro(self, whole: GlobalBatch, index: int) -> MicroBatch:
         size = self._micro_batch
-        first = (index * self._world.size + self._world.rank) * size
+        first = (index * self._world.data_size + self._world.data_rank) * size
         shape = (size, 3, whole.bucket.height, whole.bucket.width)
         pictures = torch.empty(shape, dtype=torch.uint8, pin_memory=self._on_gpu)
         view: Bytes = pictures.numpy()

@@ -30,11 +30,11 @@ from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.config import Config, resolve, schema_of
 from smalti.hookspecs import HookSpecs
-from smalti.launch import choose_distributed
 from smalti.models.weights import materialise
 from smalti.parallel import Parallel, PortableState
 from smalti.plugins import BUILT_IN, Plugins, Selection, load_plugins
 from smalti.run import build_model, build_optimizer, open_parallel
+from smalti.strategy import choose_distributed
 from smalti.testing.contract import Contract, expect
 from smalti.testing.ranks import Ranks, two_processes
 from smalti.testing.tiny import TinyFamily
@@ -96,14 +96,14 @@ class StrategySubject:
 
     def whole(self) -> dict[str, Tensor]:
         """Weights and moments as whole tensors on the CPU, copied. *Collective*."""
-        return _whole(self.state())
+        return whole_state(self.state())
 
     def reference(self) -> Reference:
         """An ordinary model and optimizer in the state in which the strategy is. *Collective*."""
         state, reference = self.state(), self.fresh_reference()
-        moments = {name: {moment: _copy(tensor) for moment, tensor in found.items()} for name, found in state.moments.items()}
+        moments = {name: {moment: whole_tensor(tensor) for moment, tensor in found.items()} for name, found in state.moments.items()}
         plain = PortableState(
-            model={name: _copy(tensor) for name, tensor in state.model.items()},
+            model={name: whole_tensor(tensor) for name, tensor in state.model.items()},
             moments=moments,
             settings=state.settings,
             optimizer=type(reference.optimizer).__name__,
@@ -134,7 +134,7 @@ class StrategySubject:
 
     def follows(self, reference: Reference, told: str) -> None:
         """Expect the strategy's state to be the reference's, but for rounding. *Collective*."""
-        wanted, found = _whole(capture(reference.model, reference.optimizer)), self.whole()
+        wanted, found = whole_state(capture(reference.model, reference.optimizer)), self.whole()
         odd = sorted(found.keys() ^ wanted.keys())
         expect(not odd, f"{told}: the state has too many or too few of {odd[:3]}")
         for name, tensor in wanted.items():
@@ -166,14 +166,14 @@ def run_check(processes: Ranks, check: str, name: str, flags: Sequence[str], fol
 
 def on_rank(check: str, name: str, flags: tuple[str, ...], ranks: int, folder: Path) -> None:
     """One check on this rank; the others run the same one."""
-    subject = _opened(name, flags, ranks)
+    subject = open_strategy(name, flags, ranks)
     subject.folder = folder / check
     subject.folder.mkdir(exist_ok=True)
     STRATEGY.run(check, subject)
 
 
 @cache
-def _opened(name: str, flags: tuple[str, ...], ranks: int) -> StrategySubject:
+def open_strategy(name: str, flags: tuple[str, ...], ranks: int) -> StrategySubject:
     """The strategy as a run opens it, once in each process."""
     plugins = load_plugins(Selection(without=("all",)) if name in BUILT_IN else Selection(only=(name,)))
     config = resolve(schema_of(plugins), [*FLAGS, f"--num_processes={ranks}", *flags], environment={})
@@ -188,7 +188,7 @@ def _opened(name: str, flags: tuple[str, ...], ranks: int) -> StrategySubject:
     assert model is not None
     model, optimizer = parallel.bind(model, build_optimizer(config, plugins, parallel, model))
     model.train()
-    first = {name: _copy(tensor) for name, tensor in parallel.portable_state(model, optimizer).model.items()}
+    first = {name: whole_tensor(tensor) for name, tensor in parallel.portable_state(model, optimizer).model.items()}
     return StrategySubject(name, config, plugins, plan, parallel, backend, family, model, optimizer, first)
 
 
@@ -401,7 +401,7 @@ def one_process_reads_its_checkpoints(subject: StrategySubject) -> None:
     wanted, reference = subject.whole(), subject.fresh_reference(seed=8)
     into = _snapshot(capture(reference.model, reference.optimizer), 0)
     load(written.path, into, Alone())  # type: ignore[arg-type]
-    _equal(wanted, _whole(into.state), "in the checkpoint, different:")
+    _equal(wanted, whole_state(into.state), "in the checkpoint, different:")
 
 
 @STRATEGY.check
@@ -431,7 +431,7 @@ def it_leaves_in_good_order(subject: StrategySubject) -> None:
     subject.parallel.barrier()
     subject.parallel.close()
     expect(not torch.distributed.is_initialized(), "the process group is still there")
-    _opened.cache_clear()
+    open_strategy.cache_clear()
 
 
 # --- what the checks are made of ------------------------------------------------------------------------------------
@@ -453,16 +453,16 @@ def _snapshot(state: PortableState, step: int) -> Snapshot:
     return Snapshot(step=step, state=state, trainer={"step": step}, plugins=(f"smalti {version('smalti')}",))
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def whole_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor on the CPU, separate from the live one. *Collective* for what is sharded."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().cpu().clone()
 
 
-def _whole(state: PortableState) -> dict[str, Tensor]:
-    found = {name: _copy(tensor) for name, tensor in state.model.items()}
+def whole_state(state: PortableState) -> dict[str, Tensor]:
+    found = {name: whole_tensor(tensor) for name, tensor in state.model.items()}
     for name, moments in state.moments.items():
-        found |= {f"{name}.{moment}": _copy(tensor) for moment, tensor in moments.items()}
+        found |= {f"{name}.{moment}": whole_tensor(tensor) for moment, tensor in moments.items()}
     return found
 
 

@@ -1,0 +1,1 @@
+"""Sharded data parallelism for smalti, on torch's FSDP2."""

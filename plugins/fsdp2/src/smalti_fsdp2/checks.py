@@ -1,0 +1,31 @@
+"""What is wrong with a configuration that shards, told before anything is launched. Imports no torch."""
+
+from __future__ import annotations
+
+from smalti import Config, Problem
+from smalti.settings import LaunchOptions
+from smalti_fsdp2.options import ContextOptions, FsdpOptions, context_without_fsdp2, enabled
+
+
+def problems(config: Config) -> list[Problem]:
+    """All complaints at once."""
+    if context_without_fsdp2(config):
+        fix = "--fsdp_enable --fsdp_version=2, or --context_parallel_size=1"
+        return [Problem(message="Context parallelism requires FSDP2.", where=config.source("context_parallel_size"), fix=fix)]
+    if not enabled(config):
+        return []
+    return [*_sizes(config)]
+
+
+def _sizes(config: Config) -> list[Problem]:
+    ranks = config[LaunchOptions].num_processes
+    found = []
+    context = config[ContextOptions].context_parallel_size
+    if ranks % context:
+        fix = f"--num_processes={context * max(1, ranks // context)}, or a context_parallel_size that divides {ranks}"
+        found.append(Problem(message=f"{ranks} ranks cannot be split into groups of context_parallel_size={context}", fix=fix))
+    shard = config[FsdpOptions].fsdp_shard_size
+    if shard is not None and ranks % shard:
+        fix = f"a number that divides {ranks}"
+        found.append(Problem(message=f"{ranks} ranks cannot be split into groups of fsdp_shard_size={shard}", fix=fix))
+    return found

@@ -1,0 +1,69 @@
+"""Giving a sharded model its first weights, tensor by tensor: no rank but the first ever holds more than its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from smalti.checkpoint.planning import Pieces, decode_pieces, encode_pieces, local_pieces
+from smalti.models.family import Weights
+from smalti.parallel import Ranks
+
+
+@torch.no_grad()
+def fill(model: nn.Module, weights: Weights, ranks: Ranks, *, on_host: bool, from_first: bool) -> None:
+    """Allocate this rank's shards of a model on the meta device and fill them, and put buffers on the device. *Collective*.
+
+    `on_host` keeps the shards in host memory. With `from_first`, rank 0 alone reads `weights` and sends the others their
+    shards; without, every rank reads each tensor and keeps its part of it.
+    """
+    buffers = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if buffer is not None}
+    model.to_empty(device="cpu" if on_host else ranks.world.device)
+    known = set(weights.names())
+    for name, buffer in buffers.items():
+        owner, _, own = name.rpartition(".")
+        first = weights.get(name) if name in known else buffer
+        model.get_submodule(owner)._buffers[own] = first.to(ranks.world.device)
+    parameters = dict(model.named_parameters())
+    if not from_first or ranks.world.size == 1:
+        mine = local_pieces(parameters)
+        for name, parameter in parameters.items():
+            _local(parameter).copy_(_part(weights.get(name), mine, name))
+    else:
+        _deal(parameters, weights, ranks)
+
+
+def _deal(parameters: Mapping[str, Tensor], weights: Weights, ranks: Ranks) -> None:
+    """Rank 0 reads one tensor after the other and sends every rank its part."""
+    held = [decode_pieces(text) for text in ranks.share(encode_pieces(local_pieces(parameters)))]
+    for name, parameter in parameters.items():
+        local = _local(parameter)
+        if ranks.world.is_main:
+            whole = weights.get(name)
+            for rank, pieces in enumerate(held[1:], start=1):
+                if (part := _part(whole, pieces, name)).numel():
+                    dist.send(part.to(local.device, local.dtype).contiguous(), rank)
+            local.copy_(_part(whole, held[0], name))
+        elif local.numel():
+            received = torch.empty_like(local, memory_format=torch.contiguous_format)
+            dist.recv(received, 0)
+            local.copy_(received)
+
+
+def _part(whole: Tensor, pieces: Pieces, name: str) -> Tensor:
+    piece = pieces.get(name)
+    if piece is None:
+        return whole.flatten()[:0]
+    return whole[_slices(piece.offsets, piece.shape)]
+
+
+def _slices(offsets: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in zip(offsets, shape, strict=True))
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,0 +1,163 @@
+"""The options of sharding and of context parallelism, and what they mean together. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator
+
+from smalti import Config, Names, OptionGroup, Options, option
+
+StateDictType = Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
+Precision = Literal["auto", "fp32", "bf16"]
+POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+
+
+def _state_dict_type(value: object) -> object:
+    """`sharded` and `full` stand for the long names."""
+    word = str(value).strip().upper().replace("-", "_")
+    return word if word.endswith("_STATE_DICT") else f"{word}_STATE_DICT"
+
+
+def _policy(value: str) -> str:
+    """One of the policies in any spelling, or "module.name" of a callable."""
+    word = value.strip().upper().replace("-", "_")
+    for policy in POLICIES:
+        if word in (policy, policy.removesuffix("_WRAP"), policy.removesuffix("_BASED_WRAP")):
+            return policy
+    if "." in value and all(part.isidentifier() for part in value.replace(":", ".").split(".")):
+        return value
+    raise ValueError(f"{value!r} is none of {', '.join(POLICIES)}, and no dotted path to a callable")
+
+
+class FsdpOptions(Options):
+    fsdp_enable: bool = option(
+        False,
+        help="Shard parameters, gradients and optimizer state over the ranks with FSDP.",
+        accelerate="distributed_type=FSDP",
+    )
+    fsdp_version: int = option(
+        2, help="2, or 1, which is deprecated.", level="advanced", accelerate="fsdp_config.fsdp_version", ge=1, le=2
+    )
+    fsdp_reshard_after_forward: bool = option(
+        True,
+        help="Free gathered parameters between forward and backward.",
+        trade="less memory, for one more gather per block",
+        accelerate="fsdp_config.fsdp_reshard_after_forward",
+    )
+    fsdp_state_dict_type: Annotated[StateDictType, BeforeValidator(_state_dict_type)] = option(
+        "SHARDED_STATE_DICT",
+        help="What a checkpoint holds: shards, or (FULL_STATE_DICT) a copy of the weights in one file for other tools as well.",
+        accelerate="fsdp_config.fsdp_state_dict_type",
+    )
+    fsdp_cpu_ram_efficient_loading: bool = option(
+        False,
+        help="Read first weights on one rank only, which sends the others their shards.",
+        trade="the model exists whole on no rank but the first, for a slower start",
+        accelerate="fsdp_config.fsdp_cpu_ram_efficient_loading",
+    )
+    fsdp_auto_wrap_policy: Annotated[str, AfterValidator(_policy)] = option(
+        "TRANSFORMER_BASED_WRAP",
+        help="What is gathered together: TRANSFORMER_BASED_WRAP (each block), SIZE_BASED_WRAP, NO_WRAP, or module.callable.",
+        accelerate="fsdp_config.fsdp_auto_wrap_policy",
+    )
+    fsdp_transformer_layer_cls_to_wrap: Names = option(
+        (),
+        help="Classes of the blocks; detected if not given (`smalti detect-blocks`).",
+        when="fsdp_auto_wrap_policy == TRANSFORMER_BASED_WRAP",
+        accelerate="fsdp_config.fsdp_transformer_layer_cls_to_wrap",
+    )
+    fsdp_min_num_params: int = option(
+        100_000_000,
+        help="Parameters in each group.",
+        level="advanced",
+        when="fsdp_auto_wrap_policy == SIZE_BASED_WRAP",
+        accelerate="fsdp_config.fsdp_min_num_params",
+        ge=1,
+    )
+    fsdp_cpu_offload: bool = option(
+        False,
+        help="Keep parameters, gradients and optimizer state in host memory.",
+        trade="much less memory on the accelerator, much slower",
+        aliases=["fsdp_offload_params"],
+        accelerate="fsdp_config.fsdp_offload_params",
+    )
+    fsdp_limit_all_gathers: bool = option(
+        True,
+        help="Gather no more blocks ahead than are used next (version 1; version 2 always limits).",
+        level="expert",
+        accelerate="fsdp_config.fsdp_limit_all_gathers",
+    )
+    fsdp_activation_checkpointing: bool = option(
+        False,
+        help="Recompute the activations of blocks in the backward pass.",
+        trade="much less memory, about 30 % slower",
+        accelerate="fsdp_config.fsdp_activation_checkpointing",
+    )
+    fsdp_activation_checkpointing_mode: Literal["full", "selective"] = option(
+        "full",
+        help="Recompute everything in a block, or all but matrix products and attention.",
+        level="advanced",
+        when="fsdp_activation_checkpointing",
+    )
+    fsdp_activation_checkpointing_every: int = option(
+        1, help="Recompute every n-th block.", level="advanced", when="fsdp_activation_checkpointing", ge=1
+    )
+    fsdp_param_dtype: Precision = option(
+        "auto", help="Type in which parameters are gathered; auto follows mixed_precision.", level="advanced"
+    )
+    fsdp_reduce_dtype: Precision = option("auto", help="Type in which gradients are averaged; auto is fp32.", level="advanced")
+    fsdp_output_dtype: Precision = option("auto", help="Type of the model's output; auto leaves it.", level="expert")
+    fsdp_forward_prefetch: int = option(
+        1, help="Blocks gathered ahead in the forward pass.", level="advanced", trade="speed for memory", ge=0
+    )
+    fsdp_backward_prefetch: int = option(
+        1, help="Blocks gathered ahead in the backward pass.", level="advanced", trade="speed for memory", ge=0
+    )
+    fsdp_shard_size: int | None = option(
+        None,
+        help="Ranks that share one copy of the model; copies are kept in step. One machine each if there are several machines.",
+        level="advanced",
+        ge=1,
+    )
+
+
+class ContextOptions(Options):
+    context_parallel_size: int = option(
+        1,
+        help="Split the tokens of each picture over this many ranks; switches FSDP 2 on.",
+        level="advanced",
+        accelerate="parallelism_config.parallelism_config_cp_size",
+        ge=1,
+    )
+    context_parallel_comm_strategy: Literal["allgather", "alltoall"] = option(
+        "allgather",
+        help="How attention sees all tokens: keys and values are gathered, or heads are exchanged for tokens.",
+        level="advanced",
+        when="context_parallel_size > 1",
+        accelerate="parallelism_config.parallelism_config_cp_comm_strategy",
+    )
+
+
+GROUPS = (
+    OptionGroup(name="fsdp", title="FSDP", options=FsdpOptions),
+    OptionGroup(name="context", title="Context parallelism", options=ContextOptions),
+)
+
+
+def enabled(config: Config) -> bool:
+    """Whether this run is sharded: asked for, or needed by context parallelism and not switched off."""
+    return config[FsdpOptions].fsdp_enable or (splits_context(config) and not _switched_off(config))
+
+
+def splits_context(config: Config) -> bool:
+    return config[ContextOptions].context_parallel_size > 1
+
+
+def context_without_fsdp2(config: Config) -> bool:
+    """Whether tokens are to be split although FSDP is explicitly off, or is version 1."""
+    return splits_context(config) and (_switched_off(config) or config[FsdpOptions].fsdp_version == 1)
+
+
+def _switched_off(config: Config) -> bool:
+    return not config[FsdpOptions].fsdp_enable and config.source("fsdp_enable") != "default"

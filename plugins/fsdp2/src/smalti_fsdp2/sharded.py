@@ -1,0 +1,109 @@
+"""`Parallel` for a model whose parameters, gradients and optimizer state are cut over the ranks: torch's `fully_shard`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from smalti import Block, Config
+from smalti.checkpoint.portable import capture, restore
+from smalti.group import Group
+from smalti.models.compilation import compile_blocks
+from smalti.models.family import Weights
+from smalti.parallel import PortableState
+from smalti.settings import TrainingOptions
+from smalti_fsdp2.filling import fill
+from smalti_fsdp2.options import ContextOptions, FsdpOptions
+from smalti_fsdp2.recomputation import recompute
+from smalti_fsdp2.sharding import shard, shard_mesh
+from smalti_fsdp2.wrapping import units
+
+_log = logging.getLogger(__name__)
+
+
+class Sharded(Group):
+    """Every rank holds a part of each parameter; a group of them is gathered just before it computes."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, context=config[ContextOptions].context_parallel_size, alone_too=True)
+        self._config = config
+        self._options = config[FsdpOptions]
+        self._bf16 = config[TrainingOptions].mixed_precision == "bf16"
+        self._mesh = shard_mesh(self.world, self._options.fsdp_shard_size)
+        self._synchronised = True
+
+    def wrap(self, model: nn.Module, blocks: Sequence[Block], weights: Weights) -> nn.Module:
+        """The model, cut and filled. *Collective*."""
+        options = self._options
+        on_cpu = self._mesh.device_type == "cpu"
+        if options.fsdp_cpu_offload and on_cpu and self.world.is_main:
+            _log.warning("fsdp_cpu_offload has no effect: the ranks train in host memory already")
+        if options.fsdp_activation_checkpointing:
+            mode, every = options.fsdp_activation_checkpointing_mode, options.fsdp_activation_checkpointing_every
+            recompute(model, blocks, mode=mode, every=every)
+        compile_blocks(model, blocks, self._config)
+        shard(model, units(model, blocks, options), self._mesh, options, bf16=self._bf16)
+        fill(
+            model,
+            weights,
+            self,
+            on_host=on_cpu or options.fsdp_cpu_offload,
+            from_first=options.fsdp_cpu_ram_efficient_loading,
+        )
+        return model
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        assert isinstance(model, FSDPModule)
+        self._model, self._optimizer = model, optimizer
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return model, optimizer
+
+    @contextmanager
+    def accumulate(self, last: bool) -> Iterator[None]:
+        if last is not self._synchronised:
+            self._model.set_requires_gradient_sync(last)
+            self._synchronised = last
+        self._model.set_is_last_backward(last)
+        yield
+
+    def autocast(self) -> AbstractContextManager[None]:
+        if not self._bf16:
+            return nullcontext()
+        return torch.autocast(torch.device(self.world.device).type, dtype=torch.bfloat16)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def clip_gradients(self, limit: float) -> Tensor:
+        norm = nn.utils.clip_grad_norm_(self._parameters, limit if limit > 0 else float("inf"))
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def discard(self) -> None:
+        self._optimizer.zero_grad()
+
+    def refresh(self, model: nn.Module) -> None:
+        """Let go of gathered parameters: a forward pass without backward leaves some, and the next would use them."""
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
+        self.refresh(model)
+        return capture(model, optimizer)
+
+    def load_portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: PortableState) -> None:
+        self.refresh(model)
+        restore(model, optimizer, state)

@@ -1,0 +1,71 @@
+"""Cutting a model into shards: the mesh of ranks, the precision, and `fully_shard` on every group and on the root."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from smalti import UserError, World
+from smalti_fsdp2.options import FsdpOptions
+from smalti_fsdp2.wrapping import Unit, modules
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def shard_mesh(world: World, shard_size: int | None) -> DeviceMesh:
+    """All ranks in a row; or a table, when several groups of ranks each share one copy of the model (HSDP).
+
+    Without a size, one machine shares a copy: gathering goes over its fast links, and only gradients travel between machines.
+    """
+    size = shard_size or min(world.local_size, world.size)
+    kind = torch.device(world.device).type
+    if world.size % size:
+        raise UserError(
+            f"{world.size} ranks cannot be split into groups of {size}", fix="--fsdp_shard_size=N that divides the ranks"
+        )
+    if size == world.size:
+        return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
+    return init_device_mesh(kind, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def precision(options: FsdpOptions, *, bf16: bool) -> MixedPrecisionPolicy:
+    """Parameters are gathered in bf16 in a bf16 run, gradients are averaged in fp32.
+
+    Inputs are left as they are: autocast casts them where it is safe, so that timesteps and positions keep their precision.
+    """
+    chosen = {"auto": torch.bfloat16 if bf16 else None, **_DTYPES}
+    return MixedPrecisionPolicy(
+        param_dtype=chosen[options.fsdp_param_dtype],
+        reduce_dtype=_DTYPES.get(options.fsdp_reduce_dtype, torch.float32),
+        output_dtype=_DTYPES.get(options.fsdp_output_dtype),
+        cast_forward_inputs=False,
+    )
+
+
+def shard(model: nn.Module, chosen: Sequence[Unit], mesh: DeviceMesh, options: FsdpOptions, *, bf16: bool) -> None:
+    """Turn the parameters of a model, which may be on the meta device, into DTensors over `mesh`. *Collective*."""
+    policy = precision(options, bf16=bf16)
+    on_cpu = mesh.device_type == "cpu"
+    offload = CPUOffloadPolicy() if options.fsdp_cpu_offload and not on_cpu else OffloadPolicy()
+    for unit, module in modules(model, chosen):
+        fully_shard(module, mesh=mesh, reshard_after_forward=unit.reshard, mp_policy=policy, offload_policy=offload)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    _prefetch(
+        [model.get_submodule(unit.path) for unit in chosen], options.fsdp_forward_prefetch, options.fsdp_backward_prefetch
+    )
+
+
+def _prefetch(groups: Sequence[nn.Module], ahead: int, behind: int) -> None:
+    """While one group computes, the next ones are gathered: in the order of the forward pass, and back."""
+    for place, group in enumerate(groups):
+        assert isinstance(group, FSDPModule)
+        group.set_modules_to_forward_prefetch(_sharded(groups[place + 1 : place + 1 + ahead]))
+        group.set_modules_to_backward_prefetch(_sharded(groups[max(0, place - behind) : place][::-1]))
+
+
+def _sharded(groups: Sequence[nn.Module]) -> list[FSDPModule]:
+    return [group for group in groups if isinstance(group, FSDPModule)]

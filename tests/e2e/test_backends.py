@@ -1,0 +1,92 @@
+"""A checkpoint of any strategy on any number of ranks is read by any other, bit for bit."""
+
+import hashlib
+from contextlib import ExitStack
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+from smalti.checkpoint.snapshot import Snapshot
+from smalti.ema import Ema
+from smalti.testing import two_processes
+from smalti.testing.strategies import open_strategy, whole_state, whole_tensor
+
+SHARDED = ("--fsdp_enable", "--optimizer=adamw")
+FROM_FIRST = (*SHARDED, "--fsdp_cpu_ram_efficient_loading")
+HALVES = (*SHARDED, "--fsdp_shard_size=2")
+KINDS = {
+    "single": ("ddp", (), 1),
+    "ddp-2": ("ddp", (), 2),
+    "fsdp-1": ("fsdp2", SHARDED, 1),
+    "fsdp-2": ("fsdp2", SHARDED, 2),
+    "fsdp-2-from-first": ("fsdp2", FROM_FIRST, 2),
+    "fsdp-3": ("fsdp2", SHARDED, 3),
+    "fsdp-4": ("fsdp2", SHARDED, 4),
+    "fsdp-2x2": ("fsdp2", HALVES, 4),
+}
+"""Plugin, flags and ranks. Hardly a size of the model divides by 2, 3 or 4."""
+
+
+def opened(kind: str):
+    """The strategy on this rank with an average beside it, and its state as a snapshot."""
+    subject = open_strategy(*KINDS[kind])
+    ema = Ema(dict(subject.parallel.unwrap(subject.model).named_parameters()), 0.5)
+    state = subject.state()
+    return subject, Snapshot(step=1, state=state, ema=ema.shadows, trainer={"step": 1})
+
+
+def digest(snapshot: Snapshot) -> str:
+    """Of all whole tensors. Every rank calls it."""
+    tensors = whole_state(snapshot.state) | {f"ema/{name}": whole_tensor(tensor) for name, tensor in (snapshot.ema or {}).items()}
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        total.update(name.encode() + tensors[name].numpy().tobytes())
+    return total.hexdigest()
+
+
+def save_one(kind: str, folder: Path) -> str:
+    """Train a little, in a way that no other kind does, and save; the digest of what was saved."""
+    subject, _ = opened(kind)
+    for number in range(3):
+        subject.step(100 * list(KINDS).index(kind) + number)
+    _, snapshot = opened(kind)
+    subject.backend.save_checkpoint(state=snapshot, target=folder / kind, parallel=subject.parallel)
+    return digest(snapshot)
+
+
+def load_all(kind: str, folder: Path) -> dict[str, str]:
+    """Load what every other kind has saved; the digests of what model, optimizer and average hold then."""
+    found = {}
+    for other in KINDS:
+        subject, snapshot = opened(kind)
+        [path] = (folder / other).glob("step-*")
+        subject.backend.load_checkpoint(source=path, state=snapshot, parallel=subject.parallel)
+        subject.parallel.load_portable_state(subject.model, subject.optimizer, snapshot.state)
+        loaded = Snapshot(step=1, state=subject.state(), ema=snapshot.ema)
+        found[other] = digest(loaded)
+    return found
+
+
+@pytest.fixture(scope="module")
+def digests(tmp_path_factory):
+    """What each kind has saved, and what each kind has read of all others."""
+    folder = tmp_path_factory.mktemp("backends")
+    for kind in KINDS:
+        (folder / kind).mkdir()
+    with ExitStack() as stack:
+        ranks = sorted({ranks for _, _, ranks in KINDS.values()})
+        crews = {number: stack.enter_context(two_processes(ranks=number, group=False)) for number in ranks}
+        saved = {kind: crews[KINDS[kind][2]].run(save_one, kind, folder)[0] for kind in KINDS}
+        read = {kind: crews[KINDS[kind][2]].run(load_all, kind, folder)[0] for kind in KINDS}
+    return saved, read
+
+
+@pytest.mark.parametrize(("writer", "reader"), [*permutations(KINDS, 2)])
+def test_weights_moments_and_average_arrive_bit_for_bit(digests, writer, reader):
+    saved, read = digests
+    assert read[reader][writer] == saved[writer]
+
+
+def test_every_kind_has_saved_something_of_its_own(digests):
+    assert len(set(digests[0].values())) == len(KINDS)

@@ -1,0 +1,89 @@
+"""A sharded run is the run that one process would have made: losses, weights, pictures, and what comes after a resume."""
+
+import pytest
+
+SHARDED = {"fsdp_enable": True, "use_ema": True, "allow_dataset_oversubscription": True, "max_grad_norm": 0.05}
+OPTIONS = {**SHARDED, "max_train_steps": 20, "validation_step_interval": 10}
+PROMPTS = [f"circle number {number}" for number in range(5)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, train):
+    """Twelve pictures a step, clipped, by one process and by sharded ones; with five, three, one and five prompts."""
+    root = tmp_path_factory.mktemp("sharded")
+    several = {"num_processes": 2, "use_cpu": True}
+    return {
+        "one": train(root / "one", **OPTIONS | {"fsdp_enable": False}, train_batch_size=12, validation_prompt=PROMPTS),
+        "alone": train(root / "alone", **OPTIONS, train_batch_size=12, validation_prompt=PROMPTS),
+        "two": train(root / "two", **OPTIONS, **several, train_batch_size=6, validation_prompt=PROMPTS[:3]),
+        "four": train(
+            root / "four", **OPTIONS | several | {"num_processes": 4}, train_batch_size=3, validation_prompt=PROMPTS[:1]
+        ),
+        "accumulated": train(
+            root / "accumulated",
+            **OPTIONS,
+            **several,
+            train_batch_size=3,
+            gradient_accumulation_steps=2,
+            fsdp_reshard_after_forward=False,
+            fsdp_activation_checkpointing=True,
+            validation_prompt=PROMPTS,
+        ),
+    }
+
+
+KINDS = ["alone", "two", "four", "accumulated"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_those_of_one_process(runs, kind):
+    assert runs[kind].losses == pytest.approx(runs["one"].losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group", ["model", "ema"])
+def test_weights_and_average_are_those_of_one_process(runs, kind, group):
+    expected, found = runs["one"].tensors(20, group), whole(runs[kind], 20, group)
+    assert expected.keys() == found.keys()
+    assert max(float((expected[name] - found[name]).abs().max()) for name in expected) < 2e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("step", [10, 20])
+def test_pictures_are_those_of_one_process(runs, kind, step):
+    from PIL import Image, ImageChops
+
+    folders = [runs[run].directory / "samples" / f"{step:08d}" for run in ("one", kind)]
+    names = sorted(path.name for path in folders[1].glob("0*.png"))
+    prompts = {"two": 3, "four": 1}.get(kind, 5)
+    assert len(names) == prompts
+    for name in names:
+        pair = [Image.open(folder / name) for folder in folders]
+        assert max(high for _, high in ImageChops.difference(*pair).getextrema()) <= 1
+
+
+def test_a_run_goes_on_over_1_2_4_3_ranks_and_1_as_if_nothing_had_happened(tmp_path, runs, train):
+    directory = tmp_path / "moving"
+    stages = [(4, 1), (8, 2), (12, 4), (16, 3), (20, 1)]
+    for steps, ranks in stages:
+        options = {**OPTIONS, "max_train_steps": steps, "validation_step_interval": 0, "num_processes": ranks, "use_cpu": True}
+        # Every other stage reads on one rank only; the last is not sharded any more.
+        options |= {"fsdp_cpu_ram_efficient_loading": ranks in (2, 3), "fsdp_enable": steps < 20}
+        run = train(directory, **options, train_batch_size=12 // ranks)
+        assert run.code == 0, run.output
+    assert run.losses == pytest.approx(runs["one"].losses, rel=1e-4)
+
+
+def whole(run, step: int, group: str) -> dict:
+    """A group of a checkpoint, put together from the shards of all ranks."""
+    from torch import empty
+
+    from smalti.checkpoint.planning import DTYPES
+    from smalti.checkpoint.reader import _fill
+    from smalti.checkpoint.tensorfile import stored_tensors
+
+    folder = run.directory / "checkpoints" / f"step-{step:08d}" / group
+    types = {name: dtype for dtype, name in DTYPES.items()}
+    tensors = {name: empty(stored.shape, dtype=types[stored.dtype]) for name, stored in stored_tensors(folder).items()}
+    _fill(folder, tensors)
+    return tensors
