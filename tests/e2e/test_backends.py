@@ -38,7 +38,9 @@ def opened(kind: str):
 
 def digest(snapshot: Snapshot) -> str:
     """Of all whole tensors. Every rank calls it."""
-    tensors = whole_state(snapshot.state) | {f"ema/{name}": whole_tensor(tensor) for name, tensor in (snapshot.ema or {}).items()}
+    tensors = whole_state(snapshot.state) | {
+        f"ema/{name}": whole_tensor(tensor) for name, tensor in (snapshot.ema or {}).items()
+    }
     total = hashlib.sha256()
     for name in sorted(tensors):
         total.update(name.encode() + tensors[name].numpy().tobytes())

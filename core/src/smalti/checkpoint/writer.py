@@ -101,9 +101,8 @@ def _readable(size: int) -> str:
     return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
 
 
-def _check_room(root: Path, held: Sequence[Pieces]) -> None:
-    """Raises OSError before anything is written when the file system says that it cannot hold these pieces, each once."""
-    room = files.free_bytes(root)
+def _check_room(room: int | None, held: Sequence[Pieces]) -> None:
+    """Raises OSError when the file system has said that it cannot hold these pieces, each once."""
     needed = sum({(name, piece.offsets): piece.size for pieces in held for name, piece in pieces.items()}.values())
     if room is not None and needed > room:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -122,12 +121,16 @@ def _save(store: CheckpointStore, snapshot: Snapshot, ranks: Ranks, cleanup: Exi
         return str(prepared)
 
     directory = Path(together(ranks, begin)[0])
+    room: int | None = None
 
     def plan() -> str:
+        nonlocal room
         if not directory.is_dir():
             raise CheckpointError(
                 f"{directory} is not visible on this node", fix="put --output_dir on storage that all nodes share"
             )
+        if main:
+            room = files.free_bytes(directory)  # now, because no rank writes before all have planned
         return encode_pieces(local_pieces(tensors))
 
     held = [decode_pieces(text) for text in together(ranks, plan)]
@@ -136,7 +139,7 @@ def _save(store: CheckpointStore, snapshot: Snapshot, ranks: Ranks, cleanup: Exi
     def write() -> str:
         check_whole(held, tensors)
         if main:
-            _check_room(directory, held)
+            _check_room(room, held)
         mine = {name: held[rank][name] for name in divide(held)[rank]}
         records = _write_tensors(directory, mine, tensors, rank)
         if main:

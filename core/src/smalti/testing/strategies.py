@@ -101,7 +101,9 @@ class StrategySubject:
     def reference(self) -> Reference:
         """An ordinary model and optimizer in the state in which the strategy is. *Collective*."""
         state, reference = self.state(), self.fresh_reference()
-        moments = {name: {moment: whole_tensor(tensor) for moment, tensor in found.items()} for name, found in state.moments.items()}
+        moments = {
+            name: {moment: whole_tensor(tensor) for moment, tensor in found.items()} for name, found in state.moments.items()
+        }
         plain = PortableState(
             model={name: whole_tensor(tensor) for name, tensor in state.model.items()},
             moments=moments,
