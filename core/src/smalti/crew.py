@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from smalti.errors import ExitCode, UserError
-from smalti.parallel import Ranks
+from smalti.parallel import Line, Ranks
 from smalti.process import Process
 from smalti.ranks import hang_up, is_line_error
 
@@ -70,8 +70,8 @@ class Board:
         self._rank = rank
 
     def post(self, answer: Answer) -> None:
-        """Leave word; nobody will see it if the machine that has the board is gone."""
-        _in_time(lambda: self._store.set(str(self._rank), json.dumps(asdict(answer))))
+        """Leave word; the first one counts. Nobody will see it if the machine that has the board is gone."""
+        _in_time(lambda: self._store.compare_set(str(self._rank), "", json.dumps(asdict(answer))))
 
     def read(self, size: int) -> dict[int, Answer]:
         """The answers that are there, of `size` ranks; none if the board is gone."""
@@ -147,10 +147,13 @@ class Crew:
             board = Board(PrefixStore("smalti/roll", dist.group.WORLD.get_group_store()), ranks.world.rank)
         return cls(processes=tuple(Process(**json.loads(text)) for text in told), rank=ranks.world.rank, board=board)
 
-    def call_roll(self, error: BaseException, *, whole: bool = False, suspect: bool = False) -> Roll | None:
+    def call_roll(
+        self, error: BaseException, *, whole: bool = False, suspect: bool = False, line: Line | None = None
+    ) -> Roll | None:
         """Answer for this rank, on which `error` was raised, and hear the others; None if the error is this rank's own.
 
-        Each rank calls it once, when it finds that it cannot go on. Takes some seconds if others do not answer.
+        Each rank calls it once, when it finds that it cannot go on. Takes some seconds if others do not answer. The group is
+        broken after it, and so is `line`.
         """
         if self.board is None:
             return None
@@ -160,6 +163,8 @@ class Crew:
         mine = Answer(whole=whole)
         self.board.post(mine)
         hang_up(dist.group.WORLD)
+        if line is not None:
+            line.hang_up()
         deadline = time.monotonic() + self.patience
         while True:
             roll = self._roll({**self.board.read(len(self.processes)), self.rank: mine})
@@ -195,7 +200,7 @@ class Crew:
     def end_hanging(self, roll: Roll) -> tuple[int, ...]:
         """Kill the hanging ranks of this machine; they can neither save nor leave, and may hold what others need for that.
 
-        The lowest rank here that has answered does it; returns whom it killed.
+        The lowest rank here that has answered does it, and waits for their end; returns whom it killed.
         """
         here = [rank for rank in range(len(self.processes)) if self.processes[rank].alive() is not None]
         if self.rank != min(rank for rank in here if rank in roll.answers):
@@ -203,6 +208,9 @@ class Crew:
         ended = tuple(rank for rank in roll.hanging if self.processes[rank].alive())
         for rank in ended:
             os.kill(self.processes[rank].pid, signal.SIGKILL)
+        deadline = time.monotonic() + self.patience
+        while any(self.processes[rank].alive() for rank in ended) and time.monotonic() < deadline:
+            time.sleep(_GLANCE)
         return ended
 
     def _roll(self, answers: Mapping[int, Answer]) -> Roll:

@@ -31,11 +31,12 @@ def rescued(run: Run) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        roll = run.crew.call_roll(error, whole=run.whole, suspect=run.state.stop_reason is StopReason.FAULT_UNSAVED)
+        distrusted = run.state.stop_reason is StopReason.FAULT_UNSAVED
+        roll = run.crew.call_roll(error, whole=run.whole, suspect=distrusted, line=run.saver.line)
         if roll is None:
             raise
         ended = run.crew.end_hanging(roll)
-        run.saver.abandon()
+        run.saver.wait()
         saved, unsaved = "", ""
         try:
             saved, unsaved = last_boundary(run, roll)

@@ -30,14 +30,14 @@ OUTCOME_VARIABLE = "SMALTI_OUTCOME_DIR"
 def run_rank(config: Config, plugins: Plugins) -> Outcome:
     """Build and train on this rank. Every rank of the run calls it; an agreed stop returns on all of them."""
     plan = choose_distributed(config, plugins)
-    with ExitStack() as closing:
+    with ExitStack() as signals, ExitStack() as closing:
         parallel = open_parallel(plan, config)
         closing.callback(parallel.close)
         crew = Crew.meet(parallel)
         with last_words(crew):
             run = build(config, plugins, plan, parallel, crew, closing)
-            with stop_signals(run.state):
-                outcome = train(run)
+            signals.enter_context(stop_signals(run.state))  # to the very end: what is said and closed last is not cut off
+            outcome = train(run)
             parallel.barrier()  # nobody leaves the group while another still talks to it
         return outcome
 
