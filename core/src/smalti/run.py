@@ -24,6 +24,7 @@ from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.store import CheckpointStore
 from smalti.checkpoint.writer import SaveError
 from smalti.config import Config
+from smalti.crew import Crew
 from smalti.data.loader import Batch, Loader
 from smalti.data.prepared import PreparedData
 from smalti.dataplan import load_data, scan_data, total_steps
@@ -77,6 +78,7 @@ class Run:
     directory: RunDirectory
     info: RunInfo
     parallel: Parallel
+    crew: Crew
     family: ModelFamily
     model: nn.Module
     model_config: str
@@ -92,6 +94,8 @@ class Run:
     saver: Saver = field(init=False)
     save_failure: SaveError | None = None
     """Why the latest checkpoint could not be written; None if it was."""
+    whole: bool = True
+    """Whether weights, moments and averages are those of `state`; not so from the optimizer step to `advance`."""
     scheduler: LambdaLR = field(init=False)
     batches: Loader = field(init=False)
 
@@ -142,6 +146,7 @@ class Run:
             state.request_stop(StopReason.NON_FINITE, message)
         if broken := self.batches.budget_exhausted:
             state.request_stop(StopReason.ERROR_BUDGET, f"{broken}; mend or remove such files, or raise --data_error_budget")
+        self.whole = True
 
     def report(self, result: StepResult) -> None:
         """Hand the numbers of a step to the trackers."""
@@ -318,7 +323,7 @@ def check_resumable(run: Run, trainer: Mapping[str, object], source: Path) -> No
         )
 
 
-def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Parallel, closing: ExitStack) -> Run:
+def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Parallel, crew: Crew, closing: ExitStack) -> Run:
     """Assemble a run on this rank. *Collective*. What has to be closed in the end is put on `closing`."""
     compare_ranks(parallel, config, plugins)
     directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
@@ -354,6 +359,7 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
             plugins=plugins.lines,
         ),
         parallel=parallel,
+        crew=crew,
         family=family,
         model=model,
         model_config=model_config,

@@ -402,6 +402,30 @@ def a_checkpoint_comes_back_bit_for_bit(subject: StrategySubject) -> None:
 
 
 @STRATEGY.check
+def a_rank_that_saves_alone_has_the_whole_state(subject: StrategySubject) -> None:
+    """When the other ranks are lost, one saves without them, if `alone()` gives it the words of a single process for that.
+
+    Give None where a rank holds only a share of the state. Else `portable_state` must wait for nobody, and hold no DTensor.
+    """
+    subject.step(54)
+    alone, wanted, world = subject.parallel.alone(), subject.whole(), subject.parallel.world
+    told = subject.parallel.share("alone" if alone is not None else "together")
+    expect(len(set(told)) == 1, f"alone() gave the ranks {list(told)}")
+    if alone is None:
+        return
+    expect(
+        alone.world.size == 1 and alone.world.is_main, f"alone, a rank is still rank {alone.world.rank} of {alone.world.size}"
+    )
+    if world.rank == world.size - 1:
+        done = save(subject.folder, _snapshot(subject.state(), 55), alone)
+        reference = subject.fresh_reference(seed=8)
+        into = _snapshot(capture(reference.model, reference.optimizer), 0)
+        load(done.path, into, Alone())  # type: ignore[arg-type]
+        _equal(wanted, whole_state(into.state), "in what one rank saved, different:")
+    subject.parallel.barrier()
+
+
+@STRATEGY.check
 def one_process_reads_its_checkpoints(subject: StrategySubject) -> None:
     """A run on many ranks is continued on one, or exported: the checkpoint holds whole tensors under the family's names."""
     subject.step(59)
