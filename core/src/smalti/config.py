@@ -28,7 +28,7 @@ from smalti.settings import GROUPS, PluginOptions
 G = TypeVar("G", bound=Options)
 
 PREFIX = "SMALTI_"
-RESERVED = frozenset({"SMALTI_OUTCOME_DIR"})
+RESERVED = frozenset({"SMALTI_OUTCOME_DIR", "SMALTI_CONTEXT_PARALLEL_ON_CPU"})
 """Variables with our prefix that are not options: the launcher's word to its workers."""
 PER_MACHINE = frozenset(("machine_rank", "accelerate_config"))
 """Options in which the machines of one run may differ."""
@@ -397,6 +397,8 @@ def _idle_options(config: Config) -> Iterator[str]:
 
 
 def _holds(condition: str, config: Config) -> bool:
-    key, equals, wanted = (part.strip() for part in condition.partition("=="))
+    key, sign, wanted = (*condition.split(), "", "")[:3]
     value = config.value(key)
-    return str(value).lower() == wanted.lower() if equals else bool(value)
+    if sign == ">":
+        return float(str(value)) > float(wanted)
+    return str(value).lower() == wanted.lower() if sign else bool(value)

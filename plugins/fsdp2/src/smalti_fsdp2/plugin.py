@@ -11,7 +11,7 @@ from smalti_fsdp2.options import GROUPS, ContextOptions, FsdpOptions, enabled
 if TYPE_CHECKING:
     from torch import nn
 
-    from smalti.models.family import Weights
+    from smalti.models.family import ModelFamily, Weights
     from smalti.parallel import Parallel
 
 
@@ -40,10 +40,12 @@ class Fsdp:
         )
 
     @hookimpl
-    def wrap_model(self, model: nn.Module, blocks: list[Block], parallel: Parallel, weights: Weights) -> nn.Module | None:
+    def wrap_model(
+        self, model: nn.Module, family: ModelFamily, blocks: list[Block], parallel: Parallel, weights: Weights
+    ) -> nn.Module | None:
         from smalti_fsdp2.sharded import Sharded
 
-        return parallel.wrap(model, blocks, weights) if isinstance(parallel, Sharded) else None
+        return parallel.wrap(model, family, blocks, weights) if isinstance(parallel, Sharded) else None
 
 
 plugin = Fsdp()

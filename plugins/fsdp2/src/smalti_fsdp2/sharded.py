@@ -15,9 +15,11 @@ from smalti import Block, Config
 from smalti.checkpoint.portable import capture, restore
 from smalti.group import Group
 from smalti.models.compilation import compile_blocks
-from smalti.models.family import Weights
+from smalti.models.context import context_plan
+from smalti.models.family import ModelFamily, Weights
 from smalti.parallel import PortableState
 from smalti.settings import TrainingOptions
+from smalti_fsdp2.context import context_group, split_context
 from smalti_fsdp2.filling import fill
 from smalti_fsdp2.options import ContextOptions, FsdpOptions
 from smalti_fsdp2.recomputation import recompute
@@ -38,8 +40,11 @@ class Sharded(Group):
         self._mesh = shard_mesh(self.world, self._options.fsdp_shard_size)
         self._synchronised = True
 
-    def wrap(self, model: nn.Module, blocks: Sequence[Block], weights: Weights) -> nn.Module:
+    def wrap(self, model: nn.Module, family: ModelFamily, blocks: Sequence[Block], weights: Weights) -> nn.Module:
         """The model, cut and filled. *Collective*."""
+        if self.world.context > 1:
+            strategy = self._config[ContextOptions].context_parallel_comm_strategy
+            split_context(model, context_plan(family, model), context_group(self.world), strategy)
         options = self._options
         on_cpu = self._mesh.device_type == "cpu"
         if options.fsdp_cpu_offload and on_cpu and self.world.is_main:
