@@ -57,7 +57,7 @@ def split_context(model: nn.Module, plan: ContextPlan, group: dist.ProcessGroup,
     streams = Streams(group)
     for attention in plan.attention:
         for path, module in _matching(model, attention.module):
-            module.forward = _attending(module.forward, path, attention, streams, strategy)
+            module.forward = _attending(module.forward, path or "the model", attention, streams, strategy)
     for split in plan.splits:
         for _, module in _matching(model, split.module):
             module.forward = _splitting(module.forward, split, streams)
