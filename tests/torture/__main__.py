@@ -23,6 +23,7 @@ from .damage import damaged, rotated
 from .hostile import hostile
 from .plugging import plugged
 from .powercut import power_cut
+from .resharding import resharded
 from .runs import resumed, stopped
 from .saves import crashed, killed, refused
 from .subject import Report
@@ -35,6 +36,7 @@ GROUPS: dict[str, tuple[str, Round, int]] = {
     "A4": ("operations refused, disk full", refused, 2),
     "A5": ("damaged checkpoints", damaged, 1),
     "A6": ("rotation", rotated, 1),
+    "A7": ("read by other numbers of ranks", resharded, 3),
     "A8": ("runs killed until done", resumed, 8),
     "A9": ("runs stopped by signals", stopped, 5),
     "A10": ("hostile checkpoints", hostile, 2),

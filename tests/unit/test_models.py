@@ -1,10 +1,15 @@
 """Blocks found in a model's structure, and weights put into a model that has none."""
 
+import json
+
+import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
+from smalti.errors import UserError
 from smalti.models.blocks import find_blocks
-from smalti.models.weights import materialise, without_weights
+from smalti.models.weights import FolderWeights, materialise, without_weights
 
 
 class Attention(nn.Module):
@@ -73,3 +78,53 @@ def test_a_model_gets_its_weights_its_buffers_and_its_ties():
     assert all(torch.equal(tensor, real.state_dict()[name]) for name, tensor in model.state_dict().items())
     assert model.last.weight is model.first.weight
     assert model.hidden.tolist() == [0, 1, 2]
+
+
+# --- weights from files ---------------------------------------------------------------------------------------------
+
+
+def saved(folder, model: nn.Module, *names: str):
+    """The model's tensors in these files, in turn."""
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for place, file in enumerate(names):
+        save_file({name: tensors[name] for name in list(tensors)[place :: len(names)]}, folder / file)
+    return tensors
+
+
+@pytest.mark.parametrize("names", [["model.safetensors"], ["a-1.safetensors", "a-2.safetensors"]])
+def test_weights_come_from_all_files_of_a_folder(tmp_path, names):
+    tensors = saved(tmp_path, Net(), *names)
+    model = materialise(empty(), FolderWeights(tmp_path), "cpu")
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_an_index_says_which_files_count(tmp_path):
+    tensors = saved(tmp_path, Net(), "model-1.safetensors")
+    saved(tmp_path, Net(), "other.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(FolderWeights(tmp_path).get("first.weight"), tensors["first.weight"])
+
+
+def test_a_variant_in_another_precision_is_left_alone(tmp_path):
+    tensors = saved(tmp_path, Net(), "model.safetensors")
+    saved(tmp_path, Net(), "model.fp16.safetensors")
+    assert torch.equal(FolderWeights(tmp_path).get("first.weight"), tensors["first.weight"])
+
+
+def test_a_folder_without_safetensors_is_told(tmp_path):
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(UserError, match="there are no safetensors weights"):
+        FolderWeights(tmp_path)
+
+
+def test_a_file_that_the_index_names_and_is_not_there_is_told(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-1.safetensors"}}')
+    with pytest.raises(UserError, match=r"lacks model-1\.safetensors"):
+        FolderWeights(tmp_path)
+
+
+def test_weights_of_another_size_are_refused_by_name(tmp_path):
+    saved(tmp_path, Net(width=5), "model.safetensors")
+    with pytest.raises(UserError, match=r"first.weight is \[5, 5\] in the weights and \[4, 4\] in the model"):
+        materialise(empty(), FolderWeights(tmp_path), "cpu")

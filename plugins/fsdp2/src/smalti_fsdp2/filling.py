@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from smalti.checkpoint.planning import Pieces, decode_pieces, encode_pieces, local_pieces
 from smalti.models.family import Weights
+from smalti.models.weights import first_weight
 from smalti.parallel import Ranks
 
 
@@ -32,7 +33,7 @@ def fill(model: nn.Module, weights: Weights, ranks: Ranks, *, on_host: bool, fro
     if not from_first or ranks.world.size == 1:
         mine = local_pieces(parameters)
         for name, parameter in parameters.items():
-            _local(parameter).copy_(_part(weights.get(name), mine, name))
+            _local(parameter).copy_(_part(first_weight(weights, name, parameter), mine, name))
     else:
         _deal(parameters, weights, ranks)
 
@@ -43,7 +44,7 @@ def _deal(parameters: Mapping[str, Tensor], weights: Weights, ranks: Ranks) -> N
     for name, parameter in parameters.items():
         local = _local(parameter)
         if ranks.world.is_main:
-            whole = weights.get(name)
+            whole = first_weight(weights, name, parameter)
             for rank, pieces in enumerate(held[1:], start=1):
                 if (part := _part(whole, pieces, name)).numel():
                     dist.send(part.to(local.device, local.dtype).contiguous(), rank)
