@@ -18,7 +18,7 @@ from smalti.testing import RankFailed, TinyFamily, two_processes
 from smalti_fsdp2.context import split_context
 from smalti_fsdp2.recomputation import recompute
 
-TOY = ToyFamily(ToyShape(width=32, depth=2, heads=4, max_tokens=5, vocabulary=64))
+TOY = ToyFamily(ToyShape(width=32, depth=2, heads=4, max_tokens=4, vocabulary=64))
 STRATEGIES = ("allgather", "alltoall")
 
 
@@ -90,9 +90,11 @@ def mixed(kind):
     return Mixed(kind), plan, inputs
 
 
-def toy(height):
+def toy(edge):
+    """4 words and (edge / 4)² patches."""
+
     def inputs(draw):
-        return {"noisy": draw(2, 3, height, 16), "timesteps": torch.tensor([100.0, 700.0]), "words": torch.ones(2, 5).long()}
+        return {"noisy": draw(2, 3, edge, edge), "timesteps": torch.tensor([100.0, 700.0]), "words": torch.ones(2, 4).long()}
 
     model = TOY.build_model()
     return model, context_plan(TOY, model), inputs
@@ -141,8 +143,9 @@ def flux(text):
 
 
 CASES = {
-    "toy": lambda: toy(20),
-    "toy, uneven": lambda: toy(16),
+    "toy": lambda: toy(16),
+    "toy, uneven": lambda: toy(12),
+    "toy, few tokens": lambda: toy(4),
     "flux": lambda: flux(4),
     "flux, uneven": lambda: flux(5),
     "split mask": lambda: mixed("split mask"),
@@ -270,6 +273,11 @@ def test_compiled_blocks_are_one_graph_that_sees_all_tokens(pair):
 @pytest.mark.parametrize("context", [2, 4])
 def test_four_ranks_have_them_too_in_two_groups_or_in_one(four, context, strategy):
     assert worst(four.run(disagreement, "toy, uneven", strategy, context=context)) < 1e-5
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_for_which_no_token_is_left_changes_nothing(four, strategy):
+    assert worst(four.run(disagreement, "toy, few tokens", strategy, context=4)) < 1e-5
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -155,8 +155,8 @@ GROUPS = (
 
 
 def enabled(config: Config) -> bool:
-    """Whether this run is sharded: asked for, or needed by context parallelism and not switched off."""
-    return config[FsdpOptions].fsdp_enable or (splits_context(config) and not _switched_off(config))
+    """Whether this run is sharded: asked for, or needed by context parallelism."""
+    return config[FsdpOptions].fsdp_enable or splits_context(config)
 
 
 def splits_context(config: Config) -> bool:
