@@ -33,9 +33,8 @@ def part(whole: Tensor, dim: int, place: int, count: int) -> Tensor:
 
 
 def whole(parts: Tensor, dim: int, length: int) -> Tensor:
-    """(C, ...) parts in the order of ranks -> the sequence of `length` tokens."""
-    dim %= parts.ndim - 1
-    return parts.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, length)
+    """(C, ...) parts in the order of ranks -> the sequence of `length` tokens, in memory of its own."""
+    return torch.cat(_without_filling(parts, dim, length), dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,14 @@ class Layout:
 
     def whole(self, parts: Tensor, dim: int) -> Tensor:
         """(C, ...) parts -> the sequences, each of them whole, in their order."""
-        dim %= parts.ndim - 1
         sizes = [part_length(length, self.count) for length in self.lengths]
-        pieces = zip(torch.split(parts, sizes, dim + 1), self.lengths, strict=True)
-        return torch.cat([whole(piece, dim, length) for piece, length in pieces], dim)
+        pieces = torch.split(parts, sizes, dim + 1 if dim >= 0 else dim)
+        kept = [_without_filling(piece, dim, length) for piece, length in zip(pieces, self.lengths, strict=True)]
+        return torch.cat([each for sequence in kept for each in sequence], dim)
+
+
+def _without_filling(parts: Tensor, dim: int, length: int) -> list[Tensor]:
+    """What each of the (C, ...) parts holds of a sequence of `length` tokens."""
+    size = part_length(length, parts.shape[0])
+    ends = [min(max(length - place * size, 0), size) for place in range(parts.shape[0])]
+    return [each.narrow(dim, 0, end) for each, end in zip(parts.unbind(), ends, strict=True)]
