@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import wraps
 from inspect import signature
 
@@ -30,7 +31,7 @@ from smalti_fsdp2.sequences import Layout, part, whole
 Forward = Callable[..., object]
 
 
-def context_group(world: World) -> dist.ProcessGroup:
+def context_group(world: World, timeout: timedelta) -> dist.ProcessGroup:
     """The `world.context` neighbouring ranks that share this rank's samples. *Collective*, over all ranks."""
     kind = torch.device(world.device).type
     if kind != "cuda" and not (kind == "cpu" and os.environ.get(CONTEXT_ON_CPU)):
@@ -38,7 +39,7 @@ def context_group(world: World) -> dist.ProcessGroup:
             f"context parallelism needs CUDA devices, and rank {world.rank} is on {world.device}",
             fix="--context_parallel_size=1, or look after the driver of the GPUs",
         )
-    group: dist.ProcessGroup = dist.new_subgroups(world.context)[0]  # type: ignore[no-untyped-call]
+    group: dist.ProcessGroup = dist.new_subgroups(world.context, timeout=timeout)[0]  # type: ignore[no-untyped-call]
     return group
 
 

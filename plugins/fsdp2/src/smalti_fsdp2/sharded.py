@@ -44,7 +44,7 @@ class Sharded(Group):
         """The model, cut and filled. *Collective*."""
         if self.world.context > 1:
             strategy = self._config[ContextOptions].context_parallel_comm_strategy
-            split_context(model, context_plan(family, model), context_group(self.world), strategy)
+            split_context(model, context_plan(family, model), context_group(self.world, self._timeout), strategy)
         options = self._options
         on_cpu = self._mesh.device_type == "cpu"
         if options.fsdp_cpu_offload and on_cpu and self.world.is_main:
