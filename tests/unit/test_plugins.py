@@ -82,7 +82,7 @@ def test_in_a_decide_hook_the_core_is_asked_last(plugins):
             return [Block(path="mine", class_name="Mine", parameters=1)]
 
     plugins.register(info("detector"), Detector())
-    assert [block.path for block in plugins.hook.detect_blocks(model=None, family=None)] == ["mine"]
+    assert [block.path for block in plugins.hook.detect_blocks(model=None, family=None, config=None)] == ["mine"]
 
 
 def test_gathered_answers_are_sorted_by_name(plugins):

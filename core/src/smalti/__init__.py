@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from smalti.config import Config
     from smalti.errors import CheckpointError, ConfigError, ExitCode, MissingPlugin, PreflightError, Problem, UserError
     from smalti.hookspecs import HookSpecs, hookimpl
-    from smalti.options import Names, OptionGroup, Options, Tables, Texts, option
+    from smalti.options import Names, OptionGroup, Options, Tables, Texts, Translation, option
     from smalti.types import (
         Block,
+        CacheEntry,
         Checkpoint,
+        Cleared,
         DistributedPlan,
         FamilyEntry,
         FaultAction,
@@ -35,8 +37,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Block",
+    "CacheEntry",
     "Checkpoint",
     "CheckpointError",
+    "Cleared",
     "Config",
     "ConfigError",
     "DistributedPlan",
@@ -61,6 +65,7 @@ __all__ = [
     "StorageEntry",
     "Tables",
     "Texts",
+    "Translation",
     "UserError",
     "ValidationImage",
     "ValidationResult",
@@ -75,7 +80,7 @@ _HOMES = {
         *("CheckpointError", "ConfigError", "ExitCode", "MissingPlugin", "PreflightError", "Problem", "UserError"),
     ),
     "smalti.hookspecs": ("HookSpecs", "hookimpl"),
-    "smalti.options": ("Names", "OptionGroup", "Options", "Tables", "Texts", "option"),
+    "smalti.options": ("Names", "OptionGroup", "Options", "Tables", "Texts", "Translation", "option"),
 }
 _HOME = dict.fromkeys(__all__, "smalti.types") | {name: home for home, names in _HOMES.items() for name in names}
 

@@ -19,6 +19,7 @@ COMMANDS = {
     "plugins": ("smalti.commands.plugins:plugins", "List the installed plugins and what each of them adds."),
     "config": ("smalti.commands.config:config", "Show, explain and document the configuration."),
     "dataset": ("smalti.commands.dataset:dataset", "Scan datasets and check them against the batch size."),
+    "cache": ("smalti.commands.cache:cache", "List and clear what plugins keep between runs."),
     "checkpoint": ("smalti.commands.checkpoint:checkpoint", "List, inspect and verify checkpoints."),
 }
 

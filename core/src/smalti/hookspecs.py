@@ -5,6 +5,7 @@ Where the hooks fire, in the order of a run:
     smalti train
       declare_options            every plugin's flags, file keys, help
       register_model_families    register_storage  register_metadata_backends  register_optimizers  register_commands
+      register_caches            what `smalti cache` lists and clears
       check_config               all complaints at once, before anything is launched
       configure_distributed      which backend; how the workers are launched
     on every rank
@@ -51,6 +52,7 @@ import pluggy
 from smalti.errors import Problem, UserError
 from smalti.types import (
     Block,
+    CacheEntry,
     Checkpoint,
     DistributedPlan,
     FamilyEntry,
@@ -135,6 +137,11 @@ class HookSpecs:
         raise NotImplementedError
 
     @_spec
+    def register_caches(self) -> list[CacheEntry]:
+        """gather: what this plugin keeps between runs and can make again, for `smalti cache`. It alone imports factories."""
+        raise NotImplementedError
+
+    @_spec
     def configure_distributed(self, config: Config) -> DistributedPlan | None:
         """gather: this backend's claim to the run, or None if the options do not ask for it.
 
@@ -147,7 +154,7 @@ class HookSpecs:
     # --- building: on every rank, in this order ---------------------------------------------------------------------
 
     @_decide
-    def detect_blocks(self, model: nn.Module, family: ModelFamily) -> list[Block] | None:
+    def detect_blocks(self, model: nn.Module, family: ModelFamily, config: Config) -> list[Block] | None:
         """decide: the repeated units of the model, outermost first and in forward order.
 
         `model` has its parameters on the meta device: look at names, classes and shapes only. The core's answer takes the

@@ -32,7 +32,8 @@ _OPTIONS = {
     "base_model_precision": "diffusers",
     "webui_": "webui",
 }
-_COMMANDS = {"deepspeed": "deepspeed", "ui": "webui"}
+_COMMANDS = {"detect-blocks": "fsdp2", "deepspeed": "deepspeed", "ui": "webui"}
+_CACHES = {"fsdp-blocks": "fsdp2"}
 _FAMILIES = frozenset(
     ("auraflow", "flux", "flux2", "lumina2", "pixart", "pixart_sigma", "qwen_image", "sana", "sd3", "sdxl", "z_image")
 )
@@ -43,6 +44,8 @@ _ACCELERATE = {
     "deepspeed_config": "deepspeed",
     "DEEPSPEED": "deepspeed",
 }
+_STRATEGIES = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}
+"""What each strategy is called, by the `distributed_type` of an Accelerate YAML, for when its plugin is not there to say."""
 
 
 def package_of_option(name: str, known: Iterable[str] = ()) -> str:
@@ -63,6 +66,17 @@ def package_of_command(name: str) -> str:
     return OFFICIAL[_COMMANDS[name]] if name in _COMMANDS else ""
 
 
+def package_of_cache(name: str) -> str:
+    """The package that keeps this cache, or ""."""
+    return OFFICIAL[_CACHES[name]] if name in _CACHES else ""
+
+
 def package_of_accelerate(key: str) -> str:
     """The package that understands this section or `distributed_type` of an Accelerate YAML."""
     return OFFICIAL[_ACCELERATE[key]] if key in _ACCELERATE else ""
+
+
+def strategies(types: Iterable[str], packages: Iterable[str]) -> list[str]:
+    """The titles of the strategies that have one of these `distributed_type`s, or come in one of these packages."""
+    found, wanted = frozenset(types), frozenset(packages)
+    return [title for kind, title in _STRATEGIES.items() if kind in found or package_of_accelerate(kind) in wanted]

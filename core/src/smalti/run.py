@@ -10,7 +10,6 @@ import random
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -30,14 +29,14 @@ from smalti.data.prepared import PreparedData
 from smalti.dataplan import load_data, scan_data, total_steps
 from smalti.diffusion.step import DenoisingLoss, denoising_loss
 from smalti.ema import Ema
-from smalti.errors import CheckpointError, MissingPlugin, UserError
+from smalti.errors import CheckpointError, UserError
+from smalti.families import family_entry
 from smalti.hashing import key_of
 from smalti.hookspecs import HookSpecs
 from smalti.metrics import log_metrics, metrics_of
 from smalti.models.family import ModelFamily
 from smalti.models.weights import without_weights
 from smalti.optimizers import parameter_groups
-from smalti.packages import package_of_family
 from smalti.parallel import Parallel, Ranks
 from smalti.plugins import Plugins
 from smalti.rundir import RunDirectory
@@ -55,7 +54,6 @@ from smalti.types import (
     Block,
     Checkpoint,
     DistributedPlan,
-    FamilyEntry,
     OptimizerEntry,
     RunInfo,
     RunState,
@@ -197,17 +195,7 @@ def reseed(run: Run, position: int) -> None:
 
 def find_family(config: Config, plugins: Plugins) -> ModelFamily:
     """The family that `--model_family` names. Raises UserError with the known ones."""
-    entries = {entry.name: entry for entry in plugins.gather("register_model_families", FamilyEntry)}
-    name = str(config[ModelOptions].model_family)
-    entry = entries.get(name.lower().replace("-", "_"))
-    if entry is None:
-        message = f"Unknown model_family '{name}'."
-        if package := package_of_family(name):
-            raise MissingPlugin(message, fix=f"pip install {package}")
-        near = get_close_matches(name, entries, n=3)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise UserError(message, fix=f"{hint}known: {', '.join(entries)}")
-    module, _, attribute = entry.factory.partition(":")
+    module, _, attribute = family_entry(config, plugins).factory.partition(":")
     return cast(ModelFamily, getattr(import_module(module), attribute)(config))
 
 
@@ -239,7 +227,7 @@ def build_model(config: Config, plugins: Plugins, family: ModelFamily) -> tuple[
         if enable is None:
             raise UserError(f"{family.name} cannot recompute activations", fix="--no_gradient_checkpointing")
         enable()
-    return model, plugins.hook.detect_blocks(model=model, family=family) or []
+    return model, plugins.hook.detect_blocks(model=model, family=family, config=config) or []
 
 
 def open_data(config: Config, plugins: Plugins, alignment: int, parallel: Parallel, directory: Path) -> PreparedData:

@@ -74,6 +74,26 @@ class OptimizerEntry:
     shards: bool = True
 
 
+@dataclass(frozen=True, kw_only=True)
+class CacheEntry:
+    """Something that a plugin keeps between runs and can make again: `smalti cache ls`, `smalti cache clear NAME`.
+
+    `factory` is "module:callable", called without arguments; it gives a `smalti.caches.Cache`. `name` may have dashes.
+    """
+
+    name: str
+    title: str
+    factory: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cleared:
+    """What went when a cache was cleared: how many entries, and how many bytes."""
+
+    count: int
+    bytes: int
+
+
 # --- distribution ---------------------------------------------------------------------------------------------------
 
 
@@ -111,10 +131,10 @@ class DistributedPlan:
     """How a backend wants to be launched, and where its `Parallel` is found.
 
     `parallel` is "module:callable", called on every rank as `callable(config)` once the process group may be made.
-    `accelerate` is merged into the Accelerate YAML, `environment` into the workers' environment. `context` ranks work on the
-    same samples, so that the effective batch counts groups of so many. `shards` says that a rank holds parts of parameters, on
-    which not every optimizer works. `fallback` marks the plan that is used only when no
-    other plugin claims the run.
+    `accelerate` is merged into the Accelerate YAML, where None takes a key out, `environment` into the workers' environment.
+    `context` ranks work on the same samples, so that the effective batch counts groups of so many. `shards` says that a rank
+    holds parts of parameters, on which not every optimizer works. `fallback` marks the plan that is used only when no other
+    plugin claims the run.
     """
 
     name: str

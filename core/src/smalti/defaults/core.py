@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from smalti.errors import Problem
 from smalti.hookspecs import hookimpl
 from smalti.options import OptionGroup
-from smalti.settings import GROUPS, DataOptions, LaunchOptions, ModelOptions, RunOptions
+from smalti.settings import GROUPS, DataOptions, LaunchOptions, ModelOptions, RunOptions, launch_problems
 from smalti.types import Block, Checkpoint, FaultAction, GpuFault, OptimizerEntry
 
 if TYPE_CHECKING:
@@ -97,19 +97,11 @@ def _missing(config: Config) -> list[Problem]:
 
 def _contradictions(config: Config) -> list[Problem]:
     problems = []
-    launch, data = config[LaunchOptions], config[DataOptions]
+    data = config[DataOptions]
     given = [name for name in ("data_backend_config", "datasets", "instance_data_dir") if getattr(data, name)]
     if len(given) > 1:
         problems.append(Problem(message=f"{' and '.join(given)} both name datasets", fix="keep one of them"))
-    if launch.num_processes % launch.num_machines:
-        message = f"num_processes={launch.num_processes} does not divide over num_machines={launch.num_machines}"
-        problems.append(Problem(message=message, fix="num_processes counts the ranks of all machines together"))
-    if launch.machine_rank >= launch.num_machines:
-        message = f"machine_rank={launch.machine_rank} does not exist with num_machines={launch.num_machines}"
-        problems.append(Problem(message=message, fix="machines are counted from 0"))
-    if launch.num_machines > 1 and not launch.main_process_ip:
-        problems.append(Problem(message="several machines need the address of the first", fix="--main_process_ip=ADDRESS"))
-    return problems
+    return [*problems, *launch_problems(config[LaunchOptions])]
 
 
 plugin = Core()

@@ -28,15 +28,16 @@ from smalti.hookspecs import PROJECT, HookSpecs
 from smalti.options import Option, OptionGroup, Schema
 from smalti.plugins import BUILT_IN, PluginInfo, Plugins, Selection, load_plugins
 from smalti.testing.contract import BrokenContract, Contract, expect
-from smalti.types import DistributedPlan, FamilyEntry, Level, MetadataEntry, OptimizerEntry, StorageEntry
+from smalti.types import CacheEntry, DistributedPlan, FamilyEntry, Level, MetadataEntry, OptimizerEntry, StorageEntry
 
-Entry = FamilyEntry | StorageEntry | MetadataEntry | OptimizerEntry
+Entry = FamilyEntry | StorageEntry | MetadataEntry | OptimizerEntry | CacheEntry
 
 REGISTRIES: dict[str, type[Entry]] = {
     "register_model_families": FamilyEntry,
     "register_storage": StorageEntry,
     "register_metadata_backends": MetadataEntry,
     "register_optimizers": OptimizerEntry,
+    "register_caches": CacheEntry,
 }
 HOOKS = frozenset(name for name in vars(HookSpecs) if not name.startswith("_"))
 
@@ -233,7 +234,8 @@ def what_it_registers_can_be_found_and_imported(subject: PluginSubject) -> None:
         for entry in subject.listed(hook):
             if not isinstance(entry, kind):
                 raise BrokenContract(f"{hook} gave a {type(entry).__name__}, not a {kind.__name__}")
-            expect(_is_word(entry.name), f"{hook}: {entry.name!r} is not in lower case with underscores")
+            word = entry.name.replace("-", "_") if kind is CacheEntry else entry.name  # typed like a command
+            expect(_is_word(word), f"{hook}: {entry.name!r} is not in lower case with underscores")
             expect(bool(entry.title), f"{hook}: {entry.name!r} has no title")
             _import(entry.factory, f"{hook}: {entry.name!r}")
 

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from smalti import Config, Problem
 from smalti.settings import LaunchOptions
-from smalti_fsdp2.options import CONTEXT_ON_CPU, ContextOptions, FsdpOptions, context_without_fsdp2, enabled
+from smalti_fsdp2.options import (
+    CONTEXT_ON_CPU,
+    ContextOptions,
+    FsdpOptions,
+    context_without_fsdp2,
+    enabled,
+    named_classes,
+)
 
 
 def problems(config: Config) -> list[Problem]:
@@ -16,7 +24,7 @@ def problems(config: Config) -> list[Problem]:
         return [Problem(message="Context parallelism requires FSDP2.", where=config.source("context_parallel_size"), fix=fix)]
     if not enabled(config):
         return []
-    return [*_sizes(config)]
+    return [*_sizes(config), *_classes(config)]
 
 
 def _sizes(config: Config) -> list[Problem]:
@@ -31,6 +39,22 @@ def _sizes(config: Config) -> list[Problem]:
         found.append(Problem(message=f"{ranks} ranks cannot be split into groups of context_parallel_size={context}", fix=fix))
     shard = config[FsdpOptions].fsdp_shard_size
     if shard is not None and ranks % shard:
-        fix = f"a number that divides {ranks}"
+        fix = f"--fsdp_shard_size={ranks} to share one copy among all, or a number that divides {ranks}"
         found.append(Problem(message=f"{ranks} ranks cannot be split into groups of fsdp_shard_size={shard}", fix=fix))
     return found
+
+
+def _classes(config: Config) -> list[Problem]:
+    """Names of blocks that the model does not have, if it was looked at before: to build it here would take torch.
+
+    A model that nobody has looked at yet is checked on the ranks.
+    """
+    names = named_classes(config)
+    if not names:
+        return []
+    from smalti.models.blocks import unknown_classes
+    from smalti_fsdp2.detection import FLAG, detected
+
+    known = detected(config)
+    found = unknown_classes(names, known.structure.modules) if known is not None else []
+    return [replace(problem, where=config.source(FLAG)) for problem in found]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ValidationInfo, field_validator
 
-from smalti import Config, Names, OptionGroup, Options, option
+from smalti import Config, Names, Options, option
 
 StateDictType = Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 Precision = Literal["auto", "fp32", "bf16"]
@@ -148,15 +148,18 @@ class ContextOptions(Options):
 CONTEXT_ON_CPU = "SMALTI_CONTEXT_PARALLEL_ON_CPU"
 """Set in the environment, it lets tests split tokens on processors."""
 
-GROUPS = (
-    OptionGroup(name="fsdp", title="FSDP", options=FsdpOptions),
-    OptionGroup(name="context", title="Context parallelism", options=ContextOptions),
-)
-
 
 def enabled(config: Config) -> bool:
     """Whether this run is sharded: asked for, or needed by context parallelism."""
     return config[FsdpOptions].fsdp_enable or splits_context(config)
+
+
+def named_classes(config: Config) -> tuple[str, ...]:
+    """The classes that the user named as blocks of a sharded run; empty when they are to be detected, or do not matter."""
+    options = config[FsdpOptions]
+    if not enabled(config) or options.fsdp_auto_wrap_policy != "TRANSFORMER_BASED_WRAP":
+        return ()
+    return options.fsdp_transformer_layer_cls_to_wrap
 
 
 def splits_context(config: Config) -> bool:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from smalti import Block, Config, DistributedPlan, OptionGroup, Problem, hookimpl
+from smalti import Block, CacheEntry, Config, DistributedPlan, OptionGroup, Problem, hookimpl
 from smalti_fsdp2.checks import problems
-from smalti_fsdp2.options import GROUPS, ContextOptions, FsdpOptions, enabled
+from smalti_fsdp2.launchfile import fragment
+from smalti_fsdp2.options import ContextOptions, FsdpOptions, enabled, named_classes
+from smalti_fsdp2.translation import translate
 
 if TYPE_CHECKING:
+    import click
     from torch import nn
 
     from smalti.models.family import ModelFamily, Weights
     from smalti.parallel import Parallel
+
+GROUPS = (
+    OptionGroup(name="fsdp", title="FSDP", options=FsdpOptions, translate=translate),
+    OptionGroup(name="context", title="Context parallelism", options=ContextOptions),
+)
 
 
 class Fsdp:
@@ -27,17 +35,36 @@ class Fsdp:
         return problems(config)
 
     @hookimpl
+    def register_commands(self, commands: click.Group) -> None:
+        from smalti_fsdp2.commands import detect_blocks
+
+        commands.add_command(detect_blocks)
+
+    @hookimpl
+    def register_caches(self) -> list[CacheEntry]:
+        return [CacheEntry(name="fsdp-blocks", title="blocks of models", factory="smalti_fsdp2.detection:block_cache")]
+
+    @hookimpl
     def configure_distributed(self, config: Config) -> DistributedPlan | None:
         if not enabled(config):
             return None
         version = config[FsdpOptions].fsdp_version
         return DistributedPlan(
             name="fsdp2",
+            accelerate=fragment(config),
             title="FSDP" if version == 2 else "FSDP 1",
             parallel="smalti_fsdp2.sharded:Sharded",
             context=config[ContextOptions].context_parallel_size,
             shards=True,
         )
+
+    @hookimpl
+    def detect_blocks(self, model: nn.Module, config: Config) -> list[Block] | None:
+        if not (names := named_classes(config)):
+            return None
+        from smalti.models.blocks import blocks_named
+
+        return blocks_named(model, names)
 
     @hookimpl
     def wrap_model(
