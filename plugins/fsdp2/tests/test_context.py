@@ -71,6 +71,37 @@ class Mixed(nn.Module):
         return self.leave(self.cross(self.joint(pictures, texts, mask), texts))
 
 
+class Biased(nn.Module):
+    """A bias for all keys that is split with the queries."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(4, 9, 9))
+        self.rows = Rows()
+
+    def forward(self, tokens):
+        return self.rows(tokens, self.bias)
+
+
+class Rows(nn.Module):
+    def forward(self, tokens, bias):
+        heads = tokens.unflatten(2, (4, 4)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=bias).transpose(1, 2).flatten(2)
+
+
+def biased():
+    plan = ContextPlan(
+        heads=4,
+        splits=(
+            Split(module="rows", tensor="tokens", stream="tokens", dim=1),
+            Split(module="rows", tensor="bias", stream="tokens", dim=-2),
+        ),
+        attention=(Attention(module="rows", streams=("tokens",)),),
+        joins=(Join(module="rows", stream="tokens", dim=1),),
+    )
+    return Biased(), plan, lambda draw: {"tokens": draw(2, 9, 16)}
+
+
 def mixed(kind):
     masks = Split(module="joint", tensor="mask", stream="text", dim=1, ndim=2)
     plan = ContextPlan(
@@ -150,7 +181,8 @@ CASES = {
     "flux, uneven": lambda: flux(5),
     "split mask": lambda: mixed("split mask"),
     "whole mask": lambda: mixed("whole mask"),
-    "bias": lambda: mixed("bias"),
+    "whole bias": lambda: mixed("bias"),
+    "split bias": biased,
 }
 
 

@@ -75,12 +75,10 @@ def attend(
     query, key, value = (_in_autocast(each) for each in (query, key, value))
     own = partial(F.scaled_dot_product_attention, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
     if scope.strategy == "alltoall":
-        mask = (
-            None if attn_mask is None else _own_heads(scope, _all_queries(scope, _all_keys(scope, attn_mask)), query.shape[-3])
-        )
+        mask = _for_own_heads(scope, attn_mask, query.shape[-3])
         query, key, value = (_deal(scope, each) for each in (query, key, value))
         return _collect(scope, own(query, key, value, attn_mask=mask))
-    mask = None if attn_mask is None else _own_queries(scope, _all_keys(scope, attn_mask))
+    mask = _for_own_queries(scope, attn_mask)
     key, value = (_whole(scope, each, -2) for each in (key, value))
     return own(query, key, value, attn_mask=mask)
 
@@ -129,31 +127,33 @@ def _collect(scope: Scope, mixed: Tensor) -> Tensor:
 # --- masks: (..., queries or 1, keys or 1) --------------------------------------------------------------------------
 
 
-def _all_keys(scope: Scope, mask: Tensor) -> Tensor:
+def _for_own_queries(scope: Scope, mask: Tensor | None) -> Tensor | None:
+    """Of all keys, for this rank's queries."""
+    if mask is None:
+        return None
+    mask, layout = _for_all_keys(scope, mask), scope.layout
+    if mask.shape[-2] == layout.length:
+        return layout.part(mask, -2, scope.place)
+    return _fitting(scope, mask, mask.shape[-2] in (1, layout.part_length))
+
+
+def _for_own_heads(scope: Scope, mask: Tensor | None, heads: int) -> Tensor | None:
+    """Of all keys, for all queries, for the heads that are dealt to this rank out of `heads`."""
+    if mask is None:
+        return None
+    mask, layout = _for_all_keys(scope, mask), scope.layout
+    if mask.shape[-2] == layout.part_length:
+        mask = _whole(scope, mask, -2)
+    mask = _fitting(scope, mask, mask.shape[-2] in (1, layout.length))
+    own = heads // layout.count
+    return mask if mask.ndim < 3 or mask.shape[-3] == 1 else mask.narrow(-3, scope.place * own, own)
+
+
+def _for_all_keys(scope: Scope, mask: Tensor) -> Tensor:
     layout, (queries, keys) = scope.layout, mask.shape[-2:]
     if keys == layout.part_length and not 1 < queries == layout.part_length:
         return _whole(scope, mask, -1)
     return _fitting(scope, mask, keys in (1, layout.length))
-
-
-def _own_queries(scope: Scope, mask: Tensor) -> Tensor:
-    layout, queries = scope.layout, mask.shape[-2]
-    if queries == layout.length:
-        return layout.part(mask, -2, scope.place)
-    return _fitting(scope, mask, queries in (1, layout.part_length))
-
-
-def _all_queries(scope: Scope, mask: Tensor) -> Tensor:
-    layout, queries = scope.layout, mask.shape[-2]
-    if queries == layout.part_length:
-        return _whole(scope, mask, -2)
-    return _fitting(scope, mask, queries in (1, layout.length))
-
-
-def _own_heads(scope: Scope, mask: Tensor, heads: int) -> Tensor:
-    if mask.ndim < 3 or mask.shape[-3] == 1:
-        return mask
-    return mask.narrow(-3, scope.place * heads // scope.layout.count, heads // scope.layout.count)
 
 
 def _fitting(scope: Scope, mask: Tensor, fits: bool) -> Tensor:
