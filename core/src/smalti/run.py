@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -36,7 +36,7 @@ from smalti.hookspecs import HookSpecs
 from smalti.metrics import log_metrics, metrics_of
 from smalti.models.family import ModelFamily
 from smalti.models.weights import without_weights
-from smalti.optimizers import parameter_groups
+from smalti.optimizers import matrices, parameter_groups
 from smalti.parallel import Parallel, Ranks
 from smalti.plugins import Plugins
 from smalti.rundir import RunDirectory
@@ -306,11 +306,12 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
     data = open_data(config, plugins, family.alignment, parallel, directory.data)
     bare, blocks = build_model(config, plugins, family)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in bare.parameters()]
+    decayed = matrices(bare)
     backend = plugins.backend(plan)
     weights = family.weights(config[RunOptions].seed)
     model = backend.wrap_model(model=bare, family=family, blocks=blocks, parallel=parallel, weights=weights)
     assert model is not None, "the chosen backend wraps the model"
-    model, optimizer = parallel.bind(model, build_optimizer(config, plugins, parallel, model))
+    model, optimizer = parallel.bind(model, build_optimizer(config, plugins, parallel, model, decayed))
     model.train()
     record = directory.record()
     run = Run(
@@ -349,9 +350,11 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
     return run
 
 
-def build_optimizer(config: Config, plugins: Plugins, parallel: Parallel, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over the parameters that train, named as the family names them."""
-    groups = parameter_groups(parallel.unwrap(model), config[OptimizerOptions].adam_weight_decay)
+def build_optimizer(
+    config: Config, plugins: Plugins, parallel: Parallel, model: nn.Module, decayed: Collection[str]
+) -> torch.optim.Optimizer:
+    """The optimizer over the parameters that train, named as the family names them; `decayed` ones get weight decay."""
+    groups = parameter_groups(parallel.unwrap(model), config[OptimizerOptions].adam_weight_decay, decayed)
     registry = plugins.gather("register_optimizers", OptimizerEntry)
     optimizer = plugins.hook.build_optimizer(model=model, groups=groups, config=config, registry=registry)
     assert optimizer is not None, "the core's own answer comes last"

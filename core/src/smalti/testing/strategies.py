@@ -31,6 +31,7 @@ from smalti.checkpoint.writer import save
 from smalti.config import Config, resolve, schema_of
 from smalti.hookspecs import HookSpecs
 from smalti.models.weights import materialise
+from smalti.optimizers import matrices
 from smalti.parallel import Parallel, PortableState
 from smalti.plugins import BUILT_IN, Plugins, Selection, load_plugins
 from smalti.run import build_model, build_optimizer, open_parallel
@@ -116,7 +117,7 @@ class StrategySubject:
     def fresh_reference(self, seed: int = SEED) -> Reference:
         model = materialise(build_model(self.config, self.plugins, self.family)[0], self.family.weights(seed), "cpu")
         alone = load_plugins(Selection(without=("all",)))
-        optimizer = build_optimizer(self.config, alone, _Unwrapped(), model)  # type: ignore[arg-type]
+        optimizer = build_optimizer(self.config, alone, _Unwrapped(), model, matrices(model))  # type: ignore[arg-type]
         return Reference(model, optimizer, self.family)
 
     def step(self, number: int, *, limit: float = 0.0) -> float:
@@ -184,12 +185,13 @@ def open_strategy(name: str, flags: tuple[str, ...], ranks: int) -> StrategySubj
     family = TinyFamily()
     family.to(parallel.world.device)
     bare, blocks = build_model(config, plugins, family)
+    decayed = matrices(bare)
     backend = plugins.backend(plan)
     weights = family.weights(SEED)
     model = backend.wrap_model(model=bare, family=family, blocks=blocks, parallel=parallel, weights=weights)
     expect(model is not None, f"wrap_model of {plan.name!r} gave no model: it is the chosen backend, so it must")
     assert model is not None
-    model, optimizer = parallel.bind(model, build_optimizer(config, plugins, parallel, model))
+    model, optimizer = parallel.bind(model, build_optimizer(config, plugins, parallel, model, decayed))
     model.train()
     first = {name: whole_tensor(tensor) for name, tensor in parallel.portable_state(model, optimizer).model.items()}
     return StrategySubject(name, config, plugins, plan, parallel, backend, family, model, optimizer, first)

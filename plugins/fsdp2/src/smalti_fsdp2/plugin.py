@@ -53,7 +53,7 @@ class Fsdp:
             name="fsdp2",
             accelerate=fragment(config),
             title="FSDP" if version == 2 else "FSDP 1",
-            parallel="smalti_fsdp2.sharded:Sharded",
+            parallel="smalti_fsdp2.sharded:Sharded" if version == 2 else "smalti_fsdp2.version1:FullySharded",
             context=config[ContextOptions].context_parallel_size,
             shards=True,
         )
@@ -71,8 +71,11 @@ class Fsdp:
         self, model: nn.Module, family: ModelFamily, blocks: list[Block], parallel: Parallel, weights: Weights
     ) -> nn.Module | None:
         from smalti_fsdp2.sharded import Sharded
+        from smalti_fsdp2.version1 import FullySharded
 
-        return parallel.wrap(model, family, blocks, weights) if isinstance(parallel, Sharded) else None
+        if isinstance(parallel, Sharded):
+            parallel.share_tokens(model, family)
+        return parallel.wrap(model, blocks, weights) if isinstance(parallel, Sharded | FullySharded) else None
 
 
 plugin = Fsdp()

@@ -40,11 +40,14 @@ class Sharded(Group):
         self._mesh = shard_mesh(self.world, self._options.fsdp_shard_size)
         self._synchronised = True
 
-    def wrap(self, model: nn.Module, family: ModelFamily, blocks: Sequence[Block], weights: Weights) -> nn.Module:
-        """The model, cut and filled. *Collective*."""
+    def share_tokens(self, model: nn.Module, family: ModelFamily) -> None:
+        """Where ranks work on the same samples, make the model work on this rank's part of the tokens. *Collective*."""
         if self.world.context > 1:
             strategy = self._config[ContextOptions].context_parallel_comm_strategy
             split_context(model, context_plan(family, model), context_group(self.world, self._timeout), strategy)
+
+    def wrap(self, model: nn.Module, blocks: Sequence[Block], weights: Weights) -> nn.Module:
+        """The model, cut and filled. *Collective*."""
         options = self._options
         on_cpu = self._mesh.device_type == "cpu"
         if options.fsdp_cpu_offload and on_cpu and self.world.is_main:
