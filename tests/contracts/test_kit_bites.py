@@ -310,6 +310,7 @@ STRATEGIES = {
     "Rounding": "the_largest_code_is_agreed_on",
     "Impatient": "a_barrier_waits_for_everyone",
     "Hoarding": "discarded_gradients_are_gone",
+    "Clinging": "weights_that_are_replaced_are_used_at_once",
     "Amnesiac": "a_state_that_is_put_back_goes_on_bit_for_bit",
     "Crowded": "a_rank_that_saves_alone_has_the_whole_state",
     "Prefixed": "it_fills_the_model_with_the_first_weights",
