@@ -1,6 +1,7 @@
 """A run that is killed with `kill -9` goes on as if nothing had been, and a lost rank is named."""
 
 import os
+import shutil
 import signal
 import time
 
@@ -10,12 +11,12 @@ import torch
 
 SAVES_OFTEN = {
     "max_train_steps": 14,
-    "train_batch_size": 4,
     "use_ema": True,
     "checkpoint_step_interval": 3,
     "checkpoints_total_limit": 0,
     "lr_scheduler": "cosine",
 }
+TWO_RANKS = {"num_processes": 2, "train_batch_size": 2}
 
 
 def workers(run) -> dict[int, psutil.Process]:
@@ -49,32 +50,29 @@ def same(one, other, step: int, *, tolerance: float = 0.0) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, train):
-    """Runs that nobody disturbs, by number of ranks."""
-    root = tmp_path_factory.mktemp("whole")
-    return {
-        1: train(root / "one", **SAVES_OFTEN),
-        2: train(root / "two", **{**SAVES_OFTEN, "train_batch_size": 2}, num_processes=2),
-    }
+    """A run on two ranks that nobody disturbs. The torture does the same on one rank."""
+    return train(tmp_path_factory.mktemp("whole") / "run", **SAVES_OFTEN, **TWO_RANKS)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_killed_run_ends_bit_equal_to_one_that_was_not(tmp_path, start, train, whole, ranks):
-    options = {**SAVES_OFTEN, "train_batch_size": 4 // ranks, "num_processes": ranks}
-    run = start(tmp_path / "run", **options)
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory, start_for_module):
+    """The directory of such a run after all its processes were killed."""
+    run = start_for_module(tmp_path_factory.mktemp("killed") / "run", **SAVES_OFTEN, **TWO_RANKS)
     run.wait_for_step(5)
     kill_all(run)
-    resumed = train(tmp_path / "run", **options)
+    return run.directory
+
+
+def test_a_killed_run_ends_bit_equal_to_one_that_was_not(tmp_path, killed, train, whole):
+    resumed = train(shutil.copytree(killed, tmp_path / "run"), **SAVES_OFTEN, **TWO_RANKS)
     assert resumed.code == 0, resumed.output
-    assert same(whole[ranks], resumed, 14) == []
-    assert resumed.losses[-3:] == whole[ranks].losses[-3:]
+    assert same(whole, resumed, 14) == []
+    assert resumed.losses[-3:] == whole.losses[-3:]
 
 
-def test_what_two_ranks_began_one_rank_ends(tmp_path, start, train, whole):
-    run = start(tmp_path / "run", **{**SAVES_OFTEN, "train_batch_size": 2, "num_processes": 2})
-    run.wait_for_step(5)
-    kill_all(run)
-    resumed = train(tmp_path / "run", **SAVES_OFTEN)
-    assert same(whole[2], resumed, 14, tolerance=2e-5) == []
+def test_what_two_ranks_began_one_rank_ends(tmp_path, killed, train, whole):
+    resumed = train(shutil.copytree(killed, tmp_path / "run"), **SAVES_OFTEN, train_batch_size=4)
+    assert same(whole, resumed, 14, tolerance=2e-5) == []
 
 
 def test_a_rank_that_is_killed_is_named_with_the_signal(tmp_path, start):

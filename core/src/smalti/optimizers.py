@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from typing import cast
 
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from smalti.config import Config
-from smalti.errors import UserError
 from smalti.settings import OptimizerOptions
+from smalti.strategy import find_optimizer
 from smalti.types import OptimizerEntry
 
 
@@ -29,17 +28,6 @@ def parameter_groups(model: nn.Module, weight_decay: float, decayed: Collection[
         {"params": [pair for pair in trained if pair[0] not in decayed], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def find_optimizer(name: str, entries: Sequence[OptimizerEntry]) -> OptimizerEntry:
-    """The entry of that name, in any case and with dashes or underscores. Raises UserError with the nearest names."""
-    wanted = name.lower().replace("-", "_")
-    known = {entry.name: entry for entry in entries}
-    if wanted in known:
-        return known[wanted]
-    near = get_close_matches(wanted, known, n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(known))}"
-    raise UserError(f"unknown optimizer {name!r}", fix=hint)
 
 
 def build_registered(
