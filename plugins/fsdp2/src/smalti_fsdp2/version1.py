@@ -68,8 +68,8 @@ class FullySharded(Group):
             raise UserError("FSDP 1 does not average gradients over copies that are not cut", fix=fix)
         self._offload = self._options.fsdp_cpu_offload and self._mesh.device_type != "cpu"
         self._precision = precision(self._options, bf16=self._bf16)
-        # Whole gradients of micro-batches are added up in the type of gathered parameters, their shards in fp32; but torch cannot
-        # add to shards on the host.
+        # Whole gradients of micro-batches are added up in the type of gathered parameters, their shards in fp32; but torch does
+        # not add to shards on the host.
         self._adds_whole = self._offload or self._precision.param_dtype is not torch.bfloat16
         for message in _EXPECTED:
             warnings.filterwarnings("ignore", message)
