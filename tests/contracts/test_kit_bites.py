@@ -1,5 +1,6 @@
 """The contracts refuse what is wrong: one small fault at a time, and the check that has to find it."""
 
+import os
 import subprocess
 import sys
 import time
@@ -310,6 +311,7 @@ STRATEGIES = {
     "Impatient": "a_barrier_waits_for_everyone",
     "Hoarding": "discarded_gradients_are_gone",
     "Amnesiac": "a_state_that_is_put_back_goes_on_bit_for_bit",
+    "Crowded": "a_rank_that_saves_alone_has_the_whole_state",
     "Prefixed": "it_fills_the_model_with_the_first_weights",
 }
 
@@ -327,7 +329,7 @@ def caught(folder):
 
 
 def test_every_faulty_strategy_is_found_by_some_rank(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "faulty"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "faulty"), prepend=os.pathsep)
     with two_processes(group=False) as pair:
         one, other = pair.run(caught, tmp_path)
     assert set(one) | set(other) == set(STRATEGIES)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 from PIL import Image, ImageDraw
 
@@ -143,6 +144,12 @@ class Started:
                 end_tree(self.process.pid)
                 raise RuntimeError(f"step {step} never came: {self.process.communicate()[0]}")
             time.sleep(0.05)
+
+    def workers(self) -> dict[int, psutil.Process]:
+        """The processes of the ranks, by rank."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        ranks = [each for each in family if "smalti.worker" in each.cmdline() and "smalti.agent" not in each.cmdline()]
+        return {int(each.environ()["RANK"]): each for each in ranks}
 
     def wait(self) -> tuple[int, str]:
         """Its exit code and all that it printed."""

@@ -1,6 +1,7 @@
-"""A run that is killed with `kill -9` goes on as if nothing had been, and a lost rank is named."""
+"""A run that is killed with `kill -9` goes on as if nothing had been; if it was one rank only, from the step before."""
 
 import os
+import random
 import shutil
 import signal
 import time
@@ -8,6 +9,9 @@ import time
 import psutil
 import pytest
 import torch
+
+from smalti.checkpoint.store import CheckpointStore
+from smalti.checkpoint.verification import verify
 
 SAVES_OFTEN = {
     "max_train_steps": 14,
@@ -75,10 +79,38 @@ def test_what_two_ranks_began_one_rank_ends(tmp_path, killed, train, whole):
     assert same(whole, resumed, 14, tolerance=2e-5) == []
 
 
+@pytest.fixture(scope="module")
+def bereft(tmp_path_factory, train):
+    """A run on two ranks that never saves by itself, and the step in the middle of which one rank is killed."""
+    step, victim = random.randint(2, 13), random.randint(0, 1)
+    options = {**SAVES_OFTEN, **TWO_RANKS, "checkpoint_step_interval": 0}
+    return train(tmp_path_factory.mktemp("bereft") / "run", **options, spoil=f"kill:{victim}:{step}"), victim, step
+
+
+def test_when_one_rank_is_killed_the_other_saves_the_step_before(bereft):
+    run, victim, step = bereft
+    assert run.code == 1
+    [entry] = CheckpointStore(run.directory / "checkpoints").all()
+    assert (entry.step, verify(entry.path).problems) == (step - 1, ())
+    assert f"saved step {step - 1} from rank {1 - victim} before leaving: {entry.path}" in run.output
+
+
+def test_after_one_rank_was_killed_nothing_but_the_running_step_is_lost(tmp_path, bereft, train, whole):
+    run, _, step = bereft
+    resumed = train(shutil.copytree(run.directory, tmp_path / "run"), **SAVES_OFTEN, **TWO_RANKS)
+    assert f"at step {step - 1}" in resumed.output
+    assert same(whole, resumed, 14) == []
+
+
+def test_what_one_rank_saved_alone_one_rank_can_end(tmp_path, bereft, train, whole):
+    resumed = train(shutil.copytree(bereft[0].directory, tmp_path / "run"), **SAVES_OFTEN, train_batch_size=4)
+    assert same(whole, resumed, 14, tolerance=2e-5) == []
+
+
 def test_a_rank_that_is_killed_is_named_with_the_signal(tmp_path, start):
     run = start(tmp_path / "run", max_train_steps=100_000, train_batch_size=4, num_processes=2)
     run.wait_for_step(3)
-    found = workers(run)
+    found = run.workers()
     os.kill(found[1].pid, signal.SIGKILL)
     killed = time.monotonic()
     code, output = run.wait()
@@ -86,4 +118,5 @@ def test_a_rank_that_is_killed_is_named_with_the_signal(tmp_path, start):
     assert code == 1
     assert "rank 1 was killed by SIGKILL" in last
     assert time.monotonic() - killed < 60
+    assert "saved step" in output.partition(last)[2]
     assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in found.values())

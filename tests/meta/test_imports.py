@@ -25,7 +25,7 @@ LAYERS = (
     ("liverun", "storage", "diffusion", "models", "data", "checkpoint", "ema", "schedule", "metrics"),
     ("group", "strategy", "optimizers", "pictures", "grid", "plot", "replicas", "faults", "dataplan", "families", "caches"),
     ("run",),
-    ("validation", "saving", "launch"),
+    ("validation", "saving", "rescue", "launch"),
     ("trainer", "workers", "agent"),
     ("worker", "preparation", "invocation", "reference"),
     ("commands",),

@@ -7,7 +7,8 @@ may change with any release.
     smalti.settings, smalti.parallel, smalti.group, smalti.replicas, smalti.ranks, smalti.models.family,
     smalti.models.weights, smalti.models.blocks, smalti.models.compilation, smalti.diffusion, smalti.optimizers,
     smalti.data.spec, smalti.data.sources, smalti.storage, smalti.checkpoint, smalti.plugins, smalti.invocation,
-    smalti.rundir, smalti.liverun, smalti.events, smalti.files, smalti.configfile, smalti.acceleratefile, smalti.testing
+    smalti.families, smalti.run, smalti.options, smalti.caches, smalti.configedit, smalti.commands.table, smalti.rundir,
+    smalti.liverun, smalti.events, smalti.files, smalti.configfile, smalti.acceleratefile, smalti.testing
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         Block,
         CacheEntry,
         Checkpoint,
+        CheckpointFormat,
         Cleared,
         DistributedPlan,
         FamilyEntry,
@@ -47,6 +49,7 @@ __all__ = [
     "CacheEntry",
     "Checkpoint",
     "CheckpointError",
+    "CheckpointFormat",
     "Cleared",
     "Config",
     "ConfigError",
