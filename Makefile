@@ -13,6 +13,10 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HOME=$(CURDIR)/$(VENV)/hf
 demo: $(VENV)/demo.done
 	$(BIN)/python examples/emoji/prepare.py demo/faces
 	$(BIN)/smalti train examples/emoji/config.toml $(ARGS)
+	@echo; echo "What a checkpoint of two sharded ranks holds:"
+	$(BIN)/smalti checkpoint inspect demo/run
+	@echo; echo "The same run goes on in one process, unsharded, for twenty steps:"
+	$(BIN)/smalti train examples/emoji/config.toml --no_fsdp_enable --num_processes=1 --train_batch_size=32 --max_train_steps=1020
 
 test: $(VENV)/dev.done
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)

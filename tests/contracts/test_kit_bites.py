@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from smalti.models.weights import SeededWeights
 from smalti.storage import StoredFile
 from smalti.testing import BrokenContract, MemoryStorage, TinyFamily, check_storage, two_processes
 from smalti.testing.families import FAMILY, FamilySubject
@@ -19,7 +20,7 @@ from smalti.testing.plugins import PLUGIN, PluginSubject
 from smalti.testing.pytest import StorageContract
 from smalti.testing.storages import STORAGE, StorageSubject
 from smalti.testing.strategies import on_rank
-from smalti.testing.tiny import Tensors, TinyModel
+from smalti.testing.tiny import TinyModel
 
 
 def test_the_kit_is_imported_without_torch_and_pytest_and_shows_its_names():
@@ -148,12 +149,12 @@ class Meddling(TinyFamily):
 
 class Unseeded(TinyFamily):
     def weights(self, seed):
-        return Tensors(self.build_model().state_dict())
+        return super().weights(int(torch.randint(2**31, ())))
 
 
 class Unnamed(TinyFamily):
     def weights(self, seed):
-        return Tensors({f"model.{name}": each for name, each in super().weights(seed).tensors.items()})
+        return SeededWeights(lambda: torch.nn.ModuleDict({"model": self.build_model()}), seed)
 
 
 class Eager(TinyFamily):

@@ -35,7 +35,10 @@ def test_no_option_could_be_taken_for_the_negation_of_a_switch(schema):
 
 
 def test_no_option_has_the_name_of_a_word_of_the_command_line(schema):
-    assert {"config", "help", "help_all", "dry_run", "json", "all"} & {*schema.options, *schema.aliases} == set()
+    assert {"config", "help", "help_all", "dry_run", "json", "all", "refresh", "apply"} & {
+        *schema.options,
+        *schema.aliases,
+    } == set()
 
 
 def test_what_an_option_depends_on_is_an_option(schema):

@@ -76,7 +76,9 @@ def test_the_version_is_told(run):
 
 def test_help_lists_the_commands(run):
     _, out, _ = run("--help")
-    assert [name for name in ("train", "plugins", "config", "dataset", "checkpoint", "run") if f"  {name} " not in out] == []
+    assert [
+        name for name in ("train", "plugins", "config", "dataset", "cache", "checkpoint", "run") if f"  {name} " not in out
+    ] == []
 
 
 def test_a_mistyped_command_gets_the_nearest_one(run):
@@ -87,6 +89,12 @@ def test_a_mistyped_command_gets_the_nearest_one(run):
 def test_a_command_of_a_package_that_is_not_installed_names_it(run, command, package):
     code, _, errors = run(command)
     assert (code, f"pip install {package}" in errors) == (4, True)
+
+
+def test_a_command_of_a_plugin_that_is_left_out_names_its_package(run, monkeypatch):
+    monkeypatch.setenv("SMALTI_WITHOUT", "all")
+    code, _, errors = run("detect-blocks")
+    assert (code, "pip install smalti-fsdp2" in errors) == (4, True)
 
 
 def test_short_help_has_the_options_that_most_runs_need_and_full_help_all(run, schema):

@@ -5,6 +5,7 @@ import pytest
 
 import smalti
 from smalti import hookimpl
+from smalti.caches import find_cache
 from smalti.config import check, resolve, schema_of
 from smalti.dataplan import catalog_of
 from smalti.errors import ConfigError, UserError
@@ -49,6 +50,10 @@ class Glitter:
     @hookimpl
     def register_optimizers(self):
         return [smalti.OptimizerEntry(name="shake", title="Shaking", factory="nowhere:at_all")]
+
+    @hookimpl
+    def register_caches(self):
+        return [smalti.CacheEntry(name="grains", title="grains", factory="nowhere:at_all")]
 
     @hookimpl
     def configure_distributed(self, config):
@@ -112,6 +117,11 @@ def test_hook_register_metadata_backends_makes_a_source_of_captions_known(sparkl
 def test_hook_register_optimizers_adds_to_the_registry(sparkling):
     names = {entry.name for entry in sparkling.gather("register_optimizers", OptimizerEntry)}
     assert {"shake", "adamw"} <= names
+
+
+def test_hook_register_caches_makes_a_cache_known(sparkling):
+    with pytest.raises(UserError, match="did you mean grains"):
+        find_cache(sparkling, "grain")
 
 
 def test_hook_configure_distributed_claims_the_run_when_its_options_ask_for_it(sparkling, configured):

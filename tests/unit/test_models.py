@@ -1,10 +1,16 @@
 """Blocks found in a model's structure, and weights put into a model that has none."""
 
+import json
+from dataclasses import replace
+
+import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
-from smalti.models.blocks import find_blocks
-from smalti.models.weights import materialise, without_weights
+from smalti.errors import UserError
+from smalti.models.blocks import BlockClass, blocks_named, describe_blocks, find_blocks
+from smalti.models.weights import FolderWeights, materialise, without_weights
 
 
 class Attention(nn.Module):
@@ -66,6 +72,64 @@ def test_a_model_without_repetition_has_no_blocks():
     assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == []
 
 
+def test_named_blocks_are_those_of_their_classes():
+    assert blocks_named(empty(), ["Block"]) == find_blocks(empty(), ["Block"])
+
+
+@pytest.mark.parametrize("name", ["Blok", "Net", "ModuleList"])
+def test_a_class_that_is_no_part_of_the_model_is_told_with_those_that_are(name):
+    with pytest.raises(UserError) as raised:
+        blocks_named(empty(), ["Block", name])
+    assert raised.value.message == f"the model has no part of a class {name!r}"
+    assert raised.value.fix.endswith("the model is made of Attention, Block, Linear")
+    assert raised.value.fix.startswith("did you mean Block?") == (name == "Blok")
+
+
+def test_a_description_counts_recursively_and_lists_what_is_inside_blocks_too():
+    structure = describe_blocks(empty())
+    block = BlockClass(
+        class_name="Block",
+        occurrences=3,
+        parameters=120,
+        share=120 / 144,
+        smallest=40,
+        largest=40,
+        first="blocks.0",
+        last="blocks.2",
+        named=False,
+        nested=False,
+    )
+    inner = {"class_name": "Attention", "occurrences": 6, "smallest": 20, "largest": 20, "nested": True}
+    inner |= {"first": "blocks.0.parts.0", "last": "blocks.2.parts.1"}
+    assert structure.classes == (replace(block, **inner), block)
+    assert (structure.suggested, structure.blocks, structure.largest_block) == (("Block",), 3, 40)
+    assert (structure.parameters, structure.outside, structure.buffers) == (144, 24, 4)
+
+
+def test_the_familys_classes_are_the_suggestion_and_need_not_repeat():
+    structure = describe_blocks(empty(), ("Attention",))
+    assert (structure.suggested, structure.blocks) == (("Attention",), 6)
+    assert {each.class_name: (each.named, each.nested) for each in structure.classes} == {
+        "Attention": (True, False),
+        "Block": (False, False),
+    }
+
+
+def test_parameters_that_blocks_share_count_once():
+    with without_weights():
+        model = Net()
+        shared = model.blocks[0].parts[0].project
+        for block in model.blocks:
+            block.parts[0].project = shared
+    structure = describe_blocks(model)
+    assert (structure.classes[0].parameters, structure.parameters, structure.outside) == (80, 104, 24)
+
+
+def test_a_model_without_repetition_is_outside_of_all_blocks():
+    structure = describe_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    assert (structure.classes, structure.suggested, structure.outside) == ((), (), 6)
+
+
 def test_a_model_gets_its_weights_its_buffers_and_its_ties():
     real = Net()
     real.scale.fill_(7)
@@ -73,3 +137,53 @@ def test_a_model_gets_its_weights_its_buffers_and_its_ties():
     assert all(torch.equal(tensor, real.state_dict()[name]) for name, tensor in model.state_dict().items())
     assert model.last.weight is model.first.weight
     assert model.hidden.tolist() == [0, 1, 2]
+
+
+# --- weights from files ---------------------------------------------------------------------------------------------
+
+
+def saved(folder, model: nn.Module, *names: str):
+    """The model's tensors in these files, in turn."""
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for place, file in enumerate(names):
+        save_file({name: tensors[name] for name in list(tensors)[place :: len(names)]}, folder / file)
+    return tensors
+
+
+@pytest.mark.parametrize("names", [["model.safetensors"], ["a-1.safetensors", "a-2.safetensors"]])
+def test_weights_come_from_all_files_of_a_folder(tmp_path, names):
+    tensors = saved(tmp_path, Net(), *names)
+    model = materialise(empty(), FolderWeights(tmp_path), "cpu")
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_an_index_says_which_files_count(tmp_path):
+    tensors = saved(tmp_path, Net(), "model-1.safetensors")
+    saved(tmp_path, Net(), "other.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(FolderWeights(tmp_path).get("first.weight"), tensors["first.weight"])
+
+
+def test_a_variant_in_another_precision_is_left_alone(tmp_path):
+    tensors = saved(tmp_path, Net(), "model.safetensors")
+    saved(tmp_path, Net(), "model.fp16.safetensors")
+    assert torch.equal(FolderWeights(tmp_path).get("first.weight"), tensors["first.weight"])
+
+
+def test_a_folder_without_safetensors_is_told(tmp_path):
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(UserError, match="there are no safetensors weights"):
+        FolderWeights(tmp_path)
+
+
+def test_a_file_that_the_index_names_and_is_not_there_is_told(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-1.safetensors"}}')
+    with pytest.raises(UserError, match=r"lacks model-1\.safetensors"):
+        FolderWeights(tmp_path)
+
+
+def test_weights_of_another_size_are_refused_by_name(tmp_path):
+    saved(tmp_path, Net(width=5), "model.safetensors")
+    with pytest.raises(UserError, match=r"first.weight is \[5, 5\] in the weights and \[4, 4\] in the model"):
+        materialise(empty(), FolderWeights(tmp_path), "cpu")

@@ -1,6 +1,15 @@
 """smalti trains diffusion models in shards. This module holds the names that a plugin needs; importing it imports no torch.
 
-What a plugin implements is described in `smalti.hookspecs`, which is the first file to read.
+What a plugin implements is described in `smalti.hookspecs`, which is the first file to read. Besides the names here it may use
+these modules and what is below them; docs/writing-a-plugin.md says what each is for. All others belong to the core alone and
+may change with any release.
+
+    smalti.settings, smalti.parallel, smalti.group, smalti.replicas, smalti.ranks, smalti.models.family,
+    smalti.models.context, smalti.models.weights, smalti.models.blocks, smalti.models.compilation, smalti.diffusion,
+    smalti.optimizers, smalti.data.spec, smalti.data.sources, smalti.storage, smalti.checkpoint, smalti.plugins,
+    smalti.invocation, smalti.families, smalti.run, smalti.options, smalti.caches, smalti.configedit,
+    smalti.commands.table, smalti.rundir, smalti.liverun, smalti.events, smalti.files, smalti.configfile,
+    smalti.acceleratefile, smalti.testing
 """
 
 from __future__ import annotations
@@ -12,10 +21,13 @@ if TYPE_CHECKING:
     from smalti.config import Config
     from smalti.errors import CheckpointError, ConfigError, ExitCode, MissingPlugin, PreflightError, Problem, UserError
     from smalti.hookspecs import HookSpecs, hookimpl
-    from smalti.options import Names, OptionGroup, Options, Tables, Texts, option
+    from smalti.options import Names, OptionGroup, Options, Tables, Texts, Translation, option
     from smalti.types import (
         Block,
+        CacheEntry,
         Checkpoint,
+        CheckpointFormat,
+        Cleared,
         DistributedPlan,
         FamilyEntry,
         FaultAction,
@@ -35,8 +47,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Block",
+    "CacheEntry",
     "Checkpoint",
     "CheckpointError",
+    "CheckpointFormat",
+    "Cleared",
     "Config",
     "ConfigError",
     "DistributedPlan",
@@ -61,6 +76,7 @@ __all__ = [
     "StorageEntry",
     "Tables",
     "Texts",
+    "Translation",
     "UserError",
     "ValidationImage",
     "ValidationResult",
@@ -75,7 +91,7 @@ _HOMES = {
         *("CheckpointError", "ConfigError", "ExitCode", "MissingPlugin", "PreflightError", "Problem", "UserError"),
     ),
     "smalti.hookspecs": ("HookSpecs", "hookimpl"),
-    "smalti.options": ("Names", "OptionGroup", "Options", "Tables", "Texts", "option"),
+    "smalti.options": ("Names", "OptionGroup", "Options", "Tables", "Texts", "Translation", "option"),
 }
 _HOME = dict.fromkeys(__all__, "smalti.types") | {name: home for home, names in _HOMES.items() for name in names}
 

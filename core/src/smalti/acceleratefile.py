@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
 from smalti.errors import Problem
-from smalti.options import Given, Option, Schema
+from smalti.options import Given, Option, Schema, Translation
 from smalti.packages import package_of_accelerate
 
 KEYS = frozenset(
@@ -29,6 +30,12 @@ _ALIEN = {
     "TPU": "TPUs",
     "MEGATRON_LM": "Megatron-LM",
 }
+_NOT_PASSED_ON = frozenset(
+    ("compute_environment", "distributed_type", "fp16", "dynamo_backend", "mpirun_config", "downcast_bf16")
+)
+"""Keys that say nothing besides options, or of which a notice tells that they have no effect."""
+_SAYS_NOTHING: tuple[object, ...] = (None, False, "", [], {}, 0, "no", "NO", "none", "all", "main", "static")
+"""What `accelerate config` writes into keys that nobody has given a value."""
 _SECTIONS = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}
 
 
@@ -49,17 +56,27 @@ def default_file(environment: Mapping[str, str]) -> Path | None:
 
 def options_in(values: Mapping[str, object], schema: Schema, path: Path) -> dict[str, Given]:
     """What the file says about our options; what none of them covers stays in the file alone."""
-    found = {}
-    for option in schema.options.values():
-        if option.accelerate and (value := _value_of(values, option)) is not None:
-            key = option.accelerate.partition("=")[0]
-            found[option.name] = Given(value=value, spelling=option.name, place=f"{key} in {path}")
-    return found
+    said = {option.name: (option.accelerate.partition("=")[0], _value_of(values, option)) for option in schema.options.values()}
+    for translation in _translations(values, schema):
+        said |= translation.values
+    return {
+        name: Given(value=value, spelling=name, place=f"{key} in {path}")
+        for name, (key, value) in said.items()
+        if value is not None
+    }
+
+
+def _translations(values: Mapping[str, object], schema: Schema) -> list[Translation]:
+    """What plugins make of the file. Sections that are no tables are kept from them: `problems_of` complains."""
+    sound = {key: value for key, value in values.items() if not key.endswith("_config") or isinstance(value, Mapping)}
+    return [group.translate(sound) for group in schema.groups if group.translate is not None]
 
 
 def _value_of(values: Mapping[str, object], option: Option) -> object:
     """None when the file leaves it open, which Accelerate writes as null, as port 0 and as -1 processes too."""
     key, equals, expected = option.accelerate.partition("=")
+    if not key:
+        return None
     if key == "mixed_precision" and values.get("fp16") and not values.get(key):
         return "fp16"
     value: object = values
@@ -90,7 +107,14 @@ def problems_of(values: Mapping[str, object], schema: Schema, path: Path) -> Ite
     if kind in _ALIEN or values.get("tpu_use_cluster"):
         message = f"smalti does not train on {_ALIEN.get(kind, 'TPUs')}"
         yield Problem(message=message, where=str(path), fix=f"distributed_type: MULTI_GPU, {leave}")
-    covered = {option.accelerate.partition(".")[0].partition("=")[0] for option in schema.options.values()}
+    for section, content in values.items():
+        if section.endswith("_config") and content is not None and not isinstance(content, Mapping):
+            message = f"{section} is a {type(content).__name__}, not a table of settings"
+            yield Problem(message=message, where=str(path), fix=f"{section}: {{key: value, ...}}")
+    for translation in _translations(values, schema):
+        for problem in translation.problems:
+            yield replace(problem, where=f"{problem.where} in {path}")
+    covered = _covered(schema)
     claimed = {option.accelerate.partition("=")[2] for option in schema.options.values()}
     asked = {key for key in ("fsdp_config", "deepspeed_config", "parallelism_config") if values.get(key)} - covered
     if kind in _SECTIONS and kind not in claimed:
@@ -104,8 +128,15 @@ def problems_of(values: Mapping[str, object], schema: Schema, path: Path) -> Ite
             yield Problem(message=f"unknown key {key}", where=str(path), fix=f"did you mean {near[0]}?")
 
 
-def notices_of(values: Mapping[str, object], path: Path) -> Iterator[str]:
+def _covered(schema: Schema) -> set[str]:
+    """The keys at the top of the file, sections among them, that options of ours speak for."""
+    return {option.accelerate.partition(".")[0].partition("=")[0] for option in schema.options.values()}
+
+
+def notices_of(values: Mapping[str, object], schema: Schema, path: Path) -> Iterator[str]:
     """What in this file has no effect in smalti."""
+    for translation in _translations(values, schema):
+        yield from (f"{key} in {path} {remark}" for key, remark in translation.notices)
     dynamo = values.get("dynamo_config")
     for key, value in dynamo.items() if isinstance(dynamo, Mapping) else ():
         if str(key).removeprefix("dynamo_") not in ("backend", "mode") and value:
@@ -116,12 +147,24 @@ def notices_of(values: Mapping[str, object], path: Path) -> Iterator[str]:
         yield f"downcast_bf16 in {path} has no effect: it is for TPUs"
 
 
+def uncovered(values: Mapping[str, object], schema: Schema) -> dict[str, object]:
+    """What the file says at its top that no option of ours can say: it reaches `accelerate launch` from such a file only."""
+    known = {*_covered(schema), *_NOT_PASSED_ON, "same_network"}
+    said = {key: value for key, value in values.items() if key not in known and value not in _SAYS_NOTHING}
+    if values.get("same_network") is False and values.get("num_machines", 1) != 1:
+        said["same_network"] = False  # one of a launch without a file is true
+    return said
+
+
 def merge(user: Mapping[str, object], ours: Mapping[str, object]) -> dict[str, object]:
-    """`user` with `ours` put in, section by section; what only the user has survives."""
+    """`user` with `ours` put in, section by section; what only the user has survives. None in `ours` takes a key out."""
     merged = dict(user)
     for key, value in ours.items():
+        if value is None:
+            merged.pop(key, None)
+            continue
         before = merged.get(key)
-        merged[key] = merge(before, value) if isinstance(before, Mapping) and isinstance(value, Mapping) else value
+        merged[key] = merge(before if isinstance(before, Mapping) else {}, value) if isinstance(value, Mapping) else value
     return merged
 
 

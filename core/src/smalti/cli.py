@@ -19,7 +19,8 @@ COMMANDS = {
     "plugins": ("smalti.commands.plugins:plugins", "List the installed plugins and what each of them adds."),
     "config": ("smalti.commands.config:config", "Show, explain and document the configuration."),
     "dataset": ("smalti.commands.dataset:dataset", "Scan datasets and check them against the batch size."),
-    "checkpoint": ("smalti.commands.checkpoint:checkpoint", "List, inspect and verify checkpoints."),
+    "cache": ("smalti.commands.cache:cache", "List and clear what plugins keep between runs."),
+    "checkpoint": ("smalti.commands.checkpoint:checkpoint", "List, inspect, verify and convert checkpoints."),
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -22,13 +22,14 @@ from smalti.configfile import expand, read_mapping
 from smalti.errors import ConfigError, Problem, UserError
 from smalti.flags import parse_flags
 from smalti.options import Given, Option, OptionGroup, Options, Schema, unknown
+from smalti.packages import strategies
 from smalti.plugins import PluginInfo, Plugins, Selection
 from smalti.settings import GROUPS, PluginOptions
 
 G = TypeVar("G", bound=Options)
 
 PREFIX = "SMALTI_"
-RESERVED = frozenset({"SMALTI_OUTCOME_DIR"})
+RESERVED = frozenset({"SMALTI_OUTCOME_DIR", "SMALTI_CONTEXT_PARALLEL_ON_CPU"})
 """Variables with our prefix that are not options: the launcher's word to its workers."""
 PER_MACHINE = frozenset(("machine_rank", "accelerate_config"))
 """Options in which the machines of one run may differ."""
@@ -190,10 +191,11 @@ def resolve(
     notices: list[str] = []
     if path is not None:
         problems += acceleratefile.problems_of(accelerate, schema, path)
-        notices += acceleratefile.notices_of(accelerate, path)
+        notices += acceleratefile.notices_of(accelerate, schema, path)
         layers["Accelerate YAML"] = acceleratefile.options_in(accelerate, schema, path)
     chosen = _merge(layers, schema, notices)
     groups = _validate(schema, {name: given for name, (_, given) in chosen.items()}, problems)
+    problems += _at_odds(schema, groups, problems)
     if problems:
         raise ConfigError(problems)
     sources = {name: f"{label} ({given.place})" for name, (label, given) in chosen.items()}
@@ -221,13 +223,15 @@ def restore(
     groups = _validate(schema, layer, problems)
     if problems:
         raise ConfigError(problems)
-    return Config(schema=schema, groups=groups, sources=dict.fromkeys(values, "launch"), accelerate=accelerate)
+    config = Config(schema=schema, groups=groups, accelerate=accelerate)
+    # What has its default value is as good as not given: it came from nowhere, or changed nothing.
+    return replace(config, sources=dict.fromkeys(config.changes(), "launch"))
 
 
-def check(config: Config, plugins: Plugins) -> None:
-    """Ask every plugin what is wrong with the whole configuration. Raises ConfigError with all answers."""
+def check(config: Config, plugins: Plugins, *, without: Collection[str] = ()) -> None:
+    """Ask every plugin, `without` these, what is wrong with the whole configuration. Raises ConfigError with all answers."""
     answers = plugins.answers("check_config", config=config)
-    problems = [problem for _, answer in answers for problem in cast(list[Problem], answer)]
+    problems = [problem for name, answer in answers if name not in without for problem in cast(list[Problem], answer)]
     if problems:
         raise ConfigError(problems)
 
@@ -320,13 +324,27 @@ def _merge(layers: Mapping[str, Layer], schema: Schema, notices: list[str]) -> d
         for name, given in layer.items():
             option = schema.options[name]
             spelling = given.spelling.lstrip("-").replace("-", "_").lower()
-            if spelling != name and spelling.rstrip("s") != name.rstrip("s"):
+            if spelling not in (name, f"no_{name}") and spelling.rstrip("s") != name.rstrip("s"):
                 notices.append(f"{spelling} is called {name} here")
             _, winner = chosen.setdefault(name, (label, given))
             if winner is not given and not _same(option, winner.value, given.value):
                 values = ("", "") if option.secret else (f"{winner.value!r} from ", f"{given.value!r} from ")
                 notices.append(f"{name}: {values[0]}{winner.place} wins over {values[1]}{given.place}")
     return chosen
+
+
+def _at_odds(schema: Schema, groups: Mapping[type[Options], Options], problems: Sequence[Problem]) -> Iterator[Problem]:
+    """Two strategies at once, where the plugin of one is missing and so cannot claim the run against the other."""
+    switches = [option for option in schema.options.values() if option.accelerate.startswith("distributed_type=")]
+    on = {
+        option.accelerate.partition("=")[2]
+        for option in switches
+        if getattr(groups.get(option.group.options), option.name, False)
+    }
+    titles = strategies(on, {problem.package for problem in problems}) if on else []
+    if len(titles) > 1:
+        fix = "switch one of them off, in the flags, the configuration file or the Accelerate YAML"
+        yield Problem(message=f"{' and '.join(titles)} cannot be enabled simultaneously.", fix=fix)
 
 
 def _same(option: Option, one: object, other: object) -> bool:
@@ -397,6 +415,8 @@ def _idle_options(config: Config) -> Iterator[str]:
 
 
 def _holds(condition: str, config: Config) -> bool:
-    key, equals, wanted = (part.strip() for part in condition.partition("=="))
+    key, sign, wanted = (*condition.split(), "", "")[:3]
     value = config.value(key)
-    return str(value).lower() == wanted.lower() if equals else bool(value)
+    if sign == ">":
+        return float(str(value)) > float(wanted)
+    return str(value).lower() == wanted.lower() if sign else bool(value)

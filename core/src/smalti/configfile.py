@@ -18,14 +18,23 @@ def read_mapping(path: Path) -> dict[str, object]:
 
     Raises UserError with the place of a syntax error. A key that occurs twice is one.
     """
+    return parse_mapping(path, read_text(path))
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, with its line ends as they are. Raises UserError when there is no such text file."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"there is no file {path}", fix="check the path; relative paths start at the current folder") from None
     except IsADirectoryError:
         raise UserError(f"{path} is a folder, not a configuration file", fix="name the file in it") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}", fix="check that it is a readable text file in UTF-8") from None
+
+
+def parse_mapping(path: Path, text: str) -> dict[str, object]:
+    """`read_mapping` for a text that has been read; `path` says what kind it is, and where."""
     value = _parse(path, text)
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a {type(value).__name__}, not a table of options", fix='write {"option": value, ...}')

@@ -1,21 +1,25 @@
-"""A Config as text: a TOML file for the run directory and for people."""
+"""A Config as text: a TOML file for the run directory and for people, new or with what it holds already."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, MutableMapping
 from typing import cast
 
 import tomlkit
 
 from smalti.config import Config
 
+Table = MutableMapping[str, object]
 
-def as_toml(config: Config, *, complete: bool = False) -> str:
-    """The configuration as a TOML file that gives it again; only what differs from the defaults unless `complete`.
+
+def as_toml(config: Config, *, complete: bool = False, names: Collection[str] | None = None) -> str:
+    """The configuration as a TOML file that gives it again: what differs from the defaults, or all, or the options `names`.
 
     Tables come last: what follows one in TOML belongs to it.
     """
     document = tomlkit.document()
-    values = {name: value for name, value in (config.values() if complete else config.changes()).items() if value is not None}
+    chosen = config.values() if complete or names is not None else config.changes()
+    values = {name: value for name, value in chosen.items() if value is not None and (names is None or name in names)}
     tables = {name: cast(list[dict[str, object]], value) for name, value in values.items() if _are_tables(value)}
     for group in config.schema.groups:
         names = [name for name in group.options.model_fields if name in values and name not in tables]
@@ -33,6 +37,28 @@ def as_toml(config: Config, *, complete: bool = False) -> str:
         for row in rows:
             array.append(tomlkit.item(row))
         document.add(name, array)
+    return tomlkit.dumps(document)
+
+
+def put_into(text: str, config: Config, names: Collection[str]) -> str:
+    """The TOML file `text` with the options `names` as this configuration has them; all else in it stays, comments too.
+
+    An option keeps its place and spelling where it has one, else goes to the table of its section if there is that.
+    """
+    document = tomlkit.parse(text)
+    top = cast(Table, document)
+    sections = {group.name: document[group.name] for group in config.schema.groups if group.name in document}
+    tables = {name: cast(Table, table) for name, table in sections.items() if isinstance(table, MutableMapping)}
+    for name, value in config.values().items():
+        if name not in names:
+            continue
+        option = config.schema.options[name]
+        places = [(table, key) for table in (top, *tables.values()) for key in table if config.schema.find(key) is option]
+        for table, key in places or [(tables.get(option.group.name, top), name)]:
+            if value is not None:
+                table[key] = tomlkit.item(value)
+            elif places:
+                del table[key]
     return tomlkit.dumps(document)
 
 

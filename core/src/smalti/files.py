@@ -94,14 +94,17 @@ def remove_tree(path: Path) -> None:
     remove_directory(path)
 
 
-def atomic_write(path: Path, data: bytes) -> None:
+def atomic_write(path: Path, data: bytes, *, mode: int | None = None) -> None:
     """Put `data` at `path`: a reader, also one after a power cut, finds the old contents or the new, never a part.
 
-    The directory must exist. Raises OSError and leaves the old file alone when there is no room.
+    The directory must exist. Raises OSError and leaves the old file alone when there is no room. `mode` are the permissions of
+    the file, None for the usual ones.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with create(draft) as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             write(file, data)
             sync(file)
         rename(draft, path)

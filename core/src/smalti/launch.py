@@ -29,6 +29,8 @@ DEFAULT_PORT = 29500
 """Where machine 0 listens when several machines are given no port; torch's and Accelerate's own default."""
 _KINDS = {"cuda": "MULTI_GPU", **{kind: f"MULTI_{kind.upper()}" for kind in ("xpu", "npu", "mlu", "hpu", "musa", "sdaa")}}
 """The `distributed_type` of an Accelerate YAML by the kind of accelerator."""
+_ON_ANY = {"FSDP", "DEEPSPEED"}
+"""Types that Accelerate launches on whatever accelerator there is, and on none but an accelerator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +74,14 @@ def accelerator_kind(config: Config) -> str:
 
 
 def expected_kind(config: Config) -> str | None:
-    """The kind of accelerator that the user's Accelerate YAML speaks of; None if of none, or if --use_cpu overrules it."""
+    """The kind of accelerator that the user's Accelerate YAML speaks of; None if of none, or if --use_cpu overrules it.
+
+    "cuda" stands for all where the file does not say which.
+    """
     if config[LaunchOptions].use_cpu:
         return None
-    return next((kind for kind, name in _KINDS.items() if name == config.accelerate.get("distributed_type")), None)
+    said = config.accelerate.get("distributed_type")
+    return "cuda" if said in _ON_ANY else next((kind for kind, name in _KINDS.items() if name == said), None)
 
 
 def plan_launch(
@@ -172,8 +178,8 @@ def merged_yaml(config: Config, distributed: DistributedPlan, kind: str) -> dict
     }
     if options.main_process_ip is not None:
         ours["main_process_ip"] = options.main_process_ip
-    # smalti compiles block by block itself, and twice would be once too often.
-    replaced = ("dynamo_config", "dynamo_backend", "fp16")
+    # smalti compiles block by block itself, and twice would be once too often; what is to be split, the backend says.
+    replaced = ("dynamo_config", "dynamo_backend", "fp16", "parallelism_config")
     user = {key: value for key, value in config.accelerate.items() if key not in replaced}
     base = {"compute_environment": "LOCAL_MACHINE", "rdzv_backend": "static", "same_network": True, **user}
     return acceleratefile.merge(acceleratefile.merge(base, ours), distributed.accelerate)
@@ -218,8 +224,9 @@ def check_accelerators(config: Config, kind: str) -> None:
     expected = expected_kind(config)
     if kind == "cpu":
         if expected is not None:
+            said = config.accelerate["distributed_type"]
             raise PreflightError(
-                f"the Accelerate YAML says {_KINDS[expected]}, and this machine has no usable {expected} device",
+                f"the Accelerate YAML says {said}, and this machine has no usable {expected} device",
                 fix="look after its driver; or --use_cpu to train on the processor; or --accelerate_config=none",
             )
         return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import types as python_types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -55,7 +55,7 @@ def option(
         default: used when no source names the option; None for fields that may be None.
         help: one sentence for people; shown in the help, the reference page and the web form.
         level: who needs it; the short help shows "basic" only.
-        when: the option has an effect only while this holds: "use_ema" or "optimizer == adamw".
+        when: the option has an effect only while this holds: "use_ema", "optimizer == adamw" or "num_processes > 1".
         trade: what is gained and what is paid, such as "less memory, about 30 % slower".
         aliases: former or foreign names that are accepted with a notice.
         accelerate: the key of an Accelerate YAML that sets this option, dotted into sections; "key=value" means "true when the
@@ -118,12 +118,31 @@ Tables = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_tables)]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Translation:
+    """What a plugin reads in an Accelerate YAML where no single key is the value of an option.
+
+    `values` has (key, value) by the name of an option and goes before what the keys named by the options say; the value None
+    means that the file leaves the option open. `notices` have (key, remark), such as "has no effect: ...". Keys, also in
+    `Problem.where`, are those of the file, dotted.
+    """
+
+    values: Mapping[str, tuple[str, object]] = field(default_factory=dict)
+    notices: Sequence[tuple[str, str]] = ()
+    problems: Sequence[Problem] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptionGroup:
-    """A section of options as a plugin declares it. `name` is unique; `title` heads the section in the help."""
+    """A section of options as a plugin declares it. `name` is unique; `title` heads the section in the help.
+
+    `translate` reads a user's Accelerate YAML beyond the keys that the options name with `accelerate=`; its `..._config`
+    sections, where there are any, are tables.
+    """
 
     name: str
     title: str
     options: type[Options]
+    translate: Callable[[Mapping[str, object]], Translation] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

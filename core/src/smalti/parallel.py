@@ -127,7 +127,7 @@ class Parallel(Ranks, Protocol):
         ...
 
     def portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
-        """References to this rank's share of the state, in portable form. *Collective*."""
+        """This rank's share of the state in portable form: references to the live tensors, or a copy of them. *Collective*."""
         ...
 
     def load_portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: PortableState) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
+from smalti.errors import Problem
 from smalti.options import Names, OptionGroup, Options, Tables, Texts, option
 
 
@@ -269,6 +270,20 @@ class LaunchOptions(Options):
         when="dynamo_backend",
         ge=1,
     )
+
+
+def launch_problems(launch: LaunchOptions) -> list[Problem]:
+    """What in these numbers cannot be launched."""
+    problems = []
+    if launch.num_processes % launch.num_machines:
+        message = f"num_processes={launch.num_processes} does not divide over num_machines={launch.num_machines}"
+        problems.append(Problem(message=message, fix="num_processes counts the ranks of all machines together"))
+    if launch.machine_rank >= launch.num_machines:
+        message = f"machine_rank={launch.machine_rank} does not exist with num_machines={launch.num_machines}"
+        problems.append(Problem(message=message, fix="machines are counted from 0"))
+    if launch.num_machines > 1 and not launch.main_process_ip:
+        problems.append(Problem(message="several machines need the address of the first", fix="--main_process_ip=ADDRESS"))
+    return problems
 
 
 class TrackingOptions(Options):

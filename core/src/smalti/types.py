@@ -37,12 +37,14 @@ class FamilyEntry:
 class StorageEntry:
     """A place where datasets can live. `name` is the `type` of a dataset ("local", "aws").
 
-    `factory` is "module:callable"; the callable takes the `DatasetSpec` and returns a `smalti.storage.Storage`.
+    `factory` is "module:callable"; the callable takes the `DatasetSpec` and returns a `smalti.storage.Storage`. `keys` are
+    what a dataset of this type may say besides what every dataset may; the factory finds them in `storage_options`.
     """
 
     name: str
     title: str
     factory: str
+    keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +65,50 @@ class OptimizerEntry:
     """An optimizer on offer under `--optimizer NAME`.
 
     `factory` is "module:callable", called as `factory(named_parameters, **settings)`; `accepts` names the settings that
-    it takes besides `lr`, out of `betas`, `eps` and `weight_decay`.
+    it takes besides `lr`, out of `betas`, `eps` and `weight_decay`. `shards` says whether it works on parameters of which a
+    rank holds a part (DTensors); one that does not is refused before launch where the strategy shards.
     """
 
     name: str
     title: str
     factory: str
     accepts: tuple[str, ...] = ("betas", "eps", "weight_decay")
+    shards: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheEntry:
+    """Something that a plugin keeps between runs and can make again: `smalti cache ls`, `smalti cache clear NAME`.
+
+    `factory` is "module:callable", called without arguments; it gives a `smalti.caches.Cache`. `name` may have dashes.
+    """
+
+    name: str
+    title: str
+    factory: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cleared:
+    """What went when a cache was cleared: how many entries, and how many bytes."""
+
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFormat:
+    """A format of checkpoints that `smalti checkpoint convert` reads.
+
+    `marks` are patterns for paths in a checkpoint's folder ("manifest.json", "*/model_states.pt"): a folder in which a file
+    fits any of them is taken for this format. `factory` is "module:callable", imported only in the process that reads such a
+    checkpoint; the callable takes its folder, a `Path`, and returns a `smalti.checkpoint.formats.Source`.
+    """
+
+    name: str
+    title: str
+    marks: tuple[str, ...]
+    factory: str
 
 
 # --- distribution ---------------------------------------------------------------------------------------------------
@@ -109,9 +148,10 @@ class DistributedPlan:
     """How a backend wants to be launched, and where its `Parallel` is found.
 
     `parallel` is "module:callable", called on every rank as `callable(config)` once the process group may be made.
-    `accelerate` is merged into the Accelerate YAML, `environment` into the workers' environment. `context` ranks work on the
-    same samples, so that the effective batch counts groups of so many. `fallback` marks the plan that is used only when no
-    other plugin claims the run.
+    `accelerate` is merged into the Accelerate YAML, where None takes a key out, `environment` into the workers' environment.
+    `context` ranks work on the same samples, so that the effective batch counts groups of so many. `shards` says that a rank
+    holds parts of parameters, on which not every optimizer works. `fallback` marks the plan that is used only when no other
+    plugin claims the run.
     """
 
     name: str
@@ -120,6 +160,7 @@ class DistributedPlan:
     accelerate: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     context: int = 1
+    shards: bool = False
     fallback: bool = False
 
 

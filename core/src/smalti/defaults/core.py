@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from smalti.errors import Problem
 from smalti.hookspecs import hookimpl
 from smalti.options import OptionGroup
-from smalti.settings import GROUPS, DataOptions, LaunchOptions, ModelOptions, RunOptions
-from smalti.types import Block, Checkpoint, FaultAction, GpuFault, OptimizerEntry
+from smalti.settings import GROUPS, DataOptions, LaunchOptions, ModelOptions, RunOptions, launch_problems
+from smalti.types import Block, Checkpoint, CheckpointFormat, FaultAction, GpuFault, OptimizerEntry
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = (
     OptimizerEntry(name="adamw", title="AdamW", factory="smalti.optimizers:adamw"),
-    OptimizerEntry(name="adafactor", title="Adafactor", factory="torch.optim:Adafactor", accepts=("weight_decay",)),
+    OptimizerEntry(
+        name="adafactor", title="Adafactor", factory="torch.optim:Adafactor", accepts=("weight_decay",), shards=False
+    ),
     OptimizerEntry(name="muon", title="Muon for matrices, AdamW for the rest", factory="smalti.optimizers:muon"),
     OptimizerEntry(name="adagrad", title="Adagrad", factory="torch.optim:Adagrad", accepts=("eps", "weight_decay")),
     OptimizerEntry(name="sgd", title="SGD with momentum 0.9", factory="smalti.optimizers:sgd", accepts=("weight_decay",)),
@@ -44,6 +46,11 @@ class Core:
     @hookimpl
     def register_optimizers(self) -> list[OptimizerEntry]:
         return list(OPTIMIZERS)
+
+    @hookimpl
+    def register_checkpoint_formats(self) -> list[CheckpointFormat]:
+        factory = "smalti.checkpoint.formats:OwnCheckpoint"
+        return [CheckpointFormat(name="smalti", title="smalti's own", marks=("manifest.json",), factory=factory)]
 
     @hookimpl
     def build_optimizer(
@@ -95,19 +102,11 @@ def _missing(config: Config) -> list[Problem]:
 
 def _contradictions(config: Config) -> list[Problem]:
     problems = []
-    launch, data = config[LaunchOptions], config[DataOptions]
+    data = config[DataOptions]
     given = [name for name in ("data_backend_config", "datasets", "instance_data_dir") if getattr(data, name)]
     if len(given) > 1:
         problems.append(Problem(message=f"{' and '.join(given)} both name datasets", fix="keep one of them"))
-    if launch.num_processes % launch.num_machines:
-        message = f"num_processes={launch.num_processes} does not divide over num_machines={launch.num_machines}"
-        problems.append(Problem(message=message, fix="num_processes counts the ranks of all machines together"))
-    if launch.machine_rank >= launch.num_machines:
-        message = f"machine_rank={launch.machine_rank} does not exist with num_machines={launch.num_machines}"
-        problems.append(Problem(message=message, fix="machines are counted from 0"))
-    if launch.num_machines > 1 and not launch.main_process_ip:
-        problems.append(Problem(message="several machines need the address of the first", fix="--main_process_ip=ADDRESS"))
-    return problems
+    return [*problems, *launch_problems(config[LaunchOptions])]
 
 
 plugin = Core()

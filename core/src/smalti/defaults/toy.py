@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smalti.errors import Problem
@@ -38,9 +39,10 @@ class Toy:
         problems = []
         if model.model_type == "lora":
             problems.append(Problem(message="the toy family has no adapters", where="model_type", fix="--model_type=full"))
-        if model.pretrained_model_name_or_path is not None:
-            where = "pretrained_model_name_or_path"
-            problems.append(Problem(message="the toy family starts from random weights", where=where, fix="leave it out"))
+        start = model.pretrained_model_name_or_path
+        if start is not None and not Path(start).exists():
+            where, fix = "pretrained_model_name_or_path", "a folder or file of safetensors; leave it out for random weights"
+            problems.append(Problem(message=f"there is no {start}", where=where, fix=fix))
         if (options := config[ToyOptions]).toy_width % options.toy_heads:
             message = f"toy_heads={options.toy_heads} does not divide toy_width={options.toy_width}"
             problems.append(Problem(message=message, fix="choose a divisor"))
@@ -57,7 +59,13 @@ def create(config: Config) -> ToyFamily:
 
     options = config[ToyOptions]
     shape = ToyShape(width=options.toy_width, depth=options.toy_depth, heads=options.toy_heads, patch=options.toy_patch)
-    return ToyFamily(shape, objective=objective_of(config, "sample"), sample_shift=options.toy_sample_shift)
+    start = config[ModelOptions].pretrained_model_name_or_path
+    return ToyFamily(
+        shape,
+        objective=objective_of(config, "sample"),
+        sample_shift=options.toy_sample_shift,
+        start=None if start is None else Path(start),
+    )
 
 
 plugin = Toy()

@@ -1,13 +1,62 @@
-"""Finding a model's repeated units from its structure alone: no weights, no memory, no forward pass."""
+"""Finding a model's repeated units from its structure alone: no weights, no memory, no forward pass.
+
+Classes are meant by their bare names, as in the options that name them. Importing this module imports no torch.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, cast
 
-from torch import nn
-
+from smalti.errors import Problem, UserError
 from smalti.types import Block
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockClass:
+    """A class that a model repeats, or that its family names. Counted recursively; parameters that are shared count once.
+
+    `parameters` is what all of its `occurrences` hold together and `share` that part of the model, from 0 to 1; `smallest` and
+    `largest` are what one of them holds. `first` and `last` are the paths of two of them. `named`: the family chose it;
+    `nested`: it occurs only inside suggested blocks, so that it is no unit of its own.
+    """
+
+    class_name: str
+    occurrences: int
+    parameters: int
+    share: float
+    smallest: int
+    largest: int
+    first: str
+    last: str
+    named: bool
+    nested: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Structure:
+    """What a model is made of. Parameters and buffers are counted in elements.
+
+    `classes` come with most parameters first. `suggested` are the classes of the `blocks` that a run takes when nobody names
+    any; the largest of these holds `largest_block` parameters, and `outside` are in none of them. `no_split_modules` is the
+    model's own word, as models of transformers and diffusers have it, and `modules` the names of all classes in the model.
+    """
+
+    parameters: int
+    buffers: int
+    classes: tuple[BlockClass, ...]
+    suggested: tuple[str, ...]
+    blocks: int
+    largest_block: int
+    outside: int
+    no_split_modules: tuple[str, ...]
+    modules: tuple[str, ...]
 
 
 def find_blocks(model: nn.Module, class_names: Sequence[str] = ()) -> list[Block]:
@@ -18,7 +67,7 @@ def find_blocks(model: nn.Module, class_names: Sequence[str] = ()) -> list[Block
     """
     wanted = set(class_names) or _repeated_classes(model)
     found = [
-        Block(path=path, class_name=type(module).__name__, parameters=_count(module))
+        Block(path=path, class_name=type(module).__name__, parameters=_count([module]))
         for path, module in _outermost(model, wanted)
     ]
     if found:
@@ -27,14 +76,88 @@ def find_blocks(model: nn.Module, class_names: Sequence[str] = ()) -> list[Block
     return found
 
 
+def blocks_named(model: nn.Module, class_names: Sequence[str]) -> list[Block]:
+    """`find_blocks` for classes that somebody typed. Raises UserError for one that the model does not have."""
+    problems = unknown_classes(class_names, _classes_in(model))
+    if problems:
+        raise UserError("\n    ".join(problem.message for problem in problems), fix=problems[0].fix)
+    return find_blocks(model, class_names)
+
+
+def unknown_classes(class_names: Iterable[str], known: Collection[str]) -> list[Problem]:
+    """A problem for each name that is none of the `known` classes of a model, with the nearest ones."""
+    problems = []
+    for name in class_names:
+        if name not in known:
+            near = get_close_matches(name, known, n=2)
+            hint = f"did you mean {' or '.join(near)}? " if near else ""
+            fix = f"{hint}the model is made of {', '.join(sorted(known))}"
+            problems.append(Problem(message=f"the model has no part of a class {name!r}", fix=fix))
+    return problems
+
+
+def describe_blocks(model: nn.Module, class_names: Sequence[str] = ()) -> Structure:
+    """Count a model, whose parameters may be on the meta device; `class_names` are those that its family names, if it does."""
+    blocks = find_blocks(model, class_names)
+    chosen = [model.get_submodule(block.path) for block in blocks]
+    inner = {id(part) for block in chosen for part in block.modules() if part is not block}
+    total = _count([model])
+    listed = _repeated_classes(model) | set(class_names)
+    found: dict[str, dict[str, nn.Module]] = {}
+    for path, module in model.named_modules():
+        if path and type(module).__name__ in listed:
+            found.setdefault(type(module).__name__, {})[path] = module
+    classes = [_describe(name, parts, total, name in class_names, inner) for name, parts in found.items()]
+    buffers = {id(buffer): buffer.numel() for buffer in model.buffers()}
+    return Structure(
+        parameters=total,
+        buffers=sum(buffers.values()),
+        classes=tuple(sorted(classes, key=lambda each: (-each.parameters, each.class_name))),
+        suggested=tuple(dict.fromkeys(block.class_name for block in blocks)),
+        blocks=len(blocks),
+        largest_block=max((block.parameters for block in blocks), default=0),
+        outside=total - _count(chosen),
+        no_split_modules=tuple(cast("Iterable[str]", getattr(model, "_no_split_modules", None) or ())),
+        modules=tuple(sorted(_classes_in(model))),
+    )
+
+
+def _describe(name: str, parts: dict[str, nn.Module], total: int, named: bool, inner: set[int]) -> BlockClass:
+    sizes = [_count([part]) for part in parts.values()]
+    parameters = _count(parts.values())
+    paths = list(parts)
+    return BlockClass(
+        class_name=name,
+        occurrences=len(parts),
+        parameters=parameters,
+        share=parameters / total if total else 0.0,
+        smallest=min(sizes),
+        largest=max(sizes),
+        first=paths[0],
+        last=paths[-1],
+        named=named,
+        nested=all(id(part) in inner for part in parts.values()),
+    )
+
+
+def _classes_in(model: nn.Module) -> set[str]:
+    """The classes of all parts of the model, without the model itself and plain containers."""
+    return {type(part).__name__ for part in model.modules() if part is not model} - _CONTAINERS
+
+
+_CONTAINERS = {"ModuleList", "ModuleDict", "Sequential"}
+
+
 def _repeated_classes(model: nn.Module) -> set[str]:
     """Classes of which some container holds at least two, apart from plain layers and containers."""
+    from torch import nn
+
     found = set()
     for module in model.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
             counts = Counter(type(child).__name__ for child in module if next(child.children(), None) is not None)
             found |= {name for name, count in counts.items() if count > 1}
-    return found - {"ModuleList", "Sequential"}
+    return found - _CONTAINERS
 
 
 def _outermost(module: nn.Module, wanted: set[str], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -46,5 +169,6 @@ def _outermost(module: nn.Module, wanted: set[str], prefix: str = "") -> Iterato
             yield from _outermost(child, wanted, path)
 
 
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _count(modules: Iterable[nn.Module]) -> int:
+    """The parameters that these modules hold together."""
+    return sum({parameter: parameter.numel() for module in modules for parameter in module.parameters()}.values())

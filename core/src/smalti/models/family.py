@@ -43,7 +43,10 @@ class Weights(Protocol):
 
 
 class ModelFamily(Protocol):
-    """One architecture with its conditioning, from prompt and picture to prediction and back."""
+    """One architecture with its conditioning, from prompt and picture to prediction and back.
+
+    One whose tokens several ranks can share has a method `context_plan` besides: see `smalti.models.context`.
+    """
 
     name: str
     alignment: int

@@ -14,6 +14,7 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from smalti.diffusion.objective import Objective, build_objective
 from smalti.diffusion.sampling import Sampler, seeded_noise
 from smalti.errors import UserError
+from smalti.models.context import Attention, ContextPlan, Join, Split
 from smalti.models.family import Conditioning, Prediction, SampleRequest, Weights
-from smalti.models.weights import SeededWeights
+from smalti.models.weights import FolderWeights, SeededWeights
 
 _TIME_FEATURES = 128
 
@@ -199,13 +201,22 @@ class ToyFamily:
     """The `ModelFamily` around `ToyTransformer`. Latents are the pixels themselves.
 
     `objective` is what the run trains, so that validation samples the way the model was trained; the default is rectified
-    flow predicting the picture. `sample_shift` is the timestep shift in sampling.
+    flow predicting the picture. `sample_shift` is the timestep shift in sampling. `start` is a folder or file of safetensors
+    with the first weights; None draws them.
     """
 
     name = "toy"
 
-    def __init__(self, shape: ToyShape | None = None, *, objective: Objective | None = None, sample_shift: float = 1.0) -> None:
+    def __init__(
+        self,
+        shape: ToyShape | None = None,
+        *,
+        objective: Objective | None = None,
+        sample_shift: float = 1.0,
+        start: Path | None = None,
+    ) -> None:
         self.shape = shape or ToyShape()
+        self.start = start
         self.objective = objective or build_objective("sample")
         self.prediction: Prediction = self.objective.prediction
         self.alignment = self.shape.patch
@@ -216,7 +227,7 @@ class ToyFamily:
         return ToyTransformer(self.shape)
 
     def weights(self, seed: int) -> Weights:
-        return SeededWeights(self.build_model, seed)
+        return SeededWeights(self.build_model, seed) if self.start is None else FolderWeights(self.start)
 
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
         size, vocabulary = self.shape.max_tokens, self.shape.vocabulary
@@ -251,6 +262,15 @@ class ToyFamily:
 
     def block_classes(self) -> tuple[str, ...]:
         return (ToyBlock.__name__,)
+
+    def context_plan(self, model: nn.Module) -> ContextPlan:
+        """Words and patches are one sequence from the first block to the last."""
+        return ContextPlan(
+            heads=self.shape.heads,
+            splits=(Split(module="blocks.0", tensor="tokens", stream="tokens", dim=1),),
+            attention=(Attention(module="blocks.*", streams=("tokens",)),),
+            joins=(Join(module=f"blocks.{self.shape.depth - 1}", stream="tokens", dim=1),),
+        )
 
     def lora_targets(self) -> tuple[str, ...]:
         return ("attention_in", "attention_out", "mlp_in", "mlp_out")

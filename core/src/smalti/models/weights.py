@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
+from smalti.errors import UserError
 from smalti.models.family import Weights
 
 
@@ -52,6 +56,63 @@ class SeededWeights:
         return self._tensors[name]
 
 
+class FolderWeights:
+    """`Weights` from a folder of safetensors files in the layout of diffusers and transformers, or from one such file.
+
+    Tensors are read one at a time. With an index (`*.safetensors.index.json`) its files count; without one, all files do but
+    those of a variant (`*.fp16.safetensors`). Raises UserError when there is nothing to read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._files = _files_by_name(path)
+        self._path = path
+
+    def names(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def get(self, name: str) -> Tensor:
+        with safe_open(self._files[name], framework="pt") as file:  # opening maps the file and reads its header, no more
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+
+def _files_by_name(path: Path) -> dict[str, Path]:
+    """The file of each tensor."""
+    if path.is_dir() and (indexes := sorted(path.glob("*.safetensors.index.json"))):
+        index = json.loads(indexes[0].read_text(encoding="utf-8"))
+        found = {name: path / file for name, file in index["weight_map"].items()}
+    else:
+        single = path.is_file()
+        files = [path] if single else [each for each in sorted(path.glob("*.safetensors")) if each.name.count(".") == 1]
+        found = {}
+        for each in files:
+            with safe_open(each, framework="pt") as file:
+                found |= dict.fromkeys(file.keys(), each)
+    if missing := sorted({file.name for file in found.values() if not file.is_file()}):
+        raise UserError(f"{path} lacks {', '.join(missing)}, which its index names", fix="copy or download the folder again")
+    if not found:
+        fix = "name a folder that holds *.safetensors files; weights in .bin files are pickles and have to be converted first"
+        raise UserError(f"there are no safetensors weights at {path}", fix=fix)
+    return found
+
+
+def first_weight(weights: Weights, name: str, parameter: Tensor) -> Tensor:
+    """The whole first tensor of a parameter. Raises UserError when the weights have none, or one of another shape."""
+    try:
+        tensor = weights.get(name)
+    except KeyError:
+        raise UserError(f"the weights have no {name}", fix="these are weights of another model, or only a part of it") from None
+    if tensor.shape != parameter.shape:
+        raise UserError(
+            f"{name} is {list(tensor.shape)} in the weights and {list(parameter.shape)} in the model",
+            fix="these are weights of another size or family",
+        )
+    return tensor
+
+
 @torch.no_grad()
 def materialise(model: nn.Module, weights: Weights, device: str) -> nn.Module:
     """The model with every meta parameter replaced by its tensor from `weights`, and everything on `device`.
@@ -65,7 +126,7 @@ def materialise(model: nn.Module, weights: Weights, device: str) -> nn.Module:
             if parameter is None:
                 continue
             if parameter not in made:
-                tensor = weights.get(f"{prefix}.{name}" if prefix else name)
+                tensor = first_weight(weights, f"{prefix}.{name}" if prefix else name, parameter)
                 made[parameter] = nn.Parameter(tensor.to(device), requires_grad=parameter.requires_grad)
             module._parameters[name] = made[parameter]
         for name, buffer in list(module._buffers.items()):

@@ -28,15 +28,16 @@ from smalti.hookspecs import PROJECT, HookSpecs
 from smalti.options import Option, OptionGroup, Schema
 from smalti.plugins import BUILT_IN, PluginInfo, Plugins, Selection, load_plugins
 from smalti.testing.contract import BrokenContract, Contract, expect
-from smalti.types import DistributedPlan, FamilyEntry, Level, MetadataEntry, OptimizerEntry, StorageEntry
+from smalti.types import CacheEntry, DistributedPlan, FamilyEntry, Level, MetadataEntry, OptimizerEntry, StorageEntry
 
-Entry = FamilyEntry | StorageEntry | MetadataEntry | OptimizerEntry
+Entry = FamilyEntry | StorageEntry | MetadataEntry | OptimizerEntry | CacheEntry
 
 REGISTRIES: dict[str, type[Entry]] = {
     "register_model_families": FamilyEntry,
     "register_storage": StorageEntry,
     "register_metadata_backends": MetadataEntry,
     "register_optimizers": OptimizerEntry,
+    "register_caches": CacheEntry,
 }
 HOOKS = frozenset(name for name in vars(HookSpecs) if not name.startswith("_"))
 
@@ -187,7 +188,7 @@ def its_options_are_declared_well(subject: PluginSubject) -> None:
     """Flag, file key, environment name, reference page and web form all come from the declaration.
 
     Each option has a lower_case name, a sentence of help with a full stop, a default that passes its checks and a level that
-    exists. `when` names another option, alone or with "== value".
+    exists. `when` names another option, alone, with "== value" or with "> number".
     """
     schema = schema_of(subject.plugins)
     for group in cast(list[OptionGroup], subject.listed("declare_options")):
@@ -206,7 +207,7 @@ def _wrong_with(option: Option, schema: Schema) -> str:
         return "its help is no sentence with a full stop"
     if option.level not in get_args(Level):
         return f"its level {option.level!r} is none of {', '.join(get_args(Level))}"
-    condition = option.when.partition("==")[0].strip()
+    condition = option.when.partition(" ")[0]
     if condition and condition not in schema.options:
         return f"it says when={option.when!r}, and there is no option {condition!r}"
     return ""
@@ -233,7 +234,8 @@ def what_it_registers_can_be_found_and_imported(subject: PluginSubject) -> None:
         for entry in subject.listed(hook):
             if not isinstance(entry, kind):
                 raise BrokenContract(f"{hook} gave a {type(entry).__name__}, not a {kind.__name__}")
-            expect(_is_word(entry.name), f"{hook}: {entry.name!r} is not in lower case with underscores")
+            word = entry.name.replace("-", "_") if kind is CacheEntry else entry.name  # typed like a command
+            expect(_is_word(word), f"{hook}: {entry.name!r} is not in lower case with underscores")
             expect(bool(entry.title), f"{hook}: {entry.name!r} has no title")
             _import(entry.factory, f"{hook}: {entry.name!r}")
 

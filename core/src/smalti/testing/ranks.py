@@ -106,11 +106,15 @@ class Ranks:
         if not self._ranks:
             self._start()
         order = (function.__module__, function.__qualname__, inspect.getfile(function), arguments, keywords)
-        for rank in self._ranks:
-            rank.line.send(order)
-        results = self._collect(self._seconds)
-        if any(result.error for result in results):
-            self._kill()  # whoever failed has left the others in the middle of something
+        results: list[RankResult] = []
+        try:
+            for rank in self._ranks:
+                rank.line.send(order)
+            results = self._collect(self._seconds)
+        finally:
+            # Whoever failed has left the others in the middle of something; without results, their answers are still to come.
+            if not results or any(result.error for result in results):
+                self._kill()
         return results
 
     def close(self) -> None:

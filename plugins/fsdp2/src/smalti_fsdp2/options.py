@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, ValidationInfo, field_validator
 
-from smalti import Config, Names, OptionGroup, Options, option
+from smalti import Config, Names, Options, option
 
 StateDictType = Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 Precision = Literal["auto", "fp32", "bf16"]
@@ -138,16 +138,28 @@ class ContextOptions(Options):
         accelerate="parallelism_config.parallelism_config_cp_comm_strategy",
     )
 
+    @field_validator("context_parallel_comm_strategy")
+    @classmethod
+    def _alone(cls, value: str, info: ValidationInfo) -> str:
+        """One rank has no strategy: whatever is exported says so."""
+        return value if info.data.get("context_parallel_size", 1) > 1 else "allgather"
 
-GROUPS = (
-    OptionGroup(name="fsdp", title="FSDP", options=FsdpOptions),
-    OptionGroup(name="context", title="Context parallelism", options=ContextOptions),
-)
+
+CONTEXT_ON_CPU = "SMALTI_CONTEXT_PARALLEL_ON_CPU"
+"""Set in the environment, it lets tests split tokens on processors."""
 
 
 def enabled(config: Config) -> bool:
-    """Whether this run is sharded: asked for, or needed by context parallelism and not switched off."""
-    return config[FsdpOptions].fsdp_enable or (splits_context(config) and not _switched_off(config))
+    """Whether this run is sharded: asked for, or needed by context parallelism."""
+    return config[FsdpOptions].fsdp_enable or splits_context(config)
+
+
+def named_classes(config: Config) -> tuple[str, ...]:
+    """The classes that the user named as blocks of a sharded run; empty when they are to be detected, or do not matter."""
+    options = config[FsdpOptions]
+    if not enabled(config) or options.fsdp_auto_wrap_policy != "TRANSFORMER_BASED_WRAP":
+        return ()
+    return options.fsdp_transformer_layer_cls_to_wrap
 
 
 def splits_context(config: Config) -> bool:

@@ -1,0 +1,158 @@
+"""Sharding on two and three processes: what a rank holds, what a step costs, how long a save keeps it waiting.
+
+- share: bytes of parameters, gradients, moments and average on the fullest of three ranks over a third of them all, for a model
+  whose sizes three does not divide.
+- step: forward, backward, clipping and optimizer of the demo's model under FSDP2 over the same under DDP, in the same two
+  processes, turn by turn. Between processes on one machine everything that FSDP2 sends more than DDP costs CPU time.
+- blocked: what an asynchronous save takes from the loop over a synchronous one, under FSDP2 on two processes.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from smalti.config import resolve, schema_of
+from smalti.ema import Ema
+from smalti.models.toy import ToyFamily, ToyShape
+from smalti.optimizers import matrices
+from smalti.parallel import Parallel
+from smalti.plugins import load_plugins
+from smalti.run import build_model, build_optimizer, open_parallel
+from smalti.strategy import choose_distributed
+from smalti.testing import two_processes
+
+if TYPE_CHECKING:
+    from run import Result
+
+UNEVEN = ToyShape(width=196, depth=6, heads=7)
+DEMO = ToyShape()
+BATCH, SIZE = 16, 32
+ROUND, PAIRS = 4, 8
+SAVES = 5
+
+
+def measure() -> list[Result]:
+    from run import paired  # the ranks import this file too, and have no path to that one
+
+    with two_processes(ranks=3, group=False) as three:
+        parts = three.run(bytes_held, 3)
+    share = paired(
+        "shard: bytes on the fullest of three ranks over a third",
+        [max(part for part, _ in parts)],
+        [parts[0][1] / 3],
+        unit="bytes",
+        goal=1.05,
+    )
+    with two_processes(ranks=2, group=False, seconds=600) as two, tempfile.TemporaryDirectory() as folder:
+        times = two.run(step_times)[0]
+        waits = two.run(save_waits, Path(folder))[0]
+    return [
+        share,
+        paired("shard: step under FSDP2 over DDP, two processes", *times, unit="s/step", goal=1.5),
+        paired("shard: blocked, asynchronous save over synchronous", *waits, unit="s", goal=0.1),
+    ]
+
+
+class Subject:
+    """A strategy with its model, optimizer and average on this rank."""
+
+    def __init__(self, ranks: int, shape: ToyShape, *flags: str) -> None:
+        plugins = load_plugins()
+        words = [f"--num_processes={ranks}", "--use_cpu", "--mixed_precision=no", "--accelerate_config=none", *flags]
+        config = resolve(schema_of(plugins), words, environment={})
+        plan = choose_distributed(config, plugins)
+        self.parallel: Parallel = open_parallel(plan, config)
+        self.family = ToyFamily(shape)
+        bare, blocks = build_model(config, plugins, self.family)
+        self.backend = plugins.backend(plan)
+        decayed, weights = matrices(bare), self.family.weights(0)
+        model = self.backend.wrap_model(model=bare, family=self.family, blocks=blocks, parallel=self.parallel, weights=weights)
+        assert model is not None
+        optimizer = build_optimizer(config, plugins, self.parallel, model, decayed)
+        self.model, self.optimizer = self.parallel.bind(model, optimizer)
+        self.ema = Ema(dict(self.parallel.unwrap(self.model).named_parameters()), 0.99)
+        self.pictures = torch.randn(BATCH, 3, SIZE, SIZE)
+
+    def backward(self) -> None:
+        conditioning = self.family.encode_captions(["a face"] * BATCH)
+        with self.parallel.accumulate(last=True):
+            loss = self.family.forward(self.model, self.pictures, torch.full((BATCH,), 500.0), conditioning).square().mean()
+            self.parallel.backward(loss)
+        self.parallel.clip_gradients(1.0)
+
+    def step(self) -> None:
+        self.backward()
+        self.parallel.step()
+
+
+@cache
+def subject(ranks: int, shape: ToyShape, *flags: str) -> Subject:
+    return Subject(ranks, shape, *flags)
+
+
+def bytes_held(ranks: int) -> tuple[int, int]:
+    """Bytes on this rank, and of the whole."""
+    found = subject(ranks, UNEVEN, "--fsdp_enable")
+    found.step()
+    found.backward()
+    parameters = list(found.model.parameters())
+    tensors: list[Tensor] = [*parameters, *(each.grad for each in parameters if each.grad is not None)]
+    tensors += found.ema.shadows.values()
+    tensors += [moment for state in found.optimizer.state.values() for moment in state.values() if moment.ndim]
+    return sum(local(each).nbytes for each in tensors), sum(each.numel() * each.element_size() for each in tensors)
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def step_times() -> tuple[list[float], list[float]]:
+    """Seconds per step, sharded and replicated, round by round."""
+    kinds = subject(2, DEMO, "--fsdp_enable"), subject(2, DEMO)
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(PAIRS + 1):
+        for kind, found in zip(kinds, times, strict=True):
+            begin = time.perf_counter()
+            for _ in range(ROUND):
+                kind.step()
+            found.append((time.perf_counter() - begin) / ROUND)
+    return times[0][1:], times[1][1:]
+
+
+def save_waits(folder: Path) -> tuple[list[float], list[float]]:
+    """Seconds that the loop stands still for an asynchronous and for a synchronous save, pair by pair."""
+    from smalti.checkpoint.background import Saver
+    from smalti.checkpoint.snapshot import Snapshot
+
+    found = subject(2, ToyShape(width=768, depth=6, heads=12), "--fsdp_enable")
+    found.step()
+
+    def write(state: Snapshot, ranks: object) -> object:
+        return found.backend.save_checkpoint(state=state, target=folder, parallel=ranks)
+
+    saver = Saver(write=write, ranks=found.parallel, side=found.parallel.side_channel())  # type: ignore[arg-type]
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(2 * (SAVES + 1)):
+        beside = number % 2 == 0
+        state = found.parallel.portable_state(found.model, found.optimizer)
+        snapshot = Snapshot(step=number, state=state, ema=found.ema.shadows, trainer={"step": number})
+        begin = time.perf_counter()
+        saver.begin(snapshot, at_once=not beside)
+        blocked = time.perf_counter() - begin
+        found.backward()
+        begin = time.perf_counter()
+        saver.release()
+        blocked += time.perf_counter() - begin
+        found.parallel.step()
+        saver.landed(finish=True)
+        times[beside].append(blocked)
+    saver.close()
+    return times[True][1:], times[False][1:]

@@ -1,0 +1,1 @@
+"""Model families for smalti from diffusers."""

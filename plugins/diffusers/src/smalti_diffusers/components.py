@@ -1,0 +1,94 @@
+"""A pipeline's folder in diffusers' layout: what its parts are, their configurations, their weights."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from smalti import UserError
+from smalti.models.weights import FolderWeights
+
+INDEX = "model_index.json"
+_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
+"""What is fetched from the hub: no pickles, no pictures."""
+
+
+def locate(name: str, revision: str | None) -> Path:
+    """The folder of a pipeline: a local one as it is, a hub id by way of the hub's cache.
+
+    Raises UserError when it is neither, or is no pipeline.
+    """
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        path = _fetch(name, revision)
+    if not (path / INDEX).is_file():
+        raise UserError(
+            f"{path} is no pipeline in diffusers' layout: it has no {INDEX}",
+            fix="name the folder that holds model_index.json and the folders of the parts",
+        )
+    return path
+
+
+def _fetch(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_FILES)))
+    except HFValidationError as error:
+        raise UserError(f"{name} is neither a folder nor a hub id", fix="name a folder in diffusers' layout") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        told = str(error).partition("\n")[0]
+        raise UserError(
+            f"{name} is no folder here, and the hub does not give it: {told}",
+            fix="name a local folder; or log in with `hf auth login`, accept the model's terms, and look at the connection",
+        ) from error
+
+
+class Components:
+    """The parts of one pipeline. Nothing is loaded before it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        self.pipeline = str(index["_class_name"])
+        self._classes = {name: value for name, value in index.items() if isinstance(value, list) and value[0] is not None}
+
+    def has(self, part: str) -> bool:
+        return part in self._classes
+
+    def config(self, part: str) -> dict[str, object]:
+        """The configuration of a part, as its file has it."""
+        name = "scheduler_config.json" if part == "scheduler" else "config.json"
+        return cast(dict[str, object], json.loads((self.folder / part / name).read_text(encoding="utf-8")))
+
+    def build(self, part: str) -> nn.Module:
+        """A model of diffusers from its configuration alone, with the weights that its constructor draws."""
+        model = self._class(part).from_config(self.config(part))  # type: ignore[attr-defined]
+        assert isinstance(model, nn.Module)
+        return model
+
+    def weights(self, part: str) -> FolderWeights:
+        return FolderWeights(self.folder / part)
+
+    def load(self, part: str, dtype: torch.dtype | None = None) -> object:
+        """A frozen part with its weights, in eval mode, without gradients; or a tokenizer or scheduler."""
+        extra = {} if dtype is None else {"torch_dtype": dtype}
+        loaded = self._class(part).from_pretrained(self.folder / part, **extra)  # type: ignore[attr-defined]
+        if isinstance(loaded, nn.Module):
+            loaded.requires_grad_(False).eval()
+        return cast(object, loaded)
+
+    def parts(self) -> tuple[str, ...]:
+        return tuple(self._classes)
+
+    def _class(self, part: str) -> type:
+        if part not in self._classes:
+            raise UserError(f"{self.folder} has no {part}", fix=f"it is a {self.pipeline}; is that the right family?")
+        library, name = self._classes[part]
+        return cast(type, getattr(import_module(library), name))

@@ -1,0 +1,106 @@
+"""Flux.1 (Black Forest Labs 2024): rectified flow on packed latents, T5 tokens and picture tokens in one sequence.
+
+Shapes: B batch, latents (B, C, h, w), N = (h / 2) (w / 2) packed tokens of 4 C numbers, L text tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from smalti import Config
+from smalti.models.family import Conditioning, SampleRequest
+from smalti_diffusers.pipeline import PipelineFamily, create
+
+FLAVOURS = {"dev": "black-forest-labs/FLUX.1-dev", "schnell": "black-forest-labs/FLUX.1-schnell"}
+
+
+class Flux(PipelineFamily):
+    name = "flux"
+    pipeline = "FluxPipeline"
+    blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
+    targets = (
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out.0",
+        "add_q_proj",
+        "add_k_proj",
+        "add_v_proj",
+        "to_add_out",
+        "proj_mlp",
+        "proj_out",
+    )
+    patch = 2
+
+    @property
+    def text_length(self) -> int:
+        """512 for dev; schnell was trained on 256, which its T5 tokenizer does not tell."""
+        if self.options.tokenizer_max_length is not None:
+            return self.options.tokenizer_max_length
+        return 512 if self._distilled else 256
+
+    @property
+    def _distilled(self) -> bool:
+        return bool(self.components.config(self.part).get("guidance_embeds"))
+
+    def encode_captions(self, captions: Sequence[str]) -> Conditioning:
+        with torch.no_grad():
+            tokens, pooled, _ = self.frozen.encode_prompt(  # type: ignore[attr-defined]
+                prompt=list(captions), prompt_2=None, device=self._device, max_sequence_length=self.text_length
+            )
+        return {"tokens": tokens, "pooled": pooled}
+
+    def example_conditioning(self, width: int, height: int) -> Conditioning:
+        config = self.components.config(self.part)
+        tokens = torch.empty(1, self.text_length, cast(int, config["joint_attention_dim"]))
+        return {"tokens": tokens, "pooled": torch.empty(1, cast(int, config["pooled_projection_dim"]))}
+
+    def inputs(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> dict[str, object]:
+        height, width = noisy.shape[-2:]
+        tokens = conditioning["tokens"]
+        told = torch.full((len(noisy),), self.options.flux_guidance_value, device=noisy.device)
+        return {
+            "hidden_states": pack(noisy),
+            "timestep": timesteps / 1000,
+            "guidance": told if self._distilled else None,
+            "pooled_projections": conditioning["pooled"],
+            "encoder_hidden_states": tokens,
+            "txt_ids": torch.zeros(tokens.shape[1], 3, device=noisy.device),
+            "img_ids": positions(height // 2, width // 2, noisy.device),
+        }
+
+    def outputs(self, prediction: Tensor, noisy: Tensor) -> Tensor:
+        return unpack(prediction, *noisy.shape[-2:])
+
+    def sampling(self, request: SampleRequest) -> dict[str, object]:
+        return {"max_sequence_length": self.text_length}
+
+
+def pack(latents: Tensor) -> Tensor:
+    """(B, C, h, w) -> (B, N, 4 C): each 2x2 square of latent pixels is one token."""
+    batch, channels, height, width = latents.shape
+    squares = latents.view(batch, channels, height // 2, 2, width // 2, 2)
+    return squares.permute(0, 2, 4, 1, 3, 5).reshape(batch, (height // 2) * (width // 2), 4 * channels)
+
+
+def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
+    """(B, N, 4 C) -> (B, C, h, w)."""
+    batch, _, depth = tokens.shape
+    squares = tokens.view(batch, height // 2, width // 2, depth // 4, 2, 2)
+    return squares.permute(0, 3, 1, 4, 2, 5).reshape(batch, depth // 4, height, width)
+
+
+def positions(rows: int, columns: int, device: torch.device) -> Tensor:
+    """(N, 3): nothing, row and column of every picture token."""
+    row = torch.arange(rows, device=device, dtype=torch.float32)
+    column = torch.arange(columns, device=device, dtype=torch.float32)
+    grid = torch.stack(torch.meshgrid(row, column, indexing="ij"), dim=-1).flatten(0, 1)
+    return torch.cat([torch.zeros(len(grid), 1, device=device), grid], dim=1)
+
+
+def family(config: Config) -> Flux:
+    return cast(Flux, create(Flux, config, FLAVOURS))

@@ -1,0 +1,215 @@
+"""What the families have in common: a pipeline of diffusers around the model that is trained.
+
+Captions are encoded by the pipeline's own `encode_prompt`, and pictures are drawn by the pipeline itself with the trained model
+in it, so that training sees what inference will. A family adds how its model is called.
+
+Shapes: B batch, (B, 3, H, W) pixels, (B, C, h, w) latents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from importlib import import_module
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from smalti import Config
+from smalti.diffusion.step import objective_of
+from smalti.models.family import Conditioning, Prediction, SampleRequest, Weights
+from smalti.models.weights import SeededWeights, without_weights
+from smalti.settings import ModelOptions
+from smalti_diffusers.components import Components, locate
+from smalti_diffusers.options import DiffusersOptions
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class PipelineFamily:
+    """The `ModelFamily` around a diffusers pipeline; a family is a subclass in a file of its own."""
+
+    name: ClassVar[str]
+    pipeline: ClassVar[str]
+    """The pipeline's class in diffusers."""
+    part: ClassVar[str] = "transformer"
+    """Which part of the pipeline is trained."""
+    texts: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3")
+    blocks: ClassVar[tuple[str, ...]]
+    targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    patch: ClassVar[int] = 1
+    """Latent pixels on the edge of one token, or whatever latent sizes have to be multiples of."""
+    vae_in_fp32: ClassVar[bool] = False
+
+    def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
+        self.components = components
+        self.options = options
+        native = self.native_prediction(components.config("scheduler"))
+        self.prediction: Prediction = objective_of(config, native).prediction if config is not None else native
+        self._device = torch.device("cpu")
+
+    # --- what a family may say otherwise ----------------------------------------------------------------------------
+
+    def native_prediction(self, scheduler: dict[str, object]) -> Prediction:
+        """What the model was trained to predict, by its scheduler's configuration."""
+        if "FlowMatch" in str(scheduler.get("_class_name")) or scheduler.get("prediction_type") == "flow_prediction":
+            return "flow_matching"
+        return cast(Prediction, scheduler.get("prediction_type", "epsilon"))
+
+    def inputs(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> dict[str, object]:
+        """What the model is called with, by the names of its arguments."""
+        raise NotImplementedError
+
+    def outputs(self, prediction: Tensor, noisy: Tensor) -> Tensor:
+        """The model's answer in the shape of `noisy`."""
+        return prediction
+
+    # --- the trained model ------------------------------------------------------------------------------------------
+
+    def build_model(self) -> nn.Module:
+        return self.components.build(self.part)
+
+    def weights(self, seed: int) -> Weights:
+        if self.options.init_from_config:
+            return SeededWeights(self.build_model, seed)
+        return self.components.weights(self.part)
+
+    def forward(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
+        prediction: Tensor = model(**self.inputs(noisy, timesteps, conditioning), return_dict=False)[0]
+        return self.outputs(prediction, noisy)
+
+    def block_classes(self) -> tuple[str, ...]:
+        return self.blocks
+
+    def lora_targets(self) -> tuple[str, ...]:
+        return self.targets
+
+    def flops_per_sample(self, width: int, height: int) -> int:
+        """Counted on the meta device, where nothing is computed: matrix products, convolutions and attention."""
+        scale = self.vae_scale
+        channels = cast(int, self.components.config("vae")["latent_channels"])
+        with torch.device("meta"):
+            model = self.build_model()
+            noisy = torch.empty(1, channels, height // scale, width // scale)
+            conditioning = {name: value.to("meta") for name, value in self.example_conditioning(width, height).items()}
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                self.forward(model, noisy, torch.full((1,), 500.0), conditioning)
+        return int(counter.get_total_flops())
+
+    def example_conditioning(self, width: int, height: int) -> Conditioning:
+        """Conditioning of one sample, of the right shapes; its values do not matter."""
+        raise NotImplementedError
+
+    # --- the frozen parts -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def frozen(self) -> object:
+        """The pipeline without the trained model."""
+        cls = getattr(import_module("diffusers"), self.pipeline)
+        parts = {part: self._load(part) for part in self.components.parts() if part != self.part}
+        pipeline = cls(**parts, **{self.part: None})
+        pipeline.set_progress_bar_config(disable=True)
+        return cast(object, pipeline.to(self._device))
+
+    def _load(self, part: str) -> object:
+        if part == "vae":
+            default = torch.float32 if self.vae_in_fp32 or self._device.type == "cpu" else torch.bfloat16
+            return self.components.load(part, _DTYPES.get(self.options.vae_dtype, default))
+        if part in self.texts:
+            default = torch.float32 if self._device.type == "cpu" else torch.bfloat16
+            return self.components.load(part, _DTYPES.get(self.options.text_encoder_dtype, default))
+        return self.components.load(part)
+
+    def to(self, device: str) -> None:
+        self._device = torch.device(device)
+        if "frozen" in self.__dict__:
+            self.frozen.to(self._device)  # type: ignore[attr-defined]
+
+    # --- latents ----------------------------------------------------------------------------------------------------
+
+    @property
+    def vae(self) -> nn.Module:
+        return cast(nn.Module, self.frozen.vae)  # type: ignore[attr-defined]
+
+    @property
+    def vae_scale(self) -> int:
+        """Pixels on the edge of one latent pixel."""
+        config = self.components.config("vae")
+        stages = cast(list[int], config.get("block_out_channels") or config.get("encoder_block_out_channels"))
+        return int(2 ** (len(stages) - 1))
+
+    @property
+    def alignment(self) -> int:
+        return self.vae_scale * self.patch
+
+    def encode_images(self, pixels: Tensor) -> Tensor:
+        vae = self.vae
+        dtype = next(vae.parameters()).dtype
+        encoded = vae.encode(pixels.to(dtype))  # type: ignore[operator]
+        # The mean, not a draw: noise is added by training itself, and a cache could hold one draw only.
+        latents: Tensor = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
+        config = self.components.config("vae")
+        shift, scale = cast(float, config.get("shift_factor") or 0.0), cast(float, config.get("scaling_factor") or 1.0)
+        return (latents.float() - shift) * scale
+
+    def decode_latents(self, latents: Tensor) -> Tensor:
+        config = self.components.config("vae")
+        shift, scale = cast(float, config.get("shift_factor") or 0.0), cast(float, config.get("scaling_factor") or 1.0)
+        vae = self.vae
+        dtype = next(vae.parameters()).dtype
+        pixels: Tensor = vae.decode((latents / scale + shift).to(dtype), return_dict=False)[0]  # type: ignore[operator]
+        return pixels.float().clamp(-1, 1)
+
+    # --- texts ------------------------------------------------------------------------------------------------------
+
+    def encode_captions(self, captions: Sequence[str]) -> Conditioning:
+        raise NotImplementedError
+
+    # --- pictures ---------------------------------------------------------------------------------------------------
+
+    def sample(self, model: nn.Module, request: SampleRequest) -> Tensor:
+        """Pictures by the pipeline itself, with this model in it."""
+        pipeline = cast("Callable[..., object]", self.frozen)
+        setattr(pipeline, self.part, model)
+        try:
+            drawn = pipeline(
+                prompt=list(request.prompts),
+                width=request.width,
+                height=request.height,
+                num_inference_steps=request.steps,
+                guidance_scale=request.guidance,
+                generator=[torch.Generator().manual_seed(seed) for seed in request.seeds],
+                output_type="pt",
+                **self.sampling(request),
+            )
+        finally:
+            setattr(pipeline, self.part, None)
+        pictures: Tensor = drawn.images  # type: ignore[attr-defined]
+        return pictures.float() * 2 - 1
+
+    def sampling(self, request: SampleRequest) -> dict[str, object]:
+        """More arguments for the pipeline."""
+        return {}
+
+
+def create(family: type[PipelineFamily], config: Config, flavours: dict[str, str]) -> PipelineFamily:
+    """The family over the pipeline that the options name: a path or hub id, or a flavour's."""
+    from smalti import UserError
+
+    model = config[ModelOptions]
+    name = model.pretrained_model_name_or_path
+    if name is None:
+        flavour = model.model_flavour or next(iter(flavours))
+        if flavour not in flavours:
+            raise UserError(f"{family.name} has no flavour {flavour!r}", fix=f"one of {', '.join(flavours)}")
+        name = flavours[flavour]
+    options = config[DiffusersOptions]
+    return family(Components(locate(name, options.revision)), options, config)
+
+
+def parameter_count(family: PipelineFamily) -> int:
+    """Of the trained model, without allocating it."""
+    with without_weights():
+        return sum(parameter.numel() for parameter in family.build_model().parameters())

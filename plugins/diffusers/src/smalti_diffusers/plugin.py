@@ -1,0 +1,21 @@
+"""What smalti asks of this package. Imports no torch until a family is chosen."""
+
+from __future__ import annotations
+
+from smalti import FamilyEntry, OptionGroup, hookimpl
+from smalti_diffusers.options import GROUPS
+
+FAMILIES = (FamilyEntry(name="flux", title="Flux.1", factory="smalti_diffusers.flux:family"),)
+
+
+class Diffusers:
+    @hookimpl
+    def declare_options(self) -> list[OptionGroup]:
+        return list(GROUPS)
+
+    @hookimpl
+    def register_model_families(self) -> list[FamilyEntry]:
+        return list(FAMILIES)
+
+
+plugin = Diffusers()

@@ -1,0 +1,83 @@
+"""Whole pipelines of a few hundred thousand parameters in diffusers' layout, tokenizers included, with random weights."""
+
+from pathlib import Path
+from string import printable
+
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5TokenizerFast
+
+LETTERS = sorted(ByteLevel.alphabet())
+
+
+def clip_tokenizer() -> CLIPTokenizer:
+    """One token for each byte."""
+    words = [*LETTERS, *(f"{letter}</w>" for letter in LETTERS), "<|startoftext|>", "<|endoftext|>"]
+    return CLIPTokenizer(vocab={word: number for number, word in enumerate(words)}, merges=[], model_max_length=77)
+
+
+def t5_tokenizer() -> T5TokenizerFast:
+    """One token for each character."""
+    letters = [letter for letter in printable if not letter.isspace()]
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((letter, -3.0) for letter in letters)]
+    return T5TokenizerFast(vocab=pieces, model_max_length=64, extra_ids=0)
+
+
+def clip_config(width: int = 32) -> CLIPTextConfig:
+    return CLIPTextConfig(
+        vocab_size=2 * len(LETTERS) + 2,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=77,
+        projection_dim=width,
+        bos_token_id=2 * len(LETTERS),
+        eos_token_id=2 * len(LETTERS) + 1,
+    )
+
+
+def t5_encoder(width: int = 32) -> T5EncoderModel:
+    return T5EncoderModel(T5Config(vocab_size=100, d_model=width, d_ff=2 * width, d_kv=width // 2, num_heads=2, num_layers=2))
+
+
+def vae(channels: int, **more: object) -> AutoencoderKL:
+    """Pictures shrink to a quarter."""
+    return AutoencoderKL(
+        block_out_channels=(16, 16, 32),
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        layers_per_block=1,
+        latent_channels=channels,
+        norm_num_groups=8,
+        sample_size=64,
+        **more,
+    )
+
+
+def flux(folder: Path, *, guidance: bool = True) -> Path:
+    """Flux.1, dev (told its guidance) or schnell."""
+    torch.manual_seed(0)
+    transformer = FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=16,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        guidance_embeds=guidance,
+        axes_dims_rope=(4, 6, 6),
+    )
+    FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=guidance),
+        vae=vae(4, shift_factor=0.1, scaling_factor=0.4, use_quant_conv=False, use_post_quant_conv=False),
+        text_encoder=CLIPTextModel(clip_config()),
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=t5_encoder(),
+        tokenizer_2=t5_tokenizer(),
+        transformer=transformer,
+    ).save_pretrained(folder)
+    return folder

@@ -1,0 +1,201 @@
+"""What a model is made of, found from its configuration alone and kept for the next time. Imports no torch for what is kept.
+
+An answer is kept under what the user asked: family, path, flavour and all options that may shape a model. It holds for as
+long as its fingerprint does: the versions of the packages that build the model, and the configuration files of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import cast
+
+from pydantic import TypeAdapter
+
+from smalti import Config, FamilyEntry
+from smalti.caches import CacheFile
+from smalti.families import family_entry
+from smalti.models.blocks import Structure, describe_blocks
+from smalti.plugins import GROUP, Plugins
+from smalti.settings import ModelOptions
+
+_log = logging.getLogger(__name__)
+
+Report = Callable[[str], object]
+
+FLAG = "fsdp_transformer_layer_cls_to_wrap"
+CACHE = "fsdp-blocks"
+_LIBRARIES = ("smalti", "torch", "diffusers", "transformers")
+_SHAPELESS = frozenset(
+    ("run", "data", "training", "optimizer", "validation", "checkpoints", "launch", "tracking", "fsdp", "context")
+)
+"""Groups of options that say nothing about the model. All others count, those of plugins too: a family may look at any."""
+_SHAPING = frozenset(("resolution", "resolution_type"))
+"""What counts all the same: a table of positions may be as large as the pictures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Detection:
+    """What was found in a model, and when. `pretrained_model` is the path or hub id that was looked at, if one is known.
+
+    `cached` says that this is an answer from before, which still holds.
+    """
+
+    model_family: str
+    model_flavour: str | None
+    pretrained_model: str | None
+    detected_at: str
+    structure: Structure
+    cached: bool = False
+
+    @property
+    def flag(self) -> str:
+        """What to give to a run to have the suggested classes; empty if nothing repeats."""
+        classes = ",".join(self.structure.suggested)
+        return f"--{FLAG}={classes}" if classes else ""
+
+    def as_json(self) -> dict[str, object]:
+        return {**_adapter().dump_python(self, mode="json"), "flag": self.flag}
+
+    @classmethod
+    def from_json(cls, value: object) -> Detection:
+        """What `as_json` gave. Raises ValueError for anything else."""
+        return _adapter().validate_python(value)
+
+
+@cache
+def _adapter() -> TypeAdapter[Detection]:
+    return TypeAdapter(Detection)
+
+
+def detect(config: Config, plugins: Plugins, *, refresh: bool = False, report: Report = _log.warning) -> Detection:
+    """The structure of the model that this configuration means: as it was found before, or else by building it without weights.
+
+    `refresh` looks anew in any case. `report` is told when the answer cannot be kept. Raises UserError for a family that is not
+    there, and what the family itself raises.
+    """
+    entry = family_entry(config, plugins)
+    if not refresh and (known := detected(config, report=report)) is not None:
+        return known
+    sources = _sources(config, entry)
+    before = _fingerprint(sources)
+    detection = _examine(config, plugins, sources[0] if len(sources) == 1 else None)
+    if _fingerprint(sources) == before:  # else the checkpoint changed meanwhile
+        kept = {"fingerprint": before, "sources": sources, "detection": detection.as_json()}
+        block_cache(report).put(_key(config), kept)
+    return detection
+
+
+def detected(config: Config, *, report: Report = _log.warning) -> Detection | None:
+    """What was found before and still holds, or None. Needs neither torch nor the family."""
+    kept = block_cache(report).get(_key(config))
+    if not isinstance(kept, dict):
+        return None
+    try:
+        if kept["fingerprint"] != _fingerprint(kept["sources"]):
+            return None
+        return replace(Detection.from_json(kept["detection"]), cached=True)
+    except (KeyError, TypeError, ValueError):
+        report(f"what {block_cache(report).place} says of this model cannot be read; looking anew")
+        return None
+
+
+def _examine(config: Config, plugins: Plugins, source: str | None) -> Detection:
+    """Build the model without weights and count it."""
+    from smalti.models.weights import without_weights
+    from smalti.run import find_family
+
+    family = find_family(config, plugins)
+    with without_weights():
+        model = family.build_model()
+    return Detection(
+        model_family=family.name,
+        model_flavour=config[ModelOptions].model_flavour,
+        pretrained_model=source,
+        detected_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        structure=describe_blocks(model, family.block_classes()),
+    )
+
+
+def block_cache(report: Report = _log.warning) -> CacheFile:
+    """Where answers are kept."""
+    return CacheFile(CACHE, report=report)
+
+
+# --- what an answer depends on --------------------------------------------------------------------------------------
+
+
+def _key(config: Config) -> str:
+    """What was asked, for people to read in the file; options are shortened to a digest."""
+    model = config[ModelOptions]
+    owners = {name: option.group.name for name, option in config.schema.options.items()}
+    shaping = {name for name, group in owners.items() if group not in _SHAPELESS} | _SHAPING
+    options = {name: value for name, value in config.changes().items() if name in shaping}
+    family = (model.model_family or "").lower().replace("-", "_")
+    path = model.pretrained_model_name_or_path
+    place = str(Path(path).expanduser().resolve()) if path and Path(path).expanduser().exists() else path
+    digest = _digest(json.dumps({**options, "model_family": family, "pretrained_model_name_or_path": place}, sort_keys=True))
+    return "|".join((family, place or "", model.model_flavour or "", digest))
+
+
+def _sources(config: Config, entry: FamilyEntry) -> list[str]:
+    """The paths and hub ids that the model's configuration may come from; several if the family chooses a flavour itself."""
+    model = config[ModelOptions]
+    if path := model.pretrained_model_name_or_path:
+        local = Path(path).expanduser()
+        return [str(local.resolve()) if local.exists() else path]
+    if model.model_flavour in entry.flavours:
+        return [entry.flavours[cast(str, model.model_flavour)]]
+    return list(entry.flavours.values())
+
+
+def _fingerprint(sources: Sequence[str]) -> str:
+    """Changes whenever the same question might have another answer."""
+    parts = [*_versions(), *(part for source in sources for part in _contents(source))]
+    return _digest(json.dumps(parts))
+
+
+def _versions() -> Iterator[str]:
+    """The libraries and the packages of all plugins: a family may come from any of them."""
+    packages = {entry.dist.name for entry in entry_points(group=GROUP) if entry.dist is not None}
+    for name in sorted({*packages, *_LIBRARIES}):
+        try:
+            yield f"{name} {version(name)}"
+        except PackageNotFoundError:
+            yield f"{name} is not installed"
+
+
+def _contents(source: str) -> Iterator[str]:
+    """What stands for the contents of a checkpoint: its configuration files, or the commit that the hub's cache has of it."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        for file in sorted([*path.glob("model_index.json"), *path.glob("config.json"), *path.glob("*/config.json")]):
+            yield f"{file.relative_to(path)} {_digest(file.read_bytes())}"
+    elif path.is_file():
+        status = path.stat()
+        yield f"{status.st_size} bytes of {status.st_mtime_ns}"
+    else:
+        refs = _hub_cache(os.environ) / f"models--{source.replace('/', '--')}" / "refs"
+        for file in sorted(refs.rglob("*")) if refs.is_dir() else ():
+            if file.is_file():
+                yield f"{file.relative_to(refs)} {file.read_text().strip()}"
+
+
+def _hub_cache(environment: Mapping[str, str]) -> Path:
+    """Where the hub's own library keeps what it has fetched."""
+    if place := environment.get("HF_HUB_CACHE"):
+        return Path(place).expanduser()
+    home = environment.get("HF_HOME") or f"{environment.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    return Path(home).expanduser() / "hub"
+
+
+def _digest(data: str | bytes) -> str:
+    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()[:16]

@@ -1,0 +1,214 @@
+"""What ranks hold: shards and nothing else, frozen parameters too; and in which precision they compute."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smalti import World
+from smalti.checkpoint.portable import capture
+from smalti.checkpoint.reader import load
+from smalti.checkpoint.snapshot import Snapshot
+from smalti.checkpoint.writer import save
+from smalti.models.blocks import find_blocks
+from smalti.models.weights import FolderWeights, SeededWeights, without_weights
+from smalti.ranks import GlooRanks
+from smalti.testing import two_processes
+from smalti_fsdp2.filling import fill
+from smalti_fsdp2.options import FsdpOptions
+from smalti_fsdp2.recomputation import recompute
+from smalti_fsdp2.sharding import shard, shard_mesh
+from smalti_fsdp2.wrapping import units
+
+WIDTH, LAYERS = 1448, 16
+WEIGHTS_MB = LAYERS * WIDTH * WIDTH * 4 / 2**20  # 128
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.weight.dtype)
+        return torch.tanh(tokens @ self.weight)
+
+
+class Net(nn.Module):
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
+        self.last = nn.Linear(width, 3)
+        self.last.weight.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            tokens = layer(tokens)
+        return self.last(tokens * self.scale)
+
+
+@pytest.fixture(scope="module")
+def two():
+    """Two ranks that give memory back when it is freed, so that what they hold can be measured."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+        with two_processes() as ranks:
+            yield ranks
+
+
+def this_rank() -> GlooRanks:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return GlooRanks(world=World(rank=rank, size=size, local_rank=rank, local_size=size), group=dist.group.WORLD)
+
+
+def sharded(width: int, depth: int, weights, *, from_first: bool = False, bf16: bool = False, **options) -> Net:
+    with without_weights():
+        model = Net(width, depth)
+    options = FsdpOptions(**options)
+    blocks = find_blocks(model, ["Layer"])
+    if options.fsdp_activation_checkpointing:
+        recompute(model, blocks, mode=options.fsdp_activation_checkpointing_mode, every=1)
+    mesh = shard_mesh(this_rank().world, None)
+    shard(model, units(model, blocks, options), mesh, options, bf16=bf16)
+    fill(model, weights, this_rank(), on_host=True, from_first=from_first)
+    return model
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def growth(folder: Path, from_first: bool) -> float:
+    """The most memory that building takes on this rank, in MiB, sampled after every tensor."""
+    process, most = psutil.Process(), 0
+
+    class Watched(FolderWeights):
+        def get(self, name):
+            nonlocal most
+            tensor = super().get(name)
+            most = max(most, process.memory_full_info().uss)
+            return tensor
+
+    sharded(6, 3, SeededWeights(lambda: Net(6, 3), 0), from_first=from_first)  # what torch loads the first time
+    before = process.memory_full_info().uss
+    model = sharded(WIDTH, LAYERS, Watched(folder), from_first=from_first)
+    most = max(most, process.memory_full_info().uss)
+    del model
+    return (most - before) / 2**20
+
+
+@pytest.mark.parametrize("from_first", [False, True])
+def test_no_rank_ever_holds_much_more_than_its_half_of_the_weights(two, tmp_path, from_first):
+    save_file({name: tensor.clone() for name, tensor in Net(WIDTH, LAYERS).state_dict().items()}, tmp_path / "w.safetensors")
+    peaks = two.run(growth, tmp_path, from_first)
+    # Half of 128 MiB, and a few tensors of 8 MiB.
+    assert max(peaks) < 0.5 * WEIGHTS_MB + 32
+
+
+# --- frozen parameters ----------------------------------------------------------------------------------------------
+
+
+def train_partly(folder: Path) -> list[str]:
+    """One step with a frozen matrix, saved and read into another model; what is wrong."""
+    weights = SeededWeights(lambda: Net(7, 2), 3)
+    model = sharded(7, 2, weights)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.1)
+    model(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+    state = capture(model, optimizer)
+    path = save(folder, Snapshot(step=1, state=state, trainer={}), this_rank()).path
+    wrong = [] if "last.weight" not in state.moments else ["a frozen matrix has moments"]
+    frozen = state.model["last.weight"]
+    if not isinstance(frozen, DTensor) or not torch.equal(frozen.full_tensor(), weights.get("last.weight")):
+        wrong.append("the frozen matrix is not what it was, or not sharded")
+    if torch.equal(state.model["layers.0.weight"].full_tensor(), weights.get("layers.0.weight")):
+        wrong.append("what trains has not moved")
+    other = sharded(7, 2, SeededWeights(lambda: Net(7, 2), 4))
+    into = capture(other, torch.optim.AdamW([each for each in other.parameters() if each.requires_grad], lr=0.1))
+    load(path, Snapshot(step=0, state=into), this_rank())
+    wrong += [name for name, tensor in into.model.items() if not same(tensor, state.model[name])]
+    return wrong
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    both = [each.full_tensor() if isinstance(each, DTensor) else each for each in (one, other)]
+    return torch.equal(*both)
+
+
+def test_frozen_parameters_are_sharded_and_saved_and_stay_as_they_are(two, tmp_path):
+    assert two.run(train_partly, tmp_path) == [[], []]
+
+
+# --- precision ------------------------------------------------------------------------------------------------------
+
+
+def dtypes(bf16: bool, options: dict[str, str]) -> tuple[set[torch.dtype], torch.dtype, torch.dtype, torch.dtype]:
+    """In which types a layer's weight is gathered, kept, its gradient reduced, and the output given."""
+    model = sharded(6, 3, SeededWeights(lambda: Net(6, 3), 0), bf16=bf16, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+        output = model(torch.ones(2, 6))
+    output.float().sum().backward()
+    weight = model.layers[0].weight
+    return set(model.layers[0].seen), weight.dtype, weight.grad.dtype, output.dtype
+
+
+@pytest.mark.parametrize(
+    ("bf16", "options", "expected"),
+    [
+        (False, {}, (torch.float32, torch.float32, torch.float32)),
+        (True, {}, (torch.bfloat16, torch.float32, torch.bfloat16)),
+        (True, {"fsdp_param_dtype": "fp32"}, (torch.float32, torch.float32, torch.bfloat16)),
+        (True, {"fsdp_output_dtype": "fp32"}, (torch.bfloat16, torch.float32, torch.float32)),
+    ],
+)
+def test_parameters_are_gathered_in_the_type_of_the_run_and_kept_in_fp32(two, bf16, options, expected):
+    gathered, kept, gradient, output = two.run(dtypes, bf16, options)[0]
+    assert (gathered, kept, gradient, output) == ({expected[0]}, torch.float32, expected[1], expected[2])
+
+
+# --- recomputation --------------------------------------------------------------------------------------------------
+
+
+def gradients(options: dict[str, object]) -> tuple[list[list[float]], int]:
+    """Gradients of all that trains, and how often the first layer was computed."""
+    model = sharded(6, 3, SeededWeights(lambda: Net(6, 3), 0), **options)
+    model(torch.linspace(0, 1, 12).view(2, 6)).square().sum().backward()
+    found = [each.grad.full_tensor().flatten().tolist() for each in model.parameters() if each.requires_grad]
+    return found, len(model.layers[0].seen)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputing_computes_a_block_twice_and_changes_no_gradient(two, mode):
+    plain, once = two.run(gradients, {})[0]
+    again, twice = two.run(gradients, {"fsdp_activation_checkpointing": True, "fsdp_activation_checkpointing_mode": mode})[0]
+    assert (once, twice) == (1, 2)
+    assert plain == again
+
+
+# --- meshes ---------------------------------------------------------------------------------------------------------
+
+
+def mesh_of(shard_size: int | None, local_size: int) -> dict[str, int]:
+    rank = dist.get_rank()
+    mesh = shard_mesh(World(rank=rank, size=2, local_size=local_size), shard_size)
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("shard_size", "local_size", "expected"),
+    [
+        (None, 2, {"shard": 2}),
+        (None, 1, {"replicate": 2, "shard": 1}),
+        (2, 1, {"shard": 2}),
+        (1, 2, {"replicate": 2, "shard": 1}),
+    ],
+)
+def test_a_copy_is_shared_by_one_machine_unless_told_otherwise(two, shard_size, local_size, expected):
+    assert two.run(mesh_of, shard_size, local_size)[0] == expected

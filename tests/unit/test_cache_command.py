@@ -1,0 +1,177 @@
+"""What plugins keep between runs: one file that many processes share, listed and cleared by name."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from smalti.caches import CacheFile, clear_cache, list_caches
+from smalti.cli import main
+from smalti.errors import UserError
+from smalti.types import Cleared
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    return tmp_path / "caches" / "smalti"
+
+
+@pytest.fixture
+def notes() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def kept(notes) -> CacheFile:
+    return CacheFile("attic", report=notes.append)
+
+
+@pytest.fixture
+def attic(monkeypatch, tmp_path):
+    """An installed plugin that keeps things in two caches."""
+    info = tmp_path / "site" / "smalti_attic-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: smalti-attic\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[smalti.plugins]\nattic = smalti_attic:plugin\n")
+    (tmp_path / "site" / "smalti_attic.py").write_text(
+        "import smalti\n"
+        "from smalti.caches import CacheFile\n"
+        "class Attic:\n"
+        "    @smalti.hookimpl\n"
+        "    def register_caches(self):\n"
+        "        return [entry('old'), entry('new')]\n"
+        "def entry(n):\n"
+        "    return smalti.CacheEntry(name=f'attic-{n}', title=f'{n} things', factory=f'smalti_attic:{n}')\n"
+        "def old():\n"
+        "    return CacheFile('attic')\n"
+        "def new():\n"
+        "    return CacheFile('attic-new')\n"
+        "plugin = Attic()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setenv("SMALTI_PLUGINS", "attic")
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            main(["cache", *words])
+        captured = capsys.readouterr()
+        return int(left.value.code), captured.out, captured.err
+
+    return call
+
+
+# --- the file -------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_put_is_there_for_every_process(kept):
+    kept.put("one", {"n": 1})
+    kept.put("two", [2])
+    other = CacheFile("attic")
+    assert (other.get("one"), other.get("two"), other.get("three"), other.entries()) == ({"n": 1}, [2], None, 2)
+
+
+def test_looking_makes_nothing(kept, home):
+    assert (kept.get("one"), kept.entries(), kept.size(), kept.clear()) == (None, 0, 0, Cleared(count=0, bytes=0))
+    assert not home.exists()
+
+
+def test_processes_that_write_at_the_same_time_lose_nothing(kept):
+    code = (
+        "import sys\nfrom smalti.caches import CacheFile\nfor n in range(25): CacheFile('attic').put(f'{sys.argv[1]}-{n}', n)"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", code, name]) for name in "abc"]
+    assert [process.wait(60) for process in processes] == [0, 0, 0]
+    assert kept.entries() == 75
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "entries": []}', '{"format": 99, "entries": {}}', "\x00"]
+)
+def test_a_broken_file_is_told_and_replaced(kept, notes, text):
+    kept.put("one", 1)
+    kept.path.write_text(text)
+    assert (kept.get("one"), len(notes), "is broken and will be replaced" in notes[0]) == (None, 1, True)
+    kept.put("two", 2)
+    assert (kept.get("two"), len(notes)) == (2, 1)
+
+
+def test_a_folder_that_cannot_be_written_is_told_and_stops_nobody(kept, notes, home):
+    home.parent.write_text("a file where the folder should be")
+    kept.put("one", 1)
+    assert (kept.get("one"), kept.entries()) == (None, 0)
+    assert "not kept for the next time" in notes[0]
+
+
+def test_clearing_takes_the_entries_and_tells_their_bytes(kept):
+    kept.put("one", 1)
+    size = kept.size()
+    assert (kept.clear(), kept.entries(), kept.path.exists()) == (Cleared(count=1, bytes=size), 0, False)
+
+
+def test_a_file_in_which_something_else_is_can_be_cleared(kept):
+    kept.put("one", 1)
+    kept.path.write_text("{")
+    assert kept.clear() == Cleared(count=0, bytes=1)
+
+
+# --- all of them ----------------------------------------------------------------------------------------------------
+
+
+def test_every_cache_is_listed_with_its_place_and_size(attic, run, kept):
+    kept.put("one", 1)
+    listed = json.loads(run("ls", "--json")[1])["caches"]
+    place = kept.place.replace("attic.json", "attic-new.json")
+    assert listed == [
+        {"name": "attic-new", "title": "new things", "place": place, "entries": 0, "bytes": 0},
+        {"name": "attic-old", "title": "old things", "place": kept.place, "entries": 1, "bytes": kept.size()},
+    ]
+    assert [line.split()[:2] for line in run("ls")[1].splitlines()[1:]] == [["attic-new", "0"], ["attic-old", "1"]]
+
+
+@pytest.mark.parametrize("name", ["attic-old", "Attic_Old"])
+def test_a_cache_is_cleared_by_its_name(attic, run, kept, name):
+    kept.put("one", 1)
+    size = kept.size()
+    code, out, _ = run("clear", name, "--yes")
+    assert (code, out) == (0, f"{kept.place}: 1 entry ({size} B) cleared\n")
+    assert run("clear", name)[1] == f"{kept.place}: nothing to clear\n"
+
+
+def test_an_unknown_cache_gets_the_nearest_ones(attic, run):
+    assert run("clear", "atic-old")[::2] == (
+        2,
+        "smalti: error: unknown cache 'atic-old'\n  fix: did you mean attic-old? caches: attic-new, attic-old\n",
+    )
+
+
+def test_a_cache_of_a_package_that_is_not_installed_names_it(run, monkeypatch):
+    monkeypatch.setenv("SMALTI_WITHOUT", "all")
+    code, _, errors = run("clear", "fsdp-blocks")
+    assert (code, "pip install smalti-fsdp2" in errors) == (4, True)
+
+
+def test_without_any_cache_the_list_is_empty(run, monkeypatch):
+    monkeypatch.setenv("SMALTI_WITHOUT", "all")
+    assert json.loads(run("ls", "--json")[1]) == {"caches": []}
+
+
+def test_a_page_can_list_and_clear_without_the_command_line(plugins):
+    assert list_caches(plugins) == []
+    with pytest.raises(UserError, match="unknown cache 'attic'"):
+        clear_cache(plugins, "attic")
+
+
+def test_nobody_is_asked_where_nobody_can_answer(attic, kept, tmp_path):
+    kept.put("one", 1)
+    path = os.pathsep.join(filter(None, (str(tmp_path / "site"), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "smalti", "cache", "clear", "attic-old"]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}, capture_output=True, timeout=60
+    )
+    assert (done.returncode, kept.entries()) == (0, 0)

@@ -1,0 +1,101 @@
+"""What a plugin can make of an Accelerate YAML beyond keys that are the values of options."""
+
+import pytest
+
+from smalti.acceleratefile import merge, uncovered
+from smalti.config import resolve
+from smalti.errors import ConfigError, Problem
+from smalti.options import OptionGroup, Options, Schema, Translation, option
+from smalti.settings import GROUPS
+
+
+class Glaze(Options):
+    glaze_enable: bool = option(False, help="Glaze.", accelerate="distributed_type=FSDP")
+    glaze_coats: int = option(1, help="Coats.", accelerate="glaze_config.coats", ge=1)
+    glaze_shine: bool = option(False, help="Shine.")
+
+
+def translate(values) -> Translation:
+    section = values.get("glaze_config", {})
+    return Translation(
+        values={
+            **({"glaze_shine": ("glaze_config.finish", section["finish"] == "gloss")} if "finish" in section else {}),
+            **({"glaze_coats": ("glaze_config.coats", None)} if section.get("coats") == 0 else {}),
+        },
+        notices=[("glaze_config.colour", "has no effect: tiles have their own")] if "colour" in section else [],
+        problems=[Problem(message="cannot be dry", where="glaze_config.water", fix="water: true")]
+        if "water" in section
+        else [],
+    )
+
+
+SCHEMA = Schema((*GROUPS, OptionGroup(name="glaze", title="Glaze", options=Glaze, translate=translate)))
+
+
+@pytest.fixture
+def read(write):
+    def give(section: str, *flags: str, kind: str = "MULTI_GPU"):
+        path = write("user.yaml", f"distributed_type: {kind}\nglaze_config: {section}\n")
+        return resolve(SCHEMA, ("--accelerate_config", str(path), *flags), environment={})
+
+    return give
+
+
+def test_a_translation_gives_options_with_the_place_of_the_key_that_stands_for_them(read, tmp_path):
+    config = read("{finish: gloss, coats: 3}")
+    assert (config[Glaze].glaze_shine, config[Glaze].glaze_coats) == (True, 3)
+    assert config.source("glaze_shine") == f"Accelerate YAML (glaze_config.finish in {tmp_path / 'user.yaml'})"
+
+
+def test_flags_go_before_a_translation(read, tmp_path):
+    config = read("{finish: gloss}", "--no_glaze_shine")
+    assert config[Glaze].glaze_shine is False
+    assert config.notices == (
+        f"glaze_shine: 'false' from --no_glaze_shine wins over True from glaze_config.finish in {tmp_path / 'user.yaml'}",
+    )
+
+
+def test_a_translation_can_leave_an_option_open_that_its_key_would_give(read):
+    assert read("{coats: 0}").source("glaze_coats") == "default"
+
+
+def test_remarks_and_problems_are_told_with_their_file(read, tmp_path):
+    path = tmp_path / "user.yaml"
+    assert read("{colour: red}").notices == (f"glaze_config.colour in {path} has no effect: tiles have their own",)
+    with pytest.raises(ConfigError, match=r"glaze_config\.water in .*user\.yaml: cannot be dry"):
+        read("{water: no}")
+
+
+def test_a_section_that_is_no_table_is_refused(read):
+    with pytest.raises(ConfigError, match="glaze_config is a str, not a table of settings"):
+        read("thick")
+
+
+def test_a_strategy_that_is_on_excludes_one_whose_plugin_is_missing(read):
+    with pytest.raises(ConfigError, match=r"FSDP and DeepSpeed cannot be enabled simultaneously\."):
+        read("{}", "--glaze_enable", kind="DEEPSPEED")
+    with pytest.raises(ConfigError) as off:
+        read("{}", kind="DEEPSPEED")
+    assert "simultaneously" not in str(off.value)
+
+
+def test_none_takes_a_key_out_of_a_merged_file_and_leaves_no_trace_where_there_was_none():
+    assert merge({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": None}, "d": None, "e": {"f": None, "g": 4}}) == {
+        "a": {"c": 2},
+        "e": {"g": 4},
+    }
+
+
+def test_what_no_option_can_say_is_told_apart_from_what_says_nothing():
+    values = {
+        "distributed_type": "MULTI_GPU",
+        "glaze_config": {"coats": 2},
+        "gpu_ids": "1,2",
+        "rdzv_backend": "static",
+        "debug": True,
+        "tpu_env": [],
+        "same_network": False,
+        "num_processes": 2,
+    }
+    assert uncovered(values, SCHEMA) == {"gpu_ids": "1,2", "debug": True}
+    assert uncovered({**values, "num_machines": 2}, SCHEMA)["same_network"] is False
