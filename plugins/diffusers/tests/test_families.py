@@ -142,8 +142,6 @@ def test_latents_are_decoded_as_the_pipeline_does(drawn):
     torch.testing.assert_close(pixels, drawn.pictures, atol=1e-5, rtol=0)
 
 
-
-
 def test_an_empty_caption_of_sana_has_no_instruction_before_it(family_of):
     family = family_of("sana")
     together, alone = family.encode_captions(["a fox", ""]), family.encode_captions(["a fox"])

@@ -20,6 +20,7 @@ from diffusers import (
     StableDiffusion3Pipeline,
 )
 from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
@@ -50,9 +51,12 @@ def t5_tokenizer() -> T5TokenizerFast:
 
 
 def gemma_tokenizer() -> GemmaTokenizer:
-    """One token for each character."""
+    """One token for each character, after one for the beginning."""
     pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *(letter for letter in printable if letter != " ")]
-    return GemmaTokenizer(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[], model_max_length=2048)
+    tokenizer = GemmaTokenizer(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[], model_max_length=2048)
+    beginning = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", pieces.index("<bos>"))])
+    tokenizer.backend_tokenizer.post_processor = beginning
+    return tokenizer
 
 
 def clip_config(width: int = 32) -> CLIPTextConfig:
