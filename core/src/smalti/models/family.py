@@ -56,7 +56,8 @@ class ModelFamily(Protocol):
     """What the model predicts unless `--prediction_type` says otherwise."""
 
     def build_model(self) -> nn.Module:
-        """The trainable model. Called with parameters on the meta device; buffers are real. Must be cheap.
+        """The trainable model. Called with parameters on the meta device; buffers are real, but for large ones that
+        `weights` has. Must be cheap.
 
         A model with a method `enable_gradient_checkpointing` supports `--gradient_checkpointing`.
         """

@@ -33,14 +33,14 @@ class PipelineFamily:
     """The `ModelFamily` around a diffusers pipeline; a family is a subclass in a file of its own."""
 
     name: ClassVar[str]
-    pipeline: ClassVar[str]
+    pipeline: str
     """The pipeline's class in diffusers."""
     part: ClassVar[str] = "transformer"
     """Which part of the pipeline is trained."""
     texts: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3")
     blocks: ClassVar[tuple[str, ...]]
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
-    patch: ClassVar[int] = 1
+    patch: int = 1
     """Latent pixels on the edge of one token, or whatever latent sizes have to be multiples of."""
     vae_in_fp32: ClassVar[bool] = False
 

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from smalti import Config, UserError
-from smalti.models.family import Conditioning, SampleRequest
+from smalti.models.family import Conditioning, SampleRequest, Weights
+from smalti.models.weights import SeededWeights
 from smalti_diffusers.components import Components
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily, create
@@ -39,6 +40,17 @@ class StableDiffusion3(PipelineFamily):
                 f"{components.folder} has no text_encoder_3, the T5 encoder",
                 fix="name a pipeline with all three text encoders",
             )
+
+    def build_model(self) -> nn.Module:
+        """With its table of positions on the meta device, too.
+
+        The weights have that table, and 3.5 Medium would need 4 GB for a moment on every rank to compute it.
+        """
+        with torch.device("meta"):
+            return super().build_model()
+
+    def weights(self, seed: int) -> Weights:
+        return SeededWeights(super().build_model, seed) if self.options.init_from_config else super().weights(seed)
 
     @property
     def text_length(self) -> int:
