@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from smalti.config import resolve, schema_of
 from smalti.ema import Ema
 from smalti.models.toy import ToyFamily, ToyShape
+from smalti.optimizers import matrices
 from smalti.parallel import Parallel
 from smalti.plugins import load_plugins
 from smalti.run import build_model, build_optimizer, open_parallel
@@ -72,10 +73,10 @@ class Subject:
         self.family = ToyFamily(shape)
         bare, blocks = build_model(config, plugins, self.family)
         self.backend = plugins.backend(plan)
-        weights = self.family.weights(0)
+        decayed, weights = matrices(bare), self.family.weights(0)
         model = self.backend.wrap_model(model=bare, blocks=blocks, parallel=self.parallel, weights=weights)
         assert model is not None
-        optimizer = build_optimizer(config, plugins, self.parallel, model)
+        optimizer = build_optimizer(config, plugins, self.parallel, model, decayed)
         self.model, self.optimizer = self.parallel.bind(model, optimizer)
         self.ema = Ema(dict(self.parallel.unwrap(self.model).named_parameters()), 0.99)
         self.pictures = torch.randn(BATCH, 3, SIZE, SIZE)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -20,7 +21,6 @@ from smalti.workers import end_tree
 
 from .subject import Report
 
-STEPS = 40
 OPTIONS = (
     "--model_family=toy",
     "--toy_width=32",
@@ -49,7 +49,7 @@ def pictures(place: Path) -> Path:
     return folder
 
 
-def start(place: Path, name: str, ranks: int, steps: int = STEPS) -> subprocess.Popen[bytes]:
+def start(place: Path, name: str, ranks: int, steps: int) -> subprocess.Popen[bytes]:
     words = [f"--instance_data_dir={pictures(place)}", f"--output_dir={place / name}", f"--max_train_steps={steps}"]
     words += [f"--num_processes={ranks}", f"--train_batch_size={4 // ranks}", "--without=plot"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(place / "hf")}
@@ -72,20 +72,30 @@ def tensors(place: Path, name: str) -> dict[str, torch.Tensor]:
 
 def resumed(chance: Random, place: Path) -> Report:
     """A8: killed with everything below it at random moments, and started again until done: bit for bit the undisturbed run."""
-    report, ranks = Report(), chance.choice((1, 1, 2))
-    report.expect(start(place, "whole", ranks).wait(300) == 0, "the undisturbed run fails")
+    return _resumed(place, chance.choice((1, 1, 2)), kills=12, delay=lambda: chance.uniform(0, 1.5))
+
+
+def resumed_once(chance: Random, place: Path) -> Report:
+    """A8 in short: one rank, killed once."""
+    return _resumed(place, 1, kills=1, delay=lambda: chance.uniform(0, 0.1), steps=20)
+
+
+def _resumed(place: Path, ranks: int, *, kills: int, delay: Callable[[], float], steps: int = 40) -> Report:
+    """Each kill comes a `delay` after the first checkpoint of a start."""
+    report = Report()
+    report.expect(start(place, "whole", ranks, steps).wait(300) == 0, "the undisturbed run fails")
     while True:
-        process = start(place, "killed", ranks)
+        process = start(place, "killed", ranks, steps)
         wait_for_saves(place / "killed", process)
         try:
-            code = process.wait(chance.uniform(0, 1.5))
+            code = process.wait(delay())
         except subprocess.TimeoutExpired:
             end_tree(process.pid)
             process.wait()
             report.faults += 1
-            if report.faults < 12:
+            if report.faults < kills:
                 continue
-            code = start(place, "killed", ranks).wait(300)
+            code = start(place, "killed", ranks, steps).wait(300)
         report.expect(code == 0, f"a resumed run on {ranks} ranks ends with {code}: {tail(place, 'killed')}")
         break
     expected, found = tensors(place, "whole"), tensors(place, "killed")
@@ -110,9 +120,17 @@ def tail(place: Path, name: str) -> str:
 
 def stopped(chance: Random, place: Path) -> Report:
     """A9: SIGTERM or SIGINT, once or twice, at a random moment: a whole checkpoint, the right exit code, nobody left."""
-    report, ranks = Report(), chance.choice((1, 2))
-    number = chance.choice((signal.SIGTERM, signal.SIGINT))
-    twice = chance.random() < 0.4
+    ranks, number = chance.choice((1, 2)), chance.choice((signal.SIGTERM, signal.SIGINT))
+    return _stopped(chance, place, ranks, number, twice=chance.random() < 0.4)
+
+
+def stopped_once(chance: Random, place: Path) -> Report:
+    """A9 in short: one rank, one SIGTERM."""
+    return _stopped(chance, place, 1, signal.SIGTERM, twice=False)
+
+
+def _stopped(chance: Random, place: Path, ranks: int, number: signal.Signals, *, twice: bool) -> Report:
+    report = Report()
     process = start(place, "run", ranks, steps=100_000)
     wait_for_saves(place / "run", process)
     time.sleep(chance.uniform(0, 0.5))

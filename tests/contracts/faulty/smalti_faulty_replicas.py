@@ -52,6 +52,11 @@ class Amnesiac(Replicas):
         super().load_portable_state(model, optimizer, state)
 
 
+class Crowded(Replicas):
+    def alone(self):
+        return self
+
+
 class Prefixed(Replicas):
     def portable_state(self, model, optimizer):
         state = capture(self.unwrap(model), optimizer)

@@ -31,6 +31,7 @@ from smalti.checkpoint.writer import save
 from smalti.config import Config, resolve, schema_of
 from smalti.hookspecs import HookSpecs
 from smalti.models.weights import materialise
+from smalti.optimizers import matrices
 from smalti.parallel import Parallel, PortableState
 from smalti.plugins import BUILT_IN, Plugins, Selection, load_plugins
 from smalti.run import build_model, build_optimizer, open_parallel
@@ -38,7 +39,7 @@ from smalti.strategy import choose_distributed
 from smalti.testing.contract import Contract, expect
 from smalti.testing.ranks import Ranks, two_processes
 from smalti.testing.tiny import TinyFamily
-from smalti.types import DistributedPlan, World
+from smalti.types import Checkpoint, DistributedPlan, World
 
 FLAGS = ("--mixed_precision=no", "--use_cpu", "--learning_rate=0.01", "--adam_epsilon=1e-3", "--accelerate_config=none")
 """A large epsilon, because Adam makes a whole step of a rounding error in a gradient that is nearly zero."""
@@ -116,7 +117,7 @@ class StrategySubject:
     def fresh_reference(self, seed: int = SEED) -> Reference:
         model = materialise(build_model(self.config, self.plugins, self.family)[0], self.family.weights(seed), "cpu")
         alone = load_plugins(Selection(without=("all",)))
-        optimizer = build_optimizer(self.config, alone, _Unwrapped(), model)  # type: ignore[arg-type]
+        optimizer = build_optimizer(self.config, alone, _Unwrapped(), model, matrices(model))  # type: ignore[arg-type]
         return Reference(model, optimizer, self.family)
 
     def step(self, number: int, *, limit: float = 0.0) -> float:
@@ -184,11 +185,12 @@ def open_strategy(name: str, flags: tuple[str, ...], ranks: int) -> StrategySubj
     family = TinyFamily()
     family.to(parallel.world.device)
     bare, blocks = build_model(config, plugins, family)
+    decayed = matrices(bare)
     backend = plugins.backend(plan)
     model = backend.wrap_model(model=bare, blocks=blocks, parallel=parallel, weights=family.weights(SEED))
     expect(model is not None, f"wrap_model of {plan.name!r} gave no model: it is the chosen backend, so it must")
     assert model is not None
-    model, optimizer = parallel.bind(model, build_optimizer(config, plugins, parallel, model))
+    model, optimizer = parallel.bind(model, build_optimizer(config, plugins, parallel, model, decayed))
     model.train()
     first = {name: whole_tensor(tensor) for name, tensor in parallel.portable_state(model, optimizer).model.items()}
     return StrategySubject(name, config, plugins, plan, parallel, backend, family, model, optimizer, first)
@@ -376,13 +378,19 @@ def a_state_that_is_put_back_goes_on_bit_for_bit(subject: StrategySubject) -> No
     _equal(wanted, subject.whole(), "after the same steps again, different:")
 
 
+def _save(subject: StrategySubject, snapshot: Snapshot) -> Checkpoint:
+    where, parallel, config = subject.folder, subject.parallel, subject.config
+    written = subject.backend.save_checkpoint(state=snapshot, target=where, parallel=parallel, config=config)
+    assert written is not None, "the core's own answer comes last"
+    return written
+
+
 @STRATEGY.check
 def a_checkpoint_comes_back_bit_for_bit(subject: StrategySubject) -> None:
     """What `save_checkpoint` writes on all ranks together, `load_checkpoint` reads back, into the same state."""
     subject.step(49)
     snapshot = _snapshot(subject.state(), 50)
-    written = subject.backend.save_checkpoint(state=snapshot, target=subject.folder, parallel=subject.parallel)
-    assert written is not None
+    written = _save(subject, snapshot)
     told = subject.parallel.share(str(written.path))
     expect(len(set(told)) == 1, f"the ranks have written to {told}")
     wanted = subject.whole()
@@ -394,12 +402,35 @@ def a_checkpoint_comes_back_bit_for_bit(subject: StrategySubject) -> None:
 
 
 @STRATEGY.check
+def a_rank_that_saves_alone_has_the_whole_state(subject: StrategySubject) -> None:
+    """When the other ranks are lost, one saves without them, if `alone()` gives it the words of a single process for that.
+
+    Give None where a rank holds only a share of the state. Else `portable_state` must wait for nobody, and hold no DTensor.
+    """
+    subject.step(54)
+    alone, wanted, world = subject.parallel.alone(), subject.whole(), subject.parallel.world
+    told = subject.parallel.share("alone" if alone is not None else "together")
+    expect(len(set(told)) == 1, f"alone() gave the ranks {list(told)}")
+    if alone is None:
+        return
+    expect(
+        alone.world.size == 1 and alone.world.is_main, f"alone, a rank is still rank {alone.world.rank} of {alone.world.size}"
+    )
+    if world.rank == world.size - 1:
+        done = save(subject.folder, _snapshot(subject.state(), 55), alone)
+        reference = subject.fresh_reference(seed=8)
+        into = _snapshot(capture(reference.model, reference.optimizer), 0)
+        load(done.path, into, Alone())  # type: ignore[arg-type]
+        _equal(wanted, whole_state(into.state), "in what one rank saved, different:")
+    subject.parallel.barrier()
+
+
+@STRATEGY.check
 def one_process_reads_its_checkpoints(subject: StrategySubject) -> None:
     """A run on many ranks is continued on one, or exported: the checkpoint holds whole tensors under the family's names."""
     subject.step(59)
     snapshot = _snapshot(subject.state(), 60)
-    written = subject.backend.save_checkpoint(state=snapshot, target=subject.folder, parallel=subject.parallel)
-    assert written is not None
+    written = _save(subject, snapshot)
     wanted, reference = subject.whole(), subject.fresh_reference(seed=8)
     into = _snapshot(capture(reference.model, reference.optimizer), 0)
     load(written.path, into, Alone())  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from smalti import Config, Problem
-from smalti.settings import LaunchOptions
+from smalti.settings import LaunchOptions, TrainingOptions
 from smalti_fsdp2.options import ContextOptions, FsdpOptions, context_without_fsdp2, enabled, named_classes
 
 
@@ -16,7 +16,7 @@ def problems(config: Config) -> list[Problem]:
         return [Problem(message="Context parallelism requires FSDP2.", where=config.source("context_parallel_size"), fix=fix)]
     if not enabled(config):
         return []
-    return [*_sizes(config), *_classes(config)]
+    return [*_sizes(config), *_classes(config), *_beyond_version1(config)]
 
 
 def _sizes(config: Config) -> list[Problem]:
@@ -47,3 +47,30 @@ def _classes(config: Config) -> list[Problem]:
     known = detected(config)
     found = unknown_classes(names, known.structure.modules) if known is not None else []
     return [replace(problem, where=config.source(FLAG)) for problem in found]
+
+
+def _beyond_version1(config: Config) -> list[Problem]:
+    """What version 2 does and version 1 does not."""
+    options, training, launch = config[FsdpOptions], config[TrainingOptions], config[LaunchOptions]
+    if options.fsdp_version != 1:
+        return []
+    in_bf16 = options.fsdp_param_dtype == "bf16" or (options.fsdp_param_dtype == "auto" and training.mixed_precision == "bf16")
+    sharing = options.fsdp_shard_size or launch.num_processes // launch.num_machines
+    found = (
+        ("use_ema", training.use_ema, "FSDP 1 leaves flat slices of parameters, whose average no other strategy could read"),
+        (
+            "fsdp_shard_size",
+            sharing == 1 < launch.num_processes,
+            "FSDP 1 does not average gradients over copies that are not cut",
+        ),
+        ("fsdp_forward_prefetch", options.fsdp_forward_prefetch > 1, "FSDP 1 gathers no more than one block ahead"),
+        ("fsdp_backward_prefetch", options.fsdp_backward_prefetch > 1, "FSDP 1 gathers no more than one block ahead"),
+        ("fsdp_output_dtype", options.fsdp_output_dtype != "auto", "FSDP 1 leaves the type of the output"),
+        (
+            "gradient_accumulation_steps",
+            training.gradient_accumulation_steps > 1 and options.fsdp_cpu_offload and in_bf16,
+            "FSDP 1 with fsdp_cpu_offload adds up the gradients of micro-batches in bf16",
+        ),
+    )
+    fix = "--fsdp_version=2, which reads the same options and checkpoints"
+    return [Problem(message=message, where=config.source(name), fix=fix) for name, wrong, message in found if wrong]
