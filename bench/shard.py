@@ -74,7 +74,7 @@ class Subject:
         bare, blocks = build_model(config, plugins, self.family)
         self.backend = plugins.backend(plan)
         decayed, weights = matrices(bare), self.family.weights(0)
-        model = self.backend.wrap_model(model=bare, blocks=blocks, parallel=self.parallel, weights=weights)
+        model = self.backend.wrap_model(model=bare, family=self.family, blocks=blocks, parallel=self.parallel, weights=weights)
         assert model is not None
         optimizer = build_optimizer(config, plugins, self.parallel, model, decayed)
         self.model, self.optimizer = self.parallel.bind(model, optimizer)

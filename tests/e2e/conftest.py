@@ -161,10 +161,12 @@ class Started:
 def train(pictures):
     """Start a run and wait for its end: train(directory, option=value, ..., spoil="nan:1:3")."""
 
-    def start(directory: Path, *, spoil: str = "", tracker: str = "", probe: bool = True, **options) -> Finished:
+    def start(
+        directory: Path, *, spoil: str = "", tracker: str = "", probe: bool = True, variables: dict | None = None, **options
+    ) -> Finished:
         finished = subprocess.run(
             command(pictures, directory, **options),
-            env=environment(directory, probe=probe, PROBE_SPOIL=spoil, PROBE_TRACKER=tracker),
+            env=environment(directory, probe=probe, PROBE_SPOIL=spoil, PROBE_TRACKER=tracker, **(variables or {})),
             capture_output=True,
             text=True,
             timeout=240,

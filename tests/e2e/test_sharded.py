@@ -1,9 +1,13 @@
-"""A sharded run is the run that one process would have made: losses, weights, pictures, and what comes after a resume."""
+"""A sharded run is the run that one process would have made: losses, weights, pictures, and what comes after a resume.
+
+So is one in which ranks share the tokens of a picture.
+"""
 
 import pytest
 
 SHARDED = {"fsdp_enable": True, "use_ema": True, "allow_dataset_oversubscription": True, "max_grad_norm": 0.05}
 OPTIONS = {**SHARDED, "max_train_steps": 20, "validation_step_interval": 10}
+ON_CPU = {"SMALTI_CONTEXT_PARALLEL_ON_CPU": "1"}
 PROMPTS = [f"circle number {number}" for number in range(5)]
 
 
@@ -29,10 +33,29 @@ def runs(tmp_path_factory, train):
             fsdp_activation_checkpointing=True,
             validation_prompt=PROMPTS,
         ),
+        "shared": train(
+            root / "shared",
+            **OPTIONS,
+            **several,
+            variables=ON_CPU,
+            train_batch_size=12,
+            context_parallel_size=2,
+            validation_prompt=PROMPTS,
+        ),
+        "two by two": train(
+            root / "two-by-two",
+            **OPTIONS | several | {"num_processes": 4},
+            variables=ON_CPU,
+            train_batch_size=6,
+            context_parallel_size=2,
+            context_parallel_comm_strategy="alltoall",
+            fsdp_activation_checkpointing=True,
+            validation_prompt=PROMPTS,
+        ),
     }
 
 
-KINDS = ["alone", "two", "four", "accumulated"]
+KINDS = ["alone", "two", "four", "accumulated", "shared", "two by two"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

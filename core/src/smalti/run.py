@@ -336,7 +336,7 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
     decayed = matrices(bare)
     backend = plugins.backend(plan)
     weights = family.weights(config[RunOptions].seed)
-    model = backend.wrap_model(model=bare, blocks=blocks, parallel=parallel, weights=weights)
+    model = backend.wrap_model(model=bare, family=family, blocks=blocks, parallel=parallel, weights=weights)
     assert model is not None, "the chosen backend wraps the model"
     model, optimizer = parallel.bind(model, build_optimizer(config, plugins, parallel, model, decayed))
     model.train()

@@ -45,6 +45,7 @@ class Weights(Protocol):
 class ModelFamily(Protocol):
     """One architecture with its conditioning, from prompt and picture to prediction and back.
 
+    One whose tokens several ranks can share has a method `context_plan` besides: see `smalti.models.context`.
     A family of DDPM may also have `beta_schedule`, the noise schedule that its model was trained with, where that is not
     "scaled_linear" (`smalti.diffusion.objective.BetaSchedule`).
     """

@@ -187,7 +187,8 @@ def open_strategy(name: str, flags: tuple[str, ...], ranks: int) -> StrategySubj
     bare, blocks = build_model(config, plugins, family)
     decayed = matrices(bare)
     backend = plugins.backend(plan)
-    model = backend.wrap_model(model=bare, blocks=blocks, parallel=parallel, weights=family.weights(SEED))
+    weights = family.weights(SEED)
+    model = backend.wrap_model(model=bare, family=family, blocks=blocks, parallel=parallel, weights=weights)
     expect(model is not None, f"wrap_model of {plan.name!r} gave no model: it is the chosen backend, so it must")
     assert model is not None
     model, optimizer = parallel.bind(model, build_optimizer(config, plugins, parallel, model, decayed))

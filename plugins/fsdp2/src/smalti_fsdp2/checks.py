@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 from smalti import Config, Problem
 from smalti.settings import LaunchOptions, TrainingOptions
-from smalti_fsdp2.options import ContextOptions, FsdpOptions, context_without_fsdp2, enabled, named_classes
+from smalti_fsdp2.options import (
+    CONTEXT_ON_CPU,
+    ContextOptions,
+    FsdpOptions,
+    context_without_fsdp2,
+    enabled,
+    named_classes,
+)
 
 
 def problems(config: Config) -> list[Problem]:
@@ -23,6 +31,9 @@ def _sizes(config: Config) -> list[Problem]:
     ranks = config[LaunchOptions].num_processes
     found = []
     context = config[ContextOptions].context_parallel_size
+    if context > 1 and config[LaunchOptions].use_cpu and not os.environ.get(CONTEXT_ON_CPU):
+        fix = "leave --use_cpu out, or --context_parallel_size=1"
+        found.append(Problem(message="context parallelism needs CUDA devices", where=config.source("use_cpu"), fix=fix))
     if ranks % context:
         fix = f"--num_processes={context * max(1, ranks // context)}, or a context_parallel_size that divides {ranks}"
         found.append(Problem(message=f"{ranks} ranks cannot be split into groups of context_parallel_size={context}", fix=fix))
