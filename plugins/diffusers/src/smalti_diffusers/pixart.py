@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from smalti import Config
+from smalti.models.context import Attention, ContextPlan, Join, Split
 from smalti.models.family import Conditioning, SampleRequest
 from smalti_diffusers.components import Components
 from smalti_diffusers.options import DiffusersOptions
@@ -70,6 +71,15 @@ class PixArt(PipelineFamily):
         No loss is computed on the variance: samplers leave it aside, as diffusers' own pipeline does.
         """
         return prediction[:, : noisy.shape[1]]
+
+    def context_plan(self, model: nn.Module) -> ContextPlan:
+        """The text is short and stays whole on every rank."""
+        return ContextPlan(
+            heads=cast(int, self.components.config(self.part)["num_attention_heads"]),
+            splits=(Split(module="pos_embed", tensor=0, stream="image", dim=1),),
+            attention=(Attention(module="transformer_blocks.*.attn1", streams=("image",)),),
+            joins=(Join(module="proj_out", stream="image", dim=1),),
+        )
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         # Without binning, pictures have the size asked for. Cleaning would need packages, and change prompts where they are.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from smalti import Config, UserError
+from smalti.models.context import Attention, ContextPlan, Join, Split
 from smalti.models.family import Conditioning, SampleRequest, Weights
 from smalti.models.weights import SeededWeights
 from smalti_diffusers.components import Components
@@ -81,6 +82,21 @@ class StableDiffusion3(PipelineFamily):
             "encoder_hidden_states": conditioning["tokens"],
             "pooled_projections": conditioning["pooled"],
         }
+
+    def context_plan(self, model: nn.Module) -> ContextPlan:
+        config = self.components.config(self.part)
+        attention = [Attention(module="transformer_blocks.*.attn", streams=("image", "text"))]
+        if config.get("dual_attention_layers"):
+            attention.append(Attention(module="transformer_blocks.*.attn2", streams=("image",)))
+        return ContextPlan(
+            heads=cast(int, config["num_attention_heads"]),
+            splits=(
+                Split(module="pos_embed", tensor=0, stream="image", dim=1),
+                Split(module="", tensor="encoder_hidden_states", stream="text", dim=1),
+            ),
+            attention=tuple(attention),
+            joins=(Join(module="proj_out", stream="image", dim=1),),
+        )
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         return {"max_sequence_length": self.text_length}
