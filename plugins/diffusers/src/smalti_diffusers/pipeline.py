@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from smalti import Config
+from smalti.diffusion.objective import BetaSchedule
 from smalti.diffusion.step import objective_of
 from smalti.models.family import Conditioning, Prediction, SampleRequest, Weights
-from smalti.models.weights import SeededWeights, without_weights
+from smalti.models.weights import SeededWeights
 from smalti.settings import ModelOptions
 from smalti_diffusers.components import Components, locate
 from smalti_diffusers.options import DiffusersOptions
@@ -32,21 +33,23 @@ class PipelineFamily:
     """The `ModelFamily` around a diffusers pipeline; a family is a subclass in a file of its own."""
 
     name: ClassVar[str]
-    pipeline: ClassVar[str]
+    pipeline: str
     """The pipeline's class in diffusers."""
     part: ClassVar[str] = "transformer"
     """Which part of the pipeline is trained."""
     texts: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3")
     blocks: ClassVar[tuple[str, ...]]
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
-    patch: ClassVar[int] = 1
+    patch: int = 1
     """Latent pixels on the edge of one token, or whatever latent sizes have to be multiples of."""
     vae_in_fp32: ClassVar[bool] = False
 
     def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
         self.components = components
         self.options = options
-        native = self.native_prediction(components.config("scheduler"))
+        scheduler = components.config("scheduler")
+        native = self.native_prediction(scheduler)
+        self.beta_schedule = cast(BetaSchedule, scheduler.get("beta_schedule", "scaled_linear"))
         self.prediction: Prediction = objective_of(config, native).prediction if config is not None else native
         self._device = torch.device("cpu")
 
@@ -210,6 +213,6 @@ def create(family: type[PipelineFamily], config: Config, flavours: dict[str, str
 
 
 def parameter_count(family: PipelineFamily) -> int:
-    """Of the trained model, without allocating it."""
-    with without_weights():
+    """Of the trained model, without allocating anything."""
+    with torch.device("meta"):
         return sum(parameter.numel() for parameter in family.build_model().parameters())
