@@ -4,9 +4,25 @@ from pathlib import Path
 from string import printable
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers import (
+    AutoencoderKL,
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5TokenizerFast
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5TokenizerFast,
+)
 
 LETTERS = sorted(ByteLevel.alphabet())
 
@@ -79,5 +95,38 @@ def flux(folder: Path, *, guidance: bool = True) -> Path:
         text_encoder_2=t5_encoder(),
         tokenizer_2=t5_tokenizer(),
         transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
+def sdxl(folder: Path, *, force_zeros: bool = True, **scheduler: object) -> Path:
+    """Stable Diffusion XL; `scheduler` changes the configuration of its scheduler."""
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        block_out_channels=(16, 32),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        layers_per_block=1,
+        transformer_layers_per_block=(1, 2),
+        attention_head_dim=(2, 4),
+        cross_attention_dim=32 + 48,
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=48 + 6 * 8,
+        norm_num_groups=8,
+        sample_size=16,
+    )
+    published = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012, "timestep_spacing": "leading"}
+    StableDiffusionXLPipeline(
+        vae=vae(4, scaling_factor=0.13025, force_upcast=True),
+        text_encoder=CLIPTextModel(clip_config()),
+        text_encoder_2=CLIPTextModelWithProjection(clip_config(48)),
+        tokenizer=clip_tokenizer(),
+        tokenizer_2=clip_tokenizer(),
+        unet=unet,
+        scheduler=EulerDiscreteScheduler(**(published | scheduler)),
+        force_zeros_for_empty_prompt=force_zeros,
+        add_watermarker=False,
     ).save_pretrained(folder)
     return folder

@@ -5,7 +5,10 @@ from __future__ import annotations
 from smalti import FamilyEntry, OptionGroup, hookimpl
 from smalti_diffusers.options import GROUPS
 
-FAMILIES = (FamilyEntry(name="flux", title="Flux.1", factory="smalti_diffusers.flux:family"),)
+FAMILIES = (
+    FamilyEntry(name="flux", title="Flux.1", factory="smalti_diffusers.flux:family"),
+    FamilyEntry(name="sdxl", title="Stable Diffusion XL", factory="smalti_diffusers.sdxl:family"),
+)
 
 
 class Diffusers:

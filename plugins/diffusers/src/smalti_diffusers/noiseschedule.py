@@ -1,0 +1,37 @@
+"""Whether a run corrupts pictures in the way that the pipeline's scheduler undoes it. For families of DDPM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from smalti import Config, UserError
+from smalti.settings import ObjectiveOptions
+
+_TRAINED = {"beta_start": 0.00085, "beta_end": 0.012}
+"""Where `scaled_linear` runs in training (Rombach et al. 2022); no option moves it."""
+_MENDED = "train from a pipeline whose scheduler_config.json has the schedule that the model was trained with"
+
+
+def check_noise_schedule(config: Config, scheduler: Mapping[str, object], pipeline: str) -> None:
+    """Refuse options that do not go with a scheduler's configuration, as its file has it. `pipeline` is named in the error.
+
+    Stretching the schedule to zero terminal SNR is a choice that a run may make; all else belongs to the model.
+    """
+    options = config[ObjectiveOptions]
+    said = scheduler.get("beta_schedule")
+    if said is None or scheduler.get("trained_betas") is not None or scheduler.get("num_train_timesteps", 1000) != 1000:
+        kind = scheduler.get("_class_name")
+        raise UserError(f"the scheduler of {pipeline} ({kind}) has a noise schedule that cannot be trained", fix=_MENDED)
+    if options.beta_schedule not in (None, said):
+        raise UserError(
+            f"the scheduler of {pipeline} has the noise schedule {said}, and beta_schedule is {options.beta_schedule}",
+            fix=f"--beta_schedule={said}",
+        )
+    if said == "scaled_linear" and (wrong := [name for name, beta in _TRAINED.items() if scheduler.get(name) != beta]):
+        told = ", ".join(f"{name}={scheduler.get(name)} (trained: {_TRAINED[name]})" for name in wrong)
+        raise UserError(f"the scheduler of {pipeline} has another noise schedule than training: {told}", fix=_MENDED)
+    if scheduler.get("rescale_betas_zero_snr") and not options.rescale_betas_zero_snr:
+        raise UserError(
+            f"the scheduler of {pipeline} ends in pure noise (zero terminal SNR), and the run would not",
+            fix="--rescale_betas_zero_snr",
+        )
