@@ -43,7 +43,11 @@ class Weights(Protocol):
 
 
 class ModelFamily(Protocol):
-    """One architecture with its conditioning, from prompt and picture to prediction and back."""
+    """One architecture with its conditioning, from prompt and picture to prediction and back.
+
+    A family of DDPM may also have `beta_schedule`, the noise schedule that its model was trained with, where that is not
+    "scaled_linear" (`smalti.diffusion.objective.BetaSchedule`).
+    """
 
     name: str
     alignment: int

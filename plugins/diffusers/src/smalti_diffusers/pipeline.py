@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from smalti import Config
+from smalti.diffusion.objective import BetaSchedule
 from smalti.diffusion.step import objective_of
 from smalti.models.family import Conditioning, Prediction, SampleRequest, Weights
-from smalti.models.weights import SeededWeights, without_weights
+from smalti.models.weights import SeededWeights
 from smalti.settings import ModelOptions, TrainingOptions
 from smalti_diffusers.components import Components, locate
 from smalti_diffusers.options import DiffusersOptions
@@ -46,7 +47,9 @@ class PipelineFamily:
     def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
         self.components = components
         self.options = options
-        native = self.native_prediction(components.config("scheduler"))
+        scheduler = components.config("scheduler")
+        native = self.native_prediction(scheduler)
+        self.beta_schedule = cast(BetaSchedule, scheduler.get("beta_schedule", "scaled_linear"))
         self.prediction: Prediction = objective_of(config, native).prediction if config is not None else native
         self._bf16 = config is None or config[TrainingOptions].mixed_precision == "bf16"
         self._device = torch.device("cpu")
@@ -224,6 +227,6 @@ def decode_in_own_type(vae: nn.Module) -> None:
 
 
 def parameter_count(family: PipelineFamily) -> int:
-    """Of the trained model, without allocating it."""
-    with without_weights():
+    """Of the trained model, without allocating anything."""
+    with torch.device("meta"):
         return sum(parameter.numel() for parameter in family.build_model().parameters())
