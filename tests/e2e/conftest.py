@@ -74,12 +74,13 @@ class Finished:
         return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
-def command(pictures: Path, directory: Path, **options) -> list[str]:
-    values = {**TINY, "instance_data_dir": pictures, "output_dir": directory, **options}
+def command(pictures: Path, directory: Path, *, config: Path | None = None, **options) -> list[str]:
+    """The words of a run; of the toy family, where no configuration file says otherwise."""
+    values = {**(TINY if config is None else {}), "instance_data_dir": pictures, "output_dir": directory, **options}
     flags = []
     for name, value in values.items():
         flags += [f"--{name}={each}" for each in (value if isinstance(value, list) else [value])]
-    return [sys.executable, "-m", "smalti", "train", *flags]
+    return [sys.executable, "-m", "smalti", "train", *([] if config is None else [str(config)]), *flags]
 
 
 def environment(directory: Path, *, probe: bool, **more: str) -> dict[str, str]:
@@ -89,8 +90,8 @@ def environment(directory: Path, *, probe: bool, **more: str) -> dict[str, str]:
     return {**inherited, **path, **calls, "OMP_NUM_THREADS": "1", "HF_HOME": str(directory.parent / "hf"), **more}
 
 
-@pytest.fixture
-def start(pictures, tmp_path):
+@pytest.fixture(scope="module")
+def start(pictures):
     """Start a run and return at once: a process to be watched, asked and signalled. It is killed when the test is over."""
     started = []
 

@@ -9,10 +9,6 @@ import pytest
 import tiny
 import torch
 from diffusers import StableDiffusionXLPipeline
-from smalti_diffusers.components import Components
-from smalti_diffusers.options import DiffusersOptions
-from smalti_diffusers.pipeline import parameter_count
-from smalti_diffusers.sdxl import Sdxl, family
 
 from smalti import UserError
 from smalti.config import resolve, schema_of
@@ -22,7 +18,10 @@ from smalti.models.frames import Frame, encode
 from smalti.models.weights import materialise
 from smalti.plugins import Selection, load_plugins
 from smalti.testing.pytest import FamilyContract
-
+from smalti_diffusers.components import Components
+from smalti_diffusers.options import DiffusersOptions
+from smalti_diffusers.pipeline import parameter_count
+from smalti_diffusers.sdxl import Sdxl, family
 
 PUBLISHED = {
     "_class_name": "UNet2DConditionModel",
@@ -275,13 +274,13 @@ def memory():
 
 
 def test_the_published_model_is_counted_without_allocating_it(published):
-    before, begin = memory(), time.perf_counter()
+    before, begin = memory(), time.process_time()
     parameters, flops = parameter_count(published), published.flops_per_sample(1024, 1024)
-    took = time.perf_counter() - begin
+    took = time.process_time() - begin
     assert parameters == 2_567_463_684
     assert flops / 1e12 == pytest.approx(6.76, abs=0.005)
     assert memory() - before < 300e6
-    assert took < 10
+    assert took < 5
 
 
 def test_no_block_holds_much_of_the_published_model(published):

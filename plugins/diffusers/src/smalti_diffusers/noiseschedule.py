@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from smalti import Config, UserError
+from smalti.diffusion.objective import PUBLISHED_BETAS
 from smalti.settings import ObjectiveOptions
 
-_TRAINED = {"beta_start": 0.00085, "beta_end": 0.012}
-"""Where `scaled_linear` runs in training (Rombach et al. 2022); no option moves it."""
 _MENDED = "train from a pipeline whose scheduler_config.json has the schedule that the model was trained with"
 
 
@@ -27,9 +26,10 @@ def check_noise_schedule(config: Config, scheduler: Mapping[str, object], pipeli
             f"the scheduler of {pipeline} has the noise schedule {said}, and beta_schedule is {options.beta_schedule}",
             fix=f"--beta_schedule={said}",
         )
-    if said == "scaled_linear" and (wrong := [name for name, beta in _TRAINED.items() if scheduler.get(name) != beta]):
-        told = ", ".join(f"{name}={scheduler.get(name)} (trained: {_TRAINED[name]})" for name in wrong)
-        raise UserError(f"the scheduler of {pipeline} has another noise schedule than training: {told}", fix=_MENDED)
+    trained = dict(zip(("beta_start", "beta_end"), PUBLISHED_BETAS.get(str(said), ()), strict=False))
+    if wrong := [name for name, beta in trained.items() if scheduler.get(name) != beta]:
+        told = ", ".join(f"{name}={scheduler.get(name)} instead of {trained[name]}" for name in wrong)
+        raise UserError(f"the scheduler of {pipeline} has a noise schedule that cannot be trained: {told}", fix=_MENDED)
     if scheduler.get("rescale_betas_zero_snr") and not options.rescale_betas_zero_snr:
         raise UserError(
             f"the scheduler of {pipeline} ends in pure noise (zero terminal SNR), and the run would not",
