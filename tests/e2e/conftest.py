@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,9 +91,22 @@ def environment(directory: Path, *, probe: bool, **more: str) -> dict[str, str]:
     return {**inherited, **path, **calls, "OMP_NUM_THREADS": "1", "HF_HOME": str(directory.parent / "hf"), **more}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def start(pictures):
     """Start a run and return at once: a process to be watched, asked and signalled. It is killed when the test is over."""
+    with starter(pictures) as begin:
+        yield begin
+
+
+@pytest.fixture(scope="module")
+def start_for_all(pictures):
+    """The same for what several tests look at: it is killed when the last of them is over."""
+    with starter(pictures) as begin:
+        yield begin
+
+
+@contextmanager
+def starter(pictures: Path):
     started = []
 
     def begin(directory: Path, **options) -> Started:
@@ -106,11 +120,13 @@ def start(pictures):
         started.append(process)
         return Started(directory, process)
 
-    yield begin
-    for process in started:
-        if process.poll() is None:
-            end_tree(process.pid)
-        process.communicate()
+    try:
+        yield begin
+    finally:
+        for process in started:
+            if process.poll() is None:
+                end_tree(process.pid)
+            process.communicate()
 
 
 @dataclass

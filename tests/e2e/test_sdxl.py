@@ -1,5 +1,7 @@
 """The published way to train SDXL, on a tiny one: sharded over two processes, killed, resumed, equal to one process."""
 
+from pathlib import Path
+
 import psutil
 import pytest
 import tiny
@@ -7,6 +9,7 @@ import tiny
 from smalti.config import resolve, schema_of
 from smalti.plugins import Selection, load_plugins
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 FLAGS = (
     "--model_type=full",
     "--model_family=sdxl",
@@ -35,37 +38,32 @@ ALONE = {"num_processes": 1, "fsdp_enable": False, "train_batch_size": 4}
 
 
 @pytest.fixture(scope="module")
-def example(root):
-    return root / "examples" / "sdxl-fsdp2.toml"
-
-
-@pytest.fixture(scope="module")
 def small(tmp_path_factory):
     return SMALL | {"pretrained_model_name_or_path": tiny.sdxl(tmp_path_factory.mktemp("sdxl"))}
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, train, example, small):
-    return train(tmp_path_factory.mktemp("alone") / "run", config=example, probe=False, **small | ALONE)
+def alone(tmp_path_factory, train, small):
+    return train(tmp_path_factory.mktemp("alone") / "run", config=EXAMPLES / "sdxl-fsdp2.toml", probe=False, **small | ALONE)
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory, start, train, example, small):
+def resumed(tmp_path_factory, start_for_all, train, small):
     """A run that was killed after its third step, at its end."""
     directory = tmp_path_factory.mktemp("sharded") / "run"
-    run = start(directory, config=example, **small)
+    run = start_for_all(directory, config=EXAMPLES / "sdxl-fsdp2.toml", **small)
     run.wait_for_step(3)
     parent = psutil.Process(run.process.pid)
     for process in [parent, *parent.children(recursive=True)]:
         process.kill()
     run.process.wait()
-    return train(directory, config=example, probe=False, **small)
+    return train(directory, config=EXAMPLES / "sdxl-fsdp2.toml", probe=False, **small)
 
 
 @pytest.mark.parametrize("kind", ["toml", "config.json"])
-def test_the_examples_are_the_command_line(root, kind):
+def test_the_examples_are_the_command_line(kind):
     schema = schema_of(load_plugins(Selection(only=("fsdp2", "diffusers"))))
-    file = resolve(schema, file=root / "examples" / f"sdxl-fsdp2.{kind}", environment={})
+    file = resolve(schema, file=EXAMPLES / f"sdxl-fsdp2.{kind}", environment={})
     assert file.values() == resolve(schema, FLAGS, environment={}).values()
 
 
