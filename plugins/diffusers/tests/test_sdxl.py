@@ -77,15 +77,6 @@ class TestContract(FamilyContract):
         return family_of(self.folder, init_from_config=True)
 
 
-class TestContractChannelsLast(FamilyContract):
-    @pytest.fixture(autouse=True)
-    def _folder(self, folder):
-        self.folder = folder
-
-    def family(self):
-        return family_of(self.folder, init_from_config=True, unet_channels_last=True)
-
-
 # --- what the model is told -----------------------------------------------------------------------------------------
 
 
@@ -170,6 +161,20 @@ def test_another_frame_makes_another_prediction(folder):
     assert not torch.allclose(one, other)
 
 
+def test_convolutions_run_on_channels_last_with_the_same_result(folder):
+    seen, found = [], []
+    for chosen in (False, True):
+        family = family_of(folder, unet_channels_last=chosen)
+        model = materialise(family.build_model(), family.weights(0), "cpu")
+        for module in (each for each in model.modules() if isinstance(each, torch.nn.Conv2d) and chosen):
+            module.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        conditioning = encode(family, ["a fox"], [Frame(width=64, height=64, left=0, top=0)], 64, 64)
+        noisy = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(0))
+        found.append(family.forward(model, noisy, torch.tensor([500.0]), conditioning))
+    assert torch.allclose(*found, atol=1e-5)
+    assert all(given.is_contiguous(memory_format=torch.channels_last) for given in seen) and len(seen) > 10
+
+
 # --- latents and pictures -------------------------------------------------------------------------------------------
 
 
@@ -239,6 +244,7 @@ def test_training_corrupts_as_the_scheduler_undoes(folder, configured):
 
 REFUSED = {
     "another-schedule": ({"beta_schedule": "linear"}, ("--beta_schedule=scaled_linear",), "noise schedule linear"),
+    "betas-of-another-schedule": ({"beta_schedule": "linear"}, (), "beta_start=0.00085"),
     "other-betas": ({"beta_end": 0.02}, (), "beta_end=0.02"),
     "a-table": ({"trained_betas": [0.001] * 1000}, (), "cannot be trained"),
     "zero-snr": ({"rescale_betas_zero_snr": True, "prediction_type": "v_prediction"}, (), "--rescale_betas_zero_snr"),
@@ -253,6 +259,13 @@ def test_what_the_pipeline_would_not_undo_is_refused(tmp_path, configured, case)
     with pytest.raises(UserError) as caught:
         configured(tiny.sdxl(tmp_path, **scheduler), *flags)
     assert told in f"{caught.value} {caught.value.fix}"
+
+
+def test_a_refiner_is_refused(tmp_path, configured):
+    index = tiny.sdxl(tmp_path) / "model_index.json"
+    index.write_text(index.read_text().replace("StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline"))
+    with pytest.raises(UserError, match="is a StableDiffusionXLImg2ImgPipeline, not a StableDiffusionXLPipeline"):
+        configured(tmp_path)
 
 
 # --- the published model --------------------------------------------------------------------------------------------

@@ -223,7 +223,7 @@ def decode_in_own_type(vae: nn.Module) -> None:
         with torch.autocast(latents.device.type, enabled=False):
             return decode(latents.to(next(vae.parameters()).dtype), *arguments, **keywords)
 
-    vae.decode = in_own_type
+    vae.decode = in_own_type  # type: ignore[assignment]
 
 
 def parameter_count(family: PipelineFamily) -> int:

@@ -36,6 +36,11 @@ class Sdxl(PipelineFamily):
     vae_in_fp32 = True
 
     def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
+        if components.pipeline != self.pipeline:  # the refiner and inpainting models are called otherwise
+            raise UserError(
+                f"{components.folder} is a {components.pipeline}, not a {self.pipeline}",
+                fix="name a text-to-image pipeline of SDXL, such as stabilityai/stable-diffusion-xl-base-1.0",
+            )
         super().__init__(components, options, config)
         if self.prediction not in ("epsilon", "v_prediction"):
             raise UserError(
