@@ -172,7 +172,8 @@ def test_convolutions_run_on_channels_last_with_the_same_result(folder):
         noisy = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(0))
         found.append(family.forward(model, noisy, torch.tensor([500.0]), conditioning))
     assert torch.allclose(*found, atol=1e-5)
-    assert all(given.is_contiguous(memory_format=torch.channels_last) for given in seen) and len(seen) > 10
+    assert all(given.is_contiguous(memory_format=torch.channels_last) for given in seen)
+    assert len(seen) > 10
 
 
 # --- latents and pictures -------------------------------------------------------------------------------------------
