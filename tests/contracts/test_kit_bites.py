@@ -137,6 +137,11 @@ class Timeless(TinyFamily):
         return model(noisy, torch.zeros_like(timesteps), conditioning["words"])
 
 
+class Echoing(TinyFamily):
+    def encode_frames(self, frames, width, height):
+        return {"words": torch.zeros(len(frames))}
+
+
 class Sociable(TinyFamily):
     def forward(self, model, noisy, timesteps, conditioning):
         return super().forward(model, noisy - noisy.mean(0), timesteps, conditioning)
@@ -193,6 +198,7 @@ FAMILIES = {
     Forgetful: "captions_mean_the_same_each_time",
     Deaf: "the_caption_and_the_time_matter",
     Timeless: "the_caption_and_the_time_matter",
+    Echoing: "frames_have_rows_beside_those_of_captions",
     Sociable: "a_prediction_does_not_depend_on_its_neighbours",
     Meddling: "the_prediction_has_the_shape_of_its_input",
     Unseeded: "its_first_weights_are_a_function_of_the_seed",

@@ -78,12 +78,13 @@ class Finished:
         return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
-def command(pictures: Path, directory: Path, **options) -> list[str]:
-    values = {**TINY, "instance_data_dir": pictures, "output_dir": directory, **options}
+def command(pictures: Path, directory: Path, *, config: Path | None = None, **options) -> list[str]:
+    """The words of a run; of the toy family, where no configuration file says otherwise."""
+    values = {**(TINY if config is None else {}), "instance_data_dir": pictures, "output_dir": directory, **options}
     flags = []
     for name, value in values.items():
         flags += [f"--{name}={each}" for each in (value if isinstance(value, list) else [value])]
-    return [sys.executable, "-m", "smalti", "train", *flags]
+    return [sys.executable, "-m", "smalti", "train", *([] if config is None else [str(config)]), *flags]
 
 
 def environment(directory: Path, *, probe: bool, **more: str) -> dict[str, str]:
@@ -109,11 +110,13 @@ def starting(pictures: Path) -> Iterator[Callable[..., "Started"]]:
         started.append(process)
         return Started(directory, process)
 
-    yield begin
-    for process in started:
-        if process.poll() is None:
-            end_tree(process.pid)
-        process.communicate()
+    try:
+        yield begin
+    finally:
+        for process in started:
+            if process.poll() is None:
+                end_tree(process.pid)
+            process.communicate()
 
 
 @pytest.fixture
