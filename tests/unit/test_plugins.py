@@ -49,7 +49,7 @@ class Raising:
 
 
 def test_the_built_in_plugins_come_first_and_in_a_fixed_order(plugins):
-    assert list(plugins.infos) == list(BUILT_IN)
+    assert list(plugins.infos)[: len(BUILT_IN)] == list(BUILT_IN)
 
 
 def test_only_the_chosen_backend_is_asked_for_a_backend_role(plugins):
