@@ -49,10 +49,10 @@ def alone(tmp_path_factory, train, small):
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory, start_for_all, train, small):
+def resumed(tmp_path_factory, start_for_module, train, small):
     """A run that was killed after its third step, at its end."""
     directory = tmp_path_factory.mktemp("sharded") / "run"
-    run = start_for_all(directory, config=EXAMPLES / "sdxl-fsdp2.toml", **small)
+    run = start_for_module(directory, config=EXAMPLES / "sdxl-fsdp2.toml", **small)
     run.wait_for_step(3)
     parent = psutil.Process(run.process.pid)
     for process in [parent, *parent.children(recursive=True)]:

@@ -5,6 +5,7 @@ Where the hooks fire, in the order of a run:
     smalti train
       declare_options            every plugin's flags, file keys, help
       register_model_families    register_storage  register_metadata_backends  register_optimizers  register_commands
+      register_checkpoint_formats
       register_caches            what `smalti cache` lists and clears
       check_config               all complaints at once, before anything is launched
       configure_distributed      which backend; how the workers are launched
@@ -54,6 +55,7 @@ from smalti.types import (
     Block,
     CacheEntry,
     Checkpoint,
+    CheckpointFormat,
     DistributedPlan,
     FamilyEntry,
     FaultAction,
@@ -137,6 +139,14 @@ class HookSpecs:
         raise NotImplementedError
 
     @_spec
+    def register_checkpoint_formats(self) -> list[CheckpointFormat]:
+        """gather: the formats of checkpoints that `smalti checkpoint convert` reads, by the files that mark a folder of each.
+
+        What a factory returns is used in a process of its own, which may import torch; nothing it reads may run code.
+        """
+        raise NotImplementedError
+
+    @_spec
     def register_caches(self) -> list[CacheEntry]:
         """gather: what this plugin keeps between runs and can make again, for `smalti cache`. It alone imports factories."""
         raise NotImplementedError
@@ -163,11 +173,13 @@ class HookSpecs:
         raise NotImplementedError
 
     @_decide
-    def wrap_model(self, model: nn.Module, blocks: list[Block], parallel: Parallel, weights: Weights) -> nn.Module | None:
+    def wrap_model(
+        self, model: nn.Module, family: ModelFamily, blocks: list[Block], parallel: Parallel, weights: Weights
+    ) -> nn.Module | None:
         """decide, backend role, collective: spread the model over the ranks and fill it with its first weights.
 
         `model` has its parameters on the meta device; what is returned must be on `parallel.world.device`. `weights` gives
-        whole tensors by name, the same on every rank.
+        whole tensors by name, the same on every rank. `family` is the one that built the model.
         """
         raise NotImplementedError
 
@@ -234,7 +246,7 @@ class HookSpecs:
         raise NotImplementedError
 
     @_decide
-    def save_checkpoint(self, state: Snapshot, target: Path, parallel: Ranks) -> Checkpoint | None:
+    def save_checkpoint(self, state: Snapshot, target: Path, parallel: Ranks, config: Config) -> Checkpoint | None:
         """decide, backend role, collective: write `state` so that it is whole and visible at once, or not at all.
 
         `target` is the run's `checkpoints` folder, shared by all ranks. The same answer on every rank. Called in a thread of

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -24,6 +24,7 @@ from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.store import CheckpointStore
 from smalti.checkpoint.writer import SaveError
 from smalti.config import Config
+from smalti.crew import Crew
 from smalti.data.loader import Batch, Loader
 from smalti.data.prepared import PreparedData
 from smalti.dataplan import load_data, scan_data, total_steps
@@ -34,9 +35,10 @@ from smalti.families import family_entry
 from smalti.hashing import key_of
 from smalti.hookspecs import HookSpecs
 from smalti.metrics import log_metrics, metrics_of
+from smalti.models.description import config_of
 from smalti.models.family import ModelFamily
 from smalti.models.weights import without_weights
-from smalti.optimizers import parameter_groups
+from smalti.optimizers import matrices, parameter_groups
 from smalti.parallel import Parallel, Ranks
 from smalti.plugins import Plugins
 from smalti.rundir import RunDirectory
@@ -76,8 +78,11 @@ class Run:
     directory: RunDirectory
     info: RunInfo
     parallel: Parallel
+    crew: Crew
     family: ModelFamily
     model: nn.Module
+    model_config: str
+    """The model's own description for other tools, as JSON text; "" if it has none."""
     blocks: list[Block]
     optimizer: torch.optim.Optimizer
     ema: Ema | None
@@ -89,6 +94,8 @@ class Run:
     saver: Saver = field(init=False)
     save_failure: SaveError | None = None
     """Why the latest checkpoint could not be written; None if it was."""
+    whole: bool = True
+    """Whether weights, moments and averages are those of `state`; not so from the optimizer step to `advance`."""
     scheduler: LambdaLR = field(init=False)
     batches: Loader = field(init=False)
 
@@ -139,6 +146,7 @@ class Run:
             state.request_stop(StopReason.NON_FINITE, message)
         if broken := self.batches.budget_exhausted:
             state.request_stop(StopReason.ERROR_BUDGET, f"{broken}; mend or remove such files, or raise --data_error_budget")
+        self.whole = True
 
     def report(self, result: StepResult) -> None:
         """Hand the numbers of a step to the trackers."""
@@ -163,11 +171,13 @@ class Run:
             },
             plugins=self.plugins.lines,
             config_digest=self.config.digest,
+            model_config=self.model_config,
         )
 
     def write(self, snapshot: Snapshot, ranks: Ranks) -> Checkpoint:
         """Write a checkpoint, then let go of the oldest ones. *Collective*; in the saver's thread."""
-        checkpoint = self.backend.save_checkpoint(state=snapshot, target=self.checkpoints.root, parallel=ranks)
+        root = self.checkpoints.root
+        checkpoint = self.backend.save_checkpoint(state=snapshot, target=root, parallel=ranks, config=self.config)
         assert checkpoint is not None, "the core's own answer comes last"
         if self.world.is_main:
             self.rotate()
@@ -265,13 +275,29 @@ def resume(run: Run) -> None:
         group.update(values)
     if run.ema is not None and not loaded.ema:
         run.ema.restart()
-    trainer = cast(dict[str, int], loaded.trainer)
-    run.state.step, run.state.position = trainer["step"], trainer["position"]
-    run.state.epoch, run.state.samples = trainer["epoch"], trainer["samples"]
+    notices = [*loaded.notices, *take_place(run, cast(dict[str, int], loaded.trainer))]
     if run.world.is_main:
-        for notice in loaded.notices:
+        for notice in notices:
             _log.warning("%s", notice)
         _log.warning("resuming from %s at step %d", found, run.state.step)
+
+
+def take_place(run: Run, trainer: Mapping[str, int]) -> list[str]:
+    """Stand where the trainer stood that wrote the checkpoint; what the user should know about that.
+
+    Another trainer's place in the data means nothing here, so a converted checkpoint has none.
+    """
+    state = run.state
+    state.step = trainer["step"]
+    if "position" in trainer:
+        state.position, state.epoch, state.samples = trainer["position"], trainer["epoch"], trainer["samples"]
+        return []
+    state.position = state.step
+    state.epoch = run.data.order.epoch_of(state.position)
+    state.samples = state.step * run.effective_batch
+    if state.step == 0:
+        return []
+    return [f"the checkpoint tells no place in the data; as each step takes one batch, {state.step} are left out"]
 
 
 def chosen_checkpoint(run: Run, choice: str) -> Path | None:
@@ -297,7 +323,7 @@ def check_resumable(run: Run, trainer: Mapping[str, object], source: Path) -> No
         )
 
 
-def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Parallel, closing: ExitStack) -> Run:
+def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Parallel, crew: Crew, closing: ExitStack) -> Run:
     """Assemble a run on this rank. *Collective*. What has to be closed in the end is put on `closing`."""
     compare_ranks(parallel, config, plugins)
     directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
@@ -305,12 +331,14 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
     family.to(parallel.world.device)
     data = open_data(config, plugins, family.alignment, parallel, directory.data)
     bare, blocks = build_model(config, plugins, family)
+    model_config = config_of(bare)  # a sharded model calls itself by another class
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in bare.parameters()]
+    decayed = matrices(bare)
     backend = plugins.backend(plan)
     weights = family.weights(config[RunOptions].seed)
-    model = backend.wrap_model(model=bare, blocks=blocks, parallel=parallel, weights=weights)
+    model = backend.wrap_model(model=bare, family=family, blocks=blocks, parallel=parallel, weights=weights)
     assert model is not None, "the chosen backend wraps the model"
-    model, optimizer = parallel.bind(model, build_optimizer(config, plugins, parallel, model))
+    model, optimizer = parallel.bind(model, build_optimizer(config, plugins, parallel, model, decayed))
     model.train()
     record = directory.record()
     run = Run(
@@ -331,8 +359,10 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
             plugins=plugins.lines,
         ),
         parallel=parallel,
+        crew=crew,
         family=family,
         model=model,
+        model_config=model_config,
         blocks=blocks,
         optimizer=optimizer,
         ema=build_ema(config, parallel.unwrap(model)),
@@ -349,9 +379,11 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
     return run
 
 
-def build_optimizer(config: Config, plugins: Plugins, parallel: Parallel, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over the parameters that train, named as the family names them."""
-    groups = parameter_groups(parallel.unwrap(model), config[OptimizerOptions].adam_weight_decay)
+def build_optimizer(
+    config: Config, plugins: Plugins, parallel: Parallel, model: nn.Module, decayed: Collection[str]
+) -> torch.optim.Optimizer:
+    """The optimizer over the parameters that train, named as the family names them; `decayed` ones get weight decay."""
+    groups = parameter_groups(parallel.unwrap(model), config[OptimizerOptions].adam_weight_decay, decayed)
     registry = plugins.gather("register_optimizers", OptimizerEntry)
     optimizer = plugins.hook.build_optimizer(model=model, groups=groups, config=config, registry=registry)
     assert optimizer is not None, "the core's own answer comes last"

@@ -37,12 +37,14 @@ class FamilyEntry:
 class StorageEntry:
     """A place where datasets can live. `name` is the `type` of a dataset ("local", "aws").
 
-    `factory` is "module:callable"; the callable takes the `DatasetSpec` and returns a `smalti.storage.Storage`.
+    `factory` is "module:callable"; the callable takes the `DatasetSpec` and returns a `smalti.storage.Storage`. `keys` are
+    what a dataset of this type may say besides what every dataset may; the factory finds them in `storage_options`.
     """
 
     name: str
     title: str
     factory: str
+    keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,21 @@ class Cleared:
 
     count: int
     bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFormat:
+    """A format of checkpoints that `smalti checkpoint convert` reads.
+
+    `marks` are patterns for paths in a checkpoint's folder ("manifest.json", "*/model_states.pt"): a folder in which a file
+    fits any of them is taken for this format. `factory` is "module:callable", imported only in the process that reads such a
+    checkpoint; the callable takes its folder, a `Path`, and returns a `smalti.checkpoint.formats.Source`.
+    """
+
+    name: str
+    title: str
+    marks: tuple[str, ...]
+    factory: str
 
 
 # --- distribution ---------------------------------------------------------------------------------------------------
