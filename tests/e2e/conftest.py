@@ -110,13 +110,11 @@ def starting(pictures: Path) -> Iterator[Callable[..., "Started"]]:
         started.append(process)
         return Started(directory, process)
 
-    try:
-        yield begin
-    finally:
-        for process in started:
-            if process.poll() is None:
-                end_tree(process.pid)
-            process.communicate()
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            end_tree(process.pid)
+        process.communicate()
 
 
 @pytest.fixture
