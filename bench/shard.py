@@ -69,6 +69,7 @@ class Subject:
         words = [f"--num_processes={ranks}", "--use_cpu", "--mixed_precision=no", "--accelerate_config=none", *flags]
         config = resolve(schema_of(plugins), words, environment={})
         plan = choose_distributed(config, plugins)
+        self.config = config
         self.parallel: Parallel = open_parallel(plan, config)
         self.family = ToyFamily(shape)
         bare, blocks = build_model(config, plugins, self.family)
@@ -136,7 +137,7 @@ def save_waits(folder: Path) -> tuple[list[float], list[float]]:
     found.step()
 
     def write(state: Snapshot, ranks: object) -> object:
-        return found.backend.save_checkpoint(state=state, target=folder, parallel=ranks)
+        return found.backend.save_checkpoint(state=state, target=folder, parallel=ranks, config=found.config)
 
     saver = Saver(write=write, ranks=found.parallel, side=found.parallel.side_channel())  # type: ignore[arg-type]
     times: dict[bool, list[float]] = {True: [], False: []}

@@ -28,6 +28,7 @@ TINY = {
     "mixed_precision": "no",
     "learning_rate": 1e-3,
     "checkpoint_step_interval": 0,
+    "without": "plot",  # which takes longer to import than these runs train
 }
 
 
@@ -77,12 +78,13 @@ class Finished:
         return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
-def command(pictures: Path, directory: Path, **options) -> list[str]:
-    values = {**TINY, "instance_data_dir": pictures, "output_dir": directory, **options}
+def command(pictures: Path, directory: Path, *, config: Path | None = None, **options) -> list[str]:
+    """The words of a run; of the toy family, where no configuration file says otherwise."""
+    values = {**(TINY if config is None else {}), "instance_data_dir": pictures, "output_dir": directory, **options}
     flags = []
     for name, value in values.items():
         flags += [f"--{name}={each}" for each in (value if isinstance(value, list) else [value])]
-    return [sys.executable, "-m", "smalti", "train", *flags]
+    return [sys.executable, "-m", "smalti", "train", *([] if config is None else [str(config)]), *flags]
 
 
 def environment(directory: Path, *, probe: bool, **more: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ from diffusers import (
     AutoencoderDC,
     AutoencoderKL,
     DPMSolverMultistepScheduler,
+    EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
@@ -18,6 +19,8 @@ from diffusers import (
     SanaTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
 )
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
@@ -214,5 +217,38 @@ def sana(folder: Path) -> Path:
         text_encoder=Gemma2Model(gemma_config()),
         tokenizer=gemma_tokenizer(),
         transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
+def sdxl(folder: Path, *, force_zeros: bool = True, **scheduler: object) -> Path:
+    """Stable Diffusion XL; `scheduler` changes the configuration of its scheduler."""
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        block_out_channels=(16, 32),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        layers_per_block=1,
+        transformer_layers_per_block=(1, 2),
+        attention_head_dim=(2, 4),
+        cross_attention_dim=32 + 48,
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=48 + 6 * 8,
+        norm_num_groups=8,
+        sample_size=16,
+    )
+    published = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012, "timestep_spacing": "leading"}
+    StableDiffusionXLPipeline(
+        vae=vae(4, scaling_factor=0.13025, force_upcast=True),
+        text_encoder=CLIPTextModel(clip_config()),
+        text_encoder_2=CLIPTextModelWithProjection(clip_config(48)),
+        tokenizer=clip_tokenizer(),
+        tokenizer_2=clip_tokenizer(),
+        unet=unet,
+        scheduler=EulerDiscreteScheduler(**(published | scheduler)),
+        force_zeros_for_empty_prompt=force_zeros,
+        add_watermarker=False,
     ).save_pretrained(folder)
     return folder

@@ -74,3 +74,15 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_with_the_others_nam
 @pytest.mark.parametrize("word", ["sharded", "SHARDED_STATE_DICT", "Sharded-State-Dict"])
 def test_state_dict_types_are_read_in_any_spelling(word):
     assert config(f"--fsdp_state_dict_type={word}").value("fsdp_state_dict_type") == "SHARDED_STATE_DICT"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--gradient_checkpointing",), "recomputed twice"),
+        (("--fsdp_activation_checkpointing_mode=selective", "--fsdp_auto_wrap_policy=SIZE_BASED_WRAP"), "SIZE_BASED_WRAP"),
+    ],
+)
+def test_recomputation_that_cannot_be_is_refused(flags, told):
+    [message] = complaints("--num_processes=2", "--fsdp_enable", "--fsdp_activation_checkpointing", *flags)
+    assert told in message

@@ -197,7 +197,7 @@ def test_recomputing_computes_a_block_twice_and_changes_no_gradient(two, mode):
 
 def mesh_of(shard_size: int | None, local_size: int) -> dict[str, int]:
     rank = dist.get_rank()
-    mesh = shard_mesh(World(rank=rank, size=2, local_size=local_size), shard_size)
+    mesh = shard_mesh(World(rank=rank, size=dist.get_world_size(), local_size=local_size), shard_size)
     return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
@@ -205,7 +205,7 @@ def mesh_of(shard_size: int | None, local_size: int) -> dict[str, int]:
     ("shard_size", "local_size", "expected"),
     [
         (None, 2, {"shard": 2}),
-        (None, 1, {"replicate": 2, "shard": 1}),
+        (None, 1, {"shard": 2}),
         (2, 1, {"shard": 2}),
         (1, 2, {"replicate": 2, "shard": 1}),
     ],

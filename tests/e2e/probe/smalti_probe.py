@@ -20,7 +20,7 @@ class Probe:
 
     def note(self, hook, **facts):
         if path := os.environ.get("PROBE_CALLS"):
-            line = json.dumps({"hook": hook, "rank": int(os.environ.get("RANK", "0")), **facts})
+            line = json.dumps({"hook": hook, "rank": int(os.environ.get("RANK", "0")), "process": os.getpid(), **facts})
             with Path(path).open("a") as file:
                 file.write(line + "\n")
 

@@ -19,16 +19,19 @@ from smalti.diffusion.objective import BetaSchedule, Objective, build_objective
 from smalti.diffusion.timesteps import TimestepSampler, build_timesteps
 from smalti.diffusion.weighting import Weighting, build_weighting
 from smalti.models.family import ModelFamily, Prediction
+from smalti.models.frames import Frame, encode
 from smalti.settings import DataOptions, ObjectiveOptions, RunOptions
 
 
 class MicroBatch(Protocol):
-    """What the loader gives: pictures (B, 3, H, W) in [-1, 1], their captions, and a number unique to each sample."""
+    """What the loader gives: pictures (B, 3, H, W) in [-1, 1], with captions, frames, and a number unique to each sample."""
 
     @property
     def pixels(self) -> Tensor: ...
     @property
     def captions(self) -> Sequence[str]: ...
+    @property
+    def frames(self) -> Sequence[Frame]: ...
     @property
     def numbers(self) -> Sequence[int]: ...
 
@@ -73,7 +76,8 @@ class DenoisingLoss:
             noisy = self.objective.corrupt(latents, noise, t)
             dropped = (chance[:, 1] < self.dropout).tolist()
             captions = ["" if drop else caption for caption, drop in zip(batch.captions, dropped, strict=True)]
-            conditioning = self.family.encode_captions(captions)
+            height, width = batch.pixels.shape[-2:]
+            conditioning = encode(self.family, captions, batch.frames, width, height)
         with precision.autocast():
             prediction = self.family.forward(model, noisy, self.objective.timesteps(t), conditioning)
         losses = self.objective.loss(prediction, latents, noise, noisy, t)

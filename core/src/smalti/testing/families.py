@@ -8,9 +8,9 @@ Shapes: B batch, C latent channels, H, W pixels, h, w latent size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import get_args
+from typing import cast, get_args
 
 import torch
 from accelerate import init_empty_weights
@@ -19,10 +19,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from smalti.models.family import Conditioning, ModelFamily, Prediction, SampleRequest
+from smalti.models.frames import Frame, SeesFrames, encode
 from smalti.models.weights import materialise
 from smalti.testing.contract import BrokenContract, Contract, expect
 
 CAPTIONS = ("a red fox in the snow", "two boats", "")
+FRAME = Frame(width=640, height=480, left=3, top=0)
 _ALLOWED_BUFFERS = 64 * 2**20
 _TOLERANCE = 1e-3
 """Of the largest value: kernels may sum in another order for another batch."""
@@ -72,8 +74,9 @@ class FamilySubject:
         return self.family.forward(model, noisy, torch.tensor(timesteps), self.encode(captions))
 
     def encode(self, captions: Sequence[str]) -> Conditioning:
+        width, height = self.size
         with torch.no_grad():
-            return self.family.encode_captions(captions)
+            return encode(self.family, captions, [FRAME] * len(captions), width, height)
 
     def draw(self, model: nn.Module, prompts: Sequence[str], seeds: Sequence[int]) -> Tensor:
         width, height = self.size
@@ -179,6 +182,23 @@ def captions_mean_the_same_each_time(subject: FamilySubject) -> None:
     _same_conditioning(first, second, "the same captions again", tolerance=0.0)
     same = all(torch.equal(tensor[0], tensor[2]) for tensor in first.values())
     expect(not same, f"{CAPTIONS[0]!r} and the empty prompt are encoded alike")
+
+
+@FAMILY.check
+def frames_have_rows_beside_those_of_captions(subject: FamilySubject) -> None:
+    """`encode_frames`, for families that have it: one row for each frame, under names that captions do not use.
+
+    Both kinds of conditioning are handed to `forward` in one dictionary, so that a shared name would lose one of them.
+    """
+    family = subject.family
+    if not hasattr(family, "encode_frames"):
+        return
+    width, height = subject.size
+    found = cast(SeesFrames, family).encode_frames([FRAME, replace(FRAME, left=9)], width, height)
+    for name, tensor in found.items():
+        expect(tensor.shape[:1] == (2,), f"{name} is {tuple(tensor.shape)} for 2 frames")
+    shared = found.keys() & family.encode_captions(CAPTIONS[:1]).keys()
+    expect(not shared, f"captions and frames are both called {', '.join(sorted(shared))}")
 
 
 @FAMILY.check

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -59,6 +60,8 @@ class Components:
         self.folder = folder
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         self.pipeline = str(index["_class_name"])
+        self.settings = {name: value for name, value in index.items() if name[0] != "_" and not isinstance(value, list)}
+        """What the pipeline's constructor takes besides its parts."""
         self._classes = {name: value for name, value in index.items() if isinstance(value, list) and value[0] is not None}
 
     def has(self, part: str) -> bool:
@@ -71,6 +74,7 @@ class Components:
 
     def build(self, part: str) -> nn.Module:
         """A model of diffusers from its configuration alone, with the weights that its constructor draws."""
+        _hush()
         model = self._class(part).from_config(self.config(part))  # type: ignore[attr-defined]
         assert isinstance(model, nn.Module)
         return model
@@ -80,6 +84,7 @@ class Components:
 
     def load(self, part: str, dtype: torch.dtype | None = None) -> object:
         """A frozen part with its weights, in eval mode, without gradients; or a tokenizer or scheduler."""
+        _hush()
         extra = {} if dtype is None else {"torch_dtype": dtype}
         loaded = self._class(part).from_pretrained(self.folder / part, **extra)  # type: ignore[attr-defined]
         if isinstance(loaded, nn.Module):
@@ -94,3 +99,14 @@ class Components:
             raise UserError(f"{self.folder} has no {part}", fix=f"it is a {self.pipeline}; is that the right family?")
         library, name = self._classes[part]
         return cast(type, getattr(import_module(library), name))
+
+
+@cache
+def _hush() -> None:
+    """No progress bars and no notices of the libraries in a user's terminal, such as one for each caption that is cut short."""
+    from diffusers.utils import logging as diffusers
+    from transformers.utils import logging as transformers
+
+    for library in (diffusers, transformers):
+        library.set_verbosity_error()
+        library.disable_progress_bar()

@@ -18,13 +18,21 @@ class DiffusersOptions(Options):
         "auto", help="Type in which the autoencoder computes; auto is what the family needs.", level="advanced"
     )
     text_encoder_dtype: FrozenType = option(
-        "auto", help="Type in which text encoders compute; auto is bf16 on an accelerator, fp32 on the CPU.", level="advanced"
+        "auto",
+        help="Type in which text encoders compute; auto is mixed_precision on an accelerator, fp32 on the CPU.",
+        level="advanced",
     )
     tokenizer_max_length: int | None = option(
         None, help="Tokens of a caption, for families with a T5 encoder; the family knows a good value.", level="advanced", ge=1
     )
     flux_guidance_value: float = option(
         1.0, help="Guidance that a distilled Flux is told while it trains.", level="advanced", when="model_family == flux", ge=0
+    )
+    unet_channels_last: bool | None = option(
+        None,
+        help="Run convolutions on the channels-last layout, which tensor cores want; on for CUDA devices if not given.",
+        level="advanced",
+        when="model_family == sdxl",
     )
 
 

@@ -22,7 +22,7 @@ from smalti.diffusion.objective import BetaSchedule
 from smalti.diffusion.step import objective_of
 from smalti.models.family import Conditioning, Prediction, SampleRequest, Weights
 from smalti.models.weights import SeededWeights
-from smalti.settings import ModelOptions
+from smalti.settings import ModelOptions, TrainingOptions
 from smalti_diffusers.components import Components, locate
 from smalti_diffusers.options import DiffusersOptions
 
@@ -51,6 +51,7 @@ class PipelineFamily:
         native = self.native_prediction(scheduler)
         self.beta_schedule = cast(BetaSchedule, scheduler.get("beta_schedule", "scaled_linear"))
         self.prediction: Prediction = objective_of(config, native).prediction if config is not None else native
+        self._bf16 = config is None or config[TrainingOptions].mixed_precision == "bf16"
         self._device = torch.device("cpu")
 
     # --- what a family may say otherwise ----------------------------------------------------------------------------
@@ -112,16 +113,18 @@ class PipelineFamily:
         """The pipeline without the trained model."""
         cls = getattr(import_module("diffusers"), self.pipeline)
         parts = {part: self._load(part) for part in self.components.parts() if part != self.part}
-        pipeline = cls(**parts, **{self.part: None})
+        pipeline = cls(**parts, **{self.part: None}, **self.components.settings)
         pipeline.set_progress_bar_config(disable=True)
         return cast(object, pipeline.to(self._device))
 
     def _load(self, part: str) -> object:
         if part == "vae":
             default = torch.float32 if self.vae_in_fp32 or self._device.type == "cpu" else torch.bfloat16
-            return self.components.load(part, _DTYPES.get(self.options.vae_dtype, default))
+            vae = cast(nn.Module, self.components.load(part, _DTYPES.get(self.options.vae_dtype, default)))
+            decode_in_own_type(vae)
+            return vae
         if part in self.texts:
-            default = torch.float32 if self._device.type == "cpu" else torch.bfloat16
+            default = torch.bfloat16 if self._bf16 and self._device.type != "cpu" else torch.float32
             return self.components.load(part, _DTYPES.get(self.options.text_encoder_dtype, default))
         return self.components.load(part)
 
@@ -210,6 +213,17 @@ def create(family: type[PipelineFamily], config: Config, flavours: dict[str, str
         name = flavours[flavour]
     options = config[DiffusersOptions]
     return family(Components(locate(name, options.revision)), options, config)
+
+
+def decode_in_own_type(vae: nn.Module) -> None:
+    """Make an autoencoder keep its type: pipelines call it with latents of the encoders' type, and under the run's autocast."""
+    decode = cast("Callable[..., object]", vae.decode)
+
+    def in_own_type(latents: Tensor, *arguments: object, **keywords: object) -> object:
+        with torch.autocast(latents.device.type, enabled=False):
+            return decode(latents.to(next(vae.parameters()).dtype), *arguments, **keywords)
+
+    vae.decode = in_own_type  # type: ignore[assignment]
 
 
 def parameter_count(family: PipelineFamily) -> int:

@@ -10,6 +10,7 @@ FAMILIES = (
     FamilyEntry(name="pixart", title="PixArt Sigma and Alpha", factory="smalti_diffusers.pixart:family"),
     FamilyEntry(name="sana", title="Sana", factory="smalti_diffusers.sana:family"),
     FamilyEntry(name="sd3", title="Stable Diffusion 3 and 3.5", factory="smalti_diffusers.sd3:family"),
+    FamilyEntry(name="sdxl", title="Stable Diffusion XL", factory="smalti_diffusers.sdxl:family"),
 )
 
 
