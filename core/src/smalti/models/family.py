@@ -45,8 +45,8 @@ class Weights(Protocol):
 class ModelFamily(Protocol):
     """One architecture with its conditioning, from prompt and picture to prediction and back.
 
-    One whose tokens several ranks can share has a method `context_plan` besides: see `smalti.models.context`. One whose model is
-    told what a picture shows of its original has `encode_frames`: see `smalti.models.frames`.
+    One whose tokens several ranks can share has a method `context_plan` besides: see `smalti.models.context`. One whose model
+    is told what a picture shows of its original has `encode_frames`: see `smalti.models.frames`.
 
     A family of DDPM may also have `beta_schedule`, the noise schedule that its model was trained with, where that is not
     "scaled_linear" (`smalti.diffusion.objective.BetaSchedule`).
