@@ -120,7 +120,10 @@ def build(tmp_path):
             (tmp_path / part / "config.json").write_text(json.dumps(values))
         (tmp_path / "scheduler").mkdir()
         (tmp_path / "scheduler" / "scheduler_config.json").write_text("{}")
-        index = {"_class_name": family.__name__, **{part: ["diffusers", model] for part in parts}}
+        index = {
+            "_class_name": getattr(family, "pipeline", "PixArtSigmaPipeline"),
+            **{part: ["diffusers", model] for part in parts},
+        }
         (tmp_path / "model_index.json").write_text(json.dumps(index))
         return family(Components(tmp_path), DiffusersOptions())
 

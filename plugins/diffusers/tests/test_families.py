@@ -1,5 +1,6 @@
 """Every family calls its model exactly as diffusers' own pipeline does, and keeps the contract of a family."""
 
+from dataclasses import dataclass
 from inspect import signature
 
 import pytest
@@ -7,11 +8,16 @@ import tiny
 import torch
 from diffusers import DiffusionPipeline
 
+from smalti import UserError
 from smalti.config import resolve, schema_of
 from smalti.models.family import SampleRequest
 from smalti.plugins import load_plugins
 from smalti.run import find_family
 from smalti.testing.pytest import FamilyContract
+from smalti_diffusers.flux import pack
+from smalti_diffusers.options import DiffusersOptions
+from smalti_diffusers.pipeline import PipelineFamily
+from smalti_diffusers.sana import Sana
 
 MAKERS = {
     "flux": ("flux", tiny.flux, {}),
@@ -81,10 +87,15 @@ def drawn(request, family_of):
     return Drawn(family, model, noise, calls, pipeline.scheduler.timesteps, latents, pictures)
 
 
+@dataclass(frozen=True)
 class Drawn:
-    def __init__(self, family, model, noise, calls, timesteps, latents, pictures):
-        self.family, self.model, self.noise, self.calls = family, model, noise, calls
-        self.timesteps, self.latents, self.pictures = timesteps, latents, pictures
+    family: PipelineFamily
+    model: torch.nn.Module
+    noise: torch.Tensor
+    calls: list
+    timesteps: torch.Tensor
+    latents: torch.Tensor
+    pictures: torch.Tensor
 
     def inputs(self, step):
         """What smalti calls the model with for the same captions and noise; with the empty prompt, where the pipeline is."""
@@ -131,8 +142,6 @@ def test_a_validation_picture_is_the_pipelines(drawn, monkeypatch):
 
 
 def given(drawn):
-    from smalti_diffusers.flux import pack
-
     return pack(drawn.noise) if drawn.family.name == "flux" else drawn.noise
 
 
@@ -152,6 +161,22 @@ def test_an_empty_caption_of_sana_has_no_instruction_before_it(family_of):
 def test_the_length_of_captions_can_be_chosen(family_of, kind):
     tokens = family_of(kind, "--tokenizer_max_length=24").encode_captions(PROMPTS)["tokens"]
     assert tokens.shape[1] == 24 + 77 * kind.startswith("sd3")
+
+
+def test_a_pipeline_of_another_family_is_refused(family_of):
+    with pytest.raises(UserError, match="is a FluxPipeline, not a SanaPipeline"):
+        Sana(family_of("flux").components, DiffusersOptions())
+
+
+def test_a_prediction_that_the_pipeline_could_not_draw_with_is_refused(family_of):
+    with pytest.raises(UserError, match="cannot be trained with the prediction 'epsilon'"):
+        family_of("sd3", "--prediction_type=epsilon")
+
+
+def test_pixart_is_trained_with_the_noise_of_its_scheduler(family_of):
+    with pytest.raises(UserError, match="has the noise schedule linear"):
+        family_of("pixart sigma", "--beta_schedule=scaled_linear")
+    assert family_of("pixart sigma").beta_schedule == "linear"
 
 
 def contract(kind):

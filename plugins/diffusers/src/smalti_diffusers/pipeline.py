@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from smalti import Config
+from smalti import Config, UserError
 from smalti.diffusion.objective import BetaSchedule
 from smalti.diffusion.step import objective_of
 from smalti.models.family import Conditioning, Prediction, SampleRequest, Weights
@@ -43,14 +43,26 @@ class PipelineFamily:
     patch: int = 1
     """Latent pixels on the edge of one token, or whatever latent sizes have to be multiples of."""
     vae_in_fp32: ClassVar[bool] = False
+    predictions: ClassVar[tuple[Prediction, ...]] = ()
+    """What a run may make the model predict, besides what the pipeline's scheduler says."""
 
     def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
+        if components.pipeline != self.pipeline:
+            raise UserError(
+                f"{components.folder} is a {components.pipeline}, not a {self.pipeline}",
+                fix=f"name a pipeline of {self.name}, or another --model_family",
+            )
         self.components = components
         self.options = options
         scheduler = components.config("scheduler")
         native = self.native_prediction(scheduler)
         self.beta_schedule = cast(BetaSchedule, scheduler.get("beta_schedule", "scaled_linear"))
         self.prediction: Prediction = objective_of(config, native).prediction if config is not None else native
+        if self.prediction not in (native, *self.predictions):
+            raise UserError(
+                f"{self.name} cannot be trained with the prediction '{self.prediction}': its pipeline could not draw with it",
+                fix=f"leave --prediction_type out; the pipeline says {native}",
+            )
         self._bf16 = config is None or config[TrainingOptions].mixed_precision == "bf16"
         self._device = torch.device("cpu")
 
@@ -202,8 +214,6 @@ class PipelineFamily:
 
 def create(family: type[PipelineFamily], config: Config, flavours: dict[str, str]) -> PipelineFamily:
     """The family over the pipeline that the options name: a path or hub id, or a flavour's."""
-    from smalti import UserError
-
     model = config[ModelOptions]
     name = model.pretrained_model_name_or_path
     if name is None:

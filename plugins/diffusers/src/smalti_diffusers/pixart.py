@@ -15,6 +15,7 @@ from smalti import Config
 from smalti.models.context import Attention, ContextPlan, Join, Split
 from smalti.models.family import Conditioning, SampleRequest
 from smalti_diffusers.components import Components
+from smalti_diffusers.noiseschedule import check_noise_schedule
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily, create
 
@@ -32,8 +33,10 @@ class PixArt(PipelineFamily):
     targets = ("to_q", "to_k", "to_v", "to_out.0")
 
     def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
-        super().__init__(components, options, config)
         self.pipeline = ALPHA if components.pipeline == ALPHA else "PixArtSigmaPipeline"
+        super().__init__(components, options, config)
+        if config is not None:
+            check_noise_schedule(config, components.config("scheduler"), str(components.folder))
         self.patch = cast(int, components.config(self.part)["patch_size"])
 
     @property

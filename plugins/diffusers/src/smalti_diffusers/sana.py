@@ -11,7 +11,7 @@ from inspect import signature
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from smalti import Config
 from smalti.models.family import Conditioning, SampleRequest
@@ -30,6 +30,11 @@ class Sana(PipelineFamily):
     pipeline = "SanaPipeline"
     blocks = ("SanaTransformerBlock",)
     targets = ("to_q", "to_k", "to_v", "to_out.0")
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.register_forward_hook(_in_own_memory)
+        return model
 
     @property
     def text_length(self) -> int:
@@ -73,6 +78,11 @@ class Sana(PipelineFamily):
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         # Without binning, pictures have the size asked for.
         return {"max_sequence_length": self.text_length, "use_resolution_binning": False}
+
+
+def _in_own_memory(model: nn.Module, inputs: object, answer: object) -> object:
+    """After the forward pass: its answer, which is a view, copied. FSDP warns of views, which must not be changed in place."""
+    return (cast(Tensor, answer[0]).clone(), *answer[1:]) if isinstance(answer, tuple) else answer
 
 
 def family(config: Config) -> Sana:

@@ -34,6 +34,7 @@ class Sdxl(PipelineFamily):
     patch = 8
     # Its activations leave the range of fp16, and bf16 is too coarse for an autoencoder.
     vae_in_fp32 = True
+    predictions = ("epsilon", "v_prediction")
 
     def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
         if components.pipeline != self.pipeline:  # the refiner and inpainting models are called otherwise
