@@ -39,9 +39,10 @@ def killed(chance: Random, place: Path) -> Report:
     """A1: a process that saves without end, synchronously or beside other work, gets SIGKILL at a random moment."""
     report, root = Report(), place / "checkpoints"
     size, keep, beside = chance.choice((1000, 60_000, 400_000)), chance.choice((None, 1, 2)), chance.random() < 0.5
+    copy = chance.random() < 0.5
     step = 1
     for _ in range(10):
-        acknowledged = _kill_once(root, step, chance.uniform(0, 0.06), size, keep, beside)
+        acknowledged = _kill_once(root, step, chance.uniform(0, 0.06), size, keep, beside, copy)
         report.faults += 1
         now = found(root, size)
         report.expect(now is not None and now >= acknowledged, f"step {acknowledged} was acknowledged, step {now} is found")
@@ -52,11 +53,11 @@ def killed(chance: Random, place: Path) -> Report:
     return report
 
 
-def _kill_once(root: Path, step: int, delay: float, size: int, keep: int | None, beside: bool) -> int:
+def _kill_once(root: Path, step: int, delay: float, size: int, keep: int | None, beside: bool, copy: bool) -> int:
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
-        _save_for_ever(root, step, size, keep, beside, lambda done: os.write(send, done.to_bytes(8, "big")))
+        _save_for_ever(root, step, size, keep, beside, copy, lambda done: os.write(send, done.to_bytes(8, "big")))
     os.close(send)
     told = os.read(receive, 8)
     time.sleep(delay)
@@ -68,12 +69,12 @@ def _kill_once(root: Path, step: int, delay: float, size: int, keep: int | None,
 
 
 def _save_for_ever(
-    root: Path, step: int, size: int, keep: int | None, beside: bool, acknowledge: Callable[[int], object]
+    root: Path, step: int, size: int, keep: int | None, beside: bool, copy: bool, acknowledge: Callable[[int], object]
 ) -> None:
     store = CheckpointStore(root)
 
     def write(state, ranks) -> Checkpoint:
-        done = save(root, state, ranks)
+        done = save(root, state, ranks, full_weights=copy)
         store.rotate(keep)
         return done
 
@@ -96,7 +97,7 @@ def crashed(chance: Random, place: Path) -> Report:
     One outcome each: up to the rename that publishes, the step before is found; from then on, the new one.
     """
     report = Report()
-    size = chance.choice((1000, 20_000))
+    size, copy = chance.choice((1000, 20_000)), chance.random() < 0.5
     master = place / "master"
     for step in (1, 2):
         save(master, snapshot(step, size), ALONE)
@@ -108,12 +109,12 @@ def crashed(chance: Random, place: Path) -> Report:
 
     rehearsal = shutil.copytree(master, place / "rehearsal")
     with through(count):
-        _save_and_rotate(rehearsal, size)
+        _save_and_rotate(rehearsal, size, copy)
     publishing = names.index("publish")
     for number in range(len(names)):
         for mode in ("before", "middle", "after") if names[number] == "write" else ("before", "after"):
             root = shutil.copytree(master, place / f"{number}-{mode}")
-            in_child(lambda root=root, number=number, mode=mode: _crash_at(root, size, number, mode))
+            in_child(lambda root=root, number=number, mode=mode: _crash_at(root, size, copy, number, mode))
             report.faults += 1
             expected = 3 if number > publishing or (number == publishing and mode == "after") else 2
             now = found(root, size)
@@ -124,12 +125,12 @@ def crashed(chance: Random, place: Path) -> Report:
     return report
 
 
-def _save_and_rotate(root: Path, size: int) -> None:
-    save(root, snapshot(3, size), ALONE)
+def _save_and_rotate(root: Path, size: int, copy: bool) -> None:
+    save(root, snapshot(3, size), ALONE, full_weights=copy)
     CheckpointStore(root).rotate(1)
 
 
-def _crash_at(root: Path, size: int, number: int, mode: str) -> None:
+def _crash_at(root: Path, size: int, copy: bool, number: int, mode: str) -> None:
     count = iter(range(10**9))
 
     def wrap(name, original, *arguments):
@@ -143,7 +144,7 @@ def _crash_at(root: Path, size: int, number: int, mode: str) -> None:
         os._exit(0)
 
     with through(wrap):
-        _save_and_rotate(root, size)
+        _save_and_rotate(root, size, copy)
 
 
 def refused(chance: Random, place: Path) -> Report:
@@ -157,7 +158,7 @@ def refused(chance: Random, place: Path) -> Report:
         before = good
         try:
             with through(_refusing(number, code, once)):
-                save(root, snapshot(step), ALONE)
+                save(root, snapshot(step), ALONE, full_weights=step % 2 == 0)
                 CheckpointStore(root).rotate(2)
             good = step
         except SaveError as error:

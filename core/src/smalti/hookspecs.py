@@ -5,6 +5,7 @@ Where the hooks fire, in the order of a run:
     smalti train
       declare_options            every plugin's flags, file keys, help
       register_model_families    register_storage  register_metadata_backends  register_optimizers  register_commands
+      register_checkpoint_formats
       register_caches            what `smalti cache` lists and clears
       check_config               all complaints at once, before anything is launched
       configure_distributed      which backend; how the workers are launched
@@ -54,6 +55,7 @@ from smalti.types import (
     Block,
     CacheEntry,
     Checkpoint,
+    CheckpointFormat,
     DistributedPlan,
     FamilyEntry,
     FaultAction,
@@ -134,6 +136,14 @@ class HookSpecs:
     @_spec
     def register_optimizers(self) -> list[OptimizerEntry]:
         """gather: the optimizers on offer under `--optimizer`. Factories are imported only when chosen."""
+        raise NotImplementedError
+
+    @_spec
+    def register_checkpoint_formats(self) -> list[CheckpointFormat]:
+        """gather: the formats of checkpoints that `smalti checkpoint convert` reads, by the files that mark a folder of each.
+
+        What a factory returns is used in a process of its own, which may import torch; nothing it reads may run code.
+        """
         raise NotImplementedError
 
     @_spec
@@ -234,7 +244,7 @@ class HookSpecs:
         raise NotImplementedError
 
     @_decide
-    def save_checkpoint(self, state: Snapshot, target: Path, parallel: Ranks) -> Checkpoint | None:
+    def save_checkpoint(self, state: Snapshot, target: Path, parallel: Ranks, config: Config) -> Checkpoint | None:
         """decide, backend role, collective: write `state` so that it is whole and visible at once, or not at all.
 
         `target` is the run's `checkpoints` folder, shared by all ranks. The same answer on every rank. Called in a thread of

@@ -6,6 +6,7 @@ The core knows these names and nothing else about its plugins; it never imports 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 OFFICIAL = {
     "fsdp2": "smalti-fsdp2",
@@ -48,6 +49,16 @@ _STRATEGIES = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}
 """What each strategy is called, by the `distributed_type` of an Accelerate YAML, for when its plugin is not there to say."""
 
 
+_CHECKPOINTS = {
+    ".metadata": ("dcp", "fsdp2"),
+    "pytorch_model_fsdp_0": ("accelerate-fsdp", "fsdp2"),
+    "pytorch_model_fsdp.bin": ("accelerate-fsdp", "fsdp2"),
+    "*/mp_rank_*_model_states.pt": ("deepspeed", "deepspeed"),
+    "*/zero_pp_rank_*_model_states.pt": ("deepspeed", "deepspeed"),
+}
+"""What marks a folder as a checkpoint of a format, and the plugin that reads it."""
+
+
 def package_of_option(name: str, known: Iterable[str] = ()) -> str:
     """The package that declares options of this kind, or "" if no package does, or if some `known` option shows it is there."""
     prefix = next((prefix for prefix in _OPTIONS if name.startswith(prefix)), None)
@@ -64,6 +75,14 @@ def package_of_family(name: str) -> str:
 def package_of_command(name: str) -> str:
     """The package that adds this subcommand of `smalti`, or ""."""
     return OFFICIAL[_COMMANDS[name]] if name in _COMMANDS else ""
+
+
+def package_of_checkpoint(folder: Path, known: Iterable[str]) -> str:
+    """The package that reads a checkpoint in this folder, or "" if none does, or if its format is among the `known` ones."""
+    for mark, (name, plugin) in _CHECKPOINTS.items():
+        if name not in known and any(folder.glob(mark)):
+            return OFFICIAL[plugin]
+    return ""
 
 
 def package_of_cache(name: str) -> str:

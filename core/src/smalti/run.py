@@ -34,6 +34,7 @@ from smalti.families import family_entry
 from smalti.hashing import key_of
 from smalti.hookspecs import HookSpecs
 from smalti.metrics import log_metrics, metrics_of
+from smalti.models.description import config_of
 from smalti.models.family import ModelFamily
 from smalti.models.weights import without_weights
 from smalti.optimizers import parameter_groups
@@ -78,6 +79,8 @@ class Run:
     parallel: Parallel
     family: ModelFamily
     model: nn.Module
+    model_config: str
+    """The model's own description for other tools, as JSON text; "" if it has none."""
     blocks: list[Block]
     optimizer: torch.optim.Optimizer
     ema: Ema | None
@@ -163,11 +166,13 @@ class Run:
             },
             plugins=self.plugins.lines,
             config_digest=self.config.digest,
+            model_config=self.model_config,
         )
 
     def write(self, snapshot: Snapshot, ranks: Ranks) -> Checkpoint:
         """Write a checkpoint, then let go of the oldest ones. *Collective*; in the saver's thread."""
-        checkpoint = self.backend.save_checkpoint(state=snapshot, target=self.checkpoints.root, parallel=ranks)
+        root = self.checkpoints.root
+        checkpoint = self.backend.save_checkpoint(state=snapshot, target=root, parallel=ranks, config=self.config)
         assert checkpoint is not None, "the core's own answer comes last"
         if self.world.is_main:
             self.rotate()
@@ -265,13 +270,29 @@ def resume(run: Run) -> None:
         group.update(values)
     if run.ema is not None and not loaded.ema:
         run.ema.restart()
-    trainer = cast(dict[str, int], loaded.trainer)
-    run.state.step, run.state.position = trainer["step"], trainer["position"]
-    run.state.epoch, run.state.samples = trainer["epoch"], trainer["samples"]
+    notices = [*loaded.notices, *take_place(run, cast(dict[str, int], loaded.trainer))]
     if run.world.is_main:
-        for notice in loaded.notices:
+        for notice in notices:
             _log.warning("%s", notice)
         _log.warning("resuming from %s at step %d", found, run.state.step)
+
+
+def take_place(run: Run, trainer: Mapping[str, int]) -> list[str]:
+    """Stand where the trainer stood that wrote the checkpoint; what the user should know about that.
+
+    Another trainer's place in the data means nothing here, so a converted checkpoint has none.
+    """
+    state = run.state
+    state.step = trainer["step"]
+    if "position" in trainer:
+        state.position, state.epoch, state.samples = trainer["position"], trainer["epoch"], trainer["samples"]
+        return []
+    state.position = state.step
+    state.epoch = run.data.order.epoch_of(state.position)
+    state.samples = state.step * run.effective_batch
+    if state.step == 0:
+        return []
+    return [f"the checkpoint tells no place in the data; as each step takes one batch, {state.step} are left out"]
 
 
 def chosen_checkpoint(run: Run, choice: str) -> Path | None:
@@ -305,6 +326,7 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
     family.to(parallel.world.device)
     data = open_data(config, plugins, family.alignment, parallel, directory.data)
     bare, blocks = build_model(config, plugins, family)
+    model_config = config_of(bare)  # a sharded model calls itself by another class
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in bare.parameters()]
     backend = plugins.backend(plan)
     weights = family.weights(config[RunOptions].seed)
@@ -333,6 +355,7 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
         parallel=parallel,
         family=family,
         model=model,
+        model_config=model_config,
         blocks=blocks,
         optimizer=optimizer,
         ema=build_ema(config, parallel.unwrap(model)),

@@ -94,6 +94,21 @@ class Cleared:
     bytes: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFormat:
+    """A format of checkpoints that `smalti checkpoint convert` reads.
+
+    `marks` are patterns for paths in a checkpoint's folder ("manifest.json", "*/model_states.pt"): a folder in which a file
+    fits any of them is taken for this format. `factory` is "module:callable", imported only in the process that reads such a
+    checkpoint; the callable takes its folder, a `Path`, and returns a `smalti.checkpoint.formats.Source`.
+    """
+
+    name: str
+    title: str
+    marks: tuple[str, ...]
+    factory: str
+
+
 # --- distribution ---------------------------------------------------------------------------------------------------
 
 

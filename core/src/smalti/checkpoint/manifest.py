@@ -20,12 +20,15 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 GROUPS = ("model", "optimizer", "ema")
 """The directories of a checkpoint that hold tensors."""
+WEIGHTS = "weights"
+"""The directory of a checkpoint that holds a copy of the model's tensors for other tools, if it was asked for."""
 SUSPECT = "suspect"
 """Flag of a checkpoint made after a fault of the machine: it never displaces one without it."""
 
 _FORMAT = "smalti-checkpoint"
 _VERSION = 1
-_FILE = re.compile(rf"{re.escape(STATE)}|(?:{'|'.join(GROUPS)})/[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
+_NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
+_FILE = re.compile(rf"{re.escape(STATE)}|(?:{'|'.join(GROUPS)})/{_NAME}\.safetensors|{WEIGHTS}/{_NAME}\.(?:safetensors|json)")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _KEYS = frozenset(
     ("format", "version", "step", "world_size", "created", "plugins", "config_digest", "flags", "files", "sha256")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
 
 from smalti.checkpoint.tensorfile import Piece, join
 from smalti.errors import CheckpointError
@@ -95,6 +96,12 @@ def check_whole(held: Sequence[Pieces], tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if name not in pieces or join(name, list(pieces[name].values())).shape != tuple(tensor.shape):
             raise CheckpointError(f"the ranks together do not hold the whole of {name}")
+
+
+def memory(tensor: Tensor) -> memoryview:
+    """The bytes of what this rank holds of a tensor, row by row; a copy only where it is not stored like that on the CPU."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _piece(item: WriteItem) -> Piece:

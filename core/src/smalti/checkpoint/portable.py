@@ -151,6 +151,22 @@ def fill_settings(
                 group[key] = _like(group.get(key), value)
 
 
+def regrouped(saved: list[dict[str, object]], own: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Saved settings for an optimizer that has its parameters in other groups, with settings `own`.
+
+    What was saved, if there are as many groups or none to compare with. Else its own hyper-parameters, and what was saved per
+    parameter: that does not depend on the groups.
+    """
+    if not own or len(saved) == len(own):
+        return saved
+    values: dict[str, object] = {}
+    for group in saved:
+        if isinstance(kept := group.get(_VALUES), dict):
+            values |= kept
+    plain = [{key: value for key, value in group.items() if key != _VALUES} for group in own]
+    return [plain[0] | {_VALUES: values}, *plain[1:]] if values else plain
+
+
 def _plain(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, DistributedDataParallel):

@@ -18,11 +18,12 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from smalti.checkpoint.agreement import RankError, together
 from smalti.checkpoint.manifest import GROUPS, STATE, Manifest, read_manifest
 from smalti.checkpoint.planning import DTYPES
+from smalti.checkpoint.portable import regrouped
 from smalti.checkpoint.snapshot import Snapshot
+from smalti.checkpoint.statefile import read_state
 from smalti.checkpoint.tensorfile import StoredTensor, stored_tensors
 from smalti.checkpoint.verification import verify
 from smalti.errors import CheckpointError
-from smalti.files import parse_json
 from smalti.parallel import PortableState, Ranks, named_state
 
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -48,8 +49,9 @@ def load(path: Path, snapshot: Snapshot, parallel: Ranks, *, verified: bool = Fa
 
     The tensors of the model and of `ema` are filled in place and must match by name and shape; types may only widen.
     Moments are filled in place where the snapshot has them and made like their parameter where it has not, so a fresh
-    optimizer needs none, and there are none after loading what was saved before the first step. `settings` is replaced.
-    With another optimizer than the one that was saved, moments and settings are left alone.
+    optimizer needs none, and there are none after loading what was saved before the first step. `settings` is replaced, but
+    hyper-parameters stay where the checkpoint has another number of parameter groups. With another optimizer than the one
+    that was saved, moments and settings are left alone.
 
     All contents are checked by digest first, each rank reading its share; `verified` says that the caller has just done so.
     Raises CheckpointError on all ranks when the checkpoint is damaged or made for something else.
@@ -76,7 +78,7 @@ def load(path: Path, snapshot: Snapshot, parallel: Ranks, *, verified: bool = Fa
 
 
 def _load(path: Path, snapshot: Snapshot) -> Loaded:
-    manifest, state = read_manifest(path), _read_state(path / STATE)
+    manifest, state = read_manifest(path), read_state(path / STATE)
     target, notices = snapshot.state, []
     stored = {group: stored_tensors(path / group) for group in GROUPS}
     wanted: dict[str, Mapping[str, Tensor]] = {"model": target.model}
@@ -104,34 +106,14 @@ def _load(path: Path, snapshot: Snapshot) -> Loaded:
     for group, tensors in wanted.items():
         _fill(path / group, tensors)
     if same:
-        target.moments, target.settings = moments, state.settings
+        target.moments, target.settings = moments, regrouped(state.settings, target.settings)
     return Loaded(
-        trainer=state.trainer,
+        trainer=dict(state.trainer),
         manifest=manifest,
         moments=same,
         ema="ema" in wanted,
         notices=tuple(notices),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _State:
-    """What state.json says."""
-
-    optimizer: str
-    settings: list[dict[str, object]]
-    trainer: dict[str, object]
-
-
-def _read_state(path: Path) -> _State:
-    try:
-        body = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{path.name} is damaged: {error}") from error
-    match body:
-        case {"optimizer": {"name": str(name), "settings": list(settings)}, "trainer": dict(trainer)}:
-            return _State(optimizer=name, settings=settings, trainer=trainer)
-    raise CheckpointError(f"{path.name} is malformed")
 
 
 def _with_room(target: PortableState, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, Tensor]]:

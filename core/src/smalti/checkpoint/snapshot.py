@@ -16,6 +16,7 @@ class Snapshot:
 
     `state` and `ema` refer to the live tensors, fp32 masters by fully qualified name; saving reads them, loading fills them in
     place. `ema` is None when no average is kept. `trainer` is JSON-able: step, data position, learning-rate settings.
+    `model_config` is the model's own description, as JSON text, for tools that build it from that; "" if it has none.
     `flags` are remarks for whoever looks at the checkpoint later, such as `smalti.checkpoint.manifest.SUSPECT`.
     """
 
@@ -25,6 +26,7 @@ class Snapshot:
     trainer: Mapping[str, object] = field(default_factory=dict)
     plugins: tuple[str, ...] = ()
     config_digest: str = ""
+    model_config: str = ""
     flags: tuple[str, ...] = ()
 
     def tensors(self) -> dict[str, Tensor]:

@@ -64,15 +64,16 @@ class StoredTensor:
         return self.elements * ITEM_SIZES[self.dtype]
 
 
-def encode_header(pieces: Sequence[tuple[str, Piece]]) -> bytes:
-    """What a file that holds these named pieces, one after the other in this order, starts with."""
-    body: dict[str, object] = {
-        _METADATA: {
-            "format": "pt",
-            "DCP_VERSION": "1.0",
-            _SHARDING: json.dumps({name: {"saved_offsets": piece.offsets} for name, piece in pieces}),
-        }
-    }
+def encode_header(pieces: Sequence[tuple[str, Piece]], *, plain: bool = False) -> bytes:
+    """What a file that holds these named pieces, one after the other in this order, starts with.
+
+    A `plain` one says nothing of where pieces lie in their tensors: it is for whole tensors only.
+    """
+    metadata = {"format": "pt"}
+    if not plain:
+        sharding = {name: {"saved_offsets": piece.offsets} for name, piece in pieces}
+        metadata |= {"DCP_VERSION": "1.0", _SHARDING: json.dumps(sharding)}
+    body: dict[str, object] = {_METADATA: metadata}
     start = 0
     for name, piece in pieces:
         body[name] = {"dtype": piece.dtype, "shape": piece.shape, "data_offsets": [start, start + piece.size]}
@@ -84,11 +85,30 @@ def encode_header(pieces: Sequence[tuple[str, Piece]]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def read_header(path: Path) -> dict[str, Piece]:
-    """The pieces in a file, by tensor name. Checks that they fill the file exactly; reads no tensor data.
+def split(pieces: Mapping[str, Piece], limit: int) -> list[list[str]]:
+    """The names of these pieces, shared out to files of at most `limit` bytes; a larger piece has a file of its own."""
+    parts: list[list[str]] = []
+    room = 0
+    # Wide elements first: then every tensor starts at a multiple of its element size.
+    for name in sorted(pieces, key=lambda name: (-ITEM_SIZES[pieces[name].dtype], name)):
+        if not parts or room < pieces[name].size:
+            parts.append([])
+            room = limit
+        parts[-1].append(name)
+        room -= pieces[name].size
+    return parts
 
-    Raises CheckpointError, which leaves naming the file to the caller, for anything but a sound safetensors file: a pickle,
-    a truncated file, a header that lies.
+
+def read_header(path: Path) -> dict[str, Piece]:
+    """The pieces in a file, by tensor name: `read_layout` without the places."""
+    return {name: piece for name, (piece, _) in read_layout(path).items()}
+
+
+def read_layout(path: Path) -> dict[str, tuple[Piece, int]]:
+    """The pieces in a file and the bytes at which they start, by tensor name.
+
+    Checks that they fill the file exactly; reads no tensor data. Raises CheckpointError, which leaves naming the file to the
+    caller, for anything but a sound safetensors file: a pickle, a truncated file, a header that lies.
     """
     try:
         status = path.stat()
@@ -100,7 +120,8 @@ def read_header(path: Path) -> dict[str, Piece]:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(_LARGEST_HEADER, status.st_size - 8):
                 raise ValueError("the header is longer than it can be")
-            return _pieces(parse_json(file.read(length)), data=status.st_size - 8 - length)
+            pieces = _pieces(parse_json(file.read(length)), data=status.st_size - 8 - length)
+            return {name: (piece, 8 + length + begin) for name, (piece, begin) in pieces.items()}
     except ValueError as error:
         raise CheckpointError(f"is not a sound safetensors file: {error}") from None
     except OSError as error:
@@ -135,12 +156,12 @@ def join(name: str, pieces: Sequence[Piece]) -> StoredTensor:
     return whole
 
 
-def _pieces(header: object, data: int) -> dict[str, Piece]:
-    """`data` is the number of bytes after the header, all of which must belong to a piece."""
+def _pieces(header: object, data: int) -> dict[str, tuple[Piece, int]]:
+    """The pieces and where in the data they start; `data` bytes follow the header, all of which must belong to a piece."""
     if not isinstance(header, dict):
         raise ValueError("the header is not an object")
     offsets = _saved_offsets(header.pop(_METADATA, {}))
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, tuple[Piece, int]] = {}
     spans: list[tuple[int, int]] = []
     for name, entry in header.items():
         if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
@@ -150,10 +171,11 @@ def _pieces(header: object, data: int) -> dict[str, Piece]:
         dtype = entry["dtype"]
         if not isinstance(dtype, str) or dtype not in ITEM_SIZES or len(start) != len(shape):
             raise ValueError(f"the entry of {name} is malformed")
-        pieces[name] = Piece(dtype=dtype, shape=shape, offsets=start)
+        piece = Piece(dtype=dtype, shape=shape, offsets=start)
         span = _counts(entry["data_offsets"], name)
-        if len(span) != 2 or span[1] - span[0] != pieces[name].size:
+        if len(span) != 2 or span[1] - span[0] != piece.size:
             raise ValueError(f"{name} does not have the bytes that its shape asks for")
+        pieces[name] = piece, span[0]
         spans.append((span[0], span[1]))
     position = 0
     for begin, end in sorted(spans):

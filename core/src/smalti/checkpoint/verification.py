@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from smalti.checkpoint.manifest import MANIFEST, STATE, FileRecord, Manifest, read_manifest
+from smalti.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from smalti.checkpoint.tensorfile import read_header
 from smalti.errors import CheckpointError
 from smalti.files import parse_json, sha256
@@ -53,7 +53,7 @@ def verify(checkpoint: Path, *, rank: int = 0, ranks: int = 1) -> Verification:
     with ThreadPoolExecutor(max_workers=min(_THREADS, os.cpu_count() or 1)) as pool:
         contents = pool.map(lambda item: (item[0], _content_problem(checkpoint / item[0], *item)), mine)
         problems |= {name: problem for name, problem in contents if problem}
-    if _named_step(checkpoint) not in (None, manifest.step):
+    if named_step(checkpoint) not in (None, manifest.step):
         problems[MANIFEST] = f"is of step {manifest.step}, not of the step in the directory's name"
     told = tuple(f"{name} {problem}" for name, problem in sorted(problems.items()))
     return Verification(path=checkpoint, manifest=manifest, problems=told)
@@ -79,7 +79,8 @@ def files_in(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
             yield entry.name, entry.stat(follow_symlinks=False)
 
 
-def _named_step(checkpoint: Path) -> int | None:
+def named_step(checkpoint: Path) -> int | None:
+    """The step that the name of a checkpoint directory tells; None when it tells none."""
     number = checkpoint.name.removeprefix("step-").partition(".")[0]
     return int(number) if checkpoint.name.startswith("step-") and number.isdecimal() else None
 
@@ -109,7 +110,7 @@ def _content_problem(path: Path, name: str, record: FileRecord) -> str:
     try:
         if sha256(path) != record.sha256:
             return "does not match its digest: damaged or edited"
-        if name == STATE:
+        if name.endswith(".json"):
             parse_json(path.read_bytes())
         else:
             read_header(path)

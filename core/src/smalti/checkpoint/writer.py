@@ -8,28 +8,28 @@ neither contiguous nor of separate memory, and the same state always gives the s
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from smalti import files
 from smalti.checkpoint.agreement import RankError, together
+from smalti.checkpoint.consolidated import write_copy
 from smalti.checkpoint.manifest import GROUPS, STATE, FileRecord, Manifest
-from smalti.checkpoint.planning import Pieces, check_whole, decode_pieces, divide, encode_pieces, local_pieces
+from smalti.checkpoint.planning import Pieces, check_whole, decode_pieces, divide, encode_pieces, local_pieces, memory
+from smalti.checkpoint.recording import write_recorded
 from smalti.checkpoint.snapshot import Snapshot
+from smalti.checkpoint.statefile import State
 from smalti.checkpoint.store import CheckpointStore
-from smalti.checkpoint.tensorfile import ITEM_SIZES, encode_header
+from smalti.checkpoint.tensorfile import encode_header, split
 from smalti.errors import CheckpointError, ExitCode, UserError
 from smalti.parallel import Ranks
 from smalti.types import Checkpoint
@@ -37,9 +37,6 @@ from smalti.types import Checkpoint
 _THREADS = 4
 _SMALLEST_FILE = 64 * 2**20
 _LARGEST_FILE = 512 * 2**20
-_BLOCK = 4 * 2**20
-
-
 _REMEDIES = {
     errno.ENOSPC: "make room there, or keep fewer with --checkpoints_total_limit",
     errno.EDQUOT: "make room there or have the quota raised, or keep fewer with --checkpoints_total_limit",
@@ -62,28 +59,30 @@ class SaveError(UserError):
         self.errno = errno
 
 
-def save(root: Path, snapshot: Snapshot, ranks: Ranks) -> Checkpoint:
+def save(root: Path, snapshot: Snapshot, ranks: Ranks, *, full_weights: bool = False) -> Checkpoint:
     """Write a checkpoint below `root`, the same directory for all ranks. *Collective*; the same answer on every rank.
 
     When it returns, the checkpoint is complete, visible and on the disk. Saving a step that is already there in the same
     state returns the older checkpoint; in another state, makes a new one that counts from then on. The tensors must not
-    change while this runs; those that `divide` gives to another rank are not read. Raises SaveError on all ranks when any of
-    them failed, or when there is no room for it; then nothing has become visible and older checkpoints are intact.
+    change while this runs; those that `divide` gives to another rank are not read. With `full_weights` the main rank adds a
+    copy of the weights for other tools, `smalti.checkpoint.consolidated`, while the others wait for it. Raises SaveError on
+    all ranks when any of them failed, or when there is no room for it; then nothing has become visible and older checkpoints
+    are intact.
     """
     started = time.perf_counter()
     try:
         with ExitStack() as cleanup:
-            path, size = _save(CheckpointStore(root), snapshot, ranks, cleanup)
+            path, size = _save(CheckpointStore(root), snapshot, ranks, full_weights, cleanup)
     except RankError as failure:
-        raise _explained(root, snapshot, failure) from failure
+        raise _explained(root, snapshot, failure, full_weights) from failure
     return Checkpoint(step=snapshot.step, path=path, size=size, seconds=time.perf_counter() - started)
 
 
-def _explained(root: Path, snapshot: Snapshot, failure: RankError) -> SaveError:
+def _explained(root: Path, snapshot: Snapshot, failure: RankError, full_weights: bool) -> SaveError:
     """With what was needed and what is free, where that can be the matter, and with what to do."""
     message = f"cannot save step {snapshot.step} in {root}: {failure}"
     if failure.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        needed = sum(tensor.numel() * tensor.element_size() for tensor in snapshot.tensors().values())
+        needed = _needed({name: t.numel() * t.element_size() for name, t in snapshot.tensors().items()}, full_weights)
         message += f" ({_readable(needed)} needed{_told_free(root)})"
     fix = failure.fix or _REMEDIES.get(failure.errno or 0, "")
     return SaveError(message, fix=fix, errno=failure.errno)
@@ -101,15 +100,23 @@ def _readable(size: int) -> str:
     return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
 
 
-def _check_room(root: Path, held: Sequence[Pieces]) -> None:
+def _needed(sizes: Mapping[str, int], full_weights: bool) -> int:
+    """Bytes of tensors in the checkpoint, given those of each tensor, "GROUP/NAME"."""
+    return sum(size * (2 if full_weights and name.startswith("model/") else 1) for name, size in sizes.items())
+
+
+def _check_room(root: Path, held: Sequence[Pieces], full_weights: bool) -> None:
     """Raises OSError before anything is written when the file system says that it cannot hold these pieces, each once."""
     room = files.free_bytes(root)
-    needed = sum({(name, piece.offsets): piece.size for pieces in held for name, piece in pieces.items()}.values())
+    sizes: dict[str, int] = {}
+    for (name, _), size in {(name, p.offsets): p.size for pieces in held for name, p in pieces.items()}.items():
+        sizes[name] = sizes.get(name, 0) + size
+    needed = _needed(sizes, full_weights)
     if room is not None and needed > room:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _save(store: CheckpointStore, snapshot: Snapshot, ranks: Ranks, cleanup: ExitStack) -> tuple[Path, int]:
+def _save(store: CheckpointStore, snapshot: Snapshot, ranks: Ranks, full_weights: bool, cleanup: ExitStack) -> tuple[Path, int]:
     main = ranks.world.is_main
     tensors = snapshot.tensors()
 
@@ -136,15 +143,21 @@ def _save(store: CheckpointStore, snapshot: Snapshot, ranks: Ranks, cleanup: Exi
     def write() -> str:
         check_whole(held, tensors)
         if main:
-            _check_room(directory, held)
+            _check_room(directory, held, full_weights)
         mine = {name: held[rank][name] for name in divide(held)[rank]}
         records = _write_tensors(directory, mine, tensors, rank)
         if main:
-            records[STATE] = _write_file(directory / STATE, [_state(snapshot)])
-        return json.dumps({name: vars(record) for name, record in records.items()})
+            records[STATE] = write_recorded(directory / STATE, [_state(snapshot)])
+        return _encode(records)
 
-    parts = [json.loads(text) for text in together(ranks, write)]
-    records = {name: FileRecord(**record) for part in parts for name, record in part.items()}
+    records = {name: record for part in together(ranks, write) for name, record in _decode(part).items()}
+
+    def copy() -> str:
+        model = sorted(name for name in records if name.startswith("model/"))
+        return _encode(write_copy(directory, model, _config(snapshot)) if main else {})
+
+    if full_weights:
+        records |= _decode(together(ranks, copy)[0])
     manifest = Manifest(
         step=snapshot.step,
         world_size=ranks.world.size,
@@ -159,12 +172,27 @@ def _save(store: CheckpointStore, snapshot: Snapshot, ranks: Ranks, cleanup: Exi
 
 
 def _state(snapshot: Snapshot) -> bytes:
-    state = {
-        "step": snapshot.step,
-        "optimizer": {"name": snapshot.state.optimizer, "settings": snapshot.state.settings},
-        "trainer": dict(snapshot.trainer),
-    }
-    return json.dumps(state, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    state = snapshot.state
+    return State(
+        step=snapshot.step,
+        optimizer=state.optimizer,
+        settings=state.settings,
+        trainer=snapshot.trainer,
+        model_config=_config(snapshot),
+    ).encode()
+
+
+def _config(snapshot: Snapshot) -> dict[str, object] | None:
+    return dict(json.loads(snapshot.model_config)) if snapshot.model_config else None
+
+
+def _encode(records: Mapping[str, FileRecord]) -> str:
+    """For the way to the other ranks."""
+    return json.dumps({name: vars(record) for name, record in records.items()})
+
+
+def _decode(text: str) -> dict[str, FileRecord]:
+    return {name: FileRecord(**record) for name, record in json.loads(text).items()}
 
 
 def _write_tensors(directory: Path, pieces: Pieces, tensors: Mapping[str, Tensor], rank: int) -> dict[str, FileRecord]:
@@ -173,50 +201,17 @@ def _write_tensors(directory: Path, pieces: Pieces, tensors: Mapping[str, Tensor
     def write(item: tuple[str, list[str]]) -> tuple[str, FileRecord]:
         file, names = item
         header = encode_header([(name.partition("/")[2], pieces[name]) for name in names])
-        return file, _write_file(directory / file, chain([header], (_memory(tensors[name]) for name in names)))
+        return file, write_recorded(directory / file, chain([header], (memory(tensors[name]) for name in names)))
 
+    share = sum(piece.size for piece in pieces.values()) // _THREADS
+    limit = min(max(share, _SMALLEST_FILE), _LARGEST_FILE)  # small enough for threads to share the work
     contents = {
         f"{group}/rank-{rank:05d}-part-{number:05d}.safetensors": names
         for group in GROUPS
-        for number, names in enumerate(_parts(pieces, group))
+        for number, names in enumerate(split({n: p for n, p in pieces.items() if n.startswith(f"{group}/")}, limit))
     }
     with ThreadPoolExecutor(max_workers=min(_THREADS, os.cpu_count() or 1)) as pool:
         records = dict(pool.map(write, contents.items()))
     for group in GROUPS:
         files.fsync_directory(directory / group)
     return records
-
-
-def _parts(pieces: Pieces, group: str) -> list[list[str]]:
-    """The tensors of one group, cut into files small enough for threads to share the work."""
-    share = sum(piece.size for piece in pieces.values()) // _THREADS
-    limit = min(max(share, _SMALLEST_FILE), _LARGEST_FILE)
-    parts: list[list[str]] = []
-    room = 0
-    # Wide elements first: then every tensor starts at a multiple of its element size.
-    names = (name for name in pieces if name.startswith(f"{group}/"))
-    for name in sorted(names, key=lambda name: (-ITEM_SIZES[pieces[name].dtype], name)):
-        if not parts or room < pieces[name].size:
-            parts.append([])
-            room = limit
-        parts[-1].append(name)
-        room -= pieces[name].size
-    return parts
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    """The bytes of this rank's part of a tensor, row by row."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _write_file(path: Path, contents: Iterable[files.Block]) -> FileRecord:
-    digest = hashlib.sha256()
-    with files.create(path) as file:
-        for data in contents:
-            for start in range(0, len(data), _BLOCK):  # what was hashed is still in the processor's cache when written
-                block = data[start : start + _BLOCK]
-                digest.update(block)
-                files.write(file, block)
-        files.sync(file)
-        return FileRecord(size=file.tell(), sha256=digest.hexdigest())

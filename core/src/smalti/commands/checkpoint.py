@@ -1,4 +1,4 @@
-"""`smalti checkpoint`: look at checkpoints and check them, without torch and without changing anything.
+"""`smalti checkpoint`: look at checkpoints, check them, convert them; without torch, and without changing any.
 
 `verify` exits with 1 when anything is damaged; all of them with 2 when there is nothing to look at.
 """
@@ -7,25 +7,33 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
 import click
 
-from smalti.checkpoint.manifest import GROUPS, MANIFEST, Manifest, read_manifest
+from smalti.checkpoint.conversion import Target, convert
+from smalti.checkpoint.manifest import GROUPS, MANIFEST, WEIGHTS, Manifest, read_manifest
 from smalti.checkpoint.store import CheckpointStore, Entry
 from smalti.checkpoint.tensorfile import StoredTensor, stored_tensors
 from smalti.checkpoint.verification import Verification, verify
+from smalti.config import selection_of
 from smalti.errors import CheckpointError
+from smalti.plugins import load_plugins
+from smalti.types import CheckpointFormat
 
 _DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+_NEW = click.Path(path_type=Path)
 _as_json = click.option("--json", "as_json", is_flag=True, help="For machines.")
 
 
 @click.group("checkpoint")
 def checkpoint() -> None:
-    """List, inspect and verify checkpoints."""
+    """List, inspect, verify and convert checkpoints."""
 
 
 @checkpoint.command("ls")
@@ -56,7 +64,7 @@ def inspect_checkpoint(context: click.Context, path: Path, tensors: bool, as_jso
     path = _one(path)
     try:
         manifest = read_manifest(path)
-        groups = {group: found for group in GROUPS if (found := stored_tensors(path / group))}
+        groups = {group: found for group in (*GROUPS, WEIGHTS) if (found := stored_tensors(path / group))}
     except CheckpointError as error:
         click.echo(f"{path}: {error.message}", err=True)
         context.exit(1)
@@ -103,6 +111,48 @@ def verify_checkpoints(context: click.Context, path: Path, as_json: bool) -> Non
     context.exit(0 if all(result.ok for result in results) else 1)
 
 
+@checkpoint.command("convert")
+@click.argument("source", type=_DIRECTORY)
+@click.option("--to", "target", required=True, metavar="FOLDER", type=_NEW, help="What to make; it must not be there yet.")
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(get_args(Target)),
+    default="smalti",
+    show_default=True,
+    help="A checkpoint to resume from, or the weights alone for diffusers and transformers.",
+)
+@click.option("--ema", is_flag=True, help="With --format=safetensors: the averaged weights.")
+@_as_json
+def convert_checkpoint(source: Path, target: Path, kind: Target, ema: bool, as_json: bool) -> None:
+    """Make a checkpoint of smalti, or plain safetensors, from the checkpoint at SOURCE.
+
+    SOURCE may be in any format that an installed plugin reads (`smalti plugins`), or a run directory, whose newest checkpoint
+    it is then. It is not changed. Foreign pickles are read in a process of their own, which lets nothing in them run.
+    """
+    if ema and kind != "safetensors":
+        raise click.UsageError("--ema needs --format=safetensors: a checkpoint keeps both")
+    formats = load_plugins(selection_of((), None, os.environ), strict=False).gather(
+        "register_checkpoint_formats", CheckpointFormat
+    )
+    with click.progressbar(length=1, label=f"converting {source.name}", file=sys.stderr, hidden=not sys.stderr.isatty()) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.length = total
+            bar.update(done - bar.pos)
+
+        done = convert(_source(source), target, formats, to=kind, averaged=ema, progress=progress)
+    if as_json:
+        _print_json(vars(done) | {"path": str(done.path)})
+        return
+    size = f"{_count(done.tensors, 'tensor')}, {_bytes(done.size)} in {_count(len(done.files), 'file')}"
+    click.echo(f"{done.path}: step {done.step} from {done.source_format}, {size}, read back and whole")
+    for notice in done.notices:
+        click.echo(f"note: {notice}")
+    if kind == "smalti":
+        click.echo(f"to go on from it: smalti train ... --resume_from_checkpoint={done.path}")
+
+
 # --- finding --------------------------------------------------------------------------------------------------------
 
 
@@ -115,6 +165,11 @@ def _entries(path: Path) -> list[Entry]:
         if entries := CheckpointStore(root).all():
             return entries
     raise click.BadParameter(f"there is no checkpoint in {path}", param_hint="PATH")
+
+
+def _source(path: Path) -> Path:
+    """A run directory stands for its newest checkpoint."""
+    return _one(path) if any(CheckpointStore(root).all() for root in (path / "checkpoints", path)) else path
 
 
 def _one(path: Path) -> Path:

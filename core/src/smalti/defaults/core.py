@@ -9,7 +9,7 @@ from smalti.errors import Problem
 from smalti.hookspecs import hookimpl
 from smalti.options import OptionGroup
 from smalti.settings import GROUPS, DataOptions, LaunchOptions, ModelOptions, RunOptions, launch_problems
-from smalti.types import Block, Checkpoint, FaultAction, GpuFault, OptimizerEntry
+from smalti.types import Block, Checkpoint, CheckpointFormat, FaultAction, GpuFault, OptimizerEntry
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +46,11 @@ class Core:
     @hookimpl
     def register_optimizers(self) -> list[OptimizerEntry]:
         return list(OPTIMIZERS)
+
+    @hookimpl
+    def register_checkpoint_formats(self) -> list[CheckpointFormat]:
+        factory = "smalti.checkpoint.formats:OwnCheckpoint"
+        return [CheckpointFormat(name="smalti", title="smalti's own", marks=("manifest.json",), factory=factory)]
 
     @hookimpl
     def build_optimizer(

@@ -32,6 +32,7 @@ def main(name: str) -> None:
         "register_storage": {},
         "register_metadata_backends": {},
         "register_optimizers": {},
+        "register_checkpoint_formats": {},
         "register_caches": {},
         "register_commands": {"commands": click.Group()},
         "check_config": {"config": config},

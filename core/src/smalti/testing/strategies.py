@@ -38,7 +38,7 @@ from smalti.strategy import choose_distributed
 from smalti.testing.contract import Contract, expect
 from smalti.testing.ranks import Ranks, two_processes
 from smalti.testing.tiny import TinyFamily
-from smalti.types import DistributedPlan, World
+from smalti.types import Checkpoint, DistributedPlan, World
 
 FLAGS = ("--mixed_precision=no", "--use_cpu", "--learning_rate=0.01", "--adam_epsilon=1e-3", "--accelerate_config=none")
 """A large epsilon, because Adam makes a whole step of a rounding error in a gradient that is nearly zero."""
@@ -376,13 +376,19 @@ def a_state_that_is_put_back_goes_on_bit_for_bit(subject: StrategySubject) -> No
     _equal(wanted, subject.whole(), "after the same steps again, different:")
 
 
+def _save(subject: StrategySubject, snapshot: Snapshot) -> Checkpoint:
+    where, parallel, config = subject.folder, subject.parallel, subject.config
+    written = subject.backend.save_checkpoint(state=snapshot, target=where, parallel=parallel, config=config)
+    assert written is not None, "the core's own answer comes last"
+    return written
+
+
 @STRATEGY.check
 def a_checkpoint_comes_back_bit_for_bit(subject: StrategySubject) -> None:
     """What `save_checkpoint` writes on all ranks together, `load_checkpoint` reads back, into the same state."""
     subject.step(49)
     snapshot = _snapshot(subject.state(), 50)
-    written = subject.backend.save_checkpoint(state=snapshot, target=subject.folder, parallel=subject.parallel)
-    assert written is not None
+    written = _save(subject, snapshot)
     told = subject.parallel.share(str(written.path))
     expect(len(set(told)) == 1, f"the ranks have written to {told}")
     wanted = subject.whole()
@@ -398,8 +404,7 @@ def one_process_reads_its_checkpoints(subject: StrategySubject) -> None:
     """A run on many ranks is continued on one, or exported: the checkpoint holds whole tensors under the family's names."""
     subject.step(59)
     snapshot = _snapshot(subject.state(), 60)
-    written = subject.backend.save_checkpoint(state=snapshot, target=subject.folder, parallel=subject.parallel)
-    assert written is not None
+    written = _save(subject, snapshot)
     wanted, reference = subject.whole(), subject.fresh_reference(seed=8)
     into = _snapshot(capture(reference.model, reference.optimizer), 0)
     load(written.path, into, Alone())  # type: ignore[arg-type]

@@ -4,18 +4,46 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from smalti import Block, CacheEntry, Config, DistributedPlan, OptionGroup, Problem, hookimpl
+from smalti import (
+    Block,
+    CacheEntry,
+    Checkpoint,
+    CheckpointFormat,
+    Config,
+    DistributedPlan,
+    OptionGroup,
+    Problem,
+    hookimpl,
+)
 from smalti_fsdp2.checks import problems
 from smalti_fsdp2.launchfile import fragment
 from smalti_fsdp2.options import ContextOptions, FsdpOptions, enabled, named_classes
 from smalti_fsdp2.translation import translate
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import click
     from torch import nn
 
+    from smalti.checkpoint.snapshot import Snapshot
     from smalti.models.family import Weights
-    from smalti.parallel import Parallel
+    from smalti.parallel import Parallel, Ranks
+
+FORMATS = (
+    CheckpointFormat(
+        name="dcp",
+        title="torch.distributed.checkpoint",
+        marks=(".metadata",),
+        factory="smalti_fsdp2.conversion:open_dcp",
+    ),
+    CheckpointFormat(
+        name="accelerate-fsdp",
+        title="Accelerate's save_state under FSDP",
+        marks=("pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp.bin"),
+        factory="smalti_fsdp2.conversion:open_accelerate",
+    ),
+)
 
 GROUPS = (
     OptionGroup(name="fsdp", title="FSDP", options=FsdpOptions, translate=translate),
@@ -71,6 +99,19 @@ class Fsdp:
         from smalti_fsdp2.sharded import Sharded
 
         return parallel.wrap(model, blocks, weights) if isinstance(parallel, Sharded) else None
+
+    @hookimpl
+    def save_checkpoint(self, state: Snapshot, target: Path, parallel: Ranks, config: Config) -> Checkpoint | None:
+        """With a copy of the weights for other tools, if that is asked for; else as the core does."""
+        if config[FsdpOptions].fsdp_state_dict_type != "FULL_STATE_DICT":
+            return None
+        from smalti.checkpoint.writer import save
+
+        return save(target, state, parallel, full_weights=True)
+
+    @hookimpl
+    def register_checkpoint_formats(self) -> list[CheckpointFormat]:
+        return list(FORMATS)
 
 
 plugin = Fsdp()
