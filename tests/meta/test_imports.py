@@ -22,7 +22,7 @@ LAYERS = (
     ("run",),
     ("validation", "saving", "launch"),
     ("trainer", "workers", "agent"),
-    ("worker", "preparation", "invocation", "reference"),
+    ("worker", "preparation", "invocation", "reference", "export"),
     ("commands",),
     ("cli",),
 )

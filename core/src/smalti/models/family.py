@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from smalti.checkpoint.exportfolder import ExportFolder
 
 Prediction = Literal["epsilon", "v_prediction", "sample", "flow_matching"]
 Conditioning = dict[str, Tensor]
@@ -99,4 +102,16 @@ class ModelFamily(Protocol):
 
     def to(self, device: str) -> None:
         """Move frozen parts (encoders, autoencoder) to the device that training runs on."""
+        ...
+
+
+@runtime_checkable
+class Exporter(Protocol):
+    """What a family has besides if `smalti checkpoint export` can make something of its trained models."""
+
+    def export(self, folder: ExportFolder) -> None:
+        """Put what inference loads into `folder`: the trained tensors, as it gives them out, and everything around them.
+
+        Runs on machines without accelerators; a whole model need never be in memory.
+        """
         ...

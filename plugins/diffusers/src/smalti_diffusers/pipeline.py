@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib import import_module
-from typing import ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,11 @@ from smalti.diffusion.step import objective_of
 from smalti.models.family import Conditioning, Prediction, SampleRequest, Weights
 from smalti.models.weights import SeededWeights, without_weights
 from smalti.settings import ModelOptions
-from smalti_diffusers.components import Components, locate
+from smalti_diffusers.components import INDEX, Components, locate
 from smalti_diffusers.options import DiffusersOptions
+
+if TYPE_CHECKING:
+    from smalti.checkpoint.exportfolder import ExportFolder
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -192,6 +195,18 @@ class PipelineFamily:
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         """More arguments for the pipeline."""
         return {}
+
+    # --- for inference ----------------------------------------------------------------------------------------------
+
+    def export(self, folder: ExportFolder) -> None:
+        """The pipeline that the run started from, with the trained part in the place of its own."""
+        components = self.components
+        folder.copy(components.folder / INDEX, INDEX)
+        for part in components.parts():
+            if part != self.part:
+                for path in components.files(part):
+                    folder.copy(components.folder / path, path.as_posix())
+        folder.write_model(self.part, components.config(self.part))
 
 
 def create(family: type[PipelineFamily], config: Config, flavours: dict[str, str]) -> PipelineFamily:
