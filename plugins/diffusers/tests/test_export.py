@@ -2,13 +2,11 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from conftest import PROMPT
+from conftest import difference
 from diffusers import DiffusionPipeline, FluxTransformer2DModel
-from PIL import Image
 from safetensors.torch import load_file
 from tiny import flux
 
@@ -41,27 +39,6 @@ def exported(run, tmp_path_factory):
     done = export(run, "--to", target, "--ema", "--json")
     assert done.exit_code == 0, done.output
     return target, json.loads(done.stdout)
-
-
-def difference(pipeline, run) -> float:
-    """The largest difference to the picture of the run's validation, in 255ths."""
-    pipeline.set_progress_bar_config(disable=True)
-    drawn = pipeline(
-        prompt=PROMPT,
-        width=16,
-        height=16,
-        num_inference_steps=2,
-        guidance_scale=3.0,
-        generator=torch.Generator().manual_seed(validation_seed(run)),
-        max_sequence_length=512,
-        output_type="np",
-    ).images[0]
-    (path,) = (run / "samples" / "00000002").glob("00-*.png")
-    return float(np.abs(drawn * 255 - np.asarray(Image.open(path), dtype=np.float32)).max())
-
-
-def validation_seed(run) -> int:
-    return json.loads((run / "launch.json").read_text())["values"]["validation_seed"]
 
 
 def test_the_pipeline_draws_what_the_run_drew(run, exported):

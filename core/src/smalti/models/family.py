@@ -115,3 +115,19 @@ class Exporter(Protocol):
         Runs on machines without accelerators; a whole model need never be in memory.
         """
         ...
+
+
+@runtime_checkable
+class Adaptable(Protocol):
+    """What a family has besides if it can train an adapter: then it builds a model in which all else is frozen.
+
+    What is frozen comes from `weights` each time, and checkpoints hold what trains.
+    """
+
+    def adapter(self, seed: int) -> dict[str, object] | None:
+        """What the adapter is, JSON-able; None when the run trains all weights.
+
+        It goes into checkpoints, and a run resumes only from those that say the same: put in whatever changes the meaning of
+        the trained tensors and does not show in their names and shapes, such as a scale and a digest of what is frozen.
+        """
+        ...
