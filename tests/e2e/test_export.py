@@ -10,8 +10,14 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
+from smalti.checkpoint.exportfolder import Trained
+from smalti.checkpoint.formats import OwnCheckpoint
+from smalti.checkpoint.snapshot import Snapshot
+from smalti.checkpoint.writer import save
 from smalti.commands.checkpoint import checkpoint
-from smalti.errors import UserError
+from smalti.errors import CheckpointError, UserError
+from smalti.parallel import PortableState
+from smalti.testing.strategies import Alone
 
 OPTIONS = {"max_train_steps": 2, "train_batch_size": 4, "use_ema": True, "checkpoint_step_interval": 1}
 
@@ -80,3 +86,11 @@ def test_a_damaged_checkpoint_is_passed_over_and_nothing_half_made_is_left(run, 
         newest.write_bytes(kept)
     assert ("skipped step-00000002" in said, "at step 1" in said, refused) == (True, True, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+def test_a_value_too_large_for_half_precision_is_refused(tmp_path):
+    snapshot = Snapshot(step=1, state=PortableState(model={"large": torch.tensor([1.0, 7e4])}))
+    saved = save(tmp_path, snapshot, Alone())
+    trained = Trained(OwnCheckpoint(saved.path), averaged=False, precision="fp16")
+    with pytest.raises(CheckpointError, match="large has values that are too large for float16"):
+        trained.read("large")
