@@ -2,6 +2,7 @@
 
 - blocked: what an asynchronous save takes from the loop (its start, and the wait before the next optimizer step) over what
   a synchronous one takes, with a forward and backward pass between that is as long as those of models this size.
+- beside: a step while a save is always in flight, being copied, hashed and written, over one without.
 - throughput: our save, with digests and fsync, over torch's distributed checkpoint, which syncs too and has no digests.
 - verify: reading and checking every byte over only reading it from the page cache; SHA-256 does about 2 GB/s a core.
 - resume: from the start of the process to the first step, of a run that resumes over one that begins.
@@ -9,6 +10,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -33,7 +35,7 @@ from smalti.checkpoint.writer import save
 from smalti.types import World
 
 WIDTH, LAYERS, BATCH = 1024, 24, 96
-PAIRS = 5
+PAIRS, STEPS = 5, 10
 
 
 class Alone:
@@ -55,6 +57,7 @@ def measure() -> list[Result]:
         place = Path(folder)
         return [
             blocked(model, optimizer, place / "blocked"),
+            beside(model, optimizer, place / "beside"),
             throughput(model, optimizer, place),
             verifying(model, optimizer, place / "verify"),
             resuming(place / "resume"),
@@ -84,6 +87,34 @@ def blocked(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> 
     saver.close()
     # The first of each makes buffers and warms caches.
     return paired("save: blocked, asynchronous over synchronous", times[True][1:], times[False][1:], unit="s", goal=0.10)
+
+
+def beside(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> Result:
+    saver = Saver(write=lambda state, ranks: save(place, state, ranks), ranks=Alone(), side=Alone())
+
+    def step() -> None:
+        forward_backward(model)
+        saver.release()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def begin() -> None:
+        saver.begin(Snapshot(step=next(numbers), state=capture(model, optimizer)))
+
+    def step_beside() -> None:
+        step()
+        if saver.landed() is not None:
+            begin()
+
+    numbers, slowed, free = itertools.count(), [], []
+    for _ in range(PAIRS + 1):
+        begin()
+        slowed.append(seconds(lambda: [step_beside() for _ in range(STEPS)]) / STEPS)
+        saver.landed(finish=True)
+        shutil.rmtree(place)
+        free.append(seconds(lambda: [step() for _ in range(STEPS)]) / STEPS)
+    saver.close()
+    return paired("save: a step beside saves over one without", slowed[1:], free[1:], unit="s/step", goal=2.0)
 
 
 def throughput(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> Result:

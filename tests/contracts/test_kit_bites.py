@@ -1,5 +1,6 @@
 """The contracts refuse what is wrong: one small fault at a time, and the check that has to find it."""
 
+import os
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from smalti.models.weights import SeededWeights
 from smalti.storage import StoredFile
 from smalti.testing import BrokenContract, MemoryStorage, TinyFamily, check_storage, two_processes
 from smalti.testing.families import FAMILY, FamilySubject
@@ -18,7 +20,7 @@ from smalti.testing.plugins import PLUGIN, PluginSubject
 from smalti.testing.pytest import StorageContract
 from smalti.testing.storages import STORAGE, StorageSubject
 from smalti.testing.strategies import on_rank
-from smalti.testing.tiny import Tensors, TinyModel
+from smalti.testing.tiny import TinyModel
 
 
 def test_the_kit_is_imported_without_torch_and_pytest_and_shows_its_names():
@@ -147,12 +149,12 @@ class Meddling(TinyFamily):
 
 class Unseeded(TinyFamily):
     def weights(self, seed):
-        return Tensors(self.build_model().state_dict())
+        return super().weights(int(torch.randint(2**31, ())))
 
 
 class Unnamed(TinyFamily):
     def weights(self, seed):
-        return Tensors({f"model.{name}": each for name, each in super().weights(seed).tensors.items()})
+        return SeededWeights(lambda: torch.nn.ModuleDict({"model": self.build_model()}), seed)
 
 
 class Eager(TinyFamily):
@@ -308,7 +310,9 @@ STRATEGIES = {
     "Rounding": "the_largest_code_is_agreed_on",
     "Impatient": "a_barrier_waits_for_everyone",
     "Hoarding": "discarded_gradients_are_gone",
+    "Clinging": "weights_that_are_replaced_are_used_at_once",
     "Amnesiac": "a_state_that_is_put_back_goes_on_bit_for_bit",
+    "Crowded": "a_rank_that_saves_alone_has_the_whole_state",
     "Prefixed": "it_fills_the_model_with_the_first_weights",
 }
 
@@ -326,7 +330,7 @@ def caught(folder):
 
 
 def test_every_faulty_strategy_is_found_by_some_rank(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "faulty"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "faulty"), prepend=os.pathsep)
     with two_processes(group=False) as pair:
         one, other = pair.run(caught, tmp_path)
     assert set(one) | set(other) == set(STRATEGIES)

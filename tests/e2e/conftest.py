@@ -5,9 +5,12 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 from PIL import Image, ImageDraw
 
@@ -25,6 +28,7 @@ TINY = {
     "mixed_precision": "no",
     "learning_rate": 1e-3,
     "checkpoint_step_interval": 0,
+    "without": "plot",  # which takes longer to import than these runs train
 }
 
 
@@ -89,9 +93,9 @@ def environment(directory: Path, *, probe: bool, **more: str) -> dict[str, str]:
     return {**inherited, **path, **calls, "OMP_NUM_THREADS": "1", "HF_HOME": str(directory.parent / "hf"), **more}
 
 
-@pytest.fixture
-def start(pictures, tmp_path):
-    """Start a run and return at once: a process to be watched, asked and signalled. It is killed when the test is over."""
+@contextmanager
+def starting(pictures: Path) -> Iterator[Callable[..., "Started"]]:
+    """Start runs and return at once, to watch, ask and signal them. They are killed when this is over."""
     started = []
 
     def begin(directory: Path, **options) -> Started:
@@ -112,6 +116,20 @@ def start(pictures, tmp_path):
         process.communicate()
 
 
+@pytest.fixture
+def start(pictures):
+    """Start a run that lasts as long as the test, at most: start(directory, option=value, ...)."""
+    with starting(pictures) as begin:
+        yield begin
+
+
+@pytest.fixture(scope="module")
+def start_for_module(pictures):
+    """The same, for what the tests of a module share."""
+    with starting(pictures) as begin:
+        yield begin
+
+
 @dataclass
 class Started:
     """A run that goes on."""
@@ -128,6 +146,12 @@ class Started:
                 raise RuntimeError(f"step {step} never came: {self.process.communicate()[0]}")
             time.sleep(0.05)
 
+    def workers(self) -> dict[int, psutil.Process]:
+        """The processes of the ranks, by rank."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        ranks = [each for each in family if "smalti.worker" in each.cmdline() and "smalti.agent" not in each.cmdline()]
+        return {int(each.environ()["RANK"]): each for each in ranks}
+
     def wait(self) -> tuple[int, str]:
         """Its exit code and all that it printed."""
         output, _ = self.process.communicate(timeout=120)
@@ -138,10 +162,12 @@ class Started:
 def train(pictures):
     """Start a run and wait for its end: train(directory, option=value, ..., spoil="nan:1:3")."""
 
-    def start(directory: Path, *, spoil: str = "", tracker: str = "", probe: bool = True, **options) -> Finished:
+    def start(
+        directory: Path, *, spoil: str = "", tracker: str = "", probe: bool = True, variables: dict | None = None, **options
+    ) -> Finished:
         finished = subprocess.run(
             command(pictures, directory, **options),
-            env=environment(directory, probe=probe, PROBE_SPOIL=spoil, PROBE_TRACKER=tracker),
+            env=environment(directory, probe=probe, PROBE_SPOIL=spoil, PROBE_TRACKER=tracker, **(variables or {})),
             capture_output=True,
             text=True,
             timeout=240,

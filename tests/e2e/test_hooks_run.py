@@ -13,6 +13,7 @@ def run(tmp_path_factory, train):
         checkpoint_step_interval=2,
         validation_step_interval=3,
         validation_prompt=["circle number 1", "circle number 2"],
+        without=[],
     )
 
 
@@ -22,10 +23,6 @@ def order(run) -> list[str]:
 
 def test_hook_check_config_comes_before_anything_is_built(run):
     assert order(run)[0] == "check_config"
-
-
-def test_hook_configure_distributed_is_asked_in_the_launcher_and_on_the_rank(run):
-    assert len(run.calls("configure_distributed")) == 2
 
 
 def test_hook_detect_blocks_sees_a_model_without_weights(run):
@@ -63,6 +60,10 @@ def test_hook_on_validation_comes_at_its_interval_and_at_the_end(run):
 def test_hook_save_checkpoint_may_decline_and_hook_on_checkpoint_sees_it_whole(run):
     assert [call["step"] for call in run.calls("save_checkpoint")] == [2, 4, 6]
     assert all(call["visible"] for call in run.calls("on_checkpoint"))
+
+
+def test_a_run_draws_its_losses_in_the_end(run):
+    assert (run.directory / "loss.png").is_file()
 
 
 def test_hook_on_checkpoint_failed_tells_why_nothing_was_saved(tmp_path, train):

@@ -1,6 +1,8 @@
-"""A run that is killed with `kill -9` goes on as if nothing had been, and a lost rank is named."""
+"""A run that is killed with `kill -9` goes on as if nothing had been; if it was one rank only, from the step before."""
 
 import os
+import random
+import shutil
 import signal
 import time
 
@@ -8,21 +10,17 @@ import psutil
 import pytest
 import torch
 
+from smalti.checkpoint.store import CheckpointStore
+from smalti.checkpoint.verification import verify
+
 SAVES_OFTEN = {
     "max_train_steps": 14,
-    "train_batch_size": 4,
     "use_ema": True,
     "checkpoint_step_interval": 3,
     "checkpoints_total_limit": 0,
     "lr_scheduler": "cosine",
 }
-
-
-def workers(run) -> dict[int, psutil.Process]:
-    """The processes of the ranks, by rank."""
-    family = psutil.Process(run.process.pid).children(recursive=True)
-    ranks = [each for each in family if "smalti.worker" in each.cmdline() and "smalti.agent" not in each.cmdline()]
-    return {int(each.environ()["RANK"]): each for each in ranks}
+TWO_RANKS = {"num_processes": 2, "train_batch_size": 2}
 
 
 def kill_all(run) -> None:
@@ -49,38 +47,63 @@ def same(one, other, step: int, *, tolerance: float = 0.0) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, train):
-    """Runs that nobody disturbs, by number of ranks."""
-    root = tmp_path_factory.mktemp("whole")
-    return {
-        1: train(root / "one", **SAVES_OFTEN),
-        2: train(root / "two", **{**SAVES_OFTEN, "train_batch_size": 2}, num_processes=2),
-    }
+    """A run on two ranks that nobody disturbs. The torture does the same on one rank."""
+    return train(tmp_path_factory.mktemp("whole") / "run", **SAVES_OFTEN, **TWO_RANKS)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_killed_run_ends_bit_equal_to_one_that_was_not(tmp_path, start, train, whole, ranks):
-    options = {**SAVES_OFTEN, "train_batch_size": 4 // ranks, "num_processes": ranks}
-    run = start(tmp_path / "run", **options)
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory, start_for_module):
+    """The directory of such a run after all its processes were killed."""
+    run = start_for_module(tmp_path_factory.mktemp("killed") / "run", **SAVES_OFTEN, **TWO_RANKS)
     run.wait_for_step(5)
     kill_all(run)
-    resumed = train(tmp_path / "run", **options)
+    return run.directory
+
+
+def test_a_killed_run_ends_bit_equal_to_one_that_was_not(tmp_path, killed, train, whole):
+    resumed = train(shutil.copytree(killed, tmp_path / "run"), **SAVES_OFTEN, **TWO_RANKS)
     assert resumed.code == 0, resumed.output
-    assert same(whole[ranks], resumed, 14) == []
-    assert resumed.losses[-3:] == whole[ranks].losses[-3:]
+    assert same(whole, resumed, 14) == []
+    assert resumed.losses[-3:] == whole.losses[-3:]
 
 
-def test_what_two_ranks_began_one_rank_ends(tmp_path, start, train, whole):
-    run = start(tmp_path / "run", **{**SAVES_OFTEN, "train_batch_size": 2, "num_processes": 2})
-    run.wait_for_step(5)
-    kill_all(run)
-    resumed = train(tmp_path / "run", **SAVES_OFTEN)
-    assert same(whole[2], resumed, 14, tolerance=2e-5) == []
+def test_what_two_ranks_began_one_rank_ends(tmp_path, killed, train, whole):
+    resumed = train(shutil.copytree(killed, tmp_path / "run"), **SAVES_OFTEN, train_batch_size=4)
+    assert same(whole, resumed, 14, tolerance=2e-5) == []
+
+
+@pytest.fixture(scope="module")
+def bereft(tmp_path_factory, train):
+    """A run on two ranks that never saves by itself, and the step in the middle of which one rank is killed."""
+    step, victim = random.randint(2, 13), random.randint(0, 1)
+    options = {**SAVES_OFTEN, **TWO_RANKS, "checkpoint_step_interval": 0}
+    return train(tmp_path_factory.mktemp("bereft") / "run", **options, spoil=f"kill:{victim}:{step}"), victim, step
+
+
+def test_when_one_rank_is_killed_the_other_saves_the_step_before(bereft):
+    run, victim, step = bereft
+    assert run.code == 1
+    [entry] = CheckpointStore(run.directory / "checkpoints").all()
+    assert (entry.step, verify(entry.path).problems) == (step - 1, ())
+    assert f"saved step {step - 1} from rank {1 - victim} before leaving: {entry.path}" in run.output
+
+
+def test_after_one_rank_was_killed_nothing_but_the_running_step_is_lost(tmp_path, bereft, train, whole):
+    run, _, step = bereft
+    resumed = train(shutil.copytree(run.directory, tmp_path / "run"), **SAVES_OFTEN, **TWO_RANKS)
+    assert f"at step {step - 1}" in resumed.output
+    assert same(whole, resumed, 14) == []
+
+
+def test_what_one_rank_saved_alone_one_rank_can_end(tmp_path, bereft, train, whole):
+    resumed = train(shutil.copytree(bereft[0].directory, tmp_path / "run"), **SAVES_OFTEN, train_batch_size=4)
+    assert same(whole, resumed, 14, tolerance=2e-5) == []
 
 
 def test_a_rank_that_is_killed_is_named_with_the_signal(tmp_path, start):
     run = start(tmp_path / "run", max_train_steps=100_000, train_batch_size=4, num_processes=2)
     run.wait_for_step(3)
-    found = workers(run)
+    found = run.workers()
     os.kill(found[1].pid, signal.SIGKILL)
     killed = time.monotonic()
     code, output = run.wait()
@@ -88,4 +111,5 @@ def test_a_rank_that_is_killed_is_named_with_the_signal(tmp_path, start):
     assert code == 1
     assert "rank 1 was killed by SIGKILL" in last
     assert time.monotonic() - killed < 60
+    assert "saved step" in output.partition(last)[2]
     assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in found.values())

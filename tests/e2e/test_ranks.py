@@ -53,6 +53,12 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(runs, train, tmp_path):
     assert train(two, **options).losses[-2:] == pytest.approx(train(one, **options).losses[-2:], rel=1e-4)
 
 
+def test_hook_configure_distributed_is_asked_in_the_launcher_and_on_every_rank(runs):
+    calls = runs["two"].calls("configure_distributed")
+    assert len({call["process"] for call in calls}) == 3
+    assert {call["rank"] for call in calls} == {0, 1}
+
+
 def test_both_ranks_take_every_step_and_end_together(runs):
     two = runs["two"]
     assert [[call["step"] for call in two.calls("on_step_end", rank)] for rank in (0, 1)] == [list(range(1, 9))] * 2

@@ -31,13 +31,6 @@ def test_the_first_interrupt_finishes_the_step_and_saves(tmp_path, start, ranks)
     assert verified.returncode == 0, verified.stdout
 
 
-def test_termination_has_a_code_of_its_own_for_schedulers(tmp_path, start):
-    run = start(tmp_path / "run", **ENDLESS)
-    run.wait_for_step(3)
-    run.process.send_signal(signal.SIGTERM)
-    assert run.wait()[0] == 6
-
-
 def test_the_second_interrupt_ends_every_process_at_once(tmp_path, start):
     run = start(tmp_path / "run", **ENDLESS, num_processes=2)
     run.wait_for_step(3)

@@ -1,12 +1,17 @@
 """The direction of dependencies: who may import whom, and what must not import torch."""
 
 import ast
+import importlib.util
+import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import smalti
 
 PLUGIN_PACKAGES = ("smalti_fsdp2", "smalti_deepspeed", "smalti_storage_s3", "smalti_health", "smalti_diffusers", "smalti_webui")
 
@@ -17,10 +22,10 @@ LAYERS = (
     ("hookspecs",),
     ("options", "flags", "configfile", "acceleratefile", "settings", "events"),
     ("plugins", "config", "configtext", "configedit", "rundir", "parallel", "ranks", "crew"),
-    ("liverun", "storage", "diffusion", "models", "data", "checkpoint", "ema", "schedule", "optimizers", "metrics"),
-    ("group", "strategy", "pictures", "grid", "plot", "replicas", "faults", "dataplan", "families", "caches"),
+    ("liverun", "storage", "diffusion", "models", "data", "checkpoint", "ema", "schedule", "metrics"),
+    ("group", "strategy", "optimizers", "pictures", "grid", "plot", "replicas", "faults", "dataplan", "families", "caches"),
     ("run",),
-    ("validation", "saving", "launch"),
+    ("validation", "saving", "rescue", "launch"),
     ("trainer", "workers", "agent"),
     ("worker", "preparation", "invocation", "reference", "export"),
     ("commands",),
@@ -143,7 +148,7 @@ def test_built_in_plugins_load_public_modules_only(sources):
     assert found == []
 
 
-def test_plugin_packages_import_the_public_names_of_the_core_and_no_other_plugin(root):
+def test_plugin_packages_import_no_other_plugin(root):
     found = []
     for path in root.glob("plugins/*/src/**/*.py"):
         package = path.relative_to(root / "plugins").parts[2]
@@ -151,6 +156,52 @@ def test_plugin_packages_import_the_public_names_of_the_core_and_no_other_plugin
             if module.startswith(PLUGIN_PACKAGES) and module.split(".")[0] != package:
                 found.append(f"{path}: {module}")
     assert found == []
+
+
+def taken(source: str) -> Iterator[str]:
+    """What some code takes from smalti, by its full name: modules, names of `smalti` itself, names with an underscore."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("smalti."))
+        elif isinstance(node, ast.ImportFrom) and node.module == "smalti":
+            yield from (f"smalti.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("smalti."):
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if alias.name.startswith("_"))
+
+
+PUBLIC_MODULES = re.findall(r"smalti\.[\w.]*\w", (smalti.__doc__ or "").rpartition("\n\n")[2])
+
+
+def is_public(name: str) -> bool:
+    """Whether a plugin may take this from smalti: see the docstring of the package."""
+    modules = any(name == module or name.startswith(f"{module}.") for module in PUBLIC_MODULES)
+    return name.removeprefix("smalti.") in smalti.__all__ or (modules and "._" not in name)
+
+
+def test_the_page_for_plugin_authors_has_the_same_public_modules_as_the_package(root):
+    page = (root / "docs/writing-a-plugin.md").read_text()
+    section = page[page.index("## What is public") :].partition("\n## ")[0]
+    cells = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
+    assert re.findall(r"`([\w.]+)`", "".join(cells)) == PUBLIC_MODULES
+
+
+@pytest.mark.parametrize("name", PUBLIC_MODULES)
+def test_a_public_module_exists(name):
+    assert importlib.util.find_spec(name) is not None
+
+
+def test_plugins_and_the_template_take_only_what_is_public(root):
+    paths = [*root.glob("plugins/*/src/**/*.py"), *root.glob("examples/plugin-template/**/*.py")]
+    found = [f"{path.name}: {name}" for path in paths for name in taken(path.read_text()) if not is_public(name)]
+    assert found == []
+
+
+@pytest.mark.parametrize("page", ["hooks.md", "writing-a-plugin.md"])
+def test_what_the_pages_show_takes_only_what_is_public(root, page):
+    blocks = re.findall(r"^```python\n(.*?)^```", (root / "docs" / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    code = [re.sub(r"^#.*\n", "", block, flags=re.MULTILINE) for block in blocks]  # excerpts are indented, their titles not
+    assert [name for block in code for name in taken(textwrap.dedent(block)) if not is_public(name)] == []
 
 
 @pytest.mark.parametrize("start", [0, 1])

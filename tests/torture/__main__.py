@@ -3,6 +3,7 @@
     make torture ARGS="--seconds 60"                a minute of everything
     make torture ARGS="--seed 7 --group A2 A3"      some groups
     make torture ARGS="--group A1 --case 123456"    one round again, as a failure tells it
+    make torture ARGS="--short"                     one round of each, and of real runs one that starts few
 
 Prints a line for each promise that did not hold, with the words that play it again, and a summary. Exit code 1 if any did not.
 """
@@ -24,7 +25,7 @@ from .hostile import hostile
 from .plugging import plugged
 from .powercut import power_cut
 from .resharding import resharded
-from .runs import resumed, stopped
+from .runs import resumed, resumed_once, stopped, stopped_once
 from .saves import crashed, killed, refused
 from .subject import Report
 
@@ -43,6 +44,9 @@ GROUPS: dict[str, tuple[str, Round, int]] = {
     "G": ("broken plugins", plugged, 2),
 }
 """Title, one round, share of the time."""
+SHORT = {resumed: resumed_once, stopped: stopped_once}
+REAL = {killed, resumed, stopped, *SHORT.values()}
+"""Rounds that need a disk below them; those that fake a crash do not, and one without spares much time."""
 
 
 def main() -> int:
@@ -50,6 +54,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="the same faults again; random if not given")
     parser.add_argument("--seconds", type=float, default=300, help="for all groups together; each has one round at least")
     parser.add_argument("--group", nargs="+", choices=GROUPS, default=list(GROUPS), help="only these")
+    parser.add_argument("--short", action="store_true", help="one round each, with few real runs")
     parser.add_argument("--case", type=int, help="one round with this seed, of one group")
     arguments = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if arguments.seed is None else arguments.seed
@@ -57,23 +62,26 @@ def main() -> int:
     weights = sum(GROUPS[name][2] for name in arguments.group)
     bad = 0
     for name in arguments.group:
-        seconds = arguments.seconds * GROUPS[name][2] / weights
-        bad += run_group(name, seed, seconds, arguments.case)
+        once = arguments.short or arguments.case is not None
+        seconds = 0 if once else arguments.seconds * GROUPS[name][2] / weights
+        bad += run_group(name, seed, seconds, arguments.case, short=arguments.short)
     print("torture: every promise held" if not bad else f"torture: {bad} promises did not hold", flush=True)
     return 1 if bad else 0
 
 
-def run_group(name: str, seed: int, seconds: float, case: int | None) -> int:
-    """Rounds of one group until its time is up; how many promises did not hold."""
+def run_group(name: str, seed: int, seconds: float, case: int | None, *, short: bool) -> int:
+    """Rounds of one group until its time is up, one at least; how many promises did not hold."""
     title, play, _ = GROUPS[name]
+    play = SHORT.get(play, play) if short else play
     chooser = random.Random(f"{seed} {name}")
     begin, rounds, faults, broken = time.monotonic(), 0, 0, 0
-    while rounds == 0 or (case is None and time.monotonic() - begin < seconds):
+    while rounds == 0 or time.monotonic() - begin < seconds:
         number = chooser.randrange(10**9) if case is None else case
         report = play_once(play, number)
         rounds, faults, broken = rounds + 1, faults + report.faults, broken + len(report.broken)
+        again = f"--group {name} --case {number}" + (" --short" if short else "")
         for told in report.broken:
-            print(f'  {name}: {told}\n    again: make torture ARGS="--group {name} --case {number}"', flush=True)
+            print(f'  {name}: {told}\n    again: make torture ARGS="{again}"', flush=True)
     spent = time.monotonic() - begin
     print(
         f"{name:>4}  {title:<38} {faults:>6} faults  {broken:>3} broken promises  {rounds:>4} rounds  {spent:6.1f} s",
@@ -83,8 +91,8 @@ def run_group(name: str, seed: int, seconds: float, case: int | None) -> int:
 
 
 def play_once(play: Round, case: int) -> Report:
-    memory = Path("/dev/shm")  # the rounds that fake a crash need no disk below them, and one without spares much time
-    fake = play not in (killed, resumed, stopped) and os.access(memory, os.W_OK)
+    memory = Path("/dev/shm")
+    fake = play not in REAL and os.access(memory, os.W_OK)
     place = Path(tempfile.mkdtemp(prefix="torture-", dir=memory if fake else None))
     try:
         return play(random.Random(case), place)

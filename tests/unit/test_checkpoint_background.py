@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from smalti.checkpoint.background import Saver
@@ -155,6 +156,33 @@ def test_a_save_that_ends_well_here_and_badly_elsewhere_has_failed():
     one = Saver(write=lambda state, ranks: done, ranks=FailedElsewhere(), side=Alone())
     one.begin(snapshot(1, w=torch.ones(3)))
     assert "another rank" in one.landed(finish=True).message
+    one.close()
+
+
+def test_a_line_that_breaks_is_told_before_the_state_changes():
+    class Broken(Alone):
+        def share(self, value):
+            raise dist.DistNetworkError("gone")
+
+    one = Saver(write=lambda state, ranks: None, ranks=Alone(), side=Broken())
+    one.begin(snapshot(1, w=torch.ones(3)))
+    with pytest.raises(dist.DistNetworkError):
+        one.release()
+    one.close()
+
+
+def test_a_line_that_broke_is_told_without_asking_anybody():
+    class Deaf(Alone):
+        def agree(self, code):
+            raise AssertionError("asked")
+
+    def write(state, ranks):
+        raise dist.DistNetworkError("gone")
+
+    one = Saver(write=write, ranks=Deaf(), side=Alone())
+    one.begin(snapshot(1, w=torch.ones(3)))
+    with pytest.raises(dist.DistNetworkError):
+        one.landed(finish=True)
     one.close()
 
 

@@ -4,7 +4,9 @@ import errno
 import json
 import re
 import resource
+import time
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from smalti.checkpoint.agreement import RankError, from_main
 from smalti.checkpoint.assembly import TensorFiles
 from smalti.checkpoint.consolidated import write_weights
 from smalti.checkpoint.manifest import read_manifest
@@ -84,6 +87,18 @@ def save_large(root):
     ]
 
 
+def wait_for_main():
+    """The main rank works for longer than ranks wait for each other."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
+    ranks = GlooRanks(world=World(rank=dist.get_rank(), size=2), group=group)
+    answers = [from_main(ranks, lambda: time.sleep(2.5) or "done", patience=0.2)]
+    try:
+        from_main(ranks, lambda: Path("nowhere/at all").read_text(), patience=0.2)
+    except RankError as error:
+        answers.append(error.errno)
+    return answers
+
+
 def peak(action):
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
@@ -126,6 +141,10 @@ def test_the_copy_takes_the_main_rank_less_memory_than_two_tensors(processes, tm
     main, other = processes.run(save_large, tmp_path)
     assert main[1] - main[0] < 2 * 8 * MEGABYTE
     assert other[1] - other[0] < 8 * MEGABYTE
+
+
+def test_ranks_wait_for_the_main_one_for_as_long_as_it_works_and_learn_when_it_fails(processes):
+    assert processes.run(wait_for_main) == [["done", errno.ENOENT]] * 2
 
 
 # --- who loads it ---------------------------------------------------------------------------------------------------

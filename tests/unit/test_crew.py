@@ -1,36 +1,165 @@
-"""Who is gone: the processes of all ranks, as those who are left see them."""
+"""The roll call: who is gone, who hangs, who has failed, and who saves, as those who are left see it."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
-from dataclasses import asdict
+import time
+from dataclasses import asdict, replace
 
-from smalti.crew import Crew
+import psutil
+import pytest
+import torch.distributed as dist
+
+from smalti.crew import Answer, Board, Crew, Roll, in_a_line
 from smalti.process import Process
+from smalti.ranks import GlooRanks, hang_up, is_line_error
+from smalti.testing import two_processes
+from smalti.types import World
+
+WHO = """import json, sys, time
+from dataclasses import asdict
+from smalti.process import Process
+print(json.dumps(asdict(Process.current())), flush=True)
+time.sleep(float(sys.argv[1]))"""
+BROKEN = RuntimeError(
+    "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer. This is typical.\nmore"
+)
 
 
-def ended() -> Process:
-    """A process that has ended."""
-    own = "json.dumps(asdict(Process.current()))"
-    code = f"import json; from dataclasses import asdict; from smalti.process import Process; print({own})"
-    return Process(**json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout))
+@pytest.fixture(scope="module")
+def gone() -> Process:
+    return Process(**json.loads(subprocess.run([sys.executable, "-c", WHO, "0"], capture_output=True, check=True).stdout))
 
 
-def test_the_rank_whose_process_ended_is_named_with_what_was_noticed():
-    gone = ended()
-    error = Crew(processes=(Process.current(), gone)).explain(RuntimeError("Connection closed by peer\nmore"))
-    assert f"rank 1 ({gone}) is gone" in error.message
-    assert "RuntimeError: Connection closed by peer" in error.message
-    assert "more" not in error.message
+@pytest.fixture
+def other():
+    """Another process, which lives."""
+    process = subprocess.Popen([sys.executable, "-c", WHO, "600"], stdout=subprocess.PIPE)
+    yield Process(**json.loads(process.stdout.readline()))
+    process.kill()
+    process.communicate()
 
 
-def test_an_error_while_everybody_lives_is_nobodys_end():
-    assert Crew(processes=(Process.current(),)).explain(RuntimeError("mine")) is None
+@pytest.fixture
+def store():
+    return dist.HashStore()
+
+
+def crew(store, *others: Process, patience: float = 0.2) -> Crew:
+    """As rank 0 knows it."""
+    return Crew(processes=(Process.current(), *others), rank=0, board=Board(store, 0), patience=patience)
+
+
+def called(store, *others: Process) -> tuple[Roll, str]:
+    """The roll, and the words for it."""
+    mine = crew(store, *others)
+    roll = mine.call_roll(BROKEN, whole=True)
+    return roll, mine.explain(roll, BROKEN).message
+
+
+def test_a_rank_whose_process_ended_is_named_with_what_was_noticed(store, gone):
+    _, told = called(store, gone)
+    assert told == f"rank 1 ({gone}) is gone, so this rank cannot go on; it noticed by RuntimeError: Connection closed by peer"
+
+
+def test_a_rank_whose_process_is_stopped_is_named_at_once(store, other):
+    os.kill(other.pid, signal.SIGSTOP)
+    while psutil.Process(other.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+    _, told = called(store, other)
+    assert f"rank 1 ({other}) did not answer: it is stopped" in told
+
+
+def test_a_rank_that_does_not_answer_in_time_is_named_with_what_its_process_does(store, other):
+    _, told = called(store, other)
+    assert f"rank 1 ({other}) did not answer within 0.2 s (it is sleeping)" in told
+
+
+def test_a_rank_that_failed_is_named_with_its_failure(store, other):
+    Board(store, 1).post(Answer(failure="ValueError: bad"))
+    _, told = called(store, other)
+    assert f"rank 1 ({other}) failed (ValueError: bad)" in told
+
+
+def test_when_all_answer_it_is_the_connections(store, other):
+    Board(store, 1).post(Answer(whole=True))
+    _, told = called(store, other)
+    assert "every rank is there, but the connections between them broke" in told
+
+
+def test_the_lowest_rank_with_a_whole_state_saves():
+    assert Roll(answers={0: Answer(failure="x"), 1: Answer(), 2: Answer(whole=True), 3: Answer(whole=True)}).saver == 2
+
+
+def test_a_failure_of_its_own_is_nobody_elses_end_and_is_told_to_the_others(store, other):
+    assert crew(store, other).call_roll(RuntimeError("mine"), suspect=True) is None
+    assert Board(store, 1).read(2) == {0: Answer(failure="RuntimeError: mine", suspect=True)}
+
+
+def test_the_first_word_of_a_rank_counts(store):
+    for failure in ("first", "second"):
+        Board(store, 0).post(Answer(failure=failure))
+    assert Board(store, 1).read(1)[0].failure == "first"
+
+
+def test_a_single_process_has_nobody_to_ask():
+    assert Crew(processes=(Process.current(),)).notice(BROKEN) is None
+
+
+def test_without_the_board_a_rank_looks_around_by_itself(gone):
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", host.port, is_master=False)
+    del host
+    roll, _ = called(client, gone)
+    assert (roll.saver, roll.gone) == (0, (1,))
+
+
+def test_a_hanging_rank_is_ended_and_a_slow_one_beside_a_dead_one_is_not(store, gone, other):
+    slow = crew(store, gone, other)
+    assert slow.end_hanging(slow.call_roll(BROKEN)) == ()
+    hangs = crew(store, other)
+    roll = hangs.call_roll(BROKEN)
+    assert replace(hangs, patience=10.0).end_hanging(roll) == (1,)
+    assert other.alive() is False
 
 
 def test_everybody_learns_of_every_process():
     class Two:
+        world = World()
+
         def share(self, value):
             return [value, value]
 
     assert asdict(Crew.meet(Two()).processes[1]) == asdict(Process.current())
+
+
+# --- real lines -----------------------------------------------------------------------------------------------------
+
+
+def hung_up() -> tuple[float, bool, str]:
+    """Rank 1 hangs up; how long rank 0 waited in the group, whether it knows why, and what it says."""
+    group = dist.new_group(backend="gloo")
+    ranks = GlooRanks(world=World(rank=dist.get_rank(), size=2), group=group)
+    ranks.barrier()
+    started = time.monotonic()
+    if dist.get_rank() == 1:
+        ranks.hang_up()
+    try:
+        ranks.barrier()
+    except RuntimeError as error:
+        return time.monotonic() - started, is_line_error(error), in_a_line(error)
+    return 0.0, False, ""
+
+
+def test_who_waits_for_a_rank_that_hangs_up_learns_of_it_at_once():
+    with two_processes() as pair:
+        waited, known, told = pair.run(hung_up)[0]
+    assert waited < 20
+    assert known, told
+    assert "[" not in told.partition(":")[0]
+
+
+def test_hanging_up_where_there_is_no_group_does_nothing():
+    assert hang_up(None) is None

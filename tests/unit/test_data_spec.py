@@ -10,6 +10,7 @@ import pytest
 from smalti.data.catalog import Catalog
 from smalti.data.spec import DataDefaults, DatasetSpec, load_backend_config, parse_datasets
 from smalti.errors import ConfigError
+from smalti.types import MetadataEntry, StorageEntry
 
 PETS: Mapping[str, object] = {"id": "pets", "instance_data_dir": "pets"}
 
@@ -125,17 +126,32 @@ def test_a_storage_of_a_plugin_that_is_not_installed_names_its_package() -> None
     )
 
 
+BOX = StorageEntry(name="box", title="", factory="", keys=("box_lid", "secret_of_the_box"))
+
+
 def test_a_plugins_storage_gets_its_own_keys_unseen() -> None:
-    catalog = Catalog(storages={"local": "", "aws": ""})
-    specs, problems = parse({"id": "a", "type": "aws", "aws_secret_access_key": "hush"}, catalog=catalog)
+    specs, problems = parse({"id": "a", "type": "box", "secret_of_the_box": "hush"}, catalog=Catalog(storages={"box": BOX}))
 
     assert problems == []
-    assert specs[0].storage_options == {"aws_secret_access_key": "hush"}
+    assert specs[0].storage_options == {"secret_of_the_box": "hush"}
     assert "hush" not in repr(specs[0])
 
 
+def test_a_misspelt_key_of_a_plugins_storage_names_the_nearest_one() -> None:
+    _, problems = parse({"id": "a", "type": "box", "box_lit": 1}, catalog=Catalog(storages={"box": BOX}))
+
+    assert problems == ["data.json: dataset 'a': unknown key 'box_lit'\n    fix: did you mean box_lid?"]
+
+
+def test_a_key_of_another_storage_is_unknown() -> None:
+    catalog = Catalog(storages={"box": BOX, "local": StorageEntry(name="local", title="", factory="")})
+    _, problems = parse({**PETS, "box_lid": 1}, catalog=catalog)
+
+    assert "unknown key 'box_lid'" in problems[0]
+
+
 def test_a_plugins_metadata_backend_gets_its_block_and_brings_captions() -> None:
-    catalog = Catalog(metadata={"discovery": "", "parquet": ""})
+    catalog = Catalog(metadata={name: MetadataEntry(name=name, title="", factory="") for name in ("discovery", "parquet")})
     specs, problems = parse({**PETS, "metadata_backend": "parquet", "parquet": {"path": "x"}}, catalog=catalog)
 
     assert problems == []

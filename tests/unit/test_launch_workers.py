@@ -80,6 +80,19 @@ def test_a_rank_that_a_signal_killed_is_the_cause_of_what_the_others_say():
     assert message == "rank 1 was killed by SIGKILL (the system does that when memory runs out); rank 0: rank 1 is gone"
 
 
+def test_the_rank_that_saved_tells_what_happened_and_where_it_saved():
+    first = replace(end(1, ExitCode.FAILED, 1, "rank 2 is gone"), follows=True)
+    saver = replace(end(0, ExitCode.FAILED, 2, "rank 2 hung"), follows=True, saved="saved step 3", ended=(2,))
+    late = replace(end(3, ExitCode.FAILED, 3, "rank 2 is gone"), follows=True)
+    assert judge([first, saver, late], 1, range(4), {2: "SIGKILL"}) == (ExitCode.FAILED, "rank 0: rank 2 hung\n  saved step 3")
+
+
+def test_what_another_rank_saved_stands_beside_the_failure_and_its_code():
+    saver = replace(end(0, ExitCode.FAILED, 2, "rank 1 failed"), follows=True, saved="saved step 3")
+    code, message = judge([end(1, ExitCode.GPU_FAULT, 1, "a fault"), saver], 1, range(2))
+    assert (code, message) == (ExitCode.GPU_FAULT, "rank 1: a fault\n  saved step 3")
+
+
 def test_a_rank_that_the_launcher_killed_after_a_failure_with_a_code_of_its_own_is_not_the_cause():
     ends = [end(1, ExitCode.GPU_FAULT, 1, "a fault")]
     assert judge(ends, 1, range(2), {0: "SIGTERM"})[1].startswith("rank 1: a fault")
@@ -133,6 +146,23 @@ def test_a_port_that_is_taken_is_found_out_before_anything_starts(directory):
         port = taken.getsockname()[1]
         with pytest.raises(PreflightError, match=f"port {port} of this machine is not to be had"):
             run_workers(plan("leave(0, 0, 'ran')", port=port), directory)
+
+
+def test_the_ranks_that_are_left_have_minutes_to_save():
+    code = """
+import signal
+from torch.distributed.elastic.multiprocessing import PContext
+from smalti.agent import be_patient
+class Seen(PContext):
+    def __init__(self):
+        self._tail_logs, self.filtered_stdout, self.filtered_stderr = [], None, None
+    def _close(self, death_sig, timeout=30):
+        print(death_sig.name, timeout)
+    _start = _poll = pids = None
+be_patient()
+Seen().close()"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "SIGTERM 600"
 
 
 # --- signals --------------------------------------------------------------------------------------------------------

@@ -1,9 +1,31 @@
 """What happens before any worker exists."""
 
-import pytest
+import json
 
+import pytest
+from PIL import Image
+
+from smalti import DistributedPlan, FamilyEntry, hookimpl
 from smalti.errors import PreflightError, UserError
+from smalti.plugins import PluginInfo
 from smalti.preparation import Preparation
+from smalti.testing import TinyFamily
+
+
+class Sharing:
+    """A strategy whose ranks share the tokens of a sample, and a family that does not say where they can be split."""
+
+    @hookimpl
+    def register_model_families(self):
+        return [FamilyEntry(name="whole", title="whole", factory=f"{__name__}:whole")]
+
+    @hookimpl
+    def configure_distributed(self):
+        return DistributedPlan(name="sharing", title="sharing", parallel="nowhere:at_all", context=2)
+
+
+def whole(config):
+    return TinyFamily()
 
 
 @pytest.fixture
@@ -25,3 +47,27 @@ def test_an_unknown_family_is_found_out_before_anything_is_written(wanted, plugi
     with pytest.raises(UserError, match="Unknown model_family 'tyo'"):
         Preparation.of(wanted("--model_family=tyo"), plugins, write=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_family_that_cannot_share_tokens_is_refused_before_anything_is_written(wanted, plugins, tmp_path):
+    plugins.register(PluginInfo(name="sharing", distribution="sharing", version="1.0"), Sharing())
+    with pytest.raises(UserError, match="tiny cannot be trained with context parallelism"):
+        Preparation.of(wanted("--model_family=whole", "--num_processes=2"), plugins, write=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_optimizer_is_found_out_before_anything_is_written(wanted, plugins, tmp_path):
+    with pytest.raises(UserError, match=r"Unknown optimizer 'adamv'.\n  fix: did you mean adamw"):
+        Preparation.of(wanted("--optimizer=adamv"), plugins, write=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_says_once_that_caches_are_not_used_yet(configure, plugins, tmp_path, write):
+    (tmp_path / "pictures").mkdir()
+    Image.new("RGB", (16, 16)).save(tmp_path / "pictures/a.png")
+    pictures = {"id": "a", "instance_data_dir": str(tmp_path / "pictures"), "caption_strategy": "filename"}
+    entries = [{**pictures, "cache_dir_vae": "c"}, {"id": "te", "dataset_type": "text_embeds", "default": True}]
+    data = write("data.json", json.dumps(entries))
+    flags = ("--model_family=toy", "--max_train_steps=1", "--resolution=16", "--use_cpu", f"--output_dir={tmp_path / 'run'}")
+    [notice] = Preparation.of(configure(*flags, f"--data_backend_config={data}"), plugins, write=False).notices
+    assert "without effect yet: te (text_embeds), cache_dir_vae of a" in notice

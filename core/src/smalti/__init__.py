@@ -1,6 +1,15 @@
 """smalti trains diffusion models in shards. This module holds the names that a plugin needs; importing it imports no torch.
 
-What a plugin implements is described in `smalti.hookspecs`, which is the first file to read.
+What a plugin implements is described in `smalti.hookspecs`, which is the first file to read. Besides the names here it may use
+these modules and what is below them; docs/writing-a-plugin.md says what each is for. All others belong to the core alone and
+may change with any release.
+
+    smalti.settings, smalti.parallel, smalti.group, smalti.replicas, smalti.ranks, smalti.models.family,
+    smalti.models.context, smalti.models.weights, smalti.models.blocks, smalti.models.compilation, smalti.diffusion,
+    smalti.optimizers, smalti.data.spec, smalti.data.sources, smalti.storage, smalti.checkpoint, smalti.plugins,
+    smalti.invocation, smalti.families, smalti.run, smalti.options, smalti.caches, smalti.configedit,
+    smalti.commands.table, smalti.rundir, smalti.liverun, smalti.events, smalti.files, smalti.configfile,
+    smalti.acceleratefile, smalti.testing
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Runs a launcher of processes and writes down which of its ranks were killed, which their own last words cannot tell.
+"""Runs a launcher of processes, with two things that torch's own does not do for a run that loses a rank.
+
+It writes down which of its ranks were killed, which their own last words cannot tell; and it gives the ranks that are left time
+to save before it kills them, where torch gives them 30 seconds and has no setting for it.
 
 Started as `python -m smalti.agent MODULE [ARGUMENTS]`, it does what `python -m MODULE [ARGUMENTS]` does.
 """
@@ -8,24 +11,39 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 import sys
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 KILLED_FILE = "killed.json"
 """In the folder of last words: the number of the signal by the rank that it killed."""
+GRACE_SECONDS = 600
+"""From the end of the first rank: enough to write what an accelerator holds to a slow disk. Only a rank that hangs takes it."""
 
 
 def main() -> None:
     module, *arguments = sys.argv[1:]
     sys.argv = [module, *arguments]
+    be_patient()
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except ChildFailedError as error:
         killed = {rank: -failure.exitcode for rank, failure in error.failures.items() if failure.exitcode < 0}
         (Path(os.environ["SMALTI_OUTCOME_DIR"]) / KILLED_FILE).write_text(json.dumps(killed))
         raise
+
+
+def be_patient() -> None:
+    """Let torch's agent wait longer between SIGTERM and SIGKILL; it does not say how long when it closes after a failure."""
+    close = PContext.close
+
+    def patient(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        close(self, death_sig, max(timeout, GRACE_SECONDS))
+
+    PContext.close = patient  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from smalti.data.catalog import Catalog
 from smalti.data.check import BatchShape
 from smalti.data.index import Progress
 from smalti.data.prepared import DataRules, PreparedData, build_datasets, load_datasets, prepare
-from smalti.data.spec import DataDefaults, DatasetSpec, load_backend_config, parse_datasets
+from smalti.data.spec import DataDefaults, DatasetSpec, load_backend_config, parse_datasets, unused_caches
 from smalti.errors import ConfigError, Problem
 from smalti.plugins import Plugins
 from smalti.settings import DataOptions, LaunchOptions, RunOptions, TrainingOptions
@@ -92,8 +92,9 @@ def scan_data(
     `directory` keeps the indexes, so that the next scan opens only what is new; None writes nothing.
     """
     catalog = catalog_of(plugins)
-    datasets = build_datasets(dataset_specs(config, catalog), catalog, directory, progress)
-    return prepare(datasets, data_rules(config, plugins, alignment))
+    specs = dataset_specs(config, catalog)
+    datasets = build_datasets(specs, catalog, directory, progress)
+    return prepare(datasets, data_rules(config, plugins, alignment), notices=unused_caches(specs))
 
 
 def load_data(config: Config, plugins: Plugins, alignment: int, directory: Path) -> PreparedData:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smalti.config import Config
-from smalti.parallel import Ranks
+from smalti.parallel import Line, Ranks
 from smalti.ranks import GlooRanks
 from smalti.settings import LaunchOptions
 from smalti.types import World
@@ -50,9 +50,13 @@ class Group:
     def barrier(self) -> None:
         self._control.barrier()
 
-    def side_channel(self) -> Ranks:
+    def side_channel(self) -> Line:
         several = self._world.size > 1
         return GlooRanks(world=self._world, group=dist.new_group(backend="gloo", timeout=self._timeout) if several else None)
+
+    def alone(self) -> Ranks | None:
+        """No rank holds the whole state unless the backend says so."""
+        return None
 
     def mean(self, value: Tensor) -> Tensor:
         if self._world.size == 1:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from difflib import get_close_matches
+from collections.abc import Collection, Sequence
 from importlib import import_module
 from typing import cast
 
@@ -11,32 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from smalti.config import Config
-from smalti.errors import UserError
 from smalti.settings import OptimizerOptions
+from smalti.strategy import find_optimizer
 from smalti.types import OptimizerEntry
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """The trained parameters as (name, parameter) pairs: matrices with weight decay, vectors (norms, biases) without."""
+def matrices(model: nn.Module) -> frozenset[str]:
+    """The names of the parameters that are no vectors. For a model that is not wrapped: a wrapper may leave flat slices."""
+    return frozenset(name for name, parameter in model.named_parameters() if parameter.dim() >= 2)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float, decayed: Collection[str]) -> list[dict[str, object]]:
+    """The trained parameters as (name, parameter) pairs: the `decayed` ones, and those without weight decay (norms, biases)."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    matrices = [pair for pair in trained if pair[1].dim() >= 2]
-    vectors = [pair for pair in trained if pair[1].dim() < 2]
     groups: list[dict[str, object]] = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [pair for pair in trained if pair[0] in decayed], "weight_decay": weight_decay},
+        {"params": [pair for pair in trained if pair[0] not in decayed], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def find_optimizer(name: str, entries: Sequence[OptimizerEntry]) -> OptimizerEntry:
-    """The entry of that name, in any case and with dashes or underscores. Raises UserError with the nearest names."""
-    wanted = name.lower().replace("-", "_")
-    known = {entry.name: entry for entry in entries}
-    if wanted in known:
-        return known[wanted]
-    near = get_close_matches(wanted, known, n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(known))}"
-    raise UserError(f"unknown optimizer {name!r}", fix=hint)
 
 
 def build_registered(

@@ -54,13 +54,28 @@ class Ranks(Protocol):
         ...
 
 
+class Line(Ranks, Protocol):
+    """Words between ranks that one of them can end for all."""
+
+    def hang_up(self) -> None:
+        """End every call that waits on this line, here and on other ranks, with an error; nothing can be said after it."""
+        ...
+
+
 class Parallel(Ranks, Protocol):
     """One rank's end of the backend. Methods marked *collective* must be called by every rank, in the same order."""
 
-    def side_channel(self) -> Ranks:
+    def side_channel(self) -> Line:
         """Words between ranks on a line of their own, for a thread that works beside the loop. *Collective*, called once.
 
         `smalti.ranks.GlooRanks` over a process group that nothing else uses.
+        """
+        ...
+
+    def alone(self) -> Ranks | None:
+        """The words of this rank to itself, as of a single process, if it holds the whole state; None if it has a share of it.
+
+        When other ranks are lost, it can then save without them: `portable_state` asks nobody, and its tensors are whole.
         """
         ...
 
@@ -112,7 +127,7 @@ class Parallel(Ranks, Protocol):
         ...
 
     def portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
-        """References to this rank's share of the state, in portable form. *Collective*."""
+        """This rank's share of the state in portable form: references to the live tensors, or a copy of them. *Collective*."""
         ...
 
     def load_portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: PortableState) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import psutil
+
 _PROC = Path("/proc")
 
 
@@ -42,6 +44,15 @@ class Process:
         except PermissionError:
             return None
         return None
+
+    def status(self) -> str:
+        """What it does, in the system's word ("sleeping", "disk-sleep", "stopped" ...); "" if that cannot be seen."""
+        if not self.alive():
+            return ""
+        try:
+            return str(psutil.Process(self.pid).status())
+        except psutil.Error:
+            return ""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from smalti.types import World
+
+_FAREWELL = 0x5A17
+"""The tag of a message that nobody sends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,3 +39,35 @@ class GlooRanks:
 
     def barrier(self) -> None:
         self.agree(0)
+
+    def hang_up(self) -> None:
+        hang_up(self.group)
+
+
+def hang_up(group: dist.ProcessGroup | None) -> None:
+    """Break this rank's connections in a gloo group, for good: whoever waits in it, here or elsewhere, gets an error at once.
+
+    Does nothing to other kinds of groups. `ProcessGroup.abort` has no effect on gloo (torch 2.13); but gloo closes all its
+    connections when a message does not come in time.
+    """
+    if group is None or dist.get_backend(group) != "gloo":
+        return
+    for other in range(dist.get_world_size(group)):
+        if other != dist.get_rank(group):
+            with suppress(RuntimeError):  # it runs out of time, or the connection is broken already
+                message = dist.irecv(torch.zeros(1), src=other, group=group, tag=_FAREWELL)
+                assert message is not None
+                message.wait(timedelta(milliseconds=1))
+
+
+def is_line_error(error: BaseException) -> bool:
+    """Whether an exception tells that words between ranks failed, as opposed to this rank's own work.
+
+    torch has a type for that, but passes on gloo's errors as plain ones, which begin with the place in gloo's source or tell of
+    its connections.
+    """
+    if isinstance(error, dist.DistError):
+        return True
+    return type(error) is RuntimeError and any(
+        word in str(error) for word in ("/gloo/", "Application timeout caused pair closure")
+    )

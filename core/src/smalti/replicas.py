@@ -17,9 +17,10 @@ from smalti.group import Group
 from smalti.models.compilation import compile_blocks
 from smalti.models.family import Weights
 from smalti.models.weights import materialise
-from smalti.parallel import PortableState
+from smalti.parallel import PortableState, Ranks
+from smalti.ranks import GlooRanks
 from smalti.settings import TrainingOptions
-from smalti.types import Block
+from smalti.types import Block, World
 
 
 class Replicas(Group):
@@ -67,6 +68,9 @@ class Replicas(Group):
 
     def discard(self) -> None:
         self._optimizer.zero_grad()
+
+    def alone(self) -> Ranks:
+        return GlooRanks(world=World(device=self.world.device), group=None)
 
     def portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
         return capture(self.unwrap(model), optimizer)

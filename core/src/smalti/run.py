@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -24,6 +24,7 @@ from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.store import CheckpointStore
 from smalti.checkpoint.writer import SaveError
 from smalti.config import Config
+from smalti.crew import Crew
 from smalti.data.loader import Batch, Loader
 from smalti.data.prepared import PreparedData
 from smalti.dataplan import load_data, scan_data, total_steps
@@ -37,7 +38,7 @@ from smalti.metrics import log_metrics, metrics_of
 from smalti.models.description import config_of
 from smalti.models.family import Adaptable, ModelFamily
 from smalti.models.weights import without_weights
-from smalti.optimizers import parameter_groups
+from smalti.optimizers import matrices, parameter_groups
 from smalti.parallel import Parallel, Ranks
 from smalti.plugins import Plugins
 from smalti.rundir import RunDirectory
@@ -77,6 +78,7 @@ class Run:
     directory: RunDirectory
     info: RunInfo
     parallel: Parallel
+    crew: Crew
     family: ModelFamily
     model: nn.Module
     model_config: str
@@ -94,6 +96,8 @@ class Run:
     saver: Saver = field(init=False)
     save_failure: SaveError | None = None
     """Why the latest checkpoint could not be written; None if it was."""
+    whole: bool = True
+    """Whether weights, moments and averages are those of `state`; not so from the optimizer step to `advance`."""
     scheduler: LambdaLR = field(init=False)
     batches: Loader = field(init=False)
 
@@ -144,6 +148,7 @@ class Run:
             state.request_stop(StopReason.NON_FINITE, message)
         if broken := self.batches.budget_exhausted:
             state.request_stop(StopReason.ERROR_BUDGET, f"{broken}; mend or remove such files, or raise --data_error_budget")
+        self.whole = True
 
     def report(self, result: StepResult) -> None:
         """Hand the numbers of a step to the trackers."""
@@ -329,7 +334,7 @@ def check_resumable(run: Run, trainer: Mapping[str, object], source: Path) -> No
         )
 
 
-def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Parallel, closing: ExitStack) -> Run:
+def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Parallel, crew: Crew, closing: ExitStack) -> Run:
     """Assemble a run on this rank. *Collective*. What has to be closed in the end is put on `closing`."""
     compare_ranks(parallel, config, plugins)
     directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
@@ -342,11 +347,12 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
     # A sharded model calls itself by another class; and an adapter's tensors are not those of such a model.
     model_config = config_of(bare) if adapter is None else ""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in bare.parameters()]
+    decayed = matrices(bare)
     backend = plugins.backend(plan)
     weights = family.weights(seed)
-    model = backend.wrap_model(model=bare, blocks=blocks, parallel=parallel, weights=weights)
+    model = backend.wrap_model(model=bare, family=family, blocks=blocks, parallel=parallel, weights=weights)
     assert model is not None, "the chosen backend wraps the model"
-    model, optimizer = parallel.bind(model, build_optimizer(config, plugins, parallel, model))
+    model, optimizer = parallel.bind(model, build_optimizer(config, plugins, parallel, model, decayed))
     model.train()
     record = directory.record()
     run = Run(
@@ -367,6 +373,7 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
             plugins=plugins.lines,
         ),
         parallel=parallel,
+        crew=crew,
         family=family,
         model=model,
         model_config=model_config,
@@ -387,9 +394,11 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
     return run
 
 
-def build_optimizer(config: Config, plugins: Plugins, parallel: Parallel, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over the parameters that train, named as the family names them."""
-    groups = parameter_groups(parallel.unwrap(model), config[OptimizerOptions].adam_weight_decay)
+def build_optimizer(
+    config: Config, plugins: Plugins, parallel: Parallel, model: nn.Module, decayed: Collection[str]
+) -> torch.optim.Optimizer:
+    """The optimizer over the parameters that train, named as the family names them; `decayed` ones get weight decay."""
+    groups = parameter_groups(parallel.unwrap(model), config[OptimizerOptions].adam_weight_decay, decayed)
     registry = plugins.gather("register_optimizers", OptimizerEntry)
     optimizer = plugins.hook.build_optimizer(model=model, groups=groups, config=config, registry=registry)
     assert optimizer is not None, "the core's own answer comes last"

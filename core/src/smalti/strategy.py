@@ -1,6 +1,9 @@
-"""Which backend trains the run. Imports no torch."""
+"""What trains the run: the backend that claims it, and the optimizer by name. Imports no torch."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
 
 from smalti.config import Config
 from smalti.errors import UserError
@@ -21,14 +24,24 @@ def choose_distributed(config: Config, plugins: Plugins) -> DistributedPlan:
     return wanted[0] if wanted else next(plan for plan in claims if plan.fallback)
 
 
+def find_optimizer(name: str, entries: Sequence[OptimizerEntry]) -> OptimizerEntry:
+    """The entry of that name, in any case and with dashes or underscores. Raises UserError with the nearest names."""
+    wanted = name.lower().replace("-", "_")
+    known = {entry.name: entry for entry in entries}
+    if wanted in known:
+        return known[wanted]
+    near = get_close_matches(wanted, known, n=3)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise UserError(f"Unknown optimizer '{name}'.", fix=f"{hint}known: {', '.join(sorted(known))}")
+
+
 def check_strategy(plan: DistributedPlan, config: Config, plugins: Plugins) -> None:
-    """Refuse an optimizer that cannot work on parts of parameters where the strategy makes them. Raises UserError."""
-    name = config[OptimizerOptions].optimizer.lower().replace("-", "_")
+    """Refuse an unknown optimizer, and one that cannot work on parts of parameters where the strategy makes them."""
     entries = plugins.gather("register_optimizers", OptimizerEntry)
-    unfit = [entry.title for entry in entries if entry.name == name and not entry.shards]
-    if plan.shards and unfit:
+    chosen = find_optimizer(config[OptimizerOptions].optimizer, entries)
+    if plan.shards and not chosen.shards:
         others = ", ".join(entry.name for entry in entries if entry.shards)
         raise UserError(
-            f"{unfit[0]} does not work under {plan.title}, where a rank holds parts of parameters",
+            f"{chosen.title} does not work under {plan.title}, where a rank holds parts of parameters",
             fix=f"--optimizer=adamw, or another one of {others}",
         )

@@ -13,6 +13,7 @@ import torch
 from smalti.data.loader import Batch
 from smalti.errors import GpuFaultError
 from smalti.faults import answer, fault_of
+from smalti.rescue import rescued
 from smalti.run import Run, reseed
 from smalti.saving import announce, save, settle
 from smalti.types import FaultAction, Outcome, StepResult, StopReason
@@ -21,7 +22,7 @@ from smalti.validation import validate
 
 def train(run: Run) -> Outcome:
     """Train until the step budget is spent or something asks to stop. Every rank returns the same outcome."""
-    with observed(run) as ended:
+    with observed(run) as ended, rescued(run):
         outcome = loop(run)
         ended.append(outcome)
     return outcome
@@ -66,6 +67,7 @@ def train_step(run: Run, batch: Batch) -> StepResult:
     learning_rate = float(run.optimizer.param_groups[0]["lr"])
     run.saver.release()  # from here on weights, moments and averages may change
     if finite:
+        run.whole = False
         run.parallel.step()
         run.scheduler.step()
         if run.ema is not None:
@@ -116,7 +118,7 @@ def faults_become_stops(run: Run) -> Iterator[None]:
     """A failing accelerator becomes a stop that the plugins decide on.
 
     With one rank the loop goes on to its boundary and stops there. One of several cannot reach the boundary, because the others
-    wait for its gradients: it leaves, and the launcher ends them with the fault as the reason.
+    wait for its gradients: it leaves with the fault as the reason, and one of the others saves (`smalti.rescue`).
     """
     try:
         yield

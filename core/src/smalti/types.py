@@ -37,12 +37,14 @@ class FamilyEntry:
 class StorageEntry:
     """A place where datasets can live. `name` is the `type` of a dataset ("local", "aws").
 
-    `factory` is "module:callable"; the callable takes the `DatasetSpec` and returns a `smalti.storage.Storage`.
+    `factory` is "module:callable"; the callable takes the `DatasetSpec` and returns a `smalti.storage.Storage`. `keys` are
+    what a dataset of this type may say besides what every dataset may; the factory finds them in `storage_options`.
     """
 
     name: str
     title: str
     factory: str
+    keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import cast
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from smalti.config import Config, restore, schema_of
-from smalti.crew import Crew
+from smalti.crew import Crew, LostRankError
 from smalti.errors import ExitCode, GpuFaultError, UserError
 from smalti.plugins import Plugins, Selection, load_plugins
 from smalti.run import build, open_parallel
@@ -30,13 +30,14 @@ OUTCOME_VARIABLE = "SMALTI_OUTCOME_DIR"
 def run_rank(config: Config, plugins: Plugins) -> Outcome:
     """Build and train on this rank. Every rank of the run calls it; an agreed stop returns on all of them."""
     plan = choose_distributed(config, plugins)
-    with ExitStack() as closing:
+    with ExitStack() as signals, ExitStack() as closing:
         parallel = open_parallel(plan, config)
         closing.callback(parallel.close)
-        with last_words(Crew.meet(parallel)):
-            run = build(config, plugins, plan, parallel, closing)
-            with stop_signals(run.state):
-                outcome = train(run)
+        crew = Crew.meet(parallel)
+        with last_words(crew):
+            run = build(config, plugins, plan, parallel, crew, closing)
+            signals.enter_context(stop_signals(run.state))  # to the very end: what is said and closed last is not cut off
+            outcome = train(run)
             parallel.barrier()  # nobody leaves the group while another still talks to it
         return outcome
 
@@ -49,15 +50,15 @@ def last_words(crew: Crew) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:  # what a broken connection is to torch
-        lost = crew.explain(error)
-        _leave_word(_code_of(lost or error), describe(lost or error), follows=lost is not None)
+    except LostRankError as error:
+        _leave_word(error.exit_code, describe(error), lost=error)
+        raise
+    except BaseException as error:
+        lost = crew.notice(error)
+        _leave_word(_code_of(lost or error), describe(lost or error), lost=lost)
         if lost is None:
             raise
         raise lost from error
-    except BaseException as error:
-        _leave_word(_code_of(error), describe(error))
-        raise
 
 
 @contextmanager
@@ -136,15 +137,17 @@ def _code_of(error: BaseException) -> ExitCode:
     return error.exit_code if isinstance(error, UserError | GpuFaultError) else ExitCode.FAILED
 
 
-def _leave_word(code: int, message: str, *, follows: bool = False) -> None:
-    """For the launcher. The first word counts."""
+def _leave_word(code: int, message: str, *, lost: LostRankError | None = None) -> None:
+    """For the launcher. The first word counts. `lost`: only the loss of another rank ended this one."""
     folder = os.environ.get(OUTCOME_VARIABLE)
     if folder is None:
         return
     rank = int(os.environ.get("RANK", "0"))
     path = Path(folder) / f"rank-{rank}.json"
     if not path.exists():
-        word = {"rank": rank, "exit_code": int(code), "message": message, "time": time.time(), "follows": follows}
+        word: dict[str, object] = {"rank": rank, "exit_code": int(code), "message": message, "time": time.time()}
+        if lost is not None:
+            word |= {"follows": True, "saved": lost.saved, "ended": lost.ended}
         path.write_text(json.dumps(word))
 
 

@@ -159,13 +159,19 @@ def end_tree(pid: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """What one rank said when it ended; `time` orders the ranks' last words. `follows`: only another rank's end ended it."""
+    """What one rank said when it ended; `time` orders the ranks' last words.
+
+    `follows`: only the loss of another rank ended it; then `saved` tells of the checkpoint that it made of its own before, and
+    `ended` which ranks it had to kill because they hung.
+    """
 
     rank: int
     exit_code: int
     message: str
     time: float
     follows: bool = False
+    saved: str = ""
+    ended: Sequence[int] = ()
 
 
 def _read_ends(folder: Path) -> list[RankEnd]:
@@ -192,19 +198,25 @@ def judge(ends: list[RankEnd], status: int, ranks: range, killed: Mapping[int, s
 
     A failure outweighs a clean stop, and the earliest failure of a rank's own is the cause: the others are what it led to. A
     rank that was killed (by the system, out of memory) leaves no word; `killed` tells the signals where they are known, and
-    such a rank is the cause if all that the others tell is that it is gone.
+    such a rank is the cause if all that the others tell is that it is gone. Of those, the one that saved is asked what it
+    found, or else the last, who had most time to look.
     """
-    silent = sorted(set(ranks) - {end.rank for end in ends})
+    silent = sorted(set(ranks) - {end.rank for end in ends} - {rank for end in ends for rank in end.ended})
     by_signal = {rank: name for rank, name in (killed or {}).items() if rank in silent}
     lost = f"{_names(silent)} ended without a word, as when killed (out of memory?)" if silent else ""
-    failures = sorted((end for end in ends if end.exit_code not in _STOPS), key=lambda end: end.follows)
+    failures = sorted(
+        (end for end in ends if end.exit_code not in _STOPS),
+        key=lambda end: (end.follows, not end.saved, -end.time if end.follows else end.time),
+    )
+    saved = [end.saved for end in failures if end.saved]
     if by_signal and all(end.follows for end in failures):
         told = ", ".join(f"rank {rank} was killed by {name}" for rank, name in sorted(by_signal.items()))
         hint = " (the system does that when memory runs out)" if "SIGKILL" in by_signal.values() else ""
-        return ExitCode.FAILED, "; ".join([f"{told}{hint}", *(f"rank {end.rank}: {end.message}" for end in failures[:1])])
+        causes = "; ".join([f"{told}{hint}", *(f"rank {end.rank}: {end.message}" for end in failures[:1])])
+        return ExitCode.FAILED, "\n  ".join([causes, *saved])
     if failures:
-        message = f"rank {failures[0].rank}: {failures[0].message}"
-        return ExitCode(failures[0].exit_code), f"{message}; {lost}" if lost else message
+        causes = "; ".join([f"rank {failures[0].rank}: {failures[0].message}", *([lost] if lost else [])])
+        return ExitCode(failures[0].exit_code), "\n  ".join([causes, *saved])
     if status != 0 or not ends:
         return ExitCode.FAILED, f"{lost or 'every rank ended well, and the launcher did not'} (launcher status {status})"
     return ExitCode(ends[0].exit_code), ends[0].message

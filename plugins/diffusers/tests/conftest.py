@@ -1,19 +1,14 @@
 """A data set of a few pictures, and real runs on tiny pipelines."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
+from pictured import PROMPT
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the tests to find `tiny`
-
-PROMPT = "a red square"
 OPTIONS = {
     "resolution": 16,
     "resolution_type": "pixel",
@@ -51,21 +46,3 @@ def train(pictures):
         return done.returncode, done.stdout + done.stderr
 
     return start
-
-
-def difference(pipeline, run: Path) -> float:
-    """The largest difference of what the pipeline draws to the picture of the run's validation, in 255ths."""
-    pipeline.set_progress_bar_config(disable=True)
-    seed = json.loads((run / "launch.json").read_text())["values"]["validation_seed"]
-    drawn = pipeline(
-        prompt=PROMPT,
-        width=16,
-        height=16,
-        num_inference_steps=2,
-        guidance_scale=3.0,
-        generator=torch.Generator().manual_seed(seed),
-        max_sequence_length=512,
-        output_type="np",
-    ).images[0]
-    (path,) = (run / "samples" / "00000002").glob("00-*.png")
-    return float(np.abs(drawn * 255 - np.asarray(Image.open(path), dtype=np.float32)).max())

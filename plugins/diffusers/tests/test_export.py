@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
-from conftest import difference
 from diffusers import DiffusionPipeline, FluxTransformer2DModel
+from pictured import difference
 from safetensors.torch import load_file
 from tiny import flux
 

@@ -5,12 +5,12 @@ import shutil
 from math import prod
 
 import pytest
+import tiny
 import torch
 from click.testing import CliRunner
-from conftest import difference
 from diffusers import DiffusionPipeline
+from pictured import difference
 from safetensors import safe_open
-from tiny import flux
 
 from smalti import UserError
 from smalti.checkpoint.exportfolder import Trained
@@ -21,6 +21,7 @@ from smalti.models.weights import materialise, without_weights
 from smalti.plugins import load_plugins
 from smalti.run import find_family
 from smalti.testing import check_family
+from smalti.testing.families import CAPTIONS, FamilySubject
 from smalti_diffusers.components import Components
 
 LORA = {
@@ -37,7 +38,7 @@ SEVERAL = {"num_processes": 2, "train_batch_size": 2, "validation_step_interval"
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return flux(tmp_path_factory.mktemp("lora") / "base")
+    return tiny.flux(tmp_path_factory.mktemp("lora") / "base")
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +68,27 @@ def tensors(run, step, *, averaged=False) -> dict[str, torch.Tensor]:
     }
 
 
-def family(base, *flags):
+def family(base, *flags, name="flux"):
     plugins = load_plugins()
-    words = ["--model_family=flux", f"--pretrained_model_name_or_path={base}", "--mixed_precision=no", *flags]
+    words = [f"--model_family={name}", f"--pretrained_model_name_or_path={base}", "--mixed_precision=no", *flags]
     return find_family(resolve(schema_of(plugins), words, environment={}), plugins)
 
 
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch, of norms under autocast
 def test_the_family_with_an_adapter_keeps_the_contract(base):
     check_family(family(base, "--model_type=lora", "--lora_rank=2", "--lora_targets=to_q,proj_out"))
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3", "pixart", "sana"])
+def test_an_adapter_of_any_family_changes_nothing_before_it_is_trained(tmp_path, name):
+    folder = getattr(tiny, name)(tmp_path)
+    predictions = []
+    for kind in ("full", "lora"):
+        subject = FamilySubject(family(folder, f"--model_type={kind}", name=name))
+        model = materialise(subject.bare(), subject.family.weights(0), "cpu").eval()
+        noisy = torch.randn(subject.latents.shape, generator=torch.Generator().manual_seed(0))
+        predictions.append(subject.predict(model, noisy, [100.0, 500.0, 900.0], CAPTIONS))
+    assert len(model.peft_config) == 1
+    assert float((predictions[0] - predictions[1]).abs().max()) < 1e-5
 
 
 def test_a_checkpoint_holds_the_adapter_alone(runs, base):

@@ -1,11 +1,13 @@
 """A third-party plugin for tests: it writes down each hook call, and can spoil a step on one rank.
 
 PROBE_CALLS names the file for the calls. PROBE_SPOIL is "KIND:RANK:STEP": "nan" makes the model's output not finite in
-that step, "fault" raises the error of a broken accelerator, "error" a plain one, "stop" asks for a stop after that step.
+that step, "fault" raises the error of a broken accelerator, "error" a plain one, "kill" is `kill -9`, "stop" asks for a stop
+after that step.
 """
 
 import json
 import os
+import signal
 from pathlib import Path
 
 from smalti import FaultAction, StopReason, hookimpl
@@ -18,7 +20,7 @@ class Probe:
 
     def note(self, hook, **facts):
         if path := os.environ.get("PROBE_CALLS"):
-            line = json.dumps({"hook": hook, "rank": int(os.environ.get("RANK", "0")), **facts})
+            line = json.dumps({"hook": hook, "rank": int(os.environ.get("RANK", "0")), "process": os.getpid(), **facts})
             with Path(path).open("a") as file:
                 file.write(line + "\n")
 
@@ -54,6 +56,8 @@ class Probe:
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
         if self.kind == "error":
             raise RuntimeError("spoiled")
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         return None
 
     @hookimpl

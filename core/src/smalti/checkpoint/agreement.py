@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from smalti.errors import UserError
 from smalti.parallel import Ranks
@@ -43,3 +44,23 @@ def together(ranks: Ranks, action: Callable[[], str]) -> list[str]:
         if "failure" in other:
             raise RankError(f"rank {rank}: {other['failure']}", fix=other["fix"], errno=other["errno"])
     return [str(other["answer"]) for other in answers]
+
+
+def from_main(ranks: Ranks, action: Callable[[], str], *, patience: float = 5.0) -> str:
+    """Run `action` on the main rank, however long it takes, and give its answer on every rank. *Collective*.
+
+    The ranks speak every `patience` seconds meanwhile, so that none of them takes the main rank for lost. A failure is raised
+    on all ranks, as `together` does.
+    """
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        work = pool.submit(action) if ranks.world.is_main else None
+
+        def look() -> str:
+            if work is None:
+                return ""
+            finished, _ = wait([work], timeout=patience)
+            return json.dumps(work.result() if finished else None)
+
+        while (answer := json.loads(together(ranks, look)[0])) is None:
+            pass
+    return str(answer)

@@ -18,7 +18,8 @@ from smalti.checkpoint.agreement import RankError
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.staging import Staging, frozen
 from smalti.checkpoint.writer import SaveError
-from smalti.parallel import Ranks
+from smalti.parallel import Line, Ranks
+from smalti.ranks import is_line_error
 from smalti.types import Checkpoint
 
 Write = Callable[[Snapshot, Ranks], Checkpoint]
@@ -35,9 +36,13 @@ class _Standing(IntEnum):
 
 @dataclass(kw_only=True)
 class _Flight:
-    """A save that has begun. `blocked` is how long training has waited for it, in seconds."""
+    """A save that has begun. `blocked` is how long training has waited for it, in seconds.
+
+    `cut_off` is what broke the line to the other ranks.
+    """
 
     step: int
+    cut_off: RuntimeError | None = None
     released: Event = field(default_factory=Event)
     result: Future[Checkpoint] = field(init=False)
     blocked: float = 0.0
@@ -54,10 +59,10 @@ class _Flight:
 class Saver:
     """Writes checkpoints with `write`, in a thread that speaks to the other ranks' threads through `side`.
 
-    The loop's own words go through `ranks`. `begin`, `release` and `landed` belong to the loop's thread.
+    The loop's own words go through `ranks`. All methods belong to the loop's thread.
     """
 
-    def __init__(self, *, write: Write, ranks: Ranks, side: Ranks) -> None:
+    def __init__(self, *, write: Write, ranks: Ranks, side: Line) -> None:
         self._write = write
         self._ranks = ranks
         self._side = side
@@ -83,23 +88,32 @@ class Saver:
         flight.blocked = time.perf_counter() - started
 
     def release(self) -> None:
-        """Wait until the state that `begin` was given may change."""
-        if self._flight is not None and not self._flight.released.is_set():
-            started = time.perf_counter()
-            self._flight.released.wait()
-            self._flight.blocked += time.perf_counter() - started
+        """Wait until the state that `begin` was given may change.
+
+        Raises what broke the line to the other ranks, if that happened meanwhile; nothing has changed then since the boundary.
+        """
+        flight = self._flight
+        if flight is None or flight.released.is_set():
+            return
+        started = time.perf_counter()
+        flight.released.wait()
+        flight.blocked += time.perf_counter() - started
+        if flight.cut_off is not None:
+            raise flight.cut_off
 
     def landed(self, *, finish: bool = False) -> Checkpoint | SaveError | None:
         """What became of the save in flight, the same on every rank; None if there is none, or some rank still works on it.
 
         *Collective*. With `finish` this waits for it. A failure that is neither the system's nor the user's is raised, on every
-        rank.
+        rank; what broke the line to the other ranks at once, without asking them.
         """
         flight = self._flight
         if flight is None:
             return None
         if finish:
             wait([flight.result])
+        if flight.cut_off is not None:
+            raise flight.cut_off
         standing = self._ranks.agree(flight.standing())
         if standing == _Standing.RUNNING:
             return None
@@ -112,6 +126,16 @@ class Saver:
             raise told
         return told
 
+    @property
+    def line(self) -> Line:
+        """What the threads of all ranks speak through. A save in flight fails when somebody hangs up, unless it has landed."""
+        return self._side
+
+    def wait(self) -> None:
+        """Until the save in flight has come to its end, if there is one, whatever it is."""
+        if self._flight is not None:
+            wait([self._flight.result])
+
     def close(self) -> None:
         """Let a save in flight come to its end, whatever it is."""
         self._thread.shutdown(wait=True)
@@ -120,9 +144,13 @@ class Saver:
         try:
             if stage:
                 snapshot = self._staging.copy(snapshot, self._side)
+            flight.released.set()
+            return self._write(snapshot, self._side)
         except RankError as failure:
             message = f"cannot save step {flight.step}: {failure}"
             raise SaveError(message, fix=failure.fix, errno=failure.errno) from failure
+        except RuntimeError as error:
+            flight.cut_off = error if is_line_error(error) else None
+            raise
         finally:
             flight.released.set()
-        return self._write(snapshot, self._side)

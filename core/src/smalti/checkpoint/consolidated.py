@@ -34,7 +34,7 @@ def write_copy(checkpoint: Path, model_files: Sequence[str], config: Config | No
     """Put the copy into a checkpoint that is being made; its files by relative name.
 
     Reads what all ranks have just written, `model_files` relative to `checkpoint`, tensor by tensor: it takes the memory of one
-    tensor and no word between ranks. Everything is synced but the directory of the checkpoint itself.
+    tensor, and none goes between ranks. Everything is synced but the directory of the checkpoint itself.
     """
     stored = TensorFiles(checkpoint / name for name in model_files)
     folder = checkpoint / WEIGHTS

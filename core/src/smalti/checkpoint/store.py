@@ -14,10 +14,12 @@ import errno
 import fcntl
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from smalti import files
 from smalti.checkpoint.manifest import GROUPS, MANIFEST, SUSPECT, Manifest, read_manifest
@@ -28,6 +30,7 @@ _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _LEFTOVER = re.compile(rf"\.(?:partial|removed)-{_NAME.pattern}-[0-9a-f]{{8}}")
 _CHOICE = re.compile(r"(?:step-)?(\d+)")
 _LOCK = ".lock"
+_LOCK_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +138,8 @@ class CheckpointStore:
     def exclusive(self) -> Iterator[None]:
         """Hold the store for one save, and clear away what dead saves and unfinished removals left behind.
 
-        Raises CheckpointError when another process is saving here. The lock ends with the process, however it ends.
+        Raises CheckpointError when another process is saving here. The lock ends with the process, however it ends; one that is
+        killed can take a moment for that.
         """
         for path in reversed((self.root, *self.root.parents)):
             if not path.exists():
@@ -143,7 +147,7 @@ class CheckpointStore:
                 files.fsync_directory(path.parent)
         with (self.root / _LOCK).open("ab") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(file)
             except BlockingIOError:
                 raise CheckpointError(
                     f"another process is saving into {self.root}", fix="give every run an --output_dir of its own"
@@ -240,6 +244,18 @@ class CheckpointStore:
         for path in self.root.iterdir():
             if _LEFTOVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
                 self.discard(path)
+
+
+def _lock(file: BinaryIO) -> None:
+    """Raises BlockingIOError when another process keeps it for longer than a dying one does."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 def _name(step: int, revision: int) -> str:

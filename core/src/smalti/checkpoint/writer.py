@@ -21,7 +21,7 @@ from pathlib import Path
 from torch import Tensor
 
 from smalti import files
-from smalti.checkpoint.agreement import RankError, together
+from smalti.checkpoint.agreement import RankError, from_main, together
 from smalti.checkpoint.consolidated import write_copy
 from smalti.checkpoint.manifest import GROUPS, STATE, FileRecord, Manifest
 from smalti.checkpoint.planning import Pieces, check_whole, decode_pieces, divide, encode_pieces, local_pieces, memory
@@ -105,9 +105,8 @@ def _needed(sizes: Mapping[str, int], full_weights: bool) -> int:
     return sum(size * (2 if full_weights and name.startswith("model/") else 1) for name, size in sizes.items())
 
 
-def _check_room(root: Path, held: Sequence[Pieces], full_weights: bool) -> None:
-    """Raises OSError before anything is written when the file system says that it cannot hold these pieces, each once."""
-    room = files.free_bytes(root)
+def _check_room(room: int | None, held: Sequence[Pieces], full_weights: bool) -> None:
+    """Raises OSError when the file system has said that it cannot hold these pieces, each once."""
     sizes: dict[str, int] = {}
     for (name, _), size in {(name, p.offsets): p.size for pieces in held for name, p in pieces.items()}.items():
         sizes[name] = sizes.get(name, 0) + size
@@ -129,12 +128,16 @@ def _save(store: CheckpointStore, snapshot: Snapshot, ranks: Ranks, full_weights
         return str(prepared)
 
     directory = Path(together(ranks, begin)[0])
+    room: int | None = None
 
     def plan() -> str:
+        nonlocal room
         if not directory.is_dir():
             raise CheckpointError(
                 f"{directory} is not visible on this node", fix="put --output_dir on storage that all nodes share"
             )
+        if main:
+            room = files.free_bytes(directory)  # now, because no rank writes before all have planned
         return encode_pieces(local_pieces(tensors))
 
     held = [decode_pieces(text) for text in together(ranks, plan)]
@@ -143,7 +146,7 @@ def _save(store: CheckpointStore, snapshot: Snapshot, ranks: Ranks, full_weights
     def write() -> str:
         check_whole(held, tensors)
         if main:
-            _check_room(directory, held, full_weights)
+            _check_room(room, held, full_weights)
         mine = {name: held[rank][name] for name in divide(held)[rank]}
         records = _write_tensors(directory, mine, tensors, rank)
         if main:
@@ -154,10 +157,10 @@ def _save(store: CheckpointStore, snapshot: Snapshot, ranks: Ranks, full_weights
 
     def copy() -> str:
         model = sorted(name for name in records if name.startswith("model/"))
-        return _encode(write_copy(directory, model, _config(snapshot)) if main else {})
+        return _encode(write_copy(directory, model, _config(snapshot)))
 
     if full_weights:
-        records |= _decode(together(ranks, copy)[0])
+        records |= _decode(from_main(ranks, copy))
     manifest = Manifest(
         step=snapshot.step,
         world_size=ranks.world.size,

@@ -14,7 +14,7 @@ from smalti.data.buckets import ResolutionType
 from smalti.data.check import BatchShape
 from smalti.data.index import Progress
 from smalti.data.prepared import DataRules, Dataset, PreparedData, build_datasets, prepare
-from smalti.data.spec import DataDefaults, load_backend_config, parse_datasets
+from smalti.data.spec import DataDefaults, DatasetSpec, load_backend_config, parse_datasets, unused_caches
 from smalti.dataplan import catalog_of
 from smalti.errors import ConfigError
 from smalti.plugins import load_plugins
@@ -57,7 +57,7 @@ def dataset() -> None:
 @_JSON
 def scan(data_backend_config: Path, output_dir: Path | None, caption_strategy: str, as_json: bool) -> None:
     """List what the datasets hold, and what of it cannot be used and why. Opens headers only."""
-    found = _scan(data_backend_config, output_dir, DataDefaults(caption_strategy=caption_strategy))
+    _, found = _scan(data_backend_config, output_dir, DataDefaults(caption_strategy=caption_strategy))
     if as_json:
         click.echo(json.dumps({"datasets": [_described(one) for one in found]}, indent=2, ensure_ascii=False))
         return
@@ -109,17 +109,19 @@ def check(
         error_budget=data_error_budget,
         allow_oversubscription=allow_dataset_oversubscription,
     )
-    data = prepare(_scan(data_backend_config, output_dir, defaults), rules)
+    specs, found = _scan(data_backend_config, output_dir, defaults)
+    data = prepare(found, rules, notices=unused_caches(specs))
     click.echo(json.dumps(_buckets(data), indent=2, ensure_ascii=False) if as_json else _as_text(data))
 
 
-def _scan(config: Path, output_dir: Path | None, defaults: DataDefaults) -> tuple[Dataset, ...]:
+def _scan(config: Path, output_dir: Path | None, defaults: DataDefaults) -> tuple[tuple[DatasetSpec, ...], tuple[Dataset, ...]]:
+    """All entries, and the datasets of pictures among them."""
     catalog = catalog_of(load_plugins())
     specs, problems = parse_datasets(load_backend_config(config), where=str(config), defaults=defaults, catalog=catalog)
     if problems:
         raise ConfigError(problems)
     progress = _progress if sys.stderr.isatty() else None
-    return build_datasets(specs, catalog, output_dir / "data" if output_dir else None, progress)
+    return specs, build_datasets(specs, catalog, output_dir / "data" if output_dir else None, progress)
 
 
 def _progress(name: str) -> Progress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from smalti.types import MetadataEntry, StorageEntry
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from smalti.data.sources import MetadataSource
     from smalti.data.spec import DatasetSpec
     from smalti.storage import Storage
+
+E = TypeVar("E", StorageEntry, MetadataEntry)
 
 BUILT_IN_STORAGES = (StorageEntry(name="local", title="A folder", factory="smalti.storage.local:open_local"),)
 BUILT_IN_METADATA = (
@@ -23,10 +25,10 @@ BUILT_IN_METADATA = (
 
 @dataclass(frozen=True, kw_only=True)
 class Catalog:
-    """Names to factories, each "module:callable" as in `StorageEntry` and `MetadataEntry`."""
+    """The entries by name."""
 
-    storages: Mapping[str, str] = field(default_factory=lambda: _by_name(BUILT_IN_STORAGES))
-    metadata: Mapping[str, str] = field(default_factory=lambda: _by_name(BUILT_IN_METADATA))
+    storages: Mapping[str, StorageEntry] = field(default_factory=lambda: _by_name(BUILT_IN_STORAGES))
+    metadata: Mapping[str, MetadataEntry] = field(default_factory=lambda: _by_name(BUILT_IN_METADATA))
 
     @classmethod
     def of(cls, storages: Iterable[StorageEntry], metadata: Iterable[MetadataEntry]) -> Catalog:
@@ -40,17 +42,17 @@ class Catalog:
 
     def open_storage(self, spec: DatasetSpec) -> Storage:
         """The storage of a dataset. Raises what its factory raises, such as MissingFileError for a folder that is not there."""
-        factory = cast("Callable[[DatasetSpec], Storage]", _load(self.storages[spec.type]))
+        factory = cast("Callable[[DatasetSpec], Storage]", _load(self.storages[spec.type].factory))
         return factory(spec)
 
     def open_source(self, spec: DatasetSpec, storage: Storage) -> MetadataSource:
         """Where names, sizes and captions of a dataset come from."""
-        factory = cast("Callable[[DatasetSpec, Storage], MetadataSource]", _load(self.metadata[spec.metadata_backend]))
+        factory = cast("Callable[[DatasetSpec, Storage], MetadataSource]", _load(self.metadata[spec.metadata_backend].factory))
         return factory(spec, storage)
 
 
-def _by_name(entries: Iterable[StorageEntry | MetadataEntry]) -> dict[str, str]:
-    return {entry.name: entry.factory for entry in entries}
+def _by_name(entries: Iterable[E]) -> dict[str, E]:
+    return {entry.name: entry for entry in entries}
 
 
 def _load(address: str) -> object:

@@ -123,8 +123,8 @@ def load_datasets(specs: Sequence[DatasetSpec], catalog: Catalog, directory: Pat
     )
 
 
-def prepare(datasets: Sequence[Dataset], rules: DataRules) -> PreparedData:
-    """Put all samples into buckets, check the buckets, and fix the order.
+def prepare(datasets: Sequence[Dataset], rules: DataRules, *, notices: Sequence[str] = ()) -> PreparedData:
+    """Put all samples into buckets, check the buckets, and fix the order. `notices` come before those that are found here.
 
     Raises PreflightError when a bucket cannot fill a batch, when no sample is left, or when more samples are broken than the
     error budget allows.
@@ -137,15 +137,15 @@ def prepare(datasets: Sequence[Dataset], rules: DataRules) -> PreparedData:
     if len(quarantined) > allowed:
         raise PreflightError(_too_many(quarantined, allowed), fix="mend or remove these files, or raise --data_error_budget")
 
-    notices = [notice for dataset in datasets for notice in dataset.spec.notices]
+    told = [*notices, *(notice for dataset in datasets for notice in dataset.spec.notices)]
     if quarantined:
-        notices.append(f"{len(quarantined)} samples are set aside (the error budget allows {allowed}): {_reasons(quarantined)}")
+        told.append(f"{len(quarantined)} samples are set aside (the error budget allows {allowed}): {_reasons(quarantined)}")
     contents: dict[Bucket, list[_Content]] = {}
     for dataset, framing, offset in zip(datasets, framings, offsets, strict=True):
         by_bucket, small = _rows_by_bucket(dataset.index, framing)
         if small:
             total = len(dataset.index)
-            notices.append(f"dataset {dataset.spec.id}: {small} of {total} pictures are below minimum_image_size and left out")
+            told.append(f"dataset {dataset.spec.id}: {small} of {total} pictures are below minimum_image_size and left out")
         for bucket, rows in by_bucket.items():
             content = _Content(dataset=dataset.spec.id, samples=rows + offset, repeats=dataset.spec.repeats)
             contents.setdefault(bucket, []).append(content)
@@ -158,14 +158,14 @@ def prepare(datasets: Sequence[Dataset], rules: DataRules) -> PreparedData:
         BucketCount(bucket=bucket, shares=tuple(content.share for content in contents[bucket])) for bucket in sorted(contents)
     )
     raised = check_batches(counts, rules.shape, allow_oversubscription=rules.allow_oversubscription)
-    notices += describe_raised(counts, raised, rules.shape)
+    told += describe_raised(counts, raised, rules.shape)
     buckets = [_bucket_samples(bucket, parts, raised.get(bucket, 0)) for bucket, parts in contents.items()]
     return PreparedData(
         order=Order(buckets, seed=rules.seed, effective_batch=rules.shape.effective),
         datasets=datasets,
         framings=framings,
         counts=counts,
-        notices=tuple(notices),
+        notices=tuple(told),
         quarantined=quarantined,
         allowed_errors=allowed,
         offsets=offsets,

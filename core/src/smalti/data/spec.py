@@ -133,7 +133,7 @@ class DatasetSpec(BaseModel):
     cache_dir: str | None = None
 
     storage_options: Mapping[str, object] = Field(default={}, repr=False)
-    """Keys that begin with the storage's name ("aws_..."), for the storage to check. Never shown: they may hold keys."""
+    """The storage's own keys (`StorageEntry.keys`), for it to check the values. Never shown: they may hold secrets."""
     metadata_options: Mapping[str, object] = {}
     """The block that is named after the metadata backend ("parquet": {...}), for that backend to check."""
     notices: tuple[str, ...] = ()
@@ -204,6 +204,15 @@ def parse_datasets(
     return tuple(sorted(reader.specs, key=lambda spec: spec.id)), tuple(reader.problems)
 
 
+def unused_caches(specs: Sequence[DatasetSpec]) -> tuple[str, ...]:
+    """A sentence about caches that the entries name, if any do: they are accepted, and nothing fills or reads them yet."""
+    named = [f"{spec.id} ({spec.dataset_type})" for spec in specs if spec.dataset_type != "image"]
+    named += [f"cache_dir_vae of {spec.id}" for spec in specs if spec.cache_dir_vae is not None]
+    if not named:
+        return ()
+    return (f"without effect yet: {', '.join(named)}; latents and text embeddings are computed in every step",)
+
+
 @dataclass(kw_only=True)
 class _Reader:
     """Reads entries one by one and keeps what is wrong with them."""
@@ -254,6 +263,7 @@ class _Reader:
     def _sort_out(self, place: str, entry: Mapping[str, object]) -> dict[str, object]:
         """All values of an entry: defaults filled in, those for plugins apart, keys without effect turned into notices."""
         storage = str(entry.get("type", "local"))
+        own_keys = self.catalog.storages[storage].keys if storage in self.catalog.storages else ()
         metadata = str(entry.get("metadata_backend", "discovery")).lower()
         values = vars(self.defaults).copy()
         if metadata in self.catalog.tables:
@@ -263,7 +273,7 @@ class _Reader:
         for key, value in entry.items():
             if key in _FILE_KEYS:
                 values[key] = value
-            elif storage != "local" and key.startswith(f"{storage}_"):
+            elif key in own_keys:
                 options[key] = value
             elif key == metadata:
                 values["metadata_options"] = value
@@ -271,8 +281,8 @@ class _Reader:
                 notices.append(f"{place}: {key} has no effect: {_WITHOUT_EFFECT[key]}")
             elif key in _REFUSED:
                 self._complain(place, f"{key} is not supported for a dataset", _REFUSED[key])
-            elif key not in _SWITCHES:
-                self._complain(place, f"unknown key {key!r}", _nearest(key, _FILE_KEYS))
+            elif key not in _SWITCHES and not (storage not in self.catalog.storages and key.startswith(f"{storage}_")):
+                self._complain(place, f"unknown key {key!r}", _nearest(key, (*_FILE_KEYS, *own_keys)))
         self._check_choice(place, "type", storage, self.catalog.storages)
         kind = values.setdefault("dataset_type", "image")
         if kind == "image":

@@ -46,7 +46,12 @@ class Weights(Protocol):
 
 
 class ModelFamily(Protocol):
-    """One architecture with its conditioning, from prompt and picture to prediction and back."""
+    """One architecture with its conditioning, from prompt and picture to prediction and back.
+
+    One whose tokens several ranks can share has a method `context_plan` besides: see `smalti.models.context`.
+    A family of DDPM may also have `beta_schedule`, the noise schedule that its model was trained with, where that is not
+    "scaled_linear" (`smalti.diffusion.objective.BetaSchedule`).
+    """
 
     name: str
     alignment: int
@@ -55,7 +60,8 @@ class ModelFamily(Protocol):
     """What the model predicts unless `--prediction_type` says otherwise."""
 
     def build_model(self) -> nn.Module:
-        """The trainable model. Called with parameters on the meta device; buffers are real. Must be cheap.
+        """The trainable model. Called with parameters on the meta device; buffers are real, but for large ones that
+        `weights` has. Must be cheap.
 
         A model with a method `enable_gradient_checkpointing` supports `--gradient_checkpointing`.
         """

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from smalti.diffusion.objective import Objective, build_objective
 from smalti.diffusion.sampling import Sampler, seeded_noise
 from smalti.errors import UserError
+from smalti.models.context import Attention, ContextPlan, Join, Split
 from smalti.models.family import Conditioning, Prediction, SampleRequest, Weights
 from smalti.models.weights import FolderWeights, SeededWeights
 
@@ -265,6 +266,15 @@ class ToyFamily:
 
     def block_classes(self) -> tuple[str, ...]:
         return (ToyBlock.__name__,)
+
+    def context_plan(self, model: nn.Module) -> ContextPlan:
+        """Words and patches are one sequence from the first block to the last."""
+        return ContextPlan(
+            heads=self.shape.heads,
+            splits=(Split(module="blocks.0", tensor="tokens", stream="tokens", dim=1),),
+            attention=(Attention(module="blocks.*", streams=("tokens",)),),
+            joins=(Join(module=f"blocks.{self.shape.depth - 1}", stream="tokens", dim=1),),
+        )
 
     def lora_targets(self) -> tuple[str, ...]:
         return ("attention_in", "attention_out", "mlp_in", "mlp_out")

@@ -8,8 +8,7 @@ Shapes: B batch, H, W pixels, D width.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,8 @@ from torch import Tensor, nn
 
 from smalti.diffusion.objective import build_objective
 from smalti.diffusion.sampling import Sampler, seeded_noise
-from smalti.models.family import Conditioning, Prediction, SampleRequest, Weights
+from smalti.models.family import Conditioning, Prediction, SampleRequest
+from smalti.models.weights import SeededWeights
 
 _WORDS = 31
 """Captions are hashed into a table of this many rows."""
@@ -57,19 +57,6 @@ class TinyModel(nn.Module):
         return out
 
 
-@dataclass(frozen=True)
-class Tensors:
-    """First weights that are all in memory."""
-
-    tensors: Mapping[str, Tensor]
-
-    def names(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def get(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-
 class TinyFamily:
     """A `ModelFamily` on pixels that needs nothing but torch."""
 
@@ -85,10 +72,8 @@ class TinyFamily:
     def build_model(self) -> TinyModel:
         return TinyModel(self.width, self.depth)
 
-    def weights(self, seed: int) -> Weights:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.default_generator.manual_seed(seed)
-            return Tensors(self.build_model().state_dict())
+    def weights(self, seed: int) -> SeededWeights:
+        return SeededWeights(self.build_model, seed)
 
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
         numbers = [zlib.crc32(caption.encode()) % _WORDS for caption in captions]

@@ -15,8 +15,10 @@ from smalti import UserError
 from smalti.models.weights import FolderWeights
 
 INDEX = "model_index.json"
-_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
-"""What is fetched from the hub: no pickles, no pictures."""
+_FILES = (INDEX, "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model")
+"""What is fetched from the hub: no pickles, no pictures, and no second copy of the weights in one large file at the top."""
+_VARIANTS = ("*.fp16*", "*.bf16*")
+"""Nor copies in another type; the trained model's weights are read as they were published."""
 
 
 def locate(name: str, revision: str | None) -> Path:
@@ -40,7 +42,7 @@ def _fetch(name: str, revision: str | None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_FILES)))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_FILES), ignore_patterns=list(_VARIANTS)))
     except HFValidationError as error:
         raise UserError(f"{name} is neither a folder nor a hub id", fix="name a folder in diffusers' layout") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

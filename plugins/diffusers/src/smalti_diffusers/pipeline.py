@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from smalti import Config
+from smalti.diffusion.objective import BetaSchedule
 from smalti.diffusion.step import objective_of
 from smalti.models.family import Conditioning, Prediction, SampleRequest, Weights
 from smalti.models.weights import FolderWeights, SeededWeights, without_weights
@@ -36,21 +37,23 @@ class PipelineFamily:
     """The `ModelFamily` around a diffusers pipeline; a family is a subclass in a file of its own."""
 
     name: ClassVar[str]
-    pipeline: ClassVar[str]
+    pipeline: str
     """The pipeline's class in diffusers."""
     part: ClassVar[str] = "transformer"
     """Which part of the pipeline is trained."""
     texts: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3")
     blocks: ClassVar[tuple[str, ...]]
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
-    patch: ClassVar[int] = 1
+    patch: int = 1
     """Latent pixels on the edge of one token, or whatever latent sizes have to be multiples of."""
     vae_in_fp32: ClassVar[bool] = False
 
     def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
         self.components = components
         self.options = options
-        native = self.native_prediction(components.config("scheduler"))
+        scheduler = components.config("scheduler")
+        native = self.native_prediction(scheduler)
+        self.beta_schedule = cast(BetaSchedule, scheduler.get("beta_schedule", "scaled_linear"))
         self.prediction: Prediction = objective_of(config, native).prediction if config is not None else native
         self.lora, self._base_dtype = _lora(self, config)
         self._device = torch.device("cpu")
@@ -82,20 +85,21 @@ class PipelineFamily:
         return self.components.build(self.part)
 
     def weights(self, seed: int) -> Weights:
-        base = self._base_weights(seed)
+        base = self.base_weights(seed)
         if self.lora is None:
             return base
         with without_weights():
             adapters = adapter_shapes(self.build_model())
         return AdaptedWeights(base, adapters, self.lora, seed)
 
-    def _base_weights(self, seed: int) -> SeededWeights | FolderWeights:
+    def base_weights(self, seed: int) -> SeededWeights | FolderWeights:
+        """The first weights of the model without an adapter."""
         return SeededWeights(self.build_base, seed) if self.options.init_from_config else self.components.weights(self.part)
 
     def adapter(self, seed: int) -> dict[str, object] | None:
         if self.lora is None:
             return None
-        base = self._base_weights(seed).digest()
+        base = self.base_weights(seed).digest()
         return {"kind": "lora", "rank": self.lora.rank, "alpha": self.lora.alpha, "base": base}
 
     def forward(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
@@ -263,6 +267,6 @@ def create(family: type[PipelineFamily], config: Config, flavours: dict[str, str
 
 
 def parameter_count(family: PipelineFamily) -> int:
-    """Of the trained model, without allocating it."""
-    with without_weights():
+    """Of the trained model, without allocating anything."""
+    with torch.device("meta"):
         return sum(parameter.numel() for parameter in family.build_model().parameters())

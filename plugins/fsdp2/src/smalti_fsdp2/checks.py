@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 from smalti import Config, Problem
-from smalti.settings import LaunchOptions
-from smalti_fsdp2.options import ContextOptions, FsdpOptions, context_without_fsdp2, enabled, named_classes
+from smalti.settings import LaunchOptions, ModelOptions, TrainingOptions
+from smalti_fsdp2.options import (
+    CONTEXT_ON_CPU,
+    ContextOptions,
+    FsdpOptions,
+    context_without_fsdp2,
+    enabled,
+    named_classes,
+)
 
 
 def problems(config: Config) -> list[Problem]:
@@ -16,13 +24,16 @@ def problems(config: Config) -> list[Problem]:
         return [Problem(message="Context parallelism requires FSDP2.", where=config.source("context_parallel_size"), fix=fix)]
     if not enabled(config):
         return []
-    return [*_sizes(config), *_classes(config)]
+    return [*_sizes(config), *_classes(config), *_recomputation(config), *_beyond_version1(config)]
 
 
 def _sizes(config: Config) -> list[Problem]:
     ranks = config[LaunchOptions].num_processes
     found = []
     context = config[ContextOptions].context_parallel_size
+    if context > 1 and config[LaunchOptions].use_cpu and not os.environ.get(CONTEXT_ON_CPU):
+        fix = "leave --use_cpu out, or --context_parallel_size=1"
+        found.append(Problem(message="context parallelism needs CUDA devices", where=config.source("use_cpu"), fix=fix))
     if ranks % context:
         fix = f"--num_processes={context * max(1, ranks // context)}, or a context_parallel_size that divides {ranks}"
         found.append(Problem(message=f"{ranks} ranks cannot be split into groups of context_parallel_size={context}", fix=fix))
@@ -30,6 +41,25 @@ def _sizes(config: Config) -> list[Problem]:
     if shard is not None and ranks % shard:
         fix = f"--fsdp_shard_size={ranks} to share one copy among all, or a number that divides {ranks}"
         found.append(Problem(message=f"{ranks} ranks cannot be split into groups of fsdp_shard_size={shard}", fix=fix))
+    return found
+
+
+def _recomputation(config: Config) -> list[Problem]:
+    """Recomputation asked for twice, or in a way that does not go with groups inside blocks."""
+    options = config[FsdpOptions]
+    if not options.fsdp_activation_checkpointing:
+        return []
+    found = []
+    if config[ModelOptions].gradient_checkpointing:
+        fix = "keep one of --gradient_checkpointing and --fsdp_activation_checkpointing"
+        found.append(Problem(message="activations would be recomputed twice", fix=fix))
+    blocks_are_whole = options.fsdp_auto_wrap_policy in ("TRANSFORMER_BASED_WRAP", "NO_WRAP")
+    if options.fsdp_activation_checkpointing_mode == "selective" and not blocks_are_whole:
+        message = (
+            f"selective recomputation cannot gather groups inside of blocks, as {options.fsdp_auto_wrap_policy} may make them"
+        )
+        fix = "--fsdp_activation_checkpointing_mode=full, or --fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP"
+        found.append(Problem(message=message, fix=fix))
     return found
 
 
@@ -47,3 +77,30 @@ def _classes(config: Config) -> list[Problem]:
     known = detected(config)
     found = unknown_classes(names, known.structure.modules) if known is not None else []
     return [replace(problem, where=config.source(FLAG)) for problem in found]
+
+
+def _beyond_version1(config: Config) -> list[Problem]:
+    """What version 2 does and version 1 does not."""
+    options, training, launch = config[FsdpOptions], config[TrainingOptions], config[LaunchOptions]
+    if options.fsdp_version != 1:
+        return []
+    in_bf16 = options.fsdp_param_dtype == "bf16" or (options.fsdp_param_dtype == "auto" and training.mixed_precision == "bf16")
+    sharing = options.fsdp_shard_size or launch.num_processes // launch.num_machines
+    found = (
+        ("use_ema", training.use_ema, "FSDP 1 leaves flat slices of parameters, whose average no other strategy could read"),
+        (
+            "fsdp_shard_size",
+            sharing == 1 < launch.num_processes,
+            "FSDP 1 does not average gradients over copies that are not cut",
+        ),
+        ("fsdp_forward_prefetch", options.fsdp_forward_prefetch > 1, "FSDP 1 gathers no more than one block ahead"),
+        ("fsdp_backward_prefetch", options.fsdp_backward_prefetch > 1, "FSDP 1 gathers no more than one block ahead"),
+        ("fsdp_output_dtype", options.fsdp_output_dtype != "auto", "FSDP 1 leaves the type of the output"),
+        (
+            "gradient_accumulation_steps",
+            training.gradient_accumulation_steps > 1 and options.fsdp_cpu_offload and in_bf16,
+            "FSDP 1 with fsdp_cpu_offload adds up the gradients of micro-batches in bf16",
+        ),
+    )
+    fix = "--fsdp_version=2, which reads the same options and checkpoints"
+    return [Problem(message=message, where=config.source(name), fix=fix) for name, wrong, message in found if wrong]

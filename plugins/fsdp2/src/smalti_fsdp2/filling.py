@@ -24,11 +24,7 @@ def fill(model: nn.Module, weights: Weights, ranks: Ranks, *, on_host: bool, fro
     """
     buffers = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if buffer is not None}
     model.to_empty(device="cpu" if on_host else ranks.world.device)
-    known = set(weights.names())
-    for name, buffer in buffers.items():
-        owner, _, own = name.rpartition(".")
-        first = weights.get(name) if name in known else buffer
-        model.get_submodule(owner)._buffers[own] = first.to(ranks.world.device)
+    fill_buffers(model, buffers, weights, ranks.world.device)
     parameters = dict(model.named_parameters())
     if not from_first or ranks.world.size == 1:
         mine = local_pieces(parameters)
@@ -36,6 +32,15 @@ def fill(model: nn.Module, weights: Weights, ranks: Ranks, *, on_host: bool, fro
             _local(parameter).copy_(_part(first_weight(weights, name, parameter), mine, name))
     else:
         _deal(parameters, weights, ranks)
+
+
+def fill_buffers(model: nn.Module, buffers: Mapping[str, Tensor], weights: Weights, device: str) -> None:
+    """Put these buffers into a model, on `device`: those that `weights` has from there, the others as they are."""
+    known = set(weights.names())
+    for name, buffer in buffers.items():
+        owner, _, own = name.rpartition(".")
+        first = weights.get(name) if name in known else buffer
+        model.get_submodule(owner)._buffers[own] = first.to(device)
 
 
 def _deal(parameters: Mapping[str, Tensor], weights: Weights, ranks: Ranks) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from smalti.checkpoint.snapshot import Snapshot
-    from smalti.models.family import Weights
+    from smalti.models.family import ModelFamily, Weights
     from smalti.parallel import Parallel, Ranks
 
 FORMATS = (
@@ -81,7 +81,7 @@ class Fsdp:
             name="fsdp2",
             accelerate=fragment(config),
             title="FSDP" if version == 2 else "FSDP 1",
-            parallel="smalti_fsdp2.sharded:Sharded",
+            parallel="smalti_fsdp2.sharded:Sharded" if version == 2 else "smalti_fsdp2.version1:FullySharded",
             context=config[ContextOptions].context_parallel_size,
             shards=True,
         )
@@ -95,10 +95,15 @@ class Fsdp:
         return blocks_named(model, names)
 
     @hookimpl
-    def wrap_model(self, model: nn.Module, blocks: list[Block], parallel: Parallel, weights: Weights) -> nn.Module | None:
+    def wrap_model(
+        self, model: nn.Module, family: ModelFamily, blocks: list[Block], parallel: Parallel, weights: Weights
+    ) -> nn.Module | None:
         from smalti_fsdp2.sharded import Sharded
+        from smalti_fsdp2.version1 import FullySharded
 
-        return parallel.wrap(model, blocks, weights) if isinstance(parallel, Sharded) else None
+        if isinstance(parallel, Sharded):
+            parallel.share_tokens(model, family)
+        return parallel.wrap(model, blocks, weights) if isinstance(parallel, Sharded | FullySharded) else None
 
     @hookimpl
     def save_checkpoint(self, state: Snapshot, target: Path, parallel: Ranks, config: Config) -> Checkpoint | None:

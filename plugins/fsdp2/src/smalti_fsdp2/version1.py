@@ -1,0 +1,242 @@
+"""`Parallel` on torch's first FSDP, which makes one flat tensor of a group of parameters and cuts that. Deprecated; it works.
+
+Outside of forward and backward a parameter is a flat slice of itself on each rank, often an empty one. The portable state has
+whole shapes again: it is a copy, put together group by group, in DTensors that are cut like those of version 2.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    OptimizerStateType,
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp._runtime_utils import _reshard
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from smalti import Block, Config, UserError
+from smalti.checkpoint.portable import fill_settings, named_parameters, optimizer_settings, portable_name
+from smalti.group import Group
+from smalti.models.compilation import compile_blocks
+from smalti.models.family import Weights
+from smalti.parallel import PortableState, Ranks
+from smalti.settings import TrainingOptions
+from smalti_fsdp2.filling import fill_buffers
+from smalti_fsdp2.options import FsdpOptions
+from smalti_fsdp2.recomputation import recompute
+from smalti_fsdp2.sharding import precision, shard_mesh
+from smalti_fsdp2.wrapping import units
+
+_log = logging.getLogger(__name__)
+_DEPRECATED = "FSDP 1 is deprecated; --fsdp_version=2 reads the same options and checkpoints"
+_EXPECTED = (
+    "FSDP is switching to use `NO_SHARD`",  # one rank has nothing to cut
+    "When using ``NO_SHARD``",
+    r"Called FSDP.clip_grad_norm_\(\)",  # a rank may hold nothing but frozen slices
+    ".* has both parameters with requires_grad=True and False",  # adapters
+)
+"""How torch's warnings begin that tell nothing new."""
+_ON_HOST = StateDictOptions(cpu_offload=True, strict=False)
+"""Copies of the state go to host memory: beside the live one, the accelerator has no room for them."""
+
+
+class FullySharded(Group):
+    """Every rank holds a slice of each group of parameters; a group is gathered just before it computes."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, alone_too=True)
+        self._config = config
+        self._options = config[FsdpOptions]
+        self._bf16 = config[TrainingOptions].mixed_precision == "bf16"
+        self._mesh = shard_mesh(self.world, self._options.fsdp_shard_size)
+        if self._mesh.ndim == 2 and self._mesh.size(1) == 1:
+            fix = "--fsdp_shard_size=N above 1, or --fsdp_version=2"
+            raise UserError("FSDP 1 does not average gradients over copies that are not cut", fix=fix)
+        self._offload = self._options.fsdp_cpu_offload and self._mesh.device_type != "cpu"
+        self._precision = precision(self._options, bf16=self._bf16)
+        # Whole gradients of micro-batches are added up in the type of gathered parameters, their shards in fp32; but torch does
+        # not add to shards on the host.
+        self._adds_whole = self._offload or self._precision.param_dtype is not torch.bfloat16
+        for message in _EXPECTED:
+            warnings.filterwarnings("ignore", message)
+        if self.world.is_main:
+            _log.warning(_DEPRECATED)
+
+    def wrap(self, model: nn.Module, blocks: Sequence[Block], weights: Weights) -> nn.Module:
+        """The model, filled and cut, one group after the other. *Collective*."""
+        options = self._options
+        if options.fsdp_cpu_offload and not self._offload and self.world.is_main:
+            _log.warning("fsdp_cpu_offload has no effect: the ranks train in host memory already")
+        if options.fsdp_activation_checkpointing:
+            mode, every = options.fsdp_activation_checkpointing_mode, options.fsdp_activation_checkpointing_every
+            recompute(model, blocks, mode=mode, every=every)
+        compile_blocks(model, blocks, self._config)
+        fill_buffers(model, dict(model.named_buffers(remove_duplicate=False)), weights, self.world.device)
+        groups = {
+            model.get_submodule(unit.path): {"sharding_strategy": _strategy(self._mesh, reshard=unit.reshard)}
+            for unit in units(model, blocks, options)
+        }
+        return Root(
+            model,
+            sharding_strategy=_strategy(self._mesh, reshard=options.fsdp_reshard_after_forward),
+            auto_wrap_policy=CustomPolicy(lambda module: groups.get(module, False)),
+            param_init_fn=_first_weights(model, weights, self, from_first=options.fsdp_cpu_ram_efficient_loading),
+            mixed_precision=MixedPrecision(
+                param_dtype=self._precision.param_dtype,
+                reduce_dtype=self._precision.reduce_dtype,
+                cast_forward_inputs=False,
+                cast_root_forward_inputs=False,
+                _module_classes_to_ignore=(),
+            ),
+            cpu_offload=CPUOffload(offload_params=self._offload),
+            backward_prefetch=BackwardPrefetch.BACKWARD_PRE if options.fsdp_backward_prefetch else None,
+            forward_prefetch=options.fsdp_forward_prefetch > 0,
+            limit_all_gathers=options.fsdp_limit_all_gathers,
+            use_orig_params=True,
+            device_id=torch.device(self.world.device),
+            device_mesh=self._mesh,
+        )
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        assert isinstance(model, Root)
+        self._model, self._optimizer = model, optimizer
+        return model, optimizer
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        return self._model.no_sync() if self._adds_whole and not last else nullcontext()
+
+    def autocast(self) -> AbstractContextManager[None]:
+        if not self._bf16:
+            return nullcontext()
+        return torch.autocast(torch.device(self.world.device).type, dtype=torch.bfloat16)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def clip_gradients(self, limit: float) -> Tensor:
+        return self._model.clip_grad_norm_(limit if limit > 0 else float("inf"))
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def discard(self) -> None:
+        self._optimizer.zero_grad()
+
+    def refresh(self, model: nn.Module) -> None:
+        """Let go of gathered parameters: a forward pass without backward leaves some, and the next would use them."""
+        for group in FullyShardedDataParallel.fsdp_modules(model):
+            handle = group._handle
+            if group._is_root is not None and handle is not None and handle.uses_sharded_strategy:
+                _reshard(group, handle, True)
+
+    def portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
+        """A copy, in host memory: each group is gathered once for its parameters and once for each of its moments."""
+        self.refresh(model)
+        found, aliases = cast(dict[str, Tensor], get_model_state_dict(model, options=_ON_HOST)), _aliases(model)
+        return PortableState(
+            model={name: tensor for name, tensor in found.items() if name not in aliases},
+            moments=_moments(model, optimizer),
+            settings=optimizer_settings(optimizer, named_parameters(model)),
+            optimizer=type(optimizer).__name__,
+        )
+
+    def load_portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: PortableState) -> None:
+        self.refresh(model)
+        if state.optimizer == type(optimizer).__name__:
+            _set_moments(model, optimizer, state.moments)
+            fill_settings(optimizer, named_parameters(model), state.settings)
+        # Last, because torch lets a fresh optimizer make a step to have moments.
+        again = {alias: state.model[name] for alias, name in _aliases(model).items()}
+        set_model_state_dict(model, {**state.model, **again})
+
+
+class Root(FullyShardedDataParallel):
+    """The outermost group, whose parameters have the names that the family gave them."""
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            yield portable_name(name), parameter
+
+
+def _strategy(mesh: DeviceMesh, *, reshard: bool) -> ShardingStrategy:
+    if mesh.ndim == 2:
+        return ShardingStrategy.HYBRID_SHARD if reshard else ShardingStrategy._HYBRID_SHARD_ZERO2
+    return ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP
+
+
+def _first_weights(model: nn.Module, weights: Weights, ranks: Ranks, *, from_first: bool) -> Callable[[nn.Module], None]:
+    """What gives a module's own parameters their values. FSDP calls it for one group, cuts that group, and goes on to the next.
+
+    With `from_first`, rank 0 alone reads `weights` and sends each tensor to the others.
+    """
+    device = ranks.world.device
+    paths = {module: path for path, module in model.named_modules()}
+    made: dict[nn.Parameter, nn.Parameter] = {}  # what is shared stays shared; cutting empties these as well
+
+    def value(name: str, like: Tensor) -> Tensor:
+        if not from_first:
+            return weights.get(name).to(device, like.dtype)
+        tensor = weights.get(name).to(device, like.dtype) if ranks.world.is_main else torch.empty_like(like, device=device)
+        dist.broadcast(tensor, 0)
+        return tensor
+
+    @torch.no_grad()
+    def fill(module: nn.Module) -> None:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in made:
+                path = f"{paths[module]}.{name}" if paths[module] else name
+                made[parameter] = nn.Parameter(value(path, parameter), requires_grad=parameter.requires_grad)
+            module._parameters[name] = made[parameter]
+
+    return fill
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """The further names of parameters that are used in several places, and the first one of each."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[parameter] for name, parameter in every if first[parameter] != name}
+
+
+def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    if not optimizer.state:
+        return {}  # torch would make a step to have some
+    found = get_optimizer_state_dict(model, optimizer, options=_ON_HOST)["state"]
+    tensors = {
+        name: {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        for name, state in cast(dict[str, dict[str, object]], found).items()
+    }
+    return {name: moments for name, moments in tensors.items() if moments}
+
+
+def _set_moments(model: nn.Module, optimizer: torch.optim.Optimizer, moments: dict[str, dict[str, Tensor]]) -> None:
+    state, groups = optimizer.state, optimizer.param_groups
+    if moments:
+        names = {parameter: name for name, parameter in named_parameters(model).items()}
+        named = [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in groups]
+        saved = cast(OptimizerStateType, {"state": dict(moments), "param_groups": named})
+        set_optimizer_state_dict(model, optimizer, saved, options=_ON_HOST)
+    found = dict(optimizer.state) if moments else {}
+    state.clear()
+    state.update(found)
+    optimizer.state, optimizer.param_groups = state, groups  # torch has put others there; the run holds on to these

@@ -1,0 +1,67 @@
+"""A rank that hangs or fails in the middle of a step is named by the others, and the lowest of them saves before they leave."""
+
+import signal
+
+import psutil
+import pytest
+
+from smalti.checkpoint.manifest import SUSPECT
+from smalti.checkpoint.store import CheckpointStore
+from smalti.checkpoint.verification import verify
+
+ENDLESS = {"max_train_steps": 100_000, "train_batch_size": 2, "use_ema": True, "checkpoints_total_limit": 2}
+
+
+def newest(directory):
+    return CheckpointStore(directory / "checkpoints").all()[-1]
+
+
+@pytest.mark.parametrize(("ranks", "victim", "saver", "interval"), [(2, 1, 0, 0), (3, 0, 1, 1)])
+def test_a_rank_that_hangs_is_named_and_ended_after_the_state_was_saved(tmp_path, start, ranks, victim, saver, interval):
+    options = {**ENDLESS, "num_processes": ranks, "process_group_timeout": 15, "checkpoint_step_interval": interval}
+    run = start(tmp_path / "run", **options)
+    run.wait_for_step(3)
+    family = psutil.Process(run.process.pid).children(recursive=True)
+    hanging = run.workers()[victim]
+    hanging.send_signal(signal.SIGSTOP)
+    code, output = run.wait()
+    last = output[output.index("ended with exit code") :]
+    entry = newest(run.directory)
+    assert code == 1, output
+    assert f"rank {victim} (process {hanging.pid} on " in last
+    assert "did not answer: it is stopped" in last
+    assert f"step {entry.step} from rank {saver} before leaving: {entry.path}" in last or "was saved before" in last
+    assert verify(entry.path).ok
+    assert not [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(scope="module")
+def spoiled(tmp_path_factory, train):
+    """Runs on two ranks, one of which fails in the middle of a step."""
+    root = tmp_path_factory.mktemp("spoiled")
+    options = {**ENDLESS, "num_processes": 2, "max_train_steps": 8}
+    return {spoil: train(root / spoil.partition(":")[0], **options, spoil=spoil) for spoil in ("error:1:4", "fault:0:4")}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "cause", "saver"), [("error:1:4", "rank 1: RuntimeError", 0), ("fault:0:4", "rank 0: Gpu", 1)]
+)
+def test_when_one_rank_fails_its_failure_is_the_cause_and_the_other_one_saves(spoiled, spoil, cause, saver):
+    run, entry = spoiled[spoil], newest(spoiled[spoil].directory)
+    last = run.output[run.output.index("ended with exit code") :]
+    assert cause in last
+    assert f"saved step 3 from rank {saver} before leaving: {entry.path}" in last
+    assert verify(entry.path).ok
+
+
+def test_a_fault_of_an_accelerator_keeps_its_exit_code_whoever_saves(spoiled):
+    assert [spoiled[spoil].code for spoil in ("error:1:4", "fault:0:4")] == [1, 5]
+
+
+def test_what_is_saved_after_a_fault_that_forbids_saving_is_marked(spoiled):
+    flags = [newest(spoiled[spoil].directory).manifest.flags for spoil in ("error:1:4", "fault:0:4")]
+    assert flags == [(), (SUSPECT,)]
+
+
+def test_the_events_tell_of_a_checkpoint_that_the_main_rank_made_alone(spoiled):
+    assert [event["step"] for event in spoiled["error:1:4"].events("checkpoint")] == [3]
