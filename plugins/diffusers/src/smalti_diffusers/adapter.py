@@ -10,13 +10,13 @@ import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
 from smalti import UserError
-from smalti.hashing import key_of
 from smalti.models.family import Weights
 
 if TYPE_CHECKING:
@@ -90,7 +90,8 @@ class AdaptedWeights:
         shape = self._adapters[name]
         if ".lora_A." not in name:
             return torch.zeros(*shape)
-        random = torch.Generator().manual_seed(key_of(self._seed, name) >> 1)
+        number = int.from_bytes(blake2b(f"{self._seed} {name}".encode(), digest_size=8).digest(), "little")
+        random = torch.Generator().manual_seed(number >> 1)
         if self._lora.init == "gaussian":
             return torch.randn(*shape, generator=random) / self._lora.rank
         bound = 1 / math.sqrt(math.prod(shape[1:]))
