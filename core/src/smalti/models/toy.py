@@ -13,8 +13,9 @@ import math
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,9 @@ from smalti.errors import UserError
 from smalti.models.context import Attention, ContextPlan, Join, Split
 from smalti.models.family import Conditioning, Prediction, SampleRequest, Weights
 from smalti.models.weights import FolderWeights, SeededWeights
+
+if TYPE_CHECKING:
+    from smalti.checkpoint.exportfolder import ExportFolder
 
 _TIME_FEATURES = 128
 
@@ -286,3 +290,7 @@ class ToyFamily:
 
     def to(self, device: str) -> None:
         self._device = torch.device(device)
+
+    def export(self, folder: ExportFolder) -> None:
+        """Plain safetensors, from which another run can start, and the shape of the model."""
+        folder.write_model("", {"_class_name": ToyTransformer.__name__, "prediction": self.prediction, **asdict(self.shape)})

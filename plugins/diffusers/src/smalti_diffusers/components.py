@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -53,6 +54,10 @@ def _fetch(name: str, revision: str | None) -> Path:
         ) from error
 
 
+_PICKLES = frozenset((".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5"))
+"""Weights in other formats than safetensors, most of which can run code."""
+
+
 class Components:
     """The parts of one pipeline. Nothing is loaded before it is asked for."""
 
@@ -91,6 +96,21 @@ class Components:
             loaded.requires_grad_(False).eval()
         return cast(object, loaded)
 
+    def files(self, part: str) -> Iterator[Path]:
+        """The files of a part, relative to the pipeline's folder: without pickles, and without weights in another precision.
+
+        Raises UserError when the weights of the part are pickles only.
+        """
+        found = sorted(path.relative_to(self.folder) for path in (self.folder / part).rglob("*") if path.is_file())
+        shown = [path for path in found if not any(name.startswith(".") for name in path.parts)]
+        pickled = [path for path in shown if path.suffix in _PICKLES]
+        if pickled and not any(path.suffix == ".safetensors" for path in shown):
+            raise UserError(
+                f"{self.folder / pickled[0]} is a pickle, and there are no safetensors beside it",
+                fix="convert it to safetensors first, or take a pipeline that has them",
+            )
+        yield from (path for path in shown if path.suffix not in _PICKLES and not _is_variant(path.name))
+
     def parts(self) -> tuple[str, ...]:
         return tuple(self._classes)
 
@@ -110,3 +130,9 @@ def _hush() -> None:
     for library in (diffusers, transformers):
         library.set_verbosity_error()
         library.disable_progress_bar()
+
+
+def _is_variant(name: str) -> bool:
+    """`model.fp16.safetensors`, `model.safetensors.index.fp16.json`: the same weights once more."""
+    _, _, rest = name.partition(".")
+    return rest.endswith(".safetensors") or (rest.startswith("safetensors.index.") and rest != "safetensors.index.json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from smalti import OptionGroup, Options, option
+from smalti.options import Names
 
 FrozenType = Literal["auto", "fp32", "bf16"]
 
@@ -36,4 +37,34 @@ class DiffusersOptions(Options):
     )
 
 
-GROUPS = (OptionGroup(name="diffusers", title="Diffusers families", options=DiffusersOptions),)
+class LoraOptions(Options):
+    lora_rank: int = option(16, help="Rank of the adapter's matrices.", when="model_type == lora", ge=1)
+    lora_alpha: float | None = option(
+        None, help="The adapter is added with the weight alpha / rank; without a value, 1.", when="model_type == lora", gt=0
+    )
+    lora_dropout: float = option(
+        0.0, help="Share of an adapter's inputs that are left out in training.", when="model_type == lora", ge=0, lt=1
+    )
+    lora_targets: Names = option(
+        (), help="Ends of the names of the layers that get an adapter; the family knows good ones.", when="model_type == lora"
+    )
+    lora_init: Literal["kaiming", "gaussian"] = option(
+        "kaiming",
+        help="How the first of the two matrices is drawn; the second is zero.",
+        level="advanced",
+        when="model_type == lora",
+        aliases=["lora_init_type"],
+    )
+    lora_base_dtype: FrozenType = option(
+        "auto",
+        help="Type in which the frozen weights are kept; auto is the type in which the run computes.",
+        level="advanced",
+        when="model_type == lora",
+        trade="bf16: half the memory of fp32",
+    )
+
+
+GROUPS = (
+    OptionGroup(name="diffusers", title="Diffusers families", options=DiffusersOptions),
+    OptionGroup(name="lora", title="LoRA", options=LoraOptions),
+)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib import import_module
-from typing import ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,14 @@ from smalti import Config, UserError
 from smalti.diffusion.objective import BetaSchedule
 from smalti.diffusion.step import objective_of
 from smalti.models.family import Conditioning, Prediction, SampleRequest, Weights
-from smalti.models.weights import SeededWeights
+from smalti.models.weights import FolderWeights, SeededWeights, without_weights
 from smalti.settings import ModelOptions, TrainingOptions
-from smalti_diffusers.components import Components, locate
-from smalti_diffusers.options import DiffusersOptions
+from smalti_diffusers.adapter import AdaptedWeights, Lora, adapter_shapes, attach, export_adapter
+from smalti_diffusers.components import INDEX, Components, locate
+from smalti_diffusers.options import DiffusersOptions, LoraOptions
+
+if TYPE_CHECKING:
+    from smalti.checkpoint.exportfolder import ExportFolder
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -64,6 +68,7 @@ class PipelineFamily:
                 fix=f"leave --prediction_type out; the pipeline says {native}",
             )
         self._bf16 = config is None or config[TrainingOptions].mixed_precision == "bf16"
+        self.lora, self._base_dtype = _lora(self, config)
         self._device = torch.device("cpu")
 
     # --- what a family may say otherwise ----------------------------------------------------------------------------
@@ -85,12 +90,30 @@ class PipelineFamily:
     # --- the trained model ------------------------------------------------------------------------------------------
 
     def build_model(self) -> nn.Module:
+        model = self.build_base()
+        return model if self.lora is None else attach(model, self.lora, self._base_dtype)
+
+    def build_base(self) -> nn.Module:
+        """The model without an adapter."""
         return self.components.build(self.part)
 
     def weights(self, seed: int) -> Weights:
-        if self.options.init_from_config:
-            return SeededWeights(self.build_model, seed)
-        return self.components.weights(self.part)
+        base = self.base_weights(seed)
+        if self.lora is None:
+            return base
+        with without_weights():
+            adapters = adapter_shapes(self.build_model())
+        return AdaptedWeights(base, adapters, self.lora, seed)
+
+    def base_weights(self, seed: int) -> SeededWeights | FolderWeights:
+        """The first weights of the model without an adapter."""
+        return SeededWeights(self.build_base, seed) if self.options.init_from_config else self.components.weights(self.part)
+
+    def adapter(self, seed: int) -> dict[str, object] | None:
+        if self.lora is None:
+            return None
+        base = self.base_weights(seed).digest()
+        return {"kind": "lora", "rank": self.lora.rank, "alpha": self.lora.alpha, "base": base}
 
     def forward(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
         prediction: Tensor = model(**self.inputs(noisy, timesteps, conditioning), return_dict=False)[0]
@@ -210,6 +233,37 @@ class PipelineFamily:
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         """More arguments for the pipeline."""
         return {}
+
+    # --- for inference ----------------------------------------------------------------------------------------------
+
+    def export(self, folder: ExportFolder) -> None:
+        """The pipeline that the run started from, with the trained part in the place of its own; or the file of an adapter."""
+        if self.lora is not None:
+            export_adapter(folder, self.part)
+            return
+        components = self.components
+        folder.copy(components.folder / INDEX, INDEX)
+        for part in components.parts():
+            if part != self.part:
+                for path in components.files(part):
+                    folder.copy(components.folder / path, path.as_posix())
+        folder.write_model(self.part, components.config(self.part))
+
+
+def _lora(family: PipelineFamily, config: Config | None) -> tuple[Lora | None, torch.dtype]:
+    """The adapter that the options ask for, None when all weights are trained, and the type of what is frozen then."""
+    if config is None or config[ModelOptions].model_type != "lora":
+        return None, torch.float32
+    options = config[LoraOptions]
+    lora = Lora(
+        rank=options.lora_rank,
+        alpha=options.lora_alpha or float(options.lora_rank),
+        dropout=options.lora_dropout,
+        targets=options.lora_targets or family.lora_targets(),
+        init=options.lora_init,
+    )
+    computes = torch.bfloat16 if config[TrainingOptions].mixed_precision == "bf16" else torch.float32
+    return lora, _DTYPES.get(options.lora_base_dtype, computes)
 
 
 def create(family: type[PipelineFamily], config: Config, flavours: dict[str, str]) -> PipelineFamily:

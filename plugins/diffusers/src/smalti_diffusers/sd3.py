@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from smalti import Config, UserError
 from smalti.models.context import Attention, ContextPlan, Join, Split
-from smalti.models.family import Conditioning, SampleRequest, Weights
-from smalti.models.weights import SeededWeights
+from smalti.models.family import Conditioning, SampleRequest
+from smalti.models.weights import FolderWeights, SeededWeights
 from smalti_diffusers.components import Components
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily, create
@@ -42,16 +42,16 @@ class StableDiffusion3(PipelineFamily):
                 fix="name a pipeline with all three text encoders",
             )
 
-    def build_model(self) -> nn.Module:
+    def build_base(self) -> nn.Module:
         """With its table of positions on the meta device, too.
 
         The weights have that table, and 3.5 Medium would need 4 GB for a moment on every rank to compute it.
         """
         with torch.device("meta"):
-            return super().build_model()
+            return super().build_base()
 
-    def weights(self, seed: int) -> Weights:
-        return SeededWeights(super().build_model, seed) if self.options.init_from_config else super().weights(seed)
+    def base_weights(self, seed: int) -> SeededWeights | FolderWeights:
+        return SeededWeights(super().build_base, seed) if self.options.init_from_config else super().base_weights(seed)
 
     @property
     def text_length(self) -> int:
