@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import tiny
 import torch
 from click.testing import CliRunner
 from diffusers import DiffusionPipeline, FluxTransformer2DModel
@@ -13,7 +14,14 @@ from tiny import flux
 from smalti import UserError
 from smalti.checkpoint.exportfolder import ExportFolder, Trained
 from smalti.checkpoint.formats import OwnCheckpoint
+from smalti.checkpoint.snapshot import Snapshot
+from smalti.checkpoint.writer import save
 from smalti.commands.checkpoint import checkpoint
+from smalti.config import resolve, schema_of
+from smalti.parallel import PortableState
+from smalti.plugins import load_plugins
+from smalti.run import find_family
+from smalti.testing.strategies import Alone
 from smalti_diffusers.components import Components
 
 
@@ -100,3 +108,16 @@ def test_other_precisions_pickles_and_hidden_files_are_left_out(tmp_path):
         (folder / name).touch()
     names = [path.name for path in Components(folder.parent).files("vae")]
     assert names == ["config.json", "diffusion_pytorch_model.safetensors", "x.safetensors.index.json"]
+
+
+def test_the_scheduler_says_what_the_run_has_made_the_model_predict(tmp_path):
+    plugins = load_plugins()
+    words = ["--model_family=sdxl", f"--pretrained_model_name_or_path={tiny.sdxl(tmp_path / 'base')}"]
+    words += ["--prediction_type=v_prediction", "--rescale_betas_zero_snr"]
+    family = find_family(resolve(schema_of(plugins), words, environment={}), plugins)
+    saved = save(tmp_path, Snapshot(step=1, state=PortableState(model={"bias": torch.ones(2)})), Alone())
+    trained = Trained(OwnCheckpoint(saved.path), averaged=False, precision=None)
+    family.export(ExportFolder(tmp_path / "made", trained, None, lambda done, total: None))
+    written = type(family.frozen.scheduler).from_pretrained(tmp_path / "made" / "scheduler")
+    assert torch.equal(written.alphas_cumprod, family.frozen.scheduler.alphas_cumprod)
+    assert (written.config.prediction_type, written.config.timestep_spacing) == ("v_prediction", "trailing")

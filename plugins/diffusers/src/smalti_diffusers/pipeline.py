@@ -79,6 +79,10 @@ class PipelineFamily:
             return "flow_matching"
         return cast(Prediction, scheduler.get("prediction_type", "epsilon"))
 
+    def scheduler_changes(self) -> dict[str, object]:
+        """What the scheduler's configuration has to say otherwise, so that the pipeline draws with what this run trains."""
+        return {}
+
     def inputs(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> dict[str, object]:
         """What the model is called with, by the names of its arguments."""
         raise NotImplementedError
@@ -161,7 +165,10 @@ class PipelineFamily:
         if part in self.texts:
             default = torch.bfloat16 if self._bf16 and self._device.type != "cpu" else torch.float32
             return self.components.load(part, _DTYPES.get(self.options.text_encoder_dtype, default))
-        return self.components.load(part)
+        loaded = self.components.load(part)
+        if part == "scheduler" and (changes := self.scheduler_changes()):
+            return cast(object, type(loaded).from_config(loaded.config, **changes))  # type: ignore[attr-defined]
+        return loaded
 
     def to(self, device: str) -> None:
         self._device = torch.device(device)
@@ -243,8 +250,11 @@ class PipelineFamily:
             return
         components = self.components
         folder.copy(components.folder / INDEX, INDEX)
+        changes = self.scheduler_changes()
+        if changes:
+            folder.write_json("scheduler/scheduler_config.json", components.config("scheduler") | changes)
         for part in components.parts():
-            if part != self.part:
+            if part != self.part and not (part == "scheduler" and changes):
                 for path in components.files(part):
                     folder.copy(components.folder / path, path.as_posix())
         folder.write_model(self.part, components.config(self.part))

@@ -103,15 +103,11 @@ class Sdxl(PipelineFamily):
             "added_cond_kwargs": {"text_embeds": conditioning["pooled"], "time_ids": conditioning["time_ids"]},
         }
 
-    def _load(self, part: str) -> object:
-        loaded = super()._load(part)
-        if part != "scheduler":
-            return loaded
-        changes: dict[str, object] = {"prediction_type": self.prediction}
-        if self.zero_snr:
-            # Only a schedule that begins in the last step begins in pure noise (Lin et al. 2023, section 3.3).
-            changes |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
-        return cast(object, type(loaded).from_config(loaded.config, **changes))  # type: ignore[attr-defined]
+    def scheduler_changes(self) -> dict[str, object]:
+        if not self.zero_snr:
+            return {"prediction_type": self.prediction}
+        # Only a schedule that begins in the last step begins in pure noise (Lin et al. 2023, section 3.3).
+        return {"prediction_type": self.prediction, "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
 
 
 def _in_channels_last(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
