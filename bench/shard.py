@@ -69,12 +69,13 @@ class Subject:
         words = [f"--num_processes={ranks}", "--use_cpu", "--mixed_precision=no", "--accelerate_config=none", *flags]
         config = resolve(schema_of(plugins), words, environment={})
         plan = choose_distributed(config, plugins)
+        self.config = config
         self.parallel: Parallel = open_parallel(plan, config)
         self.family = ToyFamily(shape)
         bare, blocks = build_model(config, plugins, self.family)
         self.backend = plugins.backend(plan)
         decayed, weights = matrices(bare), self.family.weights(0)
-        model = self.backend.wrap_model(model=bare, blocks=blocks, parallel=self.parallel, weights=weights)
+        model = self.backend.wrap_model(model=bare, family=self.family, blocks=blocks, parallel=self.parallel, weights=weights)
         assert model is not None
         optimizer = build_optimizer(config, plugins, self.parallel, model, decayed)
         self.model, self.optimizer = self.parallel.bind(model, optimizer)
@@ -136,7 +137,7 @@ def save_waits(folder: Path) -> tuple[list[float], list[float]]:
     found.step()
 
     def write(state: Snapshot, ranks: object) -> object:
-        return found.backend.save_checkpoint(state=state, target=folder, parallel=ranks)
+        return found.backend.save_checkpoint(state=state, target=folder, parallel=ranks, config=found.config)
 
     saver = Saver(write=write, ranks=found.parallel, side=found.parallel.side_channel())  # type: ignore[arg-type]
     times: dict[bool, list[float]] = {True: [], False: []}

@@ -137,6 +137,11 @@ class Timeless(TinyFamily):
         return model(noisy, torch.zeros_like(timesteps), conditioning["words"])
 
 
+class Echoing(TinyFamily):
+    def encode_frames(self, frames, width, height):
+        return {"words": torch.zeros(len(frames))}
+
+
 class Sociable(TinyFamily):
     def forward(self, model, noisy, timesteps, conditioning):
         return super().forward(model, noisy - noisy.mean(0), timesteps, conditioning)
@@ -193,6 +198,7 @@ FAMILIES = {
     Forgetful: "captions_mean_the_same_each_time",
     Deaf: "the_caption_and_the_time_matter",
     Timeless: "the_caption_and_the_time_matter",
+    Echoing: "frames_have_rows_beside_those_of_captions",
     Sociable: "a_prediction_does_not_depend_on_its_neighbours",
     Meddling: "the_prediction_has_the_shape_of_its_input",
     Unseeded: "its_first_weights_are_a_function_of_the_seed",
@@ -310,6 +316,7 @@ STRATEGIES = {
     "Rounding": "the_largest_code_is_agreed_on",
     "Impatient": "a_barrier_waits_for_everyone",
     "Hoarding": "discarded_gradients_are_gone",
+    "Clinging": "weights_that_are_replaced_are_used_at_once",
     "Amnesiac": "a_state_that_is_put_back_goes_on_bit_for_bit",
     "Crowded": "a_rank_that_saves_alone_has_the_whole_state",
     "Prefixed": "it_fills_the_model_with_the_first_weights",

@@ -78,12 +78,13 @@ class Finished:
         return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
-def command(pictures: Path, directory: Path, **options) -> list[str]:
-    values = {**TINY, "instance_data_dir": pictures, "output_dir": directory, **options}
+def command(pictures: Path, directory: Path, *, config: Path | None = None, **options) -> list[str]:
+    """The words of a run; of the toy family, where no configuration file says otherwise."""
+    values = {**(TINY if config is None else {}), "instance_data_dir": pictures, "output_dir": directory, **options}
     flags = []
     for name, value in values.items():
         flags += [f"--{name}={each}" for each in (value if isinstance(value, list) else [value])]
-    return [sys.executable, "-m", "smalti", "train", *flags]
+    return [sys.executable, "-m", "smalti", "train", *([] if config is None else [str(config)]), *flags]
 
 
 def environment(directory: Path, *, probe: bool, **more: str) -> dict[str, str]:
@@ -162,10 +163,12 @@ class Started:
 def train(pictures):
     """Start a run and wait for its end: train(directory, option=value, ..., spoil="nan:1:3")."""
 
-    def start(directory: Path, *, spoil: str = "", tracker: str = "", probe: bool = True, **options) -> Finished:
+    def start(
+        directory: Path, *, spoil: str = "", tracker: str = "", probe: bool = True, variables: dict | None = None, **options
+    ) -> Finished:
         finished = subprocess.run(
             command(pictures, directory, **options),
-            env=environment(directory, probe=probe, PROBE_SPOIL=spoil, PROBE_TRACKER=tracker),
+            env=environment(directory, probe=probe, PROBE_SPOIL=spoil, PROBE_TRACKER=tracker, **(variables or {})),
             capture_output=True,
             text=True,
             timeout=240,

@@ -61,7 +61,8 @@ def save_one(kind: str, folder: Path) -> Digests:
     for number in range(3):
         subject.step(100 * list(KINDS).index(kind) + number)
     _, snapshot = opened(kind)
-    subject.backend.save_checkpoint(state=snapshot, target=folder / kind, parallel=subject.parallel)
+    where, parallel = folder / kind, subject.parallel
+    subject.backend.save_checkpoint(state=snapshot, target=where, parallel=parallel, config=subject.config)
     return digests_of(snapshot)
 
 

@@ -23,13 +23,6 @@ SAVES_OFTEN = {
 TWO_RANKS = {"num_processes": 2, "train_batch_size": 2}
 
 
-def workers(run) -> dict[int, psutil.Process]:
-    """The processes of the ranks, by rank."""
-    family = psutil.Process(run.process.pid).children(recursive=True)
-    ranks = [each for each in family if "smalti.worker" in each.cmdline() and "smalti.agent" not in each.cmdline()]
-    return {int(each.environ()["RANK"]): each for each in ranks}
-
-
 def kill_all(run) -> None:
     """The launcher and every process below it, none of which can say goodbye."""
     parent = psutil.Process(run.process.pid)

@@ -1,9 +1,16 @@
-"""A sharded run is the run that one process would have made: losses, weights, pictures, and what comes after a resume."""
+"""A sharded run is the run that one process would have made: losses, weights, pictures, and what comes after a resume.
+
+So is one in which ranks share the tokens of a picture.
+"""
 
 import pytest
+import torch
+
+from smalti.checkpoint.assembly import TensorFiles
 
 SHARDED = {"fsdp_enable": True, "use_ema": True, "allow_dataset_oversubscription": True, "max_grad_norm": 0.05}
 OPTIONS = {**SHARDED, "max_train_steps": 20, "validation_step_interval": 10}
+ON_CPU = {"SMALTI_CONTEXT_PARALLEL_ON_CPU": "1"}
 PROMPTS = [f"circle number {number}" for number in range(5)]
 
 
@@ -29,10 +36,29 @@ def runs(tmp_path_factory, train):
             fsdp_activation_checkpointing=True,
             validation_prompt=PROMPTS,
         ),
+        "shared": train(
+            root / "shared",
+            **OPTIONS,
+            **several,
+            variables=ON_CPU,
+            train_batch_size=12,
+            context_parallel_size=2,
+            validation_prompt=PROMPTS,
+        ),
+        "two by two": train(
+            root / "two-by-two",
+            **OPTIONS | several | {"num_processes": 4},
+            variables=ON_CPU,
+            train_batch_size=6,
+            context_parallel_size=2,
+            context_parallel_comm_strategy="alltoall",
+            fsdp_activation_checkpointing=True,
+            validation_prompt=PROMPTS,
+        ),
     }
 
 
-KINDS = ["alone", "two", "four", "accumulated"]
+KINDS = ["alone", "two", "four", "accumulated", "shared", "two by two"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,14 +102,8 @@ def test_a_run_goes_on_over_1_2_4_3_ranks_and_1_as_if_nothing_had_happened(tmp_p
 
 def whole(run, step: int, group: str) -> dict:
     """A group of a checkpoint, put together from the shards of all ranks."""
-    from torch import empty
-
-    from smalti.checkpoint.planning import DTYPES
-    from smalti.checkpoint.reader import _fill
-    from smalti.checkpoint.tensorfile import stored_tensors
-
-    folder = run.directory / "checkpoints" / f"step-{step:08d}" / group
-    types = {name: dtype for dtype, name in DTYPES.items()}
-    tensors = {name: empty(stored.shape, dtype=types[stored.dtype]) for name, stored in stored_tensors(folder).items()}
-    _fill(folder, tensors)
-    return tensors
+    files = TensorFiles(sorted((run.directory / "checkpoints" / f"step-{step:08d}" / group).glob("*.safetensors")))
+    return {
+        name: torch.frombuffer(bytearray(files.read(name)), dtype=torch.float32).view(tensor.shape)
+        for name, tensor in files.tensors.items()
+    }

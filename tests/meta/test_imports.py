@@ -27,7 +27,7 @@ LAYERS = (
     ("run",),
     ("validation", "saving", "rescue", "launch"),
     ("trainer", "workers", "agent"),
-    ("worker", "preparation", "invocation", "reference"),
+    ("worker", "preparation", "invocation", "reference", "export"),
     ("commands",),
     ("cli",),
 )

@@ -12,9 +12,8 @@ from pathlib import Path
 from random import Random
 
 import psutil
-import torch
-from safetensors.torch import load_file
 
+from smalti.checkpoint.assembly import TensorFiles
 from smalti.checkpoint.store import CheckpointStore
 from smalti.checkpoint.verification import verify
 from smalti.workers import end_tree
@@ -49,9 +48,10 @@ def pictures(place: Path) -> Path:
     return folder
 
 
-def start(place: Path, name: str, ranks: int, steps: int) -> subprocess.Popen[bytes]:
+def start(place: Path, name: str, ranks: int, steps: int, *, sharded: bool = False) -> subprocess.Popen[bytes]:
     words = [f"--instance_data_dir={pictures(place)}", f"--output_dir={place / name}", f"--max_train_steps={steps}"]
     words += [f"--num_processes={ranks}", f"--train_batch_size={4 // ranks}", "--without=plot"]
+    words += ["--fsdp_enable"] if sharded else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(place / "hf")}
     with (place / f"{name}.log").open("ab") as log:
         return subprocess.Popen(
@@ -59,49 +59,76 @@ def start(place: Path, name: str, ranks: int, steps: int) -> subprocess.Popen[by
         )
 
 
-def tensors(place: Path, name: str) -> dict[str, torch.Tensor]:
+def tensors(place: Path, name: str) -> dict[str, bytes]:
+    """The newest checkpoint's tensors, put together from the pieces of all ranks."""
     path = CheckpointStore(place / name / "checkpoints").latest()
     assert path is not None
-    return {
-        f"{group}/{key}": tensor
-        for group in ("model", "optimizer", "ema")
-        for file in sorted((path / group).iterdir())
-        for key, tensor in load_file(file).items()
-    }
+    found = {}
+    for group in ("model", "optimizer", "ema"):
+        files = TensorFiles(sorted((path / group).glob("*.safetensors")))
+        found |= {f"{group}/{key}": bytes(files.read(key)) for key in files.tensors}
+    return found
 
 
 def resumed(chance: Random, place: Path) -> Report:
-    """A8: killed with everything below it at random moments, and started again until done: bit for bit the undisturbed run."""
-    return _resumed(place, chance.choice((1, 1, 2)), kills=12, delay=lambda: chance.uniform(0, 1.5))
+    """A8: killed at random moments, and started again until done: bit for bit the undisturbed run.
+
+    On one rank, on two with DDP or with FSDP2; all processes are killed, or one of two ranks.
+    """
+    ranks, sharded = chance.choice(((1, False), (2, False), (2, True), (2, True)))
+    return _resumed(chance, place, ranks, sharded=sharded, kills=12, delay=lambda: chance.uniform(0, 1.5))
 
 
 def resumed_once(chance: Random, place: Path) -> Report:
     """A8 in short: one rank, killed once."""
-    return _resumed(place, 1, kills=1, delay=lambda: chance.uniform(0, 0.1), steps=20)
+    return _resumed(chance, place, 1, kills=1, delay=lambda: chance.uniform(0, 0.1), steps=20)
 
 
-def _resumed(place: Path, ranks: int, *, kills: int, delay: Callable[[], float], steps: int = 40) -> Report:
+def _resumed(
+    chance: Random,
+    place: Path,
+    ranks: int,
+    *,
+    kills: int,
+    delay: Callable[[], float],
+    steps: int = 40,
+    sharded: bool = False,
+) -> Report:
     """Each kill comes a `delay` after the first checkpoint of a start."""
-    report = Report()
-    report.expect(start(place, "whole", ranks, steps).wait(300) == 0, "the undisturbed run fails")
+    report, told = Report(), f"{ranks} {'sharded ' if sharded else ''}ranks"
+    report.expect(start(place, "whole", ranks, steps, sharded=sharded).wait(300) == 0, "the undisturbed run fails")
     while True:
-        process = start(place, "killed", ranks, steps)
+        process = start(place, "killed", ranks, steps, sharded=sharded)
         wait_for_saves(place / "killed", process)
         try:
             code = process.wait(delay())
         except subprocess.TimeoutExpired:
-            end_tree(process.pid)
-            process.wait()
+            kill(chance, process, ranks)
             report.faults += 1
             if report.faults < kills:
                 continue
-            code = start(place, "killed", ranks, steps).wait(300)
-        report.expect(code == 0, f"a resumed run on {ranks} ranks ends with {code}: {tail(place, 'killed')}")
+            code = start(place, "killed", ranks, steps, sharded=sharded).wait(300)
+        report.expect(code == 0, f"a resumed run on {told} ends with {code}: {tail(place, 'killed')}")
         break
     expected, found = tensors(place, "whole"), tensors(place, "killed")
-    different = [name for name in expected if not torch.equal(expected[name], found[name])]
-    report.expect(not different, f"after {report.faults} kills on {ranks} ranks these differ: {different[:5]}")
+    different = [name for name in expected if expected[name] != found.get(name)]
+    report.expect(not different, f"after {report.faults} kills on {told} these differ: {different[:5]}")
     return report
+
+
+def kill(chance: Random, process: subprocess.Popen[bytes], ranks: int) -> None:
+    """SIGKILL to everything of a run, or to one of several ranks, after which the others have to end by themselves."""
+    try:
+        family = psutil.Process(process.pid).children(recursive=True)
+        workers = [each for each in family if "smalti.worker" in each.cmdline() and "smalti.agent" not in each.cmdline()]
+        if ranks > 1 and workers and chance.random() < 0.5:
+            chance.choice(workers).kill()
+            process.wait(120)
+            return
+    except psutil.NoSuchProcess:
+        pass  # it is ending by itself
+    end_tree(process.pid)
+    process.wait()
 
 
 def wait_for_saves(directory: Path, process: subprocess.Popen[bytes]) -> None:

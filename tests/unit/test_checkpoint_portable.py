@@ -212,3 +212,23 @@ def test_a_model_with_other_tensors_is_refused():
     state = capture(model, OPTIMIZERS["SGD"](model))
     with pytest.raises(CheckpointError, match=r"other tensors: conv.bias, inside.bias"):
         restore(other, OPTIMIZERS["SGD"](other), state)
+
+
+def test_what_is_frozen_is_left_out_with_the_buffers_of_modules_that_are_frozen_whole():
+    model = Net()
+    model.inside.requires_grad_(False)
+    model.conv.register_buffer("mask", torch.ones(2))
+    model.inside.register_buffer("table", torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
+    assert capture(model, optimizer).model.keys() == {"average", "conv.weight", "conv.bias", "conv.mask", "outside.weight"}
+
+
+def test_what_is_frozen_stays_as_it_is_when_a_state_is_put_back():
+    model, other = Net(), Net()
+    for each in (model, other):
+        each.inside.requires_grad_(False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1)
+    restore(other, torch.optim.SGD(other.outside.parameters()), capture(model, torch.optim.SGD(model.outside.parameters())))
+    assert [bool((parameter == 1).all()) for parameter in (other.inside.weight, other.outside.weight)] == [False, True]

@@ -21,6 +21,7 @@ from smalti.data.prepared import DataRules, Dataset, PreparedData, build_dataset
 from smalti.data.quarantine import allowed_errors
 from smalti.data.spec import DataDefaults, DatasetSpec, parse_datasets
 from smalti.errors import PreflightError
+from smalti.models.frames import Frame
 from smalti.storage import TransientStorageError
 from smalti.storage.local import LocalStorage
 from smalti.types import World
@@ -135,6 +136,26 @@ def test_random_cuts_differ_between_visits_and_not_between_runs(tmp_path: Path) 
 
     assert torch.equal(first, second)
     assert len({float(picture[0, 0, 0]) for picture in first}) > 8
+
+
+def test_a_frame_says_where_the_cut_was(tmp_path: Path) -> None:
+    (tmp_path / "wide").mkdir()
+    ramp = np.tile(np.arange(200, dtype=np.uint8)[None, :, None], (32, 1, 3))
+    for number in range(4):
+        Image.fromarray(ramp).save(tmp_path / f"wide/{number}.png")
+        (tmp_path / f"wide/{number}.txt").write_text("a ramp")
+    for micro in (batch.micro[0] for batch in take(data_of(tmp_path / "wide", crop=True, crop_style="random"), 4)):
+        for pixels, frame in zip(micro.pixels, micro.frames, strict=True):
+            # Scaled to half its size, the ramp rises by two levels a pixel, from a half.
+            shown = round((float(pixels[0, 0, 8]) + 1) * 127.5)
+            assert (frame.width, frame.height, frame.top) == (200, 32, 0)
+            assert abs(shown - (2 * (frame.left + 8) + 0.5)) <= 1
+
+
+def test_a_picture_that_is_not_cut_has_its_frame_at_the_corner(pets: Path) -> None:
+    frames = {frame for batch in take(data_of(pets), 3) for frame in batch.micro[0].frames}
+
+    assert frames == {Frame(width=16, height=16, left=0, top=0)}
 
 
 def test_datasets_share_buckets_and_repeats_weigh_them(tmp_path: Path) -> None:

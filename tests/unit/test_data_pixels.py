@@ -109,7 +109,8 @@ def test_a_cut_is_the_bucket_of_the_scaled_picture() -> None:
     picture = decode(encoded(Image.fromarray(wide)), framing, Bucket(8, 8))
 
     assert picture.shape == (3, 8, 24)
-    assert (crop(picture, framing, Bucket(8, 8)) == np.array([0, 255, 0], dtype=np.uint8)[:, None, None]).all()
+    cut = crop(picture, Bucket(8, 8), framing.corner((24, 8), Bucket(8, 8)))
+    assert (cut == np.array([0, 255, 0], dtype=np.uint8)[:, None, None]).all()
 
 
 def test_values_reach_from_minus_one_to_one() -> None:

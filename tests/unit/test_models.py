@@ -187,3 +187,30 @@ def test_weights_of_another_size_are_refused_by_name(tmp_path):
     saved(tmp_path, Net(width=5), "model.safetensors")
     with pytest.raises(UserError, match=r"first.weight is \[5, 5\] in the weights and \[4, 4\] in the model"):
         materialise(empty(), FolderWeights(tmp_path), "cpu")
+
+
+def test_the_digest_of_weights_is_that_of_their_contents_however_they_are_cut_into_files(tmp_path):
+    tensors = {"a": torch.arange(40.0), "b": torch.ones(3, 2), "c": torch.zeros(0)}
+    for name, parts in {"one": [tensors], "two": [{"a": tensors["a"]}, {"b": tensors["b"], "c": tensors["c"]}]}.items():
+        (tmp_path / name).mkdir()
+        for number, part in enumerate(parts):
+            save_file(part, tmp_path / name / f"{number}.safetensors")
+    assert FolderWeights(tmp_path / "one").digest() == FolderWeights(tmp_path / "two").digest()
+
+
+@pytest.mark.parametrize("place", [0, 39, 20])
+def test_the_digest_of_weights_tells_other_values(tmp_path, place):
+    tensor = torch.arange(40.0)
+    save_file({"a": tensor}, tmp_path / "one.safetensors")
+    tensor[place] += 1
+    save_file({"a": tensor}, tmp_path / "other.safetensors")
+    assert FolderWeights(tmp_path / "one.safetensors").digest() != FolderWeights(tmp_path / "other.safetensors").digest()
+
+
+def test_weights_take_the_types_that_the_model_has(tmp_path):
+    save_file({"weight": torch.ones(2, 2, dtype=torch.bfloat16), "bias": torch.ones(2)}, tmp_path / "a.safetensors")
+    with without_weights():
+        model = nn.Linear(2, 2)
+        model.bias.data = model.bias.data.bfloat16()
+    model = materialise(model, FolderWeights(tmp_path), "cpu")
+    assert (model.weight.dtype, model.bias.dtype) == (torch.float32, torch.bfloat16)

@@ -49,7 +49,7 @@ class Raising:
 
 
 def test_the_built_in_plugins_come_first_and_in_a_fixed_order(plugins):
-    assert list(plugins.infos) == list(BUILT_IN)
+    assert list(plugins.infos)[: len(BUILT_IN)] == list(BUILT_IN)
 
 
 def test_only_the_chosen_backend_is_asked_for_a_backend_role(plugins):
@@ -57,7 +57,7 @@ def test_only_the_chosen_backend_is_asked_for_a_backend_role(plugins):
     for name in ("one", "two"):
         plugins.register(info(name), Backend(name, name, asked))
     plan = DistributedPlan(name="one", title="One", parallel="nowhere:at_all")
-    assert plugins.backend(plan).wrap_model(model=None, blocks=[], parallel=None, weights=None) == "one"
+    assert plugins.backend(plan).wrap_model(model=None, family=None, blocks=[], parallel=None, weights=None) == "one"
     assert asked == ["one"]
 
 
@@ -66,7 +66,7 @@ def test_a_plugin_that_is_no_backend_may_take_a_backend_role_first(plugins):
     plugins.register(info("one"), Backend("one", "one", asked))
     plugins.register(info("special"), Wrapper("special", None, asked))
     plan = DistributedPlan(name="one", title="One", parallel="nowhere:at_all")
-    assert plugins.backend(plan).wrap_model(model=None, blocks=[], parallel=None, weights=None) == "one"
+    assert plugins.backend(plan).wrap_model(model=None, family=None, blocks=[], parallel=None, weights=None) == "one"
     assert asked == ["special", "one"]
 
 

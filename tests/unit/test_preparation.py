@@ -5,8 +5,27 @@ import json
 import pytest
 from PIL import Image
 
+from smalti import DistributedPlan, FamilyEntry, hookimpl
 from smalti.errors import PreflightError, UserError
+from smalti.plugins import PluginInfo
 from smalti.preparation import Preparation
+from smalti.testing import TinyFamily
+
+
+class Sharing:
+    """A strategy whose ranks share the tokens of a sample, and a family that does not say where they can be split."""
+
+    @hookimpl
+    def register_model_families(self):
+        return [FamilyEntry(name="whole", title="whole", factory=f"{__name__}:whole")]
+
+    @hookimpl
+    def configure_distributed(self):
+        return DistributedPlan(name="sharing", title="sharing", parallel="nowhere:at_all", context=2)
+
+
+def whole(config):
+    return TinyFamily()
 
 
 @pytest.fixture
@@ -27,6 +46,13 @@ def test_a_machine_that_waits_in_vain_for_the_first_one_says_so(wanted, plugins,
 def test_an_unknown_family_is_found_out_before_anything_is_written(wanted, plugins, tmp_path):
     with pytest.raises(UserError, match="Unknown model_family 'tyo'"):
         Preparation.of(wanted("--model_family=tyo"), plugins, write=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_family_that_cannot_share_tokens_is_refused_before_anything_is_written(wanted, plugins, tmp_path):
+    plugins.register(PluginInfo(name="sharing", distribution="sharing", version="1.0"), Sharing())
+    with pytest.raises(UserError, match="tiny cannot be trained with context parallelism"):
+        Preparation.of(wanted("--model_family=whole", "--num_processes=2"), plugins, write=True)
     assert not (tmp_path / "run").exists()
 
 

@@ -5,10 +5,11 @@ these modules and what is below them; docs/writing-a-plugin.md says what each is
 may change with any release.
 
     smalti.settings, smalti.parallel, smalti.group, smalti.replicas, smalti.ranks, smalti.models.family,
-    smalti.models.weights, smalti.models.blocks, smalti.models.compilation, smalti.diffusion, smalti.optimizers,
-    smalti.data.spec, smalti.data.sources, smalti.storage, smalti.checkpoint, smalti.plugins, smalti.invocation,
-    smalti.families, smalti.run, smalti.options, smalti.caches, smalti.configedit, smalti.commands.table, smalti.rundir,
-    smalti.liverun, smalti.events, smalti.files, smalti.configfile, smalti.acceleratefile, smalti.testing
+    smalti.models.context, smalti.models.frames, smalti.models.weights, smalti.models.blocks, smalti.models.compilation,
+    smalti.diffusion, smalti.optimizers, smalti.data.spec, smalti.data.sources, smalti.storage, smalti.checkpoint,
+    smalti.plugins, smalti.invocation, smalti.families, smalti.run, smalti.options, smalti.caches, smalti.configedit,
+    smalti.commands.table, smalti.rundir, smalti.liverun, smalti.events, smalti.files, smalti.configfile,
+    smalti.acceleratefile, smalti.testing
 """
 
 from __future__ import annotations

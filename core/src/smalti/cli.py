@@ -20,7 +20,7 @@ COMMANDS = {
     "config": ("smalti.commands.config:config", "Show, explain and document the configuration."),
     "dataset": ("smalti.commands.dataset:dataset", "Scan datasets and check them against the batch size."),
     "cache": ("smalti.commands.cache:cache", "List and clear what plugins keep between runs."),
-    "checkpoint": ("smalti.commands.checkpoint:checkpoint", "List, inspect, verify and convert checkpoints."),
+    "checkpoint": ("smalti.commands.checkpoint:checkpoint", "List, inspect, verify, convert and export checkpoints."),
 }
 
 

@@ -173,11 +173,13 @@ class HookSpecs:
         raise NotImplementedError
 
     @_decide
-    def wrap_model(self, model: nn.Module, blocks: list[Block], parallel: Parallel, weights: Weights) -> nn.Module | None:
+    def wrap_model(
+        self, model: nn.Module, family: ModelFamily, blocks: list[Block], parallel: Parallel, weights: Weights
+    ) -> nn.Module | None:
         """decide, backend role, collective: spread the model over the ranks and fill it with its first weights.
 
         `model` has its parameters on the meta device; what is returned must be on `parallel.world.device`. `weights` gives
-        whole tensors by name, the same on every rank.
+        whole tensors by name, the same on every rank. `family` is the one that built the model.
         """
         raise NotImplementedError
 

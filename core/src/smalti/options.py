@@ -55,7 +55,7 @@ def option(
         default: used when no source names the option; None for fields that may be None.
         help: one sentence for people; shown in the help, the reference page and the web form.
         level: who needs it; the short help shows "basic" only.
-        when: the option has an effect only while this holds: "use_ema" or "optimizer == adamw".
+        when: the option has an effect only while this holds: "use_ema", "optimizer == adamw" or "num_processes > 1".
         trade: what is gained and what is paid, such as "less memory, about 30 % slower".
         aliases: former or foreign names that are accepted with a notice.
         accelerate: the key of an Accelerate YAML that sets this option, dotted into sections; "key=value" means "true when the

@@ -23,7 +23,7 @@ class PortableState:
     """Model and optimizer as every backend can read them, whichever wrote them.
 
     All keys are fully qualified parameter names of the unwrapped model. Values are plain tensors or DTensors; each rank
-    holds its own share of a DTensor and the same plain tensor as every other rank.
+    holds its own share of a DTensor and the same plain tensor as every other rank. What is frozen is not part of it.
 
     `moments` maps parameter name -> moment name ("exp_avg", "exp_avg_sq", "step") -> tensor. `settings` are the optimizer's
     hyper-parameters per parameter group, JSON-able, without parameters.

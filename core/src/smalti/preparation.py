@@ -9,7 +9,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import click
 
@@ -32,6 +32,10 @@ from smalti.plugins import Plugins
 from smalti.rundir import POLL_SECONDS, RunDirectory
 from smalti.settings import LaunchOptions, RunOptions
 from smalti.strategy import check_strategy, choose_distributed
+from smalti.types import DistributedPlan
+
+if TYPE_CHECKING:
+    from smalti.models.family import ModelFamily
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,24 +70,37 @@ class Preparation:
             kind = expected
             notices.append(f"planned for {kind} devices, as the Accelerate YAML says; this machine has none")
         plan = plan_launch(config, distributed, directory.path, kind)
-        data = cls._look_at_data(config, plugins, directory, write=write)
+        family = cls._family(config, plugins, distributed)
+        data = cls._look_at_data(config, plugins, family.alignment, directory, write=write)
         notices += [*config.notices, *plan.notices, *(data.notices if data is not None else ())]
         return cls(
             config=config, plugins=plugins, directory=directory, plan=plan, data=data, notices=tuple(dict.fromkeys(notices))
         )
 
     @staticmethod
-    def _look_at_data(config: Config, plugins: Plugins, directory: RunDirectory, *, write: bool) -> PreparedData | None:
+    def _family(config: Config, plugins: Plugins, distributed: DistributedPlan) -> ModelFamily:
+        """The family to train. Raises UserError if the strategy asks more of it than it can do."""
+        from smalti.models.context import context_plan
+        from smalti.models.weights import without_weights
         from smalti.run import find_family
 
         family = find_family(config, plugins)
+        if distributed.context > 1:
+            with without_weights():
+                context_plan(family, family.build_model())
+        return family
+
+    @staticmethod
+    def _look_at_data(
+        config: Config, plugins: Plugins, alignment: int, directory: RunDirectory, *, write: bool
+    ) -> PreparedData | None:
         if not write:
-            return scan_data(config, plugins, family.alignment, None)
+            return scan_data(config, plugins, alignment, None)
         if config[LaunchOptions].machine_rank > 0:
             _wait_for_first_machine(directory, config[LaunchOptions].process_group_timeout)
             return None
         prepare(directory, config_digest=config.digest, world_size=config[LaunchOptions].num_processes)
-        return scan_data(config, plugins, family.alignment, directory.data)
+        return scan_data(config, plugins, alignment, directory.data)
 
     def launch(self) -> ExitCode:
         """Run to the end. The last lines printed say how it ended and how to go on."""

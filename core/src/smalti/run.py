@@ -36,7 +36,7 @@ from smalti.hashing import key_of
 from smalti.hookspecs import HookSpecs
 from smalti.metrics import log_metrics, metrics_of
 from smalti.models.description import config_of
-from smalti.models.family import ModelFamily
+from smalti.models.family import Adaptable, ModelFamily
 from smalti.models.weights import without_weights
 from smalti.optimizers import matrices, parameter_groups
 from smalti.parallel import Parallel, Ranks
@@ -83,6 +83,8 @@ class Run:
     model: nn.Module
     model_config: str
     """The model's own description for other tools, as JSON text; "" if it has none."""
+    adapter: dict[str, object] | None
+    """What the adapter is, if the run trains one."""
     blocks: list[Block]
     optimizer: torch.optim.Optimizer
     ema: Ema | None
@@ -168,6 +170,7 @@ class Run:
                 "effective_batch": self.effective_batch,
                 "seed": self.config[RunOptions].seed,
                 "data": self.data.digest(),
+                **({"adapter": self.adapter} if self.adapter is not None else {}),
             },
             plugins=self.plugins.lines,
             config_digest=self.config.digest,
@@ -204,9 +207,12 @@ def reseed(run: Run, position: int) -> None:
 
 
 def find_family(config: Config, plugins: Plugins) -> ModelFamily:
-    """The family that `--model_family` names. Raises UserError with the known ones."""
+    """The family that `--model_family` names. Raises UserError with the known ones, or if it has no adapters."""
     module, _, attribute = family_entry(config, plugins).factory.partition(":")
-    return cast(ModelFamily, getattr(import_module(module), attribute)(config))
+    family = cast(ModelFamily, getattr(import_module(module), attribute)(config))
+    if config[ModelOptions].model_type == "lora" and not isinstance(family, Adaptable):
+        raise UserError(f"the family {family.name} has no adapters", fix="--model_type=full")
+    return family
 
 
 def open_parallel(plan: DistributedPlan, config: Config) -> Parallel:
@@ -311,7 +317,12 @@ def chosen_checkpoint(run: Run, choice: str) -> Path | None:
 
 
 def check_resumable(run: Run, trainer: Mapping[str, object], source: Path) -> None:
-    """Refuse what would make the data order another one without saying so."""
+    """Refuse what would make the data order, or the meaning of an adapter, another one without saying so."""
+    if (adapter := trainer.get("adapter")) != run.adapter:
+        raise CheckpointError(
+            f"{source} holds another adapter than this run trains: {adapter} there, {run.adapter} here",
+            fix="give the same --pretrained_model_name_or_path and --lora_alpha, or start afresh in a new --output_dir",
+        )
     mine = {"effective_batch": run.effective_batch, "seed": run.config[RunOptions].seed, "data": run.data.digest()}
     names = {"effective_batch": "effective batch", "seed": "seed", "data": "set of pictures"}
     different = [name for name, value in mine.items() if trainer.get(name, value) != value]
@@ -331,12 +342,15 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
     family.to(parallel.world.device)
     data = open_data(config, plugins, family.alignment, parallel, directory.data)
     bare, blocks = build_model(config, plugins, family)
-    model_config = config_of(bare)  # a sharded model calls itself by another class
+    seed = config[RunOptions].seed
+    adapter = family.adapter(seed) if isinstance(family, Adaptable) else None
+    # A sharded model calls itself by another class; and an adapter's tensors are not those of such a model.
+    model_config = config_of(bare) if adapter is None else ""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in bare.parameters()]
     decayed = matrices(bare)
     backend = plugins.backend(plan)
-    weights = family.weights(config[RunOptions].seed)
-    model = backend.wrap_model(model=bare, blocks=blocks, parallel=parallel, weights=weights)
+    weights = family.weights(seed)
+    model = backend.wrap_model(model=bare, family=family, blocks=blocks, parallel=parallel, weights=weights)
     assert model is not None, "the chosen backend wraps the model"
     model, optimizer = parallel.bind(model, build_optimizer(config, plugins, parallel, model, decayed))
     model.train()
@@ -363,6 +377,7 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
         family=family,
         model=model,
         model_config=model_config,
+        adapter=adapter,
         blocks=blocks,
         optimizer=optimizer,
         ema=build_ema(config, parallel.unwrap(model)),

@@ -168,8 +168,8 @@ class ObjectiveOptions(Options):
     snr_gamma: float | None = option(
         None, help="Min-SNR weighting for epsilon and v_prediction; 5 is the published value.", level="advanced", ge=0
     )
-    beta_schedule: Literal["linear", "scaled_linear", "squaredcos_cap_v2"] = option(
-        "scaled_linear", help="Noise schedule of DDPM.", level="expert"
+    beta_schedule: Literal["linear", "scaled_linear", "squaredcos_cap_v2"] | None = option(
+        None, help="Noise schedule of DDPM; the family's own choice if not given.", level="expert"
     )
     rescale_betas_zero_snr: bool = option(False, help="Make the last DDPM step pure noise.", level="advanced")
     timestep_distribution: Literal["uniform", "logit_normal", "mode", "beta"] = option(

@@ -4,9 +4,38 @@ from pathlib import Path
 from string import printable
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers import (
+    AutoencoderDC,
+    AutoencoderKL,
+    DPMSolverMultistepScheduler,
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    PixArtAlphaPipeline,
+    PixArtSigmaPipeline,
+    PixArtTransformer2DModel,
+    SanaPipeline,
+    SanaTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5TokenizerFast
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    Gemma2Config,
+    Gemma2Model,
+    GemmaTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5TokenizerFast,
+)
 
 LETTERS = sorted(ByteLevel.alphabet())
 
@@ -22,6 +51,15 @@ def t5_tokenizer() -> T5TokenizerFast:
     letters = [letter for letter in printable if not letter.isspace()]
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((letter, -3.0) for letter in letters)]
     return T5TokenizerFast(vocab=pieces, model_max_length=64, extra_ids=0)
+
+
+def gemma_tokenizer() -> GemmaTokenizer:
+    """One token for each character, after one for the beginning."""
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *(letter for letter in printable if letter != " ")]
+    tokenizer = GemmaTokenizer(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[], model_max_length=2048)
+    beginning = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", pieces.index("<bos>"))])
+    tokenizer.backend_tokenizer.post_processor = beginning
+    return tokenizer
 
 
 def clip_config(width: int = 32) -> CLIPTextConfig:
@@ -40,6 +78,18 @@ def clip_config(width: int = 32) -> CLIPTextConfig:
 
 def t5_encoder(width: int = 32) -> T5EncoderModel:
     return T5EncoderModel(T5Config(vocab_size=100, d_model=width, d_ff=2 * width, d_kv=width // 2, num_heads=2, num_layers=2))
+
+
+def gemma_config(width: int = 32) -> Gemma2Config:
+    return Gemma2Config(
+        vocab_size=5 + len(printable),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=width // 2,
+    )
 
 
 def vae(channels: int, **more: object) -> AutoencoderKL:
@@ -79,5 +129,126 @@ def flux(folder: Path, *, guidance: bool = True) -> Path:
         text_encoder_2=t5_encoder(),
         tokenizer_2=t5_tokenizer(),
         transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
+def sd3(folder: Path, *, newer: bool = False) -> Path:
+    """Stable Diffusion 3, or 3.5 with normed queries and keys and a block of two attentions."""
+    torch.manual_seed(0)
+    more = {"dual_attention_layers": (0,), "qk_norm": "rms_norm"} if newer else {}
+    transformer = SD3Transformer2DModel(
+        sample_size=16,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=64,
+        caption_projection_dim=32,
+        pooled_projection_dim=64,
+        pos_embed_max_size=32,
+        **more,
+    )
+    StableDiffusion3Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=vae(4, shift_factor=0.1, scaling_factor=1.5, use_quant_conv=False, use_post_quant_conv=False),
+        text_encoder=CLIPTextModelWithProjection(clip_config()),
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=CLIPTextModelWithProjection(clip_config()),
+        tokenizer_2=clip_tokenizer(),
+        text_encoder_3=t5_encoder(64),
+        tokenizer_3=t5_tokenizer(),
+        transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
+def pixart(folder: Path, *, alpha: bool = False) -> Path:
+    """PixArt Sigma, or Alpha that is told the size of the picture."""
+    torch.manual_seed(0)
+    transformer = PixArtTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=24,
+        num_layers=2,
+        cross_attention_dim=48,
+        caption_channels=32,
+        sample_size=128 if alpha else 32,
+        use_additional_conditions=alpha,
+    )
+    (PixArtAlphaPipeline if alpha else PixArtSigmaPipeline)(
+        scheduler=DPMSolverMultistepScheduler(beta_schedule="linear", beta_start=1e-4, beta_end=0.02),
+        vae=vae(4, scaling_factor=0.7),
+        text_encoder=t5_encoder(),
+        tokenizer=t5_tokenizer(),
+        transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
+def sana(folder: Path) -> Path:
+    """Sana, with an autoencoder that makes 32 pixels one."""
+    torch.manual_seed(0)
+    widths = (8,) * 6
+    transformer = SanaTransformer2DModel(
+        in_channels=8,
+        out_channels=8,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=2,
+        num_cross_attention_heads=2,
+        cross_attention_head_dim=16,
+        cross_attention_dim=32,
+        caption_channels=32,
+    )
+    SanaPipeline(
+        scheduler=DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+        vae=AutoencoderDC(
+            latent_channels=8,
+            attention_head_dim=4,
+            encoder_block_out_channels=widths,
+            decoder_block_out_channels=widths,
+            encoder_layers_per_block=(1,) * 6,
+            decoder_layers_per_block=(1,) * 6,
+            encoder_qkv_multiscales=((),) * 6,
+            decoder_qkv_multiscales=((),) * 6,
+            scaling_factor=0.4,
+        ),
+        text_encoder=Gemma2Model(gemma_config()),
+        tokenizer=gemma_tokenizer(),
+        transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
+def sdxl(folder: Path, *, force_zeros: bool = True, **scheduler: object) -> Path:
+    """Stable Diffusion XL; `scheduler` changes the configuration of its scheduler."""
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        block_out_channels=(16, 32),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        layers_per_block=1,
+        transformer_layers_per_block=(1, 2),
+        attention_head_dim=(2, 4),
+        cross_attention_dim=32 + 48,
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=48 + 6 * 8,
+        norm_num_groups=8,
+        sample_size=16,
+    )
+    published = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012, "timestep_spacing": "leading"}
+    StableDiffusionXLPipeline(
+        vae=vae(4, scaling_factor=0.13025, force_upcast=True),
+        text_encoder=CLIPTextModel(clip_config()),
+        text_encoder_2=CLIPTextModelWithProjection(clip_config(48)),
+        tokenizer=clip_tokenizer(),
+        tokenizer_2=clip_tokenizer(),
+        unet=unet,
+        scheduler=EulerDiscreteScheduler(**(published | scheduler)),
+        force_zeros_for_empty_prompt=force_zeros,
+        add_watermarker=False,
     ).save_pretrained(folder)
     return folder

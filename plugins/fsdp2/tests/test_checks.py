@@ -3,7 +3,7 @@
 import pytest
 
 from smalti import Config, UserError
-from smalti.config import resolve, schema_of
+from smalti.config import resolve, restore, schema_of
 from smalti.plugins import Selection, load_plugins
 from smalti.strategy import check_strategy, choose_distributed
 
@@ -39,6 +39,25 @@ def test_context_parallelism_requires_fsdp2(flags):
     assert complaints("--num_processes=2", "--context_parallel_size=2", *flags) == ["Context parallelism requires FSDP2."]
 
 
+def test_a_rank_knows_that_it_shares_samples_as_the_launcher_did():
+    launched = config("--num_processes=4", "--context_parallel_size=2")
+    on_rank = restore(schema_of(PLUGINS), launched.shared_values(), {}, environment={})
+    assert choose_distributed(on_rank, PLUGINS).context == 2
+
+
+def test_tokens_are_split_on_cuda_devices_only(monkeypatch):
+    flags = ("--num_processes=2", "--context_parallel_size=2", "--use_cpu")
+    assert complaints(*flags) == ["context parallelism needs CUDA devices"]
+    monkeypatch.setenv("SMALTI_CONTEXT_PARALLEL_ON_CPU", "1")
+    assert complaints(*flags) == []
+
+
+@pytest.mark.parametrize(("size", "strategy"), [(1, "allgather"), (2, "alltoall")])
+def test_one_rank_has_no_strategy_for_its_tokens(size, strategy):
+    found = config("--num_processes=2", f"--context_parallel_size={size}", "--context_parallel_comm_strategy=alltoall")
+    assert found.value("context_parallel_comm_strategy") == strategy
+
+
 @pytest.mark.parametrize("flags", [("--fsdp_enable", "--fsdp_shard_size=3"), ("--context_parallel_size=3",)])
 def test_groups_that_do_not_divide_the_ranks_are_refused(flags):
     [message] = complaints("--num_processes=4", *flags)
@@ -55,3 +74,15 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_with_the_others_nam
 @pytest.mark.parametrize("word", ["sharded", "SHARDED_STATE_DICT", "Sharded-State-Dict"])
 def test_state_dict_types_are_read_in_any_spelling(word):
     assert config(f"--fsdp_state_dict_type={word}").value("fsdp_state_dict_type") == "SHARDED_STATE_DICT"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--gradient_checkpointing",), "recomputed twice"),
+        (("--fsdp_activation_checkpointing_mode=selective", "--fsdp_auto_wrap_policy=SIZE_BASED_WRAP"), "SIZE_BASED_WRAP"),
+    ],
+)
+def test_recomputation_that_cannot_be_is_refused(flags, told):
+    [message] = complaints("--num_processes=2", "--fsdp_enable", "--fsdp_activation_checkpointing", *flags)
+    assert told in message

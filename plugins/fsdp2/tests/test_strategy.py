@@ -1,4 +1,4 @@
-"""FSDP2 keeps the contract of a distribution strategy, on one, two and three ranks, in every form that it has."""
+"""FSDP2 keeps the contract of a distribution strategy, on one, two and four ranks."""
 
 from smalti.testing.pytest import ParallelContract
 
@@ -11,4 +11,20 @@ class TestOneRank(ParallelContract):
 
 class TestTwoRanks(ParallelContract):
     plugin = "fsdp2"
-    flags = ("--fsdp_enable",)
+    flags = ("--fsdp_enable", "--fsdp_activation_checkpointing", "--fsdp_activation_checkpointing_mode=selective")
+
+
+class TestCopiesOfTwoRanks(ParallelContract):
+    """Four ranks, two copies of the model; first weights from rank 0; all of it kept gathered; blocks by size, recomputed."""
+
+    plugin = "fsdp2"
+    flags = (
+        "--fsdp_enable",
+        "--fsdp_shard_size=2",
+        "--fsdp_cpu_ram_efficient_loading",
+        "--no_fsdp_reshard_after_forward",
+        "--fsdp_auto_wrap_policy=SIZE_BASED_WRAP",
+        "--fsdp_min_num_params=100",
+        "--fsdp_activation_checkpointing",
+    )
+    ranks = 4

@@ -46,6 +46,21 @@ class Hoarding(Replicas):
         pass
 
 
+class Clinging(Replicas):
+    """Computes with the weights of its first forward pass without a gradient."""
+
+    def bind(self, model, optimizer):
+        kept = {}
+
+        def cling(module, arguments):
+            if not torch.is_grad_enabled():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(kept.setdefault(name, parameter.clone()))
+
+        self.unwrap(model).register_forward_pre_hook(cling)
+        return super().bind(model, optimizer)
+
+
 class Amnesiac(Replicas):
     def load_portable_state(self, model, optimizer, state):
         state.moments = {}

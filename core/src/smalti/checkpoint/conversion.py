@@ -37,7 +37,7 @@ _LARGEST_FILE = 512 * 2**20
 
 
 class ConversionError(UserError):
-    """The system would not write what was converted. Nothing is left of it."""
+    """The system would not write what was converted or exported. Nothing is left of it."""
 
     exit_code = ExitCode.FAILED
 
@@ -86,7 +86,7 @@ def convert(
             )
         read = _counted(opened_source, tensors, progress)
         try:
-            records = _made(target, lambda folder: _written(folder, contents, tensors, read, to))
+            records = make_folder(target, lambda folder: _written(folder, contents, tensors, read, to))
         except OSError as error:
             raise ConversionError(f"cannot write {target}: {error}", fix="make room there, or name another place") from error
     return Converted(
@@ -139,7 +139,7 @@ def _counted(source: Source, tensors: Mapping[str, _Choice], progress: Progress)
     return read
 
 
-def _made(target: Path, write: Callable[[Path], dict[str, FileRecord]]) -> dict[str, FileRecord]:
+def make_folder(target: Path, write: Callable[[Path], dict[str, FileRecord]]) -> dict[str, FileRecord]:
     """Let `write` fill a hidden folder and give it the name of the target; nothing is left of it when that fails."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.parent / f".partial-{target.name}-{secrets.token_hex(4)}"
@@ -162,7 +162,7 @@ def _written(
 ) -> dict[str, FileRecord]:
     """The files of the target, written and read back."""
     stored = {name: each.tensor for name, each in tensors.items()}
-    _check_room(folder, stored)
+    check_room(folder, stored.values())
     if to == "safetensors":
         records = write_weights(folder, stored, read, contents.model_config)
         problems = [
@@ -176,8 +176,9 @@ def _written(
     return records
 
 
-def _check_room(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    room, needed = files.free_bytes(folder), sum(tensor.size for tensor in tensors.values())
+def check_room(folder: Path, tensors: Iterable[StoredTensor]) -> None:
+    """Raises ConversionError before anything is written when the file system says that it cannot hold these tensors."""
+    room, needed = files.free_bytes(folder), sum(tensor.size for tensor in tensors)
     if room is not None and needed > room:
         raise ConversionError(f"{needed / 2**30:.2f} GiB are needed, {room / 2**30:.2f} GiB are free", fix="make room there")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from smalti.checkpoint.assembly import TensorFiles
-from smalti.checkpoint.manifest import GROUPS, STATE
+from smalti.checkpoint.manifest import GROUPS, STATE, Manifest, read_manifest
 from smalti.checkpoint.statefile import read_state
 from smalti.checkpoint.tensorfile import StoredTensor
 from smalti.checkpoint.verification import verify
@@ -69,29 +69,34 @@ class Source(Protocol):
 
 
 class OwnCheckpoint:
-    """A checkpoint of smalti; all its bytes are checked first."""
+    """A checkpoint of smalti; all its bytes are checked first, unless the caller has just done so and says `verified`."""
 
-    def __init__(self, path: Path) -> None:
-        found = verify(path)
-        if found.manifest is None or not found.ok:
-            raise CheckpointError(f"{path} is damaged: {'; '.join(found.problems[:3])}", fix="name another checkpoint")
+    def __init__(self, path: Path, *, verified: bool = False) -> None:
+        manifest = read_manifest(path) if verified else _checked(path)
         self._groups = {group: TensorFiles(sorted((path / group).glob("*.safetensors"))) for group in GROUPS}
         state = read_state(path / STATE)
         self.contents = Contents(
             tensors={f"{group}/{name}": each for group, held in self._groups.items() for name, each in held.tensors.items()},
-            step=found.manifest.step,
+            step=manifest.step,
             optimizer=state.optimizer,
             settings=state.settings,
             trainer=state.trainer,
             model_config=state.model_config,
-            plugins=found.manifest.plugins,
-            config_digest=found.manifest.config_digest,
-            flags=found.manifest.flags,
+            plugins=manifest.plugins,
+            config_digest=manifest.config_digest,
+            flags=manifest.flags,
         )
 
     def read(self, name: str) -> Iterable[Block]:
         group, _, tensor = name.partition("/")
         return [self._groups[group].read(tensor)]
+
+
+def _checked(path: Path) -> Manifest:
+    found = verify(path)
+    if found.manifest is None or not found.ok:
+        raise CheckpointError(f"{path} is damaged: {'; '.join(found.problems[:3])}", fix="name another checkpoint")
+    return found.manifest
 
 
 def recognise(folder: Path, formats: Sequence[CheckpointFormat]) -> CheckpointFormat:

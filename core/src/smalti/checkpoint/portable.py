@@ -59,9 +59,12 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by portable name, the live ones."""
+    """Parameters that train and persistent buffers by portable name, the live ones.
+
+    What is frozen is left out: it is what the run began with, so a checkpoint of an adapter is as small as the adapter.
+    """
     tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    seen = _frozen(_plain(model))
     for name, value in _plain(model).state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"the model keeps {name}, a {type(value).__name__}; a checkpoint holds tensors only")
@@ -175,6 +178,16 @@ def _plain(model: nn.Module) -> nn.Module:
             model = inner
         else:
             return model
+
+
+def _frozen(model: nn.Module) -> set[int]:
+    """The ids of parameters that do not train, and of buffers in modules that have parameters, none of which trains."""
+    frozen = {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
+    for module in model.modules() if frozen else ():
+        own = {id(parameter) for parameter in module.parameters()}
+        if own and own <= frozen:
+            frozen |= {id(buffer) for buffer in module.buffers()}
+    return frozen
 
 
 def _names(parameters: Mapping[str, Tensor]) -> dict[int, str]:

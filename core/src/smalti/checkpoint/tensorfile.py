@@ -64,12 +64,13 @@ class StoredTensor:
         return self.elements * ITEM_SIZES[self.dtype]
 
 
-def encode_header(pieces: Sequence[tuple[str, Piece]], *, plain: bool = False) -> bytes:
+def encode_header(pieces: Sequence[tuple[str, Piece]], *, plain: bool = False, notes: Mapping[str, str] | None = None) -> bytes:
     """What a file that holds these named pieces, one after the other in this order, starts with.
 
-    A `plain` one says nothing of where pieces lie in their tensors: it is for whole tensors only.
+    A `plain` one says nothing of where pieces lie in their tensors: it is for whole tensors only. `notes` are further entries
+    of the file's metadata.
     """
-    metadata = {"format": "pt"}
+    metadata = {"format": "pt", **(notes or {})}
     if not plain:
         sharding = {name: {"saved_offsets": piece.offsets} for name, piece in pieces}
         metadata |= {"DCP_VERSION": "1.0", _SHARDING: json.dumps(sharding)}

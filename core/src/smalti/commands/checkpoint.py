@@ -1,4 +1,6 @@
-"""`smalti checkpoint`: look at checkpoints, check them, convert them; without torch, and without changing any.
+"""`smalti checkpoint`: look at checkpoints, check them, convert and export them; without changing any.
+
+Importing this module imports no torch; of the commands, `export` alone needs it.
 
 `verify` exits with 1 when anything is damaged; all of them with 2 when there is nothing to look at.
 """
@@ -10,9 +12,10 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import click
 
@@ -26,6 +29,9 @@ from smalti.errors import CheckpointError
 from smalti.plugins import load_plugins
 from smalti.types import CheckpointFormat
 
+if TYPE_CHECKING:
+    from smalti.checkpoint.exportfolder import Precision
+
 _DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 _NEW = click.Path(path_type=Path)
 _as_json = click.option("--json", "as_json", is_flag=True, help="For machines.")
@@ -33,7 +39,7 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="For machines.")
 
 @click.group("checkpoint")
 def checkpoint() -> None:
-    """List, inspect, verify and convert checkpoints."""
+    """List, inspect, verify, convert and export checkpoints."""
 
 
 @checkpoint.command("ls")
@@ -135,12 +141,7 @@ def convert_checkpoint(source: Path, target: Path, kind: Target, ema: bool, as_j
     formats = load_plugins(selection_of((), None, os.environ), strict=False).gather(
         "register_checkpoint_formats", CheckpointFormat
     )
-    with click.progressbar(length=1, label=f"converting {source.name}", file=sys.stderr, hidden=not sys.stderr.isatty()) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.length = total
-            bar.update(done - bar.pos)
-
+    with _progress(f"converting {source.name}") as progress:
         done = convert(_source(source), target, formats, to=kind, averaged=ema, progress=progress)
     if as_json:
         _print_json(vars(done) | {"path": str(done.path)})
@@ -151,6 +152,75 @@ def convert_checkpoint(source: Path, target: Path, kind: Target, ema: bool, as_j
         click.echo(f"note: {notice}")
     if kind == "smalti":
         click.echo(f"to go on from it: smalti train ... --resume_from_checkpoint={done.path}")
+
+
+@checkpoint.command("export")
+@click.argument("path", type=_DIRECTORY)
+@click.option("--to", "target", required=True, metavar="FOLDER", type=_NEW, help="What to make; it must not be there yet.")
+@click.option("--step", type=click.IntRange(min=0), help="The checkpoint of this step; the newest whole one without.")
+@click.option("--ema", is_flag=True, help="The averaged weights.")
+@click.option(
+    "--dtype",
+    "precision",
+    type=click.Choice(("fp32", "bf16", "fp16")),
+    help="What the trained tensors become; without, as they are. All other parts are copied as they are.",
+)
+@click.option(
+    "--pretrained_model_name_or_path",
+    "pretrained",
+    metavar="FOLDER",
+    help="Where the model that the run started from lies now, if it has moved.",
+)
+@_as_json
+def export_checkpoint(
+    path: Path,
+    target: Path,
+    step: int | None,
+    ema: bool,
+    precision: Precision | None,
+    pretrained: str | None,
+    as_json: bool,
+) -> None:
+    """Make what inference loads of PATH, a run directory or one of its checkpoints.
+
+    What that is, the model family says: a whole pipeline, or the file of an adapter. Works for checkpoints of any strategy and
+    any number of ranks, without accelerators, in the memory of one tensor. The checkpoint is read in full and compared with its
+    digests first; what is made is read back and appears by one rename.
+    """
+    from smalti.export import export
+
+    plugins = load_plugins(selection_of((), None, os.environ), strict=False)
+    with _progress(f"exporting {path.name}") as progress:
+        done = export(
+            path,
+            target,
+            plugins,
+            step=step,
+            averaged=ema,
+            precision=precision,
+            pretrained=pretrained,
+            report=lambda sentence: click.echo(sentence, err=True),
+            progress=progress,
+        )
+    if as_json:
+        _print_json(vars(done) | {"path": str(done.path), "checkpoint": str(done.checkpoint)})
+        return
+    what = f"{_count(done.tensors, 'averaged tensor' if ema else 'trained tensor')}, {_bytes(done.size)}"
+    click.echo(
+        f"{done.path}: {done.family} at step {done.step}, {what} in {_count(len(done.files), 'file')}, read back and whole"
+    )
+
+
+@contextmanager
+def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, told of bytes that are done and of how many there are."""
+    with click.progressbar(length=1, label=label, file=sys.stderr, hidden=not sys.stderr.isatty()) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.length = total
+            bar.update(done - bar.pos)
+
+        yield progress
 
 
 # --- finding --------------------------------------------------------------------------------------------------------

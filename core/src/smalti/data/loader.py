@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from types import TracebackType
 
@@ -29,6 +29,7 @@ from smalti.data.pixels import Bytes, crop, decode, normalised
 from smalti.data.prepared import PreparedData
 from smalti.data.quarantine import BadSampleError, ErrorBudget, Quarantined
 from smalti.hashing import fraction, key_of
+from smalti.models.frames import Frame
 from smalti.storage import StorageError, TransientStorageError
 from smalti.types import World
 
@@ -40,13 +41,14 @@ class MicroBatch:
     """What one forward pass of this rank gets.
 
     `pixels` is (B, 3, H, W), fp32 in [-1, 1], on the rank's device. `numbers` are unique over the run and belong to the visit;
-    `keys` are "DATASET/KEY".
+    `keys` are "DATASET/KEY"; `frames` say what the pictures show of their originals.
     """
 
     pixels: Tensor
     captions: tuple[str, ...]
     numbers: tuple[int, ...]
     keys: tuple[str, ...]
+    frames: tuple[Frame, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -162,33 +164,26 @@ class Loader(Iterator[Batch]):
         shape = (size, 3, whole.bucket.height, whole.bucket.width)
         pictures = torch.empty(shape, dtype=torch.uint8, pin_memory=self._on_gpu)
         view: Bytes = pictures.numpy()
-        captions, keys = [], []
+        visits = []
         for place, slot in enumerate(range(first, first + size)):
             if self._stopping.is_set():
                 break
             visit = self._reader.visit(whole, slot)
             view[place] = visit.picture
-            captions.append(visit.caption)
-            keys.append(visit.key)
+            visits.append(visit)
         return MicroBatch(
             pixels=pictures if self._on_gpu else torch.from_numpy(_normalised(view)),
-            captions=tuple(captions),
+            captions=tuple(visit.caption for visit in visits),
             numbers=tuple(whole.numbers[first : first + size]),
-            keys=tuple(keys),
+            keys=tuple(visit.key for visit in visits),
+            frames=tuple(visit.frame for visit in visits),
         )
 
     def _on_device(self, batch: Batch) -> Batch:
         # Bytes cross the bus, a quarter of fp32. On the current stream, so that nothing else need be waited for.
-        micro = tuple(
-            MicroBatch(
-                pixels=normalised(one.pixels.to(self._world.device, non_blocking=True)),
-                captions=one.captions,
-                numbers=one.numbers,
-                keys=one.keys,
-            )
-            for one in batch.micro
-        )
-        return Batch(position=batch.position, epoch=batch.epoch, bucket=batch.bucket, micro=micro)
+        device = self._world.device
+        micro = (replace(one, pixels=normalised(one.pixels.to(device, non_blocking=True))) for one in batch.micro)
+        return replace(batch, micro=tuple(micro))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -196,6 +191,7 @@ class _Visit:
     picture: Bytes
     caption: str
     key: str
+    frame: Frame
 
 
 class _Reader:
@@ -221,8 +217,9 @@ class _Reader:
         else:
             self._errors.exhaust(f"no picture of bucket {batch.bucket} can be read")
         # The run is about to stop by agreement; until then this rank has to keep step with the others.
-        blank = np.full((3, batch.bucket.height, batch.bucket.width), 255, dtype=np.uint8)
-        return _Visit(picture=blank, caption="", key="")
+        width, height = batch.bucket.width, batch.bucket.height
+        blank = np.full((3, height, width), 255, dtype=np.uint8)
+        return _Visit(picture=blank, caption="", key="", frame=Frame(width=width, height=height, left=0, top=0))
 
     def _try(self, sample: int, bucket: Bucket) -> Bytes | None:
         """The scaled picture of a sample, or None when it is bad."""
@@ -252,14 +249,18 @@ class _Reader:
         position, row = self._data.locate(sample)
         dataset, framing, bucket = self._data.datasets[position], self._data.framings[position], batch.bucket
         seed = self._data.order.seed
+        left = top = 0
         if picture.shape != (3, bucket.height, bucket.width):
             draw = fraction(key_of("across", seed, number)), fraction(key_of("down", seed, number))
-            picture = crop(picture, framing, bucket, draw)
+            left, top = framing.corner((picture.shape[2], picture.shape[1]), bucket, draw)
+            picture = crop(picture, bucket, (left, top))
+        frame = Frame(width=int(dataset.index.widths[row]), height=int(dataset.index.heights[row]), left=left, top=top)
         captions = dataset.index.captions(row)
         choice = 0
         if len(captions) > 1:
             choice = int(fraction(key_of("caption", seed, batch.epoch, sample)) * len(captions))
-        return _Visit(picture=picture, caption=captions[choice], key=f"{dataset.spec.id}/{dataset.index.key(row)}")
+        key = f"{dataset.spec.id}/{dataset.index.key(row)}"
+        return _Visit(picture=picture, caption=captions[choice], key=key, frame=frame)
 
 
 def _normalised(pictures: Bytes) -> NDArray[np.float32]:

@@ -64,10 +64,9 @@ def on_white(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def crop(picture: Bytes, framing: Framing, bucket: Bucket, draw: tuple[float, float] = (0.0, 0.0)) -> Bytes:
-    """The bucket's cut (3, H, W) of a scaled picture, as a view. `draw`: two numbers in [0, 1) that random cuts are made by."""
-    height, width = picture.shape[1:]
-    left, top = framing.corner((width, height), bucket, draw)
+def crop(picture: Bytes, bucket: Bucket, corner: tuple[int, int]) -> Bytes:
+    """The bucket's cut (3, H, W) of a scaled picture, as a view. `corner`: its left and top, of `Framing.corner`."""
+    left, top = corner
     return picture[:, top : top + bucket.height, left : left + bucket.width]
 
 

@@ -25,7 +25,8 @@ BetaSchedule = Literal["linear", "scaled_linear", "squaredcos_cap_v2"]
 STEPS = 1000
 """Timesteps handed to models run from 0 to this number, as diffusers' models expect."""
 
-_BETAS: dict[str, tuple[float, float]] = {"linear": (1e-4, 0.02), "scaled_linear": (0.00085, 0.012)}
+PUBLISHED_BETAS: dict[str, tuple[float, float]] = {"linear": (1e-4, 0.02), "scaled_linear": (0.00085, 0.012)}
+"""Where the schedules that have a start and an end have them."""
 
 
 class Objective(Protocol):
@@ -241,9 +242,9 @@ def beta_table(schedule: BetaSchedule = "scaled_linear", *, start: float | None 
         edges = torch.arange(STEPS + 1, dtype=torch.float64) / STEPS
         alphas = torch.cos((edges + 0.008) / 1.008 * math.pi / 2).square()
         return (1 - alphas[1:] / alphas[:-1]).clamp(max=0.999)
-    if schedule not in _BETAS:
+    if schedule not in PUBLISHED_BETAS:
         raise UserError(f"unknown beta schedule '{schedule}'", fix="use linear, scaled_linear or squaredcos_cap_v2")
-    usual_start, usual_end = _BETAS[schedule]
+    usual_start, usual_end = PUBLISHED_BETAS[schedule]
     first, last = usual_start if start is None else start, usual_end if end is None else end
     if not 0 < first <= last < 1:
         raise UserError(f"betas from {first:g} to {last:g} are not possible", fix="use 0 < beta_start <= beta_end < 1")

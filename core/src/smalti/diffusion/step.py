@@ -15,20 +15,23 @@ from torch import Tensor, nn
 
 from smalti.config import Config
 from smalti.diffusion.noise import SampleNoise
-from smalti.diffusion.objective import Objective, build_objective
+from smalti.diffusion.objective import BetaSchedule, Objective, build_objective
 from smalti.diffusion.timesteps import TimestepSampler, build_timesteps
 from smalti.diffusion.weighting import Weighting, build_weighting
 from smalti.models.family import ModelFamily, Prediction
+from smalti.models.frames import Frame, encode
 from smalti.settings import DataOptions, ObjectiveOptions, RunOptions
 
 
 class MicroBatch(Protocol):
-    """What the loader gives: pictures (B, 3, H, W) in [-1, 1], their captions, and a number unique to each sample."""
+    """What the loader gives: pictures (B, 3, H, W) in [-1, 1], with captions, frames, and a number unique to each sample."""
 
     @property
     def pixels(self) -> Tensor: ...
     @property
     def captions(self) -> Sequence[str]: ...
+    @property
+    def frames(self) -> Sequence[Frame]: ...
     @property
     def numbers(self) -> Sequence[int]: ...
 
@@ -39,15 +42,15 @@ class Precision(Protocol):
     def autocast(self) -> AbstractContextManager[None]: ...
 
 
-def objective_of(config: Config, native: Prediction) -> Objective:
-    """The objective that the options describe for a family whose own prediction is `native`."""
+def objective_of(config: Config, native: Prediction, schedule: BetaSchedule = "scaled_linear") -> Objective:
+    """The objective that the options describe for a family whose own prediction is `native`, and its DDPM `schedule`."""
     options = config[ObjectiveOptions]
     return build_objective(
         options.prediction_type or native,
         native=native,
         loss_type=options.loss_type,
         huber_c=options.huber_c,
-        beta_schedule=options.beta_schedule,
+        beta_schedule=options.beta_schedule or schedule,
         rescale_betas_zero_snr=options.rescale_betas_zero_snr,
     )
 
@@ -73,7 +76,8 @@ class DenoisingLoss:
             noisy = self.objective.corrupt(latents, noise, t)
             dropped = (chance[:, 1] < self.dropout).tolist()
             captions = ["" if drop else caption for caption, drop in zip(batch.captions, dropped, strict=True)]
-            conditioning = self.family.encode_captions(captions)
+            height, width = batch.pixels.shape[-2:]
+            conditioning = encode(self.family, captions, batch.frames, width, height)
         with precision.autocast():
             prediction = self.family.forward(model, noisy, self.objective.timesteps(t), conditioning)
         losses = self.objective.loss(prediction, latents, noise, noisy, t)
@@ -83,7 +87,7 @@ class DenoisingLoss:
 def denoising_loss(config: Config, family: ModelFamily, device: str) -> DenoisingLoss:
     """The loss that the options describe. Raises UserError for options that do not go together."""
     options = config[ObjectiveOptions]
-    objective = objective_of(config, family.prediction)
+    objective = objective_of(config, family.prediction, getattr(family, "beta_schedule", "scaled_linear"))
     return DenoisingLoss(
         family=family,
         objective=objective,

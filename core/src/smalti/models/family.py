@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from smalti.checkpoint.exportfolder import ExportFolder
 
 Prediction = Literal["epsilon", "v_prediction", "sample", "flow_matching"]
 Conditioning = dict[str, Tensor]
@@ -43,7 +46,14 @@ class Weights(Protocol):
 
 
 class ModelFamily(Protocol):
-    """One architecture with its conditioning, from prompt and picture to prediction and back."""
+    """One architecture with its conditioning, from prompt and picture to prediction and back.
+
+    One whose tokens several ranks can share has a method `context_plan` besides: see `smalti.models.context`. One whose model
+    is told what a picture shows of its original has `encode_frames`: see `smalti.models.frames`.
+
+    A family of DDPM may also have `beta_schedule`, the noise schedule that its model was trained with, where that is not
+    "scaled_linear" (`smalti.diffusion.objective.BetaSchedule`).
+    """
 
     name: str
     alignment: int
@@ -52,7 +62,8 @@ class ModelFamily(Protocol):
     """What the model predicts unless `--prediction_type` says otherwise."""
 
     def build_model(self) -> nn.Module:
-        """The trainable model. Called with parameters on the meta device; buffers are real. Must be cheap.
+        """The trainable model. Called with parameters on the meta device; buffers are real, but for large ones that
+        `weights` has. Must be cheap.
 
         A model with a method `enable_gradient_checkpointing` supports `--gradient_checkpointing`.
         """
@@ -99,4 +110,32 @@ class ModelFamily(Protocol):
 
     def to(self, device: str) -> None:
         """Move frozen parts (encoders, autoencoder) to the device that training runs on."""
+        ...
+
+
+@runtime_checkable
+class Exporter(Protocol):
+    """What a family has besides if `smalti checkpoint export` can make something of its trained models."""
+
+    def export(self, folder: ExportFolder) -> None:
+        """Put what inference loads into `folder`: the trained tensors, as it gives them out, and everything around them.
+
+        Runs on machines without accelerators; a whole model need never be in memory.
+        """
+        ...
+
+
+@runtime_checkable
+class Adaptable(Protocol):
+    """What a family has besides if it can train an adapter: then it builds a model in which all else is frozen.
+
+    What is frozen comes from `weights` each time, and checkpoints hold what trains.
+    """
+
+    def adapter(self, seed: int) -> dict[str, object] | None:
+        """What the adapter is, JSON-able; None when the run trains all weights.
+
+        It goes into checkpoints, and a run resumes only from those that say the same: put in whatever changes the meaning of
+        the trained tensors and does not show in their names and shapes, such as a scale and a digest of what is frozen.
+        """
         ...

@@ -13,8 +13,9 @@ import math
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +25,12 @@ from torch.utils.checkpoint import checkpoint
 from smalti.diffusion.objective import Objective, build_objective
 from smalti.diffusion.sampling import Sampler, seeded_noise
 from smalti.errors import UserError
+from smalti.models.context import Attention, ContextPlan, Join, Split
 from smalti.models.family import Conditioning, Prediction, SampleRequest, Weights
 from smalti.models.weights import FolderWeights, SeededWeights
+
+if TYPE_CHECKING:
+    from smalti.checkpoint.exportfolder import ExportFolder
 
 _TIME_FEATURES = 128
 
@@ -262,6 +267,15 @@ class ToyFamily:
     def block_classes(self) -> tuple[str, ...]:
         return (ToyBlock.__name__,)
 
+    def context_plan(self, model: nn.Module) -> ContextPlan:
+        """Words and patches are one sequence from the first block to the last."""
+        return ContextPlan(
+            heads=self.shape.heads,
+            splits=(Split(module="blocks.0", tensor="tokens", stream="tokens", dim=1),),
+            attention=(Attention(module="blocks.*", streams=("tokens",)),),
+            joins=(Join(module=f"blocks.{self.shape.depth - 1}", stream="tokens", dim=1),),
+        )
+
     def lora_targets(self) -> tuple[str, ...]:
         return ("attention_in", "attention_out", "mlp_in", "mlp_out")
 
@@ -276,3 +290,7 @@ class ToyFamily:
 
     def to(self, device: str) -> None:
         self._device = torch.device(device)
+
+    def export(self, folder: ExportFolder) -> None:
+        """Plain safetensors, from which another run can start, and the shape of the model."""
+        folder.write_model("", {"_class_name": ToyTransformer.__name__, "prediction": self.prediction, **asdict(self.shape)})

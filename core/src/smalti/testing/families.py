@@ -8,9 +8,9 @@ Shapes: B batch, C latent channels, H, W pixels, h, w latent size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import get_args
+from typing import cast, get_args
 
 import torch
 from accelerate import init_empty_weights
@@ -19,10 +19,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from smalti.models.family import Conditioning, ModelFamily, Prediction, SampleRequest
+from smalti.models.frames import Frame, SeesFrames, encode
 from smalti.models.weights import materialise
 from smalti.testing.contract import BrokenContract, Contract, expect
 
 CAPTIONS = ("a red fox in the snow", "two boats", "")
+FRAME = Frame(width=640, height=480, left=3, top=0)
 _ALLOWED_BUFFERS = 64 * 2**20
 _TOLERANCE = 1e-3
 """Of the largest value: kernels may sum in another order for another batch."""
@@ -69,9 +71,12 @@ class FamilySubject:
         return model
 
     def predict(self, model: nn.Module, noisy: Tensor, timesteps: Sequence[float], captions: Sequence[str]) -> Tensor:
+        return self.family.forward(model, noisy, torch.tensor(timesteps), self.encode(captions))
+
+    def encode(self, captions: Sequence[str]) -> Conditioning:
+        width, height = self.size
         with torch.no_grad():
-            conditioning = self.family.encode_captions(captions)
-        return self.family.forward(model, noisy, torch.tensor(timesteps), conditioning)
+            return encode(self.family, captions, [FRAME] * len(captions), width, height)
 
     def draw(self, model: nn.Module, prompts: Sequence[str], seeds: Sequence[int]) -> Tensor:
         width, height = self.size
@@ -105,14 +110,16 @@ def it_builds_a_model_without_weights(subject: FamilySubject) -> None:
     """`build_model` is called with parameters on the meta device, so that a model larger than memory can be built.
 
     Load nothing there and compute with no parameter. Buffers stay real: keep them small, made from the configuration alone.
+    Only one that `weights` has may be on the meta device as well.
     """
     model = subject.bare()
     real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     expect(not real, f"these parameters have memory already: {', '.join(real[:5])}")
     expect(any(True for _ in model.parameters()), "the model has no parameters")
-    meta = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    known = set(subject.family.weights(0).names())
+    meta = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in known]
     expect(not meta, f"these buffers have no memory: {', '.join(meta[:5])}")
-    size = sum(buffer.nbytes for buffer in model.buffers())
+    size = sum(buffer.nbytes for buffer in model.buffers() if not buffer.is_meta)
     expect(size <= _ALLOWED_BUFFERS, f"the buffers take {size / 2**20:.0f} MiB")
 
 
@@ -175,6 +182,23 @@ def captions_mean_the_same_each_time(subject: FamilySubject) -> None:
     _same_conditioning(first, second, "the same captions again", tolerance=0.0)
     same = all(torch.equal(tensor[0], tensor[2]) for tensor in first.values())
     expect(not same, f"{CAPTIONS[0]!r} and the empty prompt are encoded alike")
+
+
+@FAMILY.check
+def frames_have_rows_beside_those_of_captions(subject: FamilySubject) -> None:
+    """`encode_frames`, for families that have it: one row for each frame, under names that captions do not use.
+
+    Both kinds of conditioning are handed to `forward` in one dictionary, so that a shared name would lose one of them.
+    """
+    family = subject.family
+    if not hasattr(family, "encode_frames"):
+        return
+    width, height = subject.size
+    found = cast(SeesFrames, family).encode_frames([FRAME, replace(FRAME, left=9)], width, height)
+    for name, tensor in found.items():
+        expect(tensor.shape[:1] == (2,), f"{name} is {tuple(tensor.shape)} for 2 frames")
+    shared = found.keys() & family.encode_captions(CAPTIONS[:1]).keys()
+    expect(not shared, f"captions and frames are both called {', '.join(sorted(shared))}")
 
 
 @FAMILY.check
@@ -327,16 +351,16 @@ def its_blocks_and_adapter_targets_are_in_the_model(subject: FamilySubject) -> N
 def its_flops_are_those_that_torch_counts(subject: FamilySubject) -> None:
     """Throughput is told in FLOPs, so that runs and machines can be compared; a factor of two is put up with here.
 
-    Count two for each multiplication and addition, one forward pass, one picture, attention included.
+    Count two for each multiplication and addition, one forward pass, one picture, attention included, encoders not.
     """
     width, height = subject.size
     told = subject.family.flops_per_sample(width, height)
     expect(isinstance(told, int) and told > 0, f"flops_per_sample gave {told!r}")
     larger = subject.family.flops_per_sample(2 * width, height)
     expect(larger > told, "a picture of twice the size costs no more")
-    model = subject.model()
+    model, noisy, conditioning = subject.model(), subject.latents[:1], subject.encode(CAPTIONS[:1])
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        subject.predict(model, subject.latents[:1], [500.0], CAPTIONS[:1])
+        subject.family.forward(model, noisy, torch.tensor([500.0]), conditioning)
     counted = counter.get_total_flops()
     expect(counted / 2 <= told <= counted * 2, f"flops_per_sample says {told}, torch counts {counted}")
 

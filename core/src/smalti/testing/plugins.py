@@ -188,7 +188,7 @@ def its_options_are_declared_well(subject: PluginSubject) -> None:
     """Flag, file key, environment name, reference page and web form all come from the declaration.
 
     Each option has a lower_case name, a sentence of help with a full stop, a default that passes its checks and a level that
-    exists. `when` names another option, alone or with "== value".
+    exists. `when` names another option, alone, with "== value" or with "> number".
     """
     schema = schema_of(subject.plugins)
     for group in cast(list[OptionGroup], subject.listed("declare_options")):
@@ -207,7 +207,7 @@ def _wrong_with(option: Option, schema: Schema) -> str:
         return "its help is no sentence with a full stop"
     if option.level not in get_args(Level):
         return f"its level {option.level!r} is none of {', '.join(get_args(Level))}"
-    condition = option.when.partition("==")[0].strip()
+    condition = option.when.partition(" ")[0]
     if condition and condition not in schema.options:
         return f"it says when={option.when!r}, and there is no option {condition!r}"
     return ""

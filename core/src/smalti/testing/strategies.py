@@ -14,38 +14,22 @@ import math
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from smalti.checkpoint.portable import capture, restore
+from smalti.checkpoint.portable import capture
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
-from smalti.config import Config, resolve, schema_of
-from smalti.hookspecs import HookSpecs
-from smalti.models.weights import materialise
-from smalti.optimizers import matrices
-from smalti.parallel import Parallel, PortableState
-from smalti.plugins import BUILT_IN, Plugins, Selection, load_plugins
-from smalti.run import build_model, build_optimizer, open_parallel
-from smalti.strategy import choose_distributed
+from smalti.parallel import PortableState
 from smalti.testing.contract import Contract, expect
 from smalti.testing.ranks import Ranks, two_processes
-from smalti.testing.tiny import TinyFamily
-from smalti.types import Checkpoint, DistributedPlan, World
-
-FLAGS = ("--mixed_precision=no", "--use_cpu", "--learning_rate=0.01", "--adam_epsilon=1e-3", "--accelerate_config=none")
-"""A large epsilon, because Adam makes a whole step of a rounding error in a gradient that is nearly zero."""
-MICRO, BATCH = 2, 2
-"""Micro-batches of a step, and samples in each."""
-SEED = 3
+from smalti.testing.strategy_subject import SEED, StrategySubject, open_strategy, whole_state
+from smalti.types import Checkpoint, World
 
 
 class Alone:
@@ -55,101 +39,6 @@ class Alone:
 
     def share(self, value: str) -> Sequence[str]:
         return [value]
-
-
-@dataclass
-class Reference:
-    """An ordinary model and its optimizer, in one process."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    family: TinyFamily
-
-    def step(self, number: int, ranks: int, limit: float) -> float:
-        """One optimizer step on the samples of all ranks together; the norm of its gradient."""
-        losses = [_loss(self.family, self.model, number, rank, micro) for rank in range(ranks) for micro in range(MICRO)]
-        torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit or math.inf)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return float(norm)
-
-
-@dataclass
-class StrategySubject:
-    """One rank's view of a strategy that is open. `folder` is seen by all ranks; each check takes another part of it."""
-
-    name: str
-    config: Config
-    plugins: Plugins
-    plan: DistributedPlan
-    parallel: Parallel
-    backend: HookSpecs
-    family: TinyFamily
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    first: dict[str, Tensor]
-    """The whole weights right after wrapping."""
-    folder: Path = field(default_factory=Path)
-
-    def state(self) -> PortableState:
-        return self.parallel.portable_state(self.model, self.optimizer)
-
-    def whole(self) -> dict[str, Tensor]:
-        """Weights and moments as whole tensors on the CPU, copied. *Collective*."""
-        return whole_state(self.state())
-
-    def reference(self) -> Reference:
-        """An ordinary model and optimizer in the state in which the strategy is. *Collective*."""
-        state, reference = self.state(), self.fresh_reference()
-        moments = {
-            name: {moment: whole_tensor(tensor) for moment, tensor in found.items()} for name, found in state.moments.items()
-        }
-        plain = PortableState(
-            model={name: whole_tensor(tensor) for name, tensor in state.model.items()},
-            moments=moments,
-            settings=state.settings,
-            optimizer=type(reference.optimizer).__name__,
-        )
-        restore(reference.model, reference.optimizer, plain)
-        return reference
-
-    def fresh_reference(self, seed: int = SEED) -> Reference:
-        model = materialise(build_model(self.config, self.plugins, self.family)[0], self.family.weights(seed), "cpu")
-        alone = load_plugins(Selection(without=("all",)))
-        optimizer = build_optimizer(self.config, alone, _Unwrapped(), model, matrices(model))  # type: ignore[arg-type]
-        return Reference(model, optimizer, self.family)
-
-    def step(self, number: int, *, limit: float = 0.0) -> float:
-        """One optimizer step on this rank's samples, as the loop makes it; the norm of its gradient. *Collective*."""
-        self.accumulate(number)
-        norm = float(self.parallel.clip_gradients(limit))
-        self.parallel.step()
-        return norm
-
-    def accumulate(self, number: int) -> None:
-        """The gradients of one step."""
-        for micro in range(MICRO):
-            with self.parallel.accumulate(last=micro == MICRO - 1):
-                with self.parallel.autocast():
-                    loss = _loss(self.family, self.model, number, self.parallel.world.rank, micro) / MICRO
-                self.parallel.backward(loss)
-
-    def follows(self, reference: Reference, told: str) -> None:
-        """Expect the strategy's state to be the reference's, but for rounding. *Collective*."""
-        wanted, found = whole_state(capture(reference.model, reference.optimizer)), self.whole()
-        odd = sorted(found.keys() ^ wanted.keys())
-        expect(not odd, f"{told}: the state has too many or too few of {odd[:3]}")
-        for name, tensor in wanted.items():
-            worst = float((tensor.double() - found[name].double()).abs().max()) if tensor.numel() else 0.0
-            expect(worst <= 2e-5, f"{told}: {name} is {worst:.1e} away from what one process has")
-
-
-class _Unwrapped:
-    """What building an optimizer asks of a `Parallel`, for a model that nothing has wrapped."""
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return model
 
 
 def check_parallel(name: str, *flags: str, ranks: int = 2, seconds: float = 60.0) -> None:
@@ -173,27 +62,6 @@ def on_rank(check: str, name: str, flags: tuple[str, ...], ranks: int, folder: P
     subject.folder = folder / check
     subject.folder.mkdir(exist_ok=True)
     STRATEGY.run(check, subject)
-
-
-@cache
-def open_strategy(name: str, flags: tuple[str, ...], ranks: int) -> StrategySubject:
-    """The strategy as a run opens it, once in each process."""
-    plugins = load_plugins(Selection(without=("all",)) if name in BUILT_IN else Selection(only=(name,)))
-    config = resolve(schema_of(plugins), [*FLAGS, f"--num_processes={ranks}", *flags], environment={})
-    plan = choose_distributed(config, plugins)
-    parallel = open_parallel(plan, config)
-    family = TinyFamily()
-    family.to(parallel.world.device)
-    bare, blocks = build_model(config, plugins, family)
-    decayed = matrices(bare)
-    backend = plugins.backend(plan)
-    model = backend.wrap_model(model=bare, blocks=blocks, parallel=parallel, weights=family.weights(SEED))
-    expect(model is not None, f"wrap_model of {plan.name!r} gave no model: it is the chosen backend, so it must")
-    assert model is not None
-    model, optimizer = parallel.bind(model, build_optimizer(config, plugins, parallel, model, decayed))
-    model.train()
-    first = {name: whole_tensor(tensor) for name, tensor in parallel.portable_state(model, optimizer).model.items()}
-    return StrategySubject(name, config, plugins, plan, parallel, backend, family, model, optimizer, first)
 
 
 STRATEGY: Contract[StrategySubject] = Contract("strategy")
@@ -337,6 +205,26 @@ def discarded_gradients_are_gone(subject: StrategySubject) -> None:
 
 
 @STRATEGY.check
+def weights_that_are_replaced_are_used_at_once(subject: StrategySubject) -> None:
+    """Pictures are drawn with averaged weights in place of the trained ones, which then come back.
+
+    `refresh` is told each time: what was gathered or converted for an earlier forward pass must not serve the next one.
+    """
+    parameters = [_local(each.detach()) for each in subject.parallel.unwrap(subject.model).parameters()]
+    kept = [each.clone() for each in parameters]
+    before = subject.look(25)
+    for parameter in parameters:
+        parameter.mul_(0.5)
+    subject.parallel.refresh(subject.model)
+    halved = subject.look(25)
+    for parameter, value in zip(parameters, kept, strict=True):
+        parameter.copy_(value)
+    subject.parallel.refresh(subject.model)
+    expect(halved != before, "half the weights give the same loss as the whole ones")
+    expect(subject.look(25) == before, "weights that were put back give another loss")
+
+
+@STRATEGY.check
 def its_state_is_portable(subject: StrategySubject) -> None:
     """What any other strategy, or none, can read: fp32 tensors by the family's names, hyper-parameters as plain JSON.
 
@@ -470,33 +358,12 @@ def it_leaves_in_good_order(subject: StrategySubject) -> None:
 # --- what the checks are made of ------------------------------------------------------------------------------------
 
 
-def _loss(family: TinyFamily, model: nn.Module, step: int, rank: int, micro: int) -> Tensor:
-    """The loss of one micro-batch; its samples are a function of step, rank and number."""
-    random = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
-    clean, noise = torch.randn(2, BATCH, 3, 4, 6, generator=random)
-    times = torch.rand(BATCH, generator=random) * 1000
-    device = next(model.parameters()).device
-    conditioning = family.encode_captions([f"picture {step} {rank} {micro} {number}" for number in range(BATCH)])
-    conditioning = {name: tensor.to(device) for name, tensor in conditioning.items()}
-    prediction = family.forward(model, (clean + noise).to(device), times.to(device), conditioning)
-    return F.mse_loss(prediction, clean.to(device))
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _snapshot(state: PortableState, step: int) -> Snapshot:
     return Snapshot(step=step, state=state, trainer={"step": step}, plugins=(f"smalti {version('smalti')}",))
-
-
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """The whole tensor on the CPU, separate from the live one. *Collective* for what is sharded."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().cpu().clone()
-
-
-def whole_state(state: PortableState) -> dict[str, Tensor]:
-    found = {name: whole_tensor(tensor) for name, tensor in state.model.items()}
-    for name, moments in state.moments.items():
-        found |= {f"{name}.{moment}": whole_tensor(tensor) for moment, tensor in moments.items()}
-    return found
 
 
 def _cloned(state: PortableState) -> PortableState:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -14,8 +16,10 @@ from smalti import UserError
 from smalti.models.weights import FolderWeights
 
 INDEX = "model_index.json"
-_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
-"""What is fetched from the hub: no pickles, no pictures."""
+_FILES = (INDEX, "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model")
+"""What is fetched from the hub: no pickles, no pictures, and no second copy of the weights in one large file at the top."""
+_VARIANTS = ("*.fp16*", "*.bf16*")
+"""Nor copies in another type; the trained model's weights are read as they were published."""
 
 
 def locate(name: str, revision: str | None) -> Path:
@@ -39,7 +43,7 @@ def _fetch(name: str, revision: str | None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_FILES)))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_FILES), ignore_patterns=list(_VARIANTS)))
     except HFValidationError as error:
         raise UserError(f"{name} is neither a folder nor a hub id", fix="name a folder in diffusers' layout") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -50,6 +54,10 @@ def _fetch(name: str, revision: str | None) -> Path:
         ) from error
 
 
+_PICKLES = frozenset((".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5"))
+"""Weights in other formats than safetensors, most of which can run code."""
+
+
 class Components:
     """The parts of one pipeline. Nothing is loaded before it is asked for."""
 
@@ -57,6 +65,8 @@ class Components:
         self.folder = folder
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         self.pipeline = str(index["_class_name"])
+        self.settings = {name: value for name, value in index.items() if name[0] != "_" and not isinstance(value, list)}
+        """What the pipeline's constructor takes besides its parts."""
         self._classes = {name: value for name, value in index.items() if isinstance(value, list) and value[0] is not None}
 
     def has(self, part: str) -> bool:
@@ -69,6 +79,7 @@ class Components:
 
     def build(self, part: str) -> nn.Module:
         """A model of diffusers from its configuration alone, with the weights that its constructor draws."""
+        _hush()
         model = self._class(part).from_config(self.config(part))  # type: ignore[attr-defined]
         assert isinstance(model, nn.Module)
         return model
@@ -78,11 +89,27 @@ class Components:
 
     def load(self, part: str, dtype: torch.dtype | None = None) -> object:
         """A frozen part with its weights, in eval mode, without gradients; or a tokenizer or scheduler."""
+        _hush()
         extra = {} if dtype is None else {"torch_dtype": dtype}
         loaded = self._class(part).from_pretrained(self.folder / part, **extra)  # type: ignore[attr-defined]
         if isinstance(loaded, nn.Module):
             loaded.requires_grad_(False).eval()
         return cast(object, loaded)
+
+    def files(self, part: str) -> Iterator[Path]:
+        """The files of a part, relative to the pipeline's folder: without pickles, and without weights in another precision.
+
+        Raises UserError when the weights of the part are pickles only.
+        """
+        found = sorted(path.relative_to(self.folder) for path in (self.folder / part).rglob("*") if path.is_file())
+        shown = [path for path in found if not any(name.startswith(".") for name in path.parts)]
+        pickled = [path for path in shown if path.suffix in _PICKLES]
+        if pickled and not any(path.suffix == ".safetensors" for path in shown):
+            raise UserError(
+                f"{self.folder / pickled[0]} is a pickle, and there are no safetensors beside it",
+                fix="convert it to safetensors first, or take a pipeline that has them",
+            )
+        yield from (path for path in shown if path.suffix not in _PICKLES and not _is_variant(path.name))
 
     def parts(self) -> tuple[str, ...]:
         return tuple(self._classes)
@@ -92,3 +119,20 @@ class Components:
             raise UserError(f"{self.folder} has no {part}", fix=f"it is a {self.pipeline}; is that the right family?")
         library, name = self._classes[part]
         return cast(type, getattr(import_module(library), name))
+
+
+@cache
+def _hush() -> None:
+    """No progress bars and no notices of the libraries in a user's terminal, such as one for each caption that is cut short."""
+    from diffusers.utils import logging as diffusers
+    from transformers.utils import logging as transformers
+
+    for library in (diffusers, transformers):
+        library.set_verbosity_error()
+        library.disable_progress_bar()
+
+
+def _is_variant(name: str) -> bool:
+    """`model.fp16.safetensors`, `model.safetensors.index.fp16.json`: the same weights once more."""
+    _, _, rest = name.partition(".")
+    return rest.endswith(".safetensors") or (rest.startswith("safetensors.index.") and rest != "safetensors.index.json")

@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from smalti import Config
+from smalti.models.context import Attention, ContextPlan, Join, Split
 from smalti.models.family import Conditioning, SampleRequest
 from smalti_diffusers.pipeline import PipelineFamily, create
 
 FLAVOURS = {"dev": "black-forest-labs/FLUX.1-dev", "schnell": "black-forest-labs/FLUX.1-schnell"}
+
+_BLOCKS = ("transformer_blocks", "single_transformer_blocks")
 
 
 class Flux(PipelineFamily):
@@ -75,6 +78,20 @@ class Flux(PipelineFamily):
 
     def outputs(self, prediction: Tensor, noisy: Tensor) -> Tensor:
         return unpack(prediction, *noisy.shape[-2:])
+
+    def context_plan(self, model: nn.Module) -> ContextPlan:
+        both = ("text", "image")
+        return ContextPlan(
+            heads=cast(int, self.components.config(self.part)["num_attention_heads"]),
+            splits=(
+                Split(module="", tensor="hidden_states", stream="image", dim=1),
+                Split(module="", tensor="encoder_hidden_states", stream="text", dim=1),
+                Split(module="", tensor="img_ids", stream="image", dim=0, ndim=2),
+                Split(module="", tensor="txt_ids", stream="text", dim=0, ndim=2),
+            ),
+            attention=tuple(Attention(module=f"{blocks}.*.attn", streams=both) for blocks in _BLOCKS),
+            joins=(Join(module="proj_out", stream="image", dim=1),),
+        )
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         return {"max_sequence_length": self.text_length}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from smalti import OptionGroup, Options, option
+from smalti.options import Names
 
 FrozenType = Literal["auto", "fp32", "bf16"]
 
@@ -18,7 +19,9 @@ class DiffusersOptions(Options):
         "auto", help="Type in which the autoencoder computes; auto is what the family needs.", level="advanced"
     )
     text_encoder_dtype: FrozenType = option(
-        "auto", help="Type in which text encoders compute; auto is bf16 on an accelerator, fp32 on the CPU.", level="advanced"
+        "auto",
+        help="Type in which text encoders compute; auto is mixed_precision on an accelerator, fp32 on the CPU.",
+        level="advanced",
     )
     tokenizer_max_length: int | None = option(
         None, help="Tokens of a caption, for families with a T5 encoder; the family knows a good value.", level="advanced", ge=1
@@ -26,6 +29,42 @@ class DiffusersOptions(Options):
     flux_guidance_value: float = option(
         1.0, help="Guidance that a distilled Flux is told while it trains.", level="advanced", when="model_family == flux", ge=0
     )
+    unet_channels_last: bool | None = option(
+        None,
+        help="Run convolutions on the channels-last layout, which tensor cores want; on for CUDA devices if not given.",
+        level="advanced",
+        when="model_family == sdxl",
+    )
 
 
-GROUPS = (OptionGroup(name="diffusers", title="Diffusers families", options=DiffusersOptions),)
+class LoraOptions(Options):
+    lora_rank: int = option(16, help="Rank of the adapter's matrices.", when="model_type == lora", ge=1)
+    lora_alpha: float | None = option(
+        None, help="The adapter is added with the weight alpha / rank; without a value, 1.", when="model_type == lora", gt=0
+    )
+    lora_dropout: float = option(
+        0.0, help="Share of an adapter's inputs that are left out in training.", when="model_type == lora", ge=0, lt=1
+    )
+    lora_targets: Names = option(
+        (), help="Ends of the names of the layers that get an adapter; the family knows good ones.", when="model_type == lora"
+    )
+    lora_init: Literal["kaiming", "gaussian"] = option(
+        "kaiming",
+        help="How the first of the two matrices is drawn; the second is zero.",
+        level="advanced",
+        when="model_type == lora",
+        aliases=["lora_init_type"],
+    )
+    lora_base_dtype: FrozenType = option(
+        "auto",
+        help="Type in which the frozen weights are kept; auto is the type in which the run computes.",
+        level="advanced",
+        when="model_type == lora",
+        trade="bf16: half the memory of fp32",
+    )
+
+
+GROUPS = (
+    OptionGroup(name="diffusers", title="Diffusers families", options=DiffusersOptions),
+    OptionGroup(name="lora", title="LoRA", options=LoraOptions),
+)

@@ -11,19 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib import import_module
-from typing import ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from smalti import Config
+from smalti import Config, UserError
+from smalti.diffusion.objective import BetaSchedule
 from smalti.diffusion.step import objective_of
 from smalti.models.family import Conditioning, Prediction, SampleRequest, Weights
-from smalti.models.weights import SeededWeights, without_weights
-from smalti.settings import ModelOptions
-from smalti_diffusers.components import Components, locate
-from smalti_diffusers.options import DiffusersOptions
+from smalti.models.weights import FolderWeights, SeededWeights, without_weights
+from smalti.settings import ModelOptions, TrainingOptions
+from smalti_diffusers.adapter import AdaptedWeights, Lora, adapter_shapes, attach, export_adapter
+from smalti_diffusers.components import INDEX, Components, locate
+from smalti_diffusers.options import DiffusersOptions, LoraOptions
+
+if TYPE_CHECKING:
+    from smalti.checkpoint.exportfolder import ExportFolder
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -32,22 +37,38 @@ class PipelineFamily:
     """The `ModelFamily` around a diffusers pipeline; a family is a subclass in a file of its own."""
 
     name: ClassVar[str]
-    pipeline: ClassVar[str]
+    pipeline: str
     """The pipeline's class in diffusers."""
     part: ClassVar[str] = "transformer"
     """Which part of the pipeline is trained."""
     texts: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3")
     blocks: ClassVar[tuple[str, ...]]
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
-    patch: ClassVar[int] = 1
+    patch: int = 1
     """Latent pixels on the edge of one token, or whatever latent sizes have to be multiples of."""
     vae_in_fp32: ClassVar[bool] = False
+    predictions: ClassVar[tuple[Prediction, ...]] = ()
+    """What a run may make the model predict, besides what the pipeline's scheduler says."""
 
     def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
+        if components.pipeline != self.pipeline:
+            raise UserError(
+                f"{components.folder} is a {components.pipeline}, not a {self.pipeline}",
+                fix=f"name a pipeline of {self.name}, or another --model_family",
+            )
         self.components = components
         self.options = options
-        native = self.native_prediction(components.config("scheduler"))
+        scheduler = components.config("scheduler")
+        native = self.native_prediction(scheduler)
+        self.beta_schedule = cast(BetaSchedule, scheduler.get("beta_schedule", "scaled_linear"))
         self.prediction: Prediction = objective_of(config, native).prediction if config is not None else native
+        if self.prediction not in (native, *self.predictions):
+            raise UserError(
+                f"{self.name} cannot be trained with the prediction '{self.prediction}': its pipeline could not draw with it",
+                fix=f"leave --prediction_type out; the pipeline says {native}",
+            )
+        self._bf16 = config is None or config[TrainingOptions].mixed_precision == "bf16"
+        self.lora, self._base_dtype = _lora(self, config)
         self._device = torch.device("cpu")
 
     # --- what a family may say otherwise ----------------------------------------------------------------------------
@@ -57,6 +78,10 @@ class PipelineFamily:
         if "FlowMatch" in str(scheduler.get("_class_name")) or scheduler.get("prediction_type") == "flow_prediction":
             return "flow_matching"
         return cast(Prediction, scheduler.get("prediction_type", "epsilon"))
+
+    def scheduler_changes(self) -> dict[str, object]:
+        """What the scheduler's configuration has to say otherwise, so that the pipeline draws with what this run trains."""
+        return {}
 
     def inputs(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> dict[str, object]:
         """What the model is called with, by the names of its arguments."""
@@ -69,12 +94,30 @@ class PipelineFamily:
     # --- the trained model ------------------------------------------------------------------------------------------
 
     def build_model(self) -> nn.Module:
+        model = self.build_base()
+        return model if self.lora is None else attach(model, self.lora, self._base_dtype)
+
+    def build_base(self) -> nn.Module:
+        """The model without an adapter."""
         return self.components.build(self.part)
 
     def weights(self, seed: int) -> Weights:
-        if self.options.init_from_config:
-            return SeededWeights(self.build_model, seed)
-        return self.components.weights(self.part)
+        base = self.base_weights(seed)
+        if self.lora is None:
+            return base
+        with without_weights():
+            adapters = adapter_shapes(self.build_model())
+        return AdaptedWeights(base, adapters, self.lora, seed)
+
+    def base_weights(self, seed: int) -> SeededWeights | FolderWeights:
+        """The first weights of the model without an adapter."""
+        return SeededWeights(self.build_base, seed) if self.options.init_from_config else self.components.weights(self.part)
+
+    def adapter(self, seed: int) -> dict[str, object] | None:
+        if self.lora is None:
+            return None
+        base = self.base_weights(seed).digest()
+        return {"kind": "lora", "rank": self.lora.rank, "alpha": self.lora.alpha, "base": base}
 
     def forward(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
         prediction: Tensor = model(**self.inputs(noisy, timesteps, conditioning), return_dict=False)[0]
@@ -109,18 +152,23 @@ class PipelineFamily:
         """The pipeline without the trained model."""
         cls = getattr(import_module("diffusers"), self.pipeline)
         parts = {part: self._load(part) for part in self.components.parts() if part != self.part}
-        pipeline = cls(**parts, **{self.part: None})
+        pipeline = cls(**parts, **{self.part: None}, **self.components.settings)
         pipeline.set_progress_bar_config(disable=True)
         return cast(object, pipeline.to(self._device))
 
     def _load(self, part: str) -> object:
         if part == "vae":
             default = torch.float32 if self.vae_in_fp32 or self._device.type == "cpu" else torch.bfloat16
-            return self.components.load(part, _DTYPES.get(self.options.vae_dtype, default))
+            vae = cast(nn.Module, self.components.load(part, _DTYPES.get(self.options.vae_dtype, default)))
+            decode_in_own_type(vae)
+            return vae
         if part in self.texts:
-            default = torch.float32 if self._device.type == "cpu" else torch.bfloat16
+            default = torch.bfloat16 if self._bf16 and self._device.type != "cpu" else torch.float32
             return self.components.load(part, _DTYPES.get(self.options.text_encoder_dtype, default))
-        return self.components.load(part)
+        loaded = self.components.load(part)
+        if part == "scheduler" and (changes := self.scheduler_changes()):
+            return cast(object, type(loaded).from_config(loaded.config, **changes))  # type: ignore[attr-defined]
+        return loaded
 
     def to(self, device: str) -> None:
         self._device = torch.device(device)
@@ -193,11 +241,43 @@ class PipelineFamily:
         """More arguments for the pipeline."""
         return {}
 
+    # --- for inference ----------------------------------------------------------------------------------------------
+
+    def export(self, folder: ExportFolder) -> None:
+        """The pipeline that the run started from, with the trained part in the place of its own; or the file of an adapter."""
+        if self.lora is not None:
+            export_adapter(folder, self.part)
+            return
+        components = self.components
+        folder.copy(components.folder / INDEX, INDEX)
+        changes = self.scheduler_changes()
+        if changes:
+            folder.write_json("scheduler/scheduler_config.json", components.config("scheduler") | changes)
+        for part in components.parts():
+            if part != self.part and not (part == "scheduler" and changes):
+                for path in components.files(part):
+                    folder.copy(components.folder / path, path.as_posix())
+        folder.write_model(self.part, components.config(self.part))
+
+
+def _lora(family: PipelineFamily, config: Config | None) -> tuple[Lora | None, torch.dtype]:
+    """The adapter that the options ask for, None when all weights are trained, and the type of what is frozen then."""
+    if config is None or config[ModelOptions].model_type != "lora":
+        return None, torch.float32
+    options = config[LoraOptions]
+    lora = Lora(
+        rank=options.lora_rank,
+        alpha=options.lora_alpha or float(options.lora_rank),
+        dropout=options.lora_dropout,
+        targets=options.lora_targets or family.lora_targets(),
+        init=options.lora_init,
+    )
+    computes = torch.bfloat16 if config[TrainingOptions].mixed_precision == "bf16" else torch.float32
+    return lora, _DTYPES.get(options.lora_base_dtype, computes)
+
 
 def create(family: type[PipelineFamily], config: Config, flavours: dict[str, str]) -> PipelineFamily:
     """The family over the pipeline that the options name: a path or hub id, or a flavour's."""
-    from smalti import UserError
-
     model = config[ModelOptions]
     name = model.pretrained_model_name_or_path
     if name is None:
@@ -209,7 +289,18 @@ def create(family: type[PipelineFamily], config: Config, flavours: dict[str, str
     return family(Components(locate(name, options.revision)), options, config)
 
 
+def decode_in_own_type(vae: nn.Module) -> None:
+    """Make an autoencoder keep its type: pipelines call it with latents of the encoders' type, and under the run's autocast."""
+    decode = cast("Callable[..., object]", vae.decode)
+
+    def in_own_type(latents: Tensor, *arguments: object, **keywords: object) -> object:
+        with torch.autocast(latents.device.type, enabled=False):
+            return decode(latents.to(next(vae.parameters()).dtype), *arguments, **keywords)
+
+    vae.decode = in_own_type  # type: ignore[assignment]
+
+
 def parameter_count(family: PipelineFamily) -> int:
-    """Of the trained model, without allocating it."""
-    with without_weights():
+    """Of the trained model, without allocating anything."""
+    with torch.device("meta"):
         return sum(parameter.numel() for parameter in family.build_model().parameters())

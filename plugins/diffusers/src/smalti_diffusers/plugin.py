@@ -5,7 +5,13 @@ from __future__ import annotations
 from smalti import FamilyEntry, OptionGroup, hookimpl
 from smalti_diffusers.options import GROUPS
 
-FAMILIES = (FamilyEntry(name="flux", title="Flux.1", factory="smalti_diffusers.flux:family"),)
+FAMILIES = (
+    FamilyEntry(name="flux", title="Flux.1", factory="smalti_diffusers.flux:family"),
+    FamilyEntry(name="pixart", title="PixArt Sigma and Alpha", factory="smalti_diffusers.pixart:family"),
+    FamilyEntry(name="sana", title="Sana", factory="smalti_diffusers.sana:family"),
+    FamilyEntry(name="sd3", title="Stable Diffusion 3 and 3.5", factory="smalti_diffusers.sd3:family"),
+    FamilyEntry(name="sdxl", title="Stable Diffusion XL", factory="smalti_diffusers.sdxl:family"),
+)
 
 
 class Diffusers:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 from smalti import Config, Problem
-from smalti.settings import LaunchOptions, TrainingOptions
-from smalti_fsdp2.options import ContextOptions, FsdpOptions, context_without_fsdp2, enabled, named_classes
+from smalti.settings import LaunchOptions, ModelOptions, TrainingOptions
+from smalti_fsdp2.options import (
+    CONTEXT_ON_CPU,
+    ContextOptions,
+    FsdpOptions,
+    context_without_fsdp2,
+    enabled,
+    named_classes,
+)
 
 
 def problems(config: Config) -> list[Problem]:
@@ -16,13 +24,16 @@ def problems(config: Config) -> list[Problem]:
         return [Problem(message="Context parallelism requires FSDP2.", where=config.source("context_parallel_size"), fix=fix)]
     if not enabled(config):
         return []
-    return [*_sizes(config), *_classes(config), *_beyond_version1(config)]
+    return [*_sizes(config), *_classes(config), *_recomputation(config), *_beyond_version1(config)]
 
 
 def _sizes(config: Config) -> list[Problem]:
     ranks = config[LaunchOptions].num_processes
     found = []
     context = config[ContextOptions].context_parallel_size
+    if context > 1 and config[LaunchOptions].use_cpu and not os.environ.get(CONTEXT_ON_CPU):
+        fix = "leave --use_cpu out, or --context_parallel_size=1"
+        found.append(Problem(message="context parallelism needs CUDA devices", where=config.source("use_cpu"), fix=fix))
     if ranks % context:
         fix = f"--num_processes={context * max(1, ranks // context)}, or a context_parallel_size that divides {ranks}"
         found.append(Problem(message=f"{ranks} ranks cannot be split into groups of context_parallel_size={context}", fix=fix))
@@ -30,6 +41,25 @@ def _sizes(config: Config) -> list[Problem]:
     if shard is not None and ranks % shard:
         fix = f"--fsdp_shard_size={ranks} to share one copy among all, or a number that divides {ranks}"
         found.append(Problem(message=f"{ranks} ranks cannot be split into groups of fsdp_shard_size={shard}", fix=fix))
+    return found
+
+
+def _recomputation(config: Config) -> list[Problem]:
+    """Recomputation asked for twice, or in a way that does not go with groups inside blocks."""
+    options = config[FsdpOptions]
+    if not options.fsdp_activation_checkpointing:
+        return []
+    found = []
+    if config[ModelOptions].gradient_checkpointing:
+        fix = "keep one of --gradient_checkpointing and --fsdp_activation_checkpointing"
+        found.append(Problem(message="activations would be recomputed twice", fix=fix))
+    blocks_are_whole = options.fsdp_auto_wrap_policy in ("TRANSFORMER_BASED_WRAP", "NO_WRAP")
+    if options.fsdp_activation_checkpointing_mode == "selective" and not blocks_are_whole:
+        message = (
+            f"selective recomputation cannot gather groups inside of blocks, as {options.fsdp_auto_wrap_policy} may make them"
+        )
+        fix = "--fsdp_activation_checkpointing_mode=full, or --fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP"
+        found.append(Problem(message=message, fix=fix))
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, ValidationInfo, field_validator
 
 from smalti import Config, Names, Options, option
 
@@ -138,10 +138,20 @@ class ContextOptions(Options):
         accelerate="parallelism_config.parallelism_config_cp_comm_strategy",
     )
 
+    @field_validator("context_parallel_comm_strategy")
+    @classmethod
+    def _alone(cls, value: str, info: ValidationInfo) -> str:
+        """One rank has no strategy: whatever is exported says so."""
+        return value if info.data.get("context_parallel_size", 1) > 1 else "allgather"
+
+
+CONTEXT_ON_CPU = "SMALTI_CONTEXT_PARALLEL_ON_CPU"
+"""Set in the environment, it lets tests split tokens on processors."""
+
 
 def enabled(config: Config) -> bool:
-    """Whether this run is sharded: asked for, or needed by context parallelism and not switched off."""
-    return config[FsdpOptions].fsdp_enable or (splits_context(config) and not _switched_off(config))
+    """Whether this run is sharded: asked for, or needed by context parallelism."""
+    return config[FsdpOptions].fsdp_enable or splits_context(config)
 
 
 def named_classes(config: Config) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from smalti.checkpoint.snapshot import Snapshot
-    from smalti.models.family import Weights
+    from smalti.models.family import ModelFamily, Weights
     from smalti.parallel import Parallel, Ranks
 
 FORMATS = (
@@ -95,10 +95,14 @@ class Fsdp:
         return blocks_named(model, names)
 
     @hookimpl
-    def wrap_model(self, model: nn.Module, blocks: list[Block], parallel: Parallel, weights: Weights) -> nn.Module | None:
+    def wrap_model(
+        self, model: nn.Module, family: ModelFamily, blocks: list[Block], parallel: Parallel, weights: Weights
+    ) -> nn.Module | None:
         from smalti_fsdp2.sharded import Sharded
         from smalti_fsdp2.version1 import FullySharded
 
+        if isinstance(parallel, Sharded):
+            parallel.share_tokens(model, family)
         return parallel.wrap(model, blocks, weights) if isinstance(parallel, Sharded | FullySharded) else None
 
     @hookimpl

@@ -7,7 +7,7 @@ from functools import partial, wraps
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from smalti import Block
 
@@ -35,13 +35,15 @@ def recompute(model: nn.Module, blocks: Sequence[Block], *, mode: str, every: in
 
 
 def _recomputing(forward: Callable[..., Tensor], *, selective: bool) -> Callable[..., Tensor]:
-    contexts = partial(create_selective_checkpoint_contexts, _keep) if selective else noop_context_fn
+    computed_twice = partial(checkpoint, use_reentrant=False)
+    if selective:  # torch.compile refuses any context_fn that is given, the one that does nothing too
+        computed_twice = partial(computed_twice, context_fn=partial(create_selective_checkpoint_contexts, _keep))
 
     @wraps(forward)
     def again(*arguments: object, **named: object) -> Tensor:
         if not torch.is_grad_enabled():
             return forward(*arguments, **named)
-        result: Tensor = checkpoint(partial(forward, **named), *arguments, use_reentrant=False, context_fn=contexts)
+        result: Tensor = computed_twice(partial(forward, **named), *arguments)
         return result
 
     return again

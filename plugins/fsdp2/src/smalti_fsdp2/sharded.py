@@ -15,9 +15,11 @@ from smalti import Block, Config
 from smalti.checkpoint.portable import capture, restore
 from smalti.group import Group
 from smalti.models.compilation import compile_blocks
-from smalti.models.family import Weights
+from smalti.models.context import context_plan
+from smalti.models.family import ModelFamily, Weights
 from smalti.parallel import PortableState
 from smalti.settings import TrainingOptions
+from smalti_fsdp2.context import context_group, split_context
 from smalti_fsdp2.filling import fill
 from smalti_fsdp2.options import ContextOptions, FsdpOptions
 from smalti_fsdp2.recomputation import recompute
@@ -37,6 +39,12 @@ class Sharded(Group):
         self._bf16 = config[TrainingOptions].mixed_precision == "bf16"
         self._mesh = shard_mesh(self.world, self._options.fsdp_shard_size)
         self._synchronised = True
+
+    def share_tokens(self, model: nn.Module, family: ModelFamily) -> None:
+        """Where ranks work on the same samples, make the model work on this rank's part of the tokens. *Collective*."""
+        if self.world.context > 1:
+            strategy = self._config[ContextOptions].context_parallel_comm_strategy
+            split_context(model, context_plan(family, model), context_group(self.world, self._timeout), strategy)
 
     def wrap(self, model: nn.Module, blocks: Sequence[Block], weights: Weights) -> nn.Module:
         """The model, cut and filled. *Collective*."""

@@ -20,8 +20,9 @@ def shard_mesh(world: World, shard_size: int | None) -> DeviceMesh:
     """All ranks in a row; or a table, when several groups of ranks each share one copy of the model (HSDP).
 
     Without a size, one machine shares a copy: gathering goes over its fast links, and only gradients travel between machines.
+    Machines with a single rank each share one copy among all, because a rank by itself would shard nothing.
     """
-    size = shard_size or min(world.local_size, world.size)
+    size = shard_size or (world.local_size if world.local_size > 1 else world.size)
     kind = torch.device(world.device).type
     if world.size % size:
         raise UserError(

@@ -68,8 +68,9 @@ class FullySharded(Group):
             raise UserError("FSDP 1 does not average gradients over copies that are not cut", fix=fix)
         self._offload = self._options.fsdp_cpu_offload and self._mesh.device_type != "cpu"
         self._precision = precision(self._options, bf16=self._bf16)
-        # Outside of no_sync gradients are added up in fp32, inside as parameters are gathered; host memory leaves no choice.
-        self._waits = self._offload or self._precision.param_dtype is not torch.bfloat16
+        # Whole gradients of micro-batches are added up in the type of gathered parameters, their shards in fp32; but torch does
+        # not add to shards on the host.
+        self._adds_whole = self._offload or self._precision.param_dtype is not torch.bfloat16
         for message in _EXPECTED:
             warnings.filterwarnings("ignore", message)
         if self.world.is_main:
@@ -119,7 +120,7 @@ class FullySharded(Group):
         return model, optimizer
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        return self._model.no_sync() if self._waits and not last else nullcontext()
+        return self._model.no_sync() if self._adds_whole and not last else nullcontext()
 
     def autocast(self) -> AbstractContextManager[None]:
         if not self._bf16:

@@ -1,0 +1,120 @@
+"""LoRA (Hu et al. 2021) by way of peft: small matrices beside frozen layers, and the first weights of both.
+
+A layer `attn.to_q` becomes `attn.to_q.base_layer`, with `attn.to_q.lora_A.default` (rank, in) and `attn.to_q.lora_B.default`
+(out, rank) beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from smalti import UserError
+from smalti.models.family import Weights
+
+if TYPE_CHECKING:
+    from smalti.checkpoint.exportfolder import ExportFolder
+
+FILE = "pytorch_lora_weights.safetensors"
+"""What `load_lora_weights` of a pipeline looks for."""
+_NAME = "default"
+_BASE = ".base_layer."
+_METADATA = "lora_adapter_metadata"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """An adapter. It is added with the weight `alpha / rank`; `targets` are ends of module names; `init` draws lora_A."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    targets: tuple[str, ...]
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+
+
+def attach(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> nn.Module:
+    """The same model, frozen, in `base_dtype`, with adapters on the meta device that train in fp32.
+
+    Raises UserError for a target that no layer has, or that is no layer an adapter fits.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    names = [name for name, _ in model.named_modules()]
+    lost = [target for target in lora.targets if not any(f".{name}".endswith(f".{target}") for name in names)]
+    if lost:
+        raise UserError(f"no layer's name ends in {', '.join(lost)}", fix="--lora_targets=NAME,..., such as to_q,to_k,to_v")
+    settings = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": list(lora.targets)}
+    config = LoraConfig(**settings)  # type: ignore[arg-type]  # alpha may be a fraction, whatever the annotation says
+    try:
+        inject_adapter_in_model(config, model, adapter_name=_NAME, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise UserError(f"an adapter does not fit: {error}", fix="--lora_targets=NAME,... of linear layers") from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(base_dtype)
+    return model
+
+
+class AdaptedWeights:
+    """`Weights` of a model with adapters: the base's under the names that it has now, and adapters drawn from a seed.
+
+    `adapters` are the shapes of the adapters' parameters. lora_B is zero, so that the first prediction is the base's. Each
+    lora_A has random numbers of its own, a function of seed and name.
+    """
+
+    def __init__(self, base: Weights, adapters: Mapping[str, Sequence[int]], lora: Lora, seed: int) -> None:
+        self._base = base
+        self._adapters = adapters
+        self._lora = lora
+        self._seed = seed
+        self._adapted = {name.partition(".lora_")[0] for name in adapters}
+
+    def names(self) -> Iterator[str]:
+        for name in self._base.names():
+            module, _, own = name.rpartition(".")
+            yield f"{module}{_BASE}{own}" if module in self._adapted else name
+        yield from self._adapters
+
+    def get(self, name: str) -> Tensor:
+        if name not in self._adapters:
+            return self._base.get(name.replace(_BASE, "."))
+        shape = self._adapters[name]
+        if ".lora_A." not in name:
+            return torch.zeros(*shape)
+        number = int.from_bytes(blake2b(f"{self._seed} {name}".encode(), digest_size=8).digest(), "little")
+        random = torch.Generator().manual_seed(number >> 1)
+        if self._lora.init == "gaussian":
+            return torch.randn(*shape, generator=random) / self._lora.rank
+        bound = 1 / math.sqrt(math.prod(shape[1:]))
+        return torch.rand(*shape, generator=random) * 2 * bound - bound
+
+
+def adapter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of the adapters' parameters in a model that has them."""
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if ".lora_" in name}
+
+
+def export_adapter(folder: ExportFolder, part: str) -> None:
+    """The file that `load_lora_weights` reads, for an adapter of this part of a pipeline; rank and alpha are its metadata."""
+    assert folder.adapter is not None, "the checkpoint of an adapter says what it is"
+    renamed = {f"{part}.{name.replace(f'.{_NAME}.', '.')}": name for name in folder.tensors}
+    settings = {
+        "r": folder.adapter["rank"],
+        "lora_alpha": folder.adapter["alpha"],
+        "target_modules": _modules(folder.tensors),
+    }
+    notes = {_METADATA: json.dumps({f"{part}.{key}": value for key, value in settings.items()}, sort_keys=True)}
+    folder.write_tensors(FILE, renamed, notes)
+
+
+def _modules(names: Collection[str]) -> list[str]:
+    return sorted({name.partition(".lora_")[0] for name in names})

@@ -1,0 +1,89 @@
+"""Sana (Xie et al. 2024): rectified flow with linear attention on latents 32 times smaller than the picture, Gemma as encoder.
+
+Shapes: B batch, latents (B, C, h, w), L text tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from inspect import signature
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from smalti import Config
+from smalti.models.family import Conditioning, SampleRequest
+from smalti_diffusers.pipeline import PipelineFamily, create
+
+FLAVOURS = {
+    "1600m-1024": "Efficient-Large-Model/Sana_1600M_1024px_diffusers",
+    "1600m-512": "Efficient-Large-Model/Sana_1600M_512px_diffusers",
+    "600m-1024": "Efficient-Large-Model/Sana_600M_1024px_diffusers",
+    "600m-512": "Efficient-Large-Model/Sana_600M_512px_diffusers",
+}
+
+
+class Sana(PipelineFamily):
+    name = "sana"
+    pipeline = "SanaPipeline"
+    blocks = ("SanaTransformerBlock",)
+    targets = ("to_q", "to_k", "to_v", "to_out.0")
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.register_forward_hook(_in_own_memory)
+        return model
+
+    @property
+    def text_length(self) -> int:
+        return self.options.tokenizer_max_length or 300
+
+    @cached_property
+    def instruction(self) -> list[str]:
+        """What the pipeline puts before every prompt to make Gemma tell more of it, unless it is told otherwise."""
+        return cast(list[str], signature(type(self.frozen).__call__).parameters["complex_human_instruction"].default)
+
+    def encode_captions(self, captions: Sequence[str]) -> Conditioning:
+        """With the pipeline's instruction before each caption, but for the empty one: so the pipeline guides away from it."""
+        empty = torch.tensor([not caption for caption in captions], device=self._device).view(-1, 1)
+        with torch.no_grad():
+            tokens, mask, plain, plain_mask = self.frozen.encode_prompt(  # type: ignore[attr-defined]
+                list(captions),
+                do_classifier_free_guidance=bool(empty.any()),
+                negative_prompt="",
+                device=self._device,
+                max_sequence_length=self.text_length,
+                complex_human_instruction=self.instruction,
+            )
+        if plain is not None:
+            tokens, mask = torch.where(empty.unsqueeze(-1), plain, tokens), torch.where(empty, plain_mask, mask)
+        return {"tokens": tokens, "mask": mask}
+
+    def example_conditioning(self, width: int, height: int) -> Conditioning:
+        width_of_text = cast(int, self.components.config(self.part)["caption_channels"])
+        length = self.text_length
+        return {"tokens": torch.empty(1, length, width_of_text), "mask": torch.ones(1, length, dtype=torch.int64)}
+
+    def inputs(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> dict[str, object]:
+        scale = cast(float, self.components.config(self.part).get("timestep_scale", 1.0))
+        return {
+            "hidden_states": noisy,
+            "timestep": timesteps * scale,
+            "encoder_hidden_states": conditioning["tokens"],
+            "encoder_attention_mask": conditioning["mask"],
+        }
+
+    def sampling(self, request: SampleRequest) -> dict[str, object]:
+        # Without binning, pictures have the size asked for.
+        return {"max_sequence_length": self.text_length, "use_resolution_binning": False}
+
+
+def _in_own_memory(model: nn.Module, inputs: object, answer: object) -> object:
+    """After the forward pass: its answer, which is a view, copied. FSDP warns of views, which must not be changed in place."""
+    return (cast(Tensor, answer[0]).clone(), *answer[1:]) if isinstance(answer, tuple) else answer
+
+
+def family(config: Config) -> Sana:
+    return cast(Sana, create(Sana, config, FLAVOURS))

@@ -1,0 +1,122 @@
+"""Stable Diffusion XL (Podell et al. 2023): a U-Net on latents, told captions by two CLIP encoders and where a picture was cut.
+
+Shapes: B batch, latents (B, C, h, w), L = 77 tokens, D their width (both encoders beside each other), P the pooled caption's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from smalti import Config, UserError
+from smalti.models.family import Conditioning
+from smalti.models.frames import Frame
+from smalti.settings import ObjectiveOptions
+from smalti_diffusers.components import Components
+from smalti_diffusers.noiseschedule import check_noise_schedule
+from smalti_diffusers.options import DiffusersOptions
+from smalti_diffusers.pipeline import PipelineFamily, create
+
+FLAVOURS = {"base-1.0": "stabilityai/stable-diffusion-xl-base-1.0"}
+
+
+class Sdxl(PipelineFamily):
+    name = "sdxl"
+    pipeline = "StableDiffusionXLPipeline"
+    part = "unet"
+    # Stages of the U-Net hold up to half of it, and their Transformer2DModels up to a seventh. Of these two, which are all
+    # of the model but 2 % of it, the largest is 2 % too; the 70 transformer blocks are 10 to 35 million parameters each.
+    blocks = ("BasicTransformerBlock", "ResnetBlock2D")
+    # Sizes were multiples of 64 pixels in its own training; the U-Net itself needs no more than its two halvings.
+    patch = 8
+    # Its activations leave the range of fp16, and bf16 is too coarse for an autoencoder.
+    vae_in_fp32 = True
+    predictions = ("epsilon", "v_prediction")
+
+    def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
+        if components.pipeline != self.pipeline:  # the refiner and inpainting models are called otherwise
+            raise UserError(
+                f"{components.folder} is a {components.pipeline}, not a {self.pipeline}",
+                fix="name a text-to-image pipeline of SDXL, such as stabilityai/stable-diffusion-xl-base-1.0",
+            )
+        super().__init__(components, options, config)
+        if self.prediction not in ("epsilon", "v_prediction"):
+            raise UserError(
+                f"sdxl cannot be trained with the prediction '{self.prediction}'",
+                fix="use a pipeline with, or --prediction_type=, epsilon or v_prediction",
+            )
+        self.zero_snr = False
+        if config is not None:
+            check_noise_schedule(config, components.config("scheduler"), str(components.folder))
+            self.zero_snr = config[ObjectiveOptions].rescale_betas_zero_snr
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        # Blocks are taken in the order in which the model holds them; its own has the middle after the way up.
+        up = model.up_blocks
+        del model.up_blocks
+        model.up_blocks = up
+        if self._channels_last:
+            for module in model.modules():
+                if isinstance(module, nn.Conv2d):
+                    module.register_forward_pre_hook(_in_channels_last)
+        return model
+
+    @property
+    def _channels_last(self) -> bool:
+        chosen = self.options.unet_channels_last
+        return self._device.type == "cuda" if chosen is None else chosen
+
+    def encode_captions(self, captions: Sequence[str]) -> Conditioning:
+        with torch.no_grad():
+            tokens, _, pooled, _ = self.frozen.encode_prompt(  # type: ignore[attr-defined]
+                prompt=list(captions), device=self._device, do_classifier_free_guidance=False
+            )
+        if self.components.settings.get("force_zeros_for_empty_prompt", True):
+            # What the pipeline guides away from is then nothing at all, not the encoded empty prompt.
+            told = torch.tensor([caption != "" for caption in captions], device=self._device)
+            tokens, pooled = tokens * told[:, None, None], pooled * told[:, None]
+        return {"tokens": tokens.float(), "pooled": pooled.float()}
+
+    def encode_frames(self, frames: Sequence[Frame], width: int, height: int) -> Conditioning:
+        """(B, 6): height and width of the original, top and left of the cut, height and width that are trained."""
+        rows = [(frame.height, frame.width, frame.top, frame.left, height, width) for frame in frames]
+        return {"time_ids": torch.tensor(rows, dtype=torch.float32, device=self._device).view(len(rows), 6)}
+
+    def example_conditioning(self, width: int, height: int) -> Conditioning:
+        config = self.components.config(self.part)
+        times = 6 * cast(int, config["addition_time_embed_dim"])
+        return {
+            "tokens": torch.empty(1, 77, cast(int, config["cross_attention_dim"])),
+            "pooled": torch.empty(1, cast(int, config["projection_class_embeddings_input_dim"]) - times),
+            "time_ids": torch.empty(1, 6),
+        }
+
+    def inputs(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> dict[str, object]:
+        return {
+            "sample": noisy,
+            "timestep": timesteps,
+            "encoder_hidden_states": conditioning["tokens"],
+            "added_cond_kwargs": {"text_embeds": conditioning["pooled"], "time_ids": conditioning["time_ids"]},
+        }
+
+    def scheduler_changes(self) -> dict[str, object]:
+        if not self.zero_snr:
+            return {"prediction_type": self.prediction}
+        # Only a schedule that begins in the last step begins in pure noise (Lin et al. 2023, section 3.3).
+        return {"prediction_type": self.prediction, "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+
+
+def _in_channels_last(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    """Before a convolution: its input as (B, h, w, C) in memory, where the convolution follows suit.
+
+    At each one anew, because group norms and reshapes on the way give other layouts; weights stay as backends want them.
+    """
+    return (inputs[0].contiguous(memory_format=torch.channels_last),)
+
+
+def family(config: Config) -> Sdxl:
+    return cast(Sdxl, create(Sdxl, config, FLAVOURS))

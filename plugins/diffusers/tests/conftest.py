@@ -1,0 +1,48 @@
+"""A data set of a few pictures, and real runs on tiny pipelines."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pictured import PROMPT
+from PIL import Image
+
+OPTIONS = {
+    "resolution": 16,
+    "resolution_type": "pixel",
+    "train_batch_size": 4,
+    "mixed_precision": "no",
+    "learning_rate": 1e-2,
+    "max_train_steps": 2,
+    "checkpoint_step_interval": 0,
+    "validation_step_interval": 2,
+    "validation_prompt": PROMPT,
+    "validation_num_inference_steps": 2,
+    "use_cpu": True,
+}
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory) -> Path:
+    """Four pictures with captions."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for number in range(4):
+        Image.new("RGB", (16, 16), (60 * number, 255 - 60 * number, 90)).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"colour {number}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def train(pictures):
+    """A run to its end, in a process of its own: train(directory, option=value ...) gives the exit code and the output."""
+
+    def start(directory: Path, **options) -> tuple[int, str]:
+        values = {**OPTIONS, "instance_data_dir": pictures, "output_dir": directory, **options}
+        words = [sys.executable, "-m", "smalti", "train", *(f"--{name}={value}" for name, value in values.items())]
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("SMALTI_")}
+        done = subprocess.run(words, env=inherited, capture_output=True, text=True, timeout=300)
+        return done.returncode, done.stdout + done.stderr
+
+    return start

@@ -1,0 +1,142 @@
+"""Models of published shape, built from their configurations alone: how many parameters they have, and what they compute."""
+
+import json
+import resource
+
+import pytest
+
+from smalti_diffusers.components import Components
+from smalti_diffusers.flux import Flux
+from smalti_diffusers.options import DiffusersOptions
+from smalti_diffusers.pipeline import parameter_count
+from smalti_diffusers.pixart import PixArt
+from smalti_diffusers.sana import Sana
+from smalti_diffusers.sd3 import StableDiffusion3
+
+SD3 = {
+    "sample_size": 128,
+    "patch_size": 2,
+    "in_channels": 16,
+    "out_channels": 16,
+    "num_layers": 24,
+    "attention_head_dim": 64,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 4096,
+    "caption_projection_dim": 1536,
+    "pooled_projection_dim": 2048,
+    "pos_embed_max_size": 192,
+}
+SANA = {
+    "in_channels": 32,
+    "out_channels": 32,
+    "num_layers": 20,
+    "num_attention_heads": 70,
+    "attention_head_dim": 32,
+    "num_cross_attention_heads": 20,
+    "cross_attention_head_dim": 112,
+    "cross_attention_dim": 2240,
+    "caption_channels": 2304,
+    "mlp_ratio": 2.5,
+}
+SMALL_SANA = {
+    "num_layers": 28,
+    "num_attention_heads": 36,
+    "num_cross_attention_heads": 16,
+    "cross_attention_head_dim": 72,
+    "cross_attention_dim": 1152,
+}
+MODELS = {
+    "flux dev": (
+        Flux,
+        "FluxTransformer2DModel",
+        {
+            "in_channels": 64,
+            "num_layers": 19,
+            "num_single_layers": 38,
+            "attention_head_dim": 128,
+            "num_attention_heads": 24,
+            "joint_attention_dim": 4096,
+            "pooled_projection_dim": 768,
+            "guidance_embeds": True,
+        },
+    ),
+    "sd3 medium": (StableDiffusion3, "SD3Transformer2DModel", SD3),
+    "sd3.5 medium": (
+        StableDiffusion3,
+        "SD3Transformer2DModel",
+        {**SD3, "pos_embed_max_size": 384, "qk_norm": "rms_norm", "dual_attention_layers": list(range(13))},
+    ),
+    "sd3.5 large": (
+        StableDiffusion3,
+        "SD3Transformer2DModel",
+        {**SD3, "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "qk_norm": "rms_norm"},
+    ),
+    "pixart sigma": (
+        PixArt,
+        "Transformer2DModel",  # as its published pipeline says; diffusers makes a PixArtTransformer2DModel of it
+        {
+            "norm_type": "ada_norm_single",
+            "num_attention_heads": 16,
+            "attention_head_dim": 72,
+            "in_channels": 4,
+            "out_channels": 8,
+            "num_layers": 28,
+            "cross_attention_dim": 1152,
+            "attention_bias": True,
+            "sample_size": 128,
+            "patch_size": 2,
+            "caption_channels": 4096,
+            "interpolation_scale": 2,
+            "use_additional_conditions": False,
+        },
+    ),
+    "sana 1600m": (Sana, "SanaTransformer2DModel", SANA),
+    "sana 600m": (Sana, "SanaTransformer2DModel", {**SANA, **SMALL_SANA}),
+}
+VAES = {
+    Flux: {"latent_channels": 16, "block_out_channels": [128, 256, 512, 512]},
+    StableDiffusion3: {"latent_channels": 16, "block_out_channels": [128, 256, 512, 512]},
+    PixArt: {"latent_channels": 4, "block_out_channels": [128, 256, 512, 512]},
+    Sana: {"latent_channels": 32, "encoder_block_out_channels": [128, 256, 512, 512, 1024, 1024]},
+}
+PARAMETERS = {
+    "flux dev": 11_901_408_320,
+    "sd3 medium": 2_028_328_000,
+    "sd3.5 medium": 2_243_171_520,
+    "sd3.5 large": 8_056_627_520,
+    "pixart sigma": 610_856_096,
+    "sana 1600m": 1_604_462_752,
+    "sana 600m": 591_747_872,
+}
+
+
+@pytest.fixture
+def build(tmp_path):
+    def give(name):
+        family, model, config = MODELS[name]
+        parts = {"transformer": config, "vae": VAES[family], "text_encoder_3": {}}
+        for part, values in parts.items():
+            (tmp_path / part).mkdir()
+            (tmp_path / part / "config.json").write_text(json.dumps(values))
+        (tmp_path / "scheduler").mkdir()
+        (tmp_path / "scheduler" / "scheduler_config.json").write_text("{}")
+        index = {
+            "_class_name": getattr(family, "pipeline", "PixArtSigmaPipeline"),
+            **{part: ["diffusers", model] for part in parts},
+        }
+        (tmp_path / "model_index.json").write_text(json.dumps(index))
+        return family(Components(tmp_path), DiffusersOptions())
+
+    return give
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_published_shape_has_the_published_number_of_parameters_and_takes_no_memory(build, name):
+    family = build(name)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert parameter_count(family) == PARAMETERS[name]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024
+
+
+def test_flux_at_1024_pixels_takes_74_teraflops_forward(build):
+    assert build("flux dev").flops_per_sample(1024, 1024) == pytest.approx(74.4e12, rel=1e-3)

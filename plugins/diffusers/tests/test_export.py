@@ -1,0 +1,123 @@
+"""What a run has trained becomes a pipeline of diffusers, which draws what the run drew."""
+
+import json
+
+import pytest
+import tiny
+import torch
+from click.testing import CliRunner
+from diffusers import DiffusionPipeline, FluxTransformer2DModel
+from pictured import difference
+from safetensors.torch import load_file
+from tiny import flux
+
+from smalti import UserError
+from smalti.checkpoint.exportfolder import ExportFolder, Trained
+from smalti.checkpoint.formats import OwnCheckpoint
+from smalti.checkpoint.snapshot import Snapshot
+from smalti.checkpoint.writer import save
+from smalti.commands.checkpoint import checkpoint
+from smalti.config import resolve, schema_of
+from smalti.parallel import PortableState
+from smalti.plugins import load_plugins
+from smalti.run import find_family
+from smalti.testing.strategies import Alone
+from smalti_diffusers.components import Components
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, train):
+    root = tmp_path_factory.mktemp("export")
+    flux(root / "base")
+    code, output = train(
+        root / "run", model_family="flux", pretrained_model_name_or_path=root / "base", use_ema=True, checkpoint_step_interval=1
+    )
+    assert code == 0, output
+    return root / "run"
+
+
+def export(*words):
+    return CliRunner().invoke(checkpoint, ["export", *map(str, words)])
+
+
+@pytest.fixture(scope="module")
+def exported(run, tmp_path_factory):
+    """The averaged weights, with which a run draws."""
+    target = tmp_path_factory.mktemp("exported") / "pipeline"
+    done = export(run, "--to", target, "--ema", "--json")
+    assert done.exit_code == 0, done.output
+    return target, json.loads(done.stdout)
+
+
+def test_the_pipeline_draws_what_the_run_drew(run, exported):
+    assert difference(DiffusionPipeline.from_pretrained(exported[0]), run) <= 1
+
+
+def test_the_pipeline_that_the_run_started_from_draws_something_else(run):
+    assert difference(DiffusionPipeline.from_pretrained(run.parent / "base"), run) > 10
+
+
+def test_the_frozen_parts_are_those_of_the_pipeline_that_the_run_started_from(run, exported):
+    target, told = exported
+    base = run.parent / "base"
+    frozen = [path for path in base.rglob("*") if path.is_file() and path.parent.name != "transformer"]
+    assert [path for path in frozen if (target / path.relative_to(base)).read_bytes() != path.read_bytes()] == []
+    assert {str(path.relative_to(base)) for path in frozen} < set(told["files"])
+
+
+def test_weights_are_those_of_the_step_and_of_the_type_that_was_asked_for(run, tmp_path):
+    assert export(run, "--to", tmp_path / "made", "--step", 1, "--dtype", "bf16").exit_code == 0
+    (saved,) = (run / "checkpoints" / "step-00000001" / "model").iterdir()
+    expected = load_file(saved)
+    found = load_file(tmp_path / "made" / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name].bfloat16())] == []
+
+
+def test_large_models_are_cut_into_files_with_an_index(run, tmp_path):
+    trained = Trained(OwnCheckpoint(run / "checkpoints" / "step-00000002"), averaged=False, precision=None)
+    config = Components(run.parent / "base").config("transformer")
+    ExportFolder(tmp_path, trained, None, lambda done, total: None).write_model("part", config, largest_file=100_000)
+    assert len(list((tmp_path / "part").glob("*-of-*.safetensors"))) > 2
+    assert FluxTransformer2DModel.from_pretrained(tmp_path / "part").state_dict().keys() == trained.tensors.keys()
+
+
+def test_a_pipeline_that_has_moved_is_named_anew(run, tmp_path):
+    base = run.parent / "base"
+    moved = base.rename(tmp_path / "moved")
+    try:
+        lost = export(run, "--to", tmp_path / "made")
+        found = export(run, "--to", tmp_path / "made", "--pretrained_model_name_or_path", moved)
+    finally:
+        moved.rename(base)
+    assert [lost.exit_code, found.exit_code] == [1, 0]
+    assert lost.exception.exit_code == 2
+
+
+def test_pickled_weights_of_other_parts_are_refused(tmp_path):
+    folder = flux(tmp_path / "base")
+    (weights,) = (folder / "vae").glob("*.safetensors")
+    weights.rename(weights.with_suffix(".bin"))
+    with pytest.raises(UserError, match="is a pickle, and there are no safetensors beside it"):
+        list(Components(folder).files("vae"))
+
+
+def test_other_precisions_pickles_and_hidden_files_are_left_out(tmp_path):
+    folder = flux(tmp_path / "base") / "vae"
+    for name in ("x.fp16.safetensors", "x.safetensors.index.fp16.json", "x.bin", ".hidden", "x.safetensors.index.json"):
+        (folder / name).touch()
+    names = [path.name for path in Components(folder.parent).files("vae")]
+    assert names == ["config.json", "diffusion_pytorch_model.safetensors", "x.safetensors.index.json"]
+
+
+def test_the_scheduler_says_what_the_run_has_made_the_model_predict(tmp_path):
+    plugins = load_plugins()
+    words = ["--model_family=sdxl", f"--pretrained_model_name_or_path={tiny.sdxl(tmp_path / 'base')}"]
+    words += ["--prediction_type=v_prediction", "--rescale_betas_zero_snr"]
+    family = find_family(resolve(schema_of(plugins), words, environment={}), plugins)
+    saved = save(tmp_path, Snapshot(step=1, state=PortableState(model={"bias": torch.ones(2)})), Alone())
+    trained = Trained(OwnCheckpoint(saved.path), averaged=False, precision=None)
+    family.export(ExportFolder(tmp_path / "made", trained, None, lambda done, total: None))
+    written = type(family.frozen.scheduler).from_pretrained(tmp_path / "made" / "scheduler")
+    assert torch.equal(written.alphas_cumprod, family.frozen.scheduler.alphas_cumprod)
+    assert (written.config.prediction_type, written.config.timestep_spacing) == ("v_prediction", "trailing")

@@ -1,0 +1,197 @@
+"""Every family calls its model exactly as diffusers' own pipeline does, and keeps the contract of a family."""
+
+from dataclasses import dataclass
+from inspect import signature
+
+import pytest
+import tiny
+import torch
+from diffusers import DiffusionPipeline
+
+from smalti import UserError
+from smalti.config import resolve, schema_of
+from smalti.models.family import SampleRequest
+from smalti.plugins import load_plugins
+from smalti.run import find_family
+from smalti.testing.pytest import FamilyContract
+from smalti_diffusers.flux import pack
+from smalti_diffusers.options import DiffusersOptions
+from smalti_diffusers.pipeline import PipelineFamily
+from smalti_diffusers.sana import Sana
+
+MAKERS = {
+    "flux": ("flux", tiny.flux, {}),
+    "flux schnell": ("flux", tiny.flux, {"guidance": False}),
+    "sd3": ("sd3", tiny.sd3, {}),
+    "sd3.5": ("sd3", tiny.sd3, {"newer": True}),
+    "pixart sigma": ("pixart", tiny.pixart, {}),
+    "pixart alpha": ("pixart", tiny.pixart, {"alpha": True}),
+    "sana": ("sana", tiny.sana, {}),
+}
+PROMPTS = ["A red fox in the snow", "two boats"]
+SIZE = (96, 64)
+GUIDANCE = 3.5
+# What a run says to the pipeline where the pipeline's own default would be another one.
+TOLD = {
+    "flux schnell": {"max_sequence_length": 256},
+    "pixart sigma": {"use_resolution_binning": False, "clean_caption": False},
+    "pixart alpha": {"use_resolution_binning": False, "clean_caption": False},
+    "sana": {"use_resolution_binning": False},
+}
+
+
+@pytest.fixture(scope="session")
+def family_of(tmp_path_factory):
+    """family_of(kind, "--flag=1", ...) -> the family over a tiny pipeline, which is made once."""
+    plugins, folders = load_plugins(), {}
+    schema, root = schema_of(plugins), tmp_path_factory.mktemp("pipelines")
+
+    def give(kind, *flags):
+        name, make, more = MAKERS[kind]
+        if kind not in folders:
+            folders[kind] = make(root / kind.replace(" ", "-"), **more)
+        given = (f"--model_family={name}", f"--pretrained_model_name_or_path={folders[kind]}", *flags)
+        return find_family(resolve(schema, given, environment={}), plugins)
+
+    return give
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def drawn(request, family_of):
+    """A family, its model, and what its pipeline calls that model with while it draws two pictures in two steps."""
+    family = family_of(request.param, f"--flux_guidance_value={GUIDANCE}")
+    pipeline = DiffusionPipeline.from_pretrained(family.components.folder)
+    pipeline.set_progress_bar_config(disable=True)
+    calls = []
+    model = pipeline.components[family.part]
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(signature(type(module).forward).bind(module, *args, **kwargs).arguments),
+        with_kwargs=True,
+    )
+    noise = torch.stack([torch.randn(latent_shape(family), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)])
+    given = pipeline._pack_latents(noise, *noise.shape) if family.name == "flux" else noise
+    told = dict(
+        prompt=PROMPTS,
+        latents=given,
+        width=SIZE[0],
+        height=SIZE[1],
+        num_inference_steps=2,
+        guidance_scale=GUIDANCE,
+        **TOLD.get(request.param, {}),
+    )
+    pictures = pipeline(**told, output_type="pt").images * 2 - 1
+    hook.remove()
+    latents = pipeline(**told, output_type="latent").images
+    if family.name == "flux":
+        latents = pipeline._unpack_latents(latents, SIZE[1], SIZE[0], pipeline.vae_scale_factor)
+    return Drawn(family, model, noise, calls, pipeline.scheduler.timesteps, latents, pictures)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    family: PipelineFamily
+    model: torch.nn.Module
+    noise: torch.Tensor
+    calls: list
+    timesteps: torch.Tensor
+    latents: torch.Tensor
+    pictures: torch.Tensor
+
+    def inputs(self, step):
+        """What smalti calls the model with for the same captions and noise; with the empty prompt, where the pipeline is."""
+        guided = len(self.calls[step]["hidden_states"]) == 2 * len(PROMPTS)
+        conditioning = self.family.encode_captions([""] * len(PROMPTS) * guided + PROMPTS)
+        noisy = torch.cat([self.noise, self.noise]) if guided else self.noise
+        with torch.no_grad():
+            return self.family.inputs(noisy, self.timesteps[step].float().expand(len(noisy)), conditioning)
+
+
+def latent_shape(family):
+    channels = family.components.config("vae")["latent_channels"]
+    return channels, SIZE[1] // family.vae_scale, SIZE[0] // family.vae_scale
+
+
+def tensors(arguments):
+    """The tensors among the arguments of a call; those that one of them is a dictionary of, too."""
+    found = {}
+    for name, value in arguments.items():
+        if isinstance(value, dict):
+            found |= tensors({f"{name}.{key}": each for key, each in value.items()})
+        elif isinstance(value, torch.Tensor):
+            found[name] = value
+    return found
+
+
+def test_the_model_is_called_with_what_the_pipeline_calls_it_with(drawn):
+    theirs, ours = tensors(drawn.calls[0]), tensors(drawn.inputs(0))
+    assert ours.keys() == theirs.keys()
+    different = [name for name in theirs if not torch.equal(ours[name].to(theirs[name].dtype), theirs[name])]
+    assert different == []
+
+
+def test_in_the_middle_it_is_told_the_same_time(drawn):
+    torch.testing.assert_close(drawn.inputs(1)["timestep"], drawn.calls[1]["timestep"], check_dtype=False)
+
+
+def test_a_validation_picture_is_the_pipelines(drawn, monkeypatch):
+    family = drawn.family
+    monkeypatch.setattr(family, "sampling", lambda request, also=family.sampling: {**also(request), "latents": given(drawn)})
+    request = SampleRequest(prompts=PROMPTS, seeds=(1, 2), width=SIZE[0], height=SIZE[1], steps=2, guidance=GUIDANCE)
+    with torch.no_grad():
+        torch.testing.assert_close(family.sample(drawn.model, request), drawn.pictures, atol=1e-5, rtol=0)
+
+
+def given(drawn):
+    return pack(drawn.noise) if drawn.family.name == "flux" else drawn.noise
+
+
+def test_latents_are_decoded_as_the_pipeline_does(drawn):
+    with torch.no_grad():
+        pixels = drawn.family.decode_latents(drawn.latents)
+    torch.testing.assert_close(pixels, drawn.pictures, atol=1e-5, rtol=0)
+
+
+def test_an_empty_caption_of_sana_has_no_instruction_before_it(family_of):
+    family = family_of("sana")
+    together, alone = family.encode_captions(["a fox", ""]), family.encode_captions(["a fox"])
+    assert torch.equal(together["mask"].sum(1), torch.tensor([int(alone["mask"].sum()), 1]))
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_the_length_of_captions_can_be_chosen(family_of, kind):
+    tokens = family_of(kind, "--tokenizer_max_length=24").encode_captions(PROMPTS)["tokens"]
+    assert tokens.shape[1] == 24 + 77 * kind.startswith("sd3")
+
+
+def test_a_pipeline_of_another_family_is_refused(family_of):
+    with pytest.raises(UserError, match="is a FluxPipeline, not a SanaPipeline"):
+        Sana(family_of("flux").components, DiffusersOptions())
+
+
+def test_a_prediction_that_the_pipeline_could_not_draw_with_is_refused(family_of):
+    with pytest.raises(UserError, match="cannot be trained with the prediction 'epsilon'"):
+        family_of("sd3", "--prediction_type=epsilon")
+
+
+def test_pixart_is_trained_with_the_noise_of_its_scheduler(family_of):
+    with pytest.raises(UserError, match="has the noise schedule linear"):
+        family_of("pixart sigma", "--beta_schedule=scaled_linear")
+    assert family_of("pixart sigma").beta_schedule == "linear"
+
+
+def contract(kind):
+    class Contract(FamilyContract):
+        @pytest.fixture(autouse=True)
+        def _families(self, family_of):
+            self.family_of = family_of
+
+        def family(self):
+            return self.family_of(kind, "--init_from_config", "--tokenizer_max_length=24")
+
+    return Contract
+
+
+TestFlux = contract("flux")
+TestStableDiffusion3 = contract("sd3.5")
+TestPixArt = contract("pixart alpha")
+TestSana = contract("sana")

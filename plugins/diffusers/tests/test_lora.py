@@ -1,0 +1,179 @@
+"""Adapters on a tiny Flux: the same in one process, in replicas and in shards; small checkpoints; exact resume; export."""
+
+import json
+import shutil
+from math import prod
+
+import pytest
+import tiny
+import torch
+from click.testing import CliRunner
+from diffusers import DiffusionPipeline
+from pictured import difference
+from safetensors import safe_open
+
+from smalti import UserError
+from smalti.checkpoint.exportfolder import Trained
+from smalti.checkpoint.formats import OwnCheckpoint
+from smalti.commands.checkpoint import checkpoint
+from smalti.config import resolve, schema_of
+from smalti.models.weights import materialise, without_weights
+from smalti.plugins import load_plugins
+from smalti.run import find_family
+from smalti.testing import check_family
+from smalti.testing.families import CAPTIONS, FamilySubject
+from smalti_diffusers.components import Components
+
+LORA = {
+    "model_family": "flux",
+    "model_type": "lora",
+    "lora_rank": 4,
+    "lora_alpha": 8,
+    "learning_rate": 5e-2,
+    "checkpoint_step_interval": 1,
+    "use_ema": True,
+}
+SEVERAL = {"num_processes": 2, "train_batch_size": 2, "validation_step_interval": 0, "allow_dataset_oversubscription": True}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny.flux(tmp_path_factory.mktemp("lora") / "base")
+
+
+@pytest.fixture(scope="module")
+def runs(base, train):
+    """Two steps of the same batches, by one process, by two that hold replicas, and by two that hold shards."""
+    kinds = {"one": {}, "replicas": SEVERAL, "shards": SEVERAL | {"fsdp_enable": True}}
+    for kind, options in kinds.items():
+        code, output = train(base.parent / kind, **LORA, pretrained_model_name_or_path=base, **options)
+        assert code == 0, output
+    return base.parent
+
+
+@pytest.fixture(scope="module")
+def exported(runs):
+    target = runs / "adapter"
+    done = CliRunner().invoke(checkpoint, ["export", str(runs / "one"), "--to", str(target), "--ema"])
+    assert done.exit_code == 0, done.output
+    return target / "pytorch_lora_weights.safetensors"
+
+
+def tensors(run, step, *, averaged=False) -> dict[str, torch.Tensor]:
+    """Whole tensors of a checkpoint."""
+    trained = Trained(OwnCheckpoint(run / "checkpoints" / f"step-{step:08d}"), averaged=averaged, precision="fp32")
+    return {
+        name: torch.frombuffer(trained.read(name), dtype=torch.float32).view(stored.shape)
+        for name, stored in trained.tensors.items()
+    }
+
+
+def family(base, *flags, name="flux"):
+    plugins = load_plugins()
+    words = [f"--model_family={name}", f"--pretrained_model_name_or_path={base}", "--mixed_precision=no", *flags]
+    return find_family(resolve(schema_of(plugins), words, environment={}), plugins)
+
+
+def test_the_family_with_an_adapter_keeps_the_contract(base):
+    check_family(family(base, "--model_type=lora", "--lora_rank=2", "--lora_targets=to_q,proj_out"))
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3", "pixart", "sana", "sdxl"])
+def test_an_adapter_of_any_family_changes_nothing_before_it_is_trained(tmp_path, name):
+    folder = getattr(tiny, name)(tmp_path)
+    predictions = []
+    for kind in ("full", "lora"):
+        subject = FamilySubject(family(folder, f"--model_type={kind}", name=name))
+        model = materialise(subject.bare(), subject.family.weights(0), "cpu").eval()
+        noisy = torch.randn(subject.latents.shape, generator=torch.Generator().manual_seed(0))
+        predictions.append(subject.predict(model, noisy, [100.0, 500.0, 900.0], CAPTIONS).detach())
+    assert len(model.peft_config) == 1
+    assert float((predictions[0] - predictions[1]).abs().max()) < 1e-5
+
+
+def test_a_checkpoint_holds_the_adapter_alone(runs, base):
+    names = tensors(runs / "one", 2)
+    assert {name.rpartition(".lora_")[2] for name in names} == {"A.default.weight", "B.default.weight"}
+    whole = sum(prod(tensor.shape) for tensor in Components(base).build("transformer").state_dict().values())
+    assert sum(tensor.numel() for tensor in names.values()) < whole / 4
+
+
+@pytest.mark.parametrize("kind", ["replicas", "shards"])
+@pytest.mark.parametrize("averaged", [False, True])
+def test_several_ranks_train_the_adapter_of_one(runs, kind, averaged):
+    one, other = (tensors(runs / run, 2, averaged=averaged) for run in ("one", kind))
+    assert one.keys() == other.keys()
+    assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-4
+
+
+def test_a_sharded_run_goes_on_in_one_process(runs, base, train, tmp_path):
+    (tmp_path / "run").mkdir()
+    shutil.copytree(runs / "shards" / "checkpoints" / "step-00000001", tmp_path / "run" / "checkpoints" / "step-00000001")
+    options = LORA | {"pretrained_model_name_or_path": base, "validation_step_interval": 0}
+    code, output = train(tmp_path / "run", **options)
+    assert (code, "at step 1" in output) == (0, True), output
+    one, other = tensors(runs / "one", 2), tensors(tmp_path / "run", 2)
+    assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-4
+
+
+def test_a_pipeline_with_the_exported_adapter_draws_what_the_run_drew(runs, base, exported):
+    pipeline = DiffusionPipeline.from_pretrained(base)
+    assert difference(pipeline, runs / "one") > 2
+    pipeline.load_lora_weights(exported.parent)
+    assert difference(pipeline, runs / "one") <= 1
+
+
+def test_the_exported_file_tells_rank_and_alpha(exported):
+    with safe_open(exported, framework="pt") as file:
+        told = json.loads(file.metadata()["lora_adapter_metadata"])
+        assert all(name.startswith("transformer.") and "default" not in name for name in file.keys())  # noqa: SIM118
+    assert (told["transformer.r"], told["transformer.lora_alpha"]) == (4, 8)
+
+
+REFUSALS = {"lora_alpha": "16", "pretrained_model_name_or_path": "{other}"}
+
+
+@pytest.mark.parametrize("changed", REFUSALS)
+def test_an_adapter_that_would_mean_something_else_does_not_go_on(runs, base, train, tmp_path, changed):
+    shutil.copytree(runs / "one", tmp_path / "run")
+    other = shutil.copytree(base, tmp_path / "other")
+    (weights,) = (other / "transformer").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\1")
+    options = LORA | {
+        "pretrained_model_name_or_path": base,
+        "max_train_steps": 3,
+        changed: REFUSALS[changed].format(other=other),
+    }
+    code, output = train(tmp_path / "run", **options)
+    assert (code, "holds another adapter than this run trains" in output) == (2, True), output
+
+
+def test_what_is_frozen_is_kept_in_the_type_in_which_the_run_computes(base):
+    lora = family(base, "--model_type=lora", "--mixed_precision=bf16")
+    with without_weights():
+        model = lora.build_model()
+    model = materialise(model, lora.weights(1), "cpu")
+    kinds = {(".lora_" in name, parameter.requires_grad, parameter.dtype) for name, parameter in model.named_parameters()}
+    assert kinds == {(True, True, torch.float32), (False, False, torch.bfloat16)}
+
+
+def test_the_first_adapters_differ_by_layer_and_by_seed_and_change_nothing(base):
+    lora = family(base, "--model_type=lora", "--lora_init=gaussian")
+    first, other = lora.weights(1), lora.weights(2)
+    name = "transformer_blocks.{}.attn.to_q.lora_A.default.weight"
+    drawn = [first.get(name.format(0)), first.get(name.format(1)), other.get(name.format(0))]
+    assert not any(torch.equal(drawn[a], drawn[b]) for a, b in ((0, 1), (0, 2)))
+    assert float(first.get(name.format(0).replace("lora_A", "lora_B")).abs().max()) == 0
+
+
+@pytest.mark.parametrize(("targets", "reason"), [("to_nowhere", "no layer's name ends in"), ("norm_q", "does not fit")])
+def test_targets_that_cannot_be_adapted_are_refused(base, targets, reason):
+    with pytest.raises(UserError, match=reason):
+        family(base, "--model_type=lora", f"--lora_targets={targets}").build_model()
+
+
+def test_a_family_without_adapters_says_so():
+    plugins = load_plugins()
+    config = resolve(schema_of(plugins), ["--model_family=toy", "--model_type=lora"], environment={})
+    with pytest.raises(UserError, match="the family toy has no adapters"):
+        find_family(config, plugins)

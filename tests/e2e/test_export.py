@@ -1,0 +1,96 @@
+"""What a run on several ranks has trained comes out whole on a machine with none of them."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+from smalti.checkpoint.exportfolder import Trained
+from smalti.checkpoint.formats import OwnCheckpoint
+from smalti.checkpoint.snapshot import Snapshot
+from smalti.checkpoint.writer import save
+from smalti.commands.checkpoint import checkpoint
+from smalti.errors import CheckpointError, UserError
+from smalti.parallel import PortableState
+from smalti.testing.strategies import Alone
+
+OPTIONS = {"max_train_steps": 2, "train_batch_size": 4, "use_ema": True, "checkpoint_step_interval": 1}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, train):
+    """Two steps on two sharded ranks."""
+    finished = train(
+        tmp_path_factory.mktemp("export") / "run", **OPTIONS, num_processes=2, use_cpu=True, fsdp_enable=True, probe=False
+    )
+    assert finished.code == 0, finished.output
+    return finished
+
+
+def export(*words):
+    """Without any plugin but the built-in ones. The exit code, and all that was said."""
+    done = CliRunner(env={"SMALTI_WITHOUT": "all"}).invoke(checkpoint, ["export", *map(str, words)])
+    if isinstance(done.exception, UserError):
+        return int(done.exception.exit_code), f"{done.output}{done.exception}"
+    return done.exit_code, done.output
+
+
+def test_shards_of_a_backend_that_is_not_there_become_whole_and_start_another_run(run, tmp_path, train):
+    target = tmp_path / "made"
+    command = [sys.executable, "-m", "smalti", "checkpoint", "export", run.directory, "--to", target, "--json"]
+    done = subprocess.run(command, env=os.environ | {"SMALTI_WITHOUT": "all"}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["step"], told["family"], told["files"]) == (2, "toy", ["config.json", "diffusion_pytorch_model.safetensors"])
+    again = train(tmp_path / "again", **OPTIONS, pretrained_model_name_or_path=target, learning_rate=1e-9, probe=False)
+    assert again.code == 0, again.output
+    found, first = again.tensors(1, "model"), load_file(target / "diffusion_pytorch_model.safetensors")
+    assert max(float((found[name] - first[name]).abs().max()) for name in first) < 1e-6
+
+
+def test_averaged_weights_of_a_step_in_half_precision(run, tmp_path):
+    assert export(run.directory, "--to", tmp_path / "made", "--step=1", "--ema", "--dtype=fp16")[0] == 0
+    made = load_file(tmp_path / "made" / "diffusion_pytorch_model.safetensors")
+    assert {tensor.dtype for tensor in made.values()} == {torch.float16}
+
+
+REFUSALS = {
+    "a target that is there": (["{run}", "--to", "{run}"], "is there already"),
+    "a step that is not there": (["{run}", "--to", "{new}", "--step", "7"], "there is no checkpoint of step 7"),
+    "a step of one checkpoint": (["{run}/checkpoints/step-00000001", "--to", "{new}", "--step=1"], "leave out --step"),
+    "what is no run": (["{run}/samples", "--to", "{new}"], "there is no launch.json"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_what_cannot_be_exported_is_refused_with_the_way_out(run, tmp_path, what):
+    (run.directory / "samples").mkdir(exist_ok=True)
+    words, reason = REFUSALS[what]
+    code, said = export(*(word.format(run=run.directory, new=tmp_path / "made") for word in words))
+    assert (code, reason in said, (tmp_path / "made").exists()) == (2, True, False), said
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_nothing_half_made_is_left(run, tmp_path):
+    newest = run.directory / "checkpoints" / "step-00000002" / "state.json"
+    kept = newest.read_bytes()
+    newest.write_bytes(kept.replace(b"2", b"3", 1))
+    try:
+        _, said = export(run.directory, "--to", tmp_path / "made")
+        refused, _ = export(newest.parent, "--to", tmp_path / "other")
+    finally:
+        newest.write_bytes(kept)
+    assert ("skipped step-00000002" in said, "at step 1" in said, refused) == (True, True, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+def test_a_value_too_large_for_half_precision_is_refused(tmp_path):
+    snapshot = Snapshot(step=1, state=PortableState(model={"large": torch.tensor([1.0, 7e4])}))
+    saved = save(tmp_path, snapshot, Alone())
+    trained = Trained(OwnCheckpoint(saved.path), averaged=False, precision="fp16")
+    with pytest.raises(CheckpointError, match="large has values that are too large for float16"):
+        trained.read("large")
