@@ -81,9 +81,16 @@ def follow(page: Sequence[Block], folder: Path, environment: dict[str, str], *, 
         if block.kind == "console":
             for command, shown in block.commands():
                 done = subprocess.run(
-                    command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+                    command,
+                    shell=True,
+                    cwd=folder,
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,  # in the order of a terminal
+                    text=True,
+                    timeout=240,
                 )
-                typed.append(Typed(command, shown, done.returncode, done.stdout + done.stderr))
+                typed.append(Typed(command, shown, done.returncode, done.stdout))
         elif block.kind and not block.file.startswith(leave):
             path = folder / block.file
             path.parent.mkdir(parents=True, exist_ok=True)
