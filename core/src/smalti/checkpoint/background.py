@@ -93,11 +93,12 @@ class Saver:
         Raises what broke the line to the other ranks, if that happened meanwhile; nothing has changed then since the boundary.
         """
         flight = self._flight
-        if flight is None or flight.released.is_set():
+        if flight is None:
             return
-        started = time.perf_counter()
-        flight.released.wait()
-        flight.blocked += time.perf_counter() - started
+        if not flight.released.is_set():
+            started = time.perf_counter()
+            flight.released.wait()
+            flight.blocked += time.perf_counter() - started
         if flight.cut_off is not None:
             raise flight.cut_off
 
