@@ -10,7 +10,7 @@ import pytest
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.ema import Ema
 from smalti.testing import two_processes
-from smalti.testing.strategies import open_strategy, whole_state, whole_tensor
+from smalti.testing.strategy_subject import open_strategy, whole_state, whole_tensor
 
 SHARDED = ("--fsdp_enable", "--optimizer=adamw")
 FROM_FIRST = (*SHARDED, "--fsdp_cpu_ram_efficient_loading")

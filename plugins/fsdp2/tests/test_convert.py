@@ -31,7 +31,7 @@ from smalti.checkpoint.statefile import read_state
 from smalti.checkpoint.verification import verify
 from smalti.checkpoint.writer import save
 from smalti.models.toy import ToyShape, ToyTransformer
-from smalti.optimizers import parameter_groups
+from smalti.optimizers import matrices, parameter_groups
 from smalti.plugins import load_plugins
 from smalti.ranks import GlooRanks
 from smalti.testing import two_processes
@@ -75,8 +75,9 @@ def trained(sharded, decay):
     torch.manual_seed(1)
     shape = ToyShape(width=TOY["toy_width"], depth=TOY["toy_depth"], heads=TOY["toy_heads"])
     model = ToyTransformer(shape)
+    decayed = matrices(model)
     model = sharded(model) or model
-    groups = parameter_groups(model, decay)
+    groups = parameter_groups(model, decay, decayed)
     optimizer = torch.optim.AdamW([{**group, "params": [each for _, each in group["params"]]} for group in groups], lr=0.01)
     for step in range(STEPS):
         random = torch.Generator().manual_seed(step)

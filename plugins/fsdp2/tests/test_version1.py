@@ -14,7 +14,8 @@ from smalti.optimizers import matrices, parameter_groups
 from smalti.plugins import load_plugins
 from smalti.testing import two_processes
 from smalti.testing.pytest import ParallelContract
-from smalti.testing.strategies import FLAGS, open_strategy, run_check, whole_state
+from smalti.testing.strategies import run_check
+from smalti.testing.strategy_subject import FLAGS, open_strategy, whole_state
 from smalti_fsdp2.checks import problems
 from smalti_fsdp2.version1 import FullySharded
 
