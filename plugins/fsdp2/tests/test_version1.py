@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from smalti import Block
-from smalti.checkpoint.portable import model_tensors
 from smalti.config import resolve, schema_of
 from smalti.models.weights import without_weights
 from smalti.optimizers import matrices, parameter_groups
@@ -110,6 +109,15 @@ class Odd:
         return norm
 
 
+def all_tensors(model):
+    """Parameters, frozen ones too, and persistent buffers; what is shared once."""
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not any(tensor is other for other in found.values()):
+            found[name] = tensor
+    return found
+
+
 def samples(number, rank):
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + rank))
 
@@ -140,8 +148,8 @@ def filled(*flags):
     """What was asked for, the most that was in memory, and whether the weights are right."""
     odd = open_odd(*flags)
     found = whole_state(odd.state())
-    right = all(torch.equal(found[name], tensor) for name, tensor in model_tensors(odd.plain).items())
-    return odd.weights.asked, max(odd.weights.present), right and found.keys() == model_tensors(odd.plain).keys()
+    right = all(torch.equal(found[name], tensor) for name, tensor in all_tensors(odd.plain).items())
+    return odd.weights.asked, max(odd.weights.present), right and found.keys() == all_tensors(odd.plain).keys()
 
 
 def test_no_more_than_one_group_is_whole_while_the_model_is_filled(pair):
@@ -156,7 +164,7 @@ def test_every_parameter_and_buffer_gets_its_first_value_under_its_own_name(pair
 
 def test_only_rank_0_reads_parameters_where_that_is_asked_for(pair):
     (first, *_), (second, *_) = pair.run(filled, "--fsdp_cpu_ram_efficient_loading")
-    assert (set(second), len(first)) == ({"scale"}, len(model_tensors(OddModel())))
+    assert (set(second), len(first)) == ({"scale"}, len(all_tensors(OddModel())))
 
 
 def trained():
@@ -170,7 +178,7 @@ def trained():
         nn.utils.clip_grad_norm_(odd.plain.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    found, wanted = whole_state(odd.state()), model_tensors(odd.plain)
+    found, wanted = whole_state(odd.state()), all_tensors(odd.plain)
     return {name: float((found[name] - tensor.detach()).abs().max()) for name, tensor in wanted.items() if name != "spare"}
 
 
