@@ -8,11 +8,10 @@ Importing this module imports no torch; of the commands, `export` alone needs it
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -24,6 +23,7 @@ from smalti.checkpoint.manifest import GROUPS, MANIFEST, WEIGHTS, Manifest, read
 from smalti.checkpoint.store import CheckpointStore, Entry
 from smalti.checkpoint.tensorfile import StoredTensor, stored_tensors
 from smalti.checkpoint.verification import Verification, verify
+from smalti.commands.table import counted, in_bytes, print_table
 from smalti.config import selection_of
 from smalti.errors import CheckpointError
 from smalti.plugins import load_plugins
@@ -52,12 +52,12 @@ def list_checkpoints(run_dir: Path, as_json: bool) -> None:
         _print_json([_entry_as_json(entry) for entry in entries])
         return
     rows = [
-        (entry.path.name, _bytes(m.size), str(m.world_size), m.created, ", ".join(m.flags))
+        (entry.path.name, in_bytes(m.size), str(m.world_size), m.created, ", ".join(m.flags))
         if (m := entry.manifest)
         else (entry.path.name, "", "", "", f"not usable: {entry.problem}")
         for entry in entries
     ]
-    _print_table(("checkpoint", "size", "ranks", "made", ""), rows, right=(1, 2))
+    print_table(("checkpoint", "size", "ranks", "made", ""), rows, right=(1, 2))
 
 
 @checkpoint.command("inspect")
@@ -80,8 +80,8 @@ def inspect_checkpoint(context: click.Context, path: Path, tensors: bool, as_jso
     facts = {
         "checkpoint": str(path),
         "step": str(manifest.step),
-        "made": f"{manifest.created} by {_count(manifest.world_size, 'rank')}",
-        "size": f"{_bytes(manifest.size)} in {_count(len(manifest.files), 'file')}",
+        "made": f"{manifest.created} by {counted(manifest.world_size, 'rank')}",
+        "size": f"{in_bytes(manifest.size)} in {counted(len(manifest.files), 'file')}",
         "config": manifest.config_digest,
         "plugins": ", ".join(manifest.plugins),
         "flags": ", ".join(manifest.flags),
@@ -91,10 +91,12 @@ def inspect_checkpoint(context: click.Context, path: Path, tensors: bool, as_jso
             click.echo(f"{name:<12}{value}")
     for group, found in groups.items():
         elements = sum(tensor.elements for tensor in found.values())
-        click.echo(f"\n{group}: {_count(len(found), 'tensor')}, {elements:,} elements, {_bytes(_size(found))}, {_types(found)}")
+        click.echo(
+            f"\n{group}: {counted(len(found), 'tensor')}, {elements:,} elements, {in_bytes(_size(found))}, {_types(found)}"
+        )
         if tensors:
-            rows = [(name, t.dtype, str(list(t.shape)), _bytes(t.size)) for name, t in found.items()]
-            _print_table(("name", "type", "shape", "size"), rows, right=(3,))
+            rows = [(name, t.dtype, str(list(t.shape)), in_bytes(t.size)) for name, t in found.items()]
+            print_table(("name", "type", "shape", "size"), rows, right=(3,))
 
 
 @checkpoint.command("verify")
@@ -146,7 +148,7 @@ def convert_checkpoint(source: Path, target: Path, kind: Target, ema: bool, as_j
     if as_json:
         _print_json(vars(done) | {"path": str(done.path)})
         return
-    size = f"{_count(done.tensors, 'tensor')}, {_bytes(done.size)} in {_count(len(done.files), 'file')}"
+    size = f"{counted(done.tensors, 'tensor')}, {in_bytes(done.size)} in {counted(len(done.files), 'file')}"
     click.echo(f"{done.path}: step {done.step} from {done.source_format}, {size}, read back and whole")
     for notice in done.notices:
         click.echo(f"note: {notice}")
@@ -205,9 +207,9 @@ def export_checkpoint(
     if as_json:
         _print_json(vars(done) | {"path": str(done.path), "checkpoint": str(done.checkpoint)})
         return
-    what = f"{_count(done.tensors, 'averaged tensor' if ema else 'trained tensor')}, {_bytes(done.size)}"
+    what = f"{counted(done.tensors, 'averaged tensor' if ema else 'trained tensor')}, {in_bytes(done.size)}"
     click.echo(
-        f"{done.path}: {done.family} at step {done.step}, {what} in {_count(len(done.files), 'file')}, read back and whole"
+        f"{done.path}: {done.family} at step {done.step}, {what} in {counted(len(done.files), 'file')}, read back and whole"
     )
 
 
@@ -289,7 +291,7 @@ def _groups_as_json(groups: Mapping[str, Mapping[str, StoredTensor]], tensors: b
 
 def _print_verification(result: Verification) -> None:
     if result.ok and result.manifest:
-        click.echo(f"{result.path.name}  ok  {_bytes(result.manifest.size)}")
+        click.echo(f"{result.path.name}  ok  {in_bytes(result.manifest.size)}")
         return
     click.echo(f"{result.path.name}  DAMAGED")
     for problem in result.problems:
@@ -300,32 +302,10 @@ def _print_json(value: object) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> None:
-    """Columns as wide as their widest cell; those named in `right` are aligned to the right."""
-    widths = [max(len(row[column]) for row in (titles, *rows)) for column in range(len(titles))]
-    for row in (titles, *rows):
-        cells = [
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        click.echo("  ".join(cells).rstrip())
-
-
-def _bytes(number: int) -> str:
-    """1536 -> "1.5 KiB"."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-    power = min(int(math.log2(number)) // 10, len(units) - 1) if number else 0
-    return f"{number} B" if power == 0 else f"{number / 2 ** (10 * power):.1f} {units[power]}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _size(tensors: Mapping[str, StoredTensor]) -> int:
     return sum(tensor.size for tensor in tensors.values())
 
 
 def _types(tensors: Mapping[str, StoredTensor]) -> str:
-    counted = Counter(tensor.dtype for tensor in tensors.values())
-    return ", ".join(dtype for dtype, _ in counted.most_common())
+    types = Counter(tensor.dtype for tensor in tensors.values())
+    return ", ".join(dtype for dtype, _ in types.most_common())
