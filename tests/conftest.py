@@ -1,6 +1,7 @@
 """What every test shares: no settings of the developer's own reach it, and a way to resolve configurations."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from smalti.options import Schema
 from smalti.plugins import Plugins, Selection, load_plugins
 
 DATA = Path(__file__).parent / "data"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell's background jobs ignore Ctrl-C, and so would every process that is started here.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 import json
 import resource
-import time
 from dataclasses import replace
 
 import pytest
@@ -288,13 +287,11 @@ def memory():
 
 
 def test_the_published_model_is_counted_without_allocating_it(published):
-    before, begin = memory(), time.process_time()
+    before = memory()
     parameters, flops = parameter_count(published), published.flops_per_sample(1024, 1024)
-    took = time.process_time() - begin
     assert parameters == 2_567_463_684
     assert flops / 1e12 == pytest.approx(6.76, abs=0.005)
     assert memory() - before < 300e6
-    assert took < 5
 
 
 def test_no_block_holds_much_of_the_published_model(published):
