@@ -97,7 +97,7 @@ def test_hook_register_commands_adds_a_command(sparkling):
 
 
 def test_hook_register_model_families_makes_a_family_known(sparkling):
-    from smalti.run import find_family
+    from smalti.families import find_family
 
     config = resolve(schema_of(sparkling), ["--model_family=gliter"], environment={})
     with pytest.raises(UserError) as raised:

@@ -15,11 +15,11 @@ from smalti.checkpoint.portable import model_tensors
 from smalti.checkpoint.store import CheckpointStore
 from smalti.config import Config, restore, schema_of
 from smalti.errors import CheckpointError, UserError
+from smalti.families import find_family
 from smalti.files import parse_json
 from smalti.models.family import Exporter, ModelFamily
 from smalti.models.weights import without_weights
 from smalti.plugins import Plugins
-from smalti.run import find_family
 from smalti.rundir import RunDirectory
 
 

@@ -1,8 +1,10 @@
-"""Which model family a configuration means. Imports no torch: the family itself is imported by whoever needs it."""
+"""Which model family a configuration means. Imports no torch before a family itself is asked for."""
 
 from __future__ import annotations
 
 from difflib import get_close_matches
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
 
 from smalti.config import Config
 from smalti.errors import MissingPlugin, UserError
@@ -10,6 +12,9 @@ from smalti.packages import package_of_family
 from smalti.plugins import Plugins
 from smalti.settings import ModelOptions
 from smalti.types import FamilyEntry
+
+if TYPE_CHECKING:
+    from smalti.models.family import ModelFamily
 
 
 def family_entry(config: Config, plugins: Plugins) -> FamilyEntry:
@@ -27,3 +32,15 @@ def family_entry(config: Config, plugins: Plugins) -> FamilyEntry:
     near = get_close_matches(name, entries, n=3)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise UserError(message, fix=f"{hint}known: {', '.join(entries)}")
+
+
+def find_family(config: Config, plugins: Plugins) -> ModelFamily:
+    """The family that `--model_family` names. Raises UserError with the known ones, or if it has no adapters."""
+    module, _, attribute = family_entry(config, plugins).factory.partition(":")
+    family = cast("ModelFamily", getattr(import_module(module), attribute)(config))
+
+    from smalti.models.family import Adaptable
+
+    if config[ModelOptions].model_type == "lora" and not isinstance(family, Adaptable):
+        raise UserError(f"the family {family.name} has no adapters", fix="--model_type=full")
+    return family

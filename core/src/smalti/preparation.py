@@ -80,9 +80,9 @@ class Preparation:
     @staticmethod
     def _family(config: Config, plugins: Plugins, distributed: DistributedPlan) -> ModelFamily:
         """The family to train. Raises UserError if the strategy asks more of it than it can do."""
+        from smalti.families import find_family
         from smalti.models.context import context_plan
         from smalti.models.weights import without_weights
-        from smalti.run import find_family
 
         family = find_family(config, plugins)
         if distributed.context > 1:

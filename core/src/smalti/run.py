@@ -31,7 +31,7 @@ from smalti.dataplan import load_data, scan_data, total_steps
 from smalti.diffusion.step import DenoisingLoss, denoising_loss
 from smalti.ema import Ema
 from smalti.errors import CheckpointError, UserError
-from smalti.families import family_entry
+from smalti.families import find_family
 from smalti.hashing import key_of
 from smalti.hookspecs import HookSpecs
 from smalti.metrics import log_metrics, metrics_of
@@ -204,15 +204,6 @@ def reseed(run: Run, position: int) -> None:
 
 
 # --- assembling -----------------------------------------------------------------------------------------------------
-
-
-def find_family(config: Config, plugins: Plugins) -> ModelFamily:
-    """The family that `--model_family` names. Raises UserError with the known ones, or if it has no adapters."""
-    module, _, attribute = family_entry(config, plugins).factory.partition(":")
-    family = cast(ModelFamily, getattr(import_module(module), attribute)(config))
-    if config[ModelOptions].model_type == "lora" and not isinstance(family, Adaptable):
-        raise UserError(f"the family {family.name} has no adapters", fix="--model_type=full")
-    return family
 
 
 def open_parallel(plan: DistributedPlan, config: Config) -> Parallel:

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 from smalti.config import resolve, schema_of
+from smalti.families import find_family
 from smalti.models.context import context_plan
 from smalti.plugins import load_plugins
-from smalti.run import find_family
 from smalti.testing import two_processes
 from smalti.testing.families import FamilySubject
 from smalti_fsdp2.context import split_context

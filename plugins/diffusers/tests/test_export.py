@@ -18,9 +18,9 @@ from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.commands.checkpoint import checkpoint
 from smalti.config import resolve, schema_of
+from smalti.families import find_family
 from smalti.parallel import PortableState
 from smalti.plugins import load_plugins
-from smalti.run import find_family
 from smalti.testing.strategies import Alone
 from smalti_diffusers.components import Components
 

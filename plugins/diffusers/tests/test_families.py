@@ -10,9 +10,9 @@ from diffusers import DiffusionPipeline
 
 from smalti import UserError
 from smalti.config import resolve, schema_of
+from smalti.families import find_family
 from smalti.models.family import SampleRequest
 from smalti.plugins import load_plugins
-from smalti.run import find_family
 from smalti.testing.pytest import FamilyContract
 from smalti_diffusers.flux import pack
 from smalti_diffusers.options import DiffusersOptions

@@ -17,9 +17,9 @@ from smalti.checkpoint.exportfolder import Trained
 from smalti.checkpoint.formats import OwnCheckpoint
 from smalti.commands.checkpoint import checkpoint
 from smalti.config import resolve, schema_of
+from smalti.families import find_family
 from smalti.models.weights import materialise, without_weights
 from smalti.plugins import load_plugins
-from smalti.run import find_family
 from smalti.testing import check_family
 from smalti.testing.families import CAPTIONS, FamilySubject
 from smalti_diffusers.components import Components

@@ -110,8 +110,8 @@ def detected(config: Config, *, report: Report = _log.warning) -> Detection | No
 
 def _examine(config: Config, plugins: Plugins, source: str | None) -> Detection:
     """Build the model without weights and count it."""
+    from smalti.families import find_family
     from smalti.models.weights import without_weights
-    from smalti.run import find_family
 
     family = find_family(config, plugins)
     with without_weights():

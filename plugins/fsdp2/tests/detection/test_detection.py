@@ -9,7 +9,8 @@ import pytest
 
 from smalti import UserError
 from smalti.config import check
-from smalti.run import build_model, find_family
+from smalti.families import find_family
+from smalti.run import build_model
 from smalti_fsdp2.checks import problems
 from smalti_fsdp2.detection import Detection, block_cache, detect, detected
 
