@@ -16,6 +16,7 @@ from PIL import Image, ImageDraw
 
 from smalti.rundir import RunDirectory
 from smalti.workers import end_tree
+from standing import standing
 
 PROBE = Path(__file__).parent / "probe"
 TINY = {
@@ -54,6 +55,10 @@ class Finished:
     output: str
     calls_file: Path
 
+    @classmethod
+    def of(cls, directory: Path, code: int, output: str) -> "Finished":
+        return cls(directory=directory, code=code, output=output, calls_file=directory.with_suffix(".calls"))
+
     def events(self, kind: str) -> list[dict]:
         lines = (self.directory / "events.jsonl").read_text().splitlines()
         return [event for event in map(json.loads, lines) if event["type"] == kind]
@@ -78,20 +83,29 @@ class Finished:
         return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
-def command(pictures: Path, directory: Path, *, config: Path | None = None, **options) -> list[str]:
-    """The words of a run; of the toy family, where no configuration file says otherwise."""
+def words(pictures: Path, directory: Path, *, config: Path | None = None, **options) -> list[str]:
+    """What follows `smalti train`; of the toy family, where no configuration file says otherwise."""
     values = {**(TINY if config is None else {}), "instance_data_dir": pictures, "output_dir": directory, **options}
     flags = []
     for name, value in values.items():
         flags += [f"--{name}={each}" for each in (value if isinstance(value, list) else [value])]
-    return [sys.executable, "-m", "smalti", "train", *([] if config is None else [str(config)]), *flags]
+    return [*([] if config is None else [str(config)]), *flags]
+
+
+def command(pictures: Path, directory: Path, **options) -> list[str]:
+    return [sys.executable, "-m", "smalti", "train", *words(pictures, directory, **options)]
+
+
+def of_the_run(directory: Path, *, probe: bool) -> dict[str, str]:
+    """The environment variables of a run."""
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, (str(PROBE), os.environ.get("PYTHONPATH"))))} if probe else {}
+    return {**path, "PROBE_CALLS": str(directory.with_suffix(".calls")), "HF_HOME": str(directory.parent / "hf")}
 
 
 def environment(directory: Path, *, probe: bool, **more: str) -> dict[str, str]:
+    """All of the environment of a process of its own."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SMALTI_", "PROBE_"))}
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, (str(PROBE), os.environ.get("PYTHONPATH"))))} if probe else {}
-    calls = {"PROBE_CALLS": str(directory.with_suffix(".calls"))}
-    return {**inherited, **path, **calls, "OMP_NUM_THREADS": "1", "HF_HOME": str(directory.parent / "hf"), **more}
+    return {**inherited, "OMP_NUM_THREADS": "1", **of_the_run(directory, probe=probe), **more}
 
 
 @contextmanager
@@ -160,22 +174,35 @@ class Started:
 
 
 @pytest.fixture(scope="session")
-def train(pictures):
-    """Start a run and wait for its end: train(directory, option=value, ..., spoil="nan:1:3")."""
+def launch(pictures):
+    """Start a run and wait for its end, as `train` does, in new processes that `smalti train` launches itself.
 
-    def start(
-        directory: Path, *, spoil: str = "", tracker: str = "", probe: bool = True, variables: dict | None = None, **options
-    ) -> Finished:
+    For what `train` cannot show: launching, failures on one of several ranks, what a run as a whole prints.
+    """
+
+    def start(directory: Path, *, spoil: str = "", probe: bool = True, variables: dict | None = None, **options) -> Finished:
         finished = subprocess.run(
             command(pictures, directory, **options),
-            env=environment(directory, probe=probe, PROBE_SPOIL=spoil, PROBE_TRACKER=tracker, **(variables or {})),
+            env=environment(directory, probe=probe, PROBE_SPOIL=spoil, **(variables or {})),
             capture_output=True,
             text=True,
             timeout=240,
         )
-        output = finished.stdout + finished.stderr
-        return Finished(
-            directory=directory, code=finished.returncode, output=output, calls_file=directory.with_suffix(".calls")
+        return Finished.of(directory, finished.returncode, finished.stdout + finished.stderr)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def train(pictures):
+    """A run to its end, in processes that stand ready: train(directory, option=value, ..., spoil="nan:1:3")."""
+
+    def start(
+        directory: Path, *, spoil: str = "", tracker: str = "", probe: bool = True, variables: dict | None = None, **options
+    ) -> Finished:
+        given = {"PROBE_SPOIL": spoil, "PROBE_TRACKER": tracker, **of_the_run(directory, probe=probe), **(variables or {})}
+        return Finished.of(
+            directory, *standing().train(words(pictures, directory, **options), given, options.get("num_processes", 1))
         )
 
     return start

@@ -73,11 +73,11 @@ def test_what_two_ranks_began_one_rank_ends(tmp_path, killed, train, whole):
 
 
 @pytest.fixture(scope="module")
-def bereft(tmp_path_factory, train):
+def bereft(tmp_path_factory, launch):
     """A run on two ranks that never saves by itself, and the step in the middle of which one rank is killed."""
     step, victim = random.randint(2, 13), random.randint(0, 1)
     options = {**SAVES_OFTEN, **TWO_RANKS, "checkpoint_step_interval": 0}
-    return train(tmp_path_factory.mktemp("bereft") / "run", **options, spoil=f"kill:{victim}:{step}"), victim, step
+    return launch(tmp_path_factory.mktemp("bereft") / "run", **options, spoil=f"kill:{victim}:{step}"), victim, step
 
 
 def test_when_one_rank_is_killed_the_other_saves_the_step_before(bereft):

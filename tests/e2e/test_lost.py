@@ -36,11 +36,11 @@ def test_a_rank_that_hangs_is_named_and_ended_after_the_state_was_saved(tmp_path
 
 
 @pytest.fixture(scope="module")
-def spoiled(tmp_path_factory, train):
+def spoiled(tmp_path_factory, launch):
     """Runs on two ranks, one of which fails in the middle of a step."""
     root = tmp_path_factory.mktemp("spoiled")
     options = {**ENDLESS, "num_processes": 2, "max_train_steps": 8}
-    return {spoil: train(root / spoil.partition(":")[0], **options, spoil=spoil) for spoil in ("error:1:4", "fault:0:4")}
+    return {spoil: launch(root / spoil.partition(":")[0], **options, spoil=spoil) for spoil in ("error:1:4", "fault:0:4")}
 
 
 @pytest.mark.parametrize(

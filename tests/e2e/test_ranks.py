@@ -10,11 +10,11 @@ PROMPTS = ["circle number 1", "circle number 2", "circle number 3"]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, train):
+def runs(tmp_path_factory, train, launch):
     """The same training with eight pictures on one rank, four on each of two ranks, and twice four on one rank."""
     root = tmp_path_factory.mktemp("ranks")
     one = train(root / "one", **{**OPTIONS, "train_batch_size": 8, "validation_prompt": PROMPTS})
-    two = train(root / "two", **OPTIONS, num_processes=2, validation_prompt=PROMPTS)
+    two = launch(root / "two", **OPTIONS, num_processes=2, validation_prompt=PROMPTS)
     accumulated = train(root / "accumulated", **OPTIONS, gradient_accumulation_steps=2, validation_prompt=PROMPTS)
     return {"one": one, "two": two, "accumulated": accumulated}
 
@@ -80,13 +80,13 @@ def test_skipping_leaves_a_broken_step_out_on_all_ranks(tmp_path, train):
     assert all(map(math.isfinite, run.losses[:2]))
 
 
-def test_a_fault_on_one_rank_ends_all_with_the_code_of_a_fault(tmp_path, train):
-    run = train(tmp_path / "fault", **OPTIONS, num_processes=2, spoil="fault:1:3")
+def test_a_fault_on_one_rank_ends_all_with_the_code_of_a_fault(tmp_path, launch):
+    run = launch(tmp_path / "fault", **OPTIONS, num_processes=2, spoil="fault:1:3")
     assert run.code == 5
     assert "cuda_error on cpu: CUDA error: an illegal memory access was encountered" in run.output
 
 
-def test_an_error_on_one_rank_is_named_at_the_end(tmp_path, train):
-    run = train(tmp_path / "error", **OPTIONS, num_processes=2, spoil="error:1:3")
+def test_an_error_on_one_rank_is_named_at_the_end(tmp_path, launch):
+    run = launch(tmp_path / "error", **OPTIONS, num_processes=2, spoil="error:1:3")
     assert run.code == 1
     assert "ended with exit code 1: rank 1: RuntimeError: spoiled" in run.output

@@ -1,13 +1,12 @@
 """A data set of a few pictures, and real runs on tiny pipelines."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from pictured import PROMPT
 from PIL import Image
+
+from standing import standing
 
 OPTIONS = {
     "resolution": 16,
@@ -36,13 +35,11 @@ def pictures(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def train(pictures):
-    """A run to its end, in a process of its own: train(directory, option=value ...) gives the exit code and the output."""
+    """A run to its end: train(directory, option=value ...) gives the exit code and the output."""
 
     def start(directory: Path, **options) -> tuple[int, str]:
         values = {**OPTIONS, "instance_data_dir": pictures, "output_dir": directory, **options}
-        words = [sys.executable, "-m", "smalti", "train", *(f"--{name}={value}" for name, value in values.items())]
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("SMALTI_")}
-        done = subprocess.run(words, env=inherited, capture_output=True, text=True, timeout=300)
-        return done.returncode, done.stdout + done.stderr
+        words = [f"--{name}={value}" for name, value in values.items()]
+        return standing().train(words, {"HF_HOME": str(directory.parent / "hf")}, options.get("num_processes", 1))
 
     return start

@@ -38,6 +38,7 @@ from smalti.testing import two_processes
 from smalti.types import World
 from smalti_fsdp2.conversion import open_accelerate, open_dcp
 from smalti_fsdp2.metadata import read_metadata
+from standing import standing
 
 STEPS = 3
 TOY = {"toy_width": 32, "toy_depth": 1, "toy_heads": 2}
@@ -281,7 +282,7 @@ def test_chunks_that_do_not_fill_their_tensor_are_refused_before_any_memory_is_t
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
-    """`smalti train` as a user starts it, on four pictures a step."""
+    """A run to its end, on four pictures a step."""
     pictures = tmp_path_factory.mktemp("pictures")
     for number in range(8):
         Image.new("RGB", (16, 16), (number * 30, 255 - number * 30, 128)).save(pictures / f"{number}.png")
@@ -303,13 +304,10 @@ def train(tmp_path_factory):
             "output_dir": directory,
             **options,
         }
-        flags = [f"--{name}={value}" for name, value in given.items()]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("SMALTI_", "ACCELERATE_"))}
-        environment |= {"OMP_NUM_THREADS": "1", "HF_HOME": str(directory.parent / "hf")}
-        words = [sys.executable, "-m", "smalti", "train", *flags]
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout + done.stderr
+        words = [f"--{name}={value}" for name, value in given.items()]
+        code, output = standing().train(words, {"HF_HOME": str(directory.parent / "hf")}, options.get("num_processes", 1))
+        assert code == 0, output
+        return output
 
     return start
 

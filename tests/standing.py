@@ -1,0 +1,168 @@
+"""Runs in processes that stand ready. What they compute is what `smalti train` computes; only the imports are paid once.
+
+One process runs the command line as it is. On several ranks the first one does what the command does up to the launch, and each
+takes the place of a rank that was launched. How launching itself goes, and what comes of signals and of ranks that fail, is
+for runs in processes of their own.
+"""
+
+import json
+import logging
+import os
+import socket
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib import invalidate_caches
+from pathlib import Path
+
+from smalti.testing import two_processes
+
+MOST = 4
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Standing:
+    """Up to four processes, started when the first run needs them. They end with this one."""
+
+    def __init__(self) -> None:
+        self._ranks = two_processes(ranks=MOST, group=False, seconds=240)
+
+    def train(self, words: Sequence[str], variables: Mapping[str, str], ranks: int) -> tuple[int, str]:
+        """`smalti train WORDS` on this many ranks: the exit code, and all that was printed. Raises RankFailed for a failure on
+        several ranks.
+
+        `variables` are added to an environment without settings; modules found on a PYTHONPATH among them are new in each run.
+        """
+        run = self._ranks.run
+        with tempfile.TemporaryDirectory() as folder:
+            place = Path(folder)
+            code = run(command_line, list(words), dict(variables), place, launch=ranks == 1)[0]
+            if code == 0 and ranks > 1:
+                run(rank, dict(variables), place, ranks, _free_port())
+                word = json.loads((place / "rank-0.json").read_text())
+                code, said = word["exit_code"], word["message"]
+                (place / "5.log").write_text(f"{said}\n")
+            return code, "".join(path.read_text() for path in sorted(place.glob("*.log")))
+
+
+@cache
+def standing() -> Standing:
+    """The ones of this test process."""
+    return Standing()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# --- in the processes -----------------------------------------------------------------------------------------------
+
+_PLACE = int(os.environ.get("RANK", "0"))
+
+
+def command_line(words: list[str], variables: dict[str, str], place: Path, *, launch: bool) -> int:
+    """In the first process: `smalti train`, to its end or up to the launch, when it has left its files in the run directory."""
+    if _PLACE > 0:
+        return 0
+    from smalti.cli import main
+    from smalti.preparation import Preparation, write_launch_files
+
+    def stop_short(self: Preparation) -> int:
+        write_launch_files(self.directory, self.config, self.plugins, self.plan)
+        (place / "directory").write_text(str(self.directory.path))
+        return 0
+
+    ordinary = Preparation.launch
+    try:
+        if not launch:
+            Preparation.launch = stop_short
+        with _as_if_new(variables, place / "0.log"):
+            return _exit_code(main, ["train", *words])
+    finally:
+        Preparation.launch = ordinary
+
+
+def rank(variables: dict[str, str], place: Path, ranks: int, port: int) -> None:
+    """In each process: one of the ranks that were launched."""
+    if ranks <= _PLACE:
+        return
+    from smalti.worker import main
+
+    values = map(str, (_PLACE, _PLACE, ranks, ranks, "127.0.0.1", port))
+    launched = dict(zip(_OF_A_RANK, values, strict=True)) | {"SMALTI_OUTCOME_DIR": str(place)}
+    with _as_if_new(variables | launched, place / f"{_PLACE + 1}.log"):
+        main([(place / "directory").read_text()])
+
+
+def _exit_code(main: Callable[[list[str]], None], arguments: list[str]) -> int:
+    try:
+        main(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@contextmanager
+def _as_if_new(variables: Mapping[str, str], output: Path) -> Iterator[None]:
+    """This process as a new one would be: with these variables, its output in a file, and nothing left of the run before."""
+    with _environment(variables), _modules_of(variables.get("PYTHONPATH", "")), _output_in(output), warnings.catch_warnings():
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        logging.root.handlers.clear()
+        yield
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    for name in before:
+        if name.startswith(("SMALTI_", "ACCELERATE_")) or name in _OF_A_RANK:
+            del os.environ[name]
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _modules_of(folders: str) -> Iterator[None]:
+    """What lies in these folders can be imported, and is forgotten afterwards."""
+    found = [folder for folder in folders.split(os.pathsep) if folder and folder not in sys.path]
+    sys.path[:0] = found
+    invalidate_caches()
+    try:
+        yield
+    finally:
+        del sys.path[: len(found)]
+        for name, module in list(sys.modules.items()):
+            if (getattr(module, "__file__", None) or "").startswith(tuple(f"{folder}{os.sep}" for folder in found)):
+                del sys.modules[name]
+
+
+@contextmanager
+def _output_in(path: Path) -> Iterator[None]:
+    """Whatever goes to the terminal, also from compiled code."""
+    kept = os.dup(1), os.dup(2)
+    with path.open("ab") as file:
+        _point_at(file.fileno(), file.fileno())
+    try:
+        yield
+    finally:
+        _point_at(*kept)
+        for descriptor in kept:
+            os.close(descriptor)
+
+
+def _point_at(out: int, err: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(out, 1)
+    os.dup2(err, 2)
