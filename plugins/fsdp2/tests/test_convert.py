@@ -38,7 +38,6 @@ from smalti.testing import two_processes
 from smalti.types import World
 from smalti_fsdp2.conversion import open_accelerate, open_dcp
 from smalti_fsdp2.metadata import read_metadata
-from standing import standing
 
 STEPS = 3
 TOY = {"toy_width": 32, "toy_depth": 1, "toy_heads": 2}
@@ -283,6 +282,8 @@ def test_chunks_that_do_not_fill_their_tensor_are_refused_before_any_memory_is_t
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
     """A run to its end, on four pictures a step."""
+    from standing import standing  # not there in the processes that run the functions of this file
+
     pictures = tmp_path_factory.mktemp("pictures")
     for number in range(8):
         Image.new("RGB", (16, 16), (number * 30, 255 - number * 30, 128)).save(pictures / f"{number}.png")
