@@ -54,6 +54,13 @@ def _shown(console: Console, stream: io.StringIO, steps: int, rank: int = 0) -> 
 # --- speed ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_line_tells_what_is_known_of_the_devices() -> None:
+    progress = Progress(step=0, max_steps=9, now=0.0)
+    progress.update(step=1, loss=1.0, learning_rate=0.1, samples=8, now=1.0, mfu=0.4128, peak_memory_mb=3 * 1024)
+    progress.update(step=2, loss=1.0, learning_rate=0.1, samples=8, now=2.0)
+    assert "  mfu 41.3%  3.0 GiB  " in progress.line()
+
+
 def test_nothing_is_known_before_the_first_step() -> None:
     assert (Rate().samples_per_second, Rate().seconds_for(10)) == (None, None)
 

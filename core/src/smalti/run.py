@@ -9,7 +9,7 @@ import logging
 import random
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -32,6 +32,7 @@ from smalti.diffusion.step import DenoisingLoss, denoising_loss
 from smalti.ema import Ema
 from smalti.errors import CheckpointError, UserError
 from smalti.families import family_entry
+from smalti.gauges import Memory, Utilisation, peak_of
 from smalti.hashing import key_of
 from smalti.hookspecs import HookSpecs
 from smalti.metrics import log_metrics, metrics_of
@@ -100,9 +101,14 @@ class Run:
     """Whether weights, moments and averages are those of `state`; not so from the optimizer step to `advance`."""
     scheduler: LambdaLR = field(init=False)
     batches: Loader = field(init=False)
+    utilisation: Utilisation = field(init=False)
+    memory: Memory = field(init=False)
 
     def start_from_here(self, closing: ExitStack) -> None:
-        """Set learning rate and loader to where `state` stands: the last act of building, after any checkpoint was loaded."""
+        """Set learning rate and loader to where `state` stands: the last act of building, after any checkpoint was loaded.
+
+        The gauges begin here too, so that what building needed does not count.
+        """
         self.scheduler = build_scheduler(self.optimizer, self.config[OptimizerOptions], self.state.max_steps, self.state.step)
         options = self.config[DataOptions]
         self.batches = Loader(
@@ -116,6 +122,13 @@ class Run:
             cache_bytes=options.dataset_cache_mb * 2**20,
         )
         closing.callback(self.batches.close)
+        bf16 = self.config[TrainingOptions].mixed_precision == "bf16"
+        self.utilisation = Utilisation(
+            family=self.family,
+            trained=self.info.trainable / self.info.parameters,
+            peak=peak_of(self.world, self.config[TrackingOptions].device_tflops, bf16=bf16),
+        )
+        self.memory = Memory(self.world.device)
 
     @property
     def hook(self) -> HookSpecs:
@@ -149,6 +162,13 @@ class Run:
         if broken := self.batches.budget_exhausted:
             state.request_stop(StopReason.ERROR_BUDGET, f"{broken}; mend or remove such files, or raise --data_error_budget")
         self.whole = True
+
+    def measure(self, batch: Batch, result: StepResult) -> StepResult:
+        """The step with what it says of the devices, on the main rank and at steps that are logged."""
+        if not self.world.is_main or result.step % self.config[TrackingOptions].log_interval:
+            return result
+        mfu = self.utilisation.of(result, batch.bucket.width, batch.bucket.height)
+        return replace(result, mfu=mfu, peak_memory_mb=self.memory.peak_mb())
 
     def report(self, result: StepResult) -> None:
         """Hand the numbers of a step to the trackers."""

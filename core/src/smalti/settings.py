@@ -290,6 +290,13 @@ class TrackingOptions(Options):
     report_to: Names = option((), help="Trackers besides events.jsonl: tensorboard, wandb, trackio, ...")
     tracker_project_name: str = option("smalti", help="Project under which trackers file the run.", level="advanced")
     log_interval: int = option(1, help="Write metrics every so many steps.", level="advanced", ge=1)
+    device_tflops: float | None = option(
+        None,
+        help="TFLOP/s that one device can make in the precision of the run, dense, for the utilisation in the log (mfu); "
+        "known by itself for common accelerators.",
+        level="advanced",
+        gt=0,
+    )
 
 
 class PluginOptions(Options):

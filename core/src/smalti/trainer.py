@@ -33,7 +33,7 @@ def loop(run: Run) -> Outcome:
         return Outcome(reason=StopReason.COMPLETED, message=f"already at step {run.state.step} of {run.state.max_steps}")
     for batch in run.batches:  # endless; on this rank's device; goes on where the last checkpoint left off
         with faults_become_stops(run):
-            result = train_step(run, batch)
+            result = run.measure(batch, train_step(run, batch))
             run.advance(batch, result)
             run.hook.on_step_end(state=run.state, result=result)
             run.report(result)

@@ -180,6 +180,8 @@ class Watcher:
             learning_rate=event.number("learning_rate") or 0.0,
             samples=int(event.number("samples") or 0),
             now=event.time,
+            mfu=event.number("mfu"),
+            peak_memory_mb=event.number("peak_memory_mb"),
         )
         return self.progress
 

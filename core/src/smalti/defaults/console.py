@@ -61,20 +61,34 @@ class Progress:
         self.step = step
         self.max_steps = max_steps
         self.learning_rate = 0.0
+        self.mfu: float | None = None
+        self.peak_memory_mb: float | None = None
         self.rate = Rate()
         self._loss = math.nan
         self._sum = self._weight = 0.0
         self._updated = now
         self._begun = now if begun is None else begun
 
-    def update(self, *, step: int, loss: float, learning_rate: float, samples: int, now: float) -> None:
-        """The run has come to `step`; every step since the last update had so many samples."""
+    def update(
+        self,
+        *,
+        step: int,
+        loss: float,
+        learning_rate: float,
+        samples: int,
+        now: float,
+        mfu: float | None = None,
+        peak_memory_mb: float | None = None,
+    ) -> None:
+        """The run has come to `step`; every step since the last update had so many samples. What is None stays as it was."""
         steps = max(1, step - self.step)
         self.rate.update(seconds=now - self._updated, samples=samples * steps, steps=steps)
         self.step, self.learning_rate, self._updated, self._loss = step, learning_rate, now, loss
         if math.isfinite(loss):
             self._sum = self._sum * LOSS_KEPT + loss
             self._weight = self._weight * LOSS_KEPT + 1
+        self.mfu = self.mfu if mfu is None else mfu
+        self.peak_memory_mb = self.peak_memory_mb if peak_memory_mb is None else peak_memory_mb
 
     @property
     def loss(self) -> float:
@@ -92,6 +106,8 @@ class Progress:
                 f"{duration(left)} left",
                 f"{speed(self.rate.samples_per_second)} samples/s",
                 f"lr {self.learning_rate:.2e}",
+                *([] if self.mfu is None else [f"mfu {self.mfu:.1%}"]),
+                *([] if self.peak_memory_mb is None else [f"{self.peak_memory_mb / 1024:.1f} GiB"]),
                 f"{duration(self._updated - self._begun)} gone",
             ]
         )
@@ -223,6 +239,8 @@ class Console:
             learning_rate=result.learning_rate,
             samples=result.samples,
             now=time.monotonic(),
+            mfu=result.mfu,
+            peak_memory_mb=result.peak_memory_mb,
         )
         self._display.update(self._progress)
         if result.skipped:
