@@ -25,7 +25,7 @@ LAYERS = (
     ("liverun", "storage", "diffusion", "models", "data", "checkpoint", "ema", "schedule", "metrics", "gauges"),
     ("group", "strategy", "optimizers", "pictures", "grid", "plot", "replicas", "faults", "dataplan", "families", "caches"),
     ("run",),
-    ("validation", "saving", "rescue", "launch"),
+    ("validation", "evaluation", "saving", "rescue", "launch"),
     ("trainer", "workers", "agent"),
     ("worker", "preparation", "invocation", "reference", "export"),
     ("commands",),

@@ -38,7 +38,16 @@ from smalti.rundir import (
     RunDirectory,
     RunRecord,
 )
-from smalti.types import Checkpoint, Outcome, RunInfo, RunState, StepResult, StopReason, ValidationResult
+from smalti.types import (
+    Checkpoint,
+    EvaluationResult,
+    Outcome,
+    RunInfo,
+    RunState,
+    StepResult,
+    StopReason,
+    ValidationResult,
+)
 
 _OWN_FILES = ("run.json", "config.toml", "launch.json", "accelerate.yaml", "events.jsonl", "heartbeat")
 _log = logging.getLogger(__name__)
@@ -198,6 +207,11 @@ class LiveRun:
         """Pictures, by their paths in the run directory."""
         images = [{"prompt": image.prompt, "seed": image.seed, "path": self._inside(image.path)} for image in result.images]
         self.events.append("sample", step=result.step, grid=self._inside(result.grid), images=images)
+
+    def record_evaluation(self, result: EvaluationResult) -> None:
+        """The loss on held-out pictures, in all and by timestep."""
+        fields = {name: value for name, value in asdict(result).items() if name != "step"}
+        self.events.append("eval", step=result.step, **fields)
 
     def record_checkpoint(self, checkpoint: Checkpoint) -> None:
         self.events.append(

@@ -25,6 +25,7 @@ from smalti.checkpoint.store import CheckpointStore
 from smalti.checkpoint.writer import SaveError
 from smalti.config import Config
 from smalti.crew import Crew
+from smalti.data.heldout import HeldOut
 from smalti.data.loader import Batch, Loader
 from smalti.data.prepared import PreparedData
 from smalti.dataplan import load_data, scan_data, total_steps
@@ -52,6 +53,7 @@ from smalti.settings import (
     RunOptions,
     TrackingOptions,
     TrainingOptions,
+    ValidationOptions,
 )
 from smalti.types import (
     Block,
@@ -103,6 +105,8 @@ class Run:
     batches: Loader = field(init=False)
     utilisation: Utilisation = field(init=False)
     memory: Memory = field(init=False)
+    held_out: HeldOut | None = field(init=False)
+    """The pictures that the loss is measured on now and then, if there are any."""
 
     def start_from_here(self, closing: ExitStack) -> None:
         """Set learning rate and loader to where `state` stands: the last act of building, after any checkpoint was loaded.
@@ -122,6 +126,8 @@ class Run:
             cache_bytes=options.dataset_cache_mb * 2**20,
         )
         closing.callback(self.batches.close)
+        held_out, batch = self.data.held_out, self.config[ValidationOptions].validation_batch_size
+        self.held_out = None if held_out is None else HeldOut(held_out, batch=batch, device=self.world.device)
         bf16 = self.config[TrainingOptions].mixed_precision == "bf16"
         self.utilisation = Utilisation(
             family=self.family,
@@ -404,7 +410,7 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
         loss=denoising_loss(config, family, parallel.world.device),
         data=data,
         state=RunState(max_steps=total_steps(config, data)),
-        cadence=Cadence.of(config),
+        cadence=Cadence.of(config, data),
         checkpoints=CheckpointStore(directory.checkpoints, report=_log.warning),
     )
     run.saver = Saver(write=run.write, ranks=parallel, side=parallel.side_channel())

@@ -214,7 +214,17 @@ class ValidationOptions(Options):
     )
     validation_num_inference_steps: int = option(25, help="Denoising steps.", ge=1)
     validation_guidance: float = option(3.0, help="Strength of classifier-free guidance; 1 switches it off.", ge=0)
-    validation_batch_size: int = option(8, help="Pictures drawn at once on a rank.", level="advanced", ge=1)
+    validation_batch_size: int = option(8, help="Pictures drawn or evaluated at once on a rank.", level="advanced", ge=1)
+    eval_steps_interval: int = option(
+        0, help="Measure the loss on datasets of the type eval every so many steps, and at the end; 0 only at the end.", ge=0
+    )
+    eval_epoch_interval: int = option(0, help="Measure it after every so many epochs besides; 0 does not.", ge=0)
+    eval_timesteps: int = option(
+        5, help="At how many noise levels, equally spaced, every picture is evaluated.", level="advanced", ge=1, le=500
+    )
+    num_eval_images: int | None = option(
+        None, help="Evaluate on this many pictures of each eval dataset, always the same ones; on all if not given.", ge=1
+    )
 
 
 class CheckpointOptions(Options):

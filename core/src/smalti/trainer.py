@@ -12,6 +12,7 @@ import torch
 
 from smalti.data.loader import Batch
 from smalti.errors import GpuFaultError
+from smalti.evaluation import evaluate
 from smalti.faults import answer, fault_of
 from smalti.rescue import rescued
 from smalti.run import Run, reseed
@@ -41,6 +42,8 @@ def loop(run: Run) -> Outcome:
         wish = agree(run)
         if wish.validate:
             validate(run)
+        if wish.evaluate and run.held_out is not None:
+            evaluate(run, run.held_out)
         if wish.save:
             save(run, last=wish.outcome is not None)
         if wish.outcome is not None:
@@ -91,6 +94,7 @@ class Wish:
     """What all ranks do before the next step."""
 
     validate: bool
+    evaluate: bool
     save: bool
     outcome: Outcome | None
 
@@ -98,19 +102,20 @@ class Wish:
 def agree(run: Run) -> Wish:
     """Make one wish of all ranks' wishes; a stop outweighs the rest, and a request that lost comes up again next time.
 
-    One word per step carries the stop reason above two bits for saving and drawing, because all three are collective acts.
+    One word per step carries the stop reason above a bit each for saving, evaluating and drawing: all are collective acts.
     """
     state, cadence = run.state, run.cadence
     if state.step >= state.max_steps:
         state.request_stop(StopReason.COMPLETED, f"trained {state.step} steps")
-    word = run.parallel.agree(int(state.stop_reason) << 2 | cadence.saves(state) << 1 | cadence.validates(state))
-    reason = StopReason(word >> 2)
+    acts = cadence.saves(state) << 2 | cadence.evaluates(state) << 1 | cadence.validates(state)
+    word = run.parallel.agree(int(state.stop_reason) << 3 | acts)
+    reason, draws, evaluates = StopReason(word >> 3), bool(word & 1), bool(word & 2)
     if reason is StopReason.NONE:
-        return Wish(validate=bool(word & 1), save=bool(word & 2), outcome=None)
+        return Wish(validate=draws, evaluate=evaluates, save=bool(word & 4), outcome=None)
     messages = run.parallel.share(state.stop_message if state.stop_reason is reason else "")
     outcome = Outcome(reason=reason, message=next(message for message in messages if message))
-    draws = reason is StopReason.COMPLETED and bool(word & 1)
-    return Wish(validate=draws, save=reason.saves, outcome=outcome)
+    completed = reason is StopReason.COMPLETED
+    return Wish(validate=completed and draws, evaluate=completed and evaluates, save=reason.saves, outcome=outcome)
 
 
 @contextmanager

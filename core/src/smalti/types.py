@@ -330,6 +330,21 @@ class ValidationResult:
     grid: Path
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult:
+    """The loss on held-out pictures: the mean over `samples` of them and over the timesteps of `by_timestep`.
+
+    `averaged`: with the moving average of the weights instead of the weights themselves.
+    """
+
+    step: int
+    loss: float
+    by_timestep: Mapping[int, float]
+    samples: int
+    averaged: bool
+    seconds: float
+
+
 # --- health ---------------------------------------------------------------------------------------------------------
 
 

@@ -195,6 +195,8 @@ class Watcher:
                 return f"checkpoint of step {event.step}: {self._watched.path / event.text('path')}"
             case "sample":
                 return f"pictures of step {event.step}: {self._watched.path / event.text('grid')}"
+            case "eval":
+                return f"evaluation of step {event.step}: loss {event.number('loss') or 0.0:.4g} on held-out pictures"
             case "error":
                 return f"error: {event.text('error')}: {message}"
             case "control_ack":

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from smalti.hookspecs import hookimpl
-from smalti.types import Checkpoint, RunInfo, RunState, StepResult, ValidationResult
+from smalti.types import Checkpoint, EvaluationResult, RunInfo, RunState, StepResult, ValidationResult
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -250,6 +250,12 @@ class Console:
     def on_validation(self, result: ValidationResult) -> None:
         if self._display is not None:
             self._display.say(f"{_count(len(result.images), 'picture')} of step {result.step}: {result.grid}")
+
+    @hookimpl
+    def on_evaluation(self, result: EvaluationResult) -> None:
+        if self._display is not None:
+            over = _count(result.samples, "held-out picture")
+            self._display.say(f"evaluation of step {result.step}: loss {result.loss:.4g} over {over} ({result.seconds:.1f} s)")
 
     @hookimpl
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
