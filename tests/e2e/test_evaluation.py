@@ -119,7 +119,7 @@ def plain(root) -> list[dict]:
 @pytest.fixture(scope="module")
 def alone_and_together(root) -> tuple[dict, dict]:
     """The last evaluation of weights that do not move, on one rank and, sharded, on two."""
-    flags = ("--learning_rate=0", f"--pretrained_model_name_or_path={root / 'first.safetensors'}")
+    flags = ("--learning_rate=0", "--sdpa_backend=math", f"--pretrained_model_name_or_path={root / 'first.safetensors'}")
     alone = train(root / "alone", [TRAINED, HELD_OUT], *flags, "--train_batch_size=2")
     together = (*flags, "--num_processes=2", "--fsdp_enable")
     Preparation.of(*configured(root / "together", [TRAINED, HELD_OUT], *together), write=True)

@@ -37,6 +37,7 @@ from smalti.gauges import Memory, Utilisation, peak_of
 from smalti.hashing import key_of
 from smalti.hookspecs import HookSpecs
 from smalti.metrics import log_metrics, metrics_of
+from smalti.models.attention import choose_attention
 from smalti.models.description import config_of
 from smalti.models.family import Adaptable, ModelFamily
 from smalti.models.weights import without_weights
@@ -269,6 +270,7 @@ def build_model(config: Config, plugins: Plugins, family: ModelFamily) -> tuple[
         if enable is None:
             raise UserError(f"{family.name} cannot recompute activations", fix="--no_gradient_checkpointing")
         enable()
+    choose_attention(model, config[TrainingOptions].sdpa_backend)
     return model, plugins.hook.detect_blocks(model=model, family=family, config=config) or []
 
 

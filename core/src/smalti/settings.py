@@ -122,6 +122,12 @@ class TrainingOptions(Options):
         help="Precision of the computation; weights and optimizer state stay in fp32.",
         accelerate="mixed_precision",
     )
+    sdpa_backend: Literal["auto", "flash", "efficient", "cudnn", "math"] = option(
+        "auto",
+        help="Kernel for the attention of the trained model, where torch's scaled_dot_product_attention computes it; "
+        "efficient and cudnn need CUDA devices.",
+        level="advanced",
+    )
     use_ema: bool = option(False, help="Keep an exponential moving average of the weights, in fp32.")
     ema_decay: float = option(
         0.995, help="Decay of the average; it warms up from (1+step)/(10+step).", when="use_ema", ge=0, lt=1
@@ -280,6 +286,10 @@ class LaunchOptions(Options):
         when="dynamo_backend",
         ge=1,
     )
+
+
+ONLY_ON_CUDA = ("efficient", "cudnn")
+"""Values of sdpa_backend that are nothing on the CPU."""
 
 
 def launch_problems(launch: LaunchOptions) -> list[Problem]:

@@ -14,9 +14,11 @@ from smalti.data.loader import Batch
 from smalti.errors import GpuFaultError
 from smalti.evaluation import evaluate
 from smalti.faults import answer, fault_of
+from smalti.models.attention import attention_kernel
 from smalti.rescue import rescued
 from smalti.run import Run, reseed
 from smalti.saving import announce, save, settle
+from smalti.settings import TrainingOptions
 from smalti.types import FaultAction, Outcome, StepResult, StopReason
 from smalti.validation import validate
 
@@ -62,7 +64,8 @@ def train_step(run: Run, batch: Batch) -> StepResult:
     for number, micro in enumerate(batch.micro, start=1):
         with run.parallel.accumulate(last=number == len(batch.micro)):
             loss = run.loss(run.model, micro, run.parallel) / len(batch.micro)
-            run.parallel.backward(loss)
+            with attention_kernel(run.config[TrainingOptions].sdpa_backend):  # recomputation is part of it
+                run.parallel.backward(loss)
         total += loss.detach()
     loss_value = float(run.parallel.mean(total))
     norm = float(run.parallel.clip_gradients(run.max_grad_norm))
