@@ -18,6 +18,7 @@ from smalti.data.heldout import HeldOut, HeldOutPictures
 from smalti.diffusion.noise import SampleNoise
 from smalti.diffusion.objective import STEPS
 from smalti.metrics import log_metrics
+from smalti.models.family import Conditioning, ModelFamily
 from smalti.models.frames import encode
 from smalti.settings import ValidationOptions
 from smalti.types import EvaluationResult
@@ -77,9 +78,7 @@ def _losses(run: Run, model: nn.Module, held_out: HeldOut, levels: list[float]) 
 def _batch_losses(run: Run, model: nn.Module, pictures: HeldOutPictures, noise: SampleNoise, levels: list[float]) -> Tensor:
     """(B, T)."""
     family, objective = run.family, run.loss.objective
-    height, width = pictures.pixels.shape[-2:]
-    latents = family.encode_images(pictures.pixels)
-    conditioning = encode(family, pictures.captions, pictures.frames, width, height)
+    latents, conditioning = _encoded(family, pictures)
     drawn = noise.normal(pictures.numbers, latents.shape[1:])
     columns = []
     for level in levels:
@@ -89,3 +88,9 @@ def _batch_losses(run: Run, model: nn.Module, pictures: HeldOutPictures, noise: 
             prediction = family.forward(model, noisy, objective.timesteps(t), conditioning)
         columns.append(objective.loss(prediction, latents, drawn, noisy, t))
     return torch.stack(columns, dim=1)
+
+
+def _encoded(family: ModelFamily, pictures: HeldOutPictures) -> tuple[Tensor, Conditioning]:
+    """Latents (B, C, h, w) and what the model is told of the pictures."""
+    height, width = pictures.pixels.shape[-2:]
+    return family.encode_images(pictures.pixels), encode(family, pictures.captions, pictures.frames, width, height)

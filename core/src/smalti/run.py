@@ -40,6 +40,7 @@ from smalti.metrics import log_metrics, metrics_of
 from smalti.models.attention import choose_attention
 from smalti.models.description import config_of
 from smalti.models.family import Adaptable, ModelFamily
+from smalti.models.layout import put_channels_last, wants_channels_last
 from smalti.models.weights import without_weights
 from smalti.optimizers import matrices, parameter_groups
 from smalti.parallel import Parallel, Ranks
@@ -261,8 +262,8 @@ def compare_ranks(parallel: Parallel, config: Config, plugins: Plugins) -> None:
         )
 
 
-def build_model(config: Config, plugins: Plugins, family: ModelFamily) -> tuple[nn.Module, list[Block]]:
-    """The model without weights (parameters on the meta device, buffers real) and its blocks."""
+def build_model(config: Config, plugins: Plugins, family: ModelFamily, device: str = "cpu") -> tuple[nn.Module, list[Block]]:
+    """The model without weights (parameters on the meta device, buffers real), to be trained on `device`, and its blocks."""
     with without_weights():
         model = family.build_model()
     if config[ModelOptions].gradient_checkpointing:
@@ -270,6 +271,8 @@ def build_model(config: Config, plugins: Plugins, family: ModelFamily) -> tuple[
         if enable is None:
             raise UserError(f"{family.name} cannot recompute activations", fix="--no_gradient_checkpointing")
         enable()
+    if wants_channels_last(config[TrainingOptions].channels_last, family, device):
+        put_channels_last(model)
     choose_attention(model, config[TrainingOptions].sdpa_backend)
     return model, plugins.hook.detect_blocks(model=model, family=family, config=config) or []
 
@@ -369,7 +372,7 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
     family = find_family(config, plugins)
     family.to(parallel.world.device)
     data = open_data(config, plugins, family.alignment, parallel, directory.data)
-    bare, blocks = build_model(config, plugins, family)
+    bare, blocks = build_model(config, plugins, family, parallel.world.device)
     seed = config[RunOptions].seed
     adapter = family.adapter(seed) if isinstance(family, Adaptable) else None
     # A sharded model calls itself by another class; and an adapter's tensors are not those of such a model.

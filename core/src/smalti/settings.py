@@ -122,6 +122,12 @@ class TrainingOptions(Options):
         help="Precision of the computation; weights and optimizer state stay in fp32.",
         accelerate="mixed_precision",
     )
+    channels_last: bool | None = option(
+        None,
+        help="Let convolutions compute with channels last, which tensor cores want; "
+        "on for families of convolutions (U-Nets) on CUDA devices if not given.",
+        level="advanced",
+    )
     sdpa_backend: Literal["auto", "flash", "efficient", "cudnn", "math"] = option(
         "auto",
         help="Kernel for the attention of the trained model, where torch's scaled_dot_product_attention computes it; "
