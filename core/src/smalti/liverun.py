@@ -197,8 +197,9 @@ class LiveRun:
         )
 
     def record_step(self, state: RunState, result: StepResult) -> None:
-        """One step. `max_steps` stands in every line, so that the last line alone tells how far the run is."""
-        self.events.append("step", max_steps=state.max_steps, epoch=state.epoch, **asdict(result))
+        """One step, without what is not known. `max_steps` is in every line: the last one alone tells how far the run is."""
+        known = {name: value for name, value in asdict(result).items() if value is not None}
+        self.events.append("step", max_steps=state.max_steps, epoch=state.epoch, **known)
 
     def record_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         self.events.append("metric", step=step, metrics=metrics)
