@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from smalti.config import Config
 from smalti.defaults.console import Console, LineDisplay, Progress, Rate, duration, speed
 from smalti.options import Schema
-from smalti.types import Checkpoint, RunInfo, RunState, StepResult, ValidationImage, ValidationResult, World
+from smalti.types import Checkpoint, EvaluationResult, RunInfo, RunState, StepResult, ValidationImage, ValidationResult, World
 
 _speeds = st.floats(0.001, 1000)
 
@@ -52,6 +52,21 @@ def _shown(console: Console, stream: io.StringIO, steps: int, rank: int = 0) -> 
 
 
 # --- speed ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_on_held_out_pictures_is_told() -> None:
+    stream = io.StringIO()
+    console = Console(stream)
+    console.on_train_start(RunState(max_steps=9), _info())
+    console.on_evaluation(EvaluationResult(step=5, loss=0.25, by_timestep={500: 0.25}, samples=64, averaged=False, seconds=1.5))
+    assert stream.getvalue().splitlines()[-1] == "evaluation of step 5: loss 0.25 over 64 held-out pictures (1.5 s)"
+
+
+def test_a_line_tells_what_is_known_of_the_devices() -> None:
+    progress = Progress(step=0, max_steps=9, now=0.0)
+    progress.update(step=1, loss=1.0, learning_rate=0.1, samples=8, now=1.0, mfu=0.4128, peak_memory_mb=3 * 1024)
+    progress.update(step=2, loss=1.0, learning_rate=0.1, samples=8, now=2.0)
+    assert "  mfu 41.3%  3.0 GiB  " in progress.line()
 
 
 def test_nothing_is_known_before_the_first_step() -> None:

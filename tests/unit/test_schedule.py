@@ -52,6 +52,33 @@ def test_a_schedule_that_begins_in_the_middle_is_the_one_that_came_there(shape):
     assert rates(17, 40) == rates(0, 40)[17:]
 
 
+def evaluating(steps: int = 0, epochs: int = 0, per_epoch: int = 3) -> list[int]:
+    """After which of ten steps the loss on held-out pictures is measured, when an epoch has so many batches."""
+    cadence = Cadence(
+        validation_interval=0,
+        checkpoint_interval=0,
+        pictures=False,
+        evaluation_interval=steps,
+        evaluation_epochs=epochs,
+        epoch_of=lambda position: position // per_epoch,
+    )
+    states = [RunState(max_steps=10, step=step, position=step, epoch=(step - 1) // per_epoch) for step in range(1, 11)]
+    return [state.step for state in states if cadence.evaluates(state)]
+
+
+def test_evaluation_comes_at_its_steps_after_its_epochs_and_at_the_end():
+    assert [evaluating(), evaluating(steps=4), evaluating(epochs=1), evaluating(epochs=2)] == [
+        [10],
+        [4, 8, 10],
+        [3, 6, 9, 10],
+        [6, 10],
+    ]
+
+
+def test_without_anything_held_out_nothing_is_evaluated():
+    assert not cadence().evaluates(RunState(max_steps=1, step=1))
+
+
 def cadence(validation: int = 0, checkpoint: int = 0, *, pictures: bool = True) -> Cadence:
     return Cadence(validation_interval=validation, checkpoint_interval=checkpoint, pictures=pictures)
 

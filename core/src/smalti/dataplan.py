@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -13,11 +14,11 @@ from smalti.configfile import expand
 from smalti.data.catalog import Catalog
 from smalti.data.check import BatchShape
 from smalti.data.index import Progress
-from smalti.data.prepared import DataRules, PreparedData, build_datasets, load_datasets, prepare
+from smalti.data.prepared import DataRules, Dataset, PreparedData, build_datasets, load_datasets, prepare, refuse_trained
 from smalti.data.spec import DataDefaults, DatasetSpec, load_backend_config, parse_datasets, unused_caches
 from smalti.errors import ConfigError, Problem
 from smalti.plugins import Plugins
-from smalti.settings import DataOptions, LaunchOptions, RunOptions, TrainingOptions
+from smalti.settings import DataOptions, LaunchOptions, RunOptions, TrainingOptions, ValidationOptions
 from smalti.strategy import choose_distributed
 from smalti.types import MetadataEntry, StorageEntry
 
@@ -52,7 +53,12 @@ def dataset_specs(config: Config, catalog: Catalog) -> tuple[DatasetSpec, ...]:
     specs, problems = parse_datasets(entries, where=where, defaults=defaults, catalog=catalog)
     if problems:
         raise ConfigError(problems)
-    return specs
+    most = config[ValidationOptions].num_eval_images
+    return tuple(_at_most(spec, most) if spec.dataset_type == "eval" and most is not None else spec for spec in specs)
+
+
+def _at_most(spec: DatasetSpec, most: int) -> DatasetSpec:
+    return spec.model_copy(update={"max_num_samples": min(most, spec.max_num_samples or most)})
 
 
 def expanded(entries: list[dict[str, object]], where: str) -> list[dict[str, object]]:
@@ -93,14 +99,30 @@ def scan_data(
     """
     catalog = catalog_of(plugins)
     specs = dataset_specs(config, catalog)
-    datasets = build_datasets(specs, catalog, directory, progress)
-    return prepare(datasets, data_rules(config, plugins, alignment), notices=unused_caches(specs))
+    rules = data_rules(config, plugins, alignment)
+    data = prepare(build_datasets(specs, catalog, directory, progress), rules, notices=unused_caches(specs))
+    held_out = build_datasets(specs, catalog, directory, progress, kind="eval")
+    if not held_out:
+        wanted = [name for name in ("eval_steps_interval", "eval_epoch_interval") if getattr(config[ValidationOptions], name)]
+        told = [f"{' and '.join(wanted)} without effect: no dataset has the dataset_type eval"] if wanted else []
+        return replace(data, notices=(*data.notices, *told))
+    refuse_trained(data.datasets, held_out)
+    return _with_held_out(data, held_out, rules)
 
 
 def load_data(config: Config, plugins: Plugins, alignment: int, directory: Path) -> PreparedData:
     """The same from the indexes that another process has written."""
     catalog = catalog_of(plugins)
-    return prepare(load_datasets(dataset_specs(config, catalog), catalog, directory), data_rules(config, plugins, alignment))
+    specs, rules = dataset_specs(config, catalog), data_rules(config, plugins, alignment)
+    data = prepare(load_datasets(specs, catalog, directory), rules)
+    held_out = load_datasets(specs, catalog, directory, kind="eval")
+    return _with_held_out(data, held_out, rules) if held_out else data
+
+
+def _with_held_out(data: PreparedData, datasets: tuple[Dataset, ...], rules: DataRules) -> PreparedData:
+    """The data with pictures that are evaluated. They need not fill batches."""
+    held_out = prepare(datasets, replace(rules, shape=BatchShape(train_batch_size=1, ranks=1, accumulation=1)))
+    return replace(data, held_out=held_out, notices=(*data.notices, *held_out.notices))
 
 
 def total_steps(config: Config, data: PreparedData) -> int:

@@ -22,6 +22,7 @@ Where the hooks fire, in the order of a run:
           on_step_end
           log_metrics
           on_validation          after pictures were drawn
+          on_evaluation          after the loss on held-out pictures was measured
           save_checkpoint        in a thread, while training goes on
           on_checkpoint          once it is whole and visible, at a later step boundary (or on_checkpoint_failed)
           on_gpu_fault           when an accelerator failed
@@ -57,6 +58,7 @@ from smalti.types import (
     Checkpoint,
     CheckpointFormat,
     DistributedPlan,
+    EvaluationResult,
     FamilyEntry,
     FaultAction,
     GpuFault,
@@ -212,6 +214,11 @@ class HookSpecs:
     @_spec
     def on_validation(self, state: RunState, result: ValidationResult) -> None:
         """notify: validation pictures are on disk. Every rank."""
+        raise NotImplementedError
+
+    @_spec
+    def on_evaluation(self, state: RunState, result: EvaluationResult) -> None:
+        """notify: the loss on held-out pictures was measured. Every rank, with the same numbers; trackers have them already."""
         raise NotImplementedError
 
     @_spec

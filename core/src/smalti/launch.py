@@ -20,7 +20,7 @@ from smalti.errors import PreflightError, UserError
 from smalti.files import atomic_write
 from smalti.plugins import Plugins
 from smalti.rundir import RunDirectory
-from smalti.settings import LaunchOptions, TrainingOptions
+from smalti.settings import ONLY_ON_CUDA, LaunchOptions, TrainingOptions
 from smalti.types import DistributedPlan
 
 Launcher = Literal["in-process", "elastic", "accelerate"]
@@ -228,6 +228,11 @@ def check_accelerators(config: Config, kind: str) -> None:
             raise PreflightError(
                 f"the Accelerate YAML says {said}, and this machine has no usable {expected} device",
                 fix="look after its driver; or --use_cpu to train on the processor; or --accelerate_config=none",
+            )
+        if (kernel := config[TrainingOptions].sdpa_backend) in ONLY_ON_CUDA:
+            raise PreflightError(
+                f"the attention kernel '{kernel}' needs CUDA devices, and this machine has none that is usable",
+                fix="look after its driver; or --sdpa_backend=auto",
             )
         return
     import torch

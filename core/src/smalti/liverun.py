@@ -38,7 +38,16 @@ from smalti.rundir import (
     RunDirectory,
     RunRecord,
 )
-from smalti.types import Checkpoint, Outcome, RunInfo, RunState, StepResult, StopReason, ValidationResult
+from smalti.types import (
+    Checkpoint,
+    EvaluationResult,
+    Outcome,
+    RunInfo,
+    RunState,
+    StepResult,
+    StopReason,
+    ValidationResult,
+)
 
 _OWN_FILES = ("run.json", "config.toml", "launch.json", "accelerate.yaml", "events.jsonl", "heartbeat")
 _log = logging.getLogger(__name__)
@@ -188,8 +197,9 @@ class LiveRun:
         )
 
     def record_step(self, state: RunState, result: StepResult) -> None:
-        """One step. `max_steps` stands in every line, so that the last line alone tells how far the run is."""
-        self.events.append("step", max_steps=state.max_steps, epoch=state.epoch, **asdict(result))
+        """One step, without what is not known. `max_steps` is in every line: the last one alone tells how far the run is."""
+        known = {name: value for name, value in asdict(result).items() if value is not None}
+        self.events.append("step", max_steps=state.max_steps, epoch=state.epoch, **known)
 
     def record_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         self.events.append("metric", step=step, metrics=metrics)
@@ -198,6 +208,11 @@ class LiveRun:
         """Pictures, by their paths in the run directory."""
         images = [{"prompt": image.prompt, "seed": image.seed, "path": self._inside(image.path)} for image in result.images]
         self.events.append("sample", step=result.step, grid=self._inside(result.grid), images=images)
+
+    def record_evaluation(self, result: EvaluationResult) -> None:
+        """The loss on held-out pictures, in all and by timestep."""
+        fields = {name: value for name, value in asdict(result).items() if name != "step"}
+        self.events.append("eval", step=result.step, **fields)
 
     def record_checkpoint(self, checkpoint: Checkpoint) -> None:
         self.events.append(

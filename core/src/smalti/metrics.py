@@ -12,8 +12,12 @@ _log = logging.getLogger(__name__)
 
 
 def metrics_of(result: StepResult) -> dict[str, float]:
-    """What is tracked of a step. Rates count all ranks."""
+    """What is tracked of a step. Rates count all ranks; what is not known is left out."""
     seconds = result.seconds + result.data_seconds
+    known = {
+        "mfu": result.mfu,
+        "peak_memory_mb": result.peak_memory_mb,
+    }
     return {
         "loss": result.loss,
         "grad_norm": result.grad_norm,
@@ -21,6 +25,7 @@ def metrics_of(result: StepResult) -> dict[str, float]:
         "samples_per_second": result.samples / seconds if seconds else 0.0,
         "seconds": result.seconds,
         "data_seconds": result.data_seconds,
+        **{name: value for name, value in known.items() if value is not None},
     }
 
 

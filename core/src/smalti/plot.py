@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MAX_POINTS = 600
 """With more steps than this, neighbours share a point: the mean, between the smallest and the largest."""
-_LOSS, _RATE, _MARK, _BAD = "#2a6f97", "#8a6d3b", "#6c757d", "#c1121f"
+_LOSS, _HELD_OUT, _RATE, _MARK, _BAD = "#2a6f97", "#2d6a4f", "#8a6d3b", "#6c757d", "#c1121f"
 
 
 @dataclass(kw_only=True)
@@ -31,6 +31,8 @@ class History:
     learning_rates: list[float] = field(default_factory=list)
     checkpoints: list[int] = field(default_factory=list)
     validations: list[int] = field(default_factory=list)
+    evaluations: dict[int, float] = field(default_factory=dict)
+    """The loss on held-out pictures, by step."""
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> History:
@@ -45,6 +47,8 @@ class History:
                 history.checkpoints.append(event.step)
             elif event.kind == "sample":
                 history.validations.append(event.step)
+            elif event.kind == "eval":
+                history.evaluations[event.step] = _or_nan(event.number("loss"))
         return history
 
     def _add_step(self, event: Event, step: int) -> None:
@@ -53,6 +57,7 @@ class History:
             del self.steps[kept:], self.losses[kept:], self.learning_rates[kept:]
             self.checkpoints = [mark for mark in self.checkpoints if mark < step]
             self.validations = [mark for mark in self.validations if mark < step]
+            self.evaluations = {mark: loss for mark, loss in self.evaluations.items() if mark < step}
         self.steps.append(step)
         self.losses.append(_or_nan(event.number("loss")))
         self.learning_rates.append(_or_nan(event.number("learning_rate")))
@@ -149,7 +154,10 @@ def _draw_losses(axes: Axes, curve: Curve, history: History) -> None:
     elif curve.means:
         axes.plot(curve.steps, curve.means, color=_LOSS, alpha=0.4, linewidth=0.8, label="loss")
         axes.plot(curve.steps, curve.smoothed(), color=_LOSS, linewidth=2, label="smoothed")
-    _frame_losses(axes, curve)
+    held_out = {step: loss for step, loss in history.evaluations.items() if math.isfinite(loss)}
+    if held_out:
+        axes.plot(list(held_out), list(held_out.values()), color=_HELD_OUT, marker="o", markersize=4, label="held out")
+    _frame_losses(axes, curve, list(held_out.values()))
     broken = [step for step, loss in zip(history.steps, history.losses, strict=True) if not math.isfinite(loss)]
     _mark(axes, broken, 0.97, "x", _BAD, "not finite")
     _mark(axes, history.checkpoints, 0.09, "^", _MARK, "checkpoint")
@@ -157,7 +165,7 @@ def _draw_losses(axes: Axes, curve: Curve, history: History) -> None:
     axes.legend(loc="upper right", fontsize=9, framealpha=0.9, edgecolor="none")
 
 
-def _frame_losses(axes: Axes, curve: Curve) -> None:
+def _frame_losses(axes: Axes, curve: Curve, others: list[float]) -> None:
     """Show the bulk of the losses: a few wild ones must not press all others flat. Logarithmic when they span much.
 
     Below them there is room for the marks.
@@ -168,7 +176,7 @@ def _frame_losses(axes: Axes, curve: Curve) -> None:
         return
     cut = len(values) // 200
     low, high = values[cut], values[-1 - cut]
-    low, high = min(low, *curve.smoothed()), max(high, *curve.smoothed())
+    low, high = min(low, *curve.smoothed(), *others), max(high, *curve.smoothed(), *others)
     if low > 0 and high / low > 30:
         axes.set_ylim(low / (high / low) ** 0.15, high * (high / low) ** 0.1)
         axes.set_yscale("log")

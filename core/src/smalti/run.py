@@ -9,7 +9,7 @@ import logging
 import random
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -25,6 +25,7 @@ from smalti.checkpoint.store import CheckpointStore
 from smalti.checkpoint.writer import SaveError
 from smalti.config import Config
 from smalti.crew import Crew
+from smalti.data.heldout import HeldOut
 from smalti.data.loader import Batch, Loader
 from smalti.data.prepared import PreparedData
 from smalti.dataplan import load_data, scan_data, total_steps
@@ -32,11 +33,14 @@ from smalti.diffusion.step import DenoisingLoss, denoising_loss
 from smalti.ema import Ema
 from smalti.errors import CheckpointError, UserError
 from smalti.families import find_family
+from smalti.gauges import Memory, Utilisation, peak_of
 from smalti.hashing import key_of
 from smalti.hookspecs import HookSpecs
 from smalti.metrics import log_metrics, metrics_of
+from smalti.models.attention import choose_attention
 from smalti.models.description import config_of
 from smalti.models.family import Adaptable, ModelFamily
+from smalti.models.layout import put_channels_last, wants_channels_last
 from smalti.models.weights import without_weights
 from smalti.optimizers import matrices, parameter_groups
 from smalti.parallel import Parallel, Ranks
@@ -51,6 +55,7 @@ from smalti.settings import (
     RunOptions,
     TrackingOptions,
     TrainingOptions,
+    ValidationOptions,
 )
 from smalti.types import (
     Block,
@@ -100,9 +105,16 @@ class Run:
     """Whether weights, moments and averages are those of `state`; not so from the optimizer step to `advance`."""
     scheduler: LambdaLR = field(init=False)
     batches: Loader = field(init=False)
+    utilisation: Utilisation = field(init=False)
+    memory: Memory = field(init=False)
+    held_out: HeldOut | None = field(init=False)
+    """The pictures that the loss is measured on now and then, if there are any."""
 
     def start_from_here(self, closing: ExitStack) -> None:
-        """Set learning rate and loader to where `state` stands: the last act of building, after any checkpoint was loaded."""
+        """Set learning rate and loader to where `state` stands: the last act of building, after any checkpoint was loaded.
+
+        The gauges begin here too, so that what building needed does not count.
+        """
         self.scheduler = build_scheduler(self.optimizer, self.config[OptimizerOptions], self.state.max_steps, self.state.step)
         options = self.config[DataOptions]
         self.batches = Loader(
@@ -116,6 +128,15 @@ class Run:
             cache_bytes=options.dataset_cache_mb * 2**20,
         )
         closing.callback(self.batches.close)
+        held_out, batch = self.data.held_out, self.config[ValidationOptions].validation_batch_size
+        self.held_out = None if held_out is None else HeldOut(held_out, batch=batch, device=self.world.device)
+        bf16 = self.config[TrainingOptions].mixed_precision == "bf16"
+        self.utilisation = Utilisation(
+            family=self.family,
+            trained=self.info.trainable / self.info.parameters,
+            peak=peak_of(self.world, self.config[TrackingOptions].device_tflops, bf16=bf16),
+        )
+        self.memory = Memory(self.world.device)
 
     @property
     def hook(self) -> HookSpecs:
@@ -149,6 +170,13 @@ class Run:
         if broken := self.batches.budget_exhausted:
             state.request_stop(StopReason.ERROR_BUDGET, f"{broken}; mend or remove such files, or raise --data_error_budget")
         self.whole = True
+
+    def measure(self, batch: Batch, result: StepResult) -> StepResult:
+        """The step with what it says of the devices, on the main rank and at steps that are logged."""
+        if not self.world.is_main or result.step % self.config[TrackingOptions].log_interval:
+            return result
+        mfu = self.utilisation.of(result, batch.bucket.width, batch.bucket.height)
+        return replace(result, mfu=mfu, peak_memory_mb=self.memory.peak_mb())
 
     def report(self, result: StepResult) -> None:
         """Hand the numbers of a step to the trackers."""
@@ -225,8 +253,8 @@ def compare_ranks(parallel: Parallel, config: Config, plugins: Plugins) -> None:
         )
 
 
-def build_model(config: Config, plugins: Plugins, family: ModelFamily) -> tuple[nn.Module, list[Block]]:
-    """The model without weights (parameters on the meta device, buffers real) and its blocks."""
+def build_model(config: Config, plugins: Plugins, family: ModelFamily, device: str = "cpu") -> tuple[nn.Module, list[Block]]:
+    """The model without weights (parameters on the meta device, buffers real), to be trained on `device`, and its blocks."""
     with without_weights():
         model = family.build_model()
     if config[ModelOptions].gradient_checkpointing:
@@ -234,6 +262,9 @@ def build_model(config: Config, plugins: Plugins, family: ModelFamily) -> tuple[
         if enable is None:
             raise UserError(f"{family.name} cannot recompute activations", fix="--no_gradient_checkpointing")
         enable()
+    if wants_channels_last(config[TrainingOptions].channels_last, family, device):
+        put_channels_last(model)
+    choose_attention(model, config[TrainingOptions].sdpa_backend)
     return model, plugins.hook.detect_blocks(model=model, family=family, config=config) or []
 
 
@@ -332,7 +363,7 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
     family = find_family(config, plugins)
     family.to(parallel.world.device)
     data = open_data(config, plugins, family.alignment, parallel, directory.data)
-    bare, blocks = build_model(config, plugins, family)
+    bare, blocks = build_model(config, plugins, family, parallel.world.device)
     seed = config[RunOptions].seed
     adapter = family.adapter(seed) if isinstance(family, Adaptable) else None
     # A sharded model calls itself by another class; and an adapter's tensors are not those of such a model.
@@ -375,7 +406,7 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
         loss=denoising_loss(config, family, parallel.world.device),
         data=data,
         state=RunState(max_steps=total_steps(config, data)),
-        cadence=Cadence.of(config),
+        cadence=Cadence.of(config, data),
         checkpoints=CheckpointStore(directory.checkpoints, report=_log.warning),
     )
     run.saver = Saver(write=run.write, ranks=parallel, side=parallel.side_channel())

@@ -10,31 +10,49 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from smalti.config import Config
+from smalti.data.prepared import PreparedData
 from smalti.settings import CheckpointOptions, OptimizerOptions, ValidationOptions
 from smalti.types import RunState
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cadence:
-    """At which optimizer steps the loop validates and saves; 0 means only at the end, which the loop does by itself."""
+    """At which optimizer steps the loop draws, evaluates and saves; 0 means only at the end, which the loop does by itself.
+
+    `epoch_of` tells the epoch of a data position, where pictures are held out for evaluation; without them it is None.
+    """
 
     validation_interval: int
     checkpoint_interval: int
     pictures: bool
+    evaluation_interval: int = 0
+    evaluation_epochs: int = 0
+    epoch_of: Callable[[int], int] | None = None
 
     @classmethod
-    def of(cls, config: Config) -> Cadence:
+    def of(cls, config: Config, data: PreparedData) -> Cadence:
         validation = config[ValidationOptions]
         return cls(
             validation_interval=validation.validation_step_interval,
             checkpoint_interval=config[CheckpointOptions].checkpoint_step_interval,
             pictures=bool(validation.validation_prompt),
+            evaluation_interval=validation.eval_steps_interval,
+            evaluation_epochs=validation.eval_epoch_interval,
+            epoch_of=None if data.held_out is None else data.order.epoch_of,
         )
 
     def validates(self, state: RunState) -> bool:
         if not self.pictures:
             return False
         return state.validation_requested or _due(state, self.validation_interval) or state.step == state.max_steps
+
+    def evaluates(self, state: RunState) -> bool:
+        if self.epoch_of is None:
+            return False
+        if _due(state, self.evaluation_interval) or state.step == state.max_steps:
+            return True
+        epochs = self.evaluation_epochs
+        return epochs > 0 and not state.skipped and self.epoch_of(state.position) // epochs > state.epoch // epochs
 
     def saves(self, state: RunState) -> bool:
         return state.save_requested or _due(state, self.checkpoint_interval)

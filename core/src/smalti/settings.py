@@ -122,6 +122,18 @@ class TrainingOptions(Options):
         help="Precision of the computation; weights and optimizer state stay in fp32.",
         accelerate="mixed_precision",
     )
+    channels_last: bool | None = option(
+        None,
+        help="Let convolutions compute with channels last, which tensor cores want; "
+        "on for families of convolutions (U-Nets) on CUDA devices if not given.",
+        level="advanced",
+    )
+    sdpa_backend: Literal["auto", "flash", "efficient", "cudnn", "math"] = option(
+        "auto",
+        help="Kernel for the attention of the trained model, where torch's scaled_dot_product_attention computes it; "
+        "efficient and cudnn need CUDA devices.",
+        level="advanced",
+    )
     use_ema: bool = option(False, help="Keep an exponential moving average of the weights, in fp32.")
     ema_decay: float = option(
         0.995, help="Decay of the average; it warms up from (1+step)/(10+step).", when="use_ema", ge=0, lt=1
@@ -214,7 +226,17 @@ class ValidationOptions(Options):
     )
     validation_num_inference_steps: int = option(25, help="Denoising steps.", ge=1)
     validation_guidance: float = option(3.0, help="Strength of classifier-free guidance; 1 switches it off.", ge=0)
-    validation_batch_size: int = option(8, help="Pictures drawn at once on a rank.", level="advanced", ge=1)
+    validation_batch_size: int = option(8, help="Pictures drawn or evaluated at once on a rank.", level="advanced", ge=1)
+    eval_steps_interval: int = option(
+        0, help="Measure the loss on datasets of the type eval every so many steps, and at the end; 0 only at the end.", ge=0
+    )
+    eval_epoch_interval: int = option(0, help="Measure it after every so many epochs besides; 0 does not.", ge=0)
+    eval_timesteps: int = option(
+        5, help="At how many noise levels, equally spaced, every picture is evaluated.", level="advanced", ge=1, le=500
+    )
+    num_eval_images: int | None = option(
+        None, help="Evaluate on this many pictures of each eval dataset, always the same ones; on all if not given.", ge=1
+    )
 
 
 class CheckpointOptions(Options):
@@ -272,6 +294,10 @@ class LaunchOptions(Options):
     )
 
 
+ONLY_ON_CUDA = ("efficient", "cudnn")
+"""Values of sdpa_backend that are nothing on the CPU."""
+
+
 def launch_problems(launch: LaunchOptions) -> list[Problem]:
     """What in these numbers cannot be launched."""
     problems = []
@@ -290,6 +316,13 @@ class TrackingOptions(Options):
     report_to: Names = option((), help="Trackers besides events.jsonl: tensorboard, wandb, trackio, ...")
     tracker_project_name: str = option("smalti", help="Project under which trackers file the run.", level="advanced")
     log_interval: int = option(1, help="Write metrics every so many steps.", level="advanced", ge=1)
+    device_tflops: float | None = option(
+        None,
+        help="TFLOP/s that one device can make in the precision of the run, dense, for the utilisation in the log (mfu); "
+        "known by itself for common accelerators.",
+        level="advanced",
+        gt=0,
+    )
 
 
 class PluginOptions(Options):

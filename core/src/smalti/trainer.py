@@ -12,10 +12,13 @@ import torch
 
 from smalti.data.loader import Batch
 from smalti.errors import GpuFaultError
+from smalti.evaluation import evaluate
 from smalti.faults import answer, fault_of
+from smalti.models.attention import attention_kernel
 from smalti.rescue import rescued
 from smalti.run import Run, reseed
 from smalti.saving import announce, save, settle
+from smalti.settings import TrainingOptions
 from smalti.types import FaultAction, Outcome, StepResult, StopReason
 from smalti.validation import validate
 
@@ -33,7 +36,7 @@ def loop(run: Run) -> Outcome:
         return Outcome(reason=StopReason.COMPLETED, message=f"already at step {run.state.step} of {run.state.max_steps}")
     for batch in run.batches:  # endless; on this rank's device; goes on where the last checkpoint left off
         with faults_become_stops(run):
-            result = train_step(run, batch)
+            result = run.measure(batch, train_step(run, batch))
             run.advance(batch, result)
             run.hook.on_step_end(state=run.state, result=result)
             run.report(result)
@@ -41,6 +44,8 @@ def loop(run: Run) -> Outcome:
         wish = agree(run)
         if wish.validate:
             validate(run)
+        if wish.evaluate and run.held_out is not None:
+            evaluate(run, run.held_out)
         if wish.save:
             save(run, last=wish.outcome is not None)
         if wish.outcome is not None:
@@ -59,7 +64,8 @@ def train_step(run: Run, batch: Batch) -> StepResult:
     for number, micro in enumerate(batch.micro, start=1):
         with run.parallel.accumulate(last=number == len(batch.micro)):
             loss = run.loss(run.model, micro, run.parallel) / len(batch.micro)
-            run.parallel.backward(loss)
+            with attention_kernel(run.config[TrainingOptions].sdpa_backend):  # recomputation is part of it
+                run.parallel.backward(loss)
         total += loss.detach()
     loss_value = float(run.parallel.mean(total))
     norm = float(run.parallel.clip_gradients(run.max_grad_norm))
@@ -91,6 +97,7 @@ class Wish:
     """What all ranks do before the next step."""
 
     validate: bool
+    evaluate: bool
     save: bool
     outcome: Outcome | None
 
@@ -98,19 +105,20 @@ class Wish:
 def agree(run: Run) -> Wish:
     """Make one wish of all ranks' wishes; a stop outweighs the rest, and a request that lost comes up again next time.
 
-    One word per step carries the stop reason above two bits for saving and drawing, because all three are collective acts.
+    One word per step carries the stop reason above a bit each for saving, evaluating and drawing: all are collective acts.
     """
     state, cadence = run.state, run.cadence
     if state.step >= state.max_steps:
         state.request_stop(StopReason.COMPLETED, f"trained {state.step} steps")
-    word = run.parallel.agree(int(state.stop_reason) << 2 | cadence.saves(state) << 1 | cadence.validates(state))
-    reason = StopReason(word >> 2)
+    acts = cadence.saves(state) << 2 | cadence.evaluates(state) << 1 | cadence.validates(state)
+    word = run.parallel.agree(int(state.stop_reason) << 3 | acts)
+    reason, draws, evaluates = StopReason(word >> 3), bool(word & 1), bool(word & 2)
     if reason is StopReason.NONE:
-        return Wish(validate=bool(word & 1), save=bool(word & 2), outcome=None)
+        return Wish(validate=draws, evaluate=evaluates, save=bool(word & 4), outcome=None)
     messages = run.parallel.share(state.stop_message if state.stop_reason is reason else "")
     outcome = Outcome(reason=reason, message=next(message for message in messages if message))
-    draws = reason is StopReason.COMPLETED and bool(word & 1)
-    return Wish(validate=draws, save=reason.saves, outcome=outcome)
+    completed = reason is StopReason.COMPLETED
+    return Wish(validate=completed and draws, evaluate=completed and evaluates, save=reason.saves, outcome=outcome)
 
 
 @contextmanager

@@ -246,9 +246,12 @@ class RunInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One optimizer step, the same on every rank. `samples` is the effective batch; `seconds` is wall time.
+    """One optimizer step, the same on every rank but for `mfu` and `peak_memory_mb`, which the main rank has for steps it logs.
 
-    `skipped` is true when the loss was not finite and the policy was to skip: then nothing was changed by this step.
+    `samples` is the effective batch; `seconds` is wall time. `skipped` is true when the loss was not finite and the policy was
+    to skip: then nothing was changed by this step. `mfu` is the share of what all devices can make that went into the model
+    (`smalti.gauges`), `peak_memory_mb` the most that the main rank's device held since the last logged step, in MiB, or on the
+    CPU its process ever; None where they are not known.
     """
 
     step: int
@@ -259,6 +262,8 @@ class StepResult:
     seconds: float
     data_seconds: float = 0.0
     skipped: bool = False
+    mfu: float | None = None
+    peak_memory_mb: float | None = None
 
 
 @dataclass
@@ -323,6 +328,21 @@ class ValidationResult:
     step: int
     images: tuple[ValidationImage, ...]
     grid: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult:
+    """The loss on held-out pictures: the mean over `samples` of them and over the timesteps of `by_timestep`.
+
+    `averaged`: with the moving average of the weights instead of the weights themselves.
+    """
+
+    step: int
+    loss: float
+    by_timestep: Mapping[int, float]
+    samples: int
+    averaged: bool
+    seconds: float
 
 
 # --- health ---------------------------------------------------------------------------------------------------------

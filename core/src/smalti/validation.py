@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from smalti.errors import UserError
 from smalti.grid import picture_grid
@@ -56,23 +56,32 @@ def picture_size(config: Config, alignment: int) -> tuple[int, int]:
     return width, height
 
 
-def validate(run: Run) -> ValidationResult:
-    """Draw every prompt once, write the pictures and a grid, tell the observers. *Collective*."""
-    folder = run.directory.samples_at(run.state.step)
-    folder.mkdir(parents=True, exist_ok=True)
+@contextmanager
+def at_rest(run: Run) -> Iterator[nn.Module]:
+    """The model as it is judged: the average of its weights if there is one, in eval mode, no gradients. *Collective*.
+
+    Afterwards it is as before, bit for bit.
+    """
     averaged = run.ema.in_place_of_weights() if run.ema is not None else nullcontext()
     model = run.parallel.unwrap(run.model)
     model.eval()
     try:
-        with averaged:
+        with averaged, torch.no_grad():
             run.parallel.refresh(run.model)
-            with torch.no_grad(), run.parallel.autocast():
-                for numbers, pixels in _draw(run, model):
-                    if run.world.rank % run.world.context == 0:
-                        _write(run, folder, numbers, pixels)
+            yield model
     finally:
         run.parallel.refresh(run.model)
         model.train()
+
+
+def validate(run: Run) -> ValidationResult:
+    """Draw every prompt once, write the pictures and a grid, tell the observers. *Collective*."""
+    folder = run.directory.samples_at(run.state.step)
+    folder.mkdir(parents=True, exist_ok=True)
+    with at_rest(run) as model, run.parallel.autocast():
+        for numbers, pixels in _draw(run, model):
+            if run.world.rank % run.world.context == 0:
+                _write(run, folder, numbers, pixels)
     run.parallel.barrier()
     images = _images(run.config, folder)
     grid = folder / "grid.png"
@@ -85,7 +94,7 @@ def validate(run: Run) -> ValidationResult:
     return result
 
 
-def _draw(run: Run, model: torch.nn.Module) -> Iterator[tuple[list[int], Tensor]]:
+def _draw(run: Run, model: nn.Module) -> Iterator[tuple[list[int], Tensor]]:
     options = run.config[ValidationOptions]
     width, height = picture_size(run.config, run.family.alignment)
     prompts = options.validation_prompt

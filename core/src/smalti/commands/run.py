@@ -180,6 +180,8 @@ class Watcher:
             learning_rate=event.number("learning_rate") or 0.0,
             samples=int(event.number("samples") or 0),
             now=event.time,
+            mfu=event.number("mfu"),
+            peak_memory_mb=event.number("peak_memory_mb"),
         )
         return self.progress
 
@@ -193,6 +195,8 @@ class Watcher:
                 return f"checkpoint of step {event.step}: {self._watched.path / event.text('path')}"
             case "sample":
                 return f"pictures of step {event.step}: {self._watched.path / event.text('grid')}"
+            case "eval":
+                return f"evaluation of step {event.step}: loss {event.number('loss') or 0.0:.4g} on held-out pictures"
             case "error":
                 return f"error: {event.text('error')}: {message}"
             case "control_ack":

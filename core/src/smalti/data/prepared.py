@@ -6,12 +6,14 @@ Rank 0 (or the launcher) calls `build_datasets`; after a barrier the other ranks
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +28,7 @@ from smalti.data.spec import DatasetSpec
 from smalti.errors import PreflightError
 from smalti.storage import Storage
 
+Kind = Literal["image", "eval"]
 _SHOWN = 5  # reasons in a message; the rest is in the quarantine file
 
 
@@ -70,6 +73,8 @@ class PreparedData:
     quarantined: tuple[Quarantined, ...]
     allowed_errors: int
     offsets: tuple[int, ...]
+    held_out: PreparedData | None = None
+    """The pictures that are not trained on but evaluated, if there are any; their order means nothing."""
 
     def locate(self, sample: int) -> tuple[int, int]:
         """The position of a sample's dataset in `datasets`, and its row there."""
@@ -95,17 +100,20 @@ def build_datasets(
     catalog: Catalog,
     directory: Path | None = None,
     progress: Callable[[str], Progress] | None = None,
+    *,
+    kind: Kind = "image",
 ) -> tuple[Dataset, ...]:
-    """Scan the image datasets, one after the other; by one process, and before `load_datasets` in the others.
+    """Scan the datasets of a kind, one after the other; by one process, and before `load_datasets` in the others.
 
     Args:
-        specs: of `parse_datasets`; entries that only name caches are passed over.
+        specs: of `parse_datasets`; entries of other kinds are passed over.
         catalog: the storages and metadata backends there are.
         directory: where indexes and quarantine lists are kept, the run directory's `data`; None keeps nothing.
         progress: called with the id of a dataset before it is scanned; returns what is told how far the scan is.
+        kind: those that are trained on, or those that are held out.
     """
     datasets = []
-    for spec in _images(specs):
+    for spec in _of_kind(specs, kind):
         storage = catalog.open_storage(spec)
         cache = directory / f"{spec.id}.arrow" if directory else None
         index = build_index(spec, storage, catalog.open_source(spec, storage), cache, progress(spec.id) if progress else None)
@@ -115,11 +123,13 @@ def build_datasets(
     return tuple(datasets)
 
 
-def load_datasets(specs: Sequence[DatasetSpec], catalog: Catalog, directory: Path) -> tuple[Dataset, ...]:
-    """The image datasets as another process has built them."""
+def load_datasets(
+    specs: Sequence[DatasetSpec], catalog: Catalog, directory: Path, *, kind: Kind = "image"
+) -> tuple[Dataset, ...]:
+    """The datasets of a kind as another process has built them."""
     return tuple(
         Dataset(spec=spec, storage=catalog.open_storage(spec), index=load_index(spec, directory / f"{spec.id}.arrow"))
-        for spec in _images(specs)
+        for spec in _of_kind(specs, kind)
     )
 
 
@@ -172,6 +182,29 @@ def prepare(datasets: Sequence[Dataset], rules: DataRules, *, notices: Sequence[
     )
 
 
+def refuse_trained(training: Sequence[Dataset], held_out: Sequence[Dataset]) -> None:
+    """Raises PreflightError for pictures that are held out of one dataset and lie in another that is trained on."""
+    names = {place for dataset in held_out for place in _places(dataset)}
+    for dataset in training:
+        both = [place[-1] for place in _places(dataset) if place in names]
+        if both:
+            raise PreflightError(
+                f"{len(both)} pictures of the eval datasets are trained on too, by the dataset {dataset.spec.id}: {both[0]}",
+                fix="give the eval dataset a folder of its own, outside of those that are trained on",
+            )
+
+
+def _places(dataset: Dataset) -> Iterator[tuple[str, ...]]:
+    """What tells each picture of a dataset from those of others."""
+    spec = dataset.spec
+    if spec.type == "local" and spec.instance_data_dir is not None:
+        root = os.path.realpath(spec.instance_data_dir)
+        yield from ((os.path.join(root, key),) for key in dataset.index.keys())  # noqa: PTH118, SIM118 - once per picture
+    else:
+        root = f"{spec.type} {spec.instance_data_dir} {sorted(spec.storage_options.items())}"
+        yield from ((root, key) for key in dataset.index.keys())  # noqa: SIM118
+
+
 def framing_of(spec: DatasetSpec, rules: DataRules) -> Framing:
     """How a dataset's pictures find their bucket."""
     return Framing(
@@ -199,8 +232,8 @@ class _Content:
         return Share(dataset=self.dataset, samples=len(self.samples), repeats=self.repeats)
 
 
-def _images(specs: Iterable[DatasetSpec]) -> list[DatasetSpec]:
-    return [spec for spec in specs if spec.dataset_type == "image"]
+def _of_kind(specs: Iterable[DatasetSpec], kind: Kind) -> list[DatasetSpec]:
+    return [spec for spec in specs if spec.dataset_type == kind]
 
 
 def _rows_by_bucket(index: DatasetIndex, framing: Framing) -> tuple[dict[Bucket, NDArray[np.int64]], int]:

@@ -44,6 +44,8 @@ _REFUSED: Mapping[str, str] = {
     "video": "only pictures are trained on; remove this dataset or disable it",
 }
 
+_WITH_PICTURES = ("image", "eval")
+
 _SWITCHES = ("disabled", "disable")
 
 CAPTION_STRATEGIES = ("textfile", "filename", "instanceprompt")
@@ -96,8 +98,9 @@ class DatasetSpec(BaseModel):
     """Names files of the run directory, hence letters, digits, dot, dash and underscore only."""
     type: str = "local"
     """The storage by name."""
-    dataset_type: Literal["image", "text_embeds", "image_embeds"] = "image"
-    """What it holds. Only "image" datasets are trained on; the others say where caches live."""
+    dataset_type: Literal["image", "eval", "text_embeds", "image_embeds"] = "image"
+    """What it holds. Only "image" datasets are trained on; the loss is measured on "eval" datasets; the others say where
+    caches live."""
 
     instance_data_dir: Folder | None = None
     metadata_backend: Word = "discovery"
@@ -138,6 +141,10 @@ class DatasetSpec(BaseModel):
     """The block that is named after the metadata backend ("parquet": {...}), for that backend to check."""
     notices: tuple[str, ...] = ()
     """What the user should know about keys that have no effect."""
+
+    @property
+    def has_pictures(self) -> bool:
+        return self.dataset_type in _WITH_PICTURES
 
 
 # What may stand in a file: every field but those that `parse_datasets` fills itself.
@@ -206,7 +213,7 @@ def parse_datasets(
 
 def unused_caches(specs: Sequence[DatasetSpec]) -> tuple[str, ...]:
     """A sentence about caches that the entries name, if any do: they are accepted, and nothing fills or reads them yet."""
-    named = [f"{spec.id} ({spec.dataset_type})" for spec in specs if spec.dataset_type != "image"]
+    named = [f"{spec.id} ({spec.dataset_type})" for spec in specs if not spec.has_pictures]
     named += [f"cache_dir_vae of {spec.id}" for spec in specs if spec.cache_dir_vae is not None]
     if not named:
         return ()
@@ -239,7 +246,7 @@ class _Reader:
             for one in error.errors(include_url=False):
                 self._complain(place, f"{'.'.join(map(str, one['loc']))}: {one['msg']}")
             return
-        if spec.dataset_type == "image":
+        if spec.has_pictures:
             self._check_captions(place, spec)
             self._check_sizes(place, spec)
         if len(self.problems) == before:
@@ -285,7 +292,7 @@ class _Reader:
                 self._complain(place, f"unknown key {key!r}", _nearest(key, (*_FILE_KEYS, *own_keys)))
         self._check_choice(place, "type", storage, self.catalog.storages)
         kind = values.setdefault("dataset_type", "image")
-        if kind == "image":
+        if kind in _WITH_PICTURES:
             self._check_choice(place, "metadata_backend", metadata, self.catalog.metadata)
             if storage == "local" and "instance_data_dir" not in values:
                 self._complain(place, "instance_data_dir is missing", "name the folder that holds the pictures")

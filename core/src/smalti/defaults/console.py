@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from smalti.hookspecs import hookimpl
-from smalti.types import Checkpoint, RunInfo, RunState, StepResult, ValidationResult
+from smalti.types import Checkpoint, EvaluationResult, RunInfo, RunState, StepResult, ValidationResult
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -61,20 +61,34 @@ class Progress:
         self.step = step
         self.max_steps = max_steps
         self.learning_rate = 0.0
+        self.mfu: float | None = None
+        self.peak_memory_mb: float | None = None
         self.rate = Rate()
         self._loss = math.nan
         self._sum = self._weight = 0.0
         self._updated = now
         self._begun = now if begun is None else begun
 
-    def update(self, *, step: int, loss: float, learning_rate: float, samples: int, now: float) -> None:
-        """The run has come to `step`; every step since the last update had so many samples."""
+    def update(
+        self,
+        *,
+        step: int,
+        loss: float,
+        learning_rate: float,
+        samples: int,
+        now: float,
+        mfu: float | None = None,
+        peak_memory_mb: float | None = None,
+    ) -> None:
+        """The run has come to `step`; every step since the last update had so many samples. What is None stays as it was."""
         steps = max(1, step - self.step)
         self.rate.update(seconds=now - self._updated, samples=samples * steps, steps=steps)
         self.step, self.learning_rate, self._updated, self._loss = step, learning_rate, now, loss
         if math.isfinite(loss):
             self._sum = self._sum * LOSS_KEPT + loss
             self._weight = self._weight * LOSS_KEPT + 1
+        self.mfu = self.mfu if mfu is None else mfu
+        self.peak_memory_mb = self.peak_memory_mb if peak_memory_mb is None else peak_memory_mb
 
     @property
     def loss(self) -> float:
@@ -92,6 +106,8 @@ class Progress:
                 f"{duration(left)} left",
                 f"{speed(self.rate.samples_per_second)} samples/s",
                 f"lr {self.learning_rate:.2e}",
+                *([] if self.mfu is None else [f"mfu {self.mfu:.1%}"]),
+                *([] if self.peak_memory_mb is None else [f"{self.peak_memory_mb / 1024:.1f} GiB"]),
                 f"{duration(self._updated - self._begun)} gone",
             ]
         )
@@ -223,6 +239,8 @@ class Console:
             learning_rate=result.learning_rate,
             samples=result.samples,
             now=time.monotonic(),
+            mfu=result.mfu,
+            peak_memory_mb=result.peak_memory_mb,
         )
         self._display.update(self._progress)
         if result.skipped:
@@ -232,6 +250,12 @@ class Console:
     def on_validation(self, result: ValidationResult) -> None:
         if self._display is not None:
             self._display.say(f"{_count(len(result.images), 'picture')} of step {result.step}: {result.grid}")
+
+    @hookimpl
+    def on_evaluation(self, result: EvaluationResult) -> None:
+        if self._display is not None:
+            over = _count(result.samples, "held-out picture")
+            self._display.say(f"evaluation of step {result.step}: loss {result.loss:.4g} over {over} ({result.seconds:.1f} s)")
 
     @hookimpl
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 from smalti.errors import Problem
 from smalti.hookspecs import hookimpl
 from smalti.options import OptionGroup
-from smalti.settings import GROUPS, DataOptions, LaunchOptions, ModelOptions, RunOptions, launch_problems
+from smalti.settings import (
+    GROUPS,
+    ONLY_ON_CUDA,
+    DataOptions,
+    LaunchOptions,
+    ModelOptions,
+    RunOptions,
+    TrainingOptions,
+    launch_problems,
+)
 from smalti.types import Block, Checkpoint, CheckpointFormat, FaultAction, GpuFault, OptimizerEntry
 
 if TYPE_CHECKING:
@@ -106,6 +115,9 @@ def _contradictions(config: Config) -> list[Problem]:
     given = [name for name in ("data_backend_config", "datasets", "instance_data_dir") if getattr(data, name)]
     if len(given) > 1:
         problems.append(Problem(message=f"{' and '.join(given)} both name datasets", fix="keep one of them"))
+    if config[LaunchOptions].use_cpu and (kernel := config[TrainingOptions].sdpa_backend) in ONLY_ON_CUDA:
+        message = f"there is no attention kernel '{kernel}' for the CPU"
+        problems.append(Problem(message=message, where="sdpa_backend", fix="--sdpa_backend=auto, flash or math"))
     return [*problems, *launch_problems(config[LaunchOptions])]
 
 

@@ -11,6 +11,7 @@ from smalti.rundir import Request, RunDirectory
 from smalti.settings import TrackingOptions, ValidationOptions
 from smalti.types import (
     Checkpoint,
+    EvaluationResult,
     Outcome,
     RunInfo,
     RunState,
@@ -72,6 +73,11 @@ class Events:
     def on_validation(self, state: RunState, result: ValidationResult) -> None:
         if self._live is not None:
             self._live.record_validation(result)
+
+    @hookimpl
+    def on_evaluation(self, result: EvaluationResult) -> None:
+        if self._live is not None:
+            self._live.record_evaluation(result)
 
     @hookimpl
     def on_checkpoint(self, state: RunState, checkpoint: Checkpoint) -> None:

@@ -52,7 +52,8 @@ class ModelFamily(Protocol):
     is told what a picture shows of its original has `encode_frames`: see `smalti.models.frames`.
 
     A family of DDPM may also have `beta_schedule`, the noise schedule that its model was trained with, where that is not
-    "scaled_linear" (`smalti.diffusion.objective.BetaSchedule`).
+    "scaled_linear" (`smalti.diffusion.objective.BetaSchedule`). One whose model spends much of its time in convolutions says
+    `convolutional = True`; on CUDA devices they then compute with channels last (`smalti.models.layout`).
     """
 
     name: str

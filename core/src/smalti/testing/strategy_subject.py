@@ -146,7 +146,7 @@ def open_strategy(name: str, flags: tuple[str, ...], ranks: int) -> StrategySubj
     parallel = open_parallel(plan, config)
     family = TinyFamily()
     family.to(parallel.world.device)
-    bare, blocks = build_model(config, plugins, family)
+    bare, blocks = build_model(config, plugins, family, parallel.world.device)
     decayed = matrices(bare)
     backend = plugins.backend(plan)
     weights = family.weights(SEED)

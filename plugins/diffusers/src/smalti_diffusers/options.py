@@ -29,12 +29,6 @@ class DiffusersOptions(Options):
     flux_guidance_value: float = option(
         1.0, help="Guidance that a distilled Flux is told while it trains.", level="advanced", when="model_family == flux", ge=0
     )
-    unet_channels_last: bool | None = option(
-        None,
-        help="Run convolutions on the channels-last layout, which tensor cores want; on for CUDA devices if not given.",
-        level="advanced",
-        when="model_family == sdxl",
-    )
 
 
 class LoraOptions(Options):

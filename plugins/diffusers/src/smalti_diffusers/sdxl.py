@@ -35,6 +35,7 @@ class Sdxl(PipelineFamily):
     # Its activations leave the range of fp16, and bf16 is too coarse for an autoencoder.
     vae_in_fp32 = True
     predictions = ("epsilon", "v_prediction")
+    convolutional = True
 
     def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
         if components.pipeline != self.pipeline:  # the refiner and inpainting models are called otherwise
@@ -59,16 +60,7 @@ class Sdxl(PipelineFamily):
         up = model.up_blocks
         del model.up_blocks
         model.up_blocks = up
-        if self._channels_last:
-            for module in model.modules():
-                if isinstance(module, nn.Conv2d):
-                    module.register_forward_pre_hook(_in_channels_last)
         return model
-
-    @property
-    def _channels_last(self) -> bool:
-        chosen = self.options.unet_channels_last
-        return self._device.type == "cuda" if chosen is None else chosen
 
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
         with torch.no_grad():
@@ -108,14 +100,6 @@ class Sdxl(PipelineFamily):
             return {"prediction_type": self.prediction}
         # Only a schedule that begins in the last step begins in pure noise (Lin et al. 2023, section 3.3).
         return {"prediction_type": self.prediction, "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
-
-
-def _in_channels_last(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-    """Before a convolution: its input as (B, h, w, C) in memory, where the convolution follows suit.
-
-    At each one anew, because group norms and reshapes on the way give other layouts; weights stay as backends want them.
-    """
-    return (inputs[0].contiguous(memory_format=torch.channels_last),)
 
 
 def family(config: Config) -> Sdxl:

@@ -1,0 +1,184 @@
+"""The loss on pictures that are held out: measured the same on any number of ranks, and nothing else changes by it."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from smalti.config import resolve, schema_of
+from smalti.errors import PreflightError
+from smalti.hookspecs import hookimpl
+from smalti.models.toy import ToyShape, ToyTransformer
+from smalti.plugins import PluginInfo, Selection, load_plugins
+from smalti.preparation import Preparation
+from smalti.testing import two_processes
+from smalti.worker import run_rank
+
+FLAGS = (
+    "--model_family=toy",
+    "--toy_width=32",
+    "--toy_depth=2",
+    "--toy_heads=2",
+    "--resolution=16",
+    "--resolution_type=pixel",
+    "--mixed_precision=no",
+    "--use_cpu",
+    "--checkpoint_step_interval=0",
+    "--max_train_steps=4",
+    "--validation_batch_size=2",
+    "--device_tflops=0.01",
+)
+TRAINED = {"id": "trained", "instance_data_dir": "trained", "caption_strategy": "filename"}
+HELD_OUT = {"id": "held-out", "instance_data_dir": "held-out", "caption_strategy": "filename", "dataset_type": "eval"}
+
+
+def configured(directory: Path, datasets: list[dict], *flags: str):
+    plugins = load_plugins(Selection(only=("fsdp2",), without=("plot", "console")))
+    places = [{**dataset, "instance_data_dir": str(directory.parent / dataset["instance_data_dir"])} for dataset in datasets]
+    file = directory.with_suffix(".json")
+    file.write_text(json.dumps(places))
+    given = [*FLAGS, f"--output_dir={directory}", f"--data_backend_config={file}", *flags]
+    return resolve(schema_of(plugins), given, environment={}), plugins
+
+
+class Listener:
+    """A plugin that keeps what it hears."""
+
+    def __init__(self):
+        self.heard = []
+
+    @hookimpl
+    def on_evaluation(self, state, result):
+        self.heard.append((state.step, result))
+
+
+listener = Listener()
+
+
+def train(directory: Path, datasets: list[dict], *flags: str) -> list[dict]:
+    """The events of a run in this process."""
+    config, plugins = configured(directory, datasets, *flags)
+    plugins.register(PluginInfo(name="listener", distribution="tests", version="1"), listener)
+    assert Preparation.of(config, plugins, write=True).launch() == 0
+    return events(directory)
+
+
+def train_as_rank(directory: Path, datasets: list[dict], *flags: str) -> None:
+    run_rank(*configured(directory, datasets, *flags))
+
+
+def events(directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+
+
+def evaluations(told: list[dict]) -> list[dict]:
+    return [event for event in told if event["type"] == "eval"]
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    files = sorted((directory / "checkpoints" / "step-00000004").glob("*/*.safetensors"))
+    return {f"{path.parent.name}/{name}": tensor for path in files for name, tensor in load_file(path).items()}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """Eight pictures to train on, nine that are held out, of which one is broken; two shapes of each."""
+    root = tmp_path_factory.mktemp("evaluation")
+    for name, count in (("trained", 8), ("held-out", 8)):
+        (root / name).mkdir()
+        for number in range(count):
+            size = (32, 32) if number % 3 else (48, 24)
+            Image.effect_noise(size, 60 + number).convert("RGB").save(root / name / f"{name} {number}.png")
+    whole = (root / "held-out" / "held-out 1.png").read_bytes()
+    (root / "held-out" / "torn.png").write_bytes(whole[: len(whole) // 2])
+    torch.manual_seed(1)
+    first = {name: 0.1 * torch.randn_like(value) for name, value in _toy().state_dict().items()}
+    save_file(first, root / "first.safetensors")
+    return root
+
+
+def _toy() -> ToyTransformer:
+    return ToyTransformer(ToyShape(width=32, depth=2, heads=2, patch=4))
+
+
+@pytest.fixture(scope="module")
+def evaluated(root) -> list[dict]:
+    flags = ("--eval_steps_interval=2", "--use_ema", "--learning_rate=1e-2", "--train_batch_size=2")
+    return train(root / "evaluated", [TRAINED, HELD_OUT], *flags)
+
+
+@pytest.fixture(scope="module")
+def plain(root) -> list[dict]:
+    return train(root / "plain", [TRAINED], "--use_ema", "--learning_rate=1e-2", "--train_batch_size=2")
+
+
+@pytest.fixture(scope="module")
+def alone_and_together(root) -> tuple[dict, dict]:
+    """The last evaluation of weights that do not move, on one rank and, sharded, on two."""
+    flags = ("--learning_rate=0", "--sdpa_backend=math", f"--pretrained_model_name_or_path={root / 'first.safetensors'}")
+    alone = train(root / "alone", [TRAINED, HELD_OUT], *flags, "--train_batch_size=2")
+    together = (*flags, "--num_processes=2", "--fsdp_enable")
+    Preparation.of(*configured(root / "together", [TRAINED, HELD_OUT], *together), write=True)
+    with two_processes(group=False) as pair:
+        pair.run(train_as_rank, root / "together", [TRAINED, HELD_OUT], *together)
+    return evaluations(alone)[-1], evaluations(events(root / "together"))[-1]
+
+
+def test_the_loss_is_measured_at_its_interval_and_at_the_end(evaluated):
+    assert [(event["step"], event["averaged"]) for event in evaluations(evaluated)] == [(2, True), (4, True)]
+
+
+def test_hook_on_evaluation_gets_what_was_measured(evaluated):
+    last = evaluations(evaluated)[-1]
+    assert (last["step"], last["loss"]) in [(step, result.loss) for step, result in listener.heard]
+
+
+def test_the_loss_is_the_mean_over_equally_spaced_timesteps(evaluated):
+    last = evaluations(evaluated)[-1]
+    assert list(last["by_timestep"]) == ["100", "300", "500", "700", "900"]
+    assert last["loss"] == pytest.approx(sum(last["by_timestep"].values()) / 5)
+
+
+def test_a_picture_that_cannot_be_read_does_not_count(evaluated):
+    assert [event["samples"] for event in evaluations(evaluated)] == [8, 8]
+
+
+def test_training_is_the_same_to_the_last_bit_with_and_without_evaluation(root, evaluated, plain):
+    losses = [[event["loss"] for event in told if event["type"] == "step"] for told in (evaluated, plain)]
+    assert losses[0] == losses[1]
+    found, expected = weights(root / "evaluated"), weights(root / "plain")
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+def test_two_ranks_measure_the_same_loss_as_one_to_the_last_bit(alone_and_together):
+    alone, together = alone_and_together
+    assert alone["loss"] > 0
+    assert (together["loss"], together["by_timestep"]) == (alone["loss"], alone["by_timestep"])
+
+
+def test_what_the_steps_say_of_the_device_is_in_their_events(plain):
+    steps = [event for event in plain if event["type"] == "step"]
+    assert all(0 < event["mfu"] < math.inf and event["peak_memory_mb"] > 10 for event in steps)
+
+
+def test_pictures_that_are_trained_on_too_are_refused_before_anything_starts(root):
+    both = {**HELD_OUT, "instance_data_dir": "trained"}
+    with pytest.raises(PreflightError, match="8 pictures of the eval datasets are trained on too, by the dataset trained"):
+        Preparation.of(*configured(root / "both", [TRAINED, both]), write=False)
+
+
+def test_an_interval_without_anything_to_evaluate_is_told(root):
+    preparation = Preparation.of(*configured(root / "none", [TRAINED], "--eval_steps_interval=2"), write=False)
+    assert [notice for notice in preparation.notices if notice.startswith("eval_steps_interval without effect")] != []
+
+
+def test_only_so_many_pictures_are_evaluated_as_are_asked_for(root):
+    preparation = Preparation.of(*configured(root / "few", [TRAINED, HELD_OUT], "--num_eval_images=3"), write=False)
+    assert preparation.data is not None
+    assert preparation.data.held_out is not None
+    assert sum(count.total for count in preparation.data.held_out.counts) == 3
