@@ -17,6 +17,7 @@ import torch
 from run import Result, paired
 
 from smalti import RunState, StepResult, hookimpl
+from smalti.crew import Crew
 from smalti.invocation import Invocation
 from smalti.plugins import PluginInfo
 from smalti.preparation import Preparation
@@ -41,7 +42,7 @@ def measure() -> list[Result]:
         plan = choose_distributed(config, plugins)
         parallel = open_parallel(plan, config)
         closing.callback(parallel.close)
-        run = build(config, plugins, plan, parallel, closing)
+        run = build(config, plugins, plan, parallel, Crew.meet(parallel), closing)
         alternation = Alternation(by_hand(run))
         plugins.register(PluginInfo(name="alternation", distribution="bench", version="0"), alternation)
         info: RunInfo = run.info
