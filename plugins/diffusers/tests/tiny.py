@@ -5,6 +5,8 @@ from string import printable
 
 import torch
 from diffusers import (
+    AuraFlowPipeline,
+    AuraFlowTransformer2DModel,
     AutoencoderDC,
     AutoencoderKL,
     DPMSolverMultistepScheduler,
@@ -12,6 +14,8 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
+    Lumina2Pipeline,
+    Lumina2Transformer2DModel,
     PixArtAlphaPipeline,
     PixArtSigmaPipeline,
     PixArtTransformer2DModel,
@@ -35,6 +39,8 @@ from transformers import (
     T5Config,
     T5EncoderModel,
     T5TokenizerFast,
+    UMT5Config,
+    UMT5EncoderModel,
 )
 
 LETTERS = sorted(ByteLevel.alphabet())
@@ -92,12 +98,12 @@ def gemma_config(width: int = 32) -> Gemma2Config:
     )
 
 
-def vae(channels: int, **more: object) -> AutoencoderKL:
-    """Pictures shrink to a quarter."""
+def vae(channels: int, widths: tuple[int, ...] = (16, 16, 32), **more: object) -> AutoencoderKL:
+    """Pictures shrink to a quarter; by half once more with every further width."""
     return AutoencoderKL(
-        block_out_channels=(16, 16, 32),
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
+        block_out_channels=widths,
+        down_block_types=("DownEncoderBlock2D",) * len(widths),
+        up_block_types=("UpDecoderBlock2D",) * len(widths),
         layers_per_block=1,
         latent_channels=channels,
         norm_num_groups=8,
@@ -214,6 +220,55 @@ def sana(folder: Path) -> Path:
             decoder_qkv_multiscales=((),) * 6,
             scaling_factor=0.4,
         ),
+        text_encoder=Gemma2Model(gemma_config()),
+        tokenizer=gemma_tokenizer(),
+        transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
+def auraflow(folder: Path) -> Path:
+    """AuraFlow: one block of each kind."""
+    torch.manual_seed(0)
+    encoder = UMT5Config(vocab_size=100, d_model=32, d_ff=64, d_kv=16, num_heads=2, num_layers=1)
+    transformer = AuraFlowTransformer2DModel(
+        sample_size=16,
+        num_mmdit_layers=1,
+        num_single_dit_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        caption_projection_dim=32,
+        pos_embed_max_size=256,
+    )
+    AuraFlowPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.73),
+        vae=vae(4, scaling_factor=0.13025),
+        text_encoder=UMT5EncoderModel(encoder),
+        tokenizer=t5_tokenizer(),
+        transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
+def lumina2(folder: Path) -> Path:
+    """Lumina Image 2.0, whose pipeline takes an eighth for granted."""
+    torch.manual_seed(0)
+    transformer = Lumina2Transformer2DModel(
+        in_channels=4,
+        hidden_size=24,
+        num_layers=1,
+        num_refiner_layers=1,
+        num_attention_heads=2,
+        num_kv_heads=1,
+        multiple_of=8,
+        axes_dim_rope=(4, 4, 4),
+        axes_lens=(300, 64, 64),
+        cap_feat_dim=32,
+    )
+    Lumina2Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
+        vae=vae(4, (8, 8, 8, 16), shift_factor=0.1, scaling_factor=0.4, use_quant_conv=False, use_post_quant_conv=False),
         text_encoder=Gemma2Model(gemma_config()),
         tokenizer=gemma_tokenizer(),
         transformer=transformer,

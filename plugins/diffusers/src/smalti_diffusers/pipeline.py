@@ -132,10 +132,9 @@ class PipelineFamily:
     def flops_per_sample(self, width: int, height: int) -> int:
         """Counted on the meta device, where nothing is computed: matrix products, convolutions and attention."""
         scale = self.vae_scale
-        channels = cast(int, self.components.config("vae")["latent_channels"])
         with torch.device("meta"):
             model = self.build_model()
-            noisy = torch.empty(1, channels, height // scale, width // scale)
+            noisy = torch.empty(1, self.latent_channels, height // scale, width // scale)
             conditioning = {name: value.to("meta") for name, value in self.example_conditioning(width, height).items()}
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 self.forward(model, noisy, torch.full((1,), 500.0), conditioning)
@@ -187,6 +186,10 @@ class PipelineFamily:
         config = self.components.config("vae")
         stages = cast(list[int], config.get("block_out_channels") or config.get("encoder_block_out_channels"))
         return int(2 ** (len(stages) - 1))
+
+    @property
+    def latent_channels(self) -> int:
+        return cast(int, self.components.config("vae")["latent_channels"])
 
     @property
     def alignment(self) -> int:
