@@ -18,6 +18,7 @@ KINDS = {
     "sd3.5": ("sd3", {"newer": True}),
     "pixart": ("pixart", {}),
     "auraflow": ("auraflow", {}),
+    "qwen image": ("qwen_image", {}),
 }
 
 

@@ -28,7 +28,7 @@ from smalti.testing.families import CAPTIONS, FRAME, FamilySubject
 from smalti.testing.strategies import Alone
 from smalti_diffusers.components import Components
 
-IN_PROCESS = ("auraflow", "lumina2")
+IN_PROCESS = ("auraflow", "lumina2", "qwen_image")
 """Families that are trained and exported here in this process; Flux is, too, but as a user does it."""
 
 

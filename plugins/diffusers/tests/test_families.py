@@ -29,21 +29,23 @@ MAKERS = {
     "sana": ("sana", tiny.sana, {}),
     "auraflow": ("auraflow", tiny.auraflow, {}),
     "lumina2": ("lumina2", tiny.lumina2, {}),
+    "qwen image": ("qwen_image", tiny.qwen_image, {}),
 }
 PROMPTS = ["A red fox in the snow", "two boats"]
 EMPTY = [""] * len(PROMPTS)
 SIZE = (96, 64)
 GUIDANCE = 3.5
 # What pipelines take as latents, where that is not what smalti calls so.
-GIVEN = {"flux": pack}
+GIVEN = {"flux": pack, "qwen_image": pack}
 # Of which captions the calls of one step tell, where they are not one call that tells of empty ones first.
-CALLS = {"flux": [PROMPTS], "flux schnell": [PROMPTS], "lumina2": [PROMPTS, EMPTY]}
+CALLS = {"flux": [PROMPTS], "flux schnell": [PROMPTS], "lumina2": [PROMPTS, EMPTY], "qwen image": [PROMPTS, EMPTY]}
 # What a run says to the pipeline where the pipeline's own default would be another one.
 TOLD = {
     "flux schnell": {"max_sequence_length": 256},
     "pixart sigma": {"use_resolution_binning": False, "clean_caption": False},
     "pixart alpha": {"use_resolution_binning": False, "clean_caption": False},
     "sana": {"use_resolution_binning": False},
+    "qwen image": {"true_cfg_scale": GUIDANCE, "negative_prompt": [" "] * len(PROMPTS)},
 }
 
 
@@ -214,3 +216,4 @@ TestPixArt = contract("pixart alpha")
 TestSana = contract("sana")
 TestAuraFlow = contract("auraflow")
 TestLumina2 = contract("lumina2", 240)  # which the instruction is a part of
+TestQwenImage = contract("qwen image")

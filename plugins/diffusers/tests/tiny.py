@@ -1,5 +1,6 @@
 """Whole pipelines of a few hundred thousand parameters in diffusers' layout, tokenizers included, with random weights."""
 
+import re
 from pathlib import Path
 from string import printable
 
@@ -9,6 +10,7 @@ from diffusers import (
     AuraFlowTransformer2DModel,
     AutoencoderDC,
     AutoencoderKL,
+    AutoencoderKLQwenImage,
     DPMSolverMultistepScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
@@ -19,6 +21,8 @@ from diffusers import (
     PixArtAlphaPipeline,
     PixArtSigmaPipeline,
     PixArtTransformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     SanaPipeline,
     SanaTransformer2DModel,
     SD3Transformer2DModel,
@@ -36,6 +40,9 @@ from transformers import (
     Gemma2Config,
     Gemma2Model,
     GemmaTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
     T5Config,
     T5EncoderModel,
     T5TokenizerFast,
@@ -65,6 +72,21 @@ def gemma_tokenizer() -> GemmaTokenizer:
     tokenizer = GemmaTokenizer(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[], model_max_length=2048)
     beginning = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", pieces.index("<bos>"))])
     tokenizer.backend_tokenizer.post_processor = beginning
+    return tokenizer
+
+
+QWEN_TEMPLATE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
+    "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
+)
+
+
+def qwen_tokenizer() -> Qwen2Tokenizer:
+    """One token for each byte; but one for each word of the template, so that it has 34, as it has for the published one."""
+    words = dict.fromkeys(re.findall(r"<.*?>| ?\w+|\n|.", QWEN_TEMPLATE))
+    vocab = {letter: number for number, letter in enumerate([*LETTERS, "<|endoftext|>"])}
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[])
+    tokenizer.add_tokens([word for word in words if len(word) > 1], special_tokens=True)
     return tokenizer
 
 
@@ -271,6 +293,41 @@ def lumina2(folder: Path) -> Path:
         vae=vae(4, (8, 8, 8, 16), shift_factor=0.1, scaling_factor=0.4, use_quant_conv=False, use_post_quant_conv=False),
         text_encoder=Gemma2Model(gemma_config()),
         tokenizer=gemma_tokenizer(),
+        transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
+def qwen_image(folder: Path) -> Path:
+    """Qwen-Image, whose autoencoder is one for video."""
+    torch.manual_seed(0)
+    tokenizer = qwen_tokenizer()
+    text = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    heads["rope_parameters"]["mrope_section"] = [2, 3, 3]
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": 32}
+    transformer = QwenImageTransformer2DModel(
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6),
+    )
+    QwenImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=0.02),
+        vae=AutoencoderKLQwenImage(
+            base_dim=8,
+            z_dim=4,
+            dim_mult=[1, 1, 2],
+            num_res_blocks=1,
+            temperal_downsample=[False, True],
+            latents_mean=[0.1, -0.2, 0.3, 0.0],
+            latents_std=[1.5, 0.5, 2.0, 1.0],
+        ),
+        text_encoder=Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text | heads, vision_config=vision)),
+        tokenizer=tokenizer,
         transformer=transformer,
     ).save_pretrained(folder)
     return folder
