@@ -15,6 +15,7 @@ from smalti_diffusers.pixart import PixArt
 from smalti_diffusers.qwen_image import QwenImage
 from smalti_diffusers.sana import Sana
 from smalti_diffusers.sd3 import StableDiffusion3
+from smalti_diffusers.z_image import ZImage
 
 SD3 = {
     "sample_size": 128,
@@ -99,6 +100,7 @@ MODELS = {
     "auraflow 0.1": (AuraFlow, "AuraFlowTransformer2DModel", {"patch_size": 2}),
     "lumina2": (Lumina2, "Lumina2Transformer2DModel", {"patch_size": 2, "cap_feat_dim": 2304}),
     "qwen image": (QwenImage, "QwenImageTransformer2DModel", {"patch_size": 2}),
+    "z image": (ZImage, "ZImageTransformer2DModel", {}),
 }
 VAES = {
     Flux: {"latent_channels": 16, "block_out_channels": [128, 256, 512, 512]},
@@ -108,6 +110,7 @@ VAES = {
     Lumina2: {"latent_channels": 16, "block_out_channels": [128, 256, 512, 512]},
     QwenImage: {"z_dim": 16, "temperal_downsample": [False, True, True]},
     Sana: {"latent_channels": 32, "encoder_block_out_channels": [128, 256, 512, 512, 1024, 1024]},
+    ZImage: {"latent_channels": 16, "block_out_channels": [128, 256, 512, 512]},
 }
 PARAMETERS = {
     "flux dev": 11_901_408_320,
@@ -120,6 +123,7 @@ PARAMETERS = {
     "auraflow 0.1": 6_833_439_744,
     "lumina2": 2_609_769_152,
     "qwen image": 20_430_401_088,
+    "z image": 6_154_908_736,
 }
 
 

@@ -28,7 +28,7 @@ from smalti.testing.families import CAPTIONS, FRAME, FamilySubject
 from smalti.testing.strategies import Alone
 from smalti_diffusers.components import Components
 
-IN_PROCESS = ("auraflow", "lumina2", "qwen_image")
+IN_PROCESS = ("auraflow", "lumina2", "qwen_image", "z_image")
 """Families that are trained and exported here in this process; Flux is, too, but as a user does it."""
 
 
@@ -140,7 +140,7 @@ def trained(family, subject):
     loss = denoising_loss(resolve(schema_of(plugins), [f"--model_family={family.name}"], environment={}), family, "cpu")
     batch = MicroBatch(pixels=subject.pixels, captions=CAPTIONS, numbers=(1, 2, 3), keys=CAPTIONS, frames=(FRAME,) * 3)
     model, losses = subject.model(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(4):
         found = loss(model, batch, FullPrecision())
         found.backward()

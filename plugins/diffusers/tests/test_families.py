@@ -30,6 +30,7 @@ MAKERS = {
     "auraflow": ("auraflow", tiny.auraflow, {}),
     "lumina2": ("lumina2", tiny.lumina2, {}),
     "qwen image": ("qwen_image", tiny.qwen_image, {}),
+    "z image": ("z_image", tiny.z_image, {}),
 }
 PROMPTS = ["A red fox in the snow", "two boats"]
 EMPTY = [""] * len(PROMPTS)
@@ -38,7 +39,15 @@ GUIDANCE = 3.5
 # What pipelines take as latents, where that is not what smalti calls so.
 GIVEN = {"flux": pack, "qwen_image": pack}
 # Of which captions the calls of one step tell, where they are not one call that tells of empty ones first.
-CALLS = {"flux": [PROMPTS], "flux schnell": [PROMPTS], "lumina2": [PROMPTS, EMPTY], "qwen image": [PROMPTS, EMPTY]}
+CALLS = {
+    "flux": [PROMPTS],
+    "flux schnell": [PROMPTS],
+    "lumina2": [PROMPTS, EMPTY],
+    "qwen image": [PROMPTS, EMPTY],
+    "z image": [PROMPTS + EMPTY],
+}
+# How a pipeline is told to draw without guidance, where that is not by a scale of 1.
+UNGUIDED = {"flux": {}, "flux schnell": {}, "qwen image": {"true_cfg_scale": 1.0}, "z image": {"guidance_scale": 0.0}}
 # What a run says to the pipeline where the pipeline's own default would be another one.
 TOLD = {
     "flux schnell": {"max_sequence_length": 256},
@@ -79,24 +88,25 @@ def drawn(request, family_of):
     )
     noise = torch.stack([torch.randn(latent_shape(family), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)])
 
-    def draw(output):
-        return pipeline(
-            prompt=list(PROMPTS),
-            latents=GIVEN.get(family.name, torch.clone)(noise),
-            width=SIZE[0],
-            height=SIZE[1],
-            num_inference_steps=2,
-            guidance_scale=GUIDANCE,
-            output_type=output,
-            **TOLD.get(request.param, {}),
-        ).images
+    def draw(output, **more):
+        arguments = {
+            "latents": GIVEN.get(family.name, torch.clone)(noise),
+            "width": SIZE[0],
+            "height": SIZE[1],
+            "num_inference_steps": 2,
+            "guidance_scale": GUIDANCE,
+        }
+        return pipeline(prompt=list(PROMPTS), output_type=output, **arguments | TOLD.get(request.param, {}) | more).images
 
     pictures = draw("pt") * 2 - 1
     hook.remove()
-    latents = draw("latent")
-    latents = latents if latents.ndim == 4 else unpack(latents, *noise.shape[-2:])
+    latents = unpacked(draw("latent"), noise)
+    told, step = [], pipeline.scheduler.step
+    pipeline.scheduler.step = lambda answer, *others, **named: (told.append(answer), step(answer, *others, **named))[1]
+    draw("latent", **UNGUIDED.get(request.param, {"guidance_scale": 1.0}))
     captions = CALLS.get(request.param, [EMPTY + PROMPTS])
-    return Drawn(family, model, noise, captions, calls, pipeline.scheduler.timesteps, latents, pictures)
+    timesteps, prediction = pipeline.scheduler.timesteps, unpacked(told[0], noise)
+    return Drawn(family, model, noise, captions, calls, timesteps, prediction, latents, pictures)
 
 
 @dataclass(frozen=True)
@@ -107,6 +117,7 @@ class Drawn:
     captions: list
     calls: list
     timesteps: torch.Tensor
+    prediction: torch.Tensor
     latents: torch.Tensor
     pictures: torch.Tensor
 
@@ -124,6 +135,10 @@ class Drawn:
         with torch.no_grad():
             conditioning = self.family.encode_captions(captions)
             return self.family.inputs(noisy, self.timesteps[step].float().expand(len(noisy)), conditioning)
+
+
+def unpacked(latents, like):
+    return latents if latents.ndim == 4 else unpack(latents, *like.shape[-2:])
 
 
 def latent_shape(family):
@@ -154,6 +169,13 @@ def test_in_the_middle_it_is_told_the_same_time(drawn):
     for ours, theirs in zip(drawn.ours(1), drawn.theirs(1), strict=True):
         time = "timestep" if "timestep" in theirs else "t"
         torch.testing.assert_close(ours[time], theirs[time], check_dtype=False)
+
+
+def test_the_prediction_is_what_the_pipeline_tells_its_scheduler(drawn):
+    with torch.no_grad():
+        conditioning = drawn.family.encode_captions(PROMPTS)
+        found = drawn.family.forward(drawn.model, drawn.noise, drawn.timesteps[:1].float().expand(2), conditioning)
+    torch.testing.assert_close(found, drawn.prediction)
 
 
 def test_a_validation_picture_is_the_pipelines(drawn, monkeypatch):
@@ -217,3 +239,4 @@ TestSana = contract("sana")
 TestAuraFlow = contract("auraflow")
 TestLumina2 = contract("lumina2", 240)  # which the instruction is a part of
 TestQwenImage = contract("qwen image")
+TestZImage = contract("z image")

@@ -29,6 +29,8 @@ from diffusers import (
     StableDiffusion3Pipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
@@ -43,6 +45,8 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
     T5TokenizerFast,
@@ -362,5 +366,42 @@ def sdxl(folder: Path, *, force_zeros: bool = True, **scheduler: object) -> Path
         scheduler=EulerDiscreteScheduler(**(published | scheduler)),
         force_zeros_for_empty_prompt=force_zeros,
         add_watermarker=False,
+    ).save_pretrained(folder)
+    return folder
+
+
+def z_image(folder: Path) -> Path:
+    """Z-Image."""
+    torch.manual_seed(0)
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    )
+    encoder = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    transformer = ZImageTransformer2DModel(
+        in_channels=4,
+        dim=24,
+        n_layers=1,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=32,
+        axes_dims=[4, 4, 4],
+        axes_lens=[300, 64, 64],
+    )
+    ZImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=vae(4, shift_factor=0.1, scaling_factor=0.4, use_quant_conv=False, use_post_quant_conv=False),
+        text_encoder=Qwen3Model(encoder),
+        tokenizer=tokenizer,
+        transformer=transformer,
     ).save_pretrained(folder)
     return folder

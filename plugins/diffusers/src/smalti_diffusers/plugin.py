@@ -14,6 +14,7 @@ FAMILIES = (
     FamilyEntry(name="sana", title="Sana", factory="smalti_diffusers.sana:family"),
     FamilyEntry(name="sd3", title="Stable Diffusion 3 and 3.5", factory="smalti_diffusers.sd3:family"),
     FamilyEntry(name="sdxl", title="Stable Diffusion XL", factory="smalti_diffusers.sdxl:family"),
+    FamilyEntry(name="z_image", title="Z-Image", factory="smalti_diffusers.z_image:family"),
 )
 
 
