@@ -12,8 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from click.testing import CliRunner
 from PIL import Image, ImageDraw
 
+from smalti.cli import smalti
 from smalti.rundir import RunDirectory
 from smalti.workers import end_tree
 
@@ -177,5 +179,18 @@ def train(pictures):
         return Finished(
             directory=directory, code=finished.returncode, output=output, calls_file=directory.with_suffix(".calls")
         )
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def train_here(pictures):
+    """The same for a run of one process, which is this one: no imports to wait for. An error comes through as it is."""
+
+    def start(directory: Path, **options) -> Finished:
+        words = command(pictures, directory, **options)
+        done = CliRunner().invoke(smalti, words[words.index("train") :], standalone_mode=False, catch_exceptions=False)
+        calls = directory.with_suffix(".calls")
+        return Finished(directory=directory, code=done.return_value, output=done.output, calls_file=calls)
 
     return start
