@@ -55,6 +55,7 @@ TOLD = {
     "pixart alpha": {"use_resolution_binning": False, "clean_caption": False},
     "sana": {"use_resolution_binning": False},
     "qwen image": {"true_cfg_scale": GUIDANCE, "negative_prompt": [" "] * len(PROMPTS)},
+    "z image": {"guidance_scale": GUIDANCE - 1},
 }
 
 

@@ -230,10 +230,9 @@ class PipelineFamily:
                 width=request.width,
                 height=request.height,
                 num_inference_steps=request.steps,
-                guidance_scale=request.guidance,
                 generator=[torch.Generator().manual_seed(seed) for seed in request.seeds],
                 output_type="pt",
-                **self.sampling(request),
+                **{"guidance_scale": request.guidance} | self.sampling(request),
             )
         finally:
             setattr(pipeline, self.part, None)
@@ -241,7 +240,7 @@ class PipelineFamily:
         return pictures.float() * 2 - 1
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
-        """More arguments for the pipeline."""
+        """More arguments for the pipeline, or another `guidance_scale` where it has another meaning."""
         return {}
 
     # --- for inference ----------------------------------------------------------------------------------------------

@@ -128,6 +128,7 @@ class QwenImage(PipelineFamily):
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         """Guidance by the empty caption. What the pipeline calls guidance_scale is for models that there are none of."""
         return {
+            "guidance_scale": None,
             "true_cfg_scale": request.guidance,
             "negative_prompt": [EMPTY] * len(request.prompts),
             "max_sequence_length": self.text_length,

@@ -60,7 +60,8 @@ class ZImage(PipelineFamily):
         return -torch.stack(list(prediction)).squeeze(2)
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
-        return {"max_sequence_length": self.text_length}
+        """The pipeline counts guidance from 0, which is none; elsewhere, and for smalti, none is 1."""
+        return {"guidance_scale": max(0.0, request.guidance - 1), "max_sequence_length": self.text_length}
 
 
 def family(config: Config) -> ZImage:
