@@ -30,18 +30,17 @@ class Standing:
     def __init__(self) -> None:
         self._ranks = two_processes(ranks=MOST, group=False, seconds=240)
 
-    def train(self, words: Sequence[str], variables: Mapping[str, str], ranks: int) -> tuple[int, str]:
-        """`smalti train WORDS` on this many ranks: the exit code, and all that was printed. Raises RankFailed for a failure on
-        several ranks.
+    def train(self, words: Sequence[str], variables: Mapping[str, str]) -> tuple[int, str]:
+        """`smalti train WORDS`: the exit code, and all that was printed. Raises RankFailed when one of several ranks fails.
 
         `variables` are added to an environment without settings; modules found on a PYTHONPATH among them are new in each run.
         """
         run = self._ranks.run
         with tempfile.TemporaryDirectory() as folder:
             place = Path(folder)
-            code = run(command_line, list(words), dict(variables), place, launch=ranks == 1)[0]
-            if code == 0 and ranks > 1:
-                run(rank, dict(variables), place, ranks, _free_port())
+            code, directory, ranks = run(command_line, list(words), dict(variables), place)[0]
+            if ranks > 1:
+                run(rank, directory, dict(variables), place, ranks, _free_port())
                 word = json.loads((place / "rank-0.json").read_text())
                 code, said = word["exit_code"], word["message"]
                 (place / "5.log").write_text(f"{said}\n")
@@ -65,29 +64,36 @@ def _free_port() -> int:
 _PLACE = int(os.environ.get("RANK", "0"))
 
 
-def command_line(words: list[str], variables: dict[str, str], place: Path, *, launch: bool) -> int:
-    """In the first process: `smalti train`, to its end or up to the launch, when it has left its files in the run directory."""
+def command_line(words: list[str], variables: dict[str, str], place: Path) -> tuple[int, str, int]:
+    """In the first process: `smalti train`, to its end if it starts no other process.
+
+    Else up to the launch, when it has left its files in the run directory. The exit code, the directory, and how many ranks
+    wait to be launched.
+    """
     if _PLACE > 0:
-        return 0
+        return 0, "", 0
     from smalti.cli import main
     from smalti.preparation import Preparation, write_launch_files
 
-    def stop_short(self: Preparation) -> int:
+    waiting: list[tuple[str, int]] = []
+
+    def launch(self: Preparation) -> int:
+        if self.plan.launcher == "in-process":
+            return ordinary(self)
         write_launch_files(self.directory, self.config, self.plugins, self.plan)
-        (place / "directory").write_text(str(self.directory.path))
+        waiting.append((str(self.directory.path), len(self.plan.ranks)))
         return 0
 
-    ordinary = Preparation.launch
+    ordinary, Preparation.launch = Preparation.launch, launch
     try:
-        if not launch:
-            Preparation.launch = stop_short
         with _as_if_new(variables, place / "0.log"):
-            return _exit_code(main, ["train", *words])
+            code = _exit_code(main, ["train", *words])
     finally:
         Preparation.launch = ordinary
+    return code, *(waiting[0] if waiting else ("", 0))
 
 
-def rank(variables: dict[str, str], place: Path, ranks: int, port: int) -> None:
+def rank(directory: str, variables: dict[str, str], place: Path, ranks: int, port: int) -> None:
     """In each process: one of the ranks that were launched."""
     if ranks <= _PLACE:
         return
@@ -96,7 +102,7 @@ def rank(variables: dict[str, str], place: Path, ranks: int, port: int) -> None:
     values = map(str, (_PLACE, _PLACE, ranks, ranks, "127.0.0.1", port))
     launched = dict(zip(_OF_A_RANK, values, strict=True)) | {"SMALTI_OUTCOME_DIR": str(place)}
     with _as_if_new(variables | launched, place / f"{_PLACE + 1}.log"):
-        main([(place / "directory").read_text()])
+        main([directory])
 
 
 def _exit_code(main: Callable[[list[str]], None], arguments: list[str]) -> int:

@@ -201,8 +201,6 @@ def train(pictures):
         directory: Path, *, spoil: str = "", tracker: str = "", probe: bool = True, variables: dict | None = None, **options
     ) -> Finished:
         given = {"PROBE_SPOIL": spoil, "PROBE_TRACKER": tracker, **of_the_run(directory, probe=probe), **(variables or {})}
-        return Finished.of(
-            directory, *standing().train(words(pictures, directory, **options), given, options.get("num_processes", 1))
-        )
+        return Finished.of(directory, *standing().train(words(pictures, directory, **options), given))
 
     return start

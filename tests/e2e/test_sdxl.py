@@ -49,7 +49,7 @@ def alone(tmp_path_factory, train, small):
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory, start_for_module, train, small):
+def resumed(tmp_path_factory, start_for_module, launch, small):
     """A run that was killed after its third step, at its end."""
     directory = tmp_path_factory.mktemp("sharded") / "run"
     run = start_for_module(directory, config=EXAMPLES / "sdxl-fsdp2.toml", **small)
@@ -58,7 +58,7 @@ def resumed(tmp_path_factory, start_for_module, train, small):
     for process in [parent, *parent.children(recursive=True)]:
         process.kill()
     run.process.wait()
-    return train(directory, config=EXAMPLES / "sdxl-fsdp2.toml", probe=False, **small)
+    return launch(directory, config=EXAMPLES / "sdxl-fsdp2.toml", probe=False, **small)
 
 
 @pytest.mark.parametrize("kind", ["toml", "config.json"])
@@ -88,6 +88,6 @@ def test_pictures_are_drawn(resumed):
     assert names == ["00-circle-number-1.png", "01-circle-number-2.png", "grid.png"]
 
 
-def test_nothing_of_the_libraries_reaches_the_terminal(alone):
-    ours = re.compile(r"smalti: |  |step |sdxl on |checkpoint of |\d+ pictures? of |$")
-    assert [line for line in alone.output.splitlines() if not ours.match(line)] == []
+def test_nothing_of_the_libraries_reaches_the_terminal(resumed):
+    ours = re.compile(r"smalti: |  |step |sdxl on |checkpoint of |resuming from |\d+ pictures? of |$")
+    assert [line for line in resumed.output.splitlines() if not ours.match(line)] == []

@@ -12,7 +12,14 @@ from smalti.testing import two_processes
 from smalti.testing.families import FamilySubject
 from smalti_fsdp2.context import split_context
 
-KINDS = {"flux": ("flux", {}), "sd3": ("sd3", {}), "sd3.5": ("sd3", {"newer": True}), "pixart": ("pixart", {})}
+KINDS = {
+    "flux": ("flux", {}),
+    "sd3": ("sd3", {}),
+    "sd3.5": ("sd3", {"newer": True}),
+    "pixart": ("pixart", {}),
+    "auraflow": ("auraflow", {}),
+    "qwen image": ("qwen_image", {}),
+}
 
 
 def disagreement(folder, name, strategy):

@@ -5,13 +5,17 @@ import resource
 
 import pytest
 
+from smalti_diffusers.auraflow import AuraFlow
 from smalti_diffusers.components import Components
 from smalti_diffusers.flux import Flux
+from smalti_diffusers.lumina2 import Lumina2
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import parameter_count
 from smalti_diffusers.pixart import PixArt
+from smalti_diffusers.qwen_image import QwenImage
 from smalti_diffusers.sana import Sana
 from smalti_diffusers.sd3 import StableDiffusion3
+from smalti_diffusers.z_image import ZImage
 
 SD3 = {
     "sample_size": 128,
@@ -92,12 +96,21 @@ MODELS = {
     ),
     "sana 1600m": (Sana, "SanaTransformer2DModel", SANA),
     "sana 600m": (Sana, "SanaTransformer2DModel", {**SANA, **SMALL_SANA}),
+    # The defaults of diffusers' class are the published shape, but for what is said here.
+    "auraflow 0.1": (AuraFlow, "AuraFlowTransformer2DModel", {"patch_size": 2}),
+    "lumina2": (Lumina2, "Lumina2Transformer2DModel", {"patch_size": 2, "cap_feat_dim": 2304}),
+    "qwen image": (QwenImage, "QwenImageTransformer2DModel", {"patch_size": 2}),
+    "z image": (ZImage, "ZImageTransformer2DModel", {}),
 }
 VAES = {
     Flux: {"latent_channels": 16, "block_out_channels": [128, 256, 512, 512]},
     StableDiffusion3: {"latent_channels": 16, "block_out_channels": [128, 256, 512, 512]},
     PixArt: {"latent_channels": 4, "block_out_channels": [128, 256, 512, 512]},
+    AuraFlow: {"latent_channels": 4, "block_out_channels": [128, 256, 512, 512]},
+    Lumina2: {"latent_channels": 16, "block_out_channels": [128, 256, 512, 512]},
+    QwenImage: {"z_dim": 16, "temperal_downsample": [False, True, True]},
     Sana: {"latent_channels": 32, "encoder_block_out_channels": [128, 256, 512, 512, 1024, 1024]},
+    ZImage: {"latent_channels": 16, "block_out_channels": [128, 256, 512, 512]},
 }
 PARAMETERS = {
     "flux dev": 11_901_408_320,
@@ -107,6 +120,10 @@ PARAMETERS = {
     "pixart sigma": 610_856_096,
     "sana 1600m": 1_604_462_752,
     "sana 600m": 591_747_872,
+    "auraflow 0.1": 6_833_439_744,
+    "lumina2": 2_609_769_152,
+    "qwen image": 20_430_401_088,
+    "z image": 6_154_908_736,
 }
 
 

@@ -1,6 +1,7 @@
 """What a run has trained becomes a pipeline of diffusers, which draws what the run drew."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import tiny
@@ -18,11 +19,17 @@ from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.commands.checkpoint import checkpoint
 from smalti.config import resolve, schema_of
+from smalti.data.loader import MicroBatch
+from smalti.diffusion.step import denoising_loss
 from smalti.families import find_family
 from smalti.parallel import PortableState
 from smalti.plugins import load_plugins
+from smalti.testing.families import CAPTIONS, FRAME, FamilySubject
 from smalti.testing.strategies import Alone
 from smalti_diffusers.components import Components
+
+IN_PROCESS = ("auraflow", "lumina2", "qwen_image", "z_image")
+"""Families that are trained and exported here in this process; Flux is, too, but as a user does it."""
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +128,42 @@ def test_the_scheduler_says_what_the_run_has_made_the_model_predict(tmp_path):
     written = type(family.frozen.scheduler).from_pretrained(tmp_path / "made" / "scheduler")
     assert torch.equal(written.alphas_cumprod, family.frozen.scheduler.alphas_cumprod)
     assert (written.config.prediction_type, written.config.timestep_spacing) == ("v_prediction", "trailing")
+
+
+class FullPrecision:
+    autocast = nullcontext
+
+
+def trained(family, subject):
+    """The model after a few steps on one batch, with the losses before each of them."""
+    plugins = load_plugins()
+    loss = denoising_loss(resolve(schema_of(plugins), [f"--model_family={family.name}"], environment={}), family, "cpu")
+    batch = MicroBatch(pixels=subject.pixels, captions=CAPTIONS, numbers=(1, 2, 3), keys=CAPTIONS, frames=(FRAME,) * 3)
+    model, losses = subject.model(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(4):
+        found = loss(model, batch, FullPrecision())
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(found.item())
+    return model.requires_grad_(False), losses
+
+
+@pytest.mark.parametrize("name", IN_PROCESS)
+def test_any_family_learns_and_its_exported_pipeline_draws_what_it_drew(tmp_path, name):
+    def family_over(folder):
+        plugins = load_plugins()
+        words = [f"--model_family={name}", f"--pretrained_model_name_or_path={folder}"]
+        return find_family(resolve(schema_of(plugins), words, environment={}), plugins)
+
+    family = family_over(getattr(tiny, name)(tmp_path / "base"))
+    subject = FamilySubject(family)
+    model, losses = trained(family, subject)
+    assert losses[-1] < losses[0]
+    saved = save(tmp_path, Snapshot(step=1, state=PortableState(model=dict(model.state_dict()))), Alone())
+    tensors = Trained(OwnCheckpoint(saved.path), averaged=False, precision=None)
+    family.export(ExportFolder(tmp_path / "made", tensors, None, lambda done, total: None))
+    exported = DiffusionPipeline.from_pretrained(tmp_path / "made")
+    drawn = FamilySubject(family_over(tmp_path / "made")).draw(exported.components[family.part], CAPTIONS[:1], (5,))
+    assert torch.equal(drawn, subject.draw(model, CAPTIONS[:1], (5,)))

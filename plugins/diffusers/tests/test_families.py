@@ -14,7 +14,7 @@ from smalti.families import find_family
 from smalti.models.family import SampleRequest
 from smalti.plugins import load_plugins
 from smalti.testing.pytest import FamilyContract
-from smalti_diffusers.flux import pack
+from smalti_diffusers.flux import pack, unpack
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily
 from smalti_diffusers.sana import Sana
@@ -27,16 +27,35 @@ MAKERS = {
     "pixart sigma": ("pixart", tiny.pixart, {}),
     "pixart alpha": ("pixart", tiny.pixart, {"alpha": True}),
     "sana": ("sana", tiny.sana, {}),
+    "auraflow": ("auraflow", tiny.auraflow, {}),
+    "lumina2": ("lumina2", tiny.lumina2, {}),
+    "qwen image": ("qwen_image", tiny.qwen_image, {}),
+    "z image": ("z_image", tiny.z_image, {}),
 }
 PROMPTS = ["A red fox in the snow", "two boats"]
+EMPTY = [""] * len(PROMPTS)
 SIZE = (96, 64)
 GUIDANCE = 3.5
+# What pipelines take as latents, where that is not what smalti calls so.
+GIVEN = {"flux": pack, "qwen_image": pack}
+# Of which captions the calls of one step tell, where they are not one call that tells of empty ones first.
+CALLS = {
+    "flux": [PROMPTS],
+    "flux schnell": [PROMPTS],
+    "lumina2": [PROMPTS, EMPTY],
+    "qwen image": [PROMPTS, EMPTY],
+    "z image": [PROMPTS + EMPTY],
+}
+# How a pipeline is told to draw without guidance, where that is not by a scale of 1.
+UNGUIDED = {"flux": {}, "flux schnell": {}, "qwen image": {"true_cfg_scale": 1.0}, "z image": {"guidance_scale": 0.0}}
 # What a run says to the pipeline where the pipeline's own default would be another one.
 TOLD = {
     "flux schnell": {"max_sequence_length": 256},
     "pixart sigma": {"use_resolution_binning": False, "clean_caption": False},
     "pixart alpha": {"use_resolution_binning": False, "clean_caption": False},
     "sana": {"use_resolution_binning": False},
+    "qwen image": {"true_cfg_scale": GUIDANCE, "negative_prompt": [" "] * len(PROMPTS)},
+    "z image": {"guidance_scale": GUIDANCE - 1},
 }
 
 
@@ -69,22 +88,26 @@ def drawn(request, family_of):
         with_kwargs=True,
     )
     noise = torch.stack([torch.randn(latent_shape(family), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)])
-    given = pipeline._pack_latents(noise, *noise.shape) if family.name == "flux" else noise
-    told = dict(
-        prompt=PROMPTS,
-        latents=given,
-        width=SIZE[0],
-        height=SIZE[1],
-        num_inference_steps=2,
-        guidance_scale=GUIDANCE,
-        **TOLD.get(request.param, {}),
-    )
-    pictures = pipeline(**told, output_type="pt").images * 2 - 1
+
+    def draw(output, **more):
+        arguments = {
+            "latents": GIVEN.get(family.name, torch.clone)(noise),
+            "width": SIZE[0],
+            "height": SIZE[1],
+            "num_inference_steps": 2,
+            "guidance_scale": GUIDANCE,
+        }
+        return pipeline(prompt=list(PROMPTS), output_type=output, **arguments | TOLD.get(request.param, {}) | more).images
+
+    pictures = draw("pt") * 2 - 1
     hook.remove()
-    latents = pipeline(**told, output_type="latent").images
-    if family.name == "flux":
-        latents = pipeline._unpack_latents(latents, SIZE[1], SIZE[0], pipeline.vae_scale_factor)
-    return Drawn(family, model, noise, calls, pipeline.scheduler.timesteps, latents, pictures)
+    latents = unpacked(draw("latent"), noise)
+    told, step = [], pipeline.scheduler.step
+    pipeline.scheduler.step = lambda answer, *others, **named: (told.append(answer), step(answer, *others, **named))[1]
+    draw("latent", **UNGUIDED.get(request.param, {"guidance_scale": 1.0}))
+    captions = CALLS.get(request.param, [EMPTY + PROMPTS])
+    timesteps, prediction = pipeline.scheduler.timesteps, unpacked(told[0], noise)
+    return Drawn(family, model, noise, captions, calls, timesteps, prediction, latents, pictures)
 
 
 @dataclass(frozen=True)
@@ -92,29 +115,43 @@ class Drawn:
     family: PipelineFamily
     model: torch.nn.Module
     noise: torch.Tensor
+    captions: list
     calls: list
     timesteps: torch.Tensor
+    prediction: torch.Tensor
     latents: torch.Tensor
     pictures: torch.Tensor
 
-    def inputs(self, step):
-        """What smalti calls the model with for the same captions and noise; with the empty prompt, where the pipeline is."""
-        guided = len(self.calls[step]["hidden_states"]) == 2 * len(PROMPTS)
-        conditioning = self.family.encode_captions([""] * len(PROMPTS) * guided + PROMPTS)
-        noisy = torch.cat([self.noise, self.noise]) if guided else self.noise
+    def theirs(self, step):
+        """The tensors of the pipeline's calls in a step."""
+        each = len(self.captions)
+        return [tensors(call) for call in self.calls[each * step : each * (step + 1)]]
+
+    def ours(self, step):
+        """Those that smalti calls the model with for the same captions and noise."""
+        return [tensors(self.inputs(step, captions)) for captions in self.captions]
+
+    def inputs(self, step, captions):
+        noisy = torch.cat([self.noise] * (len(captions) // len(PROMPTS)))
         with torch.no_grad():
+            conditioning = self.family.encode_captions(captions)
             return self.family.inputs(noisy, self.timesteps[step].float().expand(len(noisy)), conditioning)
 
 
+def unpacked(latents, like):
+    return latents if latents.ndim == 4 else unpack(latents, *like.shape[-2:])
+
+
 def latent_shape(family):
-    channels = family.components.config("vae")["latent_channels"]
-    return channels, SIZE[1] // family.vae_scale, SIZE[0] // family.vae_scale
+    return family.latent_channels, SIZE[1] // family.vae_scale, SIZE[0] // family.vae_scale
 
 
 def tensors(arguments):
-    """The tensors among the arguments of a call; those that one of them is a dictionary of, too."""
+    """The tensors among the arguments of a call; those that one of them is a dictionary or a list of, too."""
     found = {}
     for name, value in arguments.items():
+        if isinstance(value, list):
+            value = dict(enumerate(value))
         if isinstance(value, dict):
             found |= tensors({f"{name}.{key}": each for key, each in value.items()})
         elif isinstance(value, torch.Tensor):
@@ -123,26 +160,31 @@ def tensors(arguments):
 
 
 def test_the_model_is_called_with_what_the_pipeline_calls_it_with(drawn):
-    theirs, ours = tensors(drawn.calls[0]), tensors(drawn.inputs(0))
-    assert ours.keys() == theirs.keys()
-    different = [name for name in theirs if not torch.equal(ours[name].to(theirs[name].dtype), theirs[name])]
-    assert different == []
+    for ours, theirs in zip(drawn.ours(0), drawn.theirs(0), strict=True):
+        assert ours.keys() == theirs.keys()
+        different = [name for name in theirs if not torch.equal(ours[name].to(theirs[name].dtype), theirs[name])]
+        assert different == []
 
 
 def test_in_the_middle_it_is_told_the_same_time(drawn):
-    torch.testing.assert_close(drawn.inputs(1)["timestep"], drawn.calls[1]["timestep"], check_dtype=False)
+    for ours, theirs in zip(drawn.ours(1), drawn.theirs(1), strict=True):
+        time = "timestep" if "timestep" in theirs else "t"
+        torch.testing.assert_close(ours[time], theirs[time], check_dtype=False)
+
+
+def test_the_prediction_is_what_the_pipeline_tells_its_scheduler(drawn):
+    with torch.no_grad():
+        conditioning = drawn.family.encode_captions(PROMPTS)
+        found = drawn.family.forward(drawn.model, drawn.noise, drawn.timesteps[:1].float().expand(2), conditioning)
+    torch.testing.assert_close(found, drawn.prediction)
 
 
 def test_a_validation_picture_is_the_pipelines(drawn, monkeypatch):
-    family = drawn.family
-    monkeypatch.setattr(family, "sampling", lambda request, also=family.sampling: {**also(request), "latents": given(drawn)})
+    family, given = drawn.family, GIVEN.get(drawn.family.name, torch.clone)(drawn.noise)
+    monkeypatch.setattr(family, "sampling", lambda request, also=family.sampling: {**also(request), "latents": given})
     request = SampleRequest(prompts=PROMPTS, seeds=(1, 2), width=SIZE[0], height=SIZE[1], steps=2, guidance=GUIDANCE)
     with torch.no_grad():
         torch.testing.assert_close(family.sample(drawn.model, request), drawn.pictures, atol=1e-5, rtol=0)
-
-
-def given(drawn):
-    return pack(drawn.noise) if drawn.family.name == "flux" else drawn.noise
 
 
 def test_latents_are_decoded_as_the_pipeline_does(drawn):
@@ -179,14 +221,14 @@ def test_pixart_is_trained_with_the_noise_of_its_scheduler(family_of):
     assert family_of("pixart sigma").beta_schedule == "linear"
 
 
-def contract(kind):
+def contract(kind, length=24):
     class Contract(FamilyContract):
         @pytest.fixture(autouse=True)
         def _families(self, family_of):
             self.family_of = family_of
 
         def family(self):
-            return self.family_of(kind, "--init_from_config", "--tokenizer_max_length=24")
+            return self.family_of(kind, "--init_from_config", f"--tokenizer_max_length={length}")
 
     return Contract
 
@@ -195,3 +237,7 @@ TestFlux = contract("flux")
 TestStableDiffusion3 = contract("sd3.5")
 TestPixArt = contract("pixart alpha")
 TestSana = contract("sana")
+TestAuraFlow = contract("auraflow")
+TestLumina2 = contract("lumina2", 240)  # which the instruction is a part of
+TestQwenImage = contract("qwen image")
+TestZImage = contract("z image")

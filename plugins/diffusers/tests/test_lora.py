@@ -78,7 +78,7 @@ def test_the_family_with_an_adapter_keeps_the_contract(base):
     check_family(family(base, "--model_type=lora", "--lora_rank=2", "--lora_targets=to_q,proj_out"))
 
 
-@pytest.mark.parametrize("name", ["flux", "sd3", "pixart", "sana", "sdxl"])
+@pytest.mark.parametrize("name", ["flux", "sd3", "pixart", "sana", "sdxl", "auraflow", "lumina2", "qwen_image", "z_image"])
 def test_an_adapter_of_any_family_changes_nothing_before_it_is_trained(tmp_path, name):
     folder = getattr(tiny, name)(tmp_path)
     predictions = []

@@ -1,26 +1,36 @@
 """Whole pipelines of a few hundred thousand parameters in diffusers' layout, tokenizers included, with random weights."""
 
+import re
 from pathlib import Path
 from string import printable
 
 import torch
 from diffusers import (
+    AuraFlowPipeline,
+    AuraFlowTransformer2DModel,
     AutoencoderDC,
     AutoencoderKL,
+    AutoencoderKLQwenImage,
     DPMSolverMultistepScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
+    Lumina2Pipeline,
+    Lumina2Transformer2DModel,
     PixArtAlphaPipeline,
     PixArtSigmaPipeline,
     PixArtTransformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     SanaPipeline,
     SanaTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
@@ -32,9 +42,16 @@ from transformers import (
     Gemma2Config,
     Gemma2Model,
     GemmaTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
     T5TokenizerFast,
+    UMT5Config,
+    UMT5EncoderModel,
 )
 
 LETTERS = sorted(ByteLevel.alphabet())
@@ -59,6 +76,21 @@ def gemma_tokenizer() -> GemmaTokenizer:
     tokenizer = GemmaTokenizer(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[], model_max_length=2048)
     beginning = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", pieces.index("<bos>"))])
     tokenizer.backend_tokenizer.post_processor = beginning
+    return tokenizer
+
+
+QWEN_TEMPLATE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
+    "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
+)
+
+
+def qwen_tokenizer() -> Qwen2Tokenizer:
+    """One token for each byte; but one for each word of the template, so that it has 34, as it has for the published one."""
+    words = dict.fromkeys(re.findall(r"<.*?>| ?\w+|\n|.", QWEN_TEMPLATE))
+    vocab = {letter: number for number, letter in enumerate([*LETTERS, "<|endoftext|>"])}
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[])
+    tokenizer.add_tokens([word for word in words if len(word) > 1], special_tokens=True)
     return tokenizer
 
 
@@ -92,12 +124,12 @@ def gemma_config(width: int = 32) -> Gemma2Config:
     )
 
 
-def vae(channels: int, **more: object) -> AutoencoderKL:
-    """Pictures shrink to a quarter."""
+def vae(channels: int, widths: tuple[int, ...] = (16, 16, 32), **more: object) -> AutoencoderKL:
+    """Pictures shrink to a quarter; by half once more with every further width."""
     return AutoencoderKL(
-        block_out_channels=(16, 16, 32),
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
+        block_out_channels=widths,
+        down_block_types=("DownEncoderBlock2D",) * len(widths),
+        up_block_types=("UpDecoderBlock2D",) * len(widths),
         layers_per_block=1,
         latent_channels=channels,
         norm_num_groups=8,
@@ -221,6 +253,90 @@ def sana(folder: Path) -> Path:
     return folder
 
 
+def auraflow(folder: Path) -> Path:
+    """AuraFlow: one block of each kind."""
+    torch.manual_seed(0)
+    encoder = UMT5Config(vocab_size=100, d_model=32, d_ff=64, d_kv=16, num_heads=2, num_layers=1)
+    transformer = AuraFlowTransformer2DModel(
+        sample_size=16,
+        num_mmdit_layers=1,
+        num_single_dit_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        caption_projection_dim=32,
+        pos_embed_max_size=256,
+    )
+    AuraFlowPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.73),
+        vae=vae(4, scaling_factor=0.13025),
+        text_encoder=UMT5EncoderModel(encoder),
+        tokenizer=t5_tokenizer(),
+        transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
+def lumina2(folder: Path) -> Path:
+    """Lumina Image 2.0, whose pipeline takes an eighth for granted."""
+    torch.manual_seed(0)
+    transformer = Lumina2Transformer2DModel(
+        in_channels=4,
+        hidden_size=24,
+        num_layers=1,
+        num_refiner_layers=1,
+        num_attention_heads=2,
+        num_kv_heads=1,
+        multiple_of=8,
+        axes_dim_rope=(4, 4, 4),
+        axes_lens=(300, 64, 64),
+        cap_feat_dim=32,
+    )
+    Lumina2Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
+        vae=vae(4, (8, 8, 8, 16), shift_factor=0.1, scaling_factor=0.4, use_quant_conv=False, use_post_quant_conv=False),
+        text_encoder=Gemma2Model(gemma_config()),
+        tokenizer=gemma_tokenizer(),
+        transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
+def qwen_image(folder: Path) -> Path:
+    """Qwen-Image, whose autoencoder is one for video."""
+    torch.manual_seed(0)
+    tokenizer = qwen_tokenizer()
+    text = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    heads["rope_parameters"]["mrope_section"] = [2, 3, 3]
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": 32}
+    transformer = QwenImageTransformer2DModel(
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6),
+    )
+    QwenImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=0.02),
+        vae=AutoencoderKLQwenImage(
+            base_dim=8,
+            z_dim=4,
+            dim_mult=[1, 1, 2],
+            num_res_blocks=1,
+            temperal_downsample=[False, True],
+            latents_mean=[0.1, -0.2, 0.3, 0.0],
+            latents_std=[1.5, 0.5, 2.0, 1.0],
+        ),
+        text_encoder=Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text | heads, vision_config=vision)),
+        tokenizer=tokenizer,
+        transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
 def sdxl(folder: Path, *, force_zeros: bool = True, **scheduler: object) -> Path:
     """Stable Diffusion XL; `scheduler` changes the configuration of its scheduler."""
     torch.manual_seed(0)
@@ -250,5 +366,42 @@ def sdxl(folder: Path, *, force_zeros: bool = True, **scheduler: object) -> Path
         scheduler=EulerDiscreteScheduler(**(published | scheduler)),
         force_zeros_for_empty_prompt=force_zeros,
         add_watermarker=False,
+    ).save_pretrained(folder)
+    return folder
+
+
+def z_image(folder: Path) -> Path:
+    """Z-Image."""
+    torch.manual_seed(0)
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    )
+    encoder = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    transformer = ZImageTransformer2DModel(
+        in_channels=4,
+        dim=24,
+        n_layers=1,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=32,
+        axes_dims=[4, 4, 4],
+        axes_lens=[300, 64, 64],
+    )
+    ZImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=vae(4, shift_factor=0.1, scaling_factor=0.4, use_quant_conv=False, use_post_quant_conv=False),
+        text_encoder=Qwen3Model(encoder),
+        tokenizer=tokenizer,
+        transformer=transformer,
     ).save_pretrained(folder)
     return folder

@@ -306,7 +306,7 @@ def train(tmp_path_factory):
             **options,
         }
         words = [f"--{name}={value}" for name, value in given.items()]
-        code, output = standing().train(words, {"HF_HOME": str(directory.parent / "hf")}, options.get("num_processes", 1))
+        code, output = standing().train(words, {"HF_HOME": str(directory.parent / "hf")})
         assert code == 0, output
         return output
 

@@ -16,7 +16,7 @@ from smalti import UserError
 from smalti.models.weights import FolderWeights
 
 INDEX = "model_index.json"
-_FILES = (INDEX, "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model")
+_FILES = (INDEX, "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model", "*/*.jinja")
 """What is fetched from the hub: no pickles, no pictures, and no second copy of the weights in one large file at the top."""
 _VARIANTS = ("*.fp16*", "*.bf16*")
 """Nor copies in another type; the trained model's weights are read as they were published."""

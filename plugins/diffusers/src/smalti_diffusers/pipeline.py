@@ -132,10 +132,9 @@ class PipelineFamily:
     def flops_per_sample(self, width: int, height: int) -> int:
         """Counted on the meta device, where nothing is computed: matrix products, convolutions and attention."""
         scale = self.vae_scale
-        channels = cast(int, self.components.config("vae")["latent_channels"])
         with torch.device("meta"):
             model = self.build_model()
-            noisy = torch.empty(1, channels, height // scale, width // scale)
+            noisy = torch.empty(1, self.latent_channels, height // scale, width // scale)
             conditioning = {name: value.to("meta") for name, value in self.example_conditioning(width, height).items()}
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 self.forward(model, noisy, torch.full((1,), 500.0), conditioning)
@@ -189,6 +188,10 @@ class PipelineFamily:
         return int(2 ** (len(stages) - 1))
 
     @property
+    def latent_channels(self) -> int:
+        return cast(int, self.components.config("vae")["latent_channels"])
+
+    @property
     def alignment(self) -> int:
         return self.vae_scale * self.patch
 
@@ -227,10 +230,9 @@ class PipelineFamily:
                 width=request.width,
                 height=request.height,
                 num_inference_steps=request.steps,
-                guidance_scale=request.guidance,
                 generator=[torch.Generator().manual_seed(seed) for seed in request.seeds],
                 output_type="pt",
-                **self.sampling(request),
+                **{"guidance_scale": request.guidance} | self.sampling(request),
             )
         finally:
             setattr(pipeline, self.part, None)
@@ -238,7 +240,7 @@ class PipelineFamily:
         return pictures.float() * 2 - 1
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
-        """More arguments for the pipeline."""
+        """More arguments for the pipeline, or another `guidance_scale` where it has another meaning."""
         return {}
 
     # --- for inference ----------------------------------------------------------------------------------------------

@@ -6,11 +6,15 @@ from smalti import FamilyEntry, OptionGroup, hookimpl
 from smalti_diffusers.options import GROUPS
 
 FAMILIES = (
+    FamilyEntry(name="auraflow", title="AuraFlow", factory="smalti_diffusers.auraflow:family"),
     FamilyEntry(name="flux", title="Flux.1", factory="smalti_diffusers.flux:family"),
+    FamilyEntry(name="lumina2", title="Lumina Image 2.0", factory="smalti_diffusers.lumina2:family"),
     FamilyEntry(name="pixart", title="PixArt Sigma and Alpha", factory="smalti_diffusers.pixart:family"),
+    FamilyEntry(name="qwen_image", title="Qwen-Image", factory="smalti_diffusers.qwen_image:family"),
     FamilyEntry(name="sana", title="Sana", factory="smalti_diffusers.sana:family"),
     FamilyEntry(name="sd3", title="Stable Diffusion 3 and 3.5", factory="smalti_diffusers.sd3:family"),
     FamilyEntry(name="sdxl", title="Stable Diffusion XL", factory="smalti_diffusers.sdxl:family"),
+    FamilyEntry(name="z_image", title="Z-Image", factory="smalti_diffusers.z_image:family"),
 )
 
 

@@ -1,0 +1,89 @@
+"""Lumina Image 2.0 (Qin et al. 2025): rectified flow from noise at 0 to the picture at 1, Gemma tokens before picture tokens.
+
+Shapes: B batch, latents (B, C, h, w), L text tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from smalti import Config
+from smalti.models.family import Conditioning, SampleRequest
+from smalti_diffusers.components import Components
+from smalti_diffusers.options import DiffusersOptions
+from smalti_diffusers.pipeline import PipelineFamily, create
+
+FLAVOURS = {"2.0": "Alpha-VLLM/Lumina-Image-2.0"}
+
+
+class Lumina2(PipelineFamily):
+    name = "lumina2"
+    pipeline = "Lumina2Pipeline"
+    blocks = ("Lumina2TransformerBlock",)
+    targets = ("to_q", "to_k", "to_v", "to_out.0")
+
+    def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
+        super().__init__(components, options, config)
+        self.patch = cast(int, components.config(self.part)["patch_size"])
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        for block in cast(nn.ModuleList, model.context_refiner):
+            block.register_forward_pre_hook(_mask_beside_states)
+        return model
+
+    @property
+    def text_length(self) -> int:
+        """With the tokens of the instruction that the pipeline puts before a prompt."""
+        return self.options.tokenizer_max_length or 256
+
+    def encode_captions(self, captions: Sequence[str]) -> Conditioning:
+        """With the pipeline's instruction before each caption, but for the empty one: so the pipeline guides away from it."""
+        empty = torch.tensor([not caption for caption in captions], device=self._device).view(-1, 1)
+        with torch.no_grad():
+            tokens, mask, plain, plain_mask = self.frozen.encode_prompt(  # type: ignore[attr-defined]
+                list(captions),
+                do_classifier_free_guidance=bool(empty.any()),
+                negative_prompt="",
+                device=self._device,
+                max_sequence_length=self.text_length,
+            )
+        if plain is not None:
+            tokens, mask = torch.where(empty.unsqueeze(-1), plain, tokens), torch.where(empty, plain_mask, mask)
+        return {"tokens": tokens, "mask": mask}
+
+    def example_conditioning(self, width: int, height: int) -> Conditioning:
+        width_of_text = cast(int, self.components.config(self.part)["cap_feat_dim"])
+        length = self.text_length
+        return {"tokens": torch.empty(1, length, width_of_text), "mask": torch.ones(1, length, dtype=torch.int64)}
+
+    def inputs(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> dict[str, object]:
+        mask = conditioning["mask"]
+        return {
+            "hidden_states": noisy,
+            "timestep": 1 - timesteps / 1000,
+            "encoder_hidden_states": conditioning["tokens"],
+            # The model counts the tokens of each caption, which has to be possible on the meta device, too.
+            "encoder_attention_mask": torch.ones(mask.shape, dtype=mask.dtype, device="cpu") if mask.is_meta else mask,
+        }
+
+    def outputs(self, prediction: Tensor, noisy: Tensor) -> Tensor:
+        """The model predicts where the picture is; velocity points to the noise."""
+        return -prediction
+
+    def sampling(self, request: SampleRequest) -> dict[str, object]:
+        return {"max_sequence_length": self.text_length}
+
+
+def _mask_beside_states(block: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Before a block of text: states, mask and positions, of which the mask is on the CPU where FLOPs are counted."""
+    states, mask, *others = inputs
+    return (states, mask.to(states.device), *others)
+
+
+def family(config: Config) -> Lumina2:
+    return cast(Lumina2, create(Lumina2, config, FLAVOURS))

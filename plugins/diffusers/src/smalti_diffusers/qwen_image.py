@@ -1,0 +1,160 @@
+"""Qwen-Image (Wu et al. 2025): rectified flow on packed latents, tokens of Qwen2.5-VL beside them; an autoencoder for video.
+
+Shapes: B batch, latents (B, C, h, w), N = (h / 2) (w / 2) packed tokens of 4 C numbers, L text tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from smalti import Config
+from smalti.models.context import Attention, ContextPlan, Join, Split
+from smalti.models.family import Conditioning, SampleRequest
+from smalti_diffusers.flux import pack, unpack
+from smalti_diffusers.pipeline import PipelineFamily, create
+
+FLAVOURS = {"image": "Qwen/Qwen-Image"}
+
+EMPTY = " "
+"""The negative prompt of the published examples: what is guided away from, and so what a dropped caption is."""
+
+_BLOCKS = "transformer_blocks"
+
+
+class QwenImage(PipelineFamily):
+    name = "qwen_image"
+    pipeline = "QwenImagePipeline"
+    blocks = ("QwenImageTransformerBlock",)
+    targets = ("to_q", "to_k", "to_v", "to_out.0")
+    patch = 2
+
+    def build_base(self) -> nn.Module:
+        model = super().build_base()
+        last = cast(nn.ModuleList, model.transformer_blocks)[-1]
+        last.register_forward_hook(_text_counts_for_nothing)
+        return model
+
+    # --- latents ----------------------------------------------------------------------------------------------------
+
+    @property
+    def vae_scale(self) -> int:
+        return int(2 ** len(cast(list[bool], self.components.config("vae")["temperal_downsample"])))
+
+    @property
+    def latent_channels(self) -> int:
+        return cast(int, self.components.config("vae")["z_dim"])
+
+    def encode_images(self, pixels: Tensor) -> Tensor:
+        """A picture is a video of one frame. Its mean is brought to the mean 0 and the width 1 that published latents have."""
+        vae = self.vae
+        video = pixels.to(next(vae.parameters()).dtype).unsqueeze(2)
+        latents: Tensor = vae.encode(video).latent_dist.mode().squeeze(2)  # type: ignore[operator]
+        mean, width = self._statistics(latents.device)
+        return (latents.float() - mean) / width
+
+    def decode_latents(self, latents: Tensor) -> Tensor:
+        mean, width = self._statistics(latents.device)
+        vae = self.vae
+        video = (latents * width + mean).to(next(vae.parameters()).dtype).unsqueeze(2)
+        pixels: Tensor = vae.decode(video, return_dict=False)[0]  # type: ignore[operator]
+        return pixels.squeeze(2).float().clamp(-1, 1)
+
+    def _statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each channel of the autoencoder's latents, both (C, 1, 1)."""
+        config = self.components.config("vae")
+        mean, width = (torch.tensor(config[name], device=device) for name in ("latents_mean", "latents_std"))
+        return mean.view(-1, 1, 1), width.view(-1, 1, 1)
+
+    # --- texts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def text_length(self) -> int:
+        """Without the tokens of the template, which are taken off."""
+        return self.options.tokenizer_max_length or 512
+
+    def encode_captions(self, captions: Sequence[str]) -> Conditioning:
+        """Padded to one length with zeros, so that rows can be cached; `inputs` takes the padding off."""
+        with torch.no_grad():
+            tokens, mask = self.frozen.encode_prompt(  # type: ignore[attr-defined]
+                [caption or EMPTY for caption in captions], device=self._device, max_sequence_length=self.text_length
+            )
+        mask = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device) if mask is None else mask
+        missing = self.text_length - tokens.shape[1]
+        return {
+            "tokens": nn.functional.pad(tokens, (0, 0, 0, missing)),
+            "mask": nn.functional.pad(mask, (0, missing)),
+        }
+
+    def example_conditioning(self, width: int, height: int) -> Conditioning:
+        width_of_text = cast(int, self.components.config(self.part)["joint_attention_dim"])
+        length = self.text_length
+        return {"tokens": torch.empty(1, length, width_of_text), "mask": torch.ones(1, length, dtype=torch.int64)}
+
+    # --- the model --------------------------------------------------------------------------------------------------
+
+    def inputs(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> dict[str, object]:
+        tokens, mask = _as_long_as_the_longest(conditioning["tokens"], conditioning["mask"])
+        height, width = noisy.shape[-2:]
+        return {
+            "hidden_states": pack(noisy),
+            "timestep": timesteps / 1000,
+            "guidance": None,
+            "encoder_hidden_states": tokens,
+            "encoder_hidden_states_mask": mask,
+            "img_shapes": [[(1, height // 2, width // 2)]] * len(noisy),
+        }
+
+    def outputs(self, prediction: Tensor, noisy: Tensor) -> Tensor:
+        return unpack(prediction, *noisy.shape[-2:])
+
+    def context_plan(self, model: nn.Module) -> ContextPlan:
+        return ContextPlan(
+            heads=cast(int, self.components.config(self.part)["num_attention_heads"]),
+            splits=(
+                Split(module=f"{_BLOCKS}.0", tensor="hidden_states", stream="image", dim=1),
+                Split(module=f"{_BLOCKS}.0", tensor="encoder_hidden_states", stream="text", dim=1),
+                Split(module=f"{_BLOCKS}.*", tensor="encoder_hidden_states_mask", stream="text", dim=1),
+                Split(module="pos_embed", tensor=0, stream="image", dim=0),
+                Split(module="pos_embed", tensor=1, stream="text", dim=0),
+            ),
+            attention=(Attention(module=f"{_BLOCKS}.*.attn", streams=("text", "image")),),
+            joins=(Join(module="proj_out", stream="image", dim=1),),
+        )
+
+    def sampling(self, request: SampleRequest) -> dict[str, object]:
+        """Guidance by the empty caption. What the pipeline calls guidance_scale is for models that there are none of."""
+        return {
+            "guidance_scale": None,
+            "true_cfg_scale": request.guidance,
+            "negative_prompt": [EMPTY] * len(request.prompts),
+            "max_sequence_length": self.text_length,
+        }
+
+
+def _as_long_as_the_longest(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Without what is padding in every row, as the pipeline gives them; no mask where nothing is left of it.
+
+    On the meta device, where FLOPs are counted, there is no telling what is padding: nothing.
+    """
+    if mask.is_meta:
+        return tokens, None
+    lengths = mask.sum(dim=1)
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    return tokens[:, :longest], None if shortest == longest else mask[:, :longest]
+
+
+def _text_counts_for_nothing(block: nn.Module, inputs: object, answer: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """After the last block: its text, which nobody reads, is added to the picture zero times.
+
+    What it is made with has a gradient of zeros then; replicas wait for a gradient of every parameter.
+    """
+    text, picture = answer
+    return text, picture + 0 * text.mean()
+
+
+def family(config: Config) -> QwenImage:
+    return cast(QwenImage, create(QwenImage, config, FLAVOURS))
