@@ -23,7 +23,7 @@ LAYERS = (
     ("options", "flags", "configfile", "acceleratefile", "settings", "events"),
     ("plugins", "config", "configtext", "configedit", "rundir", "parallel", "ranks", "crew"),
     ("liverun", "storage", "diffusion", "models", "data", "checkpoint", "ema", "schedule", "metrics"),
-    ("group", "strategy", "optimizers", "pictures", "grid", "plot", "replicas", "faults", "dataplan", "families", "caches"),
+    ("group", "strategy", "optimizers", "pictures", "grid", "plot", "replicas", "faults", "dataplan", "families", "caches", "encoding"),
     ("run",),
     ("validation", "saving", "rescue", "launch"),
     ("trainer", "workers", "agent"),

@@ -1,6 +1,6 @@
 """Everything that the loop needs, assembled in the one right order.
 
-configure -> family -> model (meta) -> blocks -> wrap -> optimizer -> bind -> load checkpoint -> data
+configure -> family -> data -> encode ahead -> model (meta) -> blocks -> wrap -> optimizer -> bind -> load checkpoint -> loader
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from smalti.config import Config
 from smalti.crew import Crew
 from smalti.data.loader import Batch, Loader
 from smalti.data.prepared import PreparedData
-from smalti.dataplan import load_data, scan_data, total_steps
+from smalti.dataplan import cache_folders, load_data, scan_data, total_steps
 from smalti.diffusion.step import DenoisingLoss, denoising_loss
 from smalti.ema import Ema
+from smalti.encoding import Encoded, encode_ahead
 from smalti.errors import CheckpointError, UserError
 from smalti.families import family_entry
 from smalti.hashing import key_of
@@ -90,6 +91,7 @@ class Run:
     ema: Ema | None
     loss: DenoisingLoss
     data: PreparedData
+    encoded: Encoded
     state: RunState
     cadence: Cadence
     checkpoints: CheckpointStore
@@ -114,6 +116,8 @@ class Run:
             position=self.state.position,
             prefetch=options.dataloader_prefetch,
             cache_bytes=options.dataset_cache_mb * 2**20,
+            latents=self.encoded.latents,
+            texts=self.encoded.texts,
         )
         closing.callback(self.batches.close)
 
@@ -341,6 +345,8 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
     family = find_family(config, plugins)
     family.to(parallel.world.device)
     data = open_data(config, plugins, family.alignment, parallel, directory.data)
+    # Before there is a model: encoders and it need not fit together.
+    encoded = encode_ahead(config, family, data, parallel, cache_folders(config, plugins), directory.data)
     bare, blocks = build_model(config, plugins, family)
     seed = config[RunOptions].seed
     adapter = family.adapter(seed) if isinstance(family, Adaptable) else None
@@ -381,8 +387,9 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
         blocks=blocks,
         optimizer=optimizer,
         ema=build_ema(config, parallel.unwrap(model)),
-        loss=denoising_loss(config, family, parallel.world.device),
+        loss=denoising_loss(config, family, parallel.world.device, encoded.conditioning([""], parallel.world.device)),
         data=data,
+        encoded=encoded,
         state=RunState(max_steps=total_steps(config, data)),
         cadence=Cadence.of(config),
         checkpoints=CheckpointStore(directory.checkpoints, report=_log.warning),
