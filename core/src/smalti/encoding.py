@@ -49,7 +49,7 @@ _ROUND_SECONDS = 5.0
 _LINE_SECONDS = 10.0
 _VISIBLE_SECONDS = 90.0
 """How long a network file system may take to show what another machine has written."""
-_PART_BYTES = 64 * 2**20
+_PART_BYTES = 256 * 2**20
 _PART_ENTRIES = 4096
 _PART_SECONDS = 60.0
 """A part is written when it is as large as this, or as old: no more work than that is lost with the process."""
@@ -73,7 +73,7 @@ class Encoded:
 def encode_ahead(
     config: Config, family: ModelFamily, data: PreparedData, ranks: Ranks, folders: CacheFolders, log: Path
 ) -> Encoded:
-    """Encode what is missing; afterwards the encoders are released. *Collective*. Does nothing for a family that is no `Cacheable`.
+    """Encode what is missing, then release the encoders. *Collective*. Does nothing for a family that is no `Cacheable`.
 
     `log` is a folder for this rank's list of broken pictures. Raises PreflightError on all ranks when one cannot go on: no
     room, no right to write, more broken pictures than the error budget allows.
@@ -130,21 +130,27 @@ class _Work:
 
     def open(self, kind: Encoding, folders: Sequence[Path]) -> list[TensorStore]:
         """For each folder the store in it of what this family's encoder makes. *Collective*."""
-        assert isinstance(self.family, Cacheable)
-        identity = {"kind": kind, "family": self.family.name, **self.family.encoder_identity(kind)}
-        digest = sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-        digests = together(self.ranks, lambda: digest)
-        if different := [rank for rank, other in enumerate(digests) if other != digests[0]]:
+        identities = together(self.ranks, lambda: self._identity(kind))
+        if different := [rank for rank, other in enumerate(identities) if other != identities[0]]:
             raise UserError(
                 f"rank {different[0]} has other weights or settings for encoding {kind} than rank 0",
                 fix="put the same model on every machine",
             )
-        stores: dict[Path, TensorStore] = {}
-        for folder in dict.fromkeys(folders):
-            place = folder / f"{kind}-{self.family.name}-{digest}"
-            together(self.ranks, lambda place=place: _describe(place, identity) if self.world.is_main else "")  # type: ignore[misc]
-            stores[folder] = FolderStore(place)
+        name = f"{kind}-{self.family.name}-{sha256(identities[0].encode()).hexdigest()[:16]}"
+        stores: dict[Path, TensorStore] = {folder: FolderStore(folder / name) for folder in folders}
+
+        def describe() -> str:
+            for folder in stores if self.world.is_main else ():
+                _describe(folder / name, identities[0])
+            return ""
+
+        together(self.ranks, describe)
         return [stores[folder] for folder in folders]
+
+    def _identity(self, kind: Encoding) -> str:
+        assert isinstance(self.family, Cacheable)
+        identity = {"kind": kind, "family": self.family.name, **self.family.encoder_identity(kind)}
+        return json.dumps(identity, sort_keys=True)
 
     # --- texts ------------------------------------------------------------------------------------------------------
 
@@ -175,16 +181,14 @@ class _Work:
             for content in data.order.buckets
             for sample in content.samples.tolist()
         ]
-        missing = {store: store.missing(one.key for one in wanted) for store in set(latents.stores)}
+        missing = {store: store.missing(one.key for one in wanted) for store in dict.fromkeys(latents.stores)}
         mine = [one for one in wanted if one.key in missing[latents.store(one.sample)] and self._is_mine(one.key)]
-        # Batches are of one size; sorted() is stable, and `wanted` goes from bucket to bucket.
         batches = chain.from_iterable(_batches(group, self.batch) for group in _by_bucket(mine))
         pending = {store: _Pending(store) for store in missing}
         broken: dict[int, str] = {}
 
-        def encode(read: Sequence[tuple[_Picture, Bytes, Corner] | BadSampleError]) -> int:
-            """`read`: a batch as `_read` gave it."""
-            good = [one for one in read if not isinstance(one, BadSampleError)]
+        def encode(batch: Sequence[tuple[_Picture, Bytes, Corner] | BadSampleError]) -> int:
+            good = [one for one in batch if not isinstance(one, BadSampleError)]
             if errors.exhausted:
                 raise PreflightError(errors.exhausted, fix="mend or remove such files, or raise --data_error_budget")
             if good:
@@ -192,7 +196,7 @@ class _Work:
                 made = self.family.encode_images(normalised(pixels.to(self.world.device))).cpu()
                 for row, (one, _, corner) in enumerate(good):
                     pending[latents.store(one.sample)].add({one.key: latents.entry(made[row], corner)})
-            return len(read)
+            return len(batch)
 
         def read(one: _Picture) -> tuple[_Picture, Bytes, Corner] | BadSampleError:
             try:
@@ -225,11 +229,8 @@ class _Work:
         fix = "mend or remove such files, or raise --data_error_budget"
         count = len(found) + len(data.quarantined)
         if found and count > data.allowed_errors:
-            reason = next(iter(found.values()))
-            message = (
-                f"{count} samples cannot be used, more than the error budget of {data.allowed_errors}; one of them: {reason}"
-            )
-            raise PreflightError(message, fix=fix)
+            message = f"{count} samples cannot be used, more than the error budget of {data.allowed_errors}; one of them: "
+            raise PreflightError(message + next(iter(found.values())), fix=fix)
         for content in data.order.buckets:
             if latents.broken.issuperset(content.samples.tolist()):
                 raise PreflightError(f"no picture of bucket {content.bucket} can be read", fix=fix)
@@ -294,6 +295,8 @@ class _Pending:
         self._since = time.monotonic()
 
     def add(self, entries: Mapping[str, Entry]) -> None:
+        if not self._entries:
+            self._since = time.monotonic()
         # Rows of a batch are views of it, which would keep all of it in memory.
         self._entries |= {key: {name: tensor.clone() for name, tensor in entry.items()} for key, entry in entries.items()}
         self._bytes += sum(tensor.nbytes for entry in entries.values() for tensor in entry.values())
@@ -304,7 +307,6 @@ class _Pending:
         if self._entries and (everything or due or time.monotonic() - self._since >= _PART_SECONDS):
             self._store.put(self._entries)
             self._entries, self._bytes = {}, 0
-            self._since = time.monotonic()
 
 
 class _Show:
@@ -328,18 +330,17 @@ class _Show:
         print(f"smalti: {text}", file=sys.stderr, flush=True)
 
 
-def _describe(place: Path, identity: Mapping[str, object]) -> str:
+def _describe(place: Path, identity: str) -> None:
     """Make the folder of a store, with what its entries were made by in a file for people."""
     try:
         place.mkdir(parents=True, exist_ok=True)
         if not (place / "encoder.json").exists():
-            write_json_atomically(place / "encoder.json", identity)
+            write_json_atomically(place / "encoder.json", json.loads(identity))
     except OSError as error:
         raise UserError(
             f"cannot keep encoded pictures and texts in {place}: {error.strerror or error}",
-            fix="name another folder with --cache_dir, or encode in every step with --vae_cache_disable and --text_cache_disable",
+            fix="--cache_dir=FOLDER, or encode in every step with --vae_cache_disable --text_cache_disable",
         ) from error
-    return ""
 
 
 def _batches(items: Sequence[T], size: int) -> Iterator[list[T]]:

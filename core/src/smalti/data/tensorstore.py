@@ -2,17 +2,17 @@
 
 A `TensorStore` may be anything that can tell which keys it has, take many entries and give one. `FolderStore` is a folder of
 safetensors files, the parts. Each part is whole or not there: it gets its name when its bytes are on the disk. A part is never
-changed, its name occurs once, and several processes may add parts at the same time; what two of them add under one key is the same.
+changed and its name occurs once, so processes may add parts at the same time; what two of them put under one key is the same.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -42,7 +42,7 @@ class TensorStore(Protocol):
         ...
 
     def put(self, entries: Mapping[str, Entry]) -> None:
-        """Keep these entries. When this returns they outlast a power cut. Raises UserError when there is no room or no right."""
+        """Keep these entries. When this returns they outlast a power cut. Raises UserError when there is no room or right."""
         ...
 
     def get(self, key: str) -> dict[str, Tensor]:
@@ -83,11 +83,11 @@ class FolderStore:
             rename(draft, self.folder / name)
             fsync_directory(self.folder)
         except OSError as error:
-            _discard(draft)
-            fix = "make room or give the right to write there, or name another folder with --cache_dir; what is written already stays"
-            raise UserError(
-                f"cannot keep {len(entries)} entries in {self.folder}: {error.strerror or error}", fix=fix
-            ) from error
+            with suppress(OSError):  # it was never made, or is as stuck as the folder that it is in
+                draft.unlink()
+            reason = error.strerror or f"{error}"
+            fix = "make room or give the right to write there, or --cache_dir=FOLDER; what was written stays, so start again"
+            raise UserError(f"cannot keep {len(entries)} entries in {self.folder}: {reason}", fix=fix) from error
 
     def get(self, key: str) -> dict[str, Tensor]:
         path, start, form = self._places[key.encode()]
@@ -141,20 +141,13 @@ def _piece(tensor: Tensor) -> Piece:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _tensor(data: bytearray, piece: Piece, begin: int) -> Tensor:
     dtype, count = _TYPES[piece.dtype], math.prod(piece.shape)
     flat = torch.frombuffer(data, dtype=dtype, count=count, offset=begin) if count else torch.empty(0, dtype=dtype)
     return flat.view(piece.shape)
-
-
-def _discard(draft: Path) -> None:
-    try:
-        os.unlink(draft)
-    except OSError:
-        return  # it was never made, or is as stuck as the folder that it is in
 
 
 def _lost(path: Path, reason: str) -> UserError:
