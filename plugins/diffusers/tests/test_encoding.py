@@ -1,4 +1,4 @@
-"""What was encoded before training is, to the last bit, what would be encoded in every step; and the encoders are gone by then."""
+"""What was encoded before training is to the last bit what would be encoded in every step, and the encoders are gone by then."""
 
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -22,7 +22,7 @@ from smalti.replicas import Replicas
 from smalti.run import find_family
 from smalti.types import World
 
-FAMILIES = ("flux", "sd3", "sdxl", "pixart", "sana")
+FAMILIES = ("flux", "sdxl", "sana")
 PROMPTS = ("a red fox", "colour 1")
 STEPS = 4
 
