@@ -1,4 +1,4 @@
-"""What was encoded before training is to the last bit what would be encoded in every step, and the encoders are gone by then."""
+"""What was encoded before training is to the last bit what would be encoded in every step; by then the encoders are gone."""
 
 from dataclasses import dataclass, replace
 from itertools import islice

@@ -120,7 +120,7 @@ class FolderStore:
                 self._report(f"{told}; what it held is encoded again, and it may be removed")
 
     def _entries(self, path: Path) -> dict[bytes, tuple[Path, int, Form]]:
-        """The entries of a part. Lean, for a million of them. Raises ValueError, KeyError or TypeError if it is no sound part."""
+        """The entries of a part. Lean, for a million of them. Raises ValueError, KeyError or TypeError if it is not sound."""
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

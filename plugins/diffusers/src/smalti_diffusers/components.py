@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import cache
+from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -13,7 +14,6 @@ import torch
 from torch import nn
 
 from smalti import UserError
-from smalti.files import sha256
 from smalti.models.weights import FolderWeights
 
 INDEX = "model_index.json"
@@ -118,7 +118,7 @@ class Components:
         if any(path.suffix == ".safetensors" for path in files):
             config = {key: value for key, value in self.config(part).items() if key == "_class_name" or key[0] != "_"}
             return {"config": config, "weights": self.weights(part).digest()}
-        return {path.name: sha256(self.folder / path) for path in files}
+        return {path.as_posix(): sha256((self.folder / path).read_bytes()).hexdigest() for path in files}
 
     def parts(self) -> tuple[str, ...]:
         return tuple(self._classes)
