@@ -75,6 +75,8 @@ def encode_ahead(
 ) -> Encoded:
     """Encode what is missing, then release the encoders. *Collective*. Does nothing for a family that is no `Cacheable`.
 
+    To be called before there is a model: encoders and it need not fit beside each other.
+
     `log` is a folder for this rank's list of broken pictures. Raises PreflightError on all ranks when one cannot go on: no
     room, no right to write, more broken pictures than the error budget allows.
     """

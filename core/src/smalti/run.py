@@ -345,7 +345,6 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
     family = find_family(config, plugins)
     family.to(parallel.world.device)
     data = open_data(config, plugins, family.alignment, parallel, directory.data)
-    # Before there is a model: encoders and it need not fit together.
     encoded = encode_ahead(config, family, data, parallel, cache_folders(config, plugins), directory.data)
     bare, blocks = build_model(config, plugins, family)
     seed = config[RunOptions].seed
