@@ -1,5 +1,6 @@
 """What was encoded before training is to the last bit what would be encoded in every step; by then the encoders are gone."""
 
+import shutil
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -21,6 +22,9 @@ from smalti.plugins import load_plugins
 from smalti.replicas import Replicas
 from smalti.run import find_family
 from smalti.types import World
+from smalti_diffusers.components import Components
+from smalti_diffusers.flux import Flux
+from smalti_diffusers.options import DiffusersOptions
 
 FAMILIES = ("flux", "sdxl", "sana")
 PROMPTS = ("a red fox", "colour 1")
@@ -103,3 +107,34 @@ def test_losses_and_pictures_are_the_same_to_the_last_bit_without_encoders(subje
     again = subject.family()
     subject.encode(again)
     assert {"encoder", "frozen"} & vars(again).keys() == set()  # nothing was loaded, since nothing was missing
+
+
+def identities(folder: Path, **options) -> tuple[dict, dict]:
+    family = Flux(Components(folder), DiffusersOptions(**options))
+    return family.encoder_identity("latents"), family.encoder_identity("texts")
+
+
+def test_an_encoder_is_the_same_wherever_it_lies_and_another_when_anything_of_it_differs(tmp_path):
+    folder = tiny.flux(tmp_path / "here")
+    latents, texts = identities(folder)
+    assert identities(shutil.copytree(folder, tmp_path / "there")) == (latents, texts)
+    assert identities(folder, tokenizer_max_length=99)[1] != texts
+    assert [one == other for one, other in zip(identities(folder, vae_dtype="bf16"), (latents, texts), strict=True)] == [
+        False,
+        True,
+    ]
+
+    def changes(path: str) -> list[bool]:
+        """Whether latents and texts are kept elsewhere after the last byte that matters of a file is another."""
+        there = shutil.copytree(folder, tmp_path / path.replace("/", "-"))
+        content = bytearray((there / path).read_bytes())
+        place = content.rindex(b"0") if path.endswith("json") else len(content) - 1
+        content[place] = content[place] ^ 1
+        (there / path).write_bytes(content)
+        return [one != other for one, other in zip(identities(there), (latents, texts), strict=True)]
+
+    assert changes("vae/diffusion_pytorch_model.safetensors") == [True, False]
+    assert changes("vae/config.json") == [True, False]
+    assert changes("text_encoder_2/model.safetensors") == [False, True]
+    assert changes("tokenizer_2/tokenizer.json") == [False, True]
+    assert changes("transformer/diffusion_pytorch_model.safetensors") == [False, False]

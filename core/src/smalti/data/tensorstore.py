@@ -53,7 +53,7 @@ class TensorStore(Protocol):
 
 
 class FolderStore:
-    """A folder of parts, with the place of every entry in memory (about 300 bytes each).
+    """A folder of parts, with the place of every entry in memory (about 220 bytes each).
 
     A part that cannot be read is told once by name and counts as absent, so its entries are made again; it stays where it is.
     """
@@ -125,6 +125,8 @@ class FolderStore:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(length, size)))
+        if not isinstance(header, dict):
+            raise ValueError("its header is no object")
         grouped: dict[str, tuple[int, list[tuple[str, str, tuple[int, ...], int]]]] = {}
         end = 0
         for full, tensor in header.items():
