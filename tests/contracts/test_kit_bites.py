@@ -184,6 +184,14 @@ class Lucky(TinyFamily):
         return torch.rand(len(request.prompts), 3, request.height, request.width)
 
 
+class Unmoved(TinyFamily):
+    def encoder_identity(self, kind):
+        return {}
+
+    def release_encoder(self, kind):
+        pass
+
+
 class Misnamed(TinyFamily):
     def block_classes(self):
         return ("TinyBlok",)
@@ -206,6 +214,7 @@ FAMILIES = {
     Eager: "it_builds_a_model_without_weights",
     Idle: "every_parameter_that_trains_gets_a_gradient",
     Lucky: "a_picture_depends_on_its_prompt_and_seed_alone",
+    Unmoved: "a_picture_is_drawn_from_what_was_encoded_before",
     Misnamed: "its_blocks_and_adapter_targets_are_in_the_model",
     Boasting: "its_flops_are_those_that_torch_counts",
 }

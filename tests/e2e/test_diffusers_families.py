@@ -77,6 +77,11 @@ def test_losses_are_those_of_one_process(runs, kind):
     assert found == pytest.approx(runs[kind.split()[0]].losses[-len(found) :], rel=1e-4)
 
 
+def test_a_resumed_run_encodes_nothing_again(runs):
+    said = {kind: "smalti: encoding 24 of 24 latents" in runs[kind].output for kind in ("flux", "flux resumed")}
+    assert said == {"flux": True, "flux resumed": False}
+
+
 @pytest.mark.parametrize("kind", SEVERAL)
 def test_pictures_of_the_trained_model_are_those_of_one_process(runs, kind):
     folders = [runs[run].directory / "samples" / "00000004" for run in (kind.split()[0], kind)]

@@ -24,6 +24,7 @@ LAYERS = (
     ("plugins", "config", "configtext", "configedit", "rundir", "parallel", "ranks", "crew"),
     ("liverun", "storage", "diffusion", "models", "data", "checkpoint", "ema", "schedule", "metrics", "gauges"),
     ("group", "strategy", "optimizers", "pictures", "grid", "plot", "replicas", "faults", "dataplan", "families", "caches"),
+    ("encoding",),
     ("run",),
     ("validation", "evaluation", "saving", "rescue", "launch"),
     ("trainer", "workers", "agent"),

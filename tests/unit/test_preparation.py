@@ -1,11 +1,13 @@
 """What happens before any worker exists."""
 
 import json
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from smalti import DistributedPlan, FamilyEntry, hookimpl
+from smalti.dataplan import CacheFolders, cache_folders
 from smalti.errors import PreflightError, UserError
 from smalti.plugins import PluginInfo
 from smalti.preparation import Preparation
@@ -62,12 +64,15 @@ def test_an_unknown_optimizer_is_found_out_before_anything_is_written(wanted, pl
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_says_once_that_caches_are_not_used_yet(configure, plugins, tmp_path, write):
+def test_entries_of_caches_that_do_nothing_are_told(configure, plugins, tmp_path, write):
     (tmp_path / "pictures").mkdir()
     Image.new("RGB", (16, 16)).save(tmp_path / "pictures/a.png")
     pictures = {"id": "a", "instance_data_dir": str(tmp_path / "pictures"), "caption_strategy": "filename"}
-    entries = [{**pictures, "cache_dir_vae": "c"}, {"id": "te", "dataset_type": "text_embeds", "default": True}]
+    texts = {"dataset_type": "text_embeds", "cache_dir": "texts"}
+    entries = [{**pictures, "cache_dir_vae": "c"}, {"id": "te", **texts, "default": True}, {"id": "more", **texts}]
     data = write("data.json", json.dumps(entries))
     flags = ("--model_family=toy", "--max_train_steps=1", "--resolution=16", "--use_cpu", f"--output_dir={tmp_path / 'run'}")
-    [notice] = Preparation.of(configure(*flags, f"--data_backend_config={data}"), plugins, write=False).notices
-    assert "without effect yet: te (text_embeds), cache_dir_vae of a" in notice
+    config = configure(*flags, f"--data_backend_config={data}")
+    [notice] = Preparation.of(config, plugins, write=False).notices
+    assert "without effect: more;" in notice
+    assert cache_folders(config, plugins) == CacheFolders(texts=Path("texts").absolute(), latents={"a": Path("c").absolute()})

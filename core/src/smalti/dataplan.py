@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -15,7 +15,15 @@ from smalti.data.catalog import Catalog
 from smalti.data.check import BatchShape
 from smalti.data.index import Progress
 from smalti.data.prepared import DataRules, Dataset, PreparedData, build_datasets, load_datasets, prepare, refuse_trained
-from smalti.data.spec import DataDefaults, DatasetSpec, load_backend_config, parse_datasets, unused_caches
+from smalti.data.spec import (
+    DataDefaults,
+    DatasetSpec,
+    latents_folder,
+    load_backend_config,
+    parse_datasets,
+    texts_entry,
+    unused_caches,
+)
 from smalti.errors import ConfigError, Problem
 from smalti.plugins import Plugins
 from smalti.settings import DataOptions, LaunchOptions, RunOptions, TrainingOptions, ValidationOptions
@@ -123,6 +131,30 @@ def _with_held_out(data: PreparedData, datasets: tuple[Dataset, ...], rules: Dat
     """The data with pictures that are evaluated. They need not fill batches."""
     held_out = prepare(datasets, replace(rules, shape=BatchShape(train_batch_size=1, ranks=1, accumulation=1)))
     return replace(data, held_out=held_out, notices=(*data.notices, *held_out.notices))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheFolders:
+    """Where encoded texts are kept, and the latents of each dataset, by its id."""
+
+    texts: Path
+    latents: Mapping[str, Path]
+
+
+def cache_folders(config: Config, plugins: Plugins) -> CacheFolders:
+    """What the options and the entries of datasets say; below the run directory if they say nothing."""
+    given = config[DataOptions].cache_dir or cast(Path, config[RunOptions].output_dir) / "cache"
+    specs = dataset_specs(config, catalog_of(plugins))
+    entry = texts_entry(specs)
+    latents = {spec.id: latents_folder(spec, specs) or given for spec in specs if spec.has_pictures}
+    return CacheFolders(
+        texts=_absolute(entry.cache_dir if entry is not None and entry.cache_dir is not None else given),
+        latents={name: _absolute(folder) for name, folder in latents.items()},
+    )
+
+
+def _absolute(folder: str | Path) -> Path:
+    return Path(folder).expanduser().absolute()
 
 
 def total_steps(config: Config, data: PreparedData) -> int:

@@ -19,7 +19,7 @@ from smalti.diffusion.noise import SampleNoise
 from smalti.diffusion.objective import STEPS
 from smalti.metrics import log_metrics
 from smalti.models.family import Conditioning, ModelFamily
-from smalti.models.frames import encode
+from smalti.models.frames import with_frames
 from smalti.settings import ValidationOptions
 from smalti.types import EvaluationResult
 from smalti.validation import at_rest
@@ -91,6 +91,11 @@ def _batch_losses(run: Run, model: nn.Module, pictures: HeldOutPictures, noise: 
 
 
 def _encoded(family: ModelFamily, pictures: HeldOutPictures) -> tuple[Tensor, Conditioning]:
-    """Latents (B, C, h, w) and what the model is told of the pictures."""
-    height, width = pictures.pixels.shape[-2:]
-    return family.encode_images(pictures.pixels), encode(family, pictures.captions, pictures.frames, width, height)
+    """Latents (B, C, h, w) and what the model is told of the pictures: encoded before training, or now."""
+    latents, told, bucket = pictures.latents, pictures.conditioning, pictures.bucket
+    if latents is None:
+        assert pictures.pixels is not None, "a batch has pixels or latents"
+        latents = family.encode_images(pictures.pixels)
+    if told is None:
+        told = family.encode_captions(pictures.captions)
+    return latents, with_frames(family, told, pictures.frames, bucket.width, bucket.height)

@@ -1,6 +1,6 @@
 """Everything that the loop needs, assembled in the one right order.
 
-configure -> family -> model (meta) -> blocks -> wrap -> optimizer -> bind -> load checkpoint -> data
+configure -> family -> data -> encode ahead -> model (meta) -> blocks -> wrap -> optimizer -> bind -> load checkpoint -> loader
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from smalti.crew import Crew
 from smalti.data.heldout import HeldOut
 from smalti.data.loader import Batch, Loader
 from smalti.data.prepared import PreparedData
-from smalti.dataplan import load_data, scan_data, total_steps
+from smalti.dataplan import cache_folders, load_data, scan_data, total_steps
 from smalti.diffusion.step import DenoisingLoss, denoising_loss
 from smalti.ema import Ema
+from smalti.encoding import Encoded, encode_ahead
 from smalti.errors import CheckpointError, UserError
 from smalti.families import find_family
 from smalti.gauges import Memory, Utilisation, peak_of
@@ -95,6 +96,7 @@ class Run:
     ema: Ema | None
     loss: DenoisingLoss
     data: PreparedData
+    encoded: Encoded
     state: RunState
     cadence: Cadence
     checkpoints: CheckpointStore
@@ -126,10 +128,11 @@ class Run:
             position=self.state.position,
             prefetch=options.dataloader_prefetch,
             cache_bytes=options.dataset_cache_mb * 2**20,
+            latents=self.encoded.latents,
+            texts=self.encoded.texts,
         )
         closing.callback(self.batches.close)
-        held_out, batch = self.data.held_out, self.config[ValidationOptions].validation_batch_size
-        self.held_out = None if held_out is None else HeldOut(held_out, batch=batch, device=self.world.device)
+        self.held_out = self._held_out()
         bf16 = self.config[TrainingOptions].mixed_precision == "bf16"
         self.utilisation = Utilisation(
             family=self.family,
@@ -137,6 +140,17 @@ class Run:
             peak=peak_of(self.world, self.config[TrackingOptions].device_tflops, bf16=bf16),
         )
         self.memory = Memory(self.world.device)
+
+    def _held_out(self) -> HeldOut | None:
+        if self.data.held_out is None:
+            return None
+        return HeldOut(
+            self.data.held_out,
+            batch=self.config[ValidationOptions].validation_batch_size,
+            device=self.world.device,
+            latents=self.encoded.held_out,
+            texts=self.encoded.texts,
+        )
 
     @property
     def hook(self) -> HookSpecs:
@@ -363,6 +377,7 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
     family = find_family(config, plugins)
     family.to(parallel.world.device)
     data = open_data(config, plugins, family.alignment, parallel, directory.data)
+    encoded = encode_ahead(config, family, data, parallel, cache_folders(config, plugins), directory.data)
     bare, blocks = build_model(config, plugins, family, parallel.world.device)
     seed = config[RunOptions].seed
     adapter = family.adapter(seed) if isinstance(family, Adaptable) else None
@@ -403,8 +418,9 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
         blocks=blocks,
         optimizer=optimizer,
         ema=build_ema(config, parallel.unwrap(model)),
-        loss=denoising_loss(config, family, parallel.world.device),
+        loss=denoising_loss(config, family, parallel.world.device, encoded.conditioning([""], parallel.world.device)),
         data=data,
+        encoded=encoded,
         state=RunState(max_steps=total_steps(config, data)),
         cadence=Cadence.of(config, data),
         checkpoints=CheckpointStore(directory.checkpoints, report=_log.warning),

@@ -106,6 +106,22 @@ class DataOptions(Options):
     dataset_cache_mb: int = option(
         512, help="Decoded pictures kept in memory per rank, in MiB; 0 decodes every time.", level="advanced", ge=0
     )
+    vae_cache_disable: bool = option(
+        False,
+        help="Encode pictures in every step, rather than once before training.",
+        level="advanced",
+        trade="no disk space and random crops anew at each visit, for slower steps and the autoencoder in memory",
+    )
+    text_cache_disable: bool = option(
+        False,
+        help="Encode captions in every step, rather than once before training.",
+        level="advanced",
+        trade="no disk space, for slower steps and the text encoders in memory",
+    )
+    cache_dir: Path | None = option(
+        None,
+        help="Where latents and encoded texts are kept, for any number of runs; `cache` in the run directory if not given.",
+    )
     data_error_budget: Annotated[float, BeforeValidator(_count_or_share), AfterValidator(_whole_above_one)] = option(
         0.01,
         help='Broken pictures to put up with before the run stops: a share such as 0.01 or "1%", or a count.',

@@ -99,13 +99,16 @@ def _draw(run: Run, model: nn.Module) -> Iterator[tuple[list[int], Tensor]]:
     width, height = picture_size(run.config, run.family.alignment)
     prompts = options.validation_prompt
     for numbers in shares(len(prompts), run.world.data_size, options.validation_batch_size)[run.world.data_rank]:
+        wanted = [prompts[number] for number in numbers]
         request = SampleRequest(
-            prompts=[prompts[number] for number in numbers],
+            prompts=wanted,
             seeds=[options.validation_seed + number for number in numbers],
             width=width,
             height=height,
             steps=options.validation_num_inference_steps,
             guidance=options.validation_guidance,
+            told=run.encoded.conditioning(wanted, run.world.device),
+            untold=run.encoded.conditioning([""] * len(wanted), run.world.device),
         )
         yield numbers, run.family.sample(model, request)
 

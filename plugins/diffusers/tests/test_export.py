@@ -19,6 +19,7 @@ from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.commands.checkpoint import checkpoint
 from smalti.config import resolve, schema_of
+from smalti.data.buckets import Bucket
 from smalti.data.loader import MicroBatch
 from smalti.diffusion.step import denoising_loss
 from smalti.families import find_family
@@ -138,7 +139,17 @@ def trained(family, subject):
     """The model after a few steps on one batch, with the losses before each of them."""
     plugins = load_plugins()
     loss = denoising_loss(resolve(schema_of(plugins), [f"--model_family={family.name}"], environment={}), family, "cpu")
-    batch = MicroBatch(pixels=subject.pixels, captions=CAPTIONS, numbers=(1, 2, 3), keys=CAPTIONS, frames=(FRAME,) * 3)
+    height, width = subject.pixels.shape[-2:]
+    batch = MicroBatch(
+        bucket=Bucket(width, height),
+        pixels=subject.pixels,
+        latents=None,
+        captions=CAPTIONS,
+        conditioning=None,
+        numbers=(1, 2, 3),
+        keys=CAPTIONS,
+        frames=(FRAME,) * 3,
+    )
     model, losses = subject.model(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(4):

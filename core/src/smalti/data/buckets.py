@@ -40,7 +40,8 @@ class Framing:
         aspect_rounding: decimals to which aspect ratios are rounded, so that nearly equal ones share a bucket.
         crop: cut what juts out, rather than bend the aspect ratio a little.
         crop_aspect: with `crop`, "square" cuts every picture to a square and "preserve" keeps its aspect ratio.
-        crop_style: with `crop`, where to cut: "center", "corner" (top left), or "random" (anew at every visit).
+        crop_style: with `crop`, where to cut: "center", "corner" (top left), or "random" (anew at every visit; once, where
+            latents are made before training).
         minimum_size: pictures smaller than this are left out; in the unit of `resolution`, 0 keeps all.
     """
 

@@ -3,7 +3,7 @@
 The batches do not depend on the number of ranks, because the last bits of a sample's loss can depend on its neighbours. Ranks
 get whole batches. A picture's number, from which its noise is drawn, comes from its name: others can come and go.
 
-Shapes: B pictures of a batch, H, W pixels.
+Shapes: B pictures of a batch, H, W pixels, latents (B, C, h, w).
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from smalti.data.buckets import Bucket
-from smalti.data.pixels import Bytes, crop, decode, normalised
+from smalti.data.cached import CachedLatents, CachedTexts, Corner, cut_for_good
+from smalti.data.pixels import normalised
 from smalti.data.prepared import PreparedData
 from smalti.data.quarantine import BadSampleError
-from smalti.hashing import fraction, key_of, text_hash
+from smalti.hashing import key_of, text_hash
+from smalti.models.family import Conditioning
 from smalti.models.frames import Frame
-from smalti.storage import StorageError, TransientStorageError
 
 _READERS = 4
 _log = logging.getLogger(__name__)
@@ -40,26 +41,39 @@ class HeldOutBatch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeldOutPictures:
-    """A batch that was read: `pixels` (B, 3, H, W), fp32 in [-1, 1], on the device that was asked for.
+    """A batch that was read, on the device that was asked for: `pixels` (B, 3, H, W), fp32 in [-1, 1], or else `latents`.
 
-    `numbers` belong to the pictures for good. `readable` is (B,), 1 or 0: a picture that cannot be read is blank and counts
-    for nothing.
+    `conditioning` is that of the captions, if texts were encoded before. `numbers` belong to the pictures for good. `readable`
+    is (B,), 1 or 0: a picture that cannot be read is blank and counts for nothing.
     """
 
-    pixels: Tensor
+    bucket: Bucket
+    pixels: Tensor | None
+    latents: Tensor | None
     captions: tuple[str, ...]
+    conditioning: Conditioning | None
     frames: tuple[Frame, ...]
     numbers: tuple[int, ...]
     readable: Tensor
 
 
 class HeldOut:
-    """All samples of `data`, in batches of up to `batch` pictures."""
+    """All samples of `data`, in batches of up to `batch` pictures; `latents` and `texts` as far as they were encoded before."""
 
-    def __init__(self, data: PreparedData, *, batch: int, device: str) -> None:
+    def __init__(
+        self,
+        data: PreparedData,
+        *,
+        batch: int,
+        device: str,
+        latents: CachedLatents | None = None,
+        texts: CachedTexts | None = None,
+    ) -> None:
         self._data = data
         self._device = device
-        self._bad: set[int] = set()
+        self._latents = latents
+        self._texts = texts
+        self._bad: set[int] = set(latents.broken) if latents is not None else set()
         self.batches: list[HeldOutBatch] = []
         self.count = 0
         """Samples in all."""
@@ -81,37 +95,53 @@ class HeldOut:
 
     def read(self, batch: HeldOutBatch) -> HeldOutPictures:
         """Raises what the storage raises when it is out of reach; pictures that are broken are told of once."""
+        read = self._encoded if self._latents is not None else self._visit
         with ThreadPoolExecutor(_READERS, "smalti-held-out") as pool:
-            found = list(pool.map(lambda sample: self._visit(sample, batch.bucket), batch.samples))
-        pixels = np.stack([picture for picture, _ in found])
+            found = list(pool.map(lambda sample: read(sample, batch.bucket), batch.samples))
+        pictures = torch.stack([picture for picture, _ in found]).to(self._device)
+        captions = tuple(self._caption(sample) for sample in batch.samples)
+        conditioning = None
+        if self._texts is not None:
+            conditioning = {name: rows.to(self._device) for name, rows in self._texts.rows(captions).items()}
         return HeldOutPictures(
-            pixels=normalised(torch.from_numpy(pixels).to(self._device)),
-            captions=tuple(self._caption(sample) for sample in batch.samples),
-            frames=tuple(frame for _, frame in found),
+            bucket=batch.bucket,
+            pixels=normalised(pictures) if self._latents is None else None,
+            latents=pictures if self._latents is not None else None,
+            captions=captions,
+            conditioning=conditioning,
+            frames=tuple(self._frame(sample, corner) for sample, (_, corner) in zip(batch.samples, found, strict=True)),
             numbers=tuple(self._number(sample) for sample in batch.samples),
             readable=torch.tensor([sample not in self._bad for sample in batch.samples], dtype=torch.float32),
         )
 
-    def _visit(self, sample: int, bucket: Bucket) -> tuple[Bytes, Frame]:
-        position, row = self._data.locate(sample)
-        dataset, framing = self._data.datasets[position], self._data.framings[position]
-        key, number = dataset.index.key(row), self._number(sample)
+    def _encoded(self, sample: int, bucket: Bucket) -> tuple[Tensor, Corner]:
+        """Latents (C, h, w), and where the picture was cut. In the place of a broken one, those of any other."""
+        assert self._latents is not None
+        if sample in self._bad:
+            sample = next(other for other in self._samples_of(bucket) if other not in self._bad)
+        return self._latents.get(sample, bucket)
+
+    def _samples_of(self, bucket: Bucket) -> Iterator[int]:
+        return (sample for batch in self.batches if batch.bucket == bucket for sample in batch.samples)
+
+    def _visit(self, sample: int, bucket: Bucket) -> tuple[Tensor, Corner]:
+        """The picture (3, H, W) as bytes, and where it was cut."""
         try:
-            picture = decode(dataset.storage.read(key), framing, bucket)
-        except TransientStorageError:
-            raise
-        except (BadSampleError, StorageError) as error:
+            picture, corner = cut_for_good(self._data, sample, bucket)
+        except BadSampleError as error:
             if sample not in self._bad:
-                _log.warning("%s: %s is held out and cannot be read, so it does not count: %s", dataset.spec.id, key, error)
+                position, row = self._data.locate(sample)
+                dataset = self._data.datasets[position]
+                told = "%s: %s is held out and cannot be read, so it does not count: %s"
+                _log.warning(told, dataset.spec.id, dataset.index.key(row), error)
             self._bad.add(sample)
-            picture = np.full((3, bucket.height, bucket.width), 255, dtype=np.uint8)
-        left = top = 0
-        if picture.shape != (3, bucket.height, bucket.width):
-            draw = fraction(key_of("across", number)), fraction(key_of("down", number))
-            left, top = framing.corner((picture.shape[2], picture.shape[1]), bucket, draw)
-            picture = crop(picture, bucket, (left, top))
-        width, height = int(dataset.index.widths[row]), int(dataset.index.heights[row])
-        return picture, Frame(width=width, height=height, left=left, top=top)
+            picture, corner = np.full((3, bucket.height, bucket.width), 255, dtype=np.uint8), (0, 0)
+        return torch.from_numpy(picture), corner
+
+    def _frame(self, sample: int, corner: Corner) -> Frame:
+        position, row = self._data.locate(sample)
+        index = self._data.datasets[position].index
+        return Frame(width=int(index.widths[row]), height=int(index.heights[row]), left=corner[0], top=corner[1])
 
     def _caption(self, sample: int) -> str:
         """Of several captions always the first."""

@@ -1,9 +1,10 @@
 """The batches of one rank, from a position on and without end, made ready in the background.
 
 Worker threads read, decode and scale; decoding releases the interpreter lock, so they run beside the training step. At most
-`prefetch` batches are in the making or waiting: the next one is started when one is taken.
+`prefetch` batches are in the making or waiting: the next one is started when one is taken. Where latents or texts were encoded
+before training (`smalti.data.cached`), threads read those, and open no picture.
 
-Shapes: B pictures of a micro-batch, H, W pixels, 3 colours.
+Shapes: B pictures of a micro-batch, H, W pixels, 3 colours, latents (B, C, h, w).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -24,13 +25,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from smalti.data.buckets import Bucket
+from smalti.data.cached import CachedLatents, CachedTexts, Corner
 from smalti.data.order import GlobalBatch
-from smalti.data.pixels import Bytes, crop, decode, normalised
+from smalti.data.pixels import Bytes, crop, normalised, read_picture
 from smalti.data.prepared import PreparedData
 from smalti.data.quarantine import BadSampleError, ErrorBudget, Quarantined
 from smalti.hashing import fraction, key_of
+from smalti.models.family import Conditioning
 from smalti.models.frames import Frame
-from smalti.storage import StorageError, TransientStorageError
 from smalti.types import World
 
 _MOST_WORKERS = 8
@@ -38,13 +40,17 @@ _MOST_WORKERS = 8
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
-    """What one forward pass of this rank gets.
+    """What one forward pass of this rank gets; tensors are on its device.
 
-    `pixels` is (B, 3, H, W), fp32 in [-1, 1], on the rank's device. `numbers` are unique over the run and belong to the visit;
-    `keys` are "DATASET/KEY"; `frames` say what the pictures show of their originals.
+    The pictures are `pixels` (B, 3, H, W), fp32 in [-1, 1], or else `latents`, if they were encoded before. `conditioning` is
+    that of the captions, None if they were not. `numbers` are unique over the run and belong to the visit; `keys` are
+    "DATASET/KEY"; `frames` say what the pictures show of their originals.
     """
 
-    pixels: Tensor
+    bucket: Bucket
+    pixels: Tensor | None
+    latents: Tensor | None
+    conditioning: Conditioning | None
     captions: tuple[str, ...]
     numbers: tuple[int, ...]
     keys: tuple[str, ...]
@@ -79,6 +85,8 @@ class Loader(Iterator[Batch]):
         workers: threads; chosen by the number of cores if 0.
         cache_bytes: memory for scaled pictures. It is filled once and then kept: in a shuffled order that serves as many visits
             as any other policy.
+        latents: those of all pictures, if they were encoded before.
+        texts: the conditioning of all captions, if they were encoded before.
     """
 
     def __init__(
@@ -93,6 +101,8 @@ class Loader(Iterator[Batch]):
         prefetch: int = 4,
         workers: int = 0,
         cache_bytes: int = 512 << 20,
+        latents: CachedLatents | None = None,
+        texts: CachedTexts | None = None,
     ) -> None:
         if micro_batch * world.data_size * accumulation != data.order.effective_batch:
             raise ValueError(
@@ -101,7 +111,8 @@ class Loader(Iterator[Batch]):
         if prefetch < 1:
             raise ValueError("prefetch must be at least 1")
         self.errors = errors or data.error_budget()
-        self._reader = _Reader(data, self.errors, cache_bytes)
+        self._reader = _Reader(data, self.errors, cache_bytes, latents)
+        self._texts = texts
         self._order = data.order
         self._world = world
         self._micro_batch = micro_batch
@@ -161,34 +172,65 @@ class Loader(Iterator[Batch]):
     def _micro(self, whole: GlobalBatch, index: int) -> MicroBatch:
         size = self._micro_batch
         first = (index * self._world.data_size + self._world.data_rank) * size
-        shape = (size, 3, whole.bucket.height, whole.bucket.width)
-        pictures = torch.empty(shape, dtype=torch.uint8, pin_memory=self._on_gpu)
-        view: Bytes = pictures.numpy()
         visits = []
-        for place, slot in enumerate(range(first, first + size)):
+        for slot in range(first, first + size):
             if self._stopping.is_set():
                 break
-            visit = self._reader.visit(whole, slot)
-            view[place] = visit.picture
-            visits.append(visit)
+            visits.append(self._reader.visit(whole, slot))
+        captions = tuple(visit.caption for visit in visits)
+        latents = self._latents(visits)
         return MicroBatch(
-            pixels=pictures if self._on_gpu else torch.from_numpy(_normalised(view)),
-            captions=tuple(visit.caption for visit in visits),
+            bucket=whole.bucket,
+            pixels=self._pixels(visits, whole.bucket) if latents is None else None,
+            latents=latents,
+            conditioning=self._conditioning(captions),
+            captions=captions,
             numbers=tuple(whole.numbers[first : first + size]),
             keys=tuple(visit.key for visit in visits),
             frames=tuple(visit.frame for visit in visits),
         )
 
+    def _pixels(self, visits: Sequence[_Visit], bucket: Bucket) -> Tensor:
+        shape = (self._micro_batch, 3, bucket.height, bucket.width)
+        pictures = torch.empty(shape, dtype=torch.uint8, pin_memory=self._on_gpu)
+        view: Bytes = pictures.numpy()
+        for place, visit in enumerate(visits):
+            view[place] = visit.content
+        return pictures if self._on_gpu else torch.from_numpy(_normalised(view))
+
+    def _latents(self, visits: Sequence[_Visit]) -> Tensor | None:
+        found = [visit.content for visit in visits if isinstance(visit.content, Tensor)]
+        return self._pinned(torch.stack(found)) if found else None
+
+    def _conditioning(self, captions: Sequence[str]) -> Conditioning | None:
+        if self._texts is None or not captions:
+            return None
+        return {name: self._pinned(rows) for name, rows in self._texts.rows(captions).items()}
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory() if self._on_gpu else tensor
+
     def _on_device(self, batch: Batch) -> Batch:
         # Bytes cross the bus, a quarter of fp32. On the current stream, so that nothing else need be waited for.
-        device = self._world.device
-        micro = (replace(one, pixels=normalised(one.pixels.to(device, non_blocking=True))) for one in batch.micro)
-        return replace(batch, micro=tuple(micro))
+        return replace(batch, micro=tuple(self._moved(one) for one in batch.micro))
+
+    def _moved(self, one: MicroBatch) -> MicroBatch:
+        def there(tensor: Tensor) -> Tensor:
+            return tensor.to(self._world.device, non_blocking=True)
+
+        return replace(
+            one,
+            pixels=None if one.pixels is None else normalised(there(one.pixels)),
+            latents=None if one.latents is None else there(one.latents),
+            conditioning=None if one.conditioning is None else {name: there(rows) for name, rows in one.conditioning.items()},
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Visit:
-    picture: Bytes
+    """One sample as it is trained: the picture's bytes (3, H, W), or its latents (C, h, w)."""
+
+    content: Bytes | Tensor
     caption: str
     key: str
     frame: Frame
@@ -197,10 +239,11 @@ class _Visit:
 class _Reader:
     """One sample at a time, for any thread: from the cache or the storage, with a stand-in for what cannot be read."""
 
-    def __init__(self, data: PreparedData, errors: ErrorBudget, cache_bytes: int) -> None:
+    def __init__(self, data: PreparedData, errors: ErrorBudget, cache_bytes: int, latents: CachedLatents | None) -> None:
         self._data = data
         self._errors = errors
-        self._bad: set[int] = set()
+        self._latents = latents
+        self._bad: set[int] = set(latents.broken) if latents is not None else set()
         self._cache: dict[int, Bytes] = {}
         self._room = cache_bytes
 
@@ -209,9 +252,11 @@ class _Reader:
         for sample in chain([int(batch.samples[slot])], self._data.order.stand_ins(batch, slot)):
             if sample in self._bad:
                 continue
+            if self._latents is not None:
+                return self._complete(sample, *self._latents.get(sample, batch.bucket), batch)
             picture = self._try(sample, batch.bucket)
             if picture is not None:
-                return self._complete(sample, picture, batch, number)
+                return self._complete(sample, *self._cut(sample, picture, batch.bucket, number), batch)
             if self._errors.exhausted:
                 break
         else:
@@ -219,7 +264,7 @@ class _Reader:
         # The run is about to stop by agreement; until then this rank has to keep step with the others.
         width, height = batch.bucket.width, batch.bucket.height
         blank = np.full((3, height, width), 255, dtype=np.uint8)
-        return _Visit(picture=blank, caption="", key="", frame=Frame(width=width, height=height, left=0, top=0))
+        return _Visit(content=blank, caption="", key="", frame=Frame(width=width, height=height, left=0, top=0))
 
     def _try(self, sample: int, bucket: Bucket) -> Bytes | None:
         """The scaled picture of a sample, or None when it is bad."""
@@ -230,13 +275,10 @@ class _Reader:
         dataset = self._data.datasets[position]
         key = dataset.index.key(row)
         try:
-            picture = decode(dataset.storage.read(key), self._data.framings[position], bucket)
-        except TransientStorageError:
-            raise
-        except (BadSampleError, StorageError) as error:
+            picture = read_picture(dataset.storage, key, self._data.framings[position], bucket)
+        except BadSampleError as error:
             self._bad.add(sample)
-            reason = error.message if isinstance(error, StorageError) else str(error)
-            self._errors.record(Quarantined(dataset=dataset.spec.id, key=key, reason=reason))
+            self._errors.record(Quarantined(dataset=dataset.spec.id, key=key, reason=str(error)))
             return None
         # Two threads may count at once; then the limit is missed by a picture or two, which does no harm.
         if picture.nbytes <= self._room:
@@ -244,23 +286,27 @@ class _Reader:
             self._cache[sample] = picture
         return picture
 
-    def _complete(self, sample: int, picture: Bytes, batch: GlobalBatch, number: int) -> _Visit:
-        """The cut, and one of the captions: drawn from the visit's number and from the epoch."""
+    def _cut(self, sample: int, picture: Bytes, bucket: Bucket, number: int) -> tuple[Bytes, Corner]:
+        """The bucket's part of a scaled picture, and where it is; drawn from the visit's number."""
+        if picture.shape == (3, bucket.height, bucket.width):
+            return picture, (0, 0)
+        framing, seed = self._data.framings[self._data.locate(sample)[0]], self._data.order.seed
+        draw = fraction(key_of("across", seed, number)), fraction(key_of("down", seed, number))
+        corner = framing.corner((picture.shape[2], picture.shape[1]), bucket, draw)
+        return crop(picture, bucket, corner), corner
+
+    def _complete(self, sample: int, content: Bytes | Tensor, corner: Corner, batch: GlobalBatch) -> _Visit:
+        """What belongs to the picture besides; one of the captions, drawn from the epoch."""
         position, row = self._data.locate(sample)
-        dataset, framing, bucket = self._data.datasets[position], self._data.framings[position], batch.bucket
-        seed = self._data.order.seed
-        left = top = 0
-        if picture.shape != (3, bucket.height, bucket.width):
-            draw = fraction(key_of("across", seed, number)), fraction(key_of("down", seed, number))
-            left, top = framing.corner((picture.shape[2], picture.shape[1]), bucket, draw)
-            picture = crop(picture, bucket, (left, top))
+        dataset = self._data.datasets[position]
+        left, top = corner
         frame = Frame(width=int(dataset.index.widths[row]), height=int(dataset.index.heights[row]), left=left, top=top)
         captions = dataset.index.captions(row)
         choice = 0
         if len(captions) > 1:
-            choice = int(fraction(key_of("caption", seed, batch.epoch, sample)) * len(captions))
+            choice = int(fraction(key_of("caption", self._data.order.seed, batch.epoch, sample)) * len(captions))
         key = f"{dataset.spec.id}/{dataset.index.key(row)}"
-        return _Visit(picture=picture, caption=captions[choice], key=key, frame=frame)
+        return _Visit(content=content, caption=captions[choice], key=key, frame=frame)
 
 
 def _normalised(pictures: Bytes) -> NDArray[np.float32]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from smalti.data.buckets import Bucket, Framing
 from smalti.data.headers import DECODING_ERRORS, open_image, orientation
 from smalti.data.quarantine import BadSampleError
+from smalti.storage import Storage, StorageError, TransientStorageError
 
 Bytes = NDArray[np.uint8]
 
@@ -27,6 +28,16 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+
+
+def read_picture(storage: Storage, key: str, framing: Framing, bucket: Bucket) -> Bytes:
+    """`decode` of a stored file. Raises BadSampleError also for one that is gone or may not be read."""
+    try:
+        return decode(storage.read(key), framing, bucket)
+    except TransientStorageError:
+        raise
+    except StorageError as error:
+        raise BadSampleError(error.message) from error
 
 
 def decode(data: bytes, framing: Framing, bucket: Bucket) -> Bytes:

@@ -41,6 +41,8 @@ _WITHOUT_EFFECT: Mapping[str, str] = {
 _REFUSED: Mapping[str, str] = {
     "train_batch_size": "all datasets share one batch size; set the option train_batch_size instead",
     "probability": "datasets are sampled in proportion to their size; use repeats to weigh them",
+    "vae_cache_disable": "pictures of all datasets are encoded alike; set the option vae_cache_disable instead",
+    "text_cache_disable": "texts of all datasets are encoded alike; set the option text_cache_disable instead",
     "video": "only pictures are trained on; remove this dataset or disable it",
 }
 
@@ -134,6 +136,7 @@ class DatasetSpec(BaseModel):
     """Ids of the image_embeds and text_embeds entries that hold this dataset's caches."""
     default: bool = False
     cache_dir: str | None = None
+    """Where latents of this dataset (`cache_dir_vae`) and all texts (`cache_dir` of a text_embeds entry) are kept."""
 
     storage_options: Mapping[str, object] = Field(default={}, repr=False)
     """The storage's own keys (`StorageEntry.keys`), for it to check the values. Never shown: they may hold secrets."""
@@ -211,13 +214,28 @@ def parse_datasets(
     return tuple(sorted(reader.specs, key=lambda spec: spec.id)), tuple(reader.problems)
 
 
+def texts_entry(specs: Sequence[DatasetSpec]) -> DatasetSpec | None:
+    """The text_embeds entry that says where all texts are kept: the default one, or the only one; None without such a one."""
+    entries = [spec for spec in specs if spec.dataset_type == "text_embeds" and spec.type == "local"]
+    chosen = [spec for spec in entries if spec.default] or (entries if len(entries) == 1 else [])
+    return chosen[0] if chosen and chosen[0].cache_dir is not None else None
+
+
+def latents_folder(spec: DatasetSpec, specs: Sequence[DatasetSpec]) -> str | None:
+    """Where the latents of an image dataset are kept, if its entry says so; None where that is no local folder."""
+    remote = {other.id for other in specs if other.dataset_type == "image_embeds" and other.type != "local"}
+    return None if spec.image_embeds in remote else spec.cache_dir_vae
+
+
 def unused_caches(specs: Sequence[DatasetSpec]) -> tuple[str, ...]:
-    """A sentence about caches that the entries name, if any do: they are accepted, and nothing fills or reads them yet."""
-    named = [f"{spec.id} ({spec.dataset_type})" for spec in specs if not spec.has_pictures]
-    named += [f"cache_dir_vae of {spec.id}" for spec in specs if spec.cache_dir_vae is not None]
+    """A sentence about entries for caches that are accepted and do nothing, if there are any."""
+    used = texts_entry(specs)
+    named = [spec.id for spec in specs if spec.type != "local" and not spec.has_pictures]
+    named += [spec.id for spec in specs if spec.type == "local" and spec.dataset_type == "text_embeds" and spec is not used]
     if not named:
         return ()
-    return (f"without effect yet: {', '.join(named)}; latents and text embeddings are computed in every step",)
+    told = "all texts are kept in one folder, and folders are local"
+    return (f"without effect: {', '.join(sorted(named))}; {told} (--cache_dir, or the default text_embeds entry's cache_dir)",)
 
 
 @dataclass(kw_only=True)

@@ -14,20 +14,30 @@ import torch
 from torch import Tensor, nn
 
 from smalti.config import Config
+from smalti.data.buckets import Bucket
 from smalti.diffusion.noise import SampleNoise
 from smalti.diffusion.objective import BetaSchedule, Objective, build_objective
 from smalti.diffusion.timesteps import TimestepSampler, build_timesteps
 from smalti.diffusion.weighting import Weighting, build_weighting
-from smalti.models.family import ModelFamily, Prediction
-from smalti.models.frames import Frame, encode
+from smalti.models.family import Conditioning, ModelFamily, Prediction
+from smalti.models.frames import Frame, with_frames
 from smalti.settings import DataOptions, ObjectiveOptions, RunOptions
 
 
 class MicroBatch(Protocol):
-    """What the loader gives: pictures (B, 3, H, W) in [-1, 1], with captions, frames, and a number unique to each sample."""
+    """What the loader gives: pictures (B, 3, H, W) in [-1, 1], with captions, frames, and a number unique to each sample.
+
+    Instead of pixels there may be latents, and beside the captions their conditioning: what was encoded before training.
+    """
 
     @property
-    def pixels(self) -> Tensor: ...
+    def bucket(self) -> Bucket: ...
+    @property
+    def pixels(self) -> Tensor | None: ...
+    @property
+    def latents(self) -> Tensor | None: ...
+    @property
+    def conditioning(self) -> Conditioning | None: ...
     @property
     def captions(self) -> Sequence[str]: ...
     @property
@@ -65,27 +75,47 @@ class DenoisingLoss:
     weighting: Weighting
     noise: SampleNoise
     dropout: float
+    untold: Conditioning | None = None
+    """One row: the conditioning of the empty prompt, if texts were encoded before training."""
 
     def __call__(self, model: nn.Module, batch: MicroBatch, precision: Precision) -> Tensor:
         """The mean loss over the samples of one micro-batch: a scalar with a gradient."""
         with torch.no_grad():
-            latents = self.family.encode_images(batch.pixels)
+            latents = self._latents(batch)
             noise = self.noise.normal(batch.numbers, latents.shape[1:])
             chance = self.noise.uniform(batch.numbers, 2)
             t = self.objective.times(self.timesteps(chance[:, 0], latents.shape[-2] * latents.shape[-1]))
             noisy = self.objective.corrupt(latents, noise, t)
-            dropped = (chance[:, 1] < self.dropout).tolist()
-            captions = ["" if drop else caption for caption, drop in zip(batch.captions, dropped, strict=True)]
-            height, width = batch.pixels.shape[-2:]
-            conditioning = encode(self.family, captions, batch.frames, width, height)
+            told = self._told(batch, dropped=chance[:, 1] < self.dropout)
+            conditioning = with_frames(self.family, told, batch.frames, batch.bucket.width, batch.bucket.height)
         with precision.autocast():
             prediction = self.family.forward(model, noisy, self.objective.timesteps(t), conditioning)
         losses = self.objective.loss(prediction, latents, noise, noisy, t)
         return (losses * self.weighting(t)).mean()
 
+    def _latents(self, batch: MicroBatch) -> Tensor:
+        if batch.latents is not None:
+            return batch.latents
+        assert batch.pixels is not None, "a batch has pixels or latents"
+        return self.family.encode_images(batch.pixels)
 
-def denoising_loss(config: Config, family: ModelFamily, device: str) -> DenoisingLoss:
-    """The loss that the options describe. Raises UserError for options that do not go together."""
+    def _told(self, batch: MicroBatch, dropped: Tensor) -> Conditioning:
+        """The conditioning of the captions, and of the empty prompt where a caption is dropped."""
+        if batch.conditioning is None or self.untold is None:
+            captions = ["" if drop else caption for caption, drop in zip(batch.captions, dropped.tolist(), strict=True)]
+            return self.family.encode_captions(captions)
+        untold = self.untold
+        return {
+            name: torch.where(dropped.view(-1, *[1] * (rows.ndim - 1)), untold[name], rows)
+            for name, rows in batch.conditioning.items()
+        }
+
+
+def denoising_loss(config: Config, family: ModelFamily, device: str, untold: Conditioning | None = None) -> DenoisingLoss:
+    """The loss that the options describe. Raises UserError for options that do not go together.
+
+    `untold` is the row of the empty prompt, on the device; None if texts are encoded in every step.
+    """
     options = config[ObjectiveOptions]
     objective = objective_of(config, family.prediction, getattr(family, "beta_schedule", "scaled_linear"))
     return DenoisingLoss(
@@ -104,4 +134,5 @@ def denoising_loss(config: Config, family: ModelFamily, device: str) -> Denoisin
         weighting=build_weighting(objective, snr_gamma=options.snr_gamma, flow_weighting=options.flow_weighting),
         noise=SampleNoise(config[RunOptions].seed, device),
         dropout=config[DataOptions].caption_dropout_probability,
+        untold=untold,
     )

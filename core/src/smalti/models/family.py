@@ -16,11 +16,17 @@ if TYPE_CHECKING:
 
 Prediction = Literal["epsilon", "v_prediction", "sample", "flow_matching"]
 Conditioning = dict[str, Tensor]
+Encoding = Literal["latents", "texts"]
+"""What the two kinds of encoders make: latents of pictures, conditioning of texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
-    """One batch of pictures to draw. Every prompt has its own seed, so a picture does not depend on its neighbours."""
+    """One batch of pictures to draw. Every prompt has its own seed, so a picture does not depend on its neighbours.
+
+    `told` is the conditioning of the prompts and `untold` that of as many empty ones, where they were encoded before; families
+    that are no `Cacheable` are given neither.
+    """
 
     prompts: Sequence[str]
     seeds: Sequence[int]
@@ -28,6 +34,8 @@ class SampleRequest:
     height: int
     steps: int
     guidance: float
+    told: Conditioning | None = None
+    untold: Conditioning | None = None
 
 
 class Weights(Protocol):
@@ -122,6 +130,29 @@ class Exporter(Protocol):
         """Put what inference loads into `folder`: the trained tensors, as it gives them out, and everything around them.
 
         Runs on machines without accelerators; a whole model need never be in memory.
+        """
+        ...
+
+
+@runtime_checkable
+class Cacheable(Protocol):
+    """What a family has besides if its latents and conditioning can be made before training and kept: see `smalti.encoding`.
+
+    Then its encoders need not be in memory while it trains, and `encode_images` and `encode_captions` are not called.
+    """
+
+    def encoder_identity(self, kind: Encoding) -> dict[str, object]:
+        """All that decides what this kind of encoder makes of a picture or a text, JSON-able.
+
+        Digests of weights and vocabularies, settings, types; nothing of where they lie. Where it differs, nothing that was kept
+        is used. Must not load the encoder.
+        """
+        ...
+
+    def release_encoder(self, kind: Encoding) -> None:
+        """Give back the memory of this kind of encoder. `sample` works as before: it is told what it needs of texts.
+
+        What decodes pictures may stay in host memory, and is on the accelerator only while pictures are drawn.
         """
         ...
 

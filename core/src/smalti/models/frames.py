@@ -40,7 +40,13 @@ class SeesFrames(Protocol):
 
 def encode(family: ModelFamily, captions: Sequence[str], frames: Sequence[Frame], width: int, height: int) -> Conditioning:
     """All that a model is told of samples beside the noisy pictures, which are `width` x `height` pixels."""
-    conditioning = family.encode_captions(captions)
+    return with_frames(family, family.encode_captions(captions), frames, width, height)
+
+
+def with_frames(
+    family: ModelFamily, conditioning: Conditioning, frames: Sequence[Frame], width: int, height: int
+) -> Conditioning:
+    """The same for captions that are encoded already."""
     if hasattr(family, "encode_frames"):
-        conditioning = conditioning | cast(SeesFrames, family).encode_frames(frames, width, height)
+        return conditioning | cast(SeesFrames, family).encode_frames(frames, width, height)
     return conditioning

@@ -7,6 +7,7 @@ Shapes: B batch, C latent channels, H, W pixels, h, w latent size.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from smalti.models.family import Conditioning, ModelFamily, Prediction, SampleRequest
+from smalti.models.family import Cacheable, Conditioning, Encoding, ModelFamily, Prediction, SampleRequest
 from smalti.models.frames import Frame, SeesFrames, encode
 from smalti.models.weights import materialise
 from smalti.testing.contract import BrokenContract, Contract, expect
@@ -78,9 +79,12 @@ class FamilySubject:
         with torch.no_grad():
             return encode(self.family, captions, [FRAME] * len(captions), width, height)
 
-    def draw(self, model: nn.Module, prompts: Sequence[str], seeds: Sequence[int]) -> Tensor:
+    def draw(self, model: nn.Module, prompts: Sequence[str], seeds: Sequence[int], told: Conditioning | None = None) -> Tensor:
+        """Pictures; `told` is the conditioning of the prompts, if the family is to draw from that."""
         width, height = self.size
         request = SampleRequest(prompts=prompts, seeds=seeds, width=width, height=height, steps=2, guidance=2.0)
+        if told is not None:
+            request = replace(request, told=told, untold=self.family.encode_captions([""] * len(prompts)))
         with torch.no_grad():
             return self.family.sample(model, request)
 
@@ -331,6 +335,27 @@ def a_picture_depends_on_its_prompt_and_seed_alone(subject: FamilySubject) -> No
     expect(_distance(together[1:2], alone) < _TOLERANCE, "a picture depends on those that are drawn beside it")
     other = subject.draw(model, CAPTIONS[1:2], (8,))
     expect(_distance(alone, other) > 1e-6, "another seed gave the same picture")
+
+
+@FAMILY.check
+def a_picture_is_drawn_from_what_was_encoded_before(subject: FamilySubject) -> None:
+    """`Cacheable`, for families that are: text encoders are gone while the model trains, and `sample` does without them.
+
+    Draw from `told` and `untold` of the request where they are given, and bring back what decodes pictures for as long as that.
+    """
+    family = subject.family
+    if not isinstance(family, Cacheable):
+        return
+    for kind in get_args(Encoding):
+        first, second = (json.dumps(family.encoder_identity(kind), sort_keys=True) for _ in range(2))
+        expect(first == second, f"encoder_identity({kind!r}) is another the second time")
+    model, told = subject.model(), family.encode_captions(CAPTIONS)
+    before = subject.draw(model, CAPTIONS, (5, 6, 7))
+    for kind in get_args(Encoding):
+        family.release_encoder(kind)
+    expect(torch.equal(subject.draw(model, CAPTIONS, (5, 6, 7), told), before), "without encoders, other pictures are drawn")
+    turned = subject.draw(model, CAPTIONS, (5, 6, 7), {name: rows.flip(0) for name, rows in told.items()})
+    expect(_distance(turned, before) > 1e-6, "sample does not draw from the conditioning that it is told")
 
 
 @FAMILY.check

@@ -41,7 +41,7 @@ class AuraFlow(PipelineFamily):
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
         """What is padding is zeros, which the model attends to: there is no mask."""
         with torch.no_grad():
-            tokens, _, _, _ = self.frozen.encode_prompt(  # type: ignore[attr-defined]
+            tokens, _, _, _ = self.encoder.encode_prompt(  # type: ignore[attr-defined]
                 list(captions),
                 do_classifier_free_guidance=False,
                 device=self._device,
@@ -67,6 +67,19 @@ class AuraFlow(PipelineFamily):
             attention=tuple(Attention(module=f"{blocks}.*.attn", streams=("text", "image")) for blocks in _BLOCKS),
             joins=(Join(module="proj_out", stream="image", dim=1),),
         )
+
+    def text_settings(self) -> dict[str, object]:
+        return {"length": self.text_length}
+
+    def prompts(self, told: Conditioning, untold: Conditioning) -> dict[str, object]:
+        """The masks are asked for and not used: what is padding is zeros already."""
+        everything = torch.ones(told["tokens"].shape[:2], dtype=torch.int64, device=self._device)
+        return {
+            "prompt_embeds": told["tokens"],
+            "prompt_attention_mask": everything,
+            "negative_prompt_embeds": untold["tokens"],
+            "negative_prompt_attention_mask": everything,
+        }
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         return {"max_sequence_length": self.text_length}

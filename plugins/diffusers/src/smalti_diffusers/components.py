@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import cache
+from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -110,6 +111,14 @@ class Components:
                 fix="convert it to safetensors first, or take a pipeline that has them",
             )
         yield from (path for path in shown if path.suffix not in _PICKLES and not _is_variant(path.name))
+
+    def identity(self, part: str) -> dict[str, object]:
+        """What tells a part from others, wherever it lies: configuration and digest of the weights, or digests of its files."""
+        files = list(self.files(part))
+        if any(path.suffix == ".safetensors" for path in files):
+            config = {key: value for key, value in self.config(part).items() if key == "_class_name" or key[0] != "_"}
+            return {"config": config, "weights": self.weights(part).digest()}
+        return {path.as_posix(): sha256((self.folder / path).read_bytes()).hexdigest() for path in files}
 
     def parts(self) -> tuple[str, ...]:
         return tuple(self._classes)

@@ -52,7 +52,7 @@ class Flux(PipelineFamily):
 
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
         with torch.no_grad():
-            tokens, pooled, _ = self.frozen.encode_prompt(  # type: ignore[attr-defined]
+            tokens, pooled, _ = self.encoder.encode_prompt(  # type: ignore[attr-defined]
                 prompt=list(captions), prompt_2=None, device=self._device, max_sequence_length=self.text_length
             )
         return {"tokens": tokens, "pooled": pooled}
@@ -92,6 +92,13 @@ class Flux(PipelineFamily):
             attention=tuple(Attention(module=f"{blocks}.*.attn", streams=both) for blocks in _BLOCKS),
             joins=(Join(module="proj_out", stream="image", dim=1),),
         )
+
+    def text_settings(self) -> dict[str, object]:
+        return {"length": self.text_length}
+
+    def prompts(self, told: Conditioning, untold: Conditioning) -> dict[str, object]:
+        """Guidance is an argument of the model itself; nothing is guided away from."""
+        return {"prompt_embeds": told["tokens"], "pooled_prompt_embeds": told["pooled"]}
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         return {"max_sequence_length": self.text_length}

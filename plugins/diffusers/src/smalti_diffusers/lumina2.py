@@ -45,7 +45,7 @@ class Lumina2(PipelineFamily):
         """With the pipeline's instruction before each caption, but for the empty one: so the pipeline guides away from it."""
         empty = torch.tensor([not caption for caption in captions], device=self._device).view(-1, 1)
         with torch.no_grad():
-            tokens, mask, plain, plain_mask = self.frozen.encode_prompt(  # type: ignore[attr-defined]
+            tokens, mask, plain, plain_mask = self.encoder.encode_prompt(  # type: ignore[attr-defined]
                 list(captions),
                 do_classifier_free_guidance=bool(empty.any()),
                 negative_prompt="",
@@ -74,6 +74,17 @@ class Lumina2(PipelineFamily):
     def outputs(self, prediction: Tensor, noisy: Tensor) -> Tensor:
         """The model predicts where the picture is; velocity points to the noise."""
         return -prediction
+
+    def text_settings(self) -> dict[str, object]:
+        return {"length": self.text_length}
+
+    def prompts(self, told: Conditioning, untold: Conditioning) -> dict[str, object]:
+        return {
+            "prompt_embeds": told["tokens"],
+            "prompt_attention_mask": told["mask"],
+            "negative_prompt_embeds": untold["tokens"],
+            "negative_prompt_attention_mask": untold["mask"],
+        }
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         return {"max_sequence_length": self.text_length}

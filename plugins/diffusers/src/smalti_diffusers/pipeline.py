@@ -8,6 +8,7 @@ Shapes: B batch, (B, 3, H, W) pixels, (B, C, h, w) latents.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib import import_module
@@ -20,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from smalti import Config, UserError
 from smalti.diffusion.objective import BetaSchedule
 from smalti.diffusion.step import objective_of
-from smalti.models.family import Conditioning, Prediction, SampleRequest, Weights
+from smalti.models.family import Conditioning, Encoding, Prediction, SampleRequest, Weights
 from smalti.models.weights import FolderWeights, SeededWeights, without_weights
 from smalti.settings import ModelOptions, TrainingOptions
 from smalti_diffusers.adapter import AdaptedWeights, Lora, adapter_shapes, attach, export_adapter
@@ -70,6 +71,7 @@ class PipelineFamily:
         self._bf16 = config is None or config[TrainingOptions].mixed_precision == "bf16"
         self.lora, self._base_dtype = _lora(self, config)
         self._device = torch.device("cpu")
+        self._rests = False
 
     # --- what a family may say otherwise ----------------------------------------------------------------------------
 
@@ -148,31 +150,66 @@ class PipelineFamily:
 
     @cached_property
     def frozen(self) -> object:
-        """The pipeline without the trained model."""
+        """The pipeline that makes and decodes latents and draws: without the trained model, and without what encodes texts."""
+        return self._pipeline(lambda part: not _encodes_texts(part))
+
+    @cached_property
+    def encoder(self) -> object:
+        """The pipeline that encodes texts, and can do nothing else."""
+        return self._pipeline(_encodes_texts)
+
+    def _pipeline(self, has: Callable[[str], bool]) -> object:
         cls = getattr(import_module("diffusers"), self.pipeline)
-        parts = {part: self._load(part) for part in self.components.parts() if part != self.part}
-        pipeline = cls(**parts, **{self.part: None}, **self.components.settings)
+        frozen = {part: self._load(part) if has(part) else None for part in self.components.parts() if part != self.part}
+        pipeline = cls(**frozen, **{self.part: None}, **self.components.settings)
         pipeline.set_progress_bar_config(disable=True)
         return cast(object, pipeline.to(self._device))
 
     def _load(self, part: str) -> object:
+        if part in self.texts:
+            return self.components.load(part, self._dtype("texts"))
         if part == "vae":
-            default = torch.float32 if self.vae_in_fp32 or self._device.type == "cpu" else torch.bfloat16
-            vae = cast(nn.Module, self.components.load(part, _DTYPES.get(self.options.vae_dtype, default)))
+            vae = cast(nn.Module, self.components.load(part, self._dtype("latents")))
             decode_in_own_type(vae)
             return vae
-        if part in self.texts:
-            default = torch.bfloat16 if self._bf16 and self._device.type != "cpu" else torch.float32
-            return self.components.load(part, _DTYPES.get(self.options.text_encoder_dtype, default))
         loaded = self.components.load(part)
         if part == "scheduler" and (changes := self.scheduler_changes()):
             return cast(object, type(loaded).from_config(loaded.config, **changes))  # type: ignore[attr-defined]
         return loaded
 
+    def _dtype(self, kind: Encoding) -> torch.dtype:
+        """The type in which this kind of encoder computes."""
+        on_cpu = self._device.type == "cpu"
+        if kind == "latents":
+            default = torch.float32 if self.vae_in_fp32 or on_cpu else torch.bfloat16
+            return _DTYPES.get(self.options.vae_dtype, default)
+        default = torch.bfloat16 if self._bf16 and not on_cpu else torch.float32
+        return _DTYPES.get(self.options.text_encoder_dtype, default)
+
     def to(self, device: str) -> None:
         self._device = torch.device(device)
-        if "frozen" in self.__dict__:
-            self.frozen.to(self._device)  # type: ignore[attr-defined]
+        for name in ("frozen", "encoder"):
+            if name in self.__dict__:
+                self.__dict__[name].to(self._device)
+
+    def encoder_identity(self, kind: Encoding) -> dict[str, object]:
+        if kind == "latents":
+            return {"vae": self.components.identity("vae"), "dtype": str(self._dtype(kind))}
+        parts = {part: self.components.identity(part) for part in self.components.parts() if _encodes_texts(part)}
+        return {"pipeline": self.components.pipeline, **parts, "dtype": str(self._dtype(kind)), **self.text_settings()}
+
+    def release_encoder(self, kind: Encoding) -> None:
+        """Text encoders are let go of; the autoencoder goes to host memory, for it has to decode pictures."""
+        if kind == "texts":
+            self.__dict__.pop("encoder", None)
+        else:
+            self._rests = True
+            self._rest()
+        _give_back(self._device)
+
+    def _rest(self) -> None:
+        if self._rests and "frozen" in self.__dict__:
+            self.frozen.to("cpu")  # type: ignore[attr-defined]
 
     # --- latents ----------------------------------------------------------------------------------------------------
 
@@ -200,7 +237,7 @@ class PipelineFamily:
         dtype = next(vae.parameters()).dtype
         encoded = vae.encode(pixels.to(dtype))  # type: ignore[operator]
         # The mean, not a draw: noise is added by training itself, and a cache could hold one draw only.
-        latents: Tensor = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
+        latents: Tensor = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded[0]
         config = self.components.config("vae")
         shift, scale = cast(float, config.get("shift_factor") or 0.0), cast(float, config.get("scaling_factor") or 1.0)
         return (latents.float() - shift) * scale
@@ -218,15 +255,24 @@ class PipelineFamily:
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
         raise NotImplementedError
 
+    def text_settings(self) -> dict[str, object]:
+        """What besides captions and encoders decides their conditioning."""
+        return {}
+
     # --- pictures ---------------------------------------------------------------------------------------------------
 
     def sample(self, model: nn.Module, request: SampleRequest) -> Tensor:
-        """Pictures by the pipeline itself, with this model in it."""
+        """Pictures by the pipeline itself, with this model in it. It is given the conditioning that training would use."""
+        told, untold = request.told, request.untold
+        if told is None or untold is None:
+            with torch.autocast(self._device.type, enabled=False):
+                told, untold = self.encode_captions(request.prompts), self.encode_captions([""] * len(request.prompts))
         pipeline = cast("Callable[..., object]", self.frozen)
+        self.frozen.to(self._device)  # type: ignore[attr-defined]
         setattr(pipeline, self.part, model)
         try:
             drawn = pipeline(
-                prompt=list(request.prompts),
+                **self.prompts(told, untold),
                 width=request.width,
                 height=request.height,
                 num_inference_steps=request.steps,
@@ -236,8 +282,13 @@ class PipelineFamily:
             )
         finally:
             setattr(pipeline, self.part, None)
+            self._rest()
         pictures: Tensor = drawn.images  # type: ignore[attr-defined]
         return pictures.float() * 2 - 1
+
+    def prompts(self, told: Conditioning, untold: Conditioning) -> dict[str, object]:
+        """The pipeline's arguments for prompts that are encoded, and for the empty ones that it guides away from."""
+        raise NotImplementedError
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         """More arguments for the pipeline, or another `guidance_scale` where it has another meaning."""
@@ -289,6 +340,17 @@ def create(family: type[PipelineFamily], config: Config, flavours: dict[str, str
         name = flavours[flavour]
     options = config[DiffusersOptions]
     return family(Components(locate(name, options.revision)), options, config)
+
+
+def _encodes_texts(part: str) -> bool:
+    return part.startswith(("text_encoder", "tokenizer"))
+
+
+def _give_back(device: torch.device) -> None:
+    """What was let go of, also where objects hold each other, and what the allocator keeps of it."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
 
 
 def decode_in_own_type(vae: nn.Module) -> None:

@@ -45,7 +45,7 @@ class PixArt(PipelineFamily):
 
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
         with torch.no_grad():
-            tokens, mask, _, _ = self.frozen.encode_prompt(  # type: ignore[attr-defined]
+            tokens, mask, _, _ = self.encoder.encode_prompt(  # type: ignore[attr-defined]
                 list(captions),
                 do_classifier_free_guidance=False,
                 device=self._device,
@@ -83,6 +83,18 @@ class PixArt(PipelineFamily):
             attention=(Attention(module="transformer_blocks.*.attn1", streams=("image",)),),
             joins=(Join(module="proj_out", stream="image", dim=1),),
         )
+
+    def text_settings(self) -> dict[str, object]:
+        return {"length": self.text_length}
+
+    def prompts(self, told: Conditioning, untold: Conditioning) -> dict[str, object]:
+        return {
+            "negative_prompt": None,
+            "prompt_embeds": told["tokens"],
+            "prompt_attention_mask": told["mask"],
+            "negative_prompt_embeds": untold["tokens"],
+            "negative_prompt_attention_mask": untold["mask"],
+        }
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         # Without binning, pictures have the size asked for. Cleaning would need packages, and change prompts where they are.

@@ -79,7 +79,7 @@ class QwenImage(PipelineFamily):
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
         """Padded to one length with zeros, so that rows can be cached; `inputs` takes the padding off."""
         with torch.no_grad():
-            tokens, mask = self.frozen.encode_prompt(  # type: ignore[attr-defined]
+            tokens, mask = self.encoder.encode_prompt(  # type: ignore[attr-defined]
                 [caption or EMPTY for caption in captions], device=self._device, max_sequence_length=self.text_length
             )
         mask = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device) if mask is None else mask
@@ -125,14 +125,25 @@ class QwenImage(PipelineFamily):
             joins=(Join(module="proj_out", stream="image", dim=1),),
         )
 
-    def sampling(self, request: SampleRequest) -> dict[str, object]:
-        """Guidance by the empty caption. What the pipeline calls guidance_scale is for models that there are none of."""
+    def text_settings(self) -> dict[str, object]:
+        return {"length": self.text_length}
+
+    def prompts(self, told: Conditioning, untold: Conditioning) -> dict[str, object]:
+        """Guidance by the empty caption, which the pipeline sees only with a mask; it drops one that masks nothing."""
+        tokens, mask = _as_long_as_the_longest(told["tokens"], told["mask"])
+        empty, of_empty = _as_long_as_the_longest(untold["tokens"], untold["mask"])
         return {
-            "guidance_scale": None,
-            "true_cfg_scale": request.guidance,
-            "negative_prompt": [EMPTY] * len(request.prompts),
-            "max_sequence_length": self.text_length,
+            "prompt_embeds": tokens,
+            "prompt_embeds_mask": mask,
+            "negative_prompt_embeds": empty,
+            "negative_prompt_embeds_mask": torch.ones(empty.shape[:2], dtype=torch.int64, device=empty.device)
+            if of_empty is None
+            else of_empty,
         }
+
+    def sampling(self, request: SampleRequest) -> dict[str, object]:
+        """What the pipeline calls guidance_scale is for models that there are none of."""
+        return {"guidance_scale": None, "true_cfg_scale": request.guidance, "max_sequence_length": self.text_length}
 
 
 def _as_long_as_the_longest(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from importlib import import_module
 from inspect import signature
 from typing import cast
 
@@ -43,13 +44,14 @@ class Sana(PipelineFamily):
     @cached_property
     def instruction(self) -> list[str]:
         """What the pipeline puts before every prompt to make Gemma tell more of it, unless it is told otherwise."""
-        return cast(list[str], signature(type(self.frozen).__call__).parameters["complex_human_instruction"].default)
+        call = getattr(import_module("diffusers"), self.pipeline).__call__
+        return cast(list[str], signature(call).parameters["complex_human_instruction"].default)
 
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
         """With the pipeline's instruction before each caption, but for the empty one: so the pipeline guides away from it."""
         empty = torch.tensor([not caption for caption in captions], device=self._device).view(-1, 1)
         with torch.no_grad():
-            tokens, mask, plain, plain_mask = self.frozen.encode_prompt(  # type: ignore[attr-defined]
+            tokens, mask, plain, plain_mask = self.encoder.encode_prompt(  # type: ignore[attr-defined]
                 list(captions),
                 do_classifier_free_guidance=bool(empty.any()),
                 negative_prompt="",
@@ -73,6 +75,18 @@ class Sana(PipelineFamily):
             "timestep": timesteps * scale,
             "encoder_hidden_states": conditioning["tokens"],
             "encoder_attention_mask": conditioning["mask"],
+        }
+
+    def text_settings(self) -> dict[str, object]:
+        return {"length": self.text_length, "instruction": self.instruction}
+
+    def prompts(self, told: Conditioning, untold: Conditioning) -> dict[str, object]:
+        return {
+            "negative_prompt": None,
+            "prompt_embeds": told["tokens"],
+            "prompt_attention_mask": told["mask"],
+            "negative_prompt_embeds": untold["tokens"],
+            "negative_prompt_attention_mask": untold["mask"],
         }
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:

@@ -60,7 +60,7 @@ class StableDiffusion3(PipelineFamily):
 
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
         with torch.no_grad():
-            tokens, _, pooled, _ = self.frozen.encode_prompt(  # type: ignore[attr-defined]
+            tokens, _, pooled, _ = self.encoder.encode_prompt(  # type: ignore[attr-defined]
                 prompt=list(captions),
                 prompt_2=None,
                 prompt_3=None,
@@ -97,6 +97,17 @@ class StableDiffusion3(PipelineFamily):
             attention=tuple(attention),
             joins=(Join(module="proj_out", stream="image", dim=1),),
         )
+
+    def text_settings(self) -> dict[str, object]:
+        return {"length": self.text_length}
+
+    def prompts(self, told: Conditioning, untold: Conditioning) -> dict[str, object]:
+        return {
+            "prompt_embeds": told["tokens"],
+            "pooled_prompt_embeds": told["pooled"],
+            "negative_prompt_embeds": untold["tokens"],
+            "negative_pooled_prompt_embeds": untold["pooled"],
+        }
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         return {"max_sequence_length": self.text_length}

@@ -62,12 +62,16 @@ class Sdxl(PipelineFamily):
         model.up_blocks = up
         return model
 
+    @property
+    def _zeros_for_empty(self) -> bool:
+        return bool(self.components.settings.get("force_zeros_for_empty_prompt", True))
+
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
         with torch.no_grad():
-            tokens, _, pooled, _ = self.frozen.encode_prompt(  # type: ignore[attr-defined]
+            tokens, _, pooled, _ = self.encoder.encode_prompt(  # type: ignore[attr-defined]
                 prompt=list(captions), device=self._device, do_classifier_free_guidance=False
             )
-        if self.components.settings.get("force_zeros_for_empty_prompt", True):
+        if self._zeros_for_empty:
             # What the pipeline guides away from is then nothing at all, not the encoded empty prompt.
             told = torch.tensor([caption != "" for caption in captions], device=self._device)
             tokens, pooled = tokens * told[:, None, None], pooled * told[:, None]
@@ -93,6 +97,17 @@ class Sdxl(PipelineFamily):
             "timestep": timesteps,
             "encoder_hidden_states": conditioning["tokens"],
             "added_cond_kwargs": {"text_embeds": conditioning["pooled"], "time_ids": conditioning["time_ids"]},
+        }
+
+    def text_settings(self) -> dict[str, object]:
+        return {"zeros_for_empty": self._zeros_for_empty}
+
+    def prompts(self, told: Conditioning, untold: Conditioning) -> dict[str, object]:
+        return {
+            "prompt_embeds": told["tokens"],
+            "pooled_prompt_embeds": told["pooled"],
+            "negative_prompt_embeds": untold["tokens"],
+            "negative_pooled_prompt_embeds": untold["pooled"],
         }
 
     def scheduler_changes(self) -> dict[str, object]:

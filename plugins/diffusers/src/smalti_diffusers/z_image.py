@@ -34,7 +34,7 @@ class ZImage(PipelineFamily):
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
         """Padded to one length with zeros, so that rows can be cached; `inputs` takes the padding off."""
         with torch.no_grad():
-            rows, _ = self.frozen.encode_prompt(  # type: ignore[attr-defined]
+            rows, _ = self.encoder.encode_prompt(  # type: ignore[attr-defined]
                 list(captions), device=self._device, do_classifier_free_guidance=False, max_sequence_length=self.text_length
             )
         masks = [torch.ones(len(row), dtype=torch.bool, device=row.device) for row in rows]
@@ -50,18 +50,27 @@ class ZImage(PipelineFamily):
 
     def inputs(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> dict[str, object]:
         """The model takes pictures, which are videos of one frame, and captions of their own lengths one by one."""
-        tokens, mask = conditioning["tokens"], conditioning["mask"]
-        # Where FLOPs are counted, on the meta device, there is no telling what is padding: nothing.
-        rows = list(tokens) if mask.is_meta else [row[own] for row, own in zip(tokens, mask, strict=True)]
-        return {"x": list(noisy.unsqueeze(2)), "t": (1000 - timesteps) / 1000, "cap_feats": rows}
+        return {"x": list(noisy.unsqueeze(2)), "t": (1000 - timesteps) / 1000, "cap_feats": _rows(conditioning)}
 
     def outputs(self, prediction: Tensor, noisy: Tensor) -> Tensor:
         """The model predicts where the picture is, a list of videos; velocity points to the noise."""
         return -torch.stack(list(prediction)).squeeze(2)
 
+    def text_settings(self) -> dict[str, object]:
+        return {"length": self.text_length}
+
+    def prompts(self, told: Conditioning, untold: Conditioning) -> dict[str, object]:
+        return {"prompt_embeds": _rows(told), "negative_prompt_embeds": _rows(untold)}
+
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         """The pipeline counts guidance from 0, which is none; elsewhere, and for smalti, none is 1."""
         return {"guidance_scale": max(0.0, request.guidance - 1), "max_sequence_length": self.text_length}
+
+
+def _rows(conditioning: Conditioning) -> list[Tensor]:
+    """Tokens without padding. Where FLOPs are counted, on the meta device, there is no telling what is padding: nothing."""
+    tokens, mask = conditioning["tokens"], conditioning["mask"]
+    return list(tokens) if mask.is_meta else [row[own] for row, own in zip(tokens, mask, strict=True)]
 
 
 def family(config: Config) -> ZImage:

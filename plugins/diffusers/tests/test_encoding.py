@@ -1,0 +1,140 @@
+"""What was encoded before training is to the last bit what would be encoded in every step; by then the encoders are gone."""
+
+import shutil
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from PIL import Image
+
+from smalti.config import Config, resolve, schema_of
+from smalti.data.loader import Loader
+from smalti.data.prepared import PreparedData
+from smalti.dataplan import cache_folders, scan_data
+from smalti.diffusion.step import denoising_loss
+from smalti.encoding import Encoded, encode_ahead
+from smalti.models.family import SampleRequest
+from smalti.models.weights import materialise
+from smalti.plugins import load_plugins
+from smalti.replicas import Replicas
+from smalti.run import find_family
+from smalti.types import World
+from smalti_diffusers.components import Components
+from smalti_diffusers.flux import Flux
+from smalti_diffusers.options import DiffusersOptions
+
+FAMILIES = ("flux", "sdxl", "sana")
+PROMPTS = ("a red fox", "colour 1")
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory):
+    """Pictures that have to be scaled and cut, in two shapes; two of them with the same caption."""
+    folder, random = tmp_path_factory.mktemp("photographs"), torch.Generator().manual_seed(0)
+    for number in range(8):
+        size = (90, 70) if number % 2 else (70, 90)
+        levels = torch.randint(0, 256, (size[1], size[0], 3), generator=random, dtype=torch.uint8)
+        Image.fromarray(levels.numpy()).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"colour {number // 2}")
+    return folder
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def subject(request, tmp_path_factory, photographs):
+    """A run of a family as far as data go, and a model."""
+    root = tmp_path_factory.mktemp("encoding")
+    plugins = load_plugins()
+    dataset = f'{{"id": "photographs", "instance_data_dir": "{photographs}", "crop": true, "crop_style": "center"}}'
+    (root / "data.json").write_text(f"[{dataset}]")
+    flags = {
+        "model_family": request.param,
+        "pretrained_model_name_or_path": getattr(tiny, request.param)(root / "pipeline"),
+        "output_dir": root / "run",
+        "data_backend_config": root / "data.json",
+        "resolution": 64,
+        "train_batch_size": len(PROMPTS),
+        "caption_dropout_probability": 0.4,
+        "validation_prompt": PROMPTS[0],
+        "mixed_precision": "no",
+        "max_train_steps": STEPS,
+    }
+    config = resolve(schema_of(plugins), [f"--{name}={value}" for name, value in flags.items()], environment={})
+    return Subject(config, plugins, scan_data(config, plugins, 32, root / "run" / "data"), root / "run")
+
+
+@dataclass(frozen=True)
+class Subject:
+    config: Config
+    plugins: object
+    data: PreparedData
+    directory: Path
+
+    def family(self):
+        return find_family(self.config, self.plugins)
+
+    def encode(self, family) -> Encoded:
+        folders = cache_folders(self.config, self.plugins)
+        return encode_ahead(self.config, family, self.data, Replicas(self.config), folders, self.directory / "data")
+
+    def losses(self, family, model, encoded: Encoded) -> list[torch.Tensor]:
+        loss = denoising_loss(self.config, family, "cpu", encoded.conditioning([""], "cpu"))
+        sources = {"latents": encoded.latents, "texts": encoded.texts}
+        with Loader(self.data, world=World(), micro_batch=len(PROMPTS), **sources) as loader, torch.no_grad():
+            return [loss(model, batch.micro[0], Replicas(self.config)) for batch in islice(loader, STEPS)]
+
+    def pictures(self, family, model, encoded: Encoded) -> torch.Tensor:
+        request = SampleRequest(prompts=PROMPTS, seeds=(1, 2), width=64, height=96, steps=2, guidance=2.0)
+        told, untold = (encoded.conditioning(texts, "cpu") for texts in (PROMPTS, [""] * len(PROMPTS)))
+        with torch.no_grad():
+            return family.sample(model, replace(request, told=told, untold=untold))
+
+
+def test_losses_and_pictures_are_the_same_to_the_last_bit_without_encoders(subject):
+    family = subject.family()
+    model = materialise(family.build_model(), family.weights(0), "cpu").eval()
+    losses, pictures = subject.losses(family, model, Encoded()), subject.pictures(family, model, Encoded())
+
+    encoded = subject.encode(family)
+    assert "encoder" not in vars(family)
+    assert subject.losses(family, model, encoded) == losses
+    assert torch.equal(subject.pictures(family, model, encoded), pictures)
+    assert "encoder" not in vars(family)
+
+    again = subject.family()
+    subject.encode(again)
+    assert {"encoder", "frozen"} & vars(again).keys() == set()  # nothing was loaded, since nothing was missing
+
+
+def identities(folder: Path, **options) -> tuple[dict, dict]:
+    family = Flux(Components(folder), DiffusersOptions(**options))
+    return family.encoder_identity("latents"), family.encoder_identity("texts")
+
+
+def test_an_encoder_is_the_same_wherever_it_lies_and_another_when_anything_of_it_differs(tmp_path):
+    folder = tiny.flux(tmp_path / "here")
+    latents, texts = identities(folder)
+    assert identities(shutil.copytree(folder, tmp_path / "there")) == (latents, texts)
+    assert identities(folder, tokenizer_max_length=99)[1] != texts
+    assert [one == other for one, other in zip(identities(folder, vae_dtype="bf16"), (latents, texts), strict=True)] == [
+        False,
+        True,
+    ]
+
+    def changes(path: str) -> list[bool]:
+        """Whether latents and texts are kept elsewhere after the last byte that matters of a file is another."""
+        there = shutil.copytree(folder, tmp_path / path.replace("/", "-"))
+        content = bytearray((there / path).read_bytes())
+        place = content.rindex(b"0") if path.endswith("json") else len(content) - 1
+        content[place] = content[place] ^ 1
+        (there / path).write_bytes(content)
+        return [one != other for one, other in zip(identities(there), (latents, texts), strict=True)]
+
+    assert changes("vae/diffusion_pytorch_model.safetensors") == [True, False]
+    assert changes("vae/config.json") == [True, False]
+    assert changes("text_encoder_2/model.safetensors") == [False, True]
+    assert changes("tokenizer_2/tokenizer.json") == [False, True]
+    assert changes("transformer/diffusion_pytorch_model.safetensors") == [False, False]

@@ -1,0 +1,218 @@
+"""Encoding before training: what is encoded and what is not, the same samples as without it, broken pictures, kills."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+
+import smalti.encoding
+from smalti.checkpoint.tensorfile import read_header
+from smalti.config import resolve, schema_of
+from smalti.data.catalog import Catalog
+from smalti.data.check import BatchShape
+from smalti.data.loader import Loader
+from smalti.data.prepared import DataRules, build_datasets, prepare
+from smalti.data.spec import DataDefaults, parse_datasets
+from smalti.data.tensorstore import FolderStore
+from smalti.dataplan import CacheFolders
+from smalti.encoding import Encoded, encode_ahead
+from smalti.errors import PreflightError, UserError
+from smalti.plugins import Selection, load_plugins
+from smalti.ranks import GlooRanks
+from smalti.testing import two_processes
+from smalti.testing.tiny import TinyFamily
+from smalti.types import World
+
+BATCH = 4
+
+
+class Encoding(TinyFamily):
+    """A family whose encoders cost something: it notes what they are asked for. Latents are pixels under a version number."""
+
+    def __init__(self, version: int = 1, stop_after: int = 1000) -> None:
+        super().__init__()
+        self.version, self.stop_after = version, stop_after
+        self.texts: list[str] = []
+        self.pictures = 0
+
+    def encode_captions(self, captions):
+        self.texts += captions
+        return super().encode_captions(captions)
+
+    def encode_images(self, pixels):
+        self.pictures += len({row.numpy().tobytes() for row in pixels})
+        if self.pictures > self.stop_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return pixels * self.version
+
+    def encoder_identity(self, kind):
+        return {"version": self.version}
+
+    def release_encoder(self, kind):
+        pass
+
+
+@pytest.fixture
+def pets(tmp_path):
+    return draw(tmp_path / "pets")
+
+
+def draw(folder: Path, count: int = 20) -> Path:
+    """Pictures that are ramps from left to right, 200 x 32 pixels, each of its own green."""
+    folder.mkdir()
+    ramp = np.zeros((32, 200, 3), dtype=np.uint8)
+    ramp[:, :, 0] = np.arange(200)
+    for number in range(count):
+        ramp[:, :, 1] = 10 * number
+        Image.fromarray(ramp).save(folder / f"{number:02}.png")
+        (folder / f"{number:02}.txt").write_text(f"picture {number // 2}")
+    return folder
+
+
+def data_of(folder, *, seed=3, budget=0.01, **values):
+    entry = {"id": "pets", "instance_data_dir": str(folder), "crop": True, "crop_style": "random", **values}
+    specs, problems = parse_datasets([entry], where="", defaults=DataDefaults(resolution=16))
+    assert not problems
+    shape = BatchShape(train_batch_size=BATCH, ranks=1, accumulation=1)
+    return prepare(build_datasets(specs, Catalog()), DataRules(seed=seed, shape=shape, alignment=8, error_budget=budget))
+
+
+def encode(family, data, cache, ranks=None) -> Encoded:
+    schema = schema_of(load_plugins(Selection(without=("all",))))
+    config = resolve(schema, [f"--train_batch_size={BATCH}", "--validation_prompt=a pet"], environment={})
+    folders = CacheFolders(texts=cache, latents={"pets": cache})
+    return encode_ahead(config, family, data, ranks or GlooRanks(world=World(), group=None), folders, cache.parent)
+
+
+def batches(data, encoded=None, *, world=None, count=10):
+    encoded, world = encoded or Encoded(), world or World()
+    with Loader(data, world=world, micro_batch=BATCH // world.size, latents=encoded.latents, texts=encoded.texts) as loader:
+        return [batch.micro[0] for batch in islice(loader, count)]
+
+
+def seen(some):
+    return [visit for micro in some for visit in zip(micro.numbers, micro.keys, micro.captions, strict=True)]
+
+
+def test_what_is_there_is_not_encoded_again_and_what_changed_is(pets, tmp_path):
+    first, second, other = Encoding(), Encoding(), Encoding(version=2)
+    encode(first, data_of(pets), tmp_path / "cache")
+    assert (first.pictures, set(first.texts)) == (20, {"", "a pet", *(f"picture {number}" for number in range(10))})
+
+    shutil.copy(pets / "01.png", pets / "00.png")
+    (pets / "05.txt").write_text("another")
+    encoded = encode(second, data_of(pets, seed=4), tmp_path / "cache")
+    assert (second.pictures, set(second.texts)) == (1, {"another"})
+
+    changed = encode(other, data_of(pets), tmp_path / "cache")
+    assert (other.pictures, len(set(other.texts))) == (20, 13)
+    pair = [batches(data_of(pets), each, count=1)[0].latents for each in (encoded, changed)]
+    assert torch.equal(2 * pair[0], pair[1])
+
+
+def test_samples_are_those_of_a_run_without_and_of_two_ranks_also_where_pictures_are_broken(pets, tmp_path):
+    data = data_of(pets, budget=5, crop_style="center")
+    for name in ("03.png", "04.png"):
+        (pets / name).write_bytes((pets / name).read_bytes()[:60])
+    encoded = encode(Encoding(), data, tmp_path / "cache")
+    without, alone = batches(data), batches(data, encoded)
+    halves = [batches(data, encoded, world=World(rank=rank, size=2)) for rank in (0, 1)]
+
+    assert seen(alone) == seen(without)
+    assert [visit for pair in zip(*halves, strict=True) for visit in seen(pair)] == seen(without)
+    assert all(torch.equal(one.latents, other.pixels) for one, other in zip(alone, without, strict=True))
+    listed = (tmp_path / "encoding.rank-0.quarantine.jsonl").read_text().splitlines()
+    assert sorted(json.loads(line)["key"] for line in listed) == ["03.png", "04.png"]
+
+
+def test_more_broken_pictures_than_the_budget_stop_before_training(pets, tmp_path):
+    data = data_of(pets, budget=1)
+    for name in ("03.png", "04.png"):
+        (pets / name).write_bytes(b"")
+    with pytest.raises(PreflightError, match="2 samples cannot be used, more than the error budget of 1"):
+        encode(Encoding(), data, tmp_path / "cache")
+
+
+def test_a_random_cut_is_drawn_once_for_all_runs_and_its_frame_says_where(pets, tmp_path, capsys):
+    runs = []
+    for seed in (3, 4):
+        data = data_of(pets, seed=seed)
+        runs.append({})
+        for micro in batches(data, encode(Encoding(), data, tmp_path / "cache")):
+            for key, latents, frame in zip(micro.keys, micro.latents, micro.frames, strict=True):
+                # Scaled to half its size, the ramp rises by two levels a pixel, from a half.
+                assert abs(round((float(latents[0, 0, 8]) + 1) * 127.5) - (2 * (frame.left + 8) + 0.5)) <= 1
+                assert runs[-1].setdefault(key, frame) == frame
+    assert runs[0] == runs[1]
+    assert len({frame.left for frame in runs[0].values()}) > 10
+    assert "cut at random once" in capsys.readouterr().err
+
+
+def test_a_part_that_cannot_be_read_is_named_kept_and_encoded_again(pets, tmp_path, caplog):
+    encode(Encoding(), data_of(pets), tmp_path / "cache")
+    [part] = (tmp_path / "cache").glob("latents-*/*.safetensors")
+    os.truncate(part, part.stat().st_size - 1)
+    again = Encoding()
+    encode(again, data_of(pets), tmp_path / "cache")
+    assert again.pictures == 20
+    assert f"{part} cannot be read" in caplog.text
+    assert part.exists()
+
+
+def test_a_folder_that_cannot_be_written_to_and_a_full_disk_are_told_with_the_way_out(pets, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PreflightError, match=r"cannot keep encoded pictures(.|\n)*--cache_dir"):
+        encode(Encoding(), data_of(pets), tmp_path / "file" / "cache")
+
+    store = FolderStore(tmp_path / "full")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"cannot keep 1 entries in .*full(.|\n)*make room"):
+            store.put({"a": {"rows": torch.zeros(2000)}})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list((tmp_path / "full").iterdir()) == []
+    store.put({"a": {"rows": torch.zeros(3, dtype=torch.bfloat16), "mask": torch.ones((), dtype=torch.int64)}})
+    entry = FolderStore(tmp_path / "full")
+    assert entry.missing(["a", "b"]) == {"b"}
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in entry.get("a").items()} == {
+        "mask": (torch.int64, torch.Size([])),
+        "rows": (torch.bfloat16, torch.Size([3])),
+    }
+
+
+def encode_on_two_ranks(folder: Path, cache: Path, stop_after: int) -> tuple[int, list]:
+    """Pictures encoded here, and what this rank then sees of its batches. Parts are written after every batch."""
+    smalti.encoding._PART_BYTES = 1
+    world = World(rank=dist.get_rank(), size=2)
+    family, data = Encoding(stop_after=stop_after), data_of(folder)
+    encoded = encode(family, data, cache, GlooRanks(world=world, group=dist.group.WORLD))
+    return family.pictures, seen(batches(data, encoded, world=world))
+
+
+def test_ranks_share_the_work_and_what_was_written_before_a_kill_is_not_encoded_again(pets, tmp_path):
+    with two_processes() as ranks:
+        (first, some), (second, others) = ranks.run(encode_on_two_ranks, pets, tmp_path / "shared", 1000)
+        killed = ranks.attempt(encode_on_two_ranks, pets, tmp_path / "killed", 6)
+    assert first + second == 20
+    assert min(first, second) > 0
+    assert sorted(some + others) == sorted(seen(batches(data_of(pets))))
+
+    assert all(result.error for result in killed)
+    [folder] = (tmp_path / "killed").glob("latents-*")
+    written = sum(name.endswith("/latents") for part in folder.glob("*.safetensors") for name in read_header(part))
+    again = Encoding()
+    encoded = encode(again, data_of(pets), tmp_path / "killed")
+    assert 0 < written < 20
+    assert again.pictures == 20 - written
+    assert seen(batches(data_of(pets), encoded)) == seen(batches(data_of(pets)))
