@@ -1,5 +1,6 @@
 """What ranks hold: shards and nothing else, frozen parameters too; and in which precision they compute."""
 
+import threading
 from pathlib import Path
 
 import psutil
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smalti import World
-from smalti.checkpoint.portable import capture
+from smalti.checkpoint.portable import capture, restore
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
@@ -109,6 +110,43 @@ def test_no_rank_ever_holds_much_more_than_its_half_of_the_weights(two, tmp_path
     peaks = two.run(growth, tmp_path, from_first)
     # Half of 128 MiB, and a few tensors of 8 MiB.
     assert max(peaks) < 0.5 * WEIGHTS_MB + 32
+
+
+def growth_on_resume(folder: Path) -> float:
+    """The most memory, in MiB, that this rank takes beside its shares while it reads them from a checkpoint; sampled."""
+    done, seen = threading.Event(), []
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            seen.append(own_memory())
+
+    model = sharded(WIDTH, LAYERS, SeededWeights(lambda: Net(WIDTH, LAYERS), 0))
+    optimizer = torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.requires_grad)
+    model(torch.ones(1, WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    state = capture(model, optimizer)
+    path = save(folder, Snapshot(step=1, state=state, trainer={}), this_rank()).path
+    load(path, Snapshot(step=1, state=state), this_rank())  # what is loaded the first time
+    before = own_memory()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    load(path, Snapshot(step=1, state=state), this_rank())
+    restore(model, optimizer, state)
+    done.set()
+    watcher.join()
+    return (max(seen) - before) / 2**10
+
+
+def own_memory() -> int:
+    """KiB that are in no file; pages of a file that is read are the system's to take back."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:")]
+    return int(line.split()[1])
+
+
+def test_no_rank_holds_more_than_its_shares_and_some_tensors_when_it_resumes(two, tmp_path):
+    # Weights and two moments are 384 MiB, of which each rank has half already.
+    assert max(two.run(growth_on_resume, tmp_path)) < 32
 
 
 # --- frozen parameters ----------------------------------------------------------------------------------------------
