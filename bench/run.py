@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
-CASES = {"startup": "startup", "step": "step", "save": "save", "detect": "detect", "shard": "shard"}
+CASES = {"startup": "startup", "step": "step", "sdxl": "sdxl", "save": "save", "detect": "detect", "shard": "shard"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,103 @@
+"""A training step of a small SDXL under smalti, everything included, against the usual script.
+
+The script is written here after the shape of diffusers' example for SDXL: Accelerate around U-Net, optimizer and schedule, latents
+and text embeddings made before training, noise by the pipeline's own scheduler. Both train the same U-Net on the same pictures
+with the same batch, precision, optimizer and clipping. Five steps of one, then five of the other, in one process.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from diffusers import DDPMScheduler
+from diffusers.optimization import get_scheduler
+from run import Result, paired
+from step import ROOT, ROUND, Alternation
+
+from smalti.crew import Crew
+from smalti.invocation import Invocation
+from smalti.plugins import PluginInfo
+from smalti.preparation import Preparation
+from smalti.run import Run, build, open_parallel
+from smalti.strategy import choose_distributed
+from smalti.trainer import loop
+
+ROUNDS, BATCH, EDGE = 20, 8, 64
+
+
+def measure() -> list[Result]:
+    sys.path.insert(0, str(ROOT / "plugins/diffusers/tests"))
+    import tiny
+
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as closing:
+        place = Path(folder)
+        words = [f"--instance_data_dir={_pictures(place / 'pictures')}", f"--output_dir={place}/run"]
+        words += ["--model_family=sdxl", f"--pretrained_model_name_or_path={tiny.sdxl(place / 'model')}"]
+        words += [f"--resolution={EDGE}", "--resolution_type=pixel", f"--train_batch_size={BATCH}", "--mixed_precision=bf16"]
+        words += [f"--max_train_steps={ROUND * (ROUNDS + 1)}", "--checkpoint_step_interval=0", "--use_cpu"]
+        words += ["--without=console", "--without=plot"]
+        invocation = Invocation.read(words)
+        config, plugins = invocation.config(), invocation.plugins
+        Preparation.of(config, plugins, write=True)
+        plan = choose_distributed(config, plugins)
+        parallel = open_parallel(plan, config)
+        closing.callback(parallel.close)
+        run = build(config, plugins, plan, parallel, Crew.meet(parallel), closing)
+        alternation = Alternation(by_script(run))
+        plugins.register(PluginInfo(name="alternation", distribution="bench", version="0"), alternation)
+        run.hook.on_train_start(state=run.state, info=run.info)
+        loop(run)
+        run.hook.on_train_end(state=run.state, outcome=None)
+    ours, peer = alternation.ours[1:], alternation.peer[1:]
+    return [paired("sdxl: smalti against the usual script", ours, peer, unit="s/step", goal=0.95)]
+
+
+def _pictures(folder: Path) -> Path:
+    from PIL import Image
+
+    folder.mkdir()
+    for number in range(4 * BATCH):
+        Image.new("RGB", (EDGE, EDGE), (number * 7, 255 - number * 7, 99)).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"colour {number}")
+    return folder
+
+
+def by_script(run: Run):
+    """One step of the script on a second U-Net like the run's."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # it remembers the precision that smalti asked it for: none
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    unet = run.family.build_model()
+    weights = run.family.weights(0)
+    unet.load_state_dict({name: weights.get(name).clone() for name in weights.names()})
+    optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4, betas=(0.9, 0.999), weight_decay=1e-2, eps=1e-8)
+    schedule = get_scheduler("constant", optimizer=optimizer)
+    unet, optimizer, schedule = accelerator.prepare(unet, optimizer, schedule)
+    noises = DDPMScheduler.from_config(run.family.components.config("scheduler"))
+    first = next(iter(run.batches)).micro[0]
+    latents, told = first.latents, first.conditioning
+    sizes = torch.tensor([[EDGE, EDGE, 0, 0, EDGE, EDGE]], dtype=torch.float32).repeat(BATCH, 1)
+
+    def step() -> None:
+        with accelerator.accumulate(unet):
+            noise = torch.randn_like(latents)
+            timesteps = torch.randint(0, noises.config.num_train_timesteps, (BATCH,))
+            noisy = noises.add_noise(latents, noise, timesteps)
+            extra = {"time_ids": sizes, "text_embeds": told["pooled"]}
+            prediction = unet(noisy, timesteps, told["tokens"], added_cond_kwargs=extra, return_dict=False)[0]
+            loss = F.mse_loss(prediction.float(), noise.float(), reduction="mean")
+            accelerator.gather(loss.repeat(BATCH)).mean().item()
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(unet.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+    return step
