@@ -80,12 +80,14 @@ class OptimizerEntry:
 class CacheEntry:
     """Something that a plugin keeps between runs and can make again: `smalti cache ls`, `smalti cache clear NAME`.
 
-    `factory` is "module:callable", called without arguments; it gives a `smalti.caches.Cache`. `name` may have dashes.
+    `factory` is "module:callable", called without arguments; it gives a `smalti.caches.Cache`. `name` may have dashes. If the
+    configuration says where the cache is, `configured` is set and the factory is called with the `Config`.
     """
 
     name: str
     title: str
     factory: str
+    configured: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

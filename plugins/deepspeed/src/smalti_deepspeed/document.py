@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from smalti import Config
 from smalti.settings import DataOptions, OptimizerOptions, RunOptions, TrainingOptions
 from smalti_deepspeed.implications import SCHEDULERS
+from smalti_deepspeed.keys import ACCELERATES, OTHERWISE, SHORT
 from smalti_deepspeed.optimizers import deepspeed_name
 from smalti_deepspeed.options import DeepSpeedOptions
 from smalti_deepspeed.parsing import Document, is_open, read, section
@@ -42,7 +43,7 @@ def resolved(config: Config, *, world_size: int) -> dict[str, object]:
         "gradient_accumulation_steps": steps,
         "gradient_clipping": config[TrainingOptions].max_grad_norm,
     }
-    for key in ("bfloat16", "fp16", "optimizer", "scheduler"):
+    for key in ("bfloat16", "fp16", "optimizer", "scheduler", *ACCELERATES, *OTHERWISE):
         document.pop(key, None)
     precision = section(given(config), "bfloat16") | section(given(config), "bf16")
     document["bf16"] = {**precision, "enabled": config[TrainingOptions].mixed_precision == "bf16"}
@@ -77,7 +78,13 @@ def sized(document: Mapping[str, object], parameters: int, largest: int, *, worl
     offload = section(zero, "offload_param")
     if offload.get("device") == "nvme":
         filled["offload_param"] = {**offload, **_buffers(offload, largest, world_size)}
-    return {**document, "zero_optimization": {key: value for key, value in filled.items() if value != "auto"}}
+    return _closed({**document, "zero_optimization": filled})
+
+
+def _closed(values: Mapping[str, object]) -> dict[str, object]:
+    """Without what is still "auto": DeepSpeed then takes its own default."""
+    kept = {key: value for key, value in values.items() if value != "auto"}
+    return {key: _closed(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def offload_folders(document: Mapping[str, object]) -> list[str]:
@@ -97,7 +104,7 @@ def _buffers(offload: Mapping[str, object], largest: int, world_size: int) -> di
 
 
 def _zero(config: Config) -> dict[str, object]:
-    zero = section(given(config), "zero_optimization")
+    zero = {SHORT.get(key, key): value for key, value in section(given(config), "zero_optimization").items()}
     for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         if zero.pop(old, False) is True and new not in zero:
             zero[new] = {"device": "cpu"}

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 
 from smalti import Problem, Translation, UserError
+from smalti_deepspeed import inspection
 from smalti_deepspeed.optimizers import normalised, smalti_name
 from smalti_deepspeed.parsing import Document, is_open, read, section
 
@@ -41,7 +43,8 @@ def implied(given: Mapping[str, object]) -> Translation:
     found.read_precision()
     found.read_optimizer()
     found.read_scheduler()
-    found.read_zero()
+    found.read_inspection()
+    found.read_folder(given.get("offload_param_path"))
     return Translation(values=found.said, notices=found.notices, problems=found.problems)
 
 
@@ -108,15 +111,27 @@ class _Reader:
         if params.get("warmup_type") not in (None, "auto", "linear"):
             self.notices.append(("scheduler.params.warmup_type", "has no effect: the warm-up is linear"))
 
-    def read_zero(self) -> None:
-        """Settings that DeepSpeed would pass over without a word."""
-        zero = section(self.document, "zero_optimization")
-        if zero.get("stage") in (1, 2) and section(zero, "offload_param").get("device") in ("cpu", "nvme"):
-            remark = f"has no effect in stage {zero['stage']}: parameters are offloaded in stage 3 only"
-            self.notices.append(("zero_optimization.offload_param", remark))
+    def read_inspection(self) -> None:
+        self.notices += inspection.notices(self.document)
+        for problem in inspection.problems(self.document):
+            self._refuse(problem.where, problem.message, problem.fix)
+
+    def read_folder(self, folder: object) -> None:
+        """The NVMe folder, which stands in the JSON or in `offload_param_path`, or the same in both."""
+        offloads = {name: section(self.document, "zero_optimization", name) for name in ("offload_param", "offload_optimizer")}
+        swapping = {name: each.get("nvme_path") for name, each in offloads.items() if each.get("device") == "nvme"}
+        if folder is not None and not swapping:
+            self.notices.append(("offload_param_path", "has no effect: nothing is offloaded to nvme"))
+        for name, path in swapping.items():
+            key = f"zero_optimization.{name}.nvme_path"
+            if is_open(path) and folder is None:
+                self._refuse(key, "the folder on the NVMe drive is not given", "--offload_param_path=FOLDER")
+            elif not is_open(path) and folder is not None and Path(str(path)) != Path(str(folder)):
+                fix = "say the same in both, or leave one of them out"
+                self._refuse(key, f"is {path!r}, and offload_param_path is {str(folder)!r}", fix)
 
     def _say(self, option: str, key: str, value: object) -> None:
-        """A value of an option, unless another key has said the same. Two that differ are a contradiction inside of the JSON."""
+        """A value of an option, unless another key has said the same. Two that differ are a contradiction within the JSON."""
         if is_open(value):
             return
         first = self.said.setdefault(option, (key, value))

@@ -13,6 +13,8 @@ REMOVED = frozenset(("OneBitAdam", "OneBitLamb", "ZeroOneAdam"))
 """Those that DeepSpeed 0.19 has no more."""
 FROM_MUP = frozenset(("MuAdam", "MuAdamW", "MuSGD"))
 """Those that need the package `mup`."""
+ON_CPU = frozenset(("AdamW", "Adam", "Adagrad", "Lion"))
+"""Those that run where the optimizer's state is offloaded."""
 FALLBACK = "AdamW"
 
 _SHARED = {"AdamW": "adamw", "Adagrad": "adagrad", "Muon": "muon"}
@@ -22,7 +24,7 @@ ENTRIES = tuple(
     OptimizerEntry(
         name=_OWN[name],
         title=f"DeepSpeed's {name}",
-        factory="smalti_deepspeed.ownoptimizers:only_under_deepspeed",
+        factory="smalti_deepspeed.ownoptimizers:stand_in",
         accepts=("weight_decay",)
         if name == "MuSGD"
         else ("betas", "weight_decay")

@@ -1,14 +1,10 @@
-"""DeepSpeed's own optimizers, where the core looks for the ones that this package registers."""
+"""DeepSpeed's own optimizers, as the core builds them before DeepSpeed does."""
 
 from __future__ import annotations
 
-from typing import NoReturn
-
-from smalti import UserError
+import torch
 
 
-def only_under_deepspeed(parameters: object, **settings: object) -> NoReturn:
-    """DeepSpeed makes these itself; whoever asks the registry for one trains without DeepSpeed."""
-    raise UserError(
-        "this optimizer is DeepSpeed's, and works under DeepSpeed only", fix="--deepspeed_config=..., or --optimizer=adamw"
-    )
+def stand_in(groups: list[dict[str, object]], *, lr: float, **settings: object) -> torch.optim.Optimizer:
+    """Holds the groups of parameters until DeepSpeed makes the optimizer of its configuration for them. It takes no step."""
+    return torch.optim.SGD(groups, lr=lr)

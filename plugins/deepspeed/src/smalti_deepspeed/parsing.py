@@ -14,11 +14,17 @@ Document = dict[str, object]
 def read(value: object) -> Document:
     """The configuration that `value` is, or names. Raises UserError with line and column of a syntax error."""
     if isinstance(value, Mapping):
-        return {str(key): each for key, each in value.items()}
+        return _followed({str(key): each for key, each in value.items()})
     text = str(value).strip()
     if text.startswith(("{", "[")):
-        return parse(text, "deepspeed_config")
+        return _followed(parse(text, "deepspeed_config"))
     return read_file(Path(text).expanduser())
+
+
+def _followed(document: Document) -> Document:
+    """A table that only names a file, as Accelerate's may, stands for what the file holds."""
+    file = document.get("deepspeed_config_file")
+    return document if file is None else read_file(Path(str(file)).expanduser())
 
 
 def read_file(path: Path) -> Document:

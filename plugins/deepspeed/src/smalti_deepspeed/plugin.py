@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from smalti import Config, DistributedPlan, OptimizerEntry, OptionGroup, hookimpl
+from typing import TYPE_CHECKING
+
+from smalti import Block, CacheEntry, Config, DistributedPlan, OptimizerEntry, OptionGroup, Problem, hookimpl
+from smalti_deepspeed.checks import problems
 from smalti_deepspeed.implications import implied
 from smalti_deepspeed.launchfile import fragment
 from smalti_deepspeed.optimizers import ENTRIES
 from smalti_deepspeed.options import DeepSpeedOptions, enabled
 from smalti_deepspeed.translation import translate
+
+if TYPE_CHECKING:
+    import click
+    from torch import nn
+
+    from smalti.models.family import Weights
+    from smalti.parallel import Parallel
 
 GROUP = OptionGroup(name="deepspeed", title="DeepSpeed", options=DeepSpeedOptions, translate=translate, implies=implied)
 
@@ -20,8 +30,23 @@ class DeepSpeed:
         return [GROUP]
 
     @hookimpl
+    def check_config(self, config: Config) -> list[Problem]:
+        return problems(config)
+
+    @hookimpl
+    def register_commands(self, commands: click.Group) -> None:
+        from smalti_deepspeed.commands import deepspeed
+
+        commands.add_command(deepspeed)
+
+    @hookimpl
     def register_optimizers(self) -> list[OptimizerEntry]:
         return list(ENTRIES)
+
+    @hookimpl
+    def register_caches(self) -> list[CacheEntry]:
+        title, factory = "what DeepSpeed left on the drive", "smalti_deepspeed.offloadfolder:of_config"
+        return [CacheEntry(name="deepspeed-offload", title=title, factory=factory, configured=True)]
 
     @hookimpl
     def configure_distributed(self, config: Config) -> DistributedPlan | None:
@@ -34,6 +59,12 @@ class DeepSpeed:
             accelerate=fragment(config),
             shards=True,
         )
+
+    @hookimpl
+    def wrap_model(self, model: nn.Module, blocks: list[Block], parallel: Parallel, weights: Weights) -> nn.Module | None:
+        from smalti_deepspeed.engine import Engine
+
+        return parallel.wrap(model, blocks, weights) if isinstance(parallel, Engine) else None
 
 
 plugin = DeepSpeed()

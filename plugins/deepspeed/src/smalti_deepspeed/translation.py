@@ -45,7 +45,7 @@ def translate(values: Mapping[str, object]) -> Translation:
 
 def _document(content: Mapping[str, object]) -> dict[str, object]:
     stage = content.get("zero_stage", STAGE)
-    zero: dict[str, object] = {"stage": int(stage) if str(stage).isdecimal() else stage}
+    zero: dict[str, object] = {"stage": int(str(stage)) if str(stage).isdecimal() else stage}
     for name in ("offload_optimizer", "offload_param"):
         device = str(content.get(f"{name}_device", "none")).lower()
         if device == "none":
