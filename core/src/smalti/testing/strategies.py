@@ -210,7 +210,7 @@ def weights_that_are_replaced_are_used_at_once(subject: StrategySubject) -> None
 
     `refresh` is told each time: what was gathered or converted for an earlier forward pass must not serve the next one.
     """
-    parameters = [_local(each.detach()) for each in subject.parallel.unwrap(subject.model).parameters()]
+    parameters = [_local(each.detach()) for each in subject.parallel.masters(subject.model).values()]
     kept = [each.clone() for each in parameters]
     before = subject.look(25)
     for parameter in parameters:

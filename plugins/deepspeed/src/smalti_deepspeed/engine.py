@@ -1,0 +1,171 @@
+"""`Parallel` on DeepSpeed: ZeRO 1, 2 or 3, with what it offloads, as the JSON configuration says.
+
+Accumulation, clipping, the schedule and the decision to leave a step out stay the loop's; DeepSpeed owns the model's memory,
+backward and step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from smalti import Block, Config
+from smalti.group import Group
+from smalti.models.compilation import compile_blocks
+from smalti.models.family import Weights
+from smalti.models.weights import materialise
+from smalti.parallel import PortableState
+from smalti.settings import TrainingOptions
+from smalti_deepspeed.document import resolved, sized
+from smalti_deepspeed.importing import start_deepspeed, stop_deepspeed
+from smalti_deepspeed.parsing import section
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    from smalti_deepspeed.portable import Portable
+    from smalti_deepspeed.zero import Zero
+
+
+class Engine(Group):
+    """Every rank holds its part of masters and moments, of gradients from stage 2 on, and of the parameters in stage 3."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, alone_too=True)
+        self._config = config
+        self._bf16 = config[TrainingOptions].mixed_precision == "bf16"
+        self._document = _completed(resolved(config, world_size=self.world.size))
+        start_deepspeed(self.world, muon=section(self._document, "optimizer").get("type") == "Muon")
+        self._norm: Tensor | None = None
+        self._limit = 0.0
+
+    def wrap(self, model: nn.Module, blocks: Sequence[Block], weights: Weights) -> nn.Module:
+        """The model with weights; under ZeRO 3, this rank's part of them. *Collective*."""
+        from smalti_deepspeed.partition import partition
+
+        trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+        largest = max(parameter.numel() for parameter in model.parameters())
+        self._document = sized(self._document, sum(trained), largest, world_size=self.world.size)
+        if _stage(self._document) == 3:
+            model = partition(model, weights, self._document, self.world.device)
+        else:
+            model = materialise(model, weights, self.world.device)
+        compile_blocks(model, blocks, self._config)
+        self._weights: Weights | None = weights
+        return model
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return cast(nn.Module, model.module) if hasattr(model, "module") else model
+
+    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """DeepSpeed's engine, and the optimizer inside it: the configuration's, made for the groups of this one, or this one."""
+        import deepspeed
+
+        from smalti_deepspeed.portable import Portable
+        from smalti_deepspeed.zero import zero_of
+
+        groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups]
+        engine, _, _, _ = deepspeed.initialize(
+            model=model,
+            model_parameters=groups,
+            optimizer=None if "optimizer" in self._document else optimizer,
+            config=dict(self._document),
+            dist_init_required=False,
+        )
+        if self._bf16:  # DeepSpeed leaves autocast as it calls the model
+            model.forward = torch.autocast(torch.device(self.world.device).type, dtype=torch.bfloat16)(model.forward)
+        self._engine: DeepSpeedEngine = engine
+        self._zero: Zero = zero_of(engine)
+        self._portable: Portable = Portable(model, engine.basic_optimizer, self._zero, self)
+        self._fill_masters()
+        return engine, engine.basic_optimizer
+
+    @torch.no_grad()
+    def _fill_masters(self) -> None:
+        """Give the fp32 masters their first weights in full precision; DeepSpeed has made them from 16-bit ones."""
+        weights, self._weights = cast(Weights, self._weights), None
+        if not self._bf16:
+            return
+        places = self._zero.places(self._engine.module)
+        for name, master in self._portable.masters().items():
+            if master.numel():
+                start = places[name].start
+                master.copy_(weights.get(name).reshape(-1)[start : start + master.numel()])
+
+    @contextmanager
+    def accumulate(self, last: bool) -> Iterator[None]:
+        self._engine.set_gradient_accumulation_boundary(last)
+        yield
+
+    def autocast(self) -> AbstractContextManager[None]:
+        if not self._bf16:
+            return nullcontext()
+        return torch.autocast(torch.device(self.world.device).type, dtype=torch.bfloat16)
+
+    def backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss, scale_wrt_gas=False)  # the loop has divided by the number of micro-batches
+
+    def clip_gradients(self, limit: float) -> Tensor:
+        """The norm is DeepSpeed's; it clips as it steps."""
+        self._norm, self._limit = self._zero.norm(), limit
+        return self._norm
+
+    def step(self) -> None:
+        norm = self._norm if self._norm is not None else self._zero.norm()
+        self._zero.step(norm, self._limit)
+        self._norm = None
+
+    def discard(self) -> None:
+        self._zero.discard()
+        self._norm = None
+
+    def refresh(self, model: nn.Module) -> None:
+        self._zero.refresh()
+
+    def masters(self, model: nn.Module) -> dict[str, Tensor]:
+        return self._portable.masters()
+
+    def portable(self, ranges: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self._portable.portable(ranges)
+
+    def put_back(self, tensors: Mapping[str, Tensor], ranges: Mapping[str, Tensor]) -> None:
+        self._portable.put_back(tensors, ranges)
+
+    def portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
+        return self._portable.state()
+
+    @torch.no_grad()
+    def load_portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: PortableState) -> None:
+        self._portable.load(state)
+        self._zero.refresh()
+
+    def close(self) -> None:
+        stop_deepspeed()
+        super().close()
+
+
+def _stage(document: Mapping[str, object]) -> int:
+    return int(cast(Mapping[str, int], document["zero_optimization"])["stage"])
+
+
+def _completed(document: Mapping[str, object]) -> dict[str, object]:
+    """With what this module sees to, where the user's own configuration says nothing else."""
+    zero = section(document, "zero_optimization")
+    made = {key: value for key, value in document.items() if key != "scheduler"}  # the loop moves the rate
+    made.setdefault("steps_per_print", None)
+    if "optimizer" not in made:
+        made["zero_force_ds_cpu_optimizer"] = False
+    elif section(made, "optimizer")["type"] in ("Adam", "AdamW") and not section(zero, "offload_optimizer"):
+        # torch's own form needs no compiler.
+        params = {"torch_adam": True, "fused": True} | section(made, "optimizer", "params")
+        made["optimizer"] = {**section(made, "optimizer"), "params": params}
+    if section(made, "bf16").get("enabled"):
+        # Gradients are averaged in fp32, and added up so. In stage 1 DeepSpeed can do only the first.
+        made.setdefault("communication_data_type", "fp32")
+        if _stage(made) > 1:
+            made.setdefault("data_types", {"grad_accum_dtype": "fp32"})
+    return made

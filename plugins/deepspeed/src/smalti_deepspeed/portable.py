@@ -1,0 +1,129 @@
+"""What ZeRO holds, in the form that every backend reads, and back; and the weights that an average follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from smalti.checkpoint.portable import model_tensors, optimizer_settings
+from smalti.errors import CheckpointError
+from smalti.parallel import PortableState, Ranks
+from smalti_deepspeed.rowcut import RowCut
+from smalti_deepspeed.zero import Zero, make_moments, moments
+
+_NAMES = {"DeepSpeedCPUAdam": "AdamW", "FusedAdam": "AdamW", "ZenFlowCPUAdam": "AdamW"}
+"""What DeepSpeed's own forms of torch's optimizers are called in checkpoints."""
+
+
+class Portable:
+    """The way between ZeRO's flat tensors and tensors by parameter name. Built on every rank. *Collective*.
+
+    On one rank nothing is sent, on several each element goes straight to where it belongs.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, zero: Zero, ranks: Ranks) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._zero = zero
+        self._places = zero.places(model)
+        held = {name: (place.start, place.start + place.length) for name, place in self._places.items()}
+        self._rows = RowCut({name: place.shape for name, place in self._places.items()}, held, ranks)
+
+    def masters(self) -> dict[str, Tensor]:
+        """This rank's range of each weight that trains, (n,), live, in fp32."""
+        flats = self._zero.flats()
+        return {name: place.of(flats) for name, place in self._places.items()}
+
+    def portable(self, ranges: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self._rows.portable(ranges)
+
+    def put_back(self, tensors: Mapping[str, Tensor], ranges: Mapping[str, Tensor]) -> None:
+        self._rows.put_back(tensors, ranges)
+
+    def state(self) -> PortableState:
+        """Copies in host memory, but for buffers, which are the live ones. *Collective*."""
+        weights = self.portable(self.masters())
+        return PortableState(
+            model={**weights, **self._buffers()},
+            moments=self._moments(),
+            settings=self._settings(),
+            optimizer=self._optimizer_name(),
+        )
+
+    def load(self, state: PortableState) -> None:
+        """The reverse. The parameters that compute have to be refreshed afterwards. *Collective*."""
+        masters, buffers = self.masters(), self._buffers()
+        if odd := (masters.keys() | buffers.keys()) ^ state.model.keys():
+            raise CheckpointError(f"the model has other tensors: {', '.join(sorted(odd)[:3])}")
+        self.put_back({name: state.model[name] for name in masters}, masters)
+        for name, buffer in buffers.items():
+            buffer.copy_(state.model[name])
+        if state.optimizer == self._optimizer_name():
+            self._load_moments(state.moments)
+            self._load_settings(state.settings)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Those that checkpoints hold, live."""
+        tensors = model_tensors(self._model)
+        return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
+
+    def _moments(self) -> dict[str, dict[str, Tensor]]:
+        found: dict[str, dict[str, Tensor]] = {}
+        for key, ranges in _by_moment(moments(self._optimizer, self._zero.flats(), self._places)).items():
+            whole = next(iter(ranges.values())).ndim == 0
+            for name, tensor in (ranges if whole else self.portable(ranges)).items():
+                found.setdefault(name, {})[key] = tensor
+        return found
+
+    def _load_moments(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        if odd := saved.keys() - self._places.keys():
+            raise CheckpointError(f"moments of parameters that do not train: {', '.join(sorted(odd)[:3])}")
+        flats = self._zero.flats()
+        counts: list[dict[str, float]] = [{} for _ in flats]
+        shaped: dict[str, dict[str, Tensor]] = {}
+        for name, found in saved.items():
+            place = self._places[name]
+            for key, tensor in found.items():
+                if key == "step" or tensor.shape != place.shape:
+                    numbers = counts[place.flat]
+                    numbers[key] = max(numbers.get(key, 0.0), float(tensor))
+                else:
+                    shaped.setdefault(key, {})[name] = tensor
+        make_moments(self._optimizer, flats, counts, sorted(shaped))
+        live = _by_moment(moments(self._optimizer, flats, self._places))
+        for key, tensors in shaped.items():
+            for name in live[key].keys() - tensors.keys():
+                live[key][name].zero_()  # never stepped where it was saved
+            self.put_back(tensors, {name: live[key][name] for name in tensors})
+
+    def _optimizer_name(self) -> str:
+        name = type(self._optimizer).__name__
+        return _NAMES.get(name, name)
+
+    def _settings(self) -> list[dict[str, object]]:
+        """Hyper-parameters alone: what the optimizer steps are no parameters of the model."""
+        groups = [{**group, "params": []} for group in self._optimizer.param_groups]
+        return optimizer_settings(cast(torch.optim.Optimizer, SimpleNamespace(param_groups=groups, state={})), {})
+
+    def _load_settings(self, saved: list[dict[str, object]]) -> None:
+        """Those that this optimizer has too; DeepSpeed's have not all of torch's."""
+        groups = self._optimizer.param_groups
+        if len(saved) != len(groups):
+            raise CheckpointError(f"the optimizer has {len(groups)} parameter groups, its saved state {len(saved)}")
+        for group, values in zip(groups, saved, strict=True):
+            for key in group.keys() & values.keys():
+                value = values[key]
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _by_moment(found: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """The other way round: by moment, then by parameter."""
+    turned: dict[str, dict[str, Tensor]] = {}
+    for name, kept in found.items():
+        for key, tensor in kept.items():
+            turned.setdefault(key, {})[name] = tensor
+    return turned
