@@ -95,7 +95,13 @@ def _optimizer_without(config: Config) -> Iterator[Problem]:
 
 def _folders(config: Config) -> Iterator[Problem]:
     """Folders that are there, or can be made in one that is; each rank's machine looks again when it starts."""
-    for name in offload_folders(resolved(config, world_size=1)):
+    document = resolved(config, world_size=1)
+    for key in ("offload_param", "offload_optimizer"):
+        offload = section(document, "zero_optimization", key)
+        if offload.get("device") == "nvme" and is_open(offload.get("nvme_path")):
+            where = f"zero_optimization.{key}.nvme_path in deepspeed_config"
+            yield Problem(message="the folder on the NVMe drive is not given", where=where, fix="--offload_param_path=FOLDER")
+    for name in offload_folders(document):
         folder = Path(name).expanduser()
         base = folder if folder.exists() else folder.parent
         fix = "name a folder on a drive of this machine, with --offload_param_path or as nvme_path"

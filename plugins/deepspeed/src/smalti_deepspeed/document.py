@@ -9,7 +9,7 @@ from smalti import Config
 from smalti.settings import DataOptions, OptimizerOptions, RunOptions, TrainingOptions
 from smalti_deepspeed.implications import SCHEDULERS
 from smalti_deepspeed.keys import ACCELERATES, OTHERWISE, SHORT
-from smalti_deepspeed.optimizers import deepspeed_name
+from smalti_deepspeed.optimizers import deepspeed_name, optimizer_settings
 from smalti_deepspeed.options import DeepSpeedOptions
 from smalti_deepspeed.parsing import Document, is_open, read, section
 
@@ -92,7 +92,9 @@ def offload_folders(document: Mapping[str, object]) -> list[str]:
     zero = section(document, "zero_optimization")
     sections = (section(zero, key) for key in ("offload_param", "offload_optimizer"))
     return list(
-        dict.fromkeys(str(each["nvme_path"]) for each in sections if each.get("device") == "nvme" and each.get("nvme_path"))
+        dict.fromkeys(
+            str(each["nvme_path"]) for each in sections if each.get("device") == "nvme" and not is_open(each.get("nvme_path"))
+        )
     )
 
 
@@ -124,11 +126,13 @@ def _optimizer(config: Config) -> dict[str, object] | None:
     if (name := deepspeed_name(options.optimizer)) is None:
         return None
     extra = {key: value for key, value in section(given(config), "optimizer", "params").items() if not is_open(value)}
-    params: dict[str, object] = {"lr": options.learning_rate, "weight_decay": options.adam_weight_decay}
-    if name not in ("Adagrad", "MuSGD"):
-        params["betas"] = [options.adam_beta1, options.adam_beta2]
-    if name not in ("Lion", "MuSGD"):
-        params["eps"] = options.adam_epsilon
+    own: dict[str, object] = {
+        "lr": options.learning_rate,
+        "betas": [options.adam_beta1, options.adam_beta2],
+        "eps": options.adam_epsilon,
+        "weight_decay": options.adam_weight_decay,
+    }
+    params = {key: own[key] for key in optimizer_settings(name)}
     return {"type": name, "params": {**extra, **params}}
 
 

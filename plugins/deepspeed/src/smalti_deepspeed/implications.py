@@ -124,9 +124,7 @@ class _Reader:
             self.notices.append(("offload_param_path", "has no effect: nothing is offloaded to nvme"))
         for name, path in swapping.items():
             key = f"zero_optimization.{name}.nvme_path"
-            if is_open(path) and folder is None:
-                self._refuse(key, "the folder on the NVMe drive is not given", "--offload_param_path=FOLDER")
-            elif not is_open(path) and folder is not None and Path(str(path)) != Path(str(folder)):
+            if not is_open(path) and folder is not None and Path(str(path)) != Path(str(folder)):
                 fix = "say the same in both, or leave one of them out"
                 self._refuse(key, f"is {path!r}, and offload_param_path is {str(folder)!r}", fix)
 

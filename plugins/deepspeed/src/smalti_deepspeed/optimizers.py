@@ -20,16 +20,22 @@ FALLBACK = "AdamW"
 _SHARED = {"AdamW": "adamw", "Adagrad": "adagrad", "Muon": "muon"}
 _OWN = {name: _SHARED.get(name, f"deepspeed_{name.lower()}") for name in NAMES}
 
+
+def optimizer_settings(name: str) -> tuple[str, ...]:
+    """Which of smalti's own settings one of DeepSpeed's optimizers takes, by DeepSpeed's names."""
+    if name == "MuSGD":
+        return ("lr", "weight_decay")
+    if name == "Lion":
+        return ("lr", "betas", "weight_decay")
+    return ("lr", "eps", "weight_decay") if name == "Adagrad" else ("lr", "betas", "eps", "weight_decay")
+
+
 ENTRIES = tuple(
     OptimizerEntry(
         name=_OWN[name],
         title=f"DeepSpeed's {name}",
         factory="smalti_deepspeed.ownoptimizers:stand_in",
-        accepts=("weight_decay",)
-        if name == "MuSGD"
-        else ("betas", "weight_decay")
-        if name == "Lion"
-        else ("betas", "eps", "weight_decay"),
+        accepts=tuple(key for key in optimizer_settings(name) if key != "lr"),
     )
     for name in NAMES
     if name not in _SHARED and name not in REMOVED
