@@ -88,7 +88,7 @@ def test_none_switches_it_off_and_flags_go_before_an_accelerate_yaml():
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ('{"zero_optimization": {\n  "stage": 2,\n}}', "deepspeed_config:3:1: this is not JSON"),
+        ('{"bf16": {}\n "zero_optimization": {}}', "deepspeed_config:2:2: this is not JSON"),
         ("{'a': 1}", "deepspeed_config:1:2: this is not JSON"),
         ("[2]", "deepspeed_config holds a list"),
         ('{"bf16": {}, "bf16": {}}', "the key 'bf16' occurs twice"),
@@ -252,6 +252,11 @@ def test_an_optimizer_of_deepspeeds_alone_is_an_optimizer_of_smaltis():
             {"zero_optimization": {"stage": 2, "reduce_bucket_size": -1}},
             "zero_optimization.reduce_bucket_size in deepspeed_config: cannot be -1",
         ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+            "zero_optimization.offload_optimizer.device in deepspeed_config: DeepSpeed offloads to nvme in stage 3 only",
+        ),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "zero_optimization.zero_hpz_partition_size in"),
         ({**ZERO2, "tensor_parallel": {"autotp_size": 2}}, "tensor_parallel in deepspeed_config: cannot be used"),
         ({**ZERO2, "sequence_parallel_size": 2}, "sequence_parallel_size in deepspeed_config: cannot be used"),
     ],

@@ -91,6 +91,9 @@ def _zero(zero: Mapping[str, object]) -> Iterator[Problem]:
         yield Problem(
             message="cannot be used: smalti's checkpoints have not been tried with it", where=where, fix="leave it out"
         )
+    if stage in (1, 2) and section(zero, "offload_optimizer").get("device") == "nvme":
+        message = f"DeepSpeed offloads to nvme in stage 3 only; in stage {stage} the state would stay in host memory"
+        yield Problem(message=message, where="zero_optimization.offload_optimizer.device", fix='"cpu", or stage 3')
     known = {key: value for key, value in zero.items() if key not in (*REMOVED_ZERO, "stage")}
     yield from _settings(known, ZERO, "zero_optimization")
     for name, kinds in (("offload_param", OFFLOAD_PARAM), ("offload_optimizer", OFFLOAD_OPTIMIZER)):
