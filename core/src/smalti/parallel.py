@@ -127,14 +127,17 @@ class Parallel(Ranks, Protocol):
         ...
 
     def masters(self, model: nn.Module) -> dict[str, Tensor]:
-        """This rank's share of the fp32 weights that train, by fully qualified name: the live tensors, in whatever shape they are.
+        """This rank's share of the fp32 weights that train, by fully qualified name: live, in whatever shape they are kept.
 
         An average follows these, and takes their place; `refresh` has to be told.
         """
         ...
 
     def portable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors in the shapes of `masters`, under its names, as a `PortableState` holds them: the same, or a copy. *Collective*."""
+        """Tensors in the shapes of `masters`, under its names, as a `PortableState` has them: the same, or copies.
+
+        *Collective*.
+        """
         ...
 
     def put_back(self, portable: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

@@ -59,10 +59,12 @@ class Engine(Group):
         return model
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        return cast(nn.Module, model.module) if hasattr(model, "module") else model
+        from deepspeed.runtime.engine import DeepSpeedEngine
+
+        return cast(nn.Module, model.module) if isinstance(model, DeepSpeedEngine) else model
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """DeepSpeed's engine, and the optimizer inside it: the configuration's, made for the groups of this one, or this one."""
+        """DeepSpeed's engine and the optimizer inside: the configuration's, made for the groups of this one, or this one."""
         import deepspeed
 
         from smalti_deepspeed.portable import Portable
@@ -129,11 +131,11 @@ class Engine(Group):
     def masters(self, model: nn.Module) -> dict[str, Tensor]:
         return self._portable.masters()
 
-    def portable(self, ranges: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self._portable.portable(ranges)
+    def portable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self._portable.portable(tensors)
 
-    def put_back(self, tensors: Mapping[str, Tensor], ranges: Mapping[str, Tensor]) -> None:
-        self._portable.put_back(tensors, ranges)
+    def put_back(self, portable: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+        self._portable.put_back(portable, tensors)
 
     def portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
         return self._portable.state()

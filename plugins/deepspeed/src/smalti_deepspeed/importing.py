@@ -15,9 +15,9 @@ from smalti.types import World
 
 
 def start_deepspeed(world: World, *, muon: bool) -> None:
-    """Import DeepSpeed and let it find the process group, which this rank has joined. `muon` says whether that optimizer is used.
+    """Import DeepSpeed and let it find the process group that this rank has joined.
 
-    Its log is kept down to warnings, like that of any library.
+    `muon` says whether that optimizer is used. The log is kept down to warnings, like that of any library.
     """
     kind = torch.device(world.device).type
     os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # also where nobody launched this process

@@ -1,4 +1,4 @@
-"""Giving a model for ZeRO 3 its first weights, tensor by tensor: no rank ever holds more than its parts and one whole tensor."""
+"""Giving a model for ZeRO 3 its first weights, tensor by tensor: a rank holds its parts and one whole tensor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def partition(model: nn.Module, weights: Weights, document: Mapping[str, object]
                 tensor = first_weight(weights, path + name, parameter)
                 made[parameter] = nn.Parameter(tensor.to(device, init.dtype), requires_grad=parameter.requires_grad)
                 init._convert_to_deepspeed_param(made[parameter])
-                made[parameter].partition()
+                made[parameter].partition()  # type: ignore[attr-defined]
             module._parameters[name] = made[parameter]
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:

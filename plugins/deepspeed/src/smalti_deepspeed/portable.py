@@ -41,8 +41,8 @@ class Portable:
     def portable(self, ranges: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return self._rows.portable(ranges)
 
-    def put_back(self, tensors: Mapping[str, Tensor], ranges: Mapping[str, Tensor]) -> None:
-        self._rows.put_back(tensors, ranges)
+    def put_back(self, portable: Mapping[str, Tensor], ranges: Mapping[str, Tensor]) -> None:
+        self._rows.put_back(portable, ranges)
 
     def state(self) -> PortableState:
         """Copies in host memory, but for buffers, which are the live ones. *Collective*."""

@@ -1,8 +1,8 @@
 """Tensors that are cut into ranges of their elements, and the way from one such cut to another.
 
-ZeRO lays parameters in a row and cuts that into equal parts, so a rank holds a range of the elements of a parameter, counted row by
+ZeRO lays parameters end to end and cuts that into equal parts: a rank holds a range of a parameter's elements, counted row by
 row, which may begin and end anywhere. Checkpoints and all other strategies hold whole rows: those are ranges too. Elements go
-straight from the rank that has them to the one that wants them; no rank ever has a whole tensor because of it.
+straight from the rank that has them to the one that wants them; no rank needs a whole tensor for it.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ def _exchange(parts: Mapping[str, Tensor], have: Sequence[Cut], want: Sequence[C
         flat = like.new_empty(sum(sizes))
         outgoing = torch.cat([piece for pieces in sent for piece in pieces])
         dist.all_to_all_single(flat, outgoing, sizes, [sum(piece.numel() for piece in pieces) for pieces in sent])
-    places = [place for pieces in received for place in pieces]
-    for place, piece in zip(places, flat.split([place.numel() for place in places]), strict=True):
-        place.copy_(piece)
+    position = 0
+    for place in (place for pieces in received for place in pieces):
+        place.copy_(flat[position : position + place.numel()])
+        position += place.numel()
     return found
 
 

@@ -38,12 +38,13 @@ class RowCut:
         found = exchange(ranges, self._held, self._rows, self._rank)
         return {name: self._as_rows(part.cpu(), self._shapes[name]) for name, part in found.items()}
 
-    def put_back(self, tensors: Mapping[str, Tensor], ranges: Mapping[str, Tensor]) -> None:
-        """Fill this rank's ranges, (n,), from tensors like those that `portable` gave. *Collective*."""
+    def put_back(self, portable: Mapping[str, Tensor], ranges: Mapping[str, Tensor]) -> None:
+        """Fill this rank's ranges, (n,), from tensors like those that `self.portable` gave. *Collective*."""
         parts = {}
         for name, into in ranges.items():
             start, stop = self._givers[self._rank][name]
-            local = tensors[name].to_local() if isinstance(tensors[name], DTensor) else tensors[name]
+            tensor = portable[name]
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             parts[name] = local.detach().reshape(-1)[: stop - start].to(into.device, into.dtype)
         for name, part in exchange(parts, self._givers, self._held, self._rank).items():
             ranges[name].copy_(part)

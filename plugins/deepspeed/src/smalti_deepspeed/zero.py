@@ -1,7 +1,7 @@
 """Where DeepSpeed's ZeRO keeps what it cut, and the few things that the loop needs of it beyond its own methods.
 
-All stages flatten the parameters that train, lay them in rows, and give each rank an equal part of every row: a *flat* tensor of
-fp32 masters, beside which the optimizer keeps its moments. Stages 1 and 2 cut rows through parameters wherever a part ends;
+All stages lay the parameters that train end to end, in a few groups, and give each rank an equal part of every group: a *flat*
+tensor of fp32 masters, beside which the optimizer keeps its moments. Stages 1 and 2 cut through parameters wherever a part ends;
 stage 3 cuts each parameter by itself, padded to a multiple of the ranks. What is frozen has no masters.
 
 Everything that is private to DeepSpeed is touched in this module alone; written for 0.19.
@@ -9,9 +9,9 @@ Everything that is private to DeepSpeed is touched in this module alone; written
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -98,7 +98,7 @@ class Stages1And2:
         for name, parameter in model.named_parameters():
             if id(parameter) not in groups:
                 continue
-            mapping = parameter._hp_mapping
+            mapping = parameter._hp_mapping  # type: ignore[attr-defined]
             found[name] = Place(
                 shape=parameter.shape,
                 start=mapping.lp_fragment_address.start if mapping else 0,
@@ -110,7 +110,7 @@ class Stages1And2:
 
     def norm(self) -> Tensor:
         self._zero._wait_for_offload_copies()
-        return self._zero.scaled_global_norm() / self._zero.loss_scale
+        return cast(Tensor, self._zero.scaled_global_norm() / self._zero.loss_scale)
 
     def step(self, norm: Tensor, limit: float) -> None:
         zero = self._zero
@@ -149,7 +149,7 @@ class Stage3:
     def places(self, model: nn.Module) -> dict[str, Place]:
         zero = self._zero
         found: dict[str, Place] = {}
-        for name, parameter in model.named_parameters():
+        for name, parameter in cast(Iterable[tuple[str, Any]], model.named_parameters()):
             if parameter.requires_grad:
                 flat, offset, size = zero.grad_position[zero.get_param_id(parameter)]
                 start = min(zero._get_param_partition_rank(parameter) * size, parameter.ds_numel)
@@ -158,7 +158,7 @@ class Stage3:
         return found
 
     def norm(self) -> Tensor:
-        return combine_grad_norm_groups(self._zero._get_norm_groups()) / self._zero.loss_scale
+        return cast(Tensor, combine_grad_norm_groups(self._zero._get_norm_groups()) / self._zero.loss_scale)
 
     def step(self, norm: Tensor, limit: float) -> None:
         zero = self._zero
