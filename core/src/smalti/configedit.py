@@ -21,6 +21,7 @@ from tomlkit.exceptions import TOMLKitError
 
 from smalti.acceleratefile import is_accelerate
 from smalti.configfile import parse_mapping, read_text
+from smalti.configtext import toml_item
 from smalti.errors import UserError
 from smalti.files import atomic_write
 from smalti.options import Option, Schema
@@ -128,9 +129,7 @@ def _edit_toml(text: str, section: str, key: str, value: Value) -> str | None:
     try:
         document = tomlkit.parse(text)
         place = cast("dict[str, object]", document[section]) if section else document
-        # JSON text reads best unescaped.
-        plain = isinstance(value, str) and '"' in value and not {"'", "\n", "\r"} & set(value)
-        place[key] = tomlkit.string(str(value), literal=True) if plain else value
+        place[key] = toml_item(value)
         changed = tomlkit.dumps(document)
         return changed.replace("\r\n", "\n").replace("\n", "\r\n") if "\r\n" in text else changed
     except TOMLKitError:

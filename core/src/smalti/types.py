@@ -152,8 +152,8 @@ class DistributedPlan:
     `parallel` is "module:callable", called on every rank as `callable(config)` once the process group may be made.
     `accelerate` is merged into the Accelerate YAML, where None takes a key out, `environment` into the workers' environment.
     `context` ranks work on the same samples, so that the effective batch counts groups of so many. `shards` says that a rank
-    holds parts of parameters, on which not every optimizer works. `fallback` marks the plan that is used only when no other
-    plugin claims the run.
+    holds parts of parameters, on which not every optimizer works. `settings` are what the backend itself will be told, as JSON has
+    it, for whoever looks at a launch. `fallback` marks the plan that is used only when no other plugin claims the run.
     """
 
     name: str
@@ -163,6 +163,7 @@ class DistributedPlan:
     environment: Mapping[str, str] = field(default_factory=dict)
     context: int = 1
     shards: bool = False
+    settings: Mapping[str, object] = field(default_factory=dict)
     fallback: bool = False
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from smalti import Block, CacheEntry, Config, DistributedPlan, OptimizerEntry, OptionGroup, Problem, hookimpl
+from smalti.settings import LaunchOptions
 from smalti_deepspeed.checks import problems
+from smalti_deepspeed.document import resolved
 from smalti_deepspeed.implications import implied
 from smalti_deepspeed.launchfile import fragment
 from smalti_deepspeed.optimizers import ENTRIES
@@ -57,6 +59,7 @@ class DeepSpeed:
             title="DeepSpeed",
             parallel="smalti_deepspeed.engine:Engine",
             accelerate=fragment(config),
+            settings=resolved(config, world_size=config[LaunchOptions].num_processes),
             shards=True,
         )
 
