@@ -22,6 +22,7 @@ from smalti.parallel import PortableState
 from smalti.settings import TrainingOptions
 from smalti_deepspeed.document import resolved, sized
 from smalti_deepspeed.importing import start_deepspeed, stop_deepspeed
+from smalti_deepspeed.offloadfolder import Claim, claim_together
 from smalti_deepspeed.parsing import section
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Engine(Group):
         start_deepspeed(self.world, muon=section(self._document, "optimizer").get("type") == "Muon")
         self._norm: Tensor | None = None
         self._limit = 0.0
+        self._claim: Claim | None = None
 
     def wrap(self, model: nn.Module, blocks: Sequence[Block], weights: Weights) -> nn.Module:
         """The model with weights; under ZeRO 3, this rank's part of them. *Collective*."""
@@ -49,7 +51,9 @@ class Engine(Group):
 
         trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
         largest = max(parameter.numel() for parameter in model.parameters())
+        whole = sum(parameter.numel() for parameter in model.parameters())
         self._document = sized(self._document, sum(trained), largest, world_size=self.world.size)
+        self._claim = claim_together(self._document, self, parameters=whole, trained=sum(trained))
         if _stage(self._document) == 3:
             model = partition(model, weights, self._document, self.world.device)
         else:
@@ -147,6 +151,8 @@ class Engine(Group):
 
     def close(self) -> None:
         stop_deepspeed()
+        if self._claim is not None:
+            self._claim.release()
         super().close()
 
 

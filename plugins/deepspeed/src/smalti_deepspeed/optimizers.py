@@ -49,7 +49,7 @@ def normalised(name: str) -> tuple[str, str]:
     for known in NAMES:
         if word == known.lower():
             return known, ""
-    return FALLBACK, f"has no optimizer {name!r} for DeepSpeed: {FALLBACK} takes its place"
+    return FALLBACK, f"names {name!r}, which DeepSpeed does not know: {FALLBACK} takes its place"
 
 
 def smalti_name(name: str) -> str:

@@ -6,10 +6,7 @@ from typing import TYPE_CHECKING
 
 from smalti import Block, CacheEntry, Config, DistributedPlan, OptimizerEntry, OptionGroup, Problem, hookimpl
 from smalti.settings import LaunchOptions
-from smalti_deepspeed.checks import problems
-from smalti_deepspeed.document import resolved
 from smalti_deepspeed.implications import implied
-from smalti_deepspeed.launchfile import fragment
 from smalti_deepspeed.optimizers import ENTRIES
 from smalti_deepspeed.options import DeepSpeedOptions, enabled
 from smalti_deepspeed.translation import translate
@@ -33,6 +30,8 @@ class DeepSpeed:
 
     @hookimpl
     def check_config(self, config: Config) -> list[Problem]:
+        from smalti_deepspeed.checks import problems
+
         return problems(config)
 
     @hookimpl
@@ -54,6 +53,9 @@ class DeepSpeed:
     def configure_distributed(self, config: Config) -> DistributedPlan | None:
         if not enabled(config):
             return None
+        from smalti_deepspeed.document import resolved
+        from smalti_deepspeed.launchfile import fragment
+
         return DistributedPlan(
             name="deepspeed",
             title="DeepSpeed",
