@@ -1,7 +1,7 @@
 """Where DeepSpeed's ZeRO keeps what it cut, and the few things that the loop needs of it beyond its own methods.
 
 All stages lay the parameters that train end to end, in a few groups, and give each rank an equal part of every group: a *flat*
-tensor of fp32 masters, beside which the optimizer keeps its moments. Stages 1 and 2 cut through parameters wherever a part ends;
+tensor of fp32 masters, beside which the optimizer keeps its moments. Stages 1 and 2 cut wherever a part ends, within parameters;
 stage 3 cuts each parameter by itself, padded to a multiple of the ranks. What is frozen has no masters.
 
 Everything that is private to DeepSpeed is touched in this module alone; written for 0.19.
