@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from ctypes.util import find_library
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -94,14 +95,18 @@ def _optimizer_without(config: Config) -> Iterator[Problem]:
 
 
 def _folders(config: Config) -> Iterator[Problem]:
-    """Folders that are there, or can be made in one that is; each rank's machine looks again when it starts."""
+    """Folders that are there, or can be made in one that is; each machine looks again when its ranks start."""
     document = resolved(config, world_size=1)
     for key in ("offload_param", "offload_optimizer"):
         offload = section(document, "zero_optimization", key)
         if offload.get("device") == "nvme" and is_open(offload.get("nvme_path")):
             where = f"zero_optimization.{key}.nvme_path in deepspeed_config"
             yield Problem(message="the folder on the NVMe drive is not given", where=where, fix="--offload_param_path=FOLDER")
-    for name in offload_folders(document):
+    folders = offload_folders(document)
+    if folders and find_library("aio") is None:
+        fix = "install libaio with its headers (libaio-dev, libaio-devel), or offload to cpu"
+        yield Problem(message="DeepSpeed swaps to a drive with libaio, which is not here", where="deepspeed_config", fix=fix)
+    for name in folders:
         folder = Path(name).expanduser()
         base = folder if folder.exists() else folder.parent
         fix = "name a folder on a drive of this machine, with --offload_param_path or as nvme_path"
