@@ -220,6 +220,16 @@ def test_an_optimizer_that_deepspeed_has_not_becomes_adamw_with_a_word(optimizer
     assert resolved(config, world_size=1)["optimizer"]["type"] == "AdamW"
 
 
+def test_settings_of_an_optimizer_that_is_replaced_go_but_for_those_that_every_one_has():
+    told = complete({**ZERO2, "optimizer": {"type": "prodigy", "params": {"lr": 1.0, "d_coef": 2}}})["optimizer"]["params"]
+    assert told == {"lr": 1.0, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+
+
+@pytest.mark.parametrize("key", ["optimizer", "scheduler"])
+def test_settings_without_a_type_are_refused(key):
+    assert refusals({**ZERO2, key: {"params": {"lr": 1.0}}}) == [f"{key} in deepspeed_config: has no type"]
+
+
 def test_an_optimizer_of_deepspeeds_alone_is_an_optimizer_of_smaltis():
     config = configure({**ZERO2, "optimizer": {"type": "lamb", "params": {"lr": 1.0, "max_coeff": 9}}})
     assert config.value("optimizer") == "deepspeed_lamb"

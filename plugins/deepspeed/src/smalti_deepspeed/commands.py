@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from smalti import ExitCode, UserError
+from smalti import ConfigError, ExitCode, UserError
 from smalti.commands.table import counted, print_table
 from smalti.files import atomic_write
 from smalti_deepspeed.builder import FIELDS, Field, build, choices_of
@@ -70,7 +70,10 @@ def _ask() -> dict[str, str]:
         if not each.applies(answers):
             continue
         question = f"{each.question} ({each.wanted})"
-        answers[each.name] = click.prompt(question, default=each.default, value_proc=_reader(each), err=True)
+        shown = bool(each.default)
+        answers[each.name] = click.prompt(
+            question, default=each.default, show_default=shown, value_proc=_reader(each), err=True
+        )
     return answers
 
 
@@ -107,7 +110,7 @@ def check_command(context: click.Context, file: Path, words: tuple[str, ...], as
     text = _read(file)
     verdict = judge(text, str(file))
     if words and not verdict.problems:
-        verdict = judge_in_run(file, words)
+        verdict = judge_in_run(text, words)
     if as_json:
         click.echo(json.dumps({"file": str(file), **verdict.as_json()}, indent=2))
     else:
@@ -178,9 +181,7 @@ def templates_save(name: str, file: Path, force: bool) -> None:
 
     text = _read(file)
     if problems := judge(text, str(file)).problems:
-        raise UserError(
-            f"{file}: {problems[0].where or 'it'}: {problems[0].message}".replace(": it:", ":"), fix=problems[0].fix
-        )
+        raise ConfigError(problems)
     document: Document = parse(text, str(file))
     saved = save_template(name, document, replace=force)
     click.echo(f"smalti: {saved.name}: {saved.summary}; kept as {saved.path}", err=True)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 from smalti import Config
 from smalti.settings import DataOptions, OptimizerOptions, RunOptions, TrainingOptions
-from smalti_deepspeed.implications import SCHEDULERS
+from smalti_deepspeed.implications import SCHEDULERS, named
 from smalti_deepspeed.keys import ACCELERATES, OTHERWISE, SHORT
-from smalti_deepspeed.optimizers import deepspeed_name, optimizer_settings
+from smalti_deepspeed.optimizers import deepspeed_name, normalised, optimizer_settings
 from smalti_deepspeed.options import DeepSpeedOptions
 from smalti_deepspeed.parsing import Document, is_open, read, section
 
@@ -125,7 +125,10 @@ def _optimizer(config: Config) -> dict[str, object] | None:
     options = config[OptimizerOptions]
     if (name := deepspeed_name(options.optimizer)) is None:
         return None
-    extra = {key: value for key, value in section(given(config), "optimizer", "params").items() if not is_open(value)}
+    asked = named(given(config).get("optimizer"))
+    replaced = asked is not None and normalised(asked)[1]  # its settings are not those of what takes its place
+    extra = {} if replaced else section(given(config), "optimizer", "params")
+    extra = {key: value for key, value in extra.items() if not is_open(value)}
     own: dict[str, object] = {
         "lr": options.learning_rate,
         "betas": [options.adam_beta1, options.adam_beta2],

@@ -69,7 +69,7 @@ class _Reader:
             self._refuse("fp16.enabled", "smalti does not train in fp16", '"bf16": {"enabled": true}, or --mixed_precision=no')
 
     def read_optimizer(self) -> None:
-        name = named(self.document.get("optimizer"))
+        name = self._type_of("optimizer", "AdamW")
         if name is None:
             return
         known, remark = normalised(name)
@@ -87,7 +87,7 @@ class _Reader:
             self._refuse("optimizer.params.betas", f"cannot be {betas!r}", "two numbers, such as [0.9, 0.999]")
 
     def read_scheduler(self) -> None:
-        name = named(self.document.get("scheduler"))
+        name = self._type_of("scheduler", "WarmupLR")
         if name is None:
             return
         known = {each.lower(): each for each in (*SCHEDULERS, *OTHER_SCHEDULERS)}
@@ -110,6 +110,14 @@ class _Reader:
                 self.notices.append((f"scheduler.params.{key}", "has no effect: the warm-up begins at zero"))
         if params.get("warmup_type") not in (None, "auto", "linear"):
             self.notices.append(("scheduler.params.warmup_type", "has no effect: the warm-up is linear"))
+
+    def _type_of(self, key: str, example: str) -> str | None:
+        """The name in an `optimizer` or `scheduler`. None if it is left open, or is missing where settings wait for it."""
+        value = self.document.get(key)
+        name = named(value)
+        if name is None and value:
+            self._refuse(key, "has no type", f'"type": "{example}"')
+        return name
 
     def read_inspection(self) -> None:
         self.notices += inspection.notices(self.document)

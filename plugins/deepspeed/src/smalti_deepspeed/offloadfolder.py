@@ -38,13 +38,15 @@ class Leftovers:
         return ", ".join(map(str, self.folders)) or "no folder: give --offload_param_path, or a configuration file"
 
     def paths(self) -> list[Path]:
-        """The directories that DeepSpeed made. Links and files of such names are somebody else's."""
+        """The directories that DeepSpeed made. Links and files of such names are somebody else's. Raises UserError."""
         found = []
-        for folder in self.folders:
-            if folder.is_dir():
+        for folder in filter(Path.is_dir, self.folders):
+            try:
                 with os.scandir(folder) as entries:
                     names = [each.name for each in entries if each.is_dir(follow_symlinks=False)]
-                found += [folder / name for name in sorted(names) if name.startswith(_OURS)]
+            except OSError as error:
+                raise UserError(f"cannot look into {folder}: {error.strerror}", fix="see whose folder it is") from error
+            found += [folder / name for name in sorted(names) if name.startswith(_OURS)]
         return found
 
     def entries(self) -> int:

@@ -49,7 +49,7 @@ def normalised(name: str) -> tuple[str, str]:
     for known in NAMES:
         if word == known.lower():
             return known, ""
-    return FALLBACK, f"names {name!r}, which DeepSpeed does not know: {FALLBACK} takes its place"
+    return FALLBACK, f"names {name!r}, which DeepSpeed does not know: {FALLBACK} takes its place, without settings of its own"
 
 
 def smalti_name(name: str) -> str:

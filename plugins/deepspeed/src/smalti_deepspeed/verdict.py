@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from smalti import Config, ConfigError, Problem, UserError
 from smalti.invocation import Invocation
@@ -48,14 +47,14 @@ def judge(text: str, name: str) -> Verdict:
     return Verdict(problems=problems, notices=notices, options=found.values)
 
 
-def judge_in_run(file: Path, words: Sequence[str]) -> Verdict:
-    """The configuration in a file, as that of the run that `words` describe, which are those of `smalti train`."""
-    invocation = Invocation.read([*words, f"--deepspeed_config={file}"])
+def judge_in_run(text: str, words: Sequence[str]) -> Verdict:
+    """A configuration that is sound by itself as that of the run that `words` describe, which are those of `smalti train`."""
+    invocation = Invocation.read([*words, f"--deepspeed_config={text}"])
     try:
         config: Config = invocation.config()
     except ConfigError as error:
         return Verdict(problems=error.problems)
-    found = implied({"deepspeed_config": file})
+    found = implied({"deepspeed_config": text})
     problems = tuple(problems_of(config))
     complete = None if problems else resolved(config, world_size=config[LaunchOptions].num_processes)
     return Verdict(problems=problems, notices=config.notices, options=found.values, complete=complete)
