@@ -193,11 +193,10 @@ def templates_save(name: str, file: Path, force: bool) -> None:
 @_JSON
 def templates_apply(name: str, file: Path, as_json: bool) -> None:
     """Make the template NAME the deepspeed_config of the configuration FILE, of which all else stays as it is."""
-    from smalti.config import schema_of
-    from smalti.plugins import load_plugins
+    from smalti.invocation import Invocation
     from smalti_deepspeed.templates import apply_template
 
-    edit = apply_template(name, file.expanduser(), schema_of(load_plugins(strict=False)))
+    edit = apply_template(name, file.expanduser(), Invocation.read(()).schema)
     if as_json:
         shown = {"file": str(edit.path), "key": edit.key, "old": edit.old, "new": edit.new, "written": edit.written}
         click.echo(json.dumps(shown, indent=2))

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from smalti.types import World
+from smalti import World
 
 
 def start_deepspeed(world: World, *, muon: bool) -> None:

@@ -9,8 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from smalti import CheckpointError
 from smalti.checkpoint.portable import model_tensors, optimizer_settings
-from smalti.errors import CheckpointError
 from smalti.parallel import PortableState, Ranks
 from smalti_deepspeed.rowcut import RowCut
 from smalti_deepspeed.zero import Zero, make_moments, moments
