@@ -49,11 +49,11 @@ class Engine(Group):
         """The model with weights; under ZeRO 3, this rank's part of them. *Collective*."""
         from smalti_deepspeed.partition import partition
 
-        trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
-        largest = max(parameter.numel() for parameter in model.parameters())
-        whole = sum(parameter.numel() for parameter in model.parameters())
-        self._document = sized(self._document, sum(trained), largest, world_size=self.world.size)
-        self._claim = claim_together(self._document, self, parameters=whole, trained=sum(trained))
+        sizes = [parameter.numel() for parameter in model.parameters()]
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        even, largest = trained + trained % 2, max(sizes) + max(sizes) % 2  # as DeepSpeed wants its buckets
+        self._document = sized(self._document, even, largest, world_size=self.world.size)
+        self._claim = claim_together(self._document, self, parameters=sum(sizes), trained=trained)
         if _stage(self._document) == 3:
             model = partition(model, weights, self._document, self.world.device)
         else:
@@ -72,7 +72,7 @@ class Engine(Group):
         import deepspeed
 
         from smalti_deepspeed.portable import Portable
-        from smalti_deepspeed.zero import zero_of
+        from smalti_deepspeed.zero import correct_bias_exactly, zero_of
 
         groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups]
         engine, _, _, _ = deepspeed.initialize(
@@ -86,6 +86,7 @@ class Engine(Group):
             model.forward = torch.autocast(torch.device(self.world.device).type, dtype=torch.bfloat16)(model.forward)
         self._engine: DeepSpeedEngine = engine
         self._zero: Zero = zero_of(engine)
+        correct_bias_exactly(engine.basic_optimizer)
         self._portable: Portable = Portable(model, engine.basic_optimizer, self._zero, self)
         self._fill_masters()
         return engine, engine.basic_optimizer

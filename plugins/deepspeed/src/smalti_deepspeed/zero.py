@@ -1,7 +1,7 @@
 """Where DeepSpeed's ZeRO keeps what it cut, and the few things that the loop needs of it beyond its own methods.
 
 All stages lay the parameters that train end to end, in a few groups, and give each rank an equal part of every group: a *flat*
-tensor of fp32 masters, beside which the optimizer keeps its moments. Stages 1 and 2 cut wherever a part ends, within parameters;
+tensor of fp32 masters, beside which the optimizer keeps its moments. Stages 1 and 2 cut wherever a part ends;
 stage 3 cuts each parameter by itself, padded to a multiple of the ranks. What is frozen has no masters.
 
 Everything that is private to DeepSpeed is touched in this module alone; written for 0.19.
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -184,6 +185,23 @@ class Stage3:
             zero._reassign_or_swap_out_partitioned_parameters(number)
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+def correct_bias_exactly(optimizer: torch.optim.Optimizer) -> None:
+    """Make DeepSpeed's Adam for CPUs, if this is it, compute the same whether or not the run was resumed in between.
+
+    It multiplies its bias correction up from step to step, but takes a power when its count has jumped, which rounds otherwise.
+    With a count that begins anew before every step it always takes the power.
+    """
+    if not isinstance(optimizer, DeepSpeedCPUAdam):
+        return
+    values = optimizer.defaults
+
+    def begin_anew(*_: object) -> None:
+        settings = (values["lr"], *values["betas"], values["eps"], values["weight_decay"], optimizer.adam_w_mode)
+        optimizer.ds_opt_adam.create_adam(optimizer.opt_id, *settings, False)
+
+    optimizer.register_step_pre_hook(begin_anew)
 
 
 def moments(
