@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from smalti.checkpoint.agreement import RankError, together
@@ -382,7 +382,7 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
         adapter=adapter,
         blocks=blocks,
         optimizer=optimizer,
-        ema=build_ema(config, parallel.masters(model)),
+        ema=build_ema(config, parallel, model),
         loss=denoising_loss(config, family, parallel.world.device),
         data=data,
         state=RunState(max_steps=total_steps(config, data)),
@@ -407,8 +407,8 @@ def build_optimizer(
     return optimizer
 
 
-def build_ema(config: Config, masters: Mapping[str, Tensor]) -> Ema | None:
+def build_ema(config: Config, parallel: Parallel, model: nn.Module) -> Ema | None:
     options = config[TrainingOptions]
     if not options.use_ema:
         return None
-    return Ema(masters, options.ema_decay, "cpu" if options.ema_device == "cpu" else None)
+    return Ema(parallel.masters(model), options.ema_decay, "cpu" if options.ema_device == "cpu" else None)

@@ -88,20 +88,11 @@ class Engine(Group):
         self._zero: Zero = zero_of(engine)
         correct_bias_exactly(engine.basic_optimizer)
         self._portable: Portable = Portable(model, engine.basic_optimizer, self._zero, self)
-        self._fill_masters()
+        if self._bf16 and self._weights is not None:
+            with torch.no_grad():
+                self._portable.fill(self._weights)  # DeepSpeed has made the masters from 16-bit weights
+        self._weights = None
         return engine, engine.basic_optimizer
-
-    @torch.no_grad()
-    def _fill_masters(self) -> None:
-        """Give the fp32 masters their first weights in full precision; DeepSpeed has made them from 16-bit ones."""
-        weights, self._weights = cast(Weights, self._weights), None
-        if not self._bf16:
-            return
-        places = self._zero.places(self._engine.module)
-        for name, master in self._portable.masters().items():
-            if master.numel():
-                start = places[name].start
-                master.copy_(weights.get(name).reshape(-1)[start : start + master.numel()])
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:

@@ -9,7 +9,8 @@ Everything that is private to DeepSpeed is touched in this module alone; written
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -43,10 +44,19 @@ class Place:
 
 
 class Zero(Protocol):
-    """One rank's part of a ZeRO optimizer. All methods but the first two are *collective*."""
+    """One rank's part of a ZeRO optimizer. From `norm` on, methods are *collective*."""
+
+    @property
+    def on_drive(self) -> bool:
+        """Whether masters and moments lie on a drive between steps, and are in memory only where they are `present`."""
+        ...
 
     def flats(self) -> list[Tensor]:
         """The fp32 masters, live, each (n,)."""
+        ...
+
+    def present(self, flat: int, *, changed: bool = False) -> AbstractContextManager[None]:
+        """Around what uses a flat tensor and its moments, which may lie on a drive; `changed` ones go back there."""
         ...
 
     def places(self, model: nn.Module) -> dict[str, Place]:
@@ -86,12 +96,17 @@ def zero_of(engine: DeepSpeedEngine) -> Zero:
 class Stages1And2:
     """Every rank computes with whole parameters; stage 2 keeps only its part of the gradients."""
 
+    on_drive = False
+
     def __init__(self, engine: DeepSpeedEngine, zero: DeepSpeedZeroOptimizer) -> None:
         self._engine = engine
         self._zero = zero
 
     def flats(self) -> list[Tensor]:
         return list(self._zero.single_partition_of_fp32_groups)
+
+    def present(self, flat: int, *, changed: bool = False) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def places(self, model: nn.Module) -> dict[str, Place]:
         groups = {id(parameter): number for number, group in enumerate(self._zero.bit16_groups) for parameter in group}
@@ -147,6 +162,22 @@ class Stage3:
     def flats(self) -> list[Tensor]:
         return list(self._zero.fp32_partitioned_groups_flat)
 
+    @property
+    def on_drive(self) -> bool:
+        return any(self._zero._swappable_optimizer_subgroup(number) for number in range(len(self._zero.fp16_groups)))
+
+    @contextmanager
+    def present(self, flat: int, *, changed: bool = False) -> Iterator[None]:
+        zero = self._zero
+        swaps = zero._swappable_optimizer_subgroup(flat)
+        if swaps:
+            zero._optimizer_states_and_gradient_swap_in(flat)
+        yield
+        if swaps and changed:
+            zero._optimizer_states_and_gradient_swap_out(flat)
+        elif swaps:
+            zero._release_swap_buffers(flat)
+
     def places(self, model: nn.Module) -> dict[str, Place]:
         zero = self._zero
         found: dict[str, Place] = {}
@@ -182,7 +213,8 @@ class Stage3:
         zero = self._zero
         zero._partition_all_parameters()
         for number in range(len(zero.fp16_groups)):
-            zero._reassign_or_swap_out_partitioned_parameters(number)
+            with self.present(number):
+                zero._reassign_or_swap_out_partitioned_parameters(number)
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
@@ -219,23 +251,20 @@ def moments(
     return found
 
 
-def make_moments(
-    optimizer: torch.optim.Optimizer, flats: Sequence[Tensor], counts: Sequence[Mapping[str, float]], keys: Sequence[str]
-) -> None:
-    """Give the optimizer, which may never have made a step, state to be filled: the moments `keys`, and these numbers per flat.
+def make_moments(optimizer: torch.optim.Optimizer, flat: Tensor, counts: Mapping[str, float], keys: Sequence[str]) -> None:
+    """Give the optimizer state to be filled for one flat tensor, also before its first step: moments `keys`, numbers `counts`.
 
     Without any of both it forgets its state.
     """
-    for flat, numbers in zip(flats, counts, strict=True):
-        kept = optimizer.state.pop(flat, {})
-        if not keys and not numbers:
-            continue
-        state = optimizer.state[flat]
-        for key in keys:
-            value = kept.get(key)
-            fits = isinstance(value, Tensor) and value.shape == flat.shape
-            state[key] = value if fits else torch.zeros_like(flat, dtype=torch.float32, requires_grad=False)
-        for key, number in numbers.items():
-            # torch's own optimizers count in a tensor, DeepSpeed's in a number.
-            own = type(optimizer).__module__.startswith("torch.")
-            state[key] = torch.tensor(number, dtype=torch.float32) if own else int(number)
+    kept = optimizer.state.pop(flat, {})
+    if not keys and not counts:
+        return
+    state = optimizer.state[flat]
+    for key in keys:
+        value = kept.get(key)
+        fits = isinstance(value, Tensor) and value.shape == flat.shape
+        state[key] = value if fits else torch.zeros_like(flat, dtype=torch.float32, requires_grad=False)
+    for key, number in counts.items():
+        # torch's own optimizers count in a tensor, DeepSpeed's in a number.
+        own = type(optimizer).__module__.startswith("torch.")
+        state[key] = torch.tensor(number, dtype=torch.float32) if own else int(number)
