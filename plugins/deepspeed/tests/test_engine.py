@@ -1,13 +1,18 @@
 """ZeRO trains what replicas train, whatever is cut and wherever it lies; and keeps no more than its part of it."""
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from smalti.checkpoint.conversion import convert
 from smalti.ema import Ema
 from smalti.testing import TinyFamily, two_processes
 from smalti.testing.strategies import run_check
 from smalti.testing.strategy_subject import open_strategy
+from smalti_deepspeed.formats import FORMATS
 
 STEPS = 20
 ALL_CUT = {"stage3_param_persistence_threshold": 0}
@@ -135,3 +140,33 @@ def train_partly(flags: tuple[str, ...]) -> set[str]:
 def test_frozen_parameters_take_part_and_are_not_in_checkpoints(ranks, kind):
     names = {name for name, _ in TinyFamily().build_model().named_parameters()}
     assert ranks.run(train_partly, KINDS[kind])[0] == {name for name in names if not name.startswith(FROZEN)}
+
+
+# --- checkpoints of DeepSpeed's own ---------------------------------------------------------------------------------
+
+
+def save_as_deepspeed(flags: tuple[str, ...], folder: Path) -> bool:
+    """DeepSpeed saves, and beside it what it should be; whether DeepSpeed's own tool reads the same weights."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    subject = open_strategy("deepspeed", flags, 2, FROZEN)
+    subject.step(60)
+    subject.model.save_checkpoint(folder / "theirs")
+    expected = subject.whole()
+    if subject.parallel.world.rank:
+        return True
+    save_file(expected, folder / "expected.safetensors")
+    read = get_fp32_state_dict_from_zero_checkpoint(str(folder / "theirs"))
+    return all(torch.equal(read[name], expected[name]) for name in expected.keys() & read.keys())
+
+
+@pytest.mark.parametrize("kind", ["1", "2", "3 offloaded"])
+def test_checkpoints_that_deepspeed_wrote_are_converted_bit_for_bit(ranks, tmp_path, kind):
+    assert ranks.run(save_as_deepspeed, KINDS[kind], tmp_path) == [True, True]
+    convert(tmp_path / "theirs", tmp_path / "ours", FORMATS)
+    expected, found = load_file(tmp_path / "expected.safetensors"), {}
+    for group in ("model", "optimizer"):
+        for path in (tmp_path / "ours" / group).glob("*.safetensors"):
+            found |= load_file(path)
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert {name for name in found.keys() - expected.keys() if not name.startswith(FROZEN)} == set()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from smalti import Block, Config
+from smalti import Block, Config, UserError
 from smalti.group import Group
 from smalti.models.compilation import compile_blocks
 from smalti.models.family import Weights
@@ -86,6 +86,11 @@ class Engine(Group):
             model.forward = torch.autocast(torch.device(self.world.device).type, dtype=torch.bfloat16)(model.forward)
         self._engine: DeepSpeedEngine = engine
         self._zero: Zero = zero_of(engine)
+        if self._zero.on_drive and self.world.device == "cpu":
+            fix = '"offload_optimizer": {"device": "cpu"}, which is where it lies already'
+            raise UserError(
+                "DeepSpeed 0.19 makes wrong steps where it swaps an optimizer's state on ranks without an accelerator", fix=fix
+            )
         correct_bias_exactly(engine.basic_optimizer)
         self._portable: Portable = Portable(model, engine.basic_optimizer, self._zero, self)
         if self._bf16 and self._weights is not None:

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from smalti import Block, CacheEntry, Config, DistributedPlan, OptimizerEntry, OptionGroup, Problem, hookimpl
+from smalti import (
+    Block,
+    CacheEntry,
+    CheckpointFormat,
+    Config,
+    DistributedPlan,
+    OptimizerEntry,
+    OptionGroup,
+    Problem,
+    hookimpl,
+)
 from smalti.settings import LaunchOptions
+from smalti_deepspeed.formats import FORMATS
 from smalti_deepspeed.implications import implied
 from smalti_deepspeed.optimizers import ENTRIES
 from smalti_deepspeed.options import DeepSpeedOptions, enabled
@@ -70,6 +81,10 @@ class DeepSpeed:
         from smalti_deepspeed.engine import Engine
 
         return parallel.wrap(model, blocks, weights) if isinstance(parallel, Engine) else None
+
+    @hookimpl
+    def register_checkpoint_formats(self) -> list[CheckpointFormat]:
+        return list(FORMATS)
 
 
 plugin = DeepSpeed()
