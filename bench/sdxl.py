@@ -1,6 +1,6 @@
 """A training step of a small SDXL under smalti, everything included, against the usual script.
 
-The script is written here after the shape of diffusers' example for SDXL: Accelerate around U-Net, optimizer and schedule, latents
+The script has the shape of diffusers' example for SDXL: Accelerate around U-Net, optimizer and schedule, latents
 and text embeddings made before training, noise by the pipeline's own scheduler. Both train the same U-Net on the same pictures
 with the same batch, precision, optimizer and clipping. Five steps of one, then five of the other, in one process.
 """

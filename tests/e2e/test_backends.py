@@ -1,6 +1,7 @@
 """A checkpoint of any strategy on any number of ranks is read by any other, bit for bit."""
 
 import hashlib
+import json
 from contextlib import ExitStack
 from itertools import permutations
 from pathlib import Path
@@ -16,6 +17,19 @@ SHARDED = ("--fsdp_enable", "--optimizer=adamw")
 FROM_FIRST = (*SHARDED, "--fsdp_cpu_ram_efficient_loading")
 HALVES = (*SHARDED, "--fsdp_shard_size=2")
 VERSION1 = (*SHARDED, "--fsdp_version=1")
+
+
+def zero(stage: int, *offloaded: str) -> tuple[str, ...]:
+    """With all parameters cut, and torch's Adam, which DeepSpeed need not compile, for what lies in host memory."""
+    offload = {f"offload_{each}": {"device": "cpu"} for each in offloaded}
+    optimizer = {"type": "AdamW", "params": {"torch_adam": True}}
+    document = {
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **offload},
+        "optimizer": optimizer,
+    }
+    return (f"--deepspeed_config={json.dumps(document)}",)
+
+
 KINDS = {
     "single": ("ddp", (), 1),
     "ddp-2": ("ddp", (), 2),
@@ -26,6 +40,11 @@ KINDS = {
     "fsdp-4": ("fsdp2", SHARDED, 4),
     "fsdp-2x2": ("fsdp2", HALVES, 4),
     "fsdp1-2": ("fsdp2", VERSION1, 2),
+    "zero1-3": ("deepspeed", zero(1), 3),
+    "zero2-1": ("deepspeed", zero(2), 1),
+    "zero2-2-offloaded": ("deepspeed", zero(2, "optimizer"), 2),
+    "zero3-2-offloaded": ("deepspeed", zero(3, "optimizer", "param"), 2),
+    "zero3-3": ("deepspeed", zero(3), 3),
 }
 """Plugin, flags and ranks. Hardly a size of the model divides by 2, 3 or 4."""
 AVERAGED = [kind for kind in KINDS if not kind.startswith("fsdp1")]
@@ -35,11 +54,12 @@ Digests = tuple[str, str]
 
 
 def opened(kind: str):
-    """The strategy on this rank with an average beside it, and its state as a snapshot."""
+    """The strategy on this rank, an average beside it, and its state as a snapshot."""
     subject = open_strategy(*KINDS[kind])
-    ema = Ema(dict(subject.parallel.unwrap(subject.model).named_parameters()), 0.5) if kind in AVERAGED else None
-    state = subject.state()
-    return subject, Snapshot(step=1, state=state, ema=ema.shadows if ema else None, trainer={"step": 1})
+    parallel = subject.parallel
+    ema = Ema(parallel.masters(subject.model), 0.5) if kind in AVERAGED else None
+    average = parallel.portable(ema.shadows) if ema else None
+    return subject, ema, Snapshot(step=1, state=subject.state(), ema=average, trainer={"step": 1})
 
 
 def digests_of(snapshot: Snapshot) -> Digests:
@@ -57,10 +77,10 @@ def digest(tensors: dict) -> str:
 
 def save_one(kind: str, folder: Path) -> Digests:
     """Train a little, in a way that no other kind does, and save; the digests of what was saved."""
-    subject, _ = opened(kind)
+    subject, _, _ = opened(kind)
     for number in range(3):
         subject.step(100 * list(KINDS).index(kind) + number)
-    _, snapshot = opened(kind)
+    _, _, snapshot = opened(kind)
     where, parallel = folder / kind, subject.parallel
     subject.backend.save_checkpoint(state=snapshot, target=where, parallel=parallel, config=subject.config)
     return digests_of(snapshot)
@@ -70,11 +90,14 @@ def load_all(kind: str, folder: Path) -> dict[str, Digests]:
     """Load what every other kind has saved; the digests of what model, optimizer and average hold then."""
     found = {}
     for other in KINDS:
-        subject, snapshot = opened(kind)
+        subject, ema, snapshot = opened(kind)
+        parallel = subject.parallel
         [path] = (folder / other).glob("step-*")
-        subject.backend.load_checkpoint(source=path, state=snapshot, parallel=subject.parallel)
-        subject.parallel.load_portable_state(subject.model, subject.optimizer, snapshot.state)
-        loaded = Snapshot(step=1, state=subject.state(), ema=snapshot.ema)
+        subject.backend.load_checkpoint(source=path, state=snapshot, parallel=parallel)
+        parallel.load_portable_state(subject.model, subject.optimizer, snapshot.state)
+        if ema is not None:
+            parallel.put_back(snapshot.ema, ema.shadows)
+        loaded = Snapshot(step=1, state=subject.state(), ema=parallel.portable(ema.shadows) if ema else None)
         found[other] = digests_of(loaded)
     return found
 

@@ -74,10 +74,9 @@ def test_a_mistyped_command_gets_the_nearest_one(run):
     assert run("trian")[::2] == (2, "smalti: error: unknown command 'trian'\n  fix: did you mean train?\n")
 
 
-@pytest.mark.parametrize(("command", "package"), [("ui", "smalti-webui"), ("deepspeed", "smalti-deepspeed")])
-def test_a_command_of_a_package_that_is_not_installed_names_it(run, command, package):
-    code, _, errors = run(command)
-    assert (code, f"pip install {package}" in errors) == (4, True)
+def test_a_command_of_a_package_that_is_not_installed_names_it(run):
+    code, _, errors = run("ui")
+    assert (code, "pip install smalti-webui" in errors) == (4, True)
 
 
 def test_a_command_of_a_plugin_that_is_left_out_names_its_package(run, monkeypatch):

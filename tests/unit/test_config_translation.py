@@ -32,6 +32,24 @@ def translate(values) -> Translation:
 SCHEMA = Schema((*GROUPS, OptionGroup(name="glaze", title="Glaze", options=Glaze, translate=translate)))
 
 
+class Kiln(Options):
+    kiln_program: str | None = option(None, help="Program.")
+
+
+def implies(given) -> Translation:
+    heat, _, coats = str(given.get("kiln_program", "")).partition(";")
+    problems = [Problem(message="too hot", where="heat", fix="1000")] if heat == "2000" else []
+    notices = [("heat", "is low")] if heat == "10" else []
+    return Translation(values={"glaze_coats": ("coats", int(coats))} if coats else {}, notices=notices, problems=problems)
+
+
+FIRED = Schema((*SCHEMA.groups, OptionGroup(name="kiln", title="Kiln", options=Kiln, implies=implies)))
+
+
+def fire(*flags: str):
+    return resolve(FIRED, ("--accelerate_config=none", *flags), environment={})
+
+
 @pytest.fixture
 def read(write):
     def give(section: str, *flags: str, kind: str = "MULTI_GPU"):
@@ -99,3 +117,25 @@ def test_what_no_option_can_say_is_told_apart_from_what_says_nothing():
     }
     assert uncovered(values, SCHEMA) == {"gpu_ids": "1,2", "debug": True}
     assert uncovered({**values, "num_machines": 2}, SCHEMA)["same_network"] is False
+
+
+# --- values that lie in those of other options ----------------------------------------------------------------------
+
+
+def test_a_value_that_lies_in_that_of_another_option_counts_where_nothing_else_gives_one():
+    config = fire("--kiln_program=10;3")
+    assert (config[Glaze].glaze_coats, config.source("glaze_coats")) == (3, "Kiln (coats in kiln_program)")
+    assert config.notices == ("heat in kiln_program is low",)
+
+
+def test_a_value_that_is_given_elsewhere_too_must_be_the_same():
+    assert fire("--kiln_program=900;3", "--glaze_coats=3").source("glaze_coats") == "flag (--glaze_coats)"
+    with pytest.raises(ConfigError, match="--glaze_coats: glaze_coats is '2', and coats in kiln_program says 3"):
+        fire("--kiln_program=900;3", "--glaze_coats=2")
+
+
+def test_what_is_implied_is_validated_and_complained_about_like_what_is_given():
+    with pytest.raises(ConfigError, match="glaze_coats cannot be 0"):
+        fire("--kiln_program=900;0")
+    with pytest.raises(ConfigError, match="too hot"):
+        fire("--kiln_program=2000")

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from smalti.ema import Ema
+from smalti.group import Group
 
 
 def test_the_average_follows_the_formula_with_its_warm_up():
@@ -56,4 +57,4 @@ def test_the_weights_come_back_after_an_error_too():
 def test_frozen_parameters_have_no_average():
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
-    assert list(Ema(dict(model.named_parameters()), 0.5).shadows) == ["weight"]
+    assert list(Ema(Group.__new__(Group).masters(model), 0.5).shadows) == ["weight"]

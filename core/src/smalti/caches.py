@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
+from smalti.config import Config, resolve, schema_of
 from smalti.errors import MissingPlugin, UserError
 from smalti.files import parse_json, remove_file, write_json_atomically
 from smalti.packages import package_of_cache
@@ -56,23 +57,23 @@ class CacheReport:
 # --- the caches of all plugins --------------------------------------------------------------------------------------
 
 
-def list_caches(plugins: Plugins) -> list[CacheReport]:
-    """Every cache with its size, sorted by name."""
+def list_caches(plugins: Plugins, config: Config | None = None) -> list[CacheReport]:
+    """Every cache with its size, sorted by name. `config` says where those are that a configuration puts somewhere."""
     reports = []
     for entry in plugins.gather("register_caches", CacheEntry):
-        cache = _open(entry)
+        cache = _open(entry, plugins, config)
         reports.append(
             CacheReport(name=entry.name, title=entry.title, place=cache.place, entries=cache.entries(), bytes=cache.size())
         )
     return reports
 
 
-def find_cache(plugins: Plugins, name: str) -> Cache:
+def find_cache(plugins: Plugins, name: str, config: Config | None = None) -> Cache:
     """The cache of this name, in any spelling. Raises UserError with the names that there are."""
     entries = {entry.name: entry for entry in plugins.gather("register_caches", CacheEntry)}
     spelled = {_fold(each): each for each in entries}
     if _fold(name) in spelled:
-        return _open(entries[spelled[_fold(name)]])
+        return _open(entries[spelled[_fold(name)]], plugins, config)
     if package := package_of_cache(_fold(name)):
         raise MissingPlugin(f"the cache {name!r} belongs to a plugin that is not installed", fix=f"pip install {package}")
     near = get_close_matches(_fold(name), entries, n=3)
@@ -80,14 +81,17 @@ def find_cache(plugins: Plugins, name: str) -> Cache:
     raise UserError(f"unknown cache {name!r}", fix=f"{hint}caches: {', '.join(entries) or 'none'}")
 
 
-def clear_cache(plugins: Plugins, name: str) -> Cleared:
+def clear_cache(plugins: Plugins, name: str, config: Config | None = None) -> Cleared:
     """Clear the cache of this name. Raises UserError for a name that no plugin has."""
-    return find_cache(plugins, name).clear()
+    return find_cache(plugins, name, config).clear()
 
 
-def _open(entry: CacheEntry) -> Cache:
+def _open(entry: CacheEntry, plugins: Plugins, config: Config | None) -> Cache:
     module, _, attribute = entry.factory.partition(":")
-    return cast(Cache, getattr(import_module(module), attribute)())
+    factory = getattr(import_module(module), attribute)
+    if not entry.configured:
+        return cast(Cache, factory())
+    return cast(Cache, factory(config if config is not None else resolve(schema_of(plugins), ("--accelerate_config=none",))))
 
 
 def _fold(name: str) -> str:

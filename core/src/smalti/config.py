@@ -194,6 +194,7 @@ def resolve(
         notices += acceleratefile.notices_of(accelerate, schema, path)
         layers["Accelerate YAML"] = acceleratefile.options_in(accelerate, schema, path)
     chosen = _merge(layers, schema, notices)
+    _imply(schema, chosen, notices, problems)
     groups = _validate(schema, {name: given for name, (_, given) in chosen.items()}, problems)
     problems += _at_odds(schema, groups, problems)
     if problems:
@@ -331,6 +332,25 @@ def _merge(layers: Mapping[str, Layer], schema: Schema, notices: list[str]) -> d
                 values = ("", "") if option.secret else (f"{winner.value!r} from ", f"{given.value!r} from ")
                 notices.append(f"{name}: {values[0]}{winner.place} wins over {values[1]}{given.place}")
     return chosen
+
+
+def _imply(schema: Schema, chosen: dict[str, tuple[str, Given]], notices: list[str], problems: list[Problem]) -> None:
+    """Add the values that lie in those of other options. What is given elsewhere must agree with them."""
+    for group in schema.groups:
+        mine = [name for name in group.options.model_fields if name in chosen]
+        if group.implies is None or not mine:
+            continue
+        found = group.implies({name: chosen[name][1].value for name in mine})
+        problems += found.problems
+        notices += [f"{key} in {mine[0]} {remark}" for key, remark in found.notices]
+        for name, (key, value) in found.values.items():
+            inner = Given(value=value, spelling=name, place=f"{key} in {mine[0]}")
+            _, given = chosen.setdefault(name, (group.title, inner))
+            if given is not inner and not _same(schema.options[name], given.value, value):
+                message = f"{name} is {given.value!r}, and {inner.place} says {value!r}"
+                problems.append(
+                    Problem(message=message, where=given.place, fix="say the same in both, or leave one of them out")
+                )
 
 
 def _at_odds(schema: Schema, groups: Mapping[type[Options], Options], problems: Sequence[Problem]) -> Iterator[Problem]:

@@ -21,11 +21,12 @@ from tomlkit.exceptions import TOMLKitError
 
 from smalti.acceleratefile import is_accelerate
 from smalti.configfile import parse_mapping, read_text
+from smalti.configtext import toml_item
 from smalti.errors import UserError
 from smalti.files import atomic_write
 from smalti.options import Option, Schema
 
-Value = str | int | float | bool | list[str]
+Value = str | int | float | bool | list[str] | dict[str, object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,8 @@ def set_option(path: Path, schema: Schema, name: str, value: Value) -> Edit:
     """Give an option a value in a TOML, JSON or YAML file; comments, order and spelling of everything else stay.
 
     The file is replaced atomically, and not touched when it says so already. A list is written as the file has it, as an array
-    or as words with commas between. Raises UserError when the file cannot be read, or not be changed in this way.
+    or as words with commas between; a table as such in JSON, and as JSON text elsewhere. Raises UserError when the file cannot
+    be read, or not be changed in this way.
     """
     option, path = schema.options[name], path.resolve()
     text = read_text(path)
@@ -86,7 +88,9 @@ def _place_of(content: Mapping[str, object], schema: Schema, option: Option, pat
 
 
 def _like(old: object, value: Value, path: Path) -> Value:
-    """A list in the form in which the file has it."""
+    """A list in the form in which the file has it, a table in one that it can have."""
+    if isinstance(value, dict):
+        return value if path.suffix.lower() == ".json" else json.dumps(value)
     if not isinstance(value, list):
         return value
     if isinstance(old, list) or (old is None and path.suffix.lower() == ".toml"):
@@ -125,7 +129,7 @@ def _edit_toml(text: str, section: str, key: str, value: Value) -> str | None:
     try:
         document = tomlkit.parse(text)
         place = cast("dict[str, object]", document[section]) if section else document
-        place[key] = value
+        place[key] = toml_item(value)
         changed = tomlkit.dumps(document)
         return changed.replace("\r\n", "\n").replace("\n", "\r\n") if "\r\n" in text else changed
     except TOMLKitError:

@@ -6,6 +6,7 @@ from collections.abc import Collection, MutableMapping
 from typing import cast
 
 import tomlkit
+from tomlkit.items import Item
 
 from smalti.config import Config
 
@@ -27,7 +28,7 @@ def as_toml(config: Config, *, complete: bool = False, names: Collection[str] | 
             continue
         document.add(tomlkit.comment(group.title))
         for name in names:
-            item = tomlkit.item(values[name])
+            item = toml_item(values[name])
             if (source := config.source(name)) != "default":
                 item.comment(" ".join(source.split()))
             document.add(name, item)
@@ -38,6 +39,13 @@ def as_toml(config: Config, *, complete: bool = False, names: Collection[str] | 
             array.append(tomlkit.item(row))
         document.add(name, array)
     return tomlkit.dumps(document)
+
+
+def toml_item(value: object) -> Item:
+    """A value as TOML has it; JSON text unescaped, so that people can read it."""
+    if isinstance(value, str) and '"' in value and not {"'", "\n", "\r"} & set(value):
+        return tomlkit.string(value, literal=True)
+    return tomlkit.item(value)
 
 
 def put_into(text: str, config: Config, names: Collection[str]) -> str:
@@ -56,7 +64,7 @@ def put_into(text: str, config: Config, names: Collection[str]) -> str:
         places = [(table, key) for table in (top, *tables.values()) for key in table if config.schema.find(key) is option]
         for table, key in places or [(tables.get(option.group.name, top), name)]:
             if value is not None:
-                table[key] = tomlkit.item(value)
+                table[key] = toml_item(value)
             elif places:
                 del table[key]
     return tomlkit.dumps(document)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 
 class Ema:
-    """Shadows of the trained parameters, sharded as they are; the same code for tensors and DTensors.
+    """Shadows of a rank's share of the weights that train (`Parallel.masters`); the same code for tensors and DTensors.
 
     The decay warms up as min(decay, (1 + step) / (10 + step)), so that the average forgets the first weights quickly. Kept in
     fp32 because in bf16 an update smaller than 1/256 of the weight is lost to rounding. `device` is where the shadows are, None
@@ -20,7 +20,7 @@ class Ema:
 
     def __init__(self, parameters: Mapping[str, Tensor], decay: float, device: str | None = None) -> None:
         self.decay = decay
-        self._live = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        self._live = dict(parameters)
         self.shadows = {
             name: parameter.detach().to(device or parameter.device, torch.float32, copy=True)
             for name, parameter in self._live.items()

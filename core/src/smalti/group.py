@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from smalti.checkpoint.portable import named_parameters
 from smalti.config import Config
 from smalti.parallel import Line, Ranks
 from smalti.ranks import GlooRanks
@@ -74,6 +75,20 @@ class Group:
 
     def refresh(self, model: nn.Module) -> None:
         """Nothing is derived from the weights unless the backend says so."""
+
+    def masters(self, model: nn.Module) -> dict[str, Tensor]:
+        """The parameters themselves, unless the backend keeps their weights elsewhere."""
+        return {name: parameter for name, parameter in named_parameters(model).items() if parameter.requires_grad}
+
+    def portable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """They are portable as they are unless the backend says otherwise."""
+        return dict(tensors)
+
+    @torch.no_grad()
+    def put_back(self, portable: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if tensor is not portable[name]:
+                tensor.copy_(portable[name])
 
     def close(self) -> None:
         """Leave in step with the others: a rank that disappears while another still talks to it aborts that one."""

@@ -56,6 +56,7 @@ class LaunchPlan:
         return {
             "launcher": self.launcher,
             "strategy": self.distributed.title,
+            "settings": dict(self.distributed.settings),
             "ranks": list(self.ranks),
             "command": list(self.command),
             "environment": dict(self.environment),

@@ -119,7 +119,7 @@ Tables = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_tables)]
 
 @dataclass(frozen=True, kw_only=True)
 class Translation:
-    """What a plugin reads in an Accelerate YAML where no single key is the value of an option.
+    """What a plugin reads in an Accelerate YAML, or in the value of an option, where no single key is the value of an option.
 
     `values` has (key, value) by the name of an option and goes before what the keys named by the options say; the value None
     means that the file leaves the option open. `notices` have (key, remark), such as "has no effect: ...". Keys, also in
@@ -136,13 +136,15 @@ class OptionGroup:
     """A section of options as a plugin declares it. `name` is unique; `title` heads the section in the help.
 
     `translate` reads a user's Accelerate YAML beyond the keys that the options name with `accelerate=`; its `..._config`
-    sections, where there are any, are tables.
+    sections, where there are any, are tables. `implies` gets the values of this group's options that were given, as they were
+    given, and says which values of other options lie in them: those that nothing else gives. Keys are then those in the value.
     """
 
     name: str
     title: str
     options: type[Options]
     translate: Callable[[Mapping[str, object]], Translation] | None = None
+    implies: Callable[[Mapping[str, object]], Translation] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ _OPTIONS = {
     "webui_": "webui",
 }
 _COMMANDS = {"detect-blocks": "fsdp2", "deepspeed": "deepspeed", "ui": "webui"}
-_CACHES = {"fsdp-blocks": "fsdp2"}
+_CACHES = {"fsdp-blocks": "fsdp2", "deepspeed-offload": "deepspeed"}
 _FAMILIES = frozenset(
     ("auraflow", "flux", "flux2", "lumina2", "pixart", "pixart_sigma", "qwen_image", "sana", "sd3", "sdxl", "z_image")
 )

@@ -126,6 +126,24 @@ class Parallel(Ranks, Protocol):
         """
         ...
 
+    def masters(self, model: nn.Module) -> dict[str, Tensor]:
+        """This rank's share of the fp32 weights that train, by fully qualified name: live, in whatever shape they are kept.
+
+        An average follows these, and takes their place; `refresh` has to be told.
+        """
+        ...
+
+    def portable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors in the shapes of `masters`, under its names, as a `PortableState` has them: the same, or copies.
+
+        *Collective*.
+        """
+        ...
+
+    def put_back(self, portable: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+        """Fill such tensors from what `portable` gave for them. *Collective*."""
+        ...
+
     def portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
         """This rank's share of the state in portable form: references to the live tensors, or a copy of them. *Collective*."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -183,6 +184,8 @@ class Preparation:
         lines += ["", f"{self.directory.config_file}:", *_indented(as_toml(self.config))]
         if plan.accelerate_file is not None:
             lines += ["", f"{plan.accelerate_file}:", *_indented(yaml_text(plan.accelerate))]
+        if plan.distributed.settings:
+            lines += ["", f"{plan.distributed.title}:", *_indented(json.dumps(plan.distributed.settings, indent=2))]
         return "\n".join(lines)
 
 

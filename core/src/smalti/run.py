@@ -203,7 +203,7 @@ class Run:
         return Snapshot(
             step=state.step,
             state=self.parallel.portable_state(self.model, self.optimizer),
-            ema=self.ema.shadows if self.ema is not None else None,
+            ema=self.parallel.portable(self.ema.shadows) if self.ema is not None else None,
             trainer={
                 "step": state.step,
                 "position": state.position,
@@ -315,7 +315,9 @@ def resume(run: Run) -> None:
     run.parallel.load_portable_state(run.model, run.optimizer, snapshot.state)
     for group, values in zip(groups, configured, strict=True):
         group.update(values)
-    if run.ema is not None and not loaded.ema:
+    if run.ema is not None and snapshot.ema is not None and loaded.ema:
+        run.parallel.put_back(snapshot.ema, run.ema.shadows)
+    elif run.ema is not None:
         run.ema.restart()
     notices = [*loaded.notices, *take_place(run, cast(dict[str, int], loaded.trainer))]
     if run.world.is_main:
@@ -417,7 +419,7 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
         adapter=adapter,
         blocks=blocks,
         optimizer=optimizer,
-        ema=build_ema(config, parallel.unwrap(model)),
+        ema=build_ema(config, parallel, model),
         loss=denoising_loss(config, family, parallel.world.device, encoded.conditioning([""], parallel.world.device)),
         data=data,
         encoded=encoded,
@@ -443,8 +445,8 @@ def build_optimizer(
     return optimizer
 
 
-def build_ema(config: Config, model: nn.Module) -> Ema | None:
+def build_ema(config: Config, parallel: Parallel, model: nn.Module) -> Ema | None:
     options = config[TrainingOptions]
     if not options.use_ema:
         return None
-    return Ema(dict(model.named_parameters()), options.ema_decay, "cpu" if options.ema_device == "cpu" else None)
+    return Ema(parallel.masters(model), options.ema_decay, "cpu" if options.ema_device == "cpu" else None)

@@ -80,12 +80,14 @@ class OptimizerEntry:
 class CacheEntry:
     """Something that a plugin keeps between runs and can make again: `smalti cache ls`, `smalti cache clear NAME`.
 
-    `factory` is "module:callable", called without arguments; it gives a `smalti.caches.Cache`. `name` may have dashes.
+    `factory` is "module:callable", called without arguments; it gives a `smalti.caches.Cache`. `name` may have dashes. If the
+    configuration says where the cache is, `configured` is set and the factory is called with the `Config`.
     """
 
     name: str
     title: str
     factory: str
+    configured: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +152,8 @@ class DistributedPlan:
     `parallel` is "module:callable", called on every rank as `callable(config)` once the process group may be made.
     `accelerate` is merged into the Accelerate YAML, where None takes a key out, `environment` into the workers' environment.
     `context` ranks work on the same samples, so that the effective batch counts groups of so many. `shards` says that a rank
-    holds parts of parameters, on which not every optimizer works. `fallback` marks the plan that is used only when no other
-    plugin claims the run.
+    holds parts of parameters, on which not every optimizer works. `settings` are what the backend itself will be told, in
+    JSON's types, for whoever looks at a launch. `fallback` marks the plan that is used only when no other plugin claims the run.
     """
 
     name: str
@@ -161,6 +163,7 @@ class DistributedPlan:
     environment: Mapping[str, str] = field(default_factory=dict)
     context: int = 1
     shards: bool = False
+    settings: Mapping[str, object] = field(default_factory=dict)
     fallback: bool = False
 
 

@@ -11,22 +11,29 @@ import click
 
 from smalti.caches import find_cache, list_caches
 from smalti.commands.table import counted, in_bytes, print_table
-from smalti.config import selection_of
+from smalti.config import Config, selection_of
+from smalti.invocation import Invocation
 from smalti.plugins import Plugins, load_plugins
 
+_SETTINGS: dict[str, object] = {"ignore_unknown_options": True}
+_WORDS = click.argument("words", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 @click.group()
 def cache() -> None:
-    """List and clear what plugins keep between runs. All of it can be made again."""
+    """List and clear what plugins keep between runs. All of it can be made again.
+
+    Some caches lie where the configuration says: for those give a configuration file, or flags, as to `smalti train`.
+    """
 
 
-@cache.command()
+@cache.command(context_settings=_SETTINGS)
+@_WORDS
 @_JSON
-def ls(as_json: bool) -> None:
+def ls(words: tuple[str, ...], as_json: bool) -> None:
     """List all caches with their size and place."""
-    reports = list_caches(_plugins())
+    reports = list_caches(*_asked(words))
     if as_json:
         click.echo(json.dumps({"caches": [asdict(report) for report in reports]}, indent=2))
         return
@@ -37,13 +44,15 @@ def ls(as_json: bool) -> None:
     print_table(("cache", "entries", "size", "what", "where"), rows, right=(1, 2))
 
 
-@cache.command()
+@cache.command(context_settings=_SETTINGS)
 @click.argument("name")
+@_WORDS
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @_JSON
-def clear(name: str, yes: bool, as_json: bool) -> None:
+def clear(name: str, words: tuple[str, ...], yes: bool, as_json: bool) -> None:
     """Remove everything in the cache NAME. On a terminal it asks first."""
-    found = find_cache(_plugins(), name)
+    plugins, config = _asked(words)
+    found = find_cache(plugins, name, config)
     if not yes and sys.stdin.isatty() and (size := found.size()):
         what = f"{counted(found.entries(), 'entry', 'entries')}, {in_bytes(size)}, in {found.place}"
         click.confirm(f"clear {what}?", abort=True, err=True)
@@ -55,5 +64,9 @@ def clear(name: str, yes: bool, as_json: bool) -> None:
     click.echo(f"{found.place}: {told} cleared" if cleared.bytes else f"{found.place}: nothing to clear")
 
 
-def _plugins() -> Plugins:
-    return load_plugins(selection_of((), None, os.environ), strict=False)
+def _asked(words: tuple[str, ...]) -> tuple[Plugins, Config | None]:
+    """The plugins, and the configuration if one was given: whoever gives none need not have one that is sound."""
+    if not words:
+        return load_plugins(selection_of((), None, os.environ), strict=False), None
+    invocation = Invocation.read(words)
+    return invocation.plugins, invocation.config()

@@ -193,10 +193,16 @@ def the_norm_is_that_of_the_whole_gradient(subject: StrategySubject) -> None:
 
 @STRATEGY.check
 def discarded_gradients_are_gone(subject: StrategySubject) -> None:
-    """A step whose loss is not finite is left out: nothing of its gradients may reach the next one, nor any weight."""
-    before, reference = subject.whole(), subject.reference()
-    subject.accumulate(20)
-    subject.parallel.clip_gradients(1.0)
+    """A step whose gradient is not finite on one rank is left out on all: it may reach neither the next step nor any weight.
+
+    The norm has to tell every rank.
+    """
+    before, reference, world = subject.whole(), subject.reference(), subject.parallel.world
+    subject.accumulate(20, factor=math.nan if world.rank == world.size - 1 else 1.0)
+    norm = float(subject.parallel.clip_gradients(1.0))
+    expect(
+        not math.isfinite(norm), f"with a gradient that is not a number on one rank, the norm is {norm} on rank {world.rank}"
+    )
     subject.parallel.discard()
     _equal(before, subject.whole(), "discard() has changed")
     subject.step(21)
@@ -210,7 +216,7 @@ def weights_that_are_replaced_are_used_at_once(subject: StrategySubject) -> None
 
     `refresh` is told each time: what was gathered or converted for an earlier forward pass must not serve the next one.
     """
-    parameters = [_local(each.detach()) for each in subject.parallel.unwrap(subject.model).parameters()]
+    parameters = [_local(each.detach()) for each in subject.parallel.masters(subject.model).values()]
     kept = [each.clone() for each in parameters]
     before = subject.look(25)
     for parameter in parameters:

@@ -105,13 +105,13 @@ class StrategySubject:
         self.parallel.step()
         return norm
 
-    def accumulate(self, number: int) -> None:
-        """The gradients of one step."""
+    def accumulate(self, number: int, *, factor: float = 1.0) -> None:
+        """The gradients of one step, with this rank's losses times `factor`."""
         for micro in range(MICRO):
             with self.parallel.accumulate(last=micro == MICRO - 1):
                 with self.parallel.autocast():
                     loss = _loss(self.family, self.model, number, self.parallel.world.rank, micro) / MICRO
-                self.parallel.backward(loss)
+                self.parallel.backward(loss * factor)
 
     @torch.no_grad()
     def look(self, number: int) -> float:
@@ -138,13 +138,13 @@ class _Unwrapped:
 
 
 @cache
-def open_strategy(name: str, flags: tuple[str, ...], ranks: int) -> StrategySubject:
-    """The strategy as a run opens it, once in each process."""
+def open_strategy(name: str, flags: tuple[str, ...], ranks: int, frozen: tuple[str, ...] = ()) -> StrategySubject:
+    """The strategy as a run opens it, once in each process, with a model of which the submodules `frozen` do not train."""
     plugins = load_plugins(Selection(without=("all",)) if name in BUILT_IN else Selection(only=(name,)))
     config = resolve(schema_of(plugins), [*FLAGS, f"--num_processes={ranks}", *flags], environment={})
     plan = choose_distributed(config, plugins)
     parallel = open_parallel(plan, config)
-    family = TinyFamily()
+    family = TinyFamily(frozen=frozen)
     family.to(parallel.world.device)
     bare, blocks = build_model(config, plugins, family, parallel.world.device)
     decayed = matrices(bare)

@@ -64,13 +64,18 @@ class TinyFamily:
     alignment = 2
     prediction: Prediction = "flow_matching"
 
-    def __init__(self, *, width: int = 7, depth: int = 2) -> None:
+    def __init__(self, *, width: int = 7, depth: int = 2, frozen: Sequence[str] = ()) -> None:
+        """The submodules `frozen` do not train, like all that is around an adapter."""
         self.width = width
         self.depth = depth
+        self.frozen = frozen
         self._device = torch.device("cpu")
 
     def build_model(self) -> TinyModel:
-        return TinyModel(self.width, self.depth)
+        model = TinyModel(self.width, self.depth)
+        for name in self.frozen:
+            model.get_submodule(name).requires_grad_(False)
+        return model
 
     def weights(self, seed: int) -> SeededWeights:
         return SeededWeights(self.build_model, seed)

@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO for smalti. Importing this imports neither torch nor DeepSpeed."""

@@ -1,0 +1,121 @@
+"""What is wrong with a run under DeepSpeed, told before anything is launched. Imports no torch, no DeepSpeed.
+
+What is wrong with the JSON by itself is told as soon as options are read, in `implications`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from ctypes.util import find_library
+from importlib.util import find_spec
+from pathlib import Path
+
+from smalti import Config, Problem
+from smalti.settings import LaunchOptions, OptimizerOptions
+from smalti_deepspeed.document import given, offload_folders, resolved
+from smalti_deepspeed.optimizers import ENTRIES, FROM_MUP, ON_CPU, REMOVED, deepspeed_name
+from smalti_deepspeed.options import enabled
+from smalti_deepspeed.parsing import is_open, section
+
+
+def problems(config: Config) -> list[Problem]:
+    """All complaints at once."""
+    if not enabled(config):
+        return list(_optimizer_without(config))
+    if (platform := platform_problem()) is not None:
+        return [platform]
+    return [*_context(config), *_batch(config), *_optimizer(config), *_folders(config)]
+
+
+def platform_problem() -> Problem | None:
+    """Why DeepSpeed does not run on this machine, if it does not."""
+    fix = "leave deepspeed_config out, or --deepspeed_config=none"
+    if sys.platform == "darwin":
+        return Problem(message="DeepSpeed does not run on macOS, with or without MPS", where="deepspeed_config", fix=fix)
+    if sys.platform == "win32":
+        return Problem(message="smalti does not run DeepSpeed on Windows", where="deepspeed_config", fix=fix)
+    if is_rocm():
+        return Problem(
+            message="smalti does not run DeepSpeed on ROCm", where="deepspeed_config", fix=f"{fix}; or --fsdp_enable"
+        )
+    return None
+
+
+def is_rocm() -> bool:
+    """Whether the torch that is installed is one for AMD's accelerators; found out without importing it."""
+    spec = find_spec("torch")
+    file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    return file is not None and file.is_file() and re.search(r"^hip\b.*=\s*['\"]", file.read_text(), re.MULTILINE) is not None
+
+
+def _context(config: Config) -> Iterator[Problem]:
+    """The option is another plugin's, which may not be there."""
+    if "context_parallel_size" in config.schema.options and config.value("context_parallel_size") != 1:
+        message = "Context parallelism requires FSDP2, and deepspeed_config asks for DeepSpeed."
+        fix = "--context_parallel_size=1, or --deepspeed_config=none"
+        yield Problem(message=message, where=config.source("context_parallel_size"), fix=fix)
+
+
+def _batch(config: Config) -> Iterator[Problem]:
+    """DeepSpeed's `train_batch_size` is that of all ranks, smalti's that of one: only the first can contradict the rest."""
+    wanted = given(config).get("train_batch_size")
+    ranks = config[LaunchOptions].num_processes
+    document = resolved(config, world_size=ranks)
+    micro, steps = document["train_micro_batch_size_per_gpu"], document["gradient_accumulation_steps"]
+    if is_open(wanted) or wanted == document["train_batch_size"]:
+        return
+    parts = f"train_batch_size={micro} x num_processes={ranks} x gradient_accumulation_steps={steps}"
+    message = f"train_batch_size is {wanted!r} in deepspeed_config, and {parts} make {document['train_batch_size']}"
+    yield Problem(message=message, where=config.source("deepspeed_config"), fix='"train_batch_size": "auto", or other numbers')
+
+
+def _optimizer(config: Config) -> Iterator[Problem]:
+    chosen = config[OptimizerOptions].optimizer
+    name, where = deepspeed_name(chosen), config.source("optimizer")
+    offload = section(resolved(config, world_size=1), "zero_optimization", "offload_optimizer")
+    if name in REMOVED:
+        fix = '"type": "AdamW", or another one of DeepSpeed\'s'
+        yield Problem(message=f"DeepSpeed has {name} no more (0.19)", where=where, fix=fix)
+    elif name in FROM_MUP and find_spec("mup") is None:
+        yield Problem(message=f"{name} needs the package mup", where=where, fix="pip install mup, or AdamW")
+    elif offload.get("device") in ("cpu", "nvme") and name not in ON_CPU:
+        shown = name or f"smalti's {chosen}"
+        fix = f"one of {', '.join(sorted(ON_CPU))}; or offload_optimizer with device none"
+        yield Problem(message=f"{shown} cannot be offloaded: it has no form for processors", where=where, fix=fix)
+
+
+def _optimizer_without(config: Config) -> Iterator[Problem]:
+    chosen = config[OptimizerOptions].optimizer.strip().lower().replace("-", "_")
+    if any(entry.name == chosen for entry in ENTRIES):
+        fix = "--deepspeed_config=..., or another optimizer, such as adamw"
+        yield Problem(message=f"{chosen} trains under DeepSpeed only", where=config.source("optimizer"), fix=fix)
+
+
+def _folders(config: Config) -> Iterator[Problem]:
+    """Folders that are there, or can be made in one that is; each machine looks again when its ranks start."""
+    document = resolved(config, world_size=1)
+    for key in ("offload_param", "offload_optimizer"):
+        offload = section(document, "zero_optimization", key)
+        if offload.get("device") == "nvme" and is_open(offload.get("nvme_path")):
+            where = f"zero_optimization.{key}.nvme_path in deepspeed_config"
+            yield Problem(message="the folder on the NVMe drive is not given", where=where, fix="--offload_param_path=FOLDER")
+    folders = offload_folders(document)
+    if folders and find_library("aio") is None:
+        fix = "install libaio with its headers (libaio-dev, libaio-devel), or offload to cpu"
+        yield Problem(message="DeepSpeed swaps to a drive with libaio, which is not here", where="deepspeed_config", fix=fix)
+    for name in folders:
+        folder = Path(name).expanduser()
+        base = folder if folder.exists() else folder.parent
+        fix = "name a folder on a drive of this machine, with --offload_param_path or as nvme_path"
+        if not base.is_dir():
+            message = (
+                f"{folder} is no folder"
+                if folder.exists()
+                else f"there is no folder {folder}, and none around it to make it in"
+            )
+            yield Problem(message=message, where="deepspeed_config", fix=fix)
+        elif not os.access(base, os.W_OK | os.X_OK):
+            yield Problem(message=f"{base} cannot be written to", where="deepspeed_config", fix=fix)

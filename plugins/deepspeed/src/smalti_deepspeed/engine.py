@@ -1,0 +1,176 @@
+"""`Parallel` on DeepSpeed: ZeRO 1, 2 or 3, with what it offloads, as the JSON configuration says.
+
+Accumulation, clipping, the schedule and the decision to leave a step out stay the loop's; DeepSpeed owns the model's memory,
+backward and step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from smalti import Block, Config, UserError
+from smalti.group import Group
+from smalti.models.compilation import compile_blocks
+from smalti.models.family import Weights
+from smalti.models.weights import materialise
+from smalti.parallel import PortableState
+from smalti.settings import TrainingOptions
+from smalti_deepspeed.document import resolved, sized
+from smalti_deepspeed.importing import start_deepspeed, stop_deepspeed
+from smalti_deepspeed.offloadfolder import Claim, claim_together
+from smalti_deepspeed.parsing import section
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    from smalti_deepspeed.portable import Portable
+    from smalti_deepspeed.zero import Zero
+
+
+class Engine(Group):
+    """Every rank holds its part of masters and moments, of gradients from stage 2 on, and of the parameters in stage 3."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, alone_too=True)
+        self._config = config
+        self._bf16 = config[TrainingOptions].mixed_precision == "bf16"
+        self._document = _completed(resolved(config, world_size=self.world.size))
+        start_deepspeed(self.world, muon=section(self._document, "optimizer").get("type") == "Muon")
+        self._norm: Tensor | None = None
+        self._limit = 0.0
+        self._claim: Claim | None = None
+
+    def wrap(self, model: nn.Module, blocks: Sequence[Block], weights: Weights) -> nn.Module:
+        """The model with weights; under ZeRO 3, this rank's part of them. *Collective*."""
+        from smalti_deepspeed.partition import partition
+
+        sizes = [parameter.numel() for parameter in model.parameters()]
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        even, largest = trained + trained % 2, max(sizes) + max(sizes) % 2  # as DeepSpeed wants its buckets
+        self._document = sized(self._document, even, largest, world_size=self.world.size)
+        self._claim = claim_together(self._document, self, parameters=sum(sizes), trained=trained)
+        if _stage(self._document) == 3:
+            model = partition(model, weights, self._document, self.world.device)
+        else:
+            model = materialise(model, weights, self.world.device)
+        compile_blocks(model, blocks, self._config)
+        self._weights: Weights | None = weights
+        return model
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        from deepspeed.runtime.engine import DeepSpeedEngine
+
+        return cast(nn.Module, model.module) if isinstance(model, DeepSpeedEngine) else model
+
+    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """DeepSpeed's engine and the optimizer inside: the configuration's, made for the groups of this one, or this one."""
+        import deepspeed
+
+        from smalti_deepspeed.portable import Portable
+        from smalti_deepspeed.zero import correct_bias_exactly, zero_of
+
+        groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups]
+        engine, _, _, _ = deepspeed.initialize(
+            model=model,
+            model_parameters=groups,
+            optimizer=None if "optimizer" in self._document else optimizer,
+            config=dict(self._document),
+            dist_init_required=False,
+        )
+        if self._bf16:  # DeepSpeed leaves autocast as it calls the model
+            model.forward = torch.autocast(torch.device(self.world.device).type, dtype=torch.bfloat16)(model.forward)
+        self._engine: DeepSpeedEngine = engine
+        self._zero: Zero = zero_of(engine)
+        if self._zero.on_drive and self.world.device == "cpu":
+            fix = '"offload_optimizer": {"device": "cpu"}, which is where it lies already'
+            raise UserError(
+                "DeepSpeed 0.19 makes wrong steps where it swaps an optimizer's state on ranks without an accelerator", fix=fix
+            )
+        correct_bias_exactly(engine.basic_optimizer)
+        self._portable: Portable = Portable(model, engine.basic_optimizer, self._zero, self)
+        if self._bf16 and self._weights is not None:
+            with torch.no_grad():
+                self._portable.fill(self._weights)  # DeepSpeed has made the masters from 16-bit weights
+        self._weights = None
+        return engine, engine.basic_optimizer
+
+    @contextmanager
+    def accumulate(self, last: bool) -> Iterator[None]:
+        self._engine.set_gradient_accumulation_boundary(last)
+        yield
+
+    def autocast(self) -> AbstractContextManager[None]:
+        if not self._bf16:
+            return nullcontext()
+        return torch.autocast(torch.device(self.world.device).type, dtype=torch.bfloat16)
+
+    def backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss, scale_wrt_gas=False)  # the loop has divided by the number of micro-batches
+
+    def clip_gradients(self, limit: float) -> Tensor:
+        """The norm is DeepSpeed's; it clips as it steps."""
+        self._norm, self._limit = self._zero.norm(), limit
+        return self._norm
+
+    def step(self) -> None:
+        norm = self._norm if self._norm is not None else self._zero.norm()
+        self._zero.step(norm, self._limit)
+        self._norm = None
+
+    def discard(self) -> None:
+        self._zero.discard()
+        self._norm = None
+
+    def refresh(self, model: nn.Module) -> None:
+        self._zero.refresh()
+
+    def masters(self, model: nn.Module) -> dict[str, Tensor]:
+        return self._portable.masters()
+
+    def portable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self._portable.portable(tensors)
+
+    def put_back(self, portable: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+        self._portable.put_back(portable, tensors)
+
+    def portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
+        return self._portable.state()
+
+    @torch.no_grad()
+    def load_portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: PortableState) -> None:
+        self._portable.load(state)
+        self._zero.refresh()
+
+    def close(self) -> None:
+        stop_deepspeed()
+        if self._claim is not None:
+            self._claim.release()
+        super().close()
+
+
+def _stage(document: Mapping[str, object]) -> int:
+    return int(cast(Mapping[str, int], document["zero_optimization"])["stage"])
+
+
+def _completed(document: Mapping[str, object]) -> dict[str, object]:
+    """With what this module sees to, where the user's own configuration says nothing else."""
+    zero = section(document, "zero_optimization")
+    made = {key: value for key, value in document.items() if key != "scheduler"}  # the loop moves the rate
+    made.setdefault("steps_per_print", None)
+    if "optimizer" not in made:
+        made["zero_force_ds_cpu_optimizer"] = False
+    elif section(made, "optimizer")["type"] in ("Adam", "AdamW") and not section(zero, "offload_optimizer"):
+        # torch's own form needs no compiler.
+        params = {"torch_adam": True, "fused": True} | section(made, "optimizer", "params")
+        made["optimizer"] = {**section(made, "optimizer"), "params": params}
+    if section(made, "bf16").get("enabled"):
+        # Gradients are averaged in fp32, and added up so. In stage 1 DeepSpeed can do only the first.
+        made.setdefault("communication_data_type", "fp32")
+        if _stage(made) > 1:
+            made.setdefault("data_types", {"grad_accum_dtype": "fp32"})
+    return made

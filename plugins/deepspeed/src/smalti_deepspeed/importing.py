@@ -1,0 +1,65 @@
+"""Bringing up DeepSpeed inside a process group that is there already: without noise, and without compiling what no run uses."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+from smalti import World
+
+
+def start_deepspeed(world: World, *, muon: bool) -> None:
+    """Import DeepSpeed and let it find the process group that this rank has joined.
+
+    `muon` says whether that optimizer is used. The log is kept down to warnings, like that of any library.
+    """
+    kind = torch.device(world.device).type
+    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # also where nobody launched this process
+    if kind == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with _without_info():
+        import deepspeed
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # On CPUs it would compile a reduction in shared memory for a minute, which inference alone uses.
+    with _replaced(import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None):
+        backend = "gloo" if kind == "cpu" else torch.distributed.get_default_backend_for_device(kind)
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, dist_init_required=False)
+    if not muon:
+        # Every ZeRO asks whether its optimizer is a Muon; compiling Muon's kernels for that loads a whole compiler.
+        with _replaced(import_module("deepspeed.runtime.compiler"), "compile", lambda: lambda function: function):
+            import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+
+
+def stop_deepspeed() -> None:
+    """Let go of the process group, and take back what it has replaced for the whole process. A later run may start it again."""
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
+    from deepspeed.utils import groups
+
+    torch.nn.functional.linear = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", torch.nn.functional.linear)
+    import_module("deepspeed.comm.comm").cdb = None  # type: ignore[attr-defined]
+    groups._WORLD_GROUP = None
+
+
+@contextmanager
+def _without_info() -> Iterator[None]:
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+@contextmanager
+def _replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
+    own = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, own)

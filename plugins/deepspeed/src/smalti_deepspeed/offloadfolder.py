@@ -1,0 +1,201 @@
+"""The folders on a machine's own drive into which DeepSpeed swaps: claimed by one run at a time, freed of what others left.
+
+DeepSpeed makes `zero_stage_3` in such a folder and never removes it. Imports no torch, no DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from smalti import Cleared, Config, PreflightError, UserError
+from smalti.commands.table import in_bytes
+from smalti.files import free_bytes, make_directory, remove_tree
+from smalti_deepspeed.document import offload_folders, resolved
+from smalti_deepspeed.options import DeepSpeedOptions, enabled
+from smalti_deepspeed.parsing import section
+
+if TYPE_CHECKING:
+    from smalti.parallel import Ranks
+
+LOCK = ".smalti-deepspeed.lock"
+"""A file in the folder, locked by the run that swaps there. It stays: who removes it could remove another's lock."""
+_OURS = "zero_stage_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leftovers:
+    """What runs that are over have left in the folders: a `smalti.caches.Cache`."""
+
+    folders: tuple[Path, ...]
+
+    @property
+    def place(self) -> str:
+        return ", ".join(map(str, self.folders)) or "no folder: give --offload_param_path, or a configuration file"
+
+    def paths(self) -> list[Path]:
+        """The directories that DeepSpeed made. Links and files of such names are somebody else's. Raises UserError."""
+        found = []
+        for folder in filter(Path.is_dir, self.folders):
+            try:
+                with os.scandir(folder) as entries:
+                    names = [each.name for each in entries if each.is_dir(follow_symlinks=False)]
+            except OSError as error:
+                raise UserError(f"cannot look into {folder}: {error.strerror}", fix="see whose folder it is") from error
+            found += [folder / name for name in sorted(names) if name.startswith(_OURS)]
+        return found
+
+    def entries(self) -> int:
+        return len(self.paths())
+
+    def size(self) -> int:
+        return sum(map(_size, self.paths()))
+
+    def clear(self) -> Cleared:
+        """Raises UserError while a run swaps there, and when something cannot be removed."""
+        with Claim.of(dict.fromkeys(path.parent for path in self.paths())) as claim:
+            return claim.cleared
+
+
+@dataclass(kw_only=True)
+class Claim:
+    """The folders are this process's until `release`, or until it ends, however it ends. `cleared` says what went."""
+
+    cleared: Cleared
+    locks: list[io.BufferedWriter] = field(repr=False)
+
+    @classmethod
+    def of(cls, folders: Iterable[Path], *, needed: Mapping[Path, int] | None = None) -> Claim:
+        """Lock each folder, make it if only its parent is there, and remove what earlier runs left in it.
+
+        For one process of each machine, before DeepSpeed starts on any of its ranks. `needed` are the bytes that this machine's
+        ranks will write, by folder. Raises UserError when another run swaps there, PreflightError when there is no room.
+        """
+        claim = cls(cleared=Cleared(count=0, bytes=0), locks=[])
+        try:
+            for folder in sorted(folders):
+                claim._take(folder)
+            for folder, wanted in (needed or {}).items():
+                _check_room(folder, wanted)
+        except BaseException:
+            claim.release()
+            raise
+        return claim
+
+    def release(self) -> None:
+        for lock in self.locks:
+            lock.close()
+        self.locks.clear()
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _take(self, folder: Path) -> None:
+        try:
+            if not folder.is_dir():
+                make_directory(folder)
+            self.locks.append(_lock(folder))
+            leftovers = Leftovers(folders=(folder,))
+            paths, size = leftovers.paths(), leftovers.size()
+            for path in paths:
+                remove_tree(path)
+        except OSError as error:
+            raise UserError(
+                f"cannot use the offload folder {folder}: {error}", fix="see whose it is, or name another"
+            ) from error
+        self.cleared = Cleared(count=self.cleared.count + len(paths), bytes=self.cleared.bytes + size)
+
+
+def claim_together(document: Mapping[str, object], ranks: Ranks, *, parameters: int, trained: int) -> Claim | None:
+    """One claim for each machine, held by its first rank; None on the others, and where nothing is swapped to a drive.
+
+    Call it before DeepSpeed starts, and `release` at the end. *Collective*: if one machine's folders cannot be had, every rank
+    raises UserError.
+    """
+    world = ranks.world
+    wanted = swap_bytes(document, parameters, trained, share=world.local_size / world.size)
+    if not wanted:
+        return None
+    claim, complaint = None, ""
+    if world.local_rank == 0:
+        try:
+            claim = Claim.of(wanted, needed=wanted)
+        except UserError as error:
+            complaint = str(error)
+    complaints = [each for each in ranks.share(complaint) if each]
+    if complaints:
+        if claim is not None:
+            claim.release()
+        raise UserError(complaints[0])
+    return claim
+
+
+def of_config(config: Config) -> Leftovers:
+    """The folders that a configuration offloads to: what `smalti cache` lists and clears as deepspeed-offload."""
+    path = config[DeepSpeedOptions].offload_param_path
+    named = [path] if path is not None else []
+    if enabled(config):
+        named += offload_folders(resolved(config, world_size=1))
+    return Leftovers(folders=tuple(Path(each).expanduser() for each in dict.fromkeys(named)))
+
+
+def swap_bytes(document: Mapping[str, object], parameters: int, trained: int, *, share: float = 1.0) -> dict[Path, int]:
+    """What DeepSpeed will keep in each NVMe folder of a resolved document, in bytes.
+
+    `parameters` counts the elements of the model, `trained` those that train. `share` is the part of the ranks that this
+    machine runs. Parameters are kept in the type of the computation; per trained element, the optimizer keeps weight, gradient
+    and two moments in fp32.
+    """
+    zero = section(document, "zero_optimization")
+    width = 2 if section(document, "bf16").get("enabled") is True else 4
+    found: dict[Path, int] = {}
+    for key, size in (("offload_param", parameters * width), ("offload_optimizer", trained * 16)):
+        offload = section(zero, key)
+        if offload.get("device") == "nvme" and offload.get("nvme_path"):
+            folder = Path(str(offload["nvme_path"])).expanduser()
+            found[folder] = found.get(folder, 0) + int(size * share)
+    return found
+
+
+def _check_room(folder: Path, wanted: int) -> None:
+    free = free_bytes(folder)
+    if free is not None and free < wanted:
+        raise PreflightError(
+            f"the ranks of this machine will swap about {in_bytes(wanted)} into {folder}, where {in_bytes(free)} are free",
+            fix="make room there, or name a folder on another drive with --offload_param_path",
+        )
+
+
+def _lock(folder: Path) -> io.BufferedWriter:
+    import fcntl
+
+    file = (folder / LOCK).open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        fix = "wait for it to end; each run, and each machine, needs a folder of its own (--offload_param_path)"
+        raise UserError(f"another run swaps into {folder}", fix=fix) from None
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _size(path: Path) -> int:
+    """Bytes in the files below a directory."""
+    total = 0
+    with os.scandir(path) as entries:
+        for each in entries:
+            if each.is_dir(follow_symlinks=False):
+                total += _size(Path(each.path))
+            else:
+                total += each.stat(follow_symlinks=False).st_size
+    return total

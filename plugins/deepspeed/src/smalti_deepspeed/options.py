@@ -1,0 +1,41 @@
+"""The options of DeepSpeed. Imports no torch, no DeepSpeed."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
+from smalti import Config, Options, UserError, option
+from smalti_deepspeed.parsing import as_text, read
+
+
+def _as_document(value: object) -> object:
+    """JSON in one line, whatever it was given as: a file is read here, so that every rank has what the launcher read.
+
+    What cannot be read stays as it is, for `implications` to complain about.
+    """
+    if value is None or (isinstance(value, str) and value.strip().lower() in ("", "none", "null")):
+        return None
+    try:
+        return as_text(read(value))
+    except UserError:
+        return value
+
+
+class DeepSpeedOptions(Options):
+    deepspeed_config: Annotated[str | None, BeforeValidator(_as_document)] = option(
+        None,
+        help="Train with DeepSpeed: its configuration as JSON, or the path of a JSON file; none switches it off.",
+        accelerate="deepspeed_config",
+    )
+    offload_param_path: str | None = option(
+        None,
+        help="Folder on an NVMe drive of each machine, for what the DeepSpeed configuration offloads to nvme.",
+        when="deepspeed_config",
+    )
+
+
+def enabled(config: Config) -> bool:
+    """Whether DeepSpeed trains this run."""
+    return config[DeepSpeedOptions].deepspeed_config is not None

@@ -1,0 +1,95 @@
+"""A DeepSpeed configuration as it is given: a table, JSON text, or the path of a JSON file. Imports no torch, no DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from smalti import UserError
+
+Document = dict[str, object]
+
+
+def read(value: object) -> Document:
+    """The configuration that `value` is, or names. Raises UserError with line and column of a syntax error."""
+    if isinstance(value, Mapping):
+        return _followed({str(key): each for key, each in value.items()})
+    text = str(value).strip()
+    if text.startswith(("{", "[")):
+        return _followed(parse(text, "deepspeed_config"))
+    return read_file(Path(text).expanduser())
+
+
+def _followed(document: Document) -> Document:
+    """A table that only names a file, as Accelerate's may, stands for what the file holds."""
+    file = document.get("deepspeed_config_file")
+    return document if file is None else read_file(Path(str(file)).expanduser())
+
+
+def read_file(path: Path) -> Document:
+    """Raises UserError when there is no such file, or no DeepSpeed configuration in it."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        fix = "give JSON text, or the path of a JSON file; `smalti deepspeed build` writes one"
+        raise UserError(f"there is no file {path}", fix=fix) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}", fix="check that it is a readable text file in UTF-8") from None
+    return parse(text, str(path))
+
+
+def parse(text: str, name: str) -> Document:
+    """The object that a JSON text is; `name` says in complaints where it stands."""
+    try:
+        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        place = f"{name}:{error.lineno}:{error.colno}"
+        raise UserError(f"{place}: this is not JSON: {error.msg}", fix=_hint(text, error.pos)) from None
+    except ValueError as error:
+        raise UserError(f"{name}: {error}", fix="mend that entry") from None
+    if not isinstance(value, dict):
+        fix = 'write {"zero_optimization": {"stage": 2}}'
+        raise UserError(f"{name} holds a {type(value).__name__}, not a table of settings", fix=fix)
+    return value
+
+
+def as_text(document: Mapping[str, object]) -> str:
+    """One line of JSON, the form in which a configuration travels."""
+    return json.dumps(document, allow_nan=False)
+
+
+def section(document: Mapping[str, object], *names: str) -> dict[str, object]:
+    """A table inside of tables; empty if there is none."""
+    found: object = document
+    for name in names:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return {str(key): value for key, value in found.items()} if isinstance(found, Mapping) else {}
+
+
+def is_open(value: object) -> bool:
+    """Whether a value is left for smalti to fill in."""
+    return value is None or value == "auto"
+
+
+def _hint(text: str, position: int) -> str:
+    if text[position : position + 1] == "'":
+        return "JSON has double quotes: \"stage\", not 'stage'"
+    if text[position : position + 4] in ("True", "None", "Fals"):
+        return "JSON spells them true, false and null"
+    if text[position : position + 2] in ("//", "/*") or text[position : position + 1] == "#":
+        return "JSON has no comments"
+    return "mend that place"
+
+
+def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    seen: dict[str, object] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise ValueError(f"the key {key!r} occurs twice")
+        seen[key] = value
+    return seen
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is not a number that JSON knows")

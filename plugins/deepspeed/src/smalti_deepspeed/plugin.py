@@ -1,0 +1,90 @@
+"""What smalti asks of this package. Imports neither torch nor DeepSpeed until a run is built."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from smalti import (
+    Block,
+    CacheEntry,
+    CheckpointFormat,
+    Config,
+    DistributedPlan,
+    OptimizerEntry,
+    OptionGroup,
+    Problem,
+    hookimpl,
+)
+from smalti.settings import LaunchOptions
+from smalti_deepspeed.formats import FORMATS
+from smalti_deepspeed.implications import implied
+from smalti_deepspeed.optimizers import ENTRIES
+from smalti_deepspeed.options import DeepSpeedOptions, enabled
+from smalti_deepspeed.translation import translate
+
+if TYPE_CHECKING:
+    import click
+    from torch import nn
+
+    from smalti.models.family import Weights
+    from smalti.parallel import Parallel
+
+GROUP = OptionGroup(name="deepspeed", title="DeepSpeed", options=DeepSpeedOptions, translate=translate, implies=implied)
+
+
+class DeepSpeed:
+    """Claims every run that has a DeepSpeed configuration."""
+
+    @hookimpl
+    def declare_options(self) -> list[OptionGroup]:
+        return [GROUP]
+
+    @hookimpl
+    def check_config(self, config: Config) -> list[Problem]:
+        from smalti_deepspeed.checks import problems
+
+        return problems(config)
+
+    @hookimpl
+    def register_commands(self, commands: click.Group) -> None:
+        from smalti_deepspeed.commands import deepspeed
+
+        commands.add_command(deepspeed)
+
+    @hookimpl
+    def register_optimizers(self) -> list[OptimizerEntry]:
+        return list(ENTRIES)
+
+    @hookimpl
+    def register_caches(self) -> list[CacheEntry]:
+        title, factory = "what DeepSpeed left on the drive", "smalti_deepspeed.offloadfolder:of_config"
+        return [CacheEntry(name="deepspeed-offload", title=title, factory=factory, configured=True)]
+
+    @hookimpl
+    def configure_distributed(self, config: Config) -> DistributedPlan | None:
+        if not enabled(config):
+            return None
+        from smalti_deepspeed.document import resolved
+        from smalti_deepspeed.launchfile import fragment
+
+        return DistributedPlan(
+            name="deepspeed",
+            title="DeepSpeed",
+            parallel="smalti_deepspeed.engine:Engine",
+            accelerate=fragment(config),
+            settings=resolved(config, world_size=config[LaunchOptions].num_processes),
+            shards=True,
+        )
+
+    @hookimpl
+    def wrap_model(self, model: nn.Module, blocks: list[Block], parallel: Parallel, weights: Weights) -> nn.Module | None:
+        from smalti_deepspeed.engine import Engine
+
+        return parallel.wrap(model, blocks, weights) if isinstance(parallel, Engine) else None
+
+    @hookimpl
+    def register_checkpoint_formats(self) -> list[CheckpointFormat]:
+        return list(FORMATS)
+
+
+plugin = DeepSpeed()

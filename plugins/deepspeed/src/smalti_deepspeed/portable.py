@@ -1,0 +1,151 @@
+"""What ZeRO holds, in the form that every backend reads, and back; and the weights that an average follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from smalti import CheckpointError, UserError
+from smalti.checkpoint.portable import model_tensors, optimizer_settings
+from smalti.models.family import Weights
+from smalti.parallel import PortableState, Ranks
+from smalti_deepspeed.rowcut import RowCut
+from smalti_deepspeed.zero import Place, Zero, make_moments, moments
+
+_NAMES = {"DeepSpeedCPUAdam": "AdamW", "FusedAdam": "AdamW", "ZenFlowCPUAdam": "AdamW"}
+"""What DeepSpeed's own forms of torch's optimizers are called in checkpoints."""
+
+
+class Portable:
+    """The way between ZeRO's flat tensors and tensors by parameter name. Built on every rank. *Collective*.
+
+    On one rank nothing is sent, on several each element goes straight to where it belongs.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, zero: Zero, ranks: Ranks) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._zero = zero
+        self._places = zero.places(model)
+        self._groups: dict[int, dict[str, Place]] = {}
+        for name, place in self._places.items():
+            self._groups.setdefault(place.flat, {})[name] = place
+        held = {name: (place.start, place.start + place.length) for name, place in self._places.items()}
+        self._rows = RowCut({name: place.shape for name, place in self._places.items()}, held, ranks)
+
+    def masters(self) -> dict[str, Tensor]:
+        """This rank's range of each weight that trains, (n,), live, in fp32. Raises UserError if they lie on a drive."""
+        if self._zero.on_drive:
+            raise UserError(
+                "an average cannot follow weights that lie on a drive",
+                fix='"offload_optimizer": {"device": "cpu"} in --deepspeed_config, or no --use_ema',
+            )
+        flats = self._zero.flats()
+        return {name: place.of(flats) for name, place in self._places.items()}
+
+    def portable(self, ranges: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self._rows.portable(ranges)
+
+    def put_back(self, portable: Mapping[str, Tensor], ranges: Mapping[str, Tensor]) -> None:
+        self._rows.put_back(portable, ranges)
+
+    def state(self) -> PortableState:
+        """Copies in host memory, but for buffers, which are the live ones. *Collective*."""
+        weights: dict[str, Tensor] = {}
+        found: dict[str, dict[str, Tensor]] = {}
+        for number, places in self._groups.items():
+            with self._zero.present(number):
+                flats = self._zero.flats()
+                weights |= self.portable({name: place.of(flats) for name, place in places.items()})
+                for key, ranges in _by_moment(moments(self._optimizer, flats, places)).items():
+                    whole = next(iter(ranges.values())).ndim == 0
+                    for name, tensor in (ranges if whole else self.portable(ranges)).items():
+                        found.setdefault(name, {})[key] = tensor
+        return PortableState(
+            model={**weights, **self._buffers()},
+            moments=found,
+            settings=self._settings(),
+            optimizer=self._optimizer_name(),
+        )
+
+    def load(self, state: PortableState) -> None:
+        """The reverse. The parameters that compute have to be refreshed afterwards. *Collective*."""
+        buffers, known = self._buffers(), state.optimizer == self._optimizer_name()
+        if odd := (self._places.keys() | buffers.keys()) ^ state.model.keys():
+            raise CheckpointError(f"the model has other tensors: {', '.join(sorted(odd)[:3])}")
+        if odd := state.moments.keys() - self._places.keys():
+            raise CheckpointError(f"moments of parameters that do not train: {', '.join(sorted(odd)[:3])}")
+        for name, buffer in buffers.items():
+            buffer.copy_(state.model[name])
+        for number, places in self._groups.items():
+            with self._zero.present(number, changed=True):
+                flats = self._zero.flats()
+                self.put_back(state.model, {name: place.of(flats) for name, place in places.items()})
+                if known:
+                    self._load_moments(number, {name: state.moments.get(name, {}) for name in places})
+        if known:
+            self._load_settings(state.settings)
+
+    def fill(self, weights: Weights) -> None:
+        """Give the masters these weights, of which each rank reads all that train. Afterwards as after `load`."""
+        for number, places in self._groups.items():
+            with self._zero.present(number, changed=True):
+                flats = self._zero.flats()
+                for name, place in places.items():
+                    if place.length:
+                        place.of(flats).copy_(weights.get(name).reshape(-1)[place.start : place.start + place.length])
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Those that checkpoints hold, live."""
+        tensors = model_tensors(self._model)
+        return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
+
+    def _load_moments(self, number: int, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Of the parameters of one flat tensor."""
+        flats, places = self._zero.flats(), self._groups[number]
+        counts: dict[str, float] = {}
+        shaped: dict[str, dict[str, Tensor]] = {}
+        for name, found in saved.items():
+            for key, tensor in found.items():
+                if key == "step" or tensor.shape != places[name].shape:
+                    counts[key] = max(counts.get(key, 0.0), float(tensor))
+                else:
+                    shaped.setdefault(key, {})[name] = tensor
+        make_moments(self._optimizer, flats[number], counts, sorted(shaped))
+        live = _by_moment(moments(self._optimizer, flats, places))
+        for key, tensors in shaped.items():
+            for name in live[key].keys() - tensors.keys():
+                live[key][name].zero_()  # never stepped where it was saved
+            self.put_back(tensors, {name: live[key][name] for name in tensors})
+
+    def _optimizer_name(self) -> str:
+        name = type(self._optimizer).__name__
+        return _NAMES.get(name, name)
+
+    def _settings(self) -> list[dict[str, object]]:
+        """Hyper-parameters alone: what the optimizer steps are no parameters of the model."""
+        groups = [{**group, "params": []} for group in self._optimizer.param_groups]
+        return optimizer_settings(cast(torch.optim.Optimizer, SimpleNamespace(param_groups=groups, state={})), {})
+
+    def _load_settings(self, saved: list[dict[str, object]]) -> None:
+        """Those that this optimizer has too; DeepSpeed's have not all of torch's."""
+        groups = self._optimizer.param_groups
+        if len(saved) != len(groups):
+            raise CheckpointError(f"the optimizer has {len(groups)} parameter groups, its saved state {len(saved)}")
+        for group, values in zip(groups, saved, strict=True):
+            for key in group.keys() & values.keys():
+                value = values[key]
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _by_moment(found: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """The other way round: by moment, then by parameter."""
+    turned: dict[str, dict[str, Tensor]] = {}
+    for name, kept in found.items():
+        for key, tensor in kept.items():
+            turned.setdefault(key, {})[name] = tensor
+    return turned

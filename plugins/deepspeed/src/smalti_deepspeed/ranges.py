@@ -1,0 +1,99 @@
+"""Tensors that are cut into ranges of their elements, and the way from one such cut to another.
+
+ZeRO lays parameters end to end and cuts that into equal parts: a rank holds a range of a parameter's elements, counted row by
+row, which may begin and end anywhere. Checkpoints and all other strategies hold whole rows: those are ranges too. Elements go
+straight from the rank that has them to the one that wants them; no rank needs a whole tensor for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Range = tuple[int, int]
+"""First element, and the one after the last."""
+Cut = Mapping[str, Range]
+"""What one rank holds of each tensor, by name. All ranks have the same names in the same order."""
+
+_BATCH = 2**26
+"""Elements, of all ranks together, that travel at once: few calls, and buffers that are small beside a model."""
+
+
+def rows(shape: Sequence[int], rank: int, ranks: int) -> Range:
+    """The range of a rank when whole rows are dealt out as torch deals out the first dimension of a sharded tensor."""
+    count, each = shape[0], -(-shape[0] // ranks)
+    size = _numel(shape[1:])
+    return min(rank * each, count) * size, min((rank + 1) * each, count) * size
+
+
+def encode(cut: Cut) -> str:
+    """For the way to the other ranks."""
+    return json.dumps(cut)
+
+
+def decode(text: str) -> Cut:
+    return {name: (start, stop) for name, (start, stop) in json.loads(text).items()}
+
+
+def exchange(parts: Mapping[str, Tensor], have: Sequence[Cut], want: Sequence[Cut], rank: int) -> dict[str, Tensor]:
+    """From this rank's range of each tensor in the cut `have`, (n,), its range in the cut `want`, (m,), copied. *Collective*.
+
+    `have` and `want` tell of all ranks. In `have`, no element has two holders; in `want` an element may go to several ranks.
+    """
+    found: dict[str, Tensor] = {}
+    for names in _batches(parts, have):
+        found |= _exchange({name: parts[name] for name in names}, have, want, rank)
+    return found
+
+
+def _exchange(parts: Mapping[str, Tensor], have: Sequence[Cut], want: Sequence[Cut], rank: int) -> dict[str, Tensor]:
+    like = next(iter(parts.values()))
+    found = {name: part.new_empty(_length(want[rank][name])) for name, part in parts.items()}
+    sent = [[_slice(part, have[rank][name], other[name]) for name, part in parts.items()] for other in want]
+    received = [[_slice(found[name], want[rank][name], other[name]) for name in parts] for other in have]
+    if len(have) == 1:
+        flat = torch.cat(sent[0])
+    else:
+        sizes = [sum(piece.numel() for piece in pieces) for pieces in received]
+        flat = like.new_empty(sum(sizes))
+        outgoing = torch.cat([piece for pieces in sent for piece in pieces])
+        dist.all_to_all_single(flat, outgoing, sizes, [sum(piece.numel() for piece in pieces) for pieces in sent])
+    position = 0
+    for place in (place for pieces in received for place in pieces):
+        place.copy_(flat[position : position + place.numel()])
+        position += place.numel()
+    return found
+
+
+def _batches(parts: Mapping[str, Tensor], have: Sequence[Cut]) -> Iterator[list[str]]:
+    """The names, some at a time, of one type and device; the same on every rank."""
+    batch: list[str] = []
+    size = 0
+    for name, part in parts.items():
+        length = sum(_length(cut[name]) for cut in have)
+        kind = (part.dtype, part.device)
+        if batch and (size + length > _BATCH or kind != (parts[batch[0]].dtype, parts[batch[0]].device)):
+            yield batch
+            batch, size = [], 0
+        batch.append(name)
+        size += length
+    if batch:
+        yield batch
+
+
+def _slice(part: Tensor, own: Range, other: Range) -> Tensor:
+    """The elements of this rank's part that another range has too."""
+    start, stop = max(own[0], other[0]), min(own[1], other[1])
+    return part[start - own[0] : stop - own[0]] if start < stop else part[:0]
+
+
+def _length(span: Range) -> int:
+    return span[1] - span[0]
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return int(torch.Size(shape).numel())

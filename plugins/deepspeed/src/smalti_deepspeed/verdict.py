@@ -1,0 +1,60 @@
+"""What smalti makes of a DeepSpeed configuration, for whoever wants to know before a run. Imports no torch, no DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from smalti import Config, ConfigError, Problem, UserError
+from smalti.invocation import Invocation
+from smalti.settings import LaunchOptions
+from smalti_deepspeed.checks import problems as problems_of
+from smalti_deepspeed.document import resolved
+from smalti_deepspeed.implications import implied
+from smalti_deepspeed.parsing import Document, parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """`options` are the values of smalti's options that lie in the configuration, as (key in it, value).
+
+    `complete` is what DeepSpeed would be told, if a run was named and nothing is wrong.
+    """
+
+    problems: tuple[Problem, ...] = ()
+    notices: tuple[str, ...] = ()
+    options: Mapping[str, tuple[str, object]] = field(default_factory=dict)
+    complete: Document | None = None
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "sound": not self.problems,
+            "problems": [{"where": each.where, "message": each.message, "fix": each.fix} for each in self.problems],
+            "notices": list(self.notices),
+            "options": {name: {"value": value, "key": key} for name, (key, value) in self.options.items()},
+            "complete": self.complete,
+        }
+
+
+def judge(text: str, name: str) -> Verdict:
+    """A configuration by itself: its syntax, its keys and values, what is replaced. `name` says where the text stands."""
+    try:
+        found = implied({"deepspeed_config": parse(text, name)})
+    except UserError as error:
+        return Verdict(problems=(Problem(message=error.message, fix=error.fix),))
+    notices = tuple(f"{key} {remark}" for key, remark in found.notices)
+    problems = tuple(replace(each, where=each.where.removesuffix(" in deepspeed_config")) for each in found.problems)
+    return Verdict(problems=problems, notices=notices, options=found.values)
+
+
+def judge_in_run(text: str, words: Sequence[str]) -> Verdict:
+    """A configuration that is sound by itself as that of the run that `words` describe, which are those of `smalti train`."""
+    invocation = Invocation.read([*words, f"--deepspeed_config={text}"])
+    try:
+        config: Config = invocation.config()
+    except ConfigError as error:
+        return Verdict(problems=error.problems)
+    found = implied({"deepspeed_config": text})
+    problems = tuple(problems_of(config))
+    complete = None if problems else resolved(config, world_size=config[LaunchOptions].num_processes)
+    return Verdict(problems=problems, notices=config.notices, options=found.values, complete=complete)

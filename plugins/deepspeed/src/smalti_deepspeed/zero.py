@@ -1,0 +1,270 @@
+"""Where DeepSpeed's ZeRO keeps what it cut, and the few things that the loop needs of it beyond its own methods.
+
+All stages lay the parameters that train end to end, in a few groups, and give each rank an equal part of every group: a *flat*
+tensor of fp32 masters, beside which the optimizer keeps its moments. Stages 1 and 2 cut wherever a part ends;
+stage 3 cuts each parameter by itself, padded to a multiple of the ranks. What is frozen has no masters.
+
+Everything that is private to DeepSpeed is touched in this module alone; written for 0.19.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.utils import combine_grad_norm_groups
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
+
+from smalti import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where this rank keeps its elements `start` to `start + length` of a parameter: in flat tensor `flat`, from `offset` on.
+
+    The elements are counted row by row. `shape` is that of the whole parameter.
+    """
+
+    shape: torch.Size
+    start: int
+    length: int
+    flat: int
+    offset: int
+
+    def of(self, flats: Sequence[Tensor]) -> Tensor:
+        """The elements, (length,), in memory shared with the flat tensor."""
+        return flats[self.flat].detach().narrow(0, self.offset, self.length)
+
+
+class Zero(Protocol):
+    """One rank's part of a ZeRO optimizer. From `norm` on, methods are *collective*."""
+
+    @property
+    def on_drive(self) -> bool:
+        """Whether masters and moments lie on a drive between steps, and are in memory only where they are `present`."""
+        ...
+
+    def flats(self) -> list[Tensor]:
+        """The fp32 masters, live, each (n,)."""
+        ...
+
+    def present(self, flat: int, *, changed: bool = False) -> AbstractContextManager[None]:
+        """Around what uses a flat tensor and its moments, which may lie on a drive; `changed` ones go back there."""
+        ...
+
+    def places(self, model: nn.Module) -> dict[str, Place]:
+        """Of every parameter that trains, by name; of length 0 where this rank has none of it."""
+        ...
+
+    def norm(self) -> Tensor:
+        """The norm of the whole gradient after the last micro-batch of a step; infinite if anything in it is not finite."""
+        ...
+
+    def step(self, norm: Tensor, limit: float) -> None:
+        """One optimizer step with the gradient, of this norm, cut to `limit` (0: as it is)."""
+        ...
+
+    def discard(self) -> None:
+        """Let go of the gradients without a step."""
+        ...
+
+    def refresh(self) -> None:
+        """Make the parameters that compute from the masters."""
+        ...
+
+
+def zero_of(engine: DeepSpeedEngine) -> Zero:
+    """Raises UserError for what the JSON has made of the engine if it is no ZeRO."""
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return Stage3(engine, engine.optimizer)
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+        return Stages1And2(engine, engine.optimizer)
+    kind = type(engine.optimizer).__name__
+    raise UserError(
+        f"DeepSpeed made a {kind} of this configuration, which keeps no state that checkpoints can hold",
+        fix="zero_optimization.stage 1, 2 or 3; with stage 1 in bf16, no data_types.grad_accum_dtype",
+    )
+
+
+class Stages1And2:
+    """Every rank computes with whole parameters; stage 2 keeps only its part of the gradients."""
+
+    on_drive = False
+
+    def __init__(self, engine: DeepSpeedEngine, zero: DeepSpeedZeroOptimizer) -> None:
+        self._engine = engine
+        self._zero = zero
+
+    def flats(self) -> list[Tensor]:
+        return list(self._zero.single_partition_of_fp32_groups)
+
+    def present(self, flat: int, *, changed: bool = False) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def places(self, model: nn.Module) -> dict[str, Place]:
+        groups = {id(parameter): number for number, group in enumerate(self._zero.bit16_groups) for parameter in group}
+        found: dict[str, Place] = {}
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in groups:
+                continue
+            mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+            found[name] = Place(
+                shape=parameter.shape,
+                start=mapping.lp_fragment_address.start if mapping else 0,
+                length=mapping.lp_fragment_address.numel if mapping else 0,
+                flat=groups[id(parameter)],
+                offset=mapping.hp_fragment_address.start if mapping else 0,
+            )
+        return found
+
+    def norm(self) -> Tensor:
+        self._zero._wait_for_offload_copies()
+        return cast(Tensor, self._zero.scaled_global_norm() / self._zero.loss_scale)
+
+    def step(self, norm: Tensor, limit: float) -> None:
+        zero = self._zero
+        zero.clip_grad = limit
+        zero.scaled_global_norm = lambda norm_type=2: norm * zero.loss_scale  # known by now
+        try:
+            self._engine.step()
+        finally:
+            del zero.scaled_global_norm
+
+    def discard(self) -> None:
+        """A step that DeepSpeed finds to overflow: it clears all that a micro-batch leaves behind, in whatever mode it is."""
+        zero = self._zero
+        checks, zero.check_grad_overflow = zero.check_grad_overflow, True
+        zero.check_overflow = lambda partition_gradients=True: setattr(zero, "overflow", True)
+        try:
+            self._engine.step()
+        finally:
+            zero.check_grad_overflow = checks
+            del zero.check_overflow
+
+    def refresh(self) -> None:
+        self._zero.update_lp_params()
+
+
+class Stage3:
+    """Every rank keeps a part of each parameter; a module's parameters are gathered just before it computes."""
+
+    def __init__(self, engine: DeepSpeedEngine, zero: DeepSpeedZeroOptimizer_Stage3) -> None:
+        self._engine = engine
+        self._zero = zero
+
+    def flats(self) -> list[Tensor]:
+        return list(self._zero.fp32_partitioned_groups_flat)
+
+    @property
+    def on_drive(self) -> bool:
+        return any(self._zero._swappable_optimizer_subgroup(number) for number in range(len(self._zero.fp16_groups)))
+
+    @contextmanager
+    def present(self, flat: int, *, changed: bool = False) -> Iterator[None]:
+        zero = self._zero
+        swaps = zero._swappable_optimizer_subgroup(flat)
+        if swaps:
+            zero._optimizer_states_and_gradient_swap_in(flat)
+        yield
+        if swaps and changed:
+            zero._optimizer_states_and_gradient_swap_out(flat)
+        elif swaps:
+            zero._release_swap_buffers(flat)
+
+    def places(self, model: nn.Module) -> dict[str, Place]:
+        zero = self._zero
+        found: dict[str, Place] = {}
+        for name, parameter in cast(Iterable[tuple[str, Any]], model.named_parameters()):
+            if parameter.requires_grad:
+                flat, offset, size = zero.grad_position[zero.get_param_id(parameter)]
+                start = min(zero._get_param_partition_rank(parameter) * size, parameter.ds_numel)
+                length = min(size, parameter.ds_numel - start)  # the last part is padded
+                found[name] = Place(shape=parameter.ds_shape, start=start, length=length, flat=flat, offset=offset)
+        return found
+
+    def norm(self) -> Tensor:
+        return cast(Tensor, combine_grad_norm_groups(self._zero._get_norm_groups()) / self._zero.loss_scale)
+
+    def step(self, norm: Tensor, limit: float) -> None:
+        zero = self._zero
+        zero.clip_grad = limit
+        self._step(norm)
+
+    def discard(self) -> None:
+        """A step that DeepSpeed finds to overflow: it clears all that a micro-batch leaves behind, in whatever mode it is."""
+        self._step(torch.tensor(float("inf")))
+
+    def _step(self, norm: Tensor) -> None:
+        zero = self._zero
+        zero._get_norm_groups = lambda: [norm * zero.loss_scale]  # known by now
+        try:
+            self._engine.step()
+        finally:
+            del zero._get_norm_groups
+
+    def refresh(self) -> None:
+        zero = self._zero
+        zero._partition_all_parameters()
+        for number in range(len(zero.fp16_groups)):
+            with self.present(number):
+                zero._reassign_or_swap_out_partitioned_parameters(number)
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+def correct_bias_exactly(optimizer: torch.optim.Optimizer) -> None:
+    """Make DeepSpeed's Adam for CPUs, if this is it, compute the same whether or not the run was resumed in between.
+
+    It multiplies its bias correction up from step to step, but takes a power when its count has jumped, which rounds otherwise.
+    With a count that begins anew before every step it always takes the power.
+    """
+    if not isinstance(optimizer, DeepSpeedCPUAdam):
+        return
+    values = optimizer.defaults
+
+    def begin_anew(*_: object) -> None:
+        settings = (values["lr"], *values["betas"], values["eps"], values["weight_decay"], optimizer.adam_w_mode)
+        optimizer.ds_opt_adam.create_adam(optimizer.opt_id, *settings, False)
+
+    optimizer.register_step_pre_hook(begin_anew)
+
+
+def moments(
+    optimizer: torch.optim.Optimizer, flats: Sequence[Tensor], places: Mapping[str, Place]
+) -> dict[str, dict[str, Tensor]]:
+    """This rank's range of every moment, live, by parameter; a step count, or any number, as a scalar of its own."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, place in places.items():
+        flat = flats[place.flat]
+        for key, value in optimizer.state.get(flat, {}).items():
+            if isinstance(value, Tensor) and value.shape == flat.shape:
+                found.setdefault(name, {})[key] = value.detach().narrow(0, place.offset, place.length)
+            elif isinstance(value, Tensor | int | float):
+                found.setdefault(name, {})[key] = torch.as_tensor(value, dtype=torch.float32).detach().cpu().clone()
+    return found
+
+
+def make_moments(optimizer: torch.optim.Optimizer, flat: Tensor, counts: Mapping[str, float], keys: Sequence[str]) -> None:
+    """Give the optimizer state to be filled for one flat tensor, also before its first step: moments `keys`, numbers `counts`.
+
+    Without any of both it forgets its state.
+    """
+    kept = optimizer.state.pop(flat, {})
+    if not keys and not counts:
+        return
+    state = optimizer.state[flat]
+    for key in keys:
+        value = kept.get(key)
+        fits = isinstance(value, Tensor) and value.shape == flat.shape
+        state[key] = value if fits else torch.zeros_like(flat, dtype=torch.float32, requires_grad=False)
+    for key, number in counts.items():
+        # torch's own optimizers count in a tensor, DeepSpeed's in a number.
+        own = type(optimizer).__module__.startswith("torch.")
+        state[key] = torch.tensor(number, dtype=torch.float32) if own else int(number)

@@ -1,0 +1,337 @@
+"""A DeepSpeed configuration beside smalti's options: what it gives, what it must agree with, what DeepSpeed is told."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smalti import Config, ConfigError, UserError
+from smalti.config import resolve, restore, schema_of
+from smalti.plugins import Selection, load_plugins
+from smalti.strategy import choose_distributed
+from smalti_deepspeed.document import resolved, sized
+from smalti_deepspeed.optimizers import NAMES, normalised
+
+DATA = Path(__file__).parents[3] / "tests" / "data"
+PLUGINS = load_plugins(Selection(only=("deepspeed", "fsdp2")))
+SCHEMA = schema_of(PLUGINS)
+ZERO2 = {"zero_optimization": {"stage": 2}}
+
+
+def configure(document: object, *flags: str, file: Path | None = None) -> Config:
+    words = () if document is None else (f"--deepspeed_config={json.dumps(document)}",)
+    none = () if file is not None and file.suffix == ".yaml" else ("--accelerate_config=none",)
+    return resolve(SCHEMA, [*none, *words, *flags], file=file, environment={})
+
+
+def complete(document: object, *flags: str, world_size: int = 1) -> dict:
+    return resolved(configure(document, *flags), world_size=world_size)
+
+
+def refusals(document: object, *flags: str) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        configure(document, *flags)
+    return [f"{problem.where}: {problem.message}" for problem in raised.value.problems]
+
+
+# --- what users bring -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "values"),
+    [
+        ("config-zero2.json", 2, {"train_batch_size": 2, "gradient_accumulation_steps": 4}),
+        ("config-zero3-nvme.json", 3, {"train_batch_size": 1}),
+        ("accelerate-zero1.yaml", 1, {"gradient_accumulation_steps": 4, "num_processes": 1}),
+        ("accelerate-4x8-zero1.yaml", 1, {"max_grad_norm": 0.01, "num_processes": 32}),
+    ],
+)
+def test_a_file_of_another_trainer_works_as_it_stands(name, stage, values):
+    config = configure(None, file=DATA / name)
+    assert choose_distributed(config, PLUGINS).title == "DeepSpeed"
+    assert {key: config.value(key) for key in values} == values
+    assert resolved(config, world_size=4)["zero_optimization"]["stage"] == stage
+
+
+@pytest.mark.parametrize("form", ["text", "path", "table", "named in a table"])
+def test_a_configuration_is_text_or_a_path_or_a_table(tmp_path, form):
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps(ZERO2))
+    if form == "table":
+        (tmp_path / "config.json").write_text(json.dumps({"--deepspeed_config": ZERO2}))
+        config = configure(None, file=tmp_path / "config.json")
+    elif form == "named in a table":
+        config = configure({"deepspeed_config_file": str(path), "zero3_init_flag": False})
+    else:
+        config = configure(None, f"--deepspeed_config={path if form == 'path' else json.dumps(ZERO2)}")
+    assert json.loads(str(config.value("deepspeed_config"))) == ZERO2
+
+
+def test_ranks_have_what_the_launcher_read_though_the_file_has_changed_since(tmp_path):
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps(ZERO2))
+    launched = configure(None, f"--deepspeed_config={path}")
+    path.write_text("{")
+    on_rank = restore(SCHEMA, launched.shared_values(), {}, environment={})
+    assert resolved(on_rank, world_size=2) == resolved(launched, world_size=2)
+
+
+def test_none_switches_it_off_and_flags_go_before_an_accelerate_yaml():
+    flags = ("--deepspeed_config=none", "--gradient_accumulation_steps=2")
+    config = configure(None, *flags, file=DATA / "accelerate-zero1.yaml")
+    assert choose_distributed(config, PLUGINS).title == "single process"
+    assert config.value("gradient_accumulation_steps") == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"bf16": {}\n "zero_optimization": {}}', "deepspeed_config:2:2: this is not JSON"),
+        ("{'a': 1}", "deepspeed_config:1:2: this is not JSON"),
+        ("[2]", "deepspeed_config holds a list"),
+        ('{"bf16": {}, "bf16": {}}', "the key 'bf16' occurs twice"),
+        ("no/such.json", "there is no file no/such.json"),
+    ],
+)
+def test_what_cannot_be_read_is_told_with_its_place(text, told):
+    with pytest.raises(ConfigError) as raised:
+        configure(None, f"--deepspeed_config={text}")
+    assert told in str(raised.value)
+
+
+# --- one value for each thing ---------------------------------------------------------------------------------------
+
+
+FULL = {
+    **ZERO2,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 0.5,
+    "bf16": {"enabled": False},
+    "optimizer": {"type": "adamw", "params": {"lr": 2e-5, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 7, "total_num_steps": 50, "warmup_max_lr": 2e-5}},
+}
+MEANT = {
+    "train_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "max_grad_norm": 0.5,
+    "mixed_precision": "no",
+    "optimizer": "adamw",
+    "learning_rate": 2e-5,
+    "adam_beta1": 0.8,
+    "adam_beta2": 0.9,
+    "adam_epsilon": 1e-6,
+    "adam_weight_decay": 0.1,
+    "lr_scheduler": "linear",
+    "lr_warmup_steps": 7,
+    "max_train_steps": 50,
+}
+
+
+def test_what_the_json_says_becomes_the_value_of_the_option():
+    config = configure(FULL)
+    assert {name: config.value(name) for name in MEANT} == MEANT
+    assert config.source("learning_rate") == "DeepSpeed (optimizer.params.lr in deepspeed_config)"
+
+
+def test_what_is_given_in_both_may_say_the_same():
+    flags = [f"--{name}={value}" for name, value in MEANT.items()]
+    assert configure(FULL, *flags).value("learning_rate") == 2e-5
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_an_option_that_contradicts_the_json_is_an_error_with_both_values(name):
+    other = {"mixed_precision": "bf16", "optimizer": "sgd", "lr_scheduler": "cosine"}.get(
+        name, 0.25 if "0." in str(MEANT[name]) else 3
+    )
+    (told,) = refusals(FULL, f"--{name}={other}")
+    assert f"{name} is '{other}', and " in told
+    assert "in deepspeed_config says " in told
+
+
+def test_the_same_thing_said_twice_within_the_json_must_agree():
+    document = {**ZERO2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+    document["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}
+    (told,) = refusals(document)
+    assert "is 0.001, and optimizer.params.lr is 0.0001: both are learning_rate" in told
+
+
+def test_auto_and_missing_values_are_those_of_the_run():
+    document = {
+        **ZERO2,
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "torch_adam": True}},
+    }
+    flags = ("--gradient_accumulation_steps=3", "--train_batch_size=2", "--learning_rate=0.5", "--lr_warmup_steps=9")
+    told = complete(document, *flags, world_size=4)
+    assert (told["train_batch_size"], told["train_micro_batch_size_per_gpu"], told["gradient_accumulation_steps"]) == (24, 2, 3)
+    assert told["optimizer"]["params"] == {
+        "lr": 0.5,
+        "betas": [0.9, 0.999],
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+        "torch_adam": True,
+    }
+    assert told["scheduler"]["params"]["warmup_num_steps"] == 9
+
+
+def test_without_optimizer_and_scheduler_it_is_adamw_and_warmup():
+    told = complete(ZERO2)
+    assert (told["optimizer"]["type"], told["scheduler"]["type"]) == ("AdamW", "WarmupLR")
+    assert (told["gradient_clipping"], told["bf16"]) == (1.0, {"enabled": True})
+    assert "zero_allow_untested_optimizer" not in told
+
+
+def test_an_optimizer_of_smaltis_own_is_allowed_knowingly():
+    told = complete(ZERO2, "--optimizer=sgd")
+    assert ("optimizer" in told, told["zero_allow_untested_optimizer"]) == (False, True)
+
+
+@pytest.mark.parametrize(("name", "own"), [("WarmupLR", "constant_with_warmup"), ("WarmupCosineLR", "cosine")])
+def test_schedules_go_both_ways(name, own):
+    params = {"total_num_steps": 9} if name != "WarmupLR" else {}
+    assert configure({**ZERO2, "scheduler": {"type": name.lower(), "params": params}}).value("lr_scheduler") == own
+    assert complete(ZERO2, f"--lr_scheduler={own}", "--max_train_steps=9")["scheduler"]["type"] == name
+
+
+@pytest.mark.parametrize("name", ["OneCycle", "LRRangeTest", "WarmupLr2"])
+def test_a_schedule_that_smalti_has_not_is_refused(name):
+    (told,) = refusals({**ZERO2, "scheduler": {"type": name}})
+    assert told.startswith(f"scheduler.type in deepspeed_config: {name} is not ")
+
+
+# --- optimizers -----------------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from(NAMES), st.sampled_from((str.lower, str.upper, str)), st.sampled_from(("", " ")))
+def test_a_name_in_any_case_is_deepspeeds(name, case, blank):
+    assert normalised(f"{blank}{case(name)}{blank}") == (name, "")
+
+
+@pytest.mark.parametrize("optimizer", [{"type": "cpuadam"}, {"name": "FusedAdam"}, "prodigy"])
+def test_an_optimizer_that_deepspeed_has_not_becomes_adamw_with_a_word(optimizer):
+    config = configure({**ZERO2, "optimizer": optimizer})
+    old = optimizer if isinstance(optimizer, str) else next(iter(optimizer.values()))
+    assert [notice for notice in config.notices if repr(old) in notice and "AdamW takes its place" in notice]
+    assert resolved(config, world_size=1)["optimizer"]["type"] == "AdamW"
+
+
+def test_settings_of_an_optimizer_that_is_replaced_go_but_for_those_that_every_one_has():
+    told = complete({**ZERO2, "optimizer": {"type": "prodigy", "params": {"lr": 1.0, "d_coef": 2}}})["optimizer"]["params"]
+    assert told == {"lr": 1.0, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+
+
+@pytest.mark.parametrize("key", ["optimizer", "scheduler"])
+def test_settings_without_a_type_are_refused(key):
+    assert refusals({**ZERO2, key: {"params": {"lr": 1.0}}}) == [f"{key} in deepspeed_config: has no type"]
+
+
+def test_an_optimizer_of_deepspeeds_alone_is_an_optimizer_of_smaltis():
+    config = configure({**ZERO2, "optimizer": {"type": "lamb", "params": {"lr": 1.0, "max_coeff": 9}}})
+    assert config.value("optimizer") == "deepspeed_lamb"
+    told = resolved(config, world_size=1)["optimizer"]
+    assert told["type"] == "Lamb"
+    assert (told["params"]["lr"], told["params"]["max_coeff"]) == (1.0, 9)
+
+
+# --- keys and values ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("document", "told"),
+    [
+        ({}, "zero_optimization in deepspeed_config: has no stage"),
+        ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage in deepspeed_config: cannot be 0"),
+        ({"zero_optimization": 2}, "zero_optimization in deepspeed_config: is 2, not a table of settings"),
+        ({**ZERO2, "fp16": {"enabled": True}}, "fp16.enabled in deepspeed_config: smalti does not train in fp16"),
+        ({**ZERO2, "amp": {}}, "amp in deepspeed_config: DeepSpeed has this no more"),
+        ({**ZERO2, "stage3_max_live_parameters": 1}, "stage3_max_live_parameters in deepspeed_config: unknown key"),
+        (
+            {"zero_optimization": {"stage": 2, "overlap_com": True}},
+            "zero_optimization.overlap_com in deepspeed_config: unknown key",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "gpu"}}},
+            "zero_optimization.offload_optimizer.device in deepspeed_config: cannot be 'gpu'",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "reduce_bucket_size": -1}},
+            "zero_optimization.reduce_bucket_size in deepspeed_config: cannot be -1",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+            "zero_optimization.offload_optimizer.device in deepspeed_config: DeepSpeed offloads to nvme in stage 3 only",
+        ),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "zero_optimization.zero_hpz_partition_size in"),
+        ({**ZERO2, "tensor_parallel": {"autotp_size": 2}}, "tensor_parallel in deepspeed_config: cannot be used"),
+        ({**ZERO2, "sequence_parallel_size": 2}, "sequence_parallel_size in deepspeed_config: cannot be used"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_key(document, told):
+    assert [each for each in refusals(document) if each.startswith(told)]
+
+
+def test_a_misspelt_key_is_told_with_the_nearest_one():
+    with pytest.raises(ConfigError, match="did you mean gradient_clipping"):
+        configure({**ZERO2, "gradient_cliping": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("document", "word"),
+    [
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "in stage 2"),
+        ({**ZERO2, "zero3_save_16bit_model": True}, "zero3_save_16bit_model"),
+        ({**ZERO2, "activation_checkpointing": {}}, "--gradient_checkpointing"),
+    ],
+)
+def test_what_has_no_effect_is_told_and_left_out(document, word):
+    config = configure(document)
+    assert [notice for notice in config.notices if "has no effect" in notice and word in notice]
+    assert not {"zero3_save_16bit_model", "activation_checkpointing"} & resolved(config, world_size=1).keys()
+    assert "offload_param" not in resolved(config, world_size=1)["zero_optimization"]
+
+
+# --- sizes ----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    stage=st.sampled_from((1, 2, 3)),
+    parameters=st.integers(1, 10**11),
+    share=st.floats(0, 1),
+    ranks=st.integers(1, 64),
+)
+def test_sizes_fit_the_model(stage, parameters, share, ranks):
+    largest = max(1, int(parameters * share))
+    zero = {"stage": stage, "offload_param": {"device": "nvme", "nvme_path": "/x"}}
+    told = sized({"zero_optimization": zero}, parameters, largest, world_size=ranks)["zero_optimization"]
+    bucket = told["reduce_bucket_size"]
+    assert bucket <= parameters
+    assert bucket >= min(parameters, largest)
+    buffer = told["offload_param"]["buffer_size"]
+    assert largest <= buffer * ranks
+    assert buffer % 1024 == 0
+
+
+def test_a_size_that_is_given_stays_and_no_auto_is_left():
+    zero = {"stage": 3, "reduce_bucket_size": 7, "stage3_prefetch_bucket_size": "auto", "stage3_max_live_parameters": "auto"}
+    told = sized({"zero_optimization": zero, "log_level": "auto"}, 10**6, 10**5)
+    assert told == {
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": 7,
+            "stage3_prefetch_bucket_size": 10**6,
+            "stage3_param_persistence_threshold": 10**5,
+        }
+    }
+
+
+# --- together with FSDP ---------------------------------------------------------------------------------------------
+
+
+def test_fsdp_and_deepspeed_cannot_be_enabled_simultaneously():
+    with pytest.raises(UserError, match=r"^FSDP and DeepSpeed cannot be enabled simultaneously\."):
+        choose_distributed(configure(ZERO2, "--fsdp_enable"), PLUGINS)

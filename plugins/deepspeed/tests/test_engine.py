@@ -1,0 +1,172 @@
+"""ZeRO trains what replicas train, whatever is cut and wherever it lies; and keeps no more than its part of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from smalti.checkpoint.conversion import convert
+from smalti.ema import Ema
+from smalti.testing import TinyFamily, two_processes
+from smalti.testing.strategies import run_check
+from smalti.testing.strategy_subject import open_strategy
+from smalti_deepspeed.formats import FORMATS
+
+STEPS = 20
+ALL_CUT = {"stage3_param_persistence_threshold": 0}
+ON_HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+
+
+def zero(stage: int, **settings: object) -> tuple[str, ...]:
+    document = {"zero_optimization": {"stage": stage, **settings}}
+    return (f"--deepspeed_config={json.dumps(document)}",)
+
+
+KINDS = {
+    "1": zero(1),
+    "2": zero(2),
+    "3": zero(3, **ALL_CUT),
+    "3 with small parameters whole": zero(3),
+    "3 offloaded": zero(3, **ALL_CUT, **ON_HOST),
+}
+IN_BF16 = "--mixed_precision=bf16"
+
+
+def losses(plugin: str, flags: tuple[str, ...]) -> list[float]:
+    """The mean loss of all ranks before each of the first steps, with clipping."""
+    subject = open_strategy(plugin, flags, 2)
+    found = []
+    for number in range(STEPS):
+        mine = subject.look(number)
+        found.append(sum(float(text) for text in subject.parallel.share(repr(mine))) / 2)
+        subject.step(number, limit=0.05)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with two_processes(group=False, seconds=240) as processes:  # DeepSpeed compiles Adam for CPUs when it first needs it
+        yield processes
+
+
+@pytest.fixture(scope="module")
+def replicas(ranks):
+    """By precision."""
+    return {precision: ranks.run(losses, "ddp", (f"--mixed_precision={precision}",))[0] for precision in ("no", "bf16")}
+
+
+# --- losses ---------------------------------------------------------------------------------------------------------
+
+
+def furthest(found: list[float], wanted: list[float]) -> float:
+    """The largest relative difference."""
+    return max(abs(one - other) / other for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_in_fp32_are_those_of_replicas(ranks, replicas, kind):
+    found = ranks.run(losses, "deepspeed", KINDS[kind])[0]
+    assert furthest(found, replicas["no"]) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_in_bf16_are_those_of_replicas(ranks, replicas, kind):
+    found = ranks.run(losses, "deepspeed", (*KINDS[kind], IN_BF16))[0]
+    assert furthest(found, replicas["bf16"]) < 3e-3
+
+
+# --- state ----------------------------------------------------------------------------------------------------------
+
+CHECKS = (
+    "it_fills_the_model_with_the_first_weights",
+    "weights_that_are_replaced_are_used_at_once",
+    "its_state_is_portable",
+    "a_state_that_is_put_back_goes_on_bit_for_bit",
+    "a_checkpoint_comes_back_bit_for_bit",
+)
+"""What the contract asks of any precision."""
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("kind", ["2", "3", "3 offloaded"])
+def test_in_bf16_the_state_is_kept_in_fp32_and_bit_for_bit(ranks, tmp_path, kind, check):
+    run_check(ranks, check, "deepspeed", (*KINDS[kind], IN_BF16), tmp_path)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_state_of_deepspeeds_own_adam_is_portable(ranks, tmp_path, check):
+    run_check(ranks, check, "deepspeed", KINDS["3 offloaded"], tmp_path)
+
+
+def held(flags: tuple[str, ...]) -> tuple[int, int, int]:
+    """Elements of masters, of the first moment, and of the average on this rank."""
+    subject = open_strategy("deepspeed", flags, 2)
+    subject.step(90)
+    masters = subject.parallel.masters(subject.model)
+    moments = (state["exp_avg"] for state in subject.optimizer.state.values())
+    average = Ema(masters, 0.5).shadows.values()
+    first, second, third = (sum(each.numel() for each in tensors) for tensors in (masters.values(), moments, average))
+    return first, second, third
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_keeps_half_of_masters_moments_and_average(ranks, kind):
+    whole = sum(parameter.numel() for parameter in TinyFamily().build_model().parameters())
+    found = ranks.run(held, KINDS[kind])
+    assert found[0][0] + found[1][0] == whole
+    assert all(abs(size - whole / 2) < 40 for sizes in found for size in sizes)
+
+
+# --- frozen parameters ----------------------------------------------------------------------------------------------
+
+FROZEN = ("words", "blocks.0.mix", "leave")
+
+
+def train_partly(flags: tuple[str, ...]) -> set[str]:
+    """Three steps beside one process that makes them too; the names of what is in a checkpoint."""
+    subject = open_strategy("deepspeed", flags, 2, FROZEN)
+    reference = subject.reference()
+    for number in range(3):
+        subject.step(number)
+        reference.step(number, 2, 0.0)
+    subject.follows(reference, "beside frozen parameters")
+    state = subject.state()
+    return {*state.model, *state.moments}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_parameters_take_part_and_are_not_in_checkpoints(ranks, kind):
+    names = {name for name, _ in TinyFamily().build_model().named_parameters()}
+    assert ranks.run(train_partly, KINDS[kind])[0] == {name for name in names if not name.startswith(FROZEN)}
+
+
+# --- checkpoints of DeepSpeed's own ---------------------------------------------------------------------------------
+
+
+def save_as_deepspeed(flags: tuple[str, ...], folder: Path) -> bool:
+    """DeepSpeed saves, and beside it what it should be; whether DeepSpeed's own tool reads the same weights."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    subject = open_strategy("deepspeed", flags, 2, FROZEN)
+    subject.step(60)
+    subject.model.save_checkpoint(folder / "theirs")
+    expected = subject.whole()
+    if subject.parallel.world.rank:
+        return True
+    save_file(expected, folder / "expected.safetensors")
+    read = get_fp32_state_dict_from_zero_checkpoint(str(folder / "theirs"))
+    return all(torch.equal(read[name], expected[name]) for name in expected.keys() & read.keys())
+
+
+@pytest.mark.parametrize("kind", ["1", "2", "3 offloaded"])
+def test_checkpoints_that_deepspeed_wrote_are_converted_bit_for_bit(ranks, tmp_path, kind):
+    assert ranks.run(save_as_deepspeed, KINDS[kind], tmp_path) == [True, True]
+    convert(tmp_path / "theirs", tmp_path / "ours", FORMATS)
+    expected, found = load_file(tmp_path / "expected.safetensors"), {}
+    for group in ("model", "optimizer"):
+        for path in (tmp_path / "ours" / group).glob("*.safetensors"):
+            found |= load_file(path)
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert {name for name in found.keys() - expected.keys() if not name.startswith(FROZEN)} == set()
