@@ -153,7 +153,8 @@ class DistributedPlan:
     `accelerate` is merged into the Accelerate YAML, where None takes a key out, `environment` into the workers' environment.
     `context` ranks work on the same samples, so that the effective batch counts groups of so many. `shards` says that a rank
     holds parts of parameters, on which not every optimizer works. `settings` are what the backend itself will be told, in
-    JSON's types, for whoever looks at a launch. `fallback` marks the plan that is used only when no other plugin claims the run.
+    JSON's types, for whoever looks at a launch. `fallback` marks the plan that is used only when no other plugin claims the
+    run.
     """
 
     name: str
