@@ -59,7 +59,7 @@ def main() -> None:
     minilm = sentence_encoder()
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(minilm, model_max_length=TOKENS)
-    encoder = BertModel.from_pretrained(minilm, dtype=torch.bfloat16)
+    encoder = BertModel.from_pretrained(minilm, dtype=torch.float32)
     for number in ("", "_2"):
         tokenizer.save_pretrained(folder / f"tokenizer{number}")
         encoder.save_pretrained(folder / f"text_encoder{number}")
