@@ -4,6 +4,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+SOURCES := core/src:plugins/fsdp2/src:plugins/deepspeed/src:plugins/diffusers/src
 ARGS ?=
 # One thread a process: the tests and the demo start several processes on few cores.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HOME=$(CURDIR)/$(VENV)/hf
@@ -32,7 +33,7 @@ test: $(VENV)/dev.done
 check: $(VENV)/dev.done
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy -p smalti
+	MYPYPATH=$(SOURCES) $(BIN)/mypy $(addprefix -p ,smalti smalti_fsdp2 smalti_deepspeed smalti_diffusers)
 	$(TEST_ENV) $(BIN)/python -m pytest tests/meta $(ARGS)
 
 fix: $(VENV)/dev.done
