@@ -51,7 +51,11 @@ def runs(tmp_path_factory, train):
         family = example.partition("-")[0]
         if not (root / family).exists():
             getattr(tiny, family)(root / family)
-        named = {"pretrained_model_name_or_path": root / family, "config": EXAMPLES / f"{example}.toml"}
+        named = {
+            "pretrained_model_name_or_path": root / family,
+            "cache_dir": root / "cache",
+            "config": EXAMPLES / f"{example}.toml",
+        }
         run = train(root / f"{example}{kind}", **SMALL | named | options, probe=False)
         assert run.code == 0, run.output
         return run
@@ -77,7 +81,7 @@ def test_losses_are_those_of_one_process(runs, kind):
     assert found == pytest.approx(runs[kind.split()[0]].losses[-len(found) :], rel=1e-4)
 
 
-def test_a_resumed_run_encodes_nothing_again(runs):
+def test_what_another_run_has_encoded_is_not_encoded_again(runs):
     said = {kind: "smalti: encoding 24 of 24 latents" in runs[kind].output for kind in ("flux", "flux resumed")}
     assert said == {"flux": True, "flux resumed": False}
 

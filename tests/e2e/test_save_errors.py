@@ -30,8 +30,8 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_trains_on_when_the_disk_is_full_and_fails_in_the_end(small_disk, train, ranks):
-    run = train(small_disk / "run", **{**OPTIONS, "train_batch_size": 4 // ranks}, num_processes=ranks, probe=False)
+def test_a_run_trains_on_when_the_disk_is_full_and_fails_in_the_end(small_disk, launch, ranks):
+    run = launch(small_disk / "run", **{**OPTIONS, "train_batch_size": 4 // ranks}, num_processes=ranks, probe=False)
     last = next(line for line in run.output.splitlines() if "ended with exit code 1" in line)
     assert len(run.losses) == 8
     assert "No space left on device" in last
@@ -45,8 +45,8 @@ def test_a_run_trains_on_when_the_disk_is_full_and_fails_in_the_end(small_disk, 
     assert failed == {f"cannot save step {step}" for step in (4, 6, 8)}
 
 
-def test_a_run_stops_if_that_was_asked_for_and_hook_on_checkpoint_failed_hears_of_it(small_disk, train):
-    run = train(small_disk / "run", **OPTIONS, on_save_error="stop")
+def test_a_run_stops_if_that_was_asked_for_and_hook_on_checkpoint_failed_hears_of_it(small_disk, launch):
+    run = launch(small_disk / "run", **OPTIONS, on_save_error="stop")
     assert run.code == 1
     assert len(run.losses) < 8
     assert "the last good checkpoint is" in run.output

@@ -36,6 +36,16 @@ def runs(tmp_path_factory, train):
             fsdp_activation_checkpointing=True,
             validation_prompt=PROMPTS,
         ),
+        "compiled": train(
+            root / "compiled",
+            **OPTIONS,
+            **several,
+            train_batch_size=6,
+            dynamo_backend="aot_eager",
+            fsdp_activation_checkpointing=True,
+            fsdp_activation_checkpointing_mode="selective",
+            validation_prompt=PROMPTS[:1],
+        ),
         "shared": train(
             root / "shared",
             **OPTIONS,
@@ -58,7 +68,7 @@ def runs(tmp_path_factory, train):
     }
 
 
-KINDS = ["alone", "two", "four", "accumulated", "shared", "two by two"]
+KINDS = ["alone", "two", "four", "accumulated", "compiled", "shared", "two by two"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,7 +91,7 @@ def test_pictures_are_those_of_one_process(runs, kind, step):
 
     folders = [runs[run].directory / "samples" / f"{step:08d}" for run in ("one", kind)]
     names = sorted(path.name for path in folders[1].glob("0*.png"))
-    prompts = {"two": 3, "four": 1}.get(kind, 5)
+    prompts = {"two": 3, "four": 1, "compiled": 1}.get(kind, 5)
     assert len(names) == prompts
     for name in names:
         pair = [Image.open(folder / name) for folder in folders]

@@ -4,6 +4,7 @@ import json
 import resource
 
 import pytest
+from published import FLUX_DEV
 
 from smalti_diffusers.auraflow import AuraFlow
 from smalti_diffusers.components import Components
@@ -53,16 +54,7 @@ MODELS = {
     "flux dev": (
         Flux,
         "FluxTransformer2DModel",
-        {
-            "in_channels": 64,
-            "num_layers": 19,
-            "num_single_layers": 38,
-            "attention_head_dim": 128,
-            "num_attention_heads": 24,
-            "joint_attention_dim": 4096,
-            "pooled_projection_dim": 768,
-            "guidance_embeds": True,
-        },
+        FLUX_DEV,
     ),
     "sd3 medium": (StableDiffusion3, "SD3Transformer2DModel", SD3),
     "sd3.5 medium": (

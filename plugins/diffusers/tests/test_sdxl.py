@@ -4,6 +4,7 @@ import json
 import resource
 from dataclasses import replace
 
+import published as shapes
 import pytest
 import tiny
 import torch
@@ -22,25 +23,6 @@ from smalti_diffusers.components import Components
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import parameter_count
 from smalti_diffusers.sdxl import Sdxl, family
-
-PUBLISHED = {
-    "_class_name": "UNet2DConditionModel",
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 256,
-    "attention_head_dim": [5, 10, 20],
-    "block_out_channels": [320, 640, 1280],
-    "cross_attention_dim": 2048,
-    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
-    "in_channels": 4,
-    "layers_per_block": 2,
-    "out_channels": 4,
-    "projection_class_embeddings_input_dim": 2816,
-    "sample_size": 128,
-    "transformer_layers_per_block": [1, 2, 10],
-    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
-    "use_linear_projection": True,
-}
-"""unet/config.json of stable-diffusion-xl-base-1.0, without what diffusers takes as default."""
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +259,8 @@ def test_a_refiner_is_refused(tmp_path, configured):
 @pytest.fixture
 def published(folder, tmp_path):
     """The family over the published configurations, without any weights."""
-    for part, config in {"unet": PUBLISHED, "vae": {"latent_channels": 4, "block_out_channels": [128, 256, 512, 512]}}.items():
+    vae = {"latent_channels": 4, "block_out_channels": [128, 256, 512, 512]}
+    for part, config in {"unet": shapes.SDXL, "vae": vae}.items():
         (tmp_path / part).mkdir()
         (tmp_path / part / "config.json").write_text(json.dumps(config))
     (tmp_path / "model_index.json").symlink_to(folder / "model_index.json")

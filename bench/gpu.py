@@ -1,0 +1,238 @@
+"""Training steps of models of published size on one accelerator: `python bench/gpu.py`, or `python bench/gpu.py NAME ...`.
+
+Each case is a process of its own, prints one line of JSON, and counts latents and texts as encoded before: seconds per step
+(median), pictures per second, model FLOPs utilisation, and the most memory that tensors took. Weights are random numbers, and
+so are latents and texts; the rest is what a run does in a step. `--tiny` takes tiny models and pictures, to try the script
+without a device; `--keep` writes the results to `bench/results/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).parents[1]
+WARM_UP, STEPS = 3, 10
+RECOMPUTED = ("--gradient_checkpointing",)
+SHARDED = ("--fsdp_enable", "--optimizer=adamw")
+ADAPTER = ("--model_type=lora", "--lora_rank=16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One model, size of pictures and batch, with the flags of a run."""
+
+    family: str
+    edge: int
+    batch: int
+    flags: tuple[str, ...] = ()
+
+    @property
+    def compiled(self) -> Case:
+        return replace(self, flags=(*self.flags, "--dynamo_backend=inductor"))
+
+
+_EAGER = {
+    "sdxl-b1": Case(family="sdxl", edge=1024, batch=1),
+    "sdxl-b8": Case(family="sdxl", edge=1024, batch=8, flags=RECOMPUTED),
+    "flux-lora-512": Case(family="flux", edge=512, batch=1, flags=ADAPTER),
+    "flux-lora-1024": Case(family="flux", edge=1024, batch=1, flags=(*ADAPTER, *RECOMPUTED)),
+}
+_LADDER = {
+    "ladder-1-sharded": Case(family="sdxl", edge=1024, batch=1, flags=SHARDED),
+    "ladder-2-recomputed": Case(family="sdxl", edge=1024, batch=1, flags=(*SHARDED, "--fsdp_activation_checkpointing")),
+    "ladder-3-offloaded": Case(
+        family="sdxl", edge=1024, batch=1, flags=(*SHARDED, "--fsdp_activation_checkpointing", "--fsdp_cpu_offload")
+    ),
+}
+CASES = _EAGER | {f"{name}-compiled": case.compiled for name, case in _EAGER.items()} | _LADDER
+"""Full rank but for Flux, whose weights, gradients and moments need 177 GiB. The ladder: full-rank SDXL in ever less memory."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help=f"any of {', '.join(CASES)}; all if none is given")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, on whatever device there is")
+    parser.add_argument("--keep", action="store_true", help="also write the results to bench/results/")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.cases if name not in CASES]:
+        parser.error(f"unknown cases {', '.join(unknown)}")
+    if arguments.here:
+        case = CASES[arguments.cases[0]]
+        print(json.dumps(measure(replace(case, edge=64) if arguments.tiny else case, tiny=arguments.tiny)))
+        return
+    results = []
+    for name in arguments.cases or CASES:
+        words = [sys.executable, __file__, name, "--here", *(["--tiny"] if arguments.tiny else [])]
+        done = subprocess.run(words, stdout=subprocess.PIPE, text=True)
+        lines = done.stdout.splitlines()
+        results.append({"case": name, **(json.loads(lines[-1]) if done.returncode == 0 else {"failed": done.returncode})})
+        print(json.dumps(results[-1]), flush=True)
+    if arguments.keep:
+        keep(results)
+
+
+def keep(results: list[dict[str, object]]) -> None:
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    record = {"date": date.today().isoformat(), "hardware": device, "python": sys.version.split()[0]}
+    record |= {name: version(name) for name in ("smalti", "torch", "diffusers")}
+    path = ROOT / "bench/results" / f"{record['date']}-{device.replace(' ', '-')}.json"
+    path.write_text(json.dumps({**record, "results": results}, indent=2) + "\n")
+    print(f"kept in {path}", file=sys.stderr)
+
+
+# --- one case -------------------------------------------------------------------------------------------------------
+
+
+def measure(case: Case, *, tiny: bool) -> dict[str, object]:
+    """The figures of a case, in this process. Too little memory is a result, too."""
+    import torch
+
+    from smalti.gauges import Memory, peak_of
+
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as closing:
+        try:
+            subject = build(case, pipeline(Path(folder), case.family, tiny=tiny), Path(folder) / "run", closing)
+            device = subject.parallel.world.device
+            seconds = list(steps(subject, device))
+        except torch.OutOfMemoryError:
+            return {"out_of_memory": True}
+        peak = peak_of(subject.parallel.world, None, bf16=True)
+        flops = case.batch * subject.family.flops_per_sample(case.edge, case.edge) * (2 + subject.trained)
+    median = statistics.median(seconds)
+    return {
+        "seconds_per_step": round(median, 4),
+        "pictures_per_second": round(case.batch / median, 3),
+        "mfu": round(flops / median / peak, 4) if peak else None,
+        "peak_mib": round(Memory(device).peak_mb()),
+        "flags": list(case.flags),
+    }
+
+
+def pipeline(folder: Path, family: str, *, tiny: bool) -> Path:
+    """A pipeline of published shape without weights; or a tiny one."""
+    sys.path.insert(0, str(ROOT / "plugins/diffusers/tests"))
+    import published
+    import tiny as tiny_pipelines
+
+    made = getattr(tiny_pipelines, family)(folder / "pipeline")
+    if not tiny:
+        part, config = {"sdxl": ("unet", published.SDXL), "flux": ("transformer", published.FLUX_DEV)}[family]
+        (made / part / "config.json").write_text(json.dumps(config))
+        vae = {"latent_channels": 4 if family == "sdxl" else 16, "block_out_channels": [128, 256, 512, 512]}
+        (made / "vae" / "config.json").write_text(json.dumps(vae))
+    return made
+
+
+def build(case: Case, folder: Path, directory: Path, closing: ExitStack) -> SimpleNamespace:
+    """Model, optimizer and loss as a run has them, and one batch."""
+    import torch
+
+    from smalti.diffusion.step import denoising_loss
+    from smalti.families import find_family
+    from smalti.invocation import Invocation
+    from smalti.optimizers import matrices
+    from smalti.run import build_model, build_optimizer, open_parallel
+    from smalti.strategy import choose_distributed
+
+    words = [f"--model_family={case.family}", f"--pretrained_model_name_or_path={folder}", "--init_from_config"]
+    words += [f"--output_dir={directory}", f"--train_batch_size={case.batch}", "--mixed_precision=bf16", *case.flags]
+    invocation = Invocation.read(words)
+    config, plugins = invocation.config(), invocation.plugins
+    plan = choose_distributed(config, plugins)
+    parallel = open_parallel(plan, config)
+    closing.callback(parallel.close)
+    device = parallel.world.device
+    family = find_family(config, plugins)
+    model, blocks = build_model(config, plugins, family, device)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    decayed, weights = matrices(model), SomeWeights(model)
+    model = plugins.backend(plan).wrap_model(model=model, family=family, blocks=blocks, parallel=parallel, weights=weights)
+    model, optimizer = parallel.bind(model, build_optimizer(config, plugins, parallel, model, decayed))
+    shapes = family.example_conditioning(case.edge, case.edge)
+    told = {name: torch.randn_like(one, device=device) for name, one in shapes.items()}
+    return SimpleNamespace(
+        family=family,
+        parallel=parallel,
+        model=model.train(),
+        optimizer=optimizer,
+        trained=trained / count,
+        loss=denoising_loss(config, family, device, {name: one[:1] for name, one in told.items()}),
+        batch=batch_of(case, family, told, device),
+    )
+
+
+def batch_of(case: Case, family, told, device: str) -> SimpleNamespace:
+    """Latents and texts of a micro-batch; the pictures that they would be of are not there."""
+    import torch
+
+    from smalti.data.buckets import Bucket
+    from smalti.models.frames import Frame
+
+    size = case.edge // family.vae_scale
+    return SimpleNamespace(
+        bucket=Bucket(case.edge, case.edge),
+        pixels=None,
+        latents=torch.randn(case.batch, family.latent_channels, size, size, device=device),
+        captions=("",) * case.batch,
+        conditioning={name: one.expand(case.batch, *one.shape[1:]) for name, one in told.items()},
+        frames=(Frame(width=case.edge, height=case.edge, left=0, top=0),) * case.batch,
+        numbers=tuple(range(case.batch)),
+    )
+
+
+def steps(subject: SimpleNamespace, device: str) -> Iterator[float]:
+    """The seconds of each step but for the first ones, in which kernels are compiled and memory is taken."""
+    import torch
+
+    parallel = subject.parallel
+    for number in range(WARM_UP + STEPS):
+        begin = time.perf_counter()
+        with parallel.accumulate(last=True):
+            loss = subject.loss(subject.model, subject.batch, parallel)
+            parallel.backward(loss)
+        parallel.clip_gradients(1.0)
+        parallel.step()
+        if torch.device(device).type != "cpu":
+            torch.accelerator.synchronize(device)
+        if number >= WARM_UP:
+            yield time.perf_counter() - begin
+
+
+class SomeWeights:
+    """Random numbers for every parameter, the same ones over and over: drawing twelve billion would take minutes."""
+
+    def __init__(self, model) -> None:
+        import torch
+
+        self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if tensor.is_meta}
+        self._numbers = torch.randn(1 << 24) * 0.02
+
+    def names(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def get(self, name: str):
+        shape = self._shapes[name]
+        times = -(-shape.numel() // len(self._numbers))
+        numbers = self._numbers.repeat(times) if times > 1 else self._numbers
+        return numbers[: shape.numel()].view(shape).clone()
+
+
+if __name__ == "__main__":
+    main()
