@@ -32,7 +32,7 @@ from smalti.liverun import prepare
 from smalti.plugins import Plugins
 from smalti.rundir import POLL_SECONDS, RunDirectory
 from smalti.settings import LaunchOptions, RunOptions
-from smalti.strategy import check_strategy, choose_distributed
+from smalti.strategy import check_shares, check_strategy, choose_distributed
 from smalti.types import DistributedPlan
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ class Preparation:
         from smalti.models.weights import without_weights
 
         family = find_family(config, plugins)
+        check_shares(distributed, family)
         if distributed.context > 1:
             with without_weights():
                 context_plan(family, family.build_model())

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
 
 from smalti.config import Config
 from smalti.errors import UserError
 from smalti.plugins import Plugins
 from smalti.settings import OptimizerOptions
 from smalti.types import DistributedPlan, OptimizerEntry
+
+if TYPE_CHECKING:
+    from smalti.models.family import ModelFamily
 
 
 def choose_distributed(config: Config, plugins: Plugins) -> DistributedPlan:
@@ -44,4 +48,12 @@ def check_strategy(plan: DistributedPlan, config: Config, plugins: Plugins) -> N
         raise UserError(
             f"{chosen.title} does not work under {plan.title}, where a rank holds parts of parameters",
             fix=f"--optimizer=adamw, or another one of {others}",
+        )
+
+
+def check_shares(plan: DistributedPlan, family: ModelFamily) -> None:
+    """Refuse a model that cannot be divided where the strategy gives each rank a part of it."""
+    if plan.shards and (reason := getattr(family, "indivisible", "")):
+        raise UserError(
+            f"{plan.title} cannot share out {reason}", fix="train in one process or with DDP, or do without what asks for it"
         )

@@ -61,7 +61,9 @@ class ModelFamily(Protocol):
 
     A family of DDPM may also have `beta_schedule`, the noise schedule that its model was trained with, where that is not
     "scaled_linear" (`smalti.diffusion.objective.BetaSchedule`). One whose model spends much of its time in convolutions says
-    `convolutional = True`; on CUDA devices they then compute with channels last (`smalti.models.layout`).
+    `convolutional = True`; on CUDA devices they then compute with channels last (`smalti.models.layout`). One whose model no
+    backend can share out says why in `indivisible`, in words that end "cannot share out ...". A module of its model that turns
+    its first weights into something else once it has them is a `smalti.models.weights.Filled`.
     """
 
     name: str

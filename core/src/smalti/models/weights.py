@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol, runtime_checkable
+from weakref import WeakValueDictionary
 
 import torch
 from safetensors import safe_open
@@ -138,24 +140,38 @@ def first_weight(weights: Weights, name: str, parameter: Tensor) -> Tensor:
     return tensor
 
 
+@runtime_checkable
+class Filled(Protocol):
+    """A module that turns its first weights into something else, such as quantised ones, as soon as it has them."""
+
+    def weights_filled(self) -> None:
+        """This module's own parameters and buffers have their values, on their device. Called once, under no_grad."""
+        ...
+
+
 @torch.no_grad()
 def materialise(model: nn.Module, weights: Weights, device: str) -> nn.Module:
     """The model with every meta parameter replaced by its tensor from `weights`, and everything on `device`.
 
-    For backends that keep the whole model on each rank. Parameters that are shared stay shared; types are the model's.
+    For backends that keep the whole model on each rank. Parameters that are shared stay shared; types are the model's. Each
+    `Filled` module is told before the next one gets its weights, so that what it lets go of never exists all at once.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    made: WeakValueDictionary[nn.Parameter, nn.Parameter] = WeakValueDictionary()
     known = set(weights.names())
     for prefix, module in model.named_modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
-            if parameter not in made:
+            ready = made.get(parameter)
+            if ready is None:
                 tensor = first_weight(weights, f"{prefix}.{name}" if prefix else name, parameter)
-                made[parameter] = nn.Parameter(tensor.to(device, parameter.dtype), requires_grad=parameter.requires_grad)
-            module._parameters[name] = made[parameter]
+                ready = nn.Parameter(tensor.to(device, parameter.dtype), requires_grad=parameter.requires_grad)
+                made[parameter] = ready
+            module._parameters[name] = ready
         for name, buffer in list(module._buffers.items()):
             full = f"{prefix}.{name}" if prefix else name
             if buffer is not None:
                 module._buffers[name] = (weights.get(full) if full in known else buffer).to(device)
+        if isinstance(module, Filled):
+            module.weights_filled()
     return model

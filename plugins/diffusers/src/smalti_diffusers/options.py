@@ -8,6 +8,7 @@ from smalti import OptionGroup, Options, option
 from smalti.options import Names
 
 FrozenType = Literal["auto", "fp32", "bf16"]
+Precision = Literal["no_change", "int8-torchao", "fp8-torchao", "nf4-torchao"]
 
 
 class DiffusersOptions(Options):
@@ -63,6 +64,12 @@ class LoraOptions(Options):
         level="advanced",
         when="model_type == lora",
         trade="bf16: half the memory of fp32",
+    )
+    base_model_precision: Precision = option(
+        "no_change",
+        help="Keep the frozen weights of the blocks' linear layers quantised; the rest as lora_base_dtype says.",
+        when="model_type == lora",
+        trade="8 bits: half the memory of bf16, nf4: a quarter; restored for each product, which takes time",
     )
 
 

@@ -23,10 +23,11 @@ from smalti.diffusion.objective import BetaSchedule
 from smalti.diffusion.step import objective_of
 from smalti.models.family import Conditioning, Encoding, Prediction, SampleRequest, Weights
 from smalti.models.weights import FolderWeights, SeededWeights, without_weights
-from smalti.settings import ModelOptions, TrainingOptions
+from smalti.settings import LaunchOptions, ModelOptions, TrainingOptions
 from smalti_diffusers.adapter import AdaptedWeights, Lora, adapter_shapes, attach, export_adapter
 from smalti_diffusers.components import INDEX, Components, locate
-from smalti_diffusers.options import DiffusersOptions, LoraOptions
+from smalti_diffusers.options import DiffusersOptions, LoraOptions, Precision
+from smalti_diffusers.quantisation import check_device, quantise
 
 if TYPE_CHECKING:
     from smalti.checkpoint.exportfolder import ExportFolder
@@ -70,6 +71,8 @@ class PipelineFamily:
             )
         self._bf16 = config is None or config[TrainingOptions].mixed_precision == "bf16"
         self.lora, self._base_dtype = _lora(self, config)
+        self._precision = _precision(config)
+        self.indivisible = "" if self._precision == "no_change" else f"weights in {self._precision}"
         self._device = torch.device("cpu")
         self._rests = False
 
@@ -97,7 +100,10 @@ class PipelineFamily:
 
     def build_model(self) -> nn.Module:
         model = self.build_base()
-        return model if self.lora is None else attach(model, self.lora, self._base_dtype)
+        if self.lora is None:
+            return model
+        model = attach(model, self.lora, self._base_dtype)
+        return model if self._precision == "no_change" else quantise(model, self.block_classes(), self._precision)
 
     def build_base(self) -> nn.Module:
         """The model without an adapter."""
@@ -119,7 +125,8 @@ class PipelineFamily:
         if self.lora is None:
             return None
         base = self.base_weights(seed).digest()
-        return {"kind": "lora", "rank": self.lora.rank, "alpha": self.lora.alpha, "base": base}
+        kept = {} if self._precision == "no_change" else {"base_precision": self._precision}
+        return {"kind": "lora", "rank": self.lora.rank, "alpha": self.lora.alpha, "base": base, **kept}
 
     def forward(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
         prediction: Tensor = model(**self.inputs(noisy, timesteps, conditioning), return_dict=False)[0]
@@ -327,6 +334,16 @@ def _lora(family: PipelineFamily, config: Config | None) -> tuple[Lora | None, t
     )
     computes = torch.bfloat16 if config[TrainingOptions].mixed_precision == "bf16" else torch.float32
     return lora, _DTYPES.get(options.lora_base_dtype, computes)
+
+
+def _precision(config: Config | None) -> Precision:
+    """In what the frozen weights of an adapter's base are kept. Raises UserError where the device cannot."""
+    if config is None or config[ModelOptions].model_type != "lora":
+        return "no_change"
+    precision = config[LoraOptions].base_model_precision
+    device = None if config[LaunchOptions].use_cpu else torch.accelerator.current_accelerator(check_available=True)
+    check_device(precision, device.type if device is not None else "cpu")
+    return precision
 
 
 def create(family: type[PipelineFamily], config: Config, flavours: dict[str, str]) -> PipelineFamily:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smalti import FamilyEntry, OptionGroup, hookimpl
+from smalti import Config, FamilyEntry, OptionGroup, Problem, hookimpl
 from smalti_diffusers.options import GROUPS
 
 FAMILIES = (
@@ -22,6 +22,12 @@ class Diffusers:
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:
         return list(GROUPS)
+
+    @hookimpl
+    def check_config(self, config: Config) -> list[Problem]:
+        from smalti_diffusers.checks import problems
+
+        return problems(config)
 
     @hookimpl
     def register_model_families(self) -> list[FamilyEntry]:

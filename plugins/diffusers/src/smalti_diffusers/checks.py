@@ -1,0 +1,39 @@
+"""What is wrong with the options of an adapter, told before anything is launched. Imports no torch."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from importlib.util import find_spec
+
+from smalti import Config, Problem
+from smalti.settings import LaunchOptions, ModelOptions
+from smalti_diffusers.options import LoraOptions
+
+_OPTION = "base_model_precision"
+
+
+def problems(config: Config) -> list[Problem]:
+    """All complaints at once."""
+    precision = config[LoraOptions].base_model_precision
+    if precision == "no_change":
+        return []
+    where = config.source(_OPTION)
+    if config[ModelOptions].model_type != "lora":
+        message = f"weights in {precision} have no gradient: beside them only an adapter can be trained"
+        return [Problem(message=message, where=where, fix=f"--model_type=lora, or --{_OPTION}=no_change")]
+    if not _has_torchao():
+        message = f"{_OPTION}={precision} needs torchao 0.18 or newer, which is not installed"
+        return [Problem(message=message, where=where, fix="pip install 'torchao>=0.18'", package="torchao")]
+    if precision == "nf4-torchao" and config[LaunchOptions].dynamo_backend is not None:
+        message = "torch.compile cannot trace how torchao restores weights in nf4"
+        fix = f"--{_OPTION}=int8-torchao, or leave --dynamo_backend out"
+        return [Problem(message=message, where=where, fix=fix)]
+    return []
+
+
+def _has_torchao() -> bool:
+    """Whether it is there, in a version that has what `quantisation` asks for."""
+    if find_spec("torchao") is None:
+        return False
+    major, minor, *_ = version("torchao").split(".")
+    return (int(major), int(minor)) >= (0, 18)

@@ -1,0 +1,124 @@
+"""Quantised weights of a frozen model, by way of torchao: linear layers that keep their weight in 8 or 4 bits.
+
+Only storage is quantised. A product is computed with the weight as it is restored from that, in the type of the inputs, forward
+and backward; so it works wherever torch can restore the weight, and inputs are never rounded.
+
+Shapes: (..., in) inputs, (out, in) weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smalti import UserError
+from smalti_diffusers.options import Precision
+
+_NF4_GROUP = 64 * 256
+"""Values of a weight that share one scale of scales: torchao wants a multiple of so many."""
+
+
+class QuantisedLinear(nn.Linear):
+    """A frozen linear layer: an ordinary one until it has its first weight, which it then keeps quantised.
+
+    The quantised weight is no parameter any more: nothing that spreads, sums, saves or optimizes parameters meets it.
+    """
+
+    def __init__(self, linear: nn.Linear, precision: Precision) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.precision = precision
+
+    @property
+    def quantised(self) -> bool:
+        return "weight" not in self._parameters
+
+    def weights_filled(self) -> None:
+        """Quantise the weight, which has its first values now (`smalti.models.weights.Filled`)."""
+        weight = self.weight.detach()
+        del self.weight
+        self.weight = _quantise(weight, self.precision)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.quantised:
+            return super().forward(input)
+        kind = input.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        bias = self.bias.to(dtype) if self.bias is not None else None
+        return cast(Tensor, _Product.apply(input.to(dtype), self.weight, bias))  # type: ignore[no-untyped-call]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """What `to` and its like do: the weight goes along to another device, and keeps its type."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.quantised:
+            device = fn(torch.empty(0, device=self.weight.device)).device
+            self.weight = self.weight.to(device)
+        return self
+
+
+class _Product(torch.autograd.Function):
+    """A linear layer's product. For the way back it keeps the quantised weight, where torch would keep the restored one."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return F.linear(inputs, _restored(weight).to(inputs.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (weight,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return gradient @ _restored(weight).to(gradient.dtype), None, None
+
+
+def quantise(model: nn.Module, blocks: Collection[str], precision: Precision) -> nn.Module:
+    """The same model; what is frozen in its blocks' linear layers will be kept quantised once it has values.
+
+    `blocks` are class names. Adapters, norms, and whatever lies outside of blocks stay as they are, as do layers of a size that
+    does not fit. Raises UserError if no layer does.
+    """
+    found = {
+        f"{path}.{name}"
+        for path, block in model.named_modules()
+        if type(block).__name__ in blocks
+        for name, module in block.named_modules()
+        if type(module) is nn.Linear and not module.weight.requires_grad and _fits(module, precision)
+    }
+    if not found:
+        raise UserError(
+            f"no layer of the model can be kept in {precision}", fix="--base_model_precision=no_change, or another one"
+        )
+    for path in found:
+        owner, _, name = path.rpartition(".")
+        parent = model.get_submodule(owner)
+        setattr(parent, name, QuantisedLinear(cast(nn.Linear, parent.get_submodule(name)), precision))
+    return model
+
+
+def check_device(precision: Precision, kind: str) -> None:
+    """Raises UserError where this kind of device cannot keep weights so."""
+    if precision == "fp8-torchao" and kind == "mps":
+        raise UserError("MPS devices have no type of 8 bits with a point", fix="--base_model_precision=int8-torchao")
+
+
+def _fits(linear: nn.Linear, precision: Precision) -> bool:
+    return precision != "nf4-torchao" or linear.weight.numel() % _NF4_GROUP == 0
+
+
+def _quantise(weight: Tensor, precision: Precision) -> Tensor:
+    from torchao.quantization import Float8Tensor, Int8Tensor, PerRow, to_nf4
+
+    if precision == "nf4-torchao":
+        return cast(Tensor, to_nf4(weight))
+    kind = Int8Tensor if precision == "int8-torchao" else Float8Tensor
+    return cast(Tensor, kind.from_hp(weight, granularity=PerRow()))
+
+
+def _restored(weight: Tensor) -> Tensor:
+    """The values of a quantised weight, in the type that it had before."""
+    restore = getattr(weight, "get_original_weight", None) or weight.dequantize  # the name of NF4, the others' name
+    return cast(Tensor, restore())

@@ -1,0 +1,207 @@
+"""An adapter beside quantised weights, on a tiny Flux: it trains, memory shrinks, and what cannot work is refused."""
+
+import copy
+import shutil
+import sys
+
+import pytest
+import tiny
+import torch
+from click.testing import CliRunner
+from safetensors import safe_open
+from torch import nn
+
+from smalti import ConfigError, UserError
+from smalti.checkpoint.exportfolder import Trained
+from smalti.checkpoint.formats import OwnCheckpoint
+from smalti.commands.checkpoint import checkpoint
+from smalti.config import check, resolve, schema_of
+from smalti.families import find_family
+from smalti.models.weights import materialise, without_weights
+from smalti.plugins import load_plugins
+from smalti.strategy import check_shares, choose_distributed
+from smalti.testing.families import CAPTIONS, FamilySubject
+from smalti_diffusers.quantisation import QuantisedLinear, check_device
+
+INT8 = "--base_model_precision=int8-torchao"
+LORA = {
+    "model_family": "flux",
+    "model_type": "lora",
+    "lora_rank": 4,
+    "base_model_precision": "int8-torchao",
+    "learning_rate": 5e-2,
+    "checkpoint_step_interval": 1,
+}
+SEVERAL = {"num_processes": 2, "train_batch_size": 2, "validation_step_interval": 0, "allow_dataset_oversubscription": True}
+ERRORS = {"int8-torchao": 0.01, "fp8-torchao": 0.05, "nf4-torchao": 0.2}
+"""What each may be off at most, as a share of what an unquantised layer says."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny.flux(tmp_path_factory.mktemp("quantised") / "base")
+
+
+@pytest.fixture(scope="module")
+def run(base, train):
+    """Two steps in one process, with pictures at their end."""
+    code, output = train(base.parent / "one", **LORA, pretrained_model_name_or_path=base)
+    assert code == 0, output
+    return base.parent / "one"
+
+
+def configured(base, *flags):
+    plugins = load_plugins()
+    words = ["--model_family=flux", f"--pretrained_model_name_or_path={base}", "--mixed_precision=no", "--use_cpu", *flags]
+    return resolve(schema_of(plugins), words, environment={}), plugins
+
+
+def family(base, *flags):
+    return find_family(*configured(base, "--model_type=lora", "--lora_rank=2", *flags))
+
+
+def materialised(made):
+    with without_weights():
+        model = made.build_model()
+    return materialise(model, made.weights(1), "cpu")
+
+
+def predict(made, model):
+    subject = FamilySubject(made)
+    noisy = torch.randn(subject.latents.shape, generator=torch.Generator().manual_seed(0))
+    return subject.predict(model, noisy, [100.0, 500.0, 900.0], CAPTIONS)
+
+
+def size(model) -> int:
+    """Bytes of all weights, quantised ones as they are stored."""
+    stored = list(model.parameters())
+    for weight in (layer.weight for layer in model.modules() if isinstance(layer, QuantisedLinear)):
+        stored += [part for name in weight.__tensor_flatten__()[0] if (part := getattr(weight, name)) is not None]
+    return sum(tensor.numel() * tensor.element_size() for tensor in stored)
+
+
+def off(one, other) -> float:
+    return float((one - other).detach().norm() / other.detach().norm())
+
+
+def adapter_of(directory) -> dict[str, bytes]:
+    trained = Trained(OwnCheckpoint(directory / "checkpoints" / "step-00000002"), averaged=False, precision="fp32")
+    return {name: bytes(trained.read(name)) for name in trained.tensors}
+
+
+def decoded(tensors):
+    return torch.cat([torch.frombuffer(bytearray(value), dtype=torch.float32) for value in tensors.values()])
+
+
+@pytest.mark.parametrize("precision", ERRORS)
+def test_a_quantised_layer_says_nearly_what_it_said_and_gives_back_nearly_the_same_gradient(precision):
+    torch.manual_seed(0)
+    plain = nn.Linear(128, 256).requires_grad_(False)
+    layer = QuantisedLinear(copy.deepcopy(plain), precision)
+    layer.weights_filled()
+    inputs = torch.randn(2, 64, 128, requires_grad=True)
+    said = [each(inputs) for each in (layer, plain)]
+    gradients = [torch.autograd.grad(each.square().sum(), inputs)[0] for each in said]
+    assert 0 < off(*said) < ERRORS[precision]
+    assert 0 < off(*gradients) < 2 * ERRORS[precision]
+    assert layer.quantised
+    assert list(layer.state_dict()) == ["bias"]
+
+
+def test_under_autocast_a_quantised_layer_computes_in_the_type_of_the_run():
+    layer = QuantisedLinear(nn.Linear(16, 16).bfloat16().requires_grad_(False), "int8-torchao")
+    layer.weights_filled()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(torch.randn(2, 16)).dtype == torch.bfloat16
+
+
+def test_quantised_weights_take_less_memory_and_change_little(base):
+    plain, quantised = family(base), family(base, INT8)
+    before, after = materialised(plain), materialised(quantised)
+    assert size(after) < 0.6 * size(before)
+    assert 0 < off(predict(quantised, after), predict(plain, before)) < 0.02
+
+
+def test_only_frozen_linear_layers_inside_blocks_are_quantised(base):
+    model = materialised(family(base, INT8))
+    names = {name for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
+    assert "transformer_blocks.0.attn.to_q.base_layer" in names
+    assert all(name.startswith(("transformer_blocks.", "single_transformer_blocks.")) and "lora" not in name for name in names)
+    assert {parameter.requires_grad for name, parameter in model.named_parameters() if ".lora_" in name} == {True}
+
+
+def test_an_adapter_beside_quantised_weights_learns(base):
+    made = family(base, INT8)
+    model = materialised(made)
+    target = torch.zeros_like(predict(made, model)).detach()
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=3e-2)
+    losses = []
+    for _ in range(6):
+        loss = (predict(made, model) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_an_interrupted_run_on_quantised_weights_goes_on_bit_for_bit(run, base, train, tmp_path):
+    shutil.copytree(run / "checkpoints" / "step-00000001", tmp_path / "run" / "checkpoints" / "step-00000001")
+    options = LORA | {"pretrained_model_name_or_path": base, "validation_step_interval": 0}
+    code, output = train(tmp_path / "run", **options)
+    assert (code, "at step 1" in output) == (0, True), output
+    assert adapter_of(tmp_path / "run") == adapter_of(run)
+
+
+def test_replicas_train_the_same_adapter_beside_quantised_weights(run, base, train, tmp_path):
+    code, output = train(tmp_path / "run", **LORA | SEVERAL, pretrained_model_name_or_path=base)
+    assert code == 0, output
+    assert float((decoded(adapter_of(tmp_path / "run")) - decoded(adapter_of(run))).abs().max()) < 1e-4
+
+
+def test_the_exported_adapter_knows_nothing_of_quantised_weights(run, tmp_path):
+    done = CliRunner().invoke(checkpoint, ["export", str(run), "--to", str(tmp_path / "adapter")])
+    assert done.exit_code == 0, done.output
+    with safe_open(tmp_path / "adapter" / "pytorch_lora_weights.safetensors", framework="pt") as file:
+        assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in file.keys())  # noqa: SIM118
+
+
+def test_an_adapter_tells_beside_what_it_was_trained(base):
+    plain, quantised = family(base).adapter(1), family(base, INT8).adapter(1)
+    assert quantised == {**plain, "base_precision": "int8-torchao"}
+
+
+REFUSED = {
+    "beside them only an adapter can be trained": (INT8, "--model_type=full"),
+    "cannot trace": ("--base_model_precision=nf4-torchao", "--model_type=lora", "--dynamo_backend=inductor"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_quantised_weights_cannot_do_is_refused_before_launch(base, reason):
+    with pytest.raises(ConfigError, match=reason) as refused:
+        check(*configured(base, *REFUSED[reason]))
+    assert refused.value.exit_code == 2
+
+
+def test_without_torchao_one_is_told_to_install_it(base, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)  # as Python itself marks what cannot be imported
+    with pytest.raises(ConfigError, match="pip install 'torchao"):
+        check(*configured(base, INT8, "--model_type=lora"))
+
+
+def test_quantised_weights_are_not_shared_out(base):
+    made = family(base, INT8)
+    plan = choose_distributed(*configured(base, INT8, "--model_type=lora", "--fsdp_enable", "--num_processes=2"))
+    with pytest.raises(UserError, match="cannot share out weights in int8-torchao"):
+        check_shares(plan, made)
+
+
+def test_a_model_without_a_layer_that_fits_is_refused(base):
+    with pytest.raises(UserError, match="no layer of the model can be kept in nf4-torchao"):
+        family(base, "--base_model_precision=nf4-torchao").build_model()
+
+
+def test_devices_without_fp8_refuse_it():
+    with pytest.raises(UserError, match="MPS"):
+        check_device("fp8-torchao", "mps")
