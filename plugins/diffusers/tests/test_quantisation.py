@@ -23,6 +23,8 @@ from smalti.strategy import check_shares, choose_distributed
 from smalti.testing.families import CAPTIONS, FamilySubject
 from smalti_diffusers.quantisation import QuantisedLinear, check_device
 
+pytest.importorskip("torchao")  # optional, and noisy on a CPU wherever diffusers is imported: only where it is installed
+
 INT8 = "--base_model_precision=int8-torchao"
 LORA = {
     "model_family": "flux",
