@@ -19,15 +19,9 @@ from accelerate.state import AcceleratorState
 from diffusers import DDPMScheduler
 from diffusers.optimization import get_scheduler
 from run import Result, paired
-from step import ROOT, ROUND, Alternation
+from step import ROOT, ROUND, alternated, opened
 
-from smalti.crew import Crew
-from smalti.invocation import Invocation
-from smalti.plugins import PluginInfo
-from smalti.preparation import Preparation
-from smalti.run import Run, build, open_parallel
-from smalti.strategy import choose_distributed
-from smalti.trainer import loop
+from smalti.run import Run
 
 ROUNDS, BATCH, EDGE = 20, 8, 64
 
@@ -42,20 +36,8 @@ def measure() -> list[Result]:
         words += ["--model_family=sdxl", f"--pretrained_model_name_or_path={tiny.sdxl(place / 'model')}"]
         words += [f"--resolution={EDGE}", "--resolution_type=pixel", f"--train_batch_size={BATCH}", "--mixed_precision=bf16"]
         words += [f"--max_train_steps={ROUND * (ROUNDS + 1)}", "--checkpoint_step_interval=0", "--use_cpu"]
-        words += ["--without=console", "--without=plot"]
-        invocation = Invocation.read(words)
-        config, plugins = invocation.config(), invocation.plugins
-        Preparation.of(config, plugins, write=True)
-        plan = choose_distributed(config, plugins)
-        parallel = open_parallel(plan, config)
-        closing.callback(parallel.close)
-        run = build(config, plugins, plan, parallel, Crew.meet(parallel), closing)
-        alternation = Alternation(by_script(run))
-        plugins.register(PluginInfo(name="alternation", distribution="bench", version="0"), alternation)
-        run.hook.on_train_start(state=run.state, info=run.info)
-        loop(run)
-        run.hook.on_train_end(state=run.state, outcome=None)
-    ours, peer = alternation.ours[1:], alternation.peer[1:]
+        run = opened(words, closing)
+        ours, peer = alternated(run, by_script(run))
     return [paired("sdxl: smalti against the usual script", ours, peer, unit="s/step", goal=0.95)]
 
 

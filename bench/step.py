@@ -24,7 +24,6 @@ from smalti.preparation import Preparation
 from smalti.run import Run, build, open_parallel
 from smalti.strategy import choose_distributed
 from smalti.trainer import loop
-from smalti.types import RunInfo
 
 ROUND, ROUNDS = 5, 30
 ROOT = Path(__file__).parents[1]
@@ -33,24 +32,38 @@ ROOT = Path(__file__).parents[1]
 def measure() -> list[Result]:
     make_pictures()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as closing:
-        words = [str(ROOT / "examples/emoji/config.toml"), f"--output_dir={folder}/run", "--num_processes=1"]
+        words = [
+            str(ROOT / "examples/emoji/config.toml"),
+            f"--output_dir={folder}/run",
+            "--num_processes=1",
+            "--no_fsdp_enable",
+        ]
         words += [f"--max_train_steps={ROUND * (ROUNDS + 1)}", "--checkpoint_step_interval=0", "--validation_prompt=[]"]
-        words += [f"--instance_data_dir={ROOT / 'demo/faces'}", "--without=console", "--without=plot"]
-        invocation = Invocation.read(words)
-        config, plugins = invocation.config(), invocation.plugins
-        Preparation.of(config, plugins, write=True)
-        plan = choose_distributed(config, plugins)
-        parallel = open_parallel(plan, config)
-        closing.callback(parallel.close)
-        run = build(config, plugins, plan, parallel, Crew.meet(parallel), closing)
-        alternation = Alternation(by_hand(run))
-        plugins.register(PluginInfo(name="alternation", distribution="bench", version="0"), alternation)
-        info: RunInfo = run.info
-        run.hook.on_train_start(state=run.state, info=info)
-        loop(run)
-        run.hook.on_train_end(state=run.state, outcome=None)
-    ours, peer = alternation.ours[1:], alternation.peer[1:]
+        words += [f"--instance_data_dir={ROOT / 'demo/faces'}", "--train_batch_size=32"]
+        run = opened(words, closing)
+        ours, peer = alternated(run, by_hand(run))
     return [paired("step: smalti against a bare loop", ours, peer, unit="s/step", goal=1.03)]
+
+
+def opened(words: list[str], closing: ExitStack) -> Run:
+    """A run of one process, ready for its first step."""
+    invocation = Invocation.read([*words, "--without=console", "--without=plot"])
+    config, plugins = invocation.config(), invocation.plugins
+    Preparation.of(config, plugins, write=True)
+    plan = choose_distributed(config, plugins)
+    parallel = open_parallel(plan, config)
+    closing.callback(parallel.close)
+    return build(config, plugins, plan, parallel, Crew.meet(parallel), closing)
+
+
+def alternated(run: Run, step) -> tuple[list[float], list[float]]:
+    """Train to the end; seconds per step of the run, and of `step` in turn with it. The first round does not count."""
+    alternation = Alternation(step)
+    run.plugins.register(PluginInfo(name="alternation", distribution="bench", version="0"), alternation)
+    run.hook.on_train_start(state=run.state, info=run.info)
+    loop(run)
+    run.hook.on_train_end(state=run.state, outcome=None)
+    return alternation.ours[1:], alternation.peer[1:]
 
 
 def make_pictures() -> None:

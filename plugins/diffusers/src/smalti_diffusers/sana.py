@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from smalti import Config
 from smalti.models.family import Conditioning, SampleRequest
+from smalti_diffusers.gemma import encode_instructed
 from smalti_diffusers.pipeline import PipelineFamily, create
 
 FLAVOURS = {
@@ -48,20 +49,8 @@ class Sana(PipelineFamily):
         return cast(list[str], signature(call).parameters["complex_human_instruction"].default)
 
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
-        """With the pipeline's instruction before each caption, but for the empty one: so the pipeline guides away from it."""
-        empty = torch.tensor([not caption for caption in captions], device=self._device).view(-1, 1)
-        with torch.no_grad():
-            tokens, mask, plain, plain_mask = self.encoder.encode_prompt(  # type: ignore[attr-defined]
-                list(captions),
-                do_classifier_free_guidance=bool(empty.any()),
-                negative_prompt="",
-                device=self._device,
-                max_sequence_length=self.text_length,
-                complex_human_instruction=self.instruction,
-            )
-        if plain is not None:
-            tokens, mask = torch.where(empty.unsqueeze(-1), plain, tokens), torch.where(empty, plain_mask, mask)
-        return {"tokens": tokens, "mask": mask}
+        more = {"complex_human_instruction": self.instruction}
+        return encode_instructed(self.encoder, captions, self._device, self.text_length, **more)
 
     def example_conditioning(self, width: int, height: int) -> Conditioning:
         width_of_text = cast(int, self.components.config(self.part)["caption_channels"])
