@@ -9,6 +9,7 @@ from collections.abc import Hashable, Mapping
 from pathlib import Path
 
 from smalti.errors import Problem, UserError
+from smalti.files import parse_json
 
 _PLACEHOLDER = re.compile(r"\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 
@@ -57,25 +58,12 @@ def _parse(path: Path, text: str) -> object:
 
 def _parse_json(path: Path, text: str) -> object:
     try:
-        return json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        return parse_json(text.encode())
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise UserError(f"{path} is not valid JSON: {error.msg} at {place}", fix="mend that place") from None
     except ValueError as error:
         raise UserError(f"{path}: {error}", fix="mend that entry") from None
-
-
-def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    seen: dict[str, object] = {}
-    for key, value in pairs:
-        if key in seen:
-            raise ValueError(f"the key {key!r} occurs twice")
-        seen[key] = value
-    return seen
-
-
-def _no_constant(name: str) -> object:
-    raise ValueError(f"{name} is not a number that JSON knows")
 
 
 def _parse_yaml(path: Path, text: str) -> object:

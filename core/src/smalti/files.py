@@ -143,7 +143,7 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _refuse(constant: str) -> object:
-    raise ValueError(f"{constant} is not JSON")
+    raise ValueError(f"{constant} is not a number that JSON knows")
 
 
 def _finite(text: str) -> float:

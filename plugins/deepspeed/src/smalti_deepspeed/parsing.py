@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from smalti import UserError
+from smalti.files import parse_json
 
 Document = dict[str, object]
 
@@ -42,7 +43,7 @@ def read_file(path: Path) -> Document:
 def parse(text: str, name: str) -> Document:
     """The object that a JSON text is; `name` says in complaints where it stands."""
     try:
-        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        value = parse_json(text.encode())
     except json.JSONDecodeError as error:
         place = f"{name}:{error.lineno}:{error.colno}"
         raise UserError(f"{place}: this is not JSON: {error.msg}", fix=_hint(text, error.pos)) from None
@@ -80,16 +81,3 @@ def _hint(text: str, position: int) -> str:
     if text[position : position + 2] in ("//", "/*") or text[position : position + 1] == "#":
         return "JSON has no comments"
     return "mend that place"
-
-
-def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    seen: dict[str, object] = {}
-    for key, value in pairs:
-        if key in seen:
-            raise ValueError(f"the key {key!r} occurs twice")
-        seen[key] = value
-    return seen
-
-
-def _no_constant(name: str) -> object:
-    raise ValueError(f"{name} is not a number that JSON knows")
