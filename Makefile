@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 SOURCES := core/src:plugins/fsdp2/src:plugins/deepspeed/src:plugins/diffusers/src
 ARGS ?=
 # One thread a process: the tests and the demo start several processes on few cores.
-TEST_ENV := OMP_NUM_THREADS=1 HF_HOME=$(CURDIR)/$(VENV)/hf
+TEST_ENV := OMP_NUM_THREADS=1 HF_HOME=$(CURDIR)/$(VENV)/hf CXX=$(CURDIR)/tests/quick-c++
 
 .PHONY: demo demo-flux test check fix torture bench clean
 
@@ -28,7 +28,7 @@ demo-flux: $(VENV)/demo-flux.done
 	test -e demo/flux-export || $(BIN)/smalti checkpoint export demo/flux-run --to demo/flux-export --ema
 
 test: $(VENV)/dev.done
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(VENV)/dev.done
 	$(BIN)/ruff format --check .

@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
-CASES = {"startup": "startup", "step": "step", "sdxl": "sdxl", "save": "save", "detect": "detect", "shard": "shard"}
+CASES = ("startup", "first_step", "step", "sdxl", "save", "detect", "shard")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ def main() -> None:
     arguments = parser.parse_args()
     results = []
     for name in arguments.cases or CASES:
-        measure: Callable[[], list[Result]] = import_module(CASES[name]).measure
+        measure: Callable[[], list[Result]] = import_module(name).measure
         for result in measure():
             print(json.dumps(asdict(result)), flush=True)
             results.append(asdict(result))

@@ -27,13 +27,10 @@ ROUNDS, BATCH, EDGE = 20, 8, 64
 
 
 def measure() -> list[Result]:
-    sys.path.insert(0, str(ROOT / "plugins/diffusers/tests"))
-    import tiny
-
     with tempfile.TemporaryDirectory() as folder, ExitStack() as closing:
         place = Path(folder)
-        words = [f"--instance_data_dir={_pictures(place / 'pictures')}", f"--output_dir={place}/run"]
-        words += ["--model_family=sdxl", f"--pretrained_model_name_or_path={tiny.sdxl(place / 'model')}"]
+        words = [f"--instance_data_dir={pictures(place / 'pictures')}", f"--output_dir={place}/run"]
+        words += ["--model_family=sdxl", f"--pretrained_model_name_or_path={tiny_pipeline(place / 'model')}"]
         words += [f"--resolution={EDGE}", "--resolution_type=pixel", f"--train_batch_size={BATCH}", "--mixed_precision=bf16"]
         words += [f"--max_train_steps={ROUND * (ROUNDS + 1)}", "--checkpoint_step_interval=0", "--use_cpu"]
         run = opened(words, closing)
@@ -41,7 +38,14 @@ def measure() -> list[Result]:
     return [paired("sdxl: smalti against the usual script", ours, peer, unit="s/step", goal=0.95)]
 
 
-def _pictures(folder: Path) -> Path:
+def tiny_pipeline(folder: Path) -> Path:
+    sys.path.insert(0, str(ROOT / "plugins/diffusers/tests"))
+    import tiny
+
+    return tiny.sdxl(folder)
+
+
+def pictures(folder: Path) -> Path:
     from PIL import Image
 
     folder.mkdir()

@@ -2,13 +2,17 @@
 
 - share: bytes of parameters, gradients, moments and average on the fullest of three ranks over a third of them all, for a model
   whose sizes three does not divide.
-- step: forward, backward, clipping and optimizer of the demo's model under FSDP2 over the same under DDP, in the same two
-  processes, turn by turn. Between processes on one machine everything that FSDP2 sends more than DDP costs CPU time.
+- step: forward, backward, clipping and optimizer of the demo's model under FSDP2 and ZeRO 1, 2, 3 over the same under DDP, in
+  the same two processes, turn by turn. Between processes on one machine all that they send more than DDP costs CPU time.
+- peak: how far the resident memory of the fuller of two fresh processes rises above what it was before the model, over DDP.
 - blocked: what an asynchronous save takes from the loop over a synchronous one, under FSDP2 on two processes.
+- save and load: smalti's checkpoint, with digests and fsync, over DeepSpeed's own of the same state, under ZeRO 2 and 3.
 """
 
 from __future__ import annotations
 
+import gc
+import shutil
 import tempfile
 import time
 from functools import cache
@@ -34,9 +38,20 @@ if TYPE_CHECKING:
 
 UNEVEN = ToyShape(width=196, depth=6, heads=7)
 DEMO = ToyShape()
+LARGE = ToyShape(width=768, depth=6, heads=12)
 BATCH, SIZE = 16, 32
 ROUND, PAIRS = 4, 8
 SAVES = 5
+
+
+def zero(stage: int) -> str:
+    return f'--deepspeed_config={{"zero_optimization": {{"stage": {stage}}}}}'
+
+
+DDP: tuple[str, ...] = ()
+SHARDED = {"FSDP2": ("--fsdp_enable",), **{f"ZeRO {stage}": (zero(stage),) for stage in (1, 2, 3)}}
+GOALS = {"FSDP2": 1.5, "ZeRO 1": 1.5, "ZeRO 2": 1.5, "ZeRO 3": 2.5}
+"""Of a step over DDP's."""
 
 
 def measure() -> list[Result]:
@@ -54,10 +69,24 @@ def measure() -> list[Result]:
     with two_processes(ranks=2, group=False, seconds=600) as two, tempfile.TemporaryDirectory() as folder:
         times = two.run(step_times)[0]
         waits = two.run(save_waits, Path(folder))[0]
+        kept = {stage: two.run(checkpoint_times, stage, Path(folder))[0] for stage in (2, 3)}
+    peaks = {kind: peak(flags) for kind, flags in {"DDP": DDP, **SHARDED}.items()}
     return [
         share,
-        paired("shard: step under FSDP2 over DDP, two processes", *times, unit="s/step", goal=1.5),
+        *(
+            paired(f"shard: step under {kind} over DDP, two processes", times[kind], times["DDP"], unit="s/step", goal=goal)
+            for kind, goal in GOALS.items()
+        ),
+        *(
+            paired(f"shard: peak memory under {kind} over DDP", [peaks[kind]], [peaks["DDP"]], unit="bytes", goal=1.0)
+            for kind in SHARDED
+        ),
         paired("shard: blocked, asynchronous save over synchronous", *waits, unit="s", goal=0.1),
+        *(
+            paired(f"shard: {act} under ZeRO {stage}, ours over DeepSpeed's", *found[act], unit="s", goal=1.5)
+            for stage, found in kept.items()
+            for act in ("save", "load")
+        ),
     ]
 
 
@@ -115,17 +144,83 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def step_times() -> tuple[list[float], list[float]]:
-    """Seconds per step, sharded and replicated, round by round."""
-    kinds = subject(2, DEMO, "--fsdp_enable"), subject(2, DEMO)
-    times: tuple[list[float], list[float]] = ([], [])
+def step_times() -> dict[str, list[float]]:
+    """Seconds per step by strategy, round by round."""
+    subjects = {kind: subject(2, DEMO, *flags) for kind, flags in {"DDP": DDP, **SHARDED}.items()}
+    times: dict[str, list[float]] = {kind: [] for kind in subjects}
     for _ in range(PAIRS + 1):
-        for kind, found in zip(kinds, times, strict=True):
+        for kind, found in subjects.items():
             begin = time.perf_counter()
             for _ in range(ROUND):
-                kind.step()
-            found.append((time.perf_counter() - begin) / ROUND)
-    return times[0][1:], times[1][1:]
+                found.step()
+            times[kind].append((time.perf_counter() - begin) / ROUND)
+    return {kind: found[1:] for kind, found in times.items()}
+
+
+def peak(flags: tuple[str, ...]) -> int:
+    """Bytes of the fuller of two new processes."""
+    with two_processes(ranks=2, group=False, seconds=600) as two:
+        return max(two.run(memory_taken, flags))
+
+
+def memory_taken(flags: tuple[str, ...]) -> int:
+    """How far three steps of a strategy raise the resident memory of this process."""
+    subject(2, ToyShape(width=28, depth=1, heads=7), *flags).step()  # imports, threads, compiled code
+    gc.collect()
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    found = subject(2, LARGE, *flags)
+    for _ in range(3):
+        found.step()
+    return resident("VmHWM") - before
+
+
+def resident(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def checkpoint_times(stage: int, folder: Path) -> dict[str, tuple[list[float], list[float]]]:
+    """Seconds to save and to load, ours and DeepSpeed's, pair by pair."""
+    from smalti.checkpoint.search import find_together
+    from smalti.checkpoint.snapshot import Snapshot
+    from smalti.checkpoint.store import CheckpointStore
+
+    found = subject(2, LARGE, zero(stage))
+    found.step()
+    times: dict[str, tuple[list[float], list[float]]] = {"save": ([], []), "load": ([], [])}
+
+    def save_ours(place: Path) -> None:
+        state = found.parallel.portable_state(found.model, found.optimizer)
+        snapshot = Snapshot(step=1, state=state, trainer={"step": 1})
+        found.backend.save_checkpoint(state=snapshot, target=place, parallel=found.parallel, config=found.config)
+
+    def load_ours(place: Path) -> None:
+        found.optimizer.state.clear()  # as in a run that resumes
+        state = found.parallel.portable_state(found.model, found.optimizer)
+        snapshot = Snapshot(step=1, state=state, trainer={"step": 1})
+        path = find_together(found.parallel, CheckpointStore(place), "latest")  # reads and checks all of it
+        found.backend.load_checkpoint(source=path, state=snapshot, parallel=found.parallel)
+        found.parallel.load_portable_state(found.model, found.optimizer, snapshot.state)
+
+    def save_theirs(place: Path) -> None:
+        found.model.save_checkpoint(str(place))  # type: ignore[operator]
+
+    def load_theirs(place: Path) -> None:
+        found.model.load_checkpoint(str(place))  # type: ignore[operator]
+
+    for number in range(SAVES + 1):
+        for kept, save, load in ((0, save_ours, load_ours), (1, save_theirs, load_theirs)):
+            place = folder / f"{stage}-{number}-{kept}"
+            for act, do in (("save", save), ("load", load)):
+                found.parallel.barrier()
+                begin = time.perf_counter()
+                do(place)
+                found.parallel.barrier()
+                times[act][kept].append(time.perf_counter() - begin)
+            if found.parallel.world.is_main:
+                shutil.rmtree(place)
+    return {act: (ours[1:], theirs[1:]) for act, (ours, theirs) in times.items()}
 
 
 def save_waits(folder: Path) -> tuple[list[float], list[float]]:
@@ -133,7 +228,7 @@ def save_waits(folder: Path) -> tuple[list[float], list[float]]:
     from smalti.checkpoint.background import Saver
     from smalti.checkpoint.snapshot import Snapshot
 
-    found = subject(2, ToyShape(width=768, depth=6, heads=12), "--fsdp_enable")
+    found = subject(2, LARGE, "--fsdp_enable")
     found.step()
 
     def write(state: Snapshot, ranks: object) -> object:

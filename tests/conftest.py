@@ -12,10 +12,19 @@ from smalti.options import Schema
 from smalti.plugins import Plugins, Selection, load_plugins
 
 DATA = Path(__file__).parent / "data"
+LONGEST_FIRST = ("plugins/deepspeed", "tests/e2e", "tests/contracts", "tests/unit/test_torture.py", "plugins", "tests/install")
+"""Where tests take longest: begun first, so that no process is left with a long file when the others have done all theirs."""
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background jobs ignore Ctrl-C, and so would every process that is started here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        return next((n for n, where in enumerate(LONGEST_FIRST) if item.nodeid.startswith(where)), len(LONGEST_FIRST))
+
+    items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ takes the place of a rank that was launched. How launching itself goes, and what
 for runs in processes of their own.
 """
 
+import atexit
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ from functools import cache
 from importlib import invalidate_caches
 from pathlib import Path
 
-from smalti.testing import two_processes
+from nursery import forked_processes
 
 MOST = 4
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -28,7 +29,7 @@ class Standing:
     """Up to four processes, started when the first run needs them. They end with this one."""
 
     def __init__(self) -> None:
-        self._ranks = two_processes(ranks=MOST, group=False, seconds=240)
+        self._ranks = forked_processes(ranks=MOST, group=False, seconds=240)
 
     def train(self, words: Sequence[str], variables: Mapping[str, str]) -> tuple[int, str]:
         """`smalti train WORDS`: the exit code, and all that was printed. Raises RankFailed when one of several ranks fails.
@@ -46,11 +47,16 @@ class Standing:
                 (place / "5.log").write_text(f"{said}\n")
             return code, "".join(path.read_text() for path in sorted(place.glob("*.log")))
 
+    def close(self) -> None:
+        self._ranks.close()
+
 
 @cache
 def standing() -> Standing:
     """The ones of this test process."""
-    return Standing()
+    found = Standing()
+    atexit.register(found.close)
+    return found
 
 
 def _free_port() -> int:

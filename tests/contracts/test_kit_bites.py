@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nursery import forked_processes
 from smalti.models.weights import SeededWeights
 from smalti.storage import StoredFile
-from smalti.testing import BrokenContract, MemoryStorage, TinyFamily, check_storage, two_processes
+from smalti.testing import BrokenContract, MemoryStorage, TinyFamily, check_storage
 from smalti.testing.families import FAMILY, FamilySubject
 from smalti.testing.plugins import PLUGIN, PluginSubject
 from smalti.testing.pytest import StorageContract
@@ -346,6 +347,6 @@ def caught(folder):
 
 def test_every_faulty_strategy_is_found_by_some_rank(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "faulty"), prepend=os.pathsep)
-    with two_processes(group=False) as pair:
+    with forked_processes(group=False) as pair:
         one, other = pair.run(caught, tmp_path)
     assert set(one) | set(other) == set(STRATEGIES)

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from nursery import ForkedContract
 from smalti.models.toy import ToyFamily, ToyShape
 from smalti.plugins import BUILT_IN
 from smalti.storage.local import LocalStorage
 from smalti.testing import MemoryStorage, TinyFamily
 from smalti.testing.plugins import PLUGIN, PluginSubject
-from smalti.testing.pytest import FamilyContract, ParallelContract, StorageContract
+from smalti.testing.pytest import FamilyContract, StorageContract
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,10 +61,10 @@ class TestTinyFamily(FamilyContract):
         return TinyFamily()
 
 
-class TestOneProcess(ParallelContract):
+class TestOneProcess(ForkedContract):
     plugin = "ddp"
     ranks = 1
 
 
-class TestReplicas(ParallelContract):
+class TestReplicas(ForkedContract):
     plugin = "ddp"

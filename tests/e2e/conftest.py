@@ -161,6 +161,15 @@ class Started:
                 raise RuntimeError(f"step {step} never came: {self.process.communicate()[0]}")
             time.sleep(0.05)
 
+    def kill(self) -> None:
+        """`kill -9` of the launcher and every process below it, none of which can say goodbye; until all are gone."""
+        parent = psutil.Process(self.process.pid)
+        processes = [parent, *parent.children(recursive=True)]
+        for process in processes:
+            process.kill()
+        psutil.wait_procs(processes, timeout=60)
+        self.process.wait()
+
     def workers(self) -> dict[int, psutil.Process]:
         """The processes of the ranks, by rank."""
         family = psutil.Process(self.process.pid).children(recursive=True)

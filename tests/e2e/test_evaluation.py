@@ -9,13 +9,13 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from nursery import forked_processes
 from smalti.config import resolve, schema_of
 from smalti.errors import PreflightError
 from smalti.hookspecs import hookimpl
 from smalti.models.toy import ToyShape, ToyTransformer
 from smalti.plugins import PluginInfo, Selection, load_plugins
 from smalti.preparation import Preparation
-from smalti.testing import two_processes
 from smalti.worker import run_rank
 
 FLAGS = (
@@ -123,7 +123,7 @@ def alone_and_together(root) -> tuple[dict, dict]:
     alone = train(root / "alone", [TRAINED, HELD_OUT], *flags, "--train_batch_size=2")
     together = (*flags, "--num_processes=2", "--fsdp_enable")
     Preparation.of(*configured(root / "together", [TRAINED, HELD_OUT], *together), write=True)
-    with two_processes(group=False) as pair:
+    with forked_processes(group=False) as pair:
         pair.run(train_as_rank, root / "together", [TRAINED, HELD_OUT], *together)
     return evaluations(alone)[-1], evaluations(events(root / "together"))[-1]
 

@@ -53,6 +53,10 @@ def test_shards_of_a_backend_that_is_not_there_become_whole_and_start_another_ru
     assert max(float((found[name] - first[name]).abs().max()) for name in first) < 1e-6
 
 
+def test_who_could_have_had_the_averages_is_told(run, tmp_path):
+    assert "with --ema" in export(run.directory, "--to", tmp_path / "made")[1]
+
+
 def test_averaged_weights_of_a_step_in_half_precision(run, tmp_path):
     assert export(run.directory, "--to", tmp_path / "made", "--step=1", "--ema", "--dtype=fp16")[0] == 0
     made = load_file(tmp_path / "made" / "diffusion_pytorch_model.safetensors")

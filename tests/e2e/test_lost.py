@@ -44,7 +44,11 @@ def spoiled(tmp_path_factory, launch):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "cause", "saver"), [("error:1:4", "rank 1: RuntimeError", 0), ("fault:0:4", "rank 0: Gpu", 1)]
+    ("spoil", "cause", "saver"),
+    [
+        ("error:1:4", "ended with exit code 1: rank 1: RuntimeError: spoiled", 0),
+        ("fault:0:4", "ended with exit code 5: rank 0: Gpu", 1),
+    ],
 )
 def test_when_one_rank_fails_its_failure_is_the_cause_and_the_other_one_saves(spoiled, spoil, cause, saver):
     run, entry = spoiled[spoil], newest(spoiled[spoil].directory)
@@ -56,6 +60,7 @@ def test_when_one_rank_fails_its_failure_is_the_cause_and_the_other_one_saves(sp
 
 def test_a_fault_of_an_accelerator_keeps_its_exit_code_whoever_saves(spoiled):
     assert [spoiled[spoil].code for spoil in ("error:1:4", "fault:0:4")] == [1, 5]
+    assert "cuda_error on cpu: CUDA error: an illegal memory access was encountered" in spoiled["fault:0:4"].output
 
 
 def test_what_is_saved_after_a_fault_that_forbids_saving_is_marked(spoiled):

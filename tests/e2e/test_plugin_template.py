@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from standing import standing
+
 TEMPLATE = Path(__file__).parents[2] / "examples" / "plugin-template"
 
 
@@ -17,6 +19,7 @@ class Account:
     """An environment of its own, on top of this one, in which the template is installed."""
 
     python: Path
+    site: Path
 
     def run(self, *words: object, folder: Path = TEMPLATE) -> subprocess.CompletedProcess:
         offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}  # pip reads 0 as: without isolation
@@ -32,7 +35,7 @@ def account(tmp_path_factory) -> Account:
     [site] = folder.glob("lib/python*/site-packages")
     above = [path for path in sys.path if path.endswith("site-packages")]
     (site / "above.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in above))
-    account = Account(folder / "bin" / "python")
+    account = Account(folder / "bin" / "python", site)
     installed = account.run("-m", "pip", "install", "-e", ".")
     assert installed.returncode == 0, installed.stdout + installed.stderr
     return account
@@ -56,10 +59,10 @@ def test_it_trains_resumes_and_draws(account, pictures, tmp_path):
         ),
         *("--validation_prompt=circle number 1", "--gradient_accumulation_steps=2", "--use_ema", "--use_cpu"),
     )
-    first = account.run("-m", "smalti", "train", *flags, "--max_train_steps=4", folder=tmp_path)
-    assert first.returncode == 0, first.stdout + first.stderr
-    second = account.run("-m", "smalti", "train", *flags, "--max_train_steps=6", folder=tmp_path)
-    assert second.returncode == 0, second.stdout + second.stderr
+    installed = {"PYTHONPATH": os.pathsep.join(map(str, (account.site, TEMPLATE / "src"))), "HF_HOME": str(tmp_path / "hf")}
+    for steps in (4, 6):
+        code, output = standing().train([*flags, f"--max_train_steps={steps}"], installed)
+        assert code == 0, output
     lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     assert [event["step"] for event in map(json.loads, lines) if event["type"] == "step"] == [1, 2, 3, 4, 5, 6]
     assert (tmp_path / "run" / "samples" / "00000006" / "grid.png").is_file()

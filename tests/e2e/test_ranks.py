@@ -78,15 +78,3 @@ def test_skipping_leaves_a_broken_step_out_on_all_ranks(tmp_path, train):
     assert run.code == 1
     assert "2 steps in a row" in run.output
     assert all(map(math.isfinite, run.losses[:2]))
-
-
-def test_a_fault_on_one_rank_ends_all_with_the_code_of_a_fault(tmp_path, launch):
-    run = launch(tmp_path / "fault", **OPTIONS, num_processes=2, spoil="fault:1:3")
-    assert run.code == 5
-    assert "cuda_error on cpu: CUDA error: an illegal memory access was encountered" in run.output
-
-
-def test_an_error_on_one_rank_is_named_at_the_end(tmp_path, launch):
-    run = launch(tmp_path / "error", **OPTIONS, num_processes=2, spoil="error:1:3")
-    assert run.code == 1
-    assert "ended with exit code 1: rank 1: RuntimeError: spoiled" in run.output

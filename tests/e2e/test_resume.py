@@ -50,6 +50,19 @@ def test_a_run_with_another_effective_batch_is_not_continued(runs, train):
     assert "effective batch 4 there, 8 here" in again.output
 
 
+def test_a_launch_that_is_refused_leaves_the_configuration_of_the_run_as_it_is(runs, train):
+    whole, _, _ = runs
+    before = [(whole.directory / name).read_text() for name in ("config.toml", "launch.json")]
+    assert train(whole.directory, max_train_steps=20, train_batch_size=8, use_ema=True).code == 2
+    assert [(whole.directory / name).read_text() for name in ("config.toml", "launch.json")] == before
+
+
+def test_a_run_that_goes_on_otherwise_says_so_in_its_configuration(runs, train):
+    _, _, resumed = runs
+    train(resumed.directory, **{**OPTIONS, "max_train_steps": 13})
+    assert "max_train_steps = 13" in (resumed.directory / "config.toml").read_text()
+
+
 def test_hook_load_checkpoint_is_asked_with_the_newest_checkpoint(runs):
     _, _, resumed = runs
     assert resumed.calls("load_checkpoint")[0]["source"] == "step-00000005"

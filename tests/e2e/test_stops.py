@@ -21,14 +21,21 @@ def still_there(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_first_interrupt_finishes_the_step_and_saves(tmp_path, start, ranks):
+def test_the_first_interrupt_finishes_the_step_and_saves_and_no_second_run_comes_between(tmp_path, start, train, ranks):
     run = start(tmp_path / "run", **ENDLESS, num_processes=ranks)
     run.wait_for_step(3)
+    second = train(tmp_path / "run", **ENDLESS)
+    assert (second.code, "in use" in second.output) == (2, True), second.output
     run.process.send_signal(signal.SIGINT)
     code, output = run.wait()
     assert code == 130, output
     verified = smalti("checkpoint", "verify", tmp_path / "run", "--json")
     assert verified.returncode == 0, verified.stdout
+
+
+def test_a_process_that_is_pre_empted_before_its_run_stands_says_so_by_its_code(tmp_path, train):
+    ended = train(tmp_path / "run", max_train_steps=2, train_batch_size=4, spoil="terminate:0:0")
+    assert ended.code == 6, ended.output
 
 
 def test_the_second_interrupt_ends_every_process_at_once(tmp_path, start):
@@ -57,19 +64,14 @@ def test_another_shell_can_watch_save_draw_and_stop(tmp_path, start):
     assert "running" in json.dumps(json.loads(listed.stdout))
 
 
-def test_a_second_run_in_the_same_directory_is_refused(tmp_path, start, train):
-    start(tmp_path / "run", **ENDLESS).wait_for_step(1)
-    second = train(tmp_path / "run", **ENDLESS)
-    assert second.code == 2
-    assert "in use" in second.output
-
-
-def test_nothing_is_left_running_after_a_worker_was_killed(tmp_path, start):
+def test_a_rank_that_is_killed_is_named_with_the_signal_and_nothing_is_left_running(tmp_path, start):
     run = start(tmp_path / "run", **ENDLESS, num_processes=2)
     run.wait_for_step(3)
     family = psutil.Process(run.process.pid).children(recursive=True)
-    victim = next(each for each in family if "smalti.worker" in each.cmdline() and each.environ().get("RANK") == "1")
-    os.kill(victim.pid, signal.SIGKILL)
+    os.kill(run.workers()[1].pid, signal.SIGKILL)
     code, output = run.wait()
+    last = next(line for line in output.splitlines() if "ended with exit code" in line)
     assert code == 1, output
+    assert "rank 1 was killed by SIGKILL" in last
+    assert "saved step" in output.partition(last)[2]
     assert not still_there(family)

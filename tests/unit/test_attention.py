@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from smalti.config import check
 from smalti.errors import ConfigError, PreflightError, UserError
@@ -33,12 +34,17 @@ def flashes(kernel: str, *, recompute: bool = False) -> tuple[int, int]:
     model = ToyTransformer(ToyShape(width=16, depth=2, heads=2, patch=2))
     if recompute:
         model.enable_gradient_checkpointing()
-    choose_attention(model, kernel)
+    choose_attention(model, kernel, "cpu")
     with Flashes() as counted:
         loss = model(torch.ones(1, 3, 4, 4), torch.ones(1), torch.ones(1, 2, dtype=torch.int64)).sum()
         with attention_kernel(kernel):
             loss.backward()
     return counted.forward, counted.backward
+
+
+class SelfAttention(nn.Module):
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return F.scaled_dot_product_attention(tokens, tokens, tokens, mask)
 
 
 @pytest.mark.parametrize(("kernel", "expected"), [("auto", (2, 2)), ("flash", (2, 2)), ("math", (0, 0))])
@@ -51,6 +57,36 @@ def test_what_is_computed_again_is_computed_by_the_same_kernel(kernel, expected)
     assert flashes(kernel, recompute=True) == expected
 
 
+@pytest.mark.parametrize(("tokens", "expected"), [(80, torch.float32), (1024, torch.bfloat16)])
+def test_small_attention_in_bf16_on_the_cpu_is_computed_in_fp32(tokens, expected):
+    seen = set()
+
+    class Types(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "flash_attention" in str(func):
+                seen.update(value.dtype for value in args if isinstance(value, torch.Tensor))
+            return func(*args, **(kwargs or {}))
+
+    model = SelfAttention()
+    choose_attention(model, "auto", "cpu")
+    with torch.autocast("cpu", dtype=torch.bfloat16), Types():
+        answer = model(torch.randn(1, 1, tokens, 32), mask=torch.zeros(tokens, tokens, dtype=torch.bfloat16))
+    assert (seen, answer.dtype) == ({expected}, torch.bfloat16)
+
+
+def test_small_attention_that_is_computed_again_has_the_same_gradients():
+    """Of another type, what is computed again would be refused by torch."""
+    gradients = []
+    for recompute in (False, True):
+        model, tokens = SelfAttention(), torch.linspace(-1, 1, 80 * 32).view(1, 1, 80, 32).requires_grad_()
+        choose_attention(model, "auto", "cpu")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            answer = checkpoint(model, tokens, use_reentrant=False) if recompute else model(tokens)
+        answer.float().sum().backward()
+        gradients.append(tokens.grad)
+    assert torch.equal(*gradients)
+
+
 def test_after_a_pass_others_have_torchs_own_choice_again():
     flashes("math")
     with Flashes() as counted:
@@ -59,12 +95,8 @@ def test_after_a_pass_others_have_torchs_own_choice_again():
 
 
 def test_a_kernel_that_cannot_compute_a_model_is_named():
-    class Attending(nn.Module):
-        def forward(self, tokens):
-            return F.scaled_dot_product_attention(tokens, tokens, tokens)
-
-    model = Attending()
-    choose_attention(model, "cudnn")
+    model = SelfAttention()
+    choose_attention(model, "cudnn", "cpu")
     with pytest.raises(UserError, match="the kernel 'cudnn' cannot compute the attention of this model here"):
         model(torch.ones(1, 1, 4, 8))
 

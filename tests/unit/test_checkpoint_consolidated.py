@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from nursery import forked_processes
 from smalti.checkpoint.agreement import RankError, from_main
 from smalti.checkpoint.assembly import TensorFiles
 from smalti.checkpoint.consolidated import write_weights
@@ -30,7 +31,6 @@ from smalti.errors import CheckpointError
 from smalti.models.description import config_of
 from smalti.parallel import PortableState
 from smalti.ranks import GlooRanks
-from smalti.testing import two_processes
 from smalti.types import World
 
 COPY = "weights/diffusion_pytorch_model.safetensors"
@@ -112,7 +112,7 @@ def _status(field):
 
 @pytest.fixture(scope="module")
 def processes():
-    with two_processes() as started:
+    with forked_processes() as started:
         yield started
 
 

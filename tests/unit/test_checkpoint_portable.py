@@ -3,21 +3,12 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from nursery import Alone
 from smalti.checkpoint.portable import capture, named_parameters, optimizer_moments, restore
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.errors import CheckpointError
-from smalti.types import World
-
-
-class Alone:
-    """One process."""
-
-    world = World()
-
-    def share(self, value):
-        return [value]
 
 
 class Net(nn.Module):

@@ -1,11 +1,7 @@
-"""Two real processes, gloo between them. Run as a script, this file is one of the two; its checks run in one launch."""
+"""Two real processes, gloo between them, which do everything once; the tests look at what each of them found."""
 
-import gc
-import json
 import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from nursery import Alone, Pair, forked_processes
 from smalti.checkpoint.manifest import read_manifest
 from smalti.checkpoint.portable import capture, restore
 from smalti.checkpoint.reader import load
@@ -26,26 +23,6 @@ from smalti.checkpoint.verification import verify
 from smalti.checkpoint.writer import SaveError, save
 from smalti.errors import CheckpointError
 from smalti.parallel import PortableState
-from smalti.types import World
-
-
-class Alone:
-    world = World()
-
-    def share(self, value):
-        return [value]
-
-
-class Pair:
-    """One of two processes."""
-
-    def __init__(self, rank):
-        self.world = World(rank=rank, size=2)
-
-    def share(self, value):
-        answers = ["", ""]
-        dist.all_gather_object(answers, value)
-        return answers
 
 
 def net():
@@ -110,7 +87,8 @@ def odd_tensors():
 # --- what the two processes do --------------------------------------------------------------------------------------
 
 
-def two_processes(rank, root, results):
+def results_of_this_rank(root):
+    rank, results = dist.get_rank(), {}
     parallel, mesh = Pair(rank), init_device_mesh("cpu", (2,))
     store = CheckpointStore(root)
 
@@ -149,6 +127,7 @@ def two_processes(rank, root, results):
     results["disagreement"] = refused(root, parallel, torch.ones(4 - 2 * rank))
     results["not shared"] = directory_not_shared(rank, root, parallel)
     results["damaged"] = damaged_for_both(rank, store, parallel)
+    return results
 
 
 def disk_full_on_one(rank, root, parallel):
@@ -199,37 +178,14 @@ def damaged_for_both(rank, store, parallel):
     return ""
 
 
-def main(rank, directory):
-    results = {}
-    dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=2)
-    two_processes(rank, directory / "checkpoints", results)
-    (directory / f"results-{rank}.json").write_text(json.dumps(results))
-    gc.collect()  # wrapped models are cycles, and what they keep of the group would outlive it, with its threads
-    dist.barrier()  # who leaves while the other still talks to it takes that one along
-    dist.destroy_process_group()
-
-
 # --- what is expected of them ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     """Each rank's results."""
-    directory = tmp_path_factory.mktemp("ranks")
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(directory)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
-    return [json.loads((directory / f"results-{rank}.json").read_text()) for rank in range(2)]
+    with forked_processes() as pair:
+        return pair.run(results_of_this_rank, tmp_path_factory.mktemp("ranks") / "checkpoints")
 
 
 @pytest.fixture(scope="module")
@@ -321,7 +277,3 @@ def test_a_directory_that_is_not_shared_is_told_on_both(ran):
 
 def test_damage_that_only_one_rank_reads_stops_both(ran):
     assert all("does not match its digest" in one["damaged"] for one in ran)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from nursery import Alone
 from smalti.checkpoint.manifest import read_manifest
 from smalti.checkpoint.planning import DTYPES, check_whole, divide
 from smalti.checkpoint.reader import load
@@ -19,17 +20,6 @@ from smalti.checkpoint.verification import verify
 from smalti.checkpoint.writer import SaveError, save
 from smalti.errors import CheckpointError, ExitCode
 from smalti.parallel import PortableState
-from smalti.types import World
-
-
-class Alone:
-    """One process."""
-
-    world = World()
-
-    def share(self, value):
-        return [value]
-
 
 ALONE = Alone()
 

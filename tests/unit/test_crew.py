@@ -12,10 +12,10 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from nursery import forked_processes
 from smalti.crew import Answer, Board, Crew, Roll, in_a_line
 from smalti.process import Process
 from smalti.ranks import GlooRanks, hang_up, is_line_error
-from smalti.testing import two_processes
 from smalti.types import World
 
 WHO = """import json, sys, time
@@ -154,7 +154,7 @@ def hung_up() -> tuple[float, bool, str]:
 
 
 def test_who_waits_for_a_rank_that_hangs_up_learns_of_it_at_once():
-    with two_processes() as pair:
+    with forked_processes() as pair:
         waited, known, told = pair.run(hung_up)[0]
     assert waited < 20
     assert known, told

@@ -1,5 +1,7 @@
 """Timestep samplers are quantile functions, and shifts move them without changing their ends."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from smalti.diffusion.timesteps import (
     MODE_SCALE_BOUNDS,
     Beta,
+    ConstantShift,
     LogitNormal,
     Mode,
     Quantile,
@@ -92,6 +95,18 @@ def test_extreme_uniform_numbers_stay_in_range(distribution: str) -> None:
     assert torch.isfinite(times).all()
     assert times.min() >= 0
     assert times.max() <= 1
+
+
+def test_the_familys_own_shift_is_taken_unless_another_one_is_said() -> None:
+    native = ConstantShift(value=3.0)
+    said = [
+        build_timesteps(shift=shift, auto_shift=auto, native=native).shift for shift, auto in ((None, 0), (1.0, 0), (None, 1))
+    ]
+    assert said == [native, ConstantShift(value=1.0), ResolutionShift()]
+
+
+def test_a_shift_by_size_counts_the_tokens_of_the_model() -> None:
+    assert ResolutionShift(patch=1).at(4096) == ResolutionShift().at(4 * 4096) == pytest.approx(math.exp(1.15))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from PIL import Image
 
 import smalti.encoding
+from nursery import forked_processes
 from smalti.checkpoint.tensorfile import read_header
 from smalti.config import resolve, schema_of
 from smalti.data.catalog import Catalog
@@ -28,7 +29,6 @@ from smalti.encoding import Encoded, encode_ahead
 from smalti.errors import PreflightError, UserError
 from smalti.plugins import Selection, load_plugins
 from smalti.ranks import GlooRanks
-from smalti.testing import two_processes
 from smalti.testing.tiny import TinyFamily
 from smalti.types import World
 
@@ -201,7 +201,7 @@ def encode_on_two_ranks(folder: Path, cache: Path, stop_after: int) -> tuple[int
 
 
 def test_ranks_share_the_work_and_what_was_written_before_a_kill_is_not_encoded_again(pets, tmp_path):
-    with two_processes() as ranks:
+    with forked_processes() as ranks:
         (first, some), (second, others) = ranks.run(encode_on_two_ranks, pets, tmp_path / "shared", 1000)
         killed = ranks.attempt(encode_on_two_ranks, pets, tmp_path / "killed", 6)
     assert first + second == 20

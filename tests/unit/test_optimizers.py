@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from smalti import OptimizerEntry, UserError
 from smalti.config import resolve, schema_of
 from smalti.defaults.core import OPTIMIZERS
-from smalti.optimizers import build_registered, matrices, parameter_groups
+from smalti.optimizers import AdamW, build_registered, matrices, parameter_groups
 from smalti.plugins import load_plugins
 from smalti.strategy import find_optimizer
 
@@ -58,6 +61,27 @@ def test_muon_steps_matrices_and_leaves_vectors_to_adamw():
     moments = {name: set(optimizer.state[parameter]) for name, parameter in net.named_parameters()}
     assert moments["0.weight"] == {"momentum_buffer"}
     assert moments["0.bias"] == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_of_sharded_parameters_adamw_steps_its_own_part_and_keeps_moments_as_they_are_spread(tmp_path):
+    """Bit for bit what torch makes of them as DTensors."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        mesh, gradient = init_device_mesh("cpu", (1,)), torch.randn(3, 4)
+        both = [nn.Parameter(distribute_tensor(torch.ones(3, 4), mesh, [Shard(0)])) for _ in range(2)]
+        optimizers = AdamW([{"params": both[:1]}], lr=0.1), torch.optim.AdamW(both[1:], lr=0.1, fused=True)
+        for parameter, optimizer in zip(both, optimizers, strict=True):
+            parameter.grad = distribute_tensor(gradient, mesh, [Shard(0)])
+            optimizer.step()
+        ours, torchs = ({"value": each, **optimizer.state[each]} for each, optimizer in zip(both, optimizers, strict=True))
+        assert {name: type(value) for name, value in ours.items()} == {name: type(value) for name, value in torchs.items()}
+        assert all(torch.equal(local(value), local(torchs[name])) for name, value in ours.items())
+    finally:
+        dist.destroy_process_group()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def test_an_unknown_optimizer_is_answered_with_the_nearest_name():

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Protocol, cast
 
 from smalti.config import Config, resolve, schema_of
@@ -87,8 +87,7 @@ def clear_cache(plugins: Plugins, name: str, config: Config | None = None) -> Cl
 
 
 def _open(entry: CacheEntry, plugins: Plugins, config: Config | None) -> Cache:
-    module, _, attribute = entry.factory.partition(":")
-    factory = getattr(import_module(module), attribute)
+    factory = resolve_name(entry.factory)
     if not entry.configured:
         return cast(Cache, factory())
     return cast(Cache, factory(config if config is not None else resolve(schema_of(plugins), ("--accelerate_config=none",))))

@@ -6,8 +6,8 @@ import os
 import sys
 import traceback
 from difflib import get_close_matches
-from importlib import import_module
 from importlib.metadata import version
+from pkgutil import resolve_name
 
 import click
 
@@ -43,8 +43,7 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return self._from_plugins().get(cmd_name)
-        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        command: click.Command = getattr(import_module(module), attribute)
+        command: click.Command = resolve_name(COMMANDS[cmd_name][0])
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:

@@ -71,6 +71,8 @@ def export(
     checkpoint = OwnCheckpoint(path, verified=True)
     trained = Trained(checkpoint, averaged=averaged, precision=precision)
     _compare(path, trained, family)
+    if not averaged and any(name.startswith("ema/") for name in checkpoint.contents.tensors):
+        report("exporting the weights as trained; the averages, with which validation pictures are drawn, with --ema")
 
     def write(folder: Path) -> dict[str, FileRecord]:
         check_room(folder, trained.tensors.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, cast
 
 from smalti.config import Config
@@ -36,8 +36,7 @@ def family_entry(config: Config, plugins: Plugins) -> FamilyEntry:
 
 def find_family(config: Config, plugins: Plugins) -> ModelFamily:
     """The family that `--model_family` names. Raises UserError with the known ones, or if it has no adapters."""
-    module, _, attribute = family_entry(config, plugins).factory.partition(":")
-    family = cast("ModelFamily", getattr(import_module(module), attribute)(config))
+    family = cast("ModelFamily", resolve_name(family_entry(config, plugins).factory)(config))
 
     from smalti.models.family import Adaptable
 

@@ -81,7 +81,7 @@ class Utilisation:
         if (width, height) not in self._counted and not self._failed:
             try:
                 self._counted[width, height] = self.family.flops_per_sample(width, height)
-            except Exception as error:  # noqa: BLE001 - a figure for people: whatever keeps a family from it, training goes on
+            except NotImplementedError as error:
                 self._failed = True
                 _log.warning("no model FLOPs utilisation: %s cannot count its work: %s", self.family.name, error)
         return self._counted.get((width, height))

@@ -193,9 +193,11 @@ def _name_for(machine: int, name: str) -> str:
 
 
 def write_launch_files(directory: RunDirectory, config: Config, plugins: Plugins, plan: LaunchPlan) -> None:
-    """config.toml, launch.json and, where it is used, accelerate.yaml, in the run directory. Those of the last launch go.
+    """config.toml, launch.json and, where it is used, accelerate.yaml, in the run directory.
 
     Every machine writes launch.json, with the same values in it, so that its workers need not wait for another machine.
+    Once there were steps, the first two are written beside those of the run, whose place they take when it goes on
+    (`LiveRun.record_start`). So a launch that is refused, because its options do not fit the checkpoint say, changes nothing.
     """
     described = {
         **plan.as_json(),
@@ -204,13 +206,22 @@ def write_launch_files(directory: RunDirectory, config: Config, plugins: Plugins
         "values": config.shared_values(),
         "user_accelerate": dict(config.accelerate),
     }
-    atomic_write(directory.launch_file, json.dumps(described, indent=2).encode())
+    atomic_write(_place_for(directory.launch_file, directory), json.dumps(described, indent=2).encode())
     if config[LaunchOptions].machine_rank == 0:
         from smalti.configtext import as_toml
 
-        atomic_write(directory.config_file, as_toml(config).encode())
+        atomic_write(_place_for(directory.config_file, directory), as_toml(config).encode())
     if plan.accelerate_file is not None:
         atomic_write(plan.accelerate_file, yaml_text(plan.accelerate).encode())
+
+
+def _place_for(file: Path, directory: RunDirectory) -> Path:
+    """The file itself until the run has made steps, after that the one that waits to take its place."""
+    waiting = directory.next_of(file)
+    if directory.latest("step") is not None:
+        return waiting
+    waiting.unlink(missing_ok=True)
+    return file
 
 
 def yaml_text(values: Mapping[str, object]) -> str:

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -182,7 +183,10 @@ class LiveRun:
     # --- what the run says ------------------------------------------------------------------------------------------
 
     def record_start(self, state: RunState, info: RunInfo) -> None:
-        """The loop begins: what trains, and how far it is to go."""
+        """The loop begins: what trains, and how far it is to go. From here on the launch's configuration is the run's."""
+        for file in (self.directory.config_file, self.directory.launch_file):
+            with suppress(FileNotFoundError):
+                self.directory.next_of(file).replace(file)
         self.events.append(
             "state",
             step=state.step,

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, cast
 
 import click
@@ -87,9 +88,14 @@ class Preparation:
 
         family = find_family(config, plugins)
         check_shares(distributed, family)
+        if distributed.context == 1 and not distributed.check_model:
+            return family  # to build a model takes seconds of imports
+        with without_weights():
+            model = family.build_model()
         if distributed.context > 1:
-            with without_weights():
-                context_plan(family, family.build_model())
+            context_plan(family, model, dealt_to=distributed.context if distributed.deals_heads else 1)
+        if distributed.check_model:
+            resolve_name(distributed.check_model)(config, model)
         return family
 
     @staticmethod
@@ -120,13 +126,17 @@ class Preparation:
             from smalti.workers import run_workers
 
             return run_workers(self.plan, self.directory)
-        from smalti.worker import run_rank
+        from smalti.worker import Terminated, run_rank, terminated
 
         os.environ.update(self.plan.environment)
         try:
-            outcome = run_rank(self.config, self.plugins)
+            with terminated():
+                outcome = run_rank(self.config, self.plugins)
         except GpuFaultError as error:
             return error.exit_code, str(error)
+        except KeyboardInterrupt as stop:
+            code = ExitCode.PREEMPTED if isinstance(stop, Terminated) else ExitCode.INTERRUPTED
+            return code, "stopped while no step was going on; what was saved or encoded before is whole"
         return outcome.exit_code, outcome.message
 
     def _say_goodbye(self, code: ExitCode, message: str) -> None:

@@ -10,8 +10,8 @@ import random
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import cast
 
 import torch
@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from smalti.checkpoint.agreement import RankError, together
 from smalti.checkpoint.background import Saver
+from smalti.checkpoint.search import find_together
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.store import CheckpointStore
 from smalti.checkpoint.writer import SaveError
@@ -250,8 +251,7 @@ def reseed(run: Run, position: int) -> None:
 
 def open_parallel(plan: DistributedPlan, config: Config) -> Parallel:
     """This rank's end of the backend; joins the process group."""
-    module, _, attribute = plan.parallel.partition(":")
-    return cast(Parallel, getattr(import_module(module), attribute)(config))
+    return cast(Parallel, resolve_name(plan.parallel)(config))
 
 
 def compare_ranks(parallel: Parallel, config: Config, plugins: Plugins) -> None:
@@ -278,7 +278,7 @@ def build_model(config: Config, plugins: Plugins, family: ModelFamily, device: s
         enable()
     if wants_channels_last(config[TrainingOptions].channels_last, family, device):
         put_channels_last(model)
-    choose_attention(model, config[TrainingOptions].sdpa_backend)
+    choose_attention(model, config[TrainingOptions].sdpa_backend, device)
     return model, plugins.hook.detect_blocks(model=model, family=family, config=config) or []
 
 
@@ -345,13 +345,11 @@ def take_place(run: Run, trainer: Mapping[str, int]) -> list[str]:
 
 
 def chosen_checkpoint(run: Run, choice: str) -> Path | None:
-    """The checkpoint that rank 0 finds and verifies, on every rank; its error too. *Collective*."""
-    find = (lambda: str(run.checkpoints.resolve(choice) or "")) if run.world.is_main else (lambda: "")
+    """The checkpoint that rank 0 finds and all ranks verify, on every rank; its error too. *Collective*."""
     try:
-        path = together(run.parallel, find)[0]
+        return find_together(run.parallel, run.checkpoints, choice)
     except RankError as failure:
         raise CheckpointError(f"cannot resume from {choice!r}: {failure}", fix=failure.fix) from failure
-    return Path(path) if path else None
 
 
 def check_resumable(run: Run, trainer: Mapping[str, object], source: Path) -> None:

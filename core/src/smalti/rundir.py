@@ -2,6 +2,7 @@
 
     run.json               what this run is; replaced as a whole
     config.toml            the resolved configuration; with launch.json and accelerate.yaml, how the run was started
+    *.next.toml, .json     those of a launch that has not got going yet; they take the others' places when it does
     events.jsonl           what happened, see `smalti.events`; events.node-K.jsonl is the health of node K
     heartbeat              who runs now; touched every few seconds
     control/*.json         what is asked of the run
@@ -136,6 +137,10 @@ class RunDirectory:
         self.samples = self.path / "samples"
         self.checkpoints = self.path / "checkpoints"
         self.data = self.path / "data"
+
+    def next_of(self, file: Path) -> Path:
+        """Where a launch of a run that has made steps keeps its config.toml or launch.json until it gets going."""
+        return file.with_name(f"{file.stem}.next{file.suffix}")
 
     def samples_at(self, step: int) -> Path:
         return self.samples / f"{step:08d}"

@@ -218,8 +218,11 @@ class ObjectiveOptions(Options):
     flow_beta_beta: float = option(
         2.0, help="Second parameter of the beta distribution.", level="expert", when="timestep_distribution == beta", ge=1
     )
-    flow_schedule_shift: float = option(
-        1.0, help="Moves flow times towards noise, as larger pictures want; 1 leaves them.", level="advanced", gt=0
+    flow_schedule_shift: float | None = option(
+        None,
+        help="Moves flow times towards noise, as larger pictures want; 1 leaves them. The family's own choice if not given.",
+        level="advanced",
+        gt=0,
     )
     flow_schedule_auto_shift: bool = option(
         False, help="Choose the shift by the size of the picture, instead of flow_schedule_shift.", level="advanced"
@@ -329,7 +332,7 @@ def launch_problems(launch: LaunchOptions) -> list[Problem]:
 
 
 class TrackingOptions(Options):
-    report_to: Names = option((), help="Trackers besides events.jsonl: tensorboard, wandb, trackio, ...")
+    report_to: Names = option((), help="Trackers besides events.jsonl: tensorboard, wandb and others that Accelerate knows.")
     tracker_project_name: str = option("smalti", help="Project under which trackers file the run.", level="advanced")
     log_interval: int = option(1, help="Write metrics every so many steps.", level="advanced", ge=1)
     device_tflops: float | None = option(

@@ -151,8 +151,11 @@ class DistributedPlan:
 
     `parallel` is "module:callable", called on every rank as `callable(config)` once the process group may be made.
     `accelerate` is merged into the Accelerate YAML, where None takes a key out, `environment` into the workers' environment.
-    `context` ranks work on the same samples, so that the effective batch counts groups of so many. `shards` says that a rank
-    holds parts of parameters, on which not every optimizer works. `settings` are what the backend itself will be told, in
+    `context` ranks work on the same samples, so that the effective batch counts groups of so many; with `deals_heads` each of
+    them takes some heads of attention. `shards` says that a rank
+    holds parts of parameters, on which not every optimizer works. `check_model`, if given, is "module:callable" too: before
+    it starts any rank, the launcher calls it as `callable(config, model)` with the family's model on the meta device; it raises
+    UserError. `settings` are what the backend itself will be told, in
     JSON's types, for whoever looks at a launch. `fallback` marks the plan that is used only when no other plugin claims the
     run.
     """
@@ -163,7 +166,9 @@ class DistributedPlan:
     accelerate: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     context: int = 1
+    deals_heads: bool = False
     shards: bool = False
+    check_model: str = ""
     settings: Mapping[str, object] = field(default_factory=dict)
     fallback: bool = False
 

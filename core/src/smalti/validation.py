@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from smalti.errors import UserError
 from smalti.grid import picture_grid
-from smalti.models.family import SampleRequest
+from smalti.models.family import SampleRequest, TellsSettings
 from smalti.pictures import save_picture
 from smalti.settings import DataOptions, ValidationOptions
 from smalti.types import ValidationImage, ValidationResult
@@ -79,9 +79,9 @@ def validate(run: Run) -> ValidationResult:
     folder = run.directory.samples_at(run.state.step)
     folder.mkdir(parents=True, exist_ok=True)
     with at_rest(run) as model, run.parallel.autocast():
-        for numbers, pixels in _draw(run, model):
+        for numbers, request, pixels in _draw(run, model):
             if run.world.rank % run.world.context == 0:
-                _write(run, folder, numbers, pixels)
+                _write(run, folder, numbers, request, pixels)
     run.parallel.barrier()
     images = _images(run.config, folder)
     grid = folder / "grid.png"
@@ -94,7 +94,7 @@ def validate(run: Run) -> ValidationResult:
     return result
 
 
-def _draw(run: Run, model: nn.Module) -> Iterator[tuple[list[int], Tensor]]:
+def _draw(run: Run, model: nn.Module) -> Iterator[tuple[list[int], SampleRequest, Tensor]]:
     options = run.config[ValidationOptions]
     width, height = picture_size(run.config, run.family.alignment)
     prompts = options.validation_prompt
@@ -110,7 +110,7 @@ def _draw(run: Run, model: nn.Module) -> Iterator[tuple[list[int], Tensor]]:
             told=run.encoded.conditioning(wanted, run.world.device),
             untold=run.encoded.conditioning([""] * len(wanted), run.world.device),
         )
-        yield numbers, run.family.sample(model, request)
+        yield numbers, request, run.family.sample(model, request)
 
 
 def _images(config: Config, folder: Path) -> tuple[ValidationImage, ...]:
@@ -126,10 +126,12 @@ def _file_name(number: int, prompt: str) -> str:
     return f"{number:02d}-{words or 'picture'}.png"
 
 
-def _write(run: Run, folder: Path, numbers: list[int], pixels: Tensor) -> None:
+def _write(run: Run, folder: Path, numbers: list[int], request: SampleRequest, pixels: Tensor) -> None:
     """Each picture with all that it takes to draw it again."""
     images = _images(run.config, folder)
-    options = run.config[ValidationOptions]
+    settings = {"guidance": request.guidance}
+    if isinstance(run.family, TellsSettings):
+        settings |= run.family.drawing_settings(request)
     for number, picture in zip(numbers, pixels, strict=True):
         image = images[number]
         save_picture(
@@ -140,8 +142,8 @@ def _write(run: Run, folder: Path, numbers: list[int], pixels: Tensor) -> None:
             step=run.state.step,
             config_digest=run.config.digest,
             run_id=run.info.id,
-            guidance=options.validation_guidance,
-            inference_steps=options.validation_num_inference_steps,
+            inference_steps=request.steps,
+            **settings,
         )
 
 

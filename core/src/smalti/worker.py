@@ -20,6 +20,7 @@ from smalti.crew import Crew, LostRankError
 from smalti.errors import ExitCode, GpuFaultError, UserError
 from smalti.plugins import Plugins, Selection, load_plugins
 from smalti.run import build, open_parallel
+from smalti.rundir import RunDirectory
 from smalti.strategy import choose_distributed
 from smalti.trainer import train
 from smalti.types import Outcome, RunState, StopReason
@@ -61,6 +62,24 @@ def last_words(crew: Crew) -> Iterator[None]:
         raise lost from error
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came when there was no run that could stop by itself."""
+
+
+@contextmanager
+def terminated() -> Iterator[None]:
+    """For a process that nobody launched: before and after the run proper, SIGTERM raises, as Ctrl-C does anyway."""
+
+    def handle(number: int, frame: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @contextmanager
 def stop_signals(state: RunState) -> Iterator[None]:
     """SIGINT and SIGTERM ask for an agreed stop; the second one ends a process that nobody launched.
@@ -89,7 +108,10 @@ def stop_signals(state: RunState) -> Iterator[None]:
 
 def load_run(directory: Path) -> tuple[Config, Plugins]:
     """The Config and plugins that the launcher resolved. Raises UserError when this machine has other plugins."""
-    launch = cast(Mapping[str, object], json.loads((directory / "launch.json").read_text()))
+    run = RunDirectory(directory)
+    waiting = run.next_of(run.launch_file)
+    latest = waiting if waiting.exists() else run.launch_file
+    launch = cast(Mapping[str, object], json.loads(latest.read_text()))
     values = cast(Mapping[str, object], launch["values"])
     selection = Selection(only=_names(values["plugins"]), without=_names(values["without"]))
     plugins = load_plugins(selection)

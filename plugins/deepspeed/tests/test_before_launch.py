@@ -7,6 +7,7 @@ from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
@@ -15,8 +16,9 @@ from smalti.caches import clear_cache, list_caches
 from smalti.config import resolve, schema_of
 from smalti.launch import plan_launch, yaml_text
 from smalti.plugins import Selection, load_plugins
+from smalti.preparation import Preparation
 from smalti.strategy import check_strategy, choose_distributed
-from smalti_deepspeed import checks
+from smalti_deepspeed import checks, offloadfolder
 from smalti_deepspeed.document import resolved
 from smalti_deepspeed.offloadfolder import LOCK, Claim, Leftovers, claim_together, swap_bytes
 from smalti_deepspeed.translation import KEYS
@@ -44,6 +46,26 @@ def swapping(folder: object = None) -> dict:
 
 
 # --- complaints -----------------------------------------------------------------------------------------------------
+
+
+def test_what_an_earlier_run_left_counts_as_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(offloadfolder, "free_bytes", lambda folder: 1000)
+    (tmp_path / "zero_stage_3").mkdir()
+    (tmp_path / "zero_stage_3" / "swapped").write_bytes(bytes(5000))
+    model = torch.nn.Linear(30, 40, device="meta")  # 1,240 parameters of four bytes
+    offloadfolder.check_room(configure(swapping(tmp_path)), model)
+    (tmp_path / "zero_stage_3" / "swapped").unlink()
+    with pytest.raises(PreflightError, match="are free"):
+        offloadfolder.check_room(configure(swapping(tmp_path)), model)
+
+
+def test_room_for_what_is_swapped_is_looked_for_before_the_launch(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "find_library", lambda name: name)  # machines differ in that
+    monkeypatch.setattr(offloadfolder, "free_bytes", lambda folder: 1000)
+    run = ("--model_family=toy", "--max_train_steps=1", "--use_cpu")
+    asked = configure(swapping(tmp_path), *run, f"--instance_data_dir={tmp_path}", f"--output_dir={tmp_path}/run")
+    with pytest.raises(PreflightError, match=r"the ranks of this machine will swap about .* into .*, where 1000 B are free"):
+        Preparation.of(asked, PLUGINS, write=False)
 
 
 def test_a_sound_configuration_has_none_and_works_with_adapters_too():
@@ -82,18 +104,23 @@ def test_a_global_batch_that_contradicts_the_run_is_told_with_both_numbers():
     assert complaints({**ZERO2, "train_batch_size": 8}, "--num_processes=8") == []
 
 
-@pytest.mark.parametrize(
-    ("name", "told"), [("OneBitAdam", "DeepSpeed has OneBitAdam no more (0.19)"), ("MuAdam", "MuAdam needs the package mup")]
-)
-def test_an_optimizer_that_is_not_there_is_told(name, told):
-    assert complaints({**ZERO2, "optimizer": {"type": name}}) == [told]
-
-
-@pytest.mark.parametrize("flag", ["--optimizer=deepspeed_lamb", "--optimizer=sgd", "--optimizer=muon"])
+@pytest.mark.parametrize("flag", ["--optimizer=deepspeed_lamb", "--optimizer=sgd"])
 def test_an_optimizer_without_a_form_for_processors_is_not_offloaded(flag):
     document = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     assert "cannot be offloaded" in complaints(document, flag)[0]
     assert complaints(document) == []
+
+
+def test_muon_is_refused_however_it_is_asked_for():
+    (told,) = complaints(ZERO2, "--optimizer=muon")
+    assert told.startswith("DeepSpeed's Muon (0.19) cannot be used")
+
+
+@pytest.mark.parametrize("name", ["lamb", "lion"])
+def test_an_optimizer_that_needs_an_accelerator_is_not_used_without(name):
+    (told,) = complaints(ZERO2, f"--optimizer=deepspeed_{name}", "--use_cpu")
+    assert f"DeepSpeed's {name.title()} runs on accelerators only" in told
+    assert complaints(ZERO2, f"--optimizer=deepspeed_{name}") == []
 
 
 def test_an_optimizer_of_deepspeeds_trains_under_deepspeed_only():

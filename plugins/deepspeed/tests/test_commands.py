@@ -59,7 +59,7 @@ CHOICES = (
     Choices(stage=1, optimizer="Lamb", scheduler="WarmupLR", warmup_steps=5),
     Choices(stage=2, offload_optimizer="cpu", learning_rate=1e-5, gradient_clipping=0.5, gradient_accumulation_steps=4),
     Choices(stage=3, offload_optimizer="nvme", offload_param="nvme", nvme_path="/scratch", scheduler="WarmupCosineLR"),
-    Choices(stage=3, offload_param="cpu", scheduler="WarmupDecayLR", optimizer="Muon"),
+    Choices(stage=3, offload_param="cpu", scheduler="WarmupDecayLR", optimizer="Lion"),
 )
 
 
@@ -153,6 +153,12 @@ def test_a_misspelt_key_is_told_with_the_nearest(run, written):
     code, told, _ = run("deepspeed", "check", written({**ZERO2, "gradient_clip": 1}), "--json")
     (problem,) = json.loads(told)["problems"]
     assert (code, problem["where"], problem["fix"]) == (2, "gradient_clip", "did you mean gradient_clipping?")
+
+
+def test_an_optimizer_that_cannot_train_is_told_with_another_one(run, written):
+    code, told, _ = run("deepspeed", "check", written({**ZERO2, "optimizer": {"type": "OneBitAdam"}}), "--json")
+    (problem,) = json.loads(told)["problems"]
+    assert (code, problem["where"], problem["fix"]) == (2, "optimizer.type", '"type": "Adam"')
 
 
 def test_with_a_run_contradictions_are_told_and_else_the_whole_configuration(run, written):

@@ -225,6 +225,32 @@ def test_settings_of_an_optimizer_that_is_replaced_go_but_for_those_that_every_o
     assert told == {"lr": 1.0, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 
 
+@pytest.mark.parametrize(
+    ("name", "told", "instead"),
+    [
+        ("OneBitLamb", "DeepSpeed has OneBitLamb no more (0.19)", "Lamb"),
+        ("MuAdam", "MuAdam needs a model with the base shapes of mup, which no model family has", "Adam"),
+        (
+            "muon",
+            "DeepSpeed's Muon (0.19) cannot be used: it fails at the weights of convolutions, and below stage 3 its "
+            "momentum is not in checkpoints",
+            "AdamW",
+        ),
+        ("musgd", "MuSGD needs a model with the base shapes of mup, which no model family has", "AdamW"),
+    ],
+)
+def test_an_optimizer_that_cannot_train_is_refused_with_another_one(name, told, instead):
+    with pytest.raises(ConfigError) as raised:
+        configure({**ZERO2, "optimizer": {"type": name}})
+    (problem,) = raised.value.problems
+    assert (problem.message, problem.fix) == (told, f'"type": "{instead}"')
+
+
+def test_an_optimizer_without_a_form_for_processors_is_not_offloaded():
+    document = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "optimizer": {"type": "Lamb"}}
+    assert refusals(document) == ["optimizer.type in deepspeed_config: Lamb cannot be offloaded: it has no form for processors"]
+
+
 @pytest.mark.parametrize("key", ["optimizer", "scheduler"])
 def test_settings_without_a_type_are_refused(key):
     assert refusals({**ZERO2, key: {"params": {"lr": 1.0}}}) == [f"{key} in deepspeed_config: has no type"]

@@ -8,10 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smalti.checkpoint.conversion import convert
+from smalti.checkpoint.portable import capture
 from smalti.ema import Ema
+from smalti.optimizers import matrices, parameter_groups
 from smalti.testing import TinyFamily, two_processes
 from smalti.testing.strategies import run_check
-from smalti.testing.strategy_subject import open_strategy
+from smalti.testing.strategy_subject import Reference, open_family, open_strategy, whole_state
 from smalti_deepspeed.formats import FORMATS
 
 STEPS = 20
@@ -140,6 +142,86 @@ def train_partly(flags: tuple[str, ...]) -> set[str]:
 def test_frozen_parameters_take_part_and_are_not_in_checkpoints(ranks, kind):
     names = {name for name, _ in TinyFamily().build_model().named_parameters()}
     assert ranks.run(train_partly, KINDS[kind])[0] == {name for name in names if not name.startswith(FROZEN)}
+
+
+# --- shared parameters, and compiled blocks -------------------------------------------------------------------------
+
+
+class Sharing(TinyFamily):
+    """Two blocks with one layer and, by itself, one weight."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.blocks[1].shift = model.blocks[0].shift
+        model.blocks[1].mix.weight = model.blocks[0].mix.weight
+        return model
+
+
+def train_as_one_process(family: TinyFamily | None, flags: tuple[str, ...]) -> set[str]:
+    """Three steps beside one process that makes them too; the names of the weights."""
+    subject = open_family("deepspeed", flags, 2, family) if family else open_strategy("deepspeed", flags, 2)
+    reference = subject.reference()
+    for number in range(3):
+        subject.step(number)
+        reference.step(number, 2, 0.0)
+    subject.follows(reference, "after three steps")
+    return set(subject.state().model)
+
+
+@pytest.mark.parametrize("kind", ["1", "2", "3"])
+def test_parameters_that_are_shared_are_trained_and_kept_once(ranks, kind):
+    names = {name for name, _ in Sharing().build_model().named_parameters()}
+    assert ranks.run(train_as_one_process, Sharing(), KINDS[kind])[0] == names
+
+
+@pytest.mark.parametrize("kind", ["2", "3"])
+def test_compiled_blocks_are_trained_as_by_one_process(ranks, kind):
+    assert ranks.run(train_as_one_process, None, (*KINDS[kind], "--dynamo_backend=aot_eager"))[0]
+
+
+# --- optimizers -----------------------------------------------------------------------------------------------------
+
+SETTINGS = {"lr": 0.01, "eps": 1e-3}
+OPTIMIZERS = {
+    "Adam": ({}, torch.optim.AdamW),  # which is what DeepSpeed makes of it, unless it is told otherwise
+    "Adam with decay in its gradient": ({"adam_w_mode": False}, torch.optim.Adam),
+    "Adagrad": ({}, torch.optim.Adagrad),
+}
+"""Settings in the JSON, and torch's own. AdamW is what all of the contract is checked with."""
+
+
+def step_beside_torch(kind: str, flags: tuple[str, ...]) -> float:
+    """Three steps at rates that change; the largest difference of weights and moments to those of torch's optimizer."""
+    subject = open_strategy("deepspeed", flags, 2)
+    model = subject.family.build_model()
+    model.load_state_dict(subject.first)
+    groups = parameter_groups(model, 0.01, matrices(model))
+    reference = Reference(model, OPTIMIZERS[kind][1](groups, **SETTINGS), subject.family)
+    for number in range(3):
+        for group in (*subject.optimizer.param_groups, *reference.optimizer.param_groups):
+            group["lr"] = 0.01 * (number + 1)
+        subject.step(number)
+        reference.step(number, 2, 0.0)
+    expected, found = whole_state(capture(model, reference.optimizer)), subject.whole()
+    assert expected.keys() == found.keys()
+    return max(float((expected[name] - found[name]).abs().max()) for name in expected)
+
+
+def of_optimizer(kind: str, stage: int) -> tuple[str, ...]:
+    optimizer = {"type": kind.split()[0], "params": OPTIMIZERS[kind][0]}
+    document = {"zero_optimization": {"stage": stage, **ALL_CUT}, "optimizer": optimizer}
+    return (f"--deepspeed_config={json.dumps(document)}",)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_steps_as_torchs_does(ranks, kind, stage):
+    assert max(ranks.run(step_beside_torch, kind, of_optimizer(kind, stage))) < 1e-6
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_moments_of_adagrad_come_back_bit_for_bit(ranks, tmp_path, stage):
+    run_check(ranks, "a_checkpoint_comes_back_bit_for_bit", "deepspeed", of_optimizer("Adagrad", stage), tmp_path)
 
 
 # --- checkpoints of DeepSpeed's own ---------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """What this package knows of DeepSpeed without importing it, held to DeepSpeed's own."""
 
+import json
 from enum import Enum
+from itertools import product
 from pathlib import Path
 from typing import get_args
 
@@ -11,6 +13,11 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 from pydantic import BaseModel
 
+from smalti import ConfigError
+from smalti.config import resolve, schema_of
+from smalti.plugins import Selection, load_plugins
+from smalti_deepspeed.builder import FIELDS, build, choices_of
+from smalti_deepspeed.document import resolved, sized
 from smalti_deepspeed.implications import OTHER_SCHEDULERS, SCHEDULERS
 from smalti_deepspeed.keys import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, REMOVED_TOP, REMOVED_ZERO, SHORT, TOP, ZERO
 from smalti_deepspeed.optimizers import NAMES, REMOVED
@@ -86,3 +93,27 @@ def test_the_optimizers_are_deepspeeds():
 
 def test_the_schedules_are_deepspeeds():
     assert {*SCHEDULERS, *OTHER_SCHEDULERS} == set(lr_schedules.VALID_LR_SCHEDULES)
+
+
+FREE = {"nvme_path": "/scratch", "learning_rate": "1e-5", "warmup_steps": "5", "gradient_accumulation_steps": "2"}
+"""An answer to the builder's questions that have no choices."""
+
+
+def test_deepspeed_accepts_whatever_can_be_built():
+    schema = schema_of(load_plugins(Selection(only=("deepspeed",))))
+    asked = [field for field in FIELDS if field.choices]
+    built = 0
+    for answers in product(*(field.choices for field in asked)):
+        texts = dict(zip((field.name for field in asked), answers, strict=True))
+        texts |= FREE if "nvme" in answers else {key: text for key, text in FREE.items() if key != "nvme_path"}
+        try:
+            document = build(choices_of(texts))
+        except ConfigError:
+            continue  # the builder says what cannot be
+        words = ["--accelerate_config=none", "--max_train_steps=9", f"--deepspeed_config={json.dumps(document)}"]
+        complete = resolved(resolve(schema, words, environment={}), world_size=1)
+        found = runtime.DeepSpeedConfig(sized(complete, 10**6, 10**5))
+        assert found.zero_optimization_stage == int(texts["stage"])
+        assert found.optimizer_name == texts["optimizer"].lower()
+        built += 1
+    assert built > 100

@@ -4,16 +4,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nursery import forked_processes
 from smalti.config import resolve, schema_of
 from smalti.families import find_family
 from smalti.models.context import context_plan
 from smalti.plugins import load_plugins
-from smalti.testing import two_processes
 from smalti.testing.families import FamilySubject
 from smalti_fsdp2.context import split_context
 
 KINDS = {
     "flux": ("flux", {}),
+    "flux lora": ("flux", {}, "--model_type=lora", "--lora_rank=4", "--mixed_precision=no"),
+    "flux2": ("flux2", {}),
     "sd3": ("sd3", {}),
     "sd3.5": ("sd3", {"newer": True}),
     "pixart": ("pixart", {}),
@@ -22,12 +24,12 @@ KINDS = {
 }
 
 
-def disagreement(folder, name, strategy):
+def disagreement(folder, name, strategy, *flags):
     """How far this rank's prediction and the mean gradients are from those of one rank, relatively."""
     plugins = load_plugins()
-    given = (f"--model_family={name}", f"--pretrained_model_name_or_path={folder}", "--tokenizer_max_length=23")
+    given = (f"--model_family={name}", f"--pretrained_model_name_or_path={folder}", "--tokenizer_max_length=23", *flags)
     subject = FamilySubject(find_family(resolve(schema_of(plugins), given, environment={}), plugins))
-    alone, shared = subject.model(), subject.model()
+    alone, shared = adapted(subject.model()), adapted(subject.model())
     split_context(shared, context_plan(subject.family, shared), dist.group.WORLD, strategy)
     noisy = torch.randn(subject.latents.shape, generator=torch.Generator().manual_seed(0))
     answers = [
@@ -37,10 +39,21 @@ def disagreement(folder, name, strategy):
         answer.square().mean().backward()
     errors = [far(answers[1], answers[0])]
     for one, other in zip(alone.parameters(), shared.parameters(), strict=True):
+        if not one.requires_grad:
+            continue
         gradient = torch.zeros_like(one) if other.grad is None else other.grad
         dist.all_reduce(gradient)
         errors.append(far(gradient / dist.get_world_size(), one.grad))
     return max(errors)
+
+
+def adapted(model):
+    """With adapters that do something, if there are any: their second matrices are zero at first."""
+    with torch.no_grad():
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            if ".lora_B." in name:
+                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(number))
+    return model
 
 
 def far(found, wanted):
@@ -49,7 +62,7 @@ def far(found, wanted):
 
 @pytest.fixture(scope="module")
 def pair():
-    with two_processes() as processes:
+    with forked_processes() as processes:
         yield processes
 
 
@@ -58,6 +71,6 @@ def pair():
 def test_two_ranks_predict_and_learn_what_one_does(pair, tmp_path, kind, strategy):
     import tiny  # here, because the other processes import this file and do not find it
 
-    name, more = KINDS[kind]
+    name, more, *flags = KINDS[kind]
     folder = getattr(tiny, name)(tmp_path, **more)
-    assert max(pair.run(disagreement, folder, name, strategy)) < 1e-4
+    assert max(pair.run(disagreement, folder, name, strategy, *flags)) < 1e-4

@@ -26,7 +26,7 @@ from smalti_diffusers.components import Components
 from smalti_diffusers.flux import Flux
 from smalti_diffusers.options import DiffusersOptions
 
-FAMILIES = ("flux", "sdxl", "sana")
+FAMILIES = ("flux", "flux2", "sdxl", "sana")
 PROMPTS = ("a red fox", "colour 1")
 STEPS = 4
 

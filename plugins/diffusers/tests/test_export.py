@@ -24,12 +24,13 @@ from smalti.data.loader import MicroBatch
 from smalti.diffusion.step import denoising_loss
 from smalti.families import find_family
 from smalti.parallel import PortableState
+from smalti.pictures import picture_settings
 from smalti.plugins import load_plugins
 from smalti.testing.families import CAPTIONS, FRAME, FamilySubject
 from smalti.testing.strategies import Alone
 from smalti_diffusers.components import Components
 
-IN_PROCESS = ("auraflow", "lumina2", "qwen_image", "z_image")
+IN_PROCESS = ("auraflow", "flux2", "lumina2", "qwen_image", "z_image")
 """Families that are trained and exported here in this process; Flux is, too, but as a user does it."""
 
 
@@ -59,6 +60,12 @@ def exported(run, tmp_path_factory):
 
 def test_the_pipeline_draws_what_the_run_drew(run, exported):
     assert difference(DiffusionPipeline.from_pretrained(exported[0]), run) <= 1
+
+
+def test_a_picture_of_the_run_says_what_it_was_guided_with(run):
+    (picture,) = (run / "samples").glob("*/00-*.png")
+    told = picture_settings(picture)
+    assert (told["guidance"], told["true_cfg_scale"], told["inference_steps"]) == ("3.0", "1.0", "2")
 
 
 def test_the_pipeline_that_the_run_started_from_draws_something_else(run):

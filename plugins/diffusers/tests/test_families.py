@@ -1,20 +1,27 @@
 """Every family calls its model exactly as diffusers' own pipeline does, and keeps the contract of a family."""
 
+import json
+import shutil
 from dataclasses import dataclass
+from importlib.util import find_spec
 from inspect import signature
 
 import pytest
 import tiny
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
 from smalti import UserError
 from smalti.config import resolve, schema_of
+from smalti.diffusion.timesteps import shift_times
 from smalti.families import find_family
 from smalti.models.family import SampleRequest
 from smalti.plugins import load_plugins
 from smalti.testing.pytest import FamilyContract
+from smalti_diffusers.components import Components
 from smalti_diffusers.flux import pack, unpack
+from smalti_diffusers.flux2 import Flux2
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily
 from smalti_diffusers.sana import Sana
@@ -22,6 +29,9 @@ from smalti_diffusers.sana import Sana
 MAKERS = {
     "flux": ("flux", tiny.flux, {}),
     "flux schnell": ("flux", tiny.flux, {"guidance": False}),
+    "flux2 klein": ("flux2", tiny.flux2, {}),
+    "flux2 klein distilled": ("flux2", tiny.flux2, {"distilled": True}),
+    "flux2 dev": ("flux2", tiny.flux2, {"dev": True}),
     "sd3": ("sd3", tiny.sd3, {}),
     "sd3.5": ("sd3", tiny.sd3, {"newer": True}),
     "pixart sigma": ("pixart", tiny.pixart, {}),
@@ -42,12 +52,21 @@ GIVEN = {"flux": pack, "qwen_image": pack}
 CALLS = {
     "flux": [PROMPTS],
     "flux schnell": [PROMPTS],
+    "flux2 klein": [PROMPTS, EMPTY],
+    "flux2 klein distilled": [PROMPTS],
+    "flux2 dev": [PROMPTS],
     "lumina2": [PROMPTS, EMPTY],
     "qwen image": [PROMPTS, EMPTY],
     "z image": [PROMPTS + EMPTY],
 }
 # How a pipeline is told to draw without guidance, where that is not by a scale of 1.
-UNGUIDED = {"flux": {}, "flux schnell": {}, "qwen image": {"true_cfg_scale": 1.0}, "z image": {"guidance_scale": 0.0}}
+UNGUIDED = {
+    "flux": {},
+    "flux schnell": {},
+    "flux2 dev": {},
+    "qwen image": {"true_cfg_scale": 1.0},
+    "z image": {"guidance_scale": 0.0},
+}
 # What a run says to the pipeline where the pipeline's own default would be another one.
 TOLD = {
     "flux schnell": {"max_sequence_length": 256},
@@ -101,7 +120,7 @@ def drawn(request, family_of):
 
     pictures = draw("pt") * 2 - 1
     hook.remove()
-    latents = unpacked(draw("latent"), noise)
+    latents = kept(draw("latent"), noise, pipeline)
     told, step = [], pipeline.scheduler.step
     pipeline.scheduler.step = lambda answer, *others, **named: (told.append(answer), step(answer, *others, **named))[1]
     draw("latent", **UNGUIDED.get(request.param, {"guidance_scale": 1.0}))
@@ -139,7 +158,21 @@ class Drawn:
 
 
 def unpacked(latents, like):
-    return latents if latents.ndim == 4 else unpack(latents, *like.shape[-2:])
+    """What a pipeline packs as tokens, as latents: a token is a square of them, or one."""
+    if latents.ndim == 4:
+        return latents
+    one = latents.shape[-1] == like.shape[1]
+    return latents.transpose(1, 2).reshape(like.shape) if one else unpack(latents, *like.shape[-2:])
+
+
+def kept(drawn, like, pipeline):
+    """The latents that a pipeline gives out, as smalti has them: those of Flux.2 are the autoencoder's own."""
+    if drawn.shape[-2:] == like.shape[-2:] or drawn.ndim == 3:
+        return unpacked(drawn, like)
+    bn = pipeline.vae.bn
+    return torch.nn.functional.batch_norm(
+        torch.nn.functional.pixel_unshuffle(drawn, 2), bn.running_mean, bn.running_var, eps=bn.eps
+    )
 
 
 def latent_shape(family):
@@ -205,6 +238,44 @@ def test_the_length_of_captions_can_be_chosen(family_of, kind):
     assert tokens.shape[1] == 24 + 77 * kind.startswith("sd3")
 
 
+@pytest.mark.parametrize("kind", ["flux", "flux schnell", "sd3", "auraflow", "lumina2", "z image"])
+def test_times_are_moved_towards_noise_as_the_pipelines_scheduler_moves_them(family_of, kind):
+    family, times = family_of(kind), [1.0, 0.75, 0.25]
+    scheduler, area = family.frozen.scheduler, 48 * 64
+    scheduler.set_timesteps(sigmas=times, mu=calculate_shift(area // 4))
+    torch.testing.assert_close(shift_times(torch.tensor(times), family.flow_shift.at(area)), scheduler.sigmas[:-1])
+
+
+def test_the_shift_of_a_multistep_scheduler_is_known_and_ddpm_has_none(family_of):
+    assert family_of("sana").flow_shift.at(1) == 3.0
+    assert family_of("pixart sigma").flow_shift is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("flux", {"true_cfg_scale": 2.0}),
+        ("flux schnell", {"guidance": 2.0}),
+        ("flux2 klein", {}),
+        ("flux2 klein distilled", {"guidance": 1.0}),
+    ],
+)
+def test_a_picture_says_what_it_was_guided_with(family_of, kind, settings):
+    request = SampleRequest(prompts=["a fox"], seeds=(1,), width=64, height=64, steps=2, guidance=3.5)
+    assert family_of(kind, "--flux_true_cfg_scale=2").drawing_settings(request) == settings
+
+
+def test_the_tokenizer_of_flux2_dev_is_refused_where_it_cannot_be_made(family_of, tmp_path):
+    if find_spec("torchvision") is not None:
+        pytest.skip("torchvision is installed")
+    folder = shutil.copytree(family_of("flux2 dev").components.folder, tmp_path / "dev")
+    index = json.loads((folder / "model_index.json").read_text())
+    index["tokenizer"] = ["transformers", "PixtralProcessor"]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="which transformers makes only with torchvision"):
+        Flux2(Components(folder), DiffusersOptions())
+
+
 def test_a_pipeline_of_another_family_is_refused(family_of):
     with pytest.raises(UserError, match="is a FluxPipeline, not a SanaPipeline"):
         Sana(family_of("flux").components, DiffusersOptions())
@@ -234,6 +305,7 @@ def contract(kind, length=24):
 
 
 TestFlux = contract("flux")
+TestFlux2 = contract("flux2 klein")
 TestStableDiffusion3 = contract("sd3.5")
 TestPixArt = contract("pixart alpha")
 TestSana = contract("sana")

@@ -43,8 +43,9 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(base, train):
-    """Two steps of the same batches, by one process, by two that hold replicas, and by two that hold shards."""
-    kinds = {"one": {}, "replicas": SEVERAL, "shards": SEVERAL | {"fsdp_enable": True}}
+    """Two steps of the same batches: by one process, by two with replicas, with shards, and with the tokens of each picture."""
+    tokens = {"context_parallel_size": 2, "train_batch_size": 4}
+    kinds = {"one": {}, "replicas": SEVERAL, "shards": SEVERAL | {"fsdp_enable": True}, "tokens": SEVERAL | tokens}
     for kind, options in kinds.items():
         code, output = train(base.parent / kind, **LORA, pretrained_model_name_or_path=base, **options)
         assert code == 0, output
@@ -78,7 +79,9 @@ def test_the_family_with_an_adapter_keeps_the_contract(base):
     check_family(family(base, "--model_type=lora", "--lora_rank=2", "--lora_targets=to_q,proj_out"))
 
 
-@pytest.mark.parametrize("name", ["flux", "sd3", "pixart", "sana", "sdxl", "auraflow", "lumina2", "qwen_image", "z_image"])
+@pytest.mark.parametrize(
+    "name", ["flux", "flux2", "sd3", "pixart", "sana", "sdxl", "auraflow", "lumina2", "qwen_image", "z_image"]
+)
 def test_an_adapter_of_any_family_changes_nothing_before_it_is_trained(tmp_path, name):
     folder = getattr(tiny, name)(tmp_path)
     predictions = []
@@ -98,7 +101,7 @@ def test_a_checkpoint_holds_the_adapter_alone(runs, base):
     assert sum(tensor.numel() for tensor in names.values()) < whole / 4
 
 
-@pytest.mark.parametrize("kind", ["replicas", "shards"])
+@pytest.mark.parametrize("kind", ["replicas", "shards", "tokens"])
 @pytest.mark.parametrize("averaged", [False, True])
 def test_several_ranks_train_the_adapter_of_one(runs, kind, averaged):
     one, other = (tensors(runs / run, 2, averaged=averaged) for run in ("one", kind))

@@ -10,10 +10,14 @@ from diffusers import (
     AuraFlowTransformer2DModel,
     AutoencoderDC,
     AutoencoderKL,
+    AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
     DPMSolverMultistepScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Pipeline,
+    Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
     Lumina2Pipeline,
@@ -42,10 +46,13 @@ from transformers import (
     Gemma2Config,
     Gemma2Model,
     GemmaTokenizer,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
     Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3Model,
     T5Config,
     T5EncoderModel,
@@ -91,6 +98,16 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
     vocab = {letter: number for number, letter in enumerate([*LETTERS, "<|endoftext|>"])}
     tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[])
     tokenizer.add_tokens([word for word in words if len(word) > 1], special_tokens=True)
+    return tokenizer
+
+
+def chat_tokenizer() -> Qwen2Tokenizer:
+    """With a template for messages that are text, or a list of one text."""
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] if message['content'] is string "
+        "else message['content'][0]['text'] }}<|im_end|>\n{% endfor %}"
+    )
     return tokenizer
 
 
@@ -161,6 +178,48 @@ def flux(folder: Path, *, guidance: bool = True) -> Path:
         text_encoder_2=t5_encoder(),
         tokenizer_2=t5_tokenizer(),
         transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
+def flux2(folder: Path, *, dev: bool = False, distilled: bool = False) -> Path:
+    """Flux.2, klein (base or distilled) or dev, the latter with a tokenizer for text alone."""
+    torch.manual_seed(0)
+    tokenizer = chat_tokenizer()
+    layers = {"num_hidden_layers": 30 if dev else 27, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    text = {"vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 16} | layers
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 16}
+    transformer = Flux2Transformer2DModel(
+        in_channels=16,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=48,
+        axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=dev,
+    )
+    autoencoder = AutoencoderKLFlux2(
+        block_out_channels=(16, 16, 32),
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=8,
+    )
+    autoencoder.bn.running_mean.uniform_(-1, 1)
+    autoencoder.bn.running_var.uniform_(0.5, 4)
+    (Flux2Pipeline if dev else Flux2KleinPipeline)(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=autoencoder,
+        text_encoder=Mistral3ForConditionalGeneration(
+            Mistral3Config(text_config={"model_type": "mistral"} | text, vision_config={"model_type": "pixtral"} | vision)
+        )
+        if dev
+        else Qwen3ForCausalLM(Qwen3Config(**text)),
+        tokenizer=tokenizer,
+        transformer=transformer,
+        **({} if dev else {"is_distilled": distilled}),
     ).save_pretrained(folder)
     return folder
 
@@ -373,10 +432,7 @@ def sdxl(folder: Path, *, force_zeros: bool = True, **scheduler: object) -> Path
 def z_image(folder: Path) -> Path:
     """Z-Image."""
     torch.manual_seed(0)
-    tokenizer = qwen_tokenizer()
-    tokenizer.chat_template = (
-        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    )
+    tokenizer = chat_tokenizer()
     encoder = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=32,

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from nursery import forked_processes
 from smalti.errors import UserError
 from smalti.models.layout import put_channels_last, wants_channels_last
-from smalti.testing import TinyFamily, two_processes
+from smalti.testing import TinyFamily
 from smalti.testing.strategy_subject import open_strategy, whole_state
 
 STRATEGIES = {"ddp": (), "fsdp2": ("--fsdp_enable",)}
@@ -40,7 +41,7 @@ def compare(name: str) -> float:
 
 @pytest.fixture(scope="module")
 def pair():
-    with two_processes(group=False) as processes:
+    with forked_processes(group=False) as processes:
         yield processes
 
 

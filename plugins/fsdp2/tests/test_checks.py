@@ -5,6 +5,7 @@ import pytest
 from smalti import Config, UserError
 from smalti.config import resolve, restore, schema_of
 from smalti.plugins import Selection, load_plugins
+from smalti.preparation import Preparation
 from smalti.strategy import check_strategy, choose_distributed
 
 PLUGINS = load_plugins(Selection(only=("fsdp2",)))
@@ -50,6 +51,22 @@ def test_tokens_are_split_on_cuda_devices_only(monkeypatch):
     assert complaints(*flags) == ["context parallelism needs CUDA devices"]
     monkeypatch.setenv("SMALTI_CONTEXT_PARALLEL_ON_CPU", "1")
     assert complaints(*flags) == []
+
+
+def test_heads_that_cannot_be_dealt_out_are_refused_before_the_launch(monkeypatch, tmp_path):
+    monkeypatch.setenv("SMALTI_CONTEXT_PARALLEL_ON_CPU", "1")
+    flags = ("--context_parallel_size=2", "--context_parallel_comm_strategy=alltoall", "--toy_heads=3", "--toy_width=48")
+    run = ("--model_family=toy", "--max_train_steps=1", f"--instance_data_dir={tmp_path}", f"--output_dir={tmp_path}")
+    asked = config("--num_processes=2", "--use_cpu", *run, *flags)
+    with pytest.raises(UserError, match="the 3 attention heads of the model cannot be dealt out to 2 ranks"):
+        Preparation.of(asked, PLUGINS, write=False)
+
+
+def test_blocks_that_the_model_does_not_have_are_refused_before_the_launch(tmp_path):
+    run = ("--model_family=toy", "--max_train_steps=1", f"--instance_data_dir={tmp_path}", f"--output_dir={tmp_path}")
+    asked = config("--fsdp_enable", "--fsdp_transformer_layer_cls_to_wrap=ToyBlok", "--use_cpu", *run)
+    with pytest.raises(UserError, match="the model has no part of a class 'ToyBlok'"):
+        Preparation.of(asked, PLUGINS, write=False)
 
 
 @pytest.mark.parametrize(("size", "strategy"), [(1, "allgather"), (2, "alltoall")])

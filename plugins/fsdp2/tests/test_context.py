@@ -1,7 +1,6 @@
 """Ranks that share the tokens of a sample compute what one rank computes: predictions, gradients and pictures."""
 
 import copy
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -10,11 +9,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from nursery import forked_processes
 from smalti import Block, UserError
 from smalti.models.context import Attention, ContextPlan, Join, Split, context_plan
 from smalti.models.family import SampleRequest
 from smalti.models.toy import ToyFamily, ToyShape
-from smalti.testing import RankFailed, TinyFamily, two_processes
+from smalti.testing import RankFailed, TinyFamily
 from smalti_fsdp2.context import split_context
 from smalti_fsdp2.recomputation import recompute
 
@@ -242,9 +242,9 @@ def far(found, wanted):
     return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-3))
 
 
-def pictures(strategy, heads=4):
+def pictures(strategy):
     """Those that this rank draws, and those that it would draw alone."""
-    family = ToyFamily(replace(TOY.shape, heads=heads))
+    family = TOY
     torch.manual_seed(0)
     model = noisy(family.build_model()).eval()
     request = SampleRequest(prompts=["a fox", "two boats"], seeds=[1, 2], width=16, height=12, steps=3, guidance=2.0)
@@ -268,13 +268,13 @@ def attention_of_another_kind():
 
 @pytest.fixture(scope="module")
 def pair():
-    with two_processes() as processes:
+    with forked_processes() as processes:
         yield processes
 
 
 @pytest.fixture(scope="module")
 def four():
-    with two_processes(ranks=4) as processes:
+    with forked_processes(ranks=4) as processes:
         yield processes
 
 
@@ -315,11 +315,6 @@ def test_a_rank_for_which_no_token_is_left_changes_nothing(four, strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_pictures_are_those_of_one_rank(pair, strategy):
     assert max(pair.run(pictures, strategy)) < 1e-5
-
-
-def test_heads_that_cannot_be_dealt_out_are_refused_when_the_model_is_split(pair):
-    with pytest.raises(RankFailed, match="UserError: the 1 attention heads of the model cannot be dealt out to 2 ranks"):
-        pair.run(pictures, "alltoall", heads=1)
 
 
 def test_attention_that_cannot_be_made_to_see_all_tokens_is_refused(pair):

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+from nursery import forked_processes
 from smalti import CheckpointError, CheckpointFormat
 from smalti.checkpoint.assembly import TensorFiles
 from smalti.checkpoint.conversion import convert
@@ -34,7 +35,6 @@ from smalti.models.toy import ToyShape, ToyTransformer
 from smalti.optimizers import matrices, parameter_groups
 from smalti.plugins import load_plugins
 from smalti.ranks import GlooRanks
-from smalti.testing import two_processes
 from smalti.types import World
 from smalti_fsdp2.conversion import open_accelerate, open_dcp
 from smalti_fsdp2.metadata import read_metadata
@@ -104,7 +104,7 @@ def accelerate_saves(root, version, model, optimizer, kind):
 def made(tmp_path_factory):
     """The folder with all of them."""
     root = tmp_path_factory.mktemp("made")
-    with two_processes(seconds=180) as processes:
+    with forked_processes(seconds=180) as processes:
         processes.run(make_all, root)
     return root
 

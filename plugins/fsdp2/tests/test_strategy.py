@@ -1,20 +1,20 @@
 """FSDP2 keeps the contract of a distribution strategy, on one, two and four ranks."""
 
-from smalti.testing.pytest import ParallelContract
+from nursery import ForkedContract
 
 
-class TestOneRank(ParallelContract):
+class TestOneRank(ForkedContract):
     plugin = "fsdp2"
     flags = ("--fsdp_enable",)
     ranks = 1
 
 
-class TestTwoRanks(ParallelContract):
+class TestTwoRanks(ForkedContract):
     plugin = "fsdp2"
     flags = ("--fsdp_enable", "--fsdp_activation_checkpointing", "--fsdp_activation_checkpointing_mode=selective")
 
 
-class TestCopiesOfTwoRanks(ParallelContract):
+class TestCopiesOfTwoRanks(ForkedContract):
     """Four ranks, two copies of the model; first weights from rank 0; all of it kept gathered; blocks by size, recomputed."""
 
     plugin = "fsdp2"

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from nursery import ForkedContract, forked_processes
 from smalti import Block
 from smalti.config import resolve, schema_of
 from smalti.models.weights import without_weights
 from smalti.optimizers import matrices, parameter_groups
 from smalti.plugins import load_plugins
-from smalti.testing import two_processes
-from smalti.testing.pytest import ParallelContract
 from smalti.testing.strategies import run_check
 from smalti.testing.strategy_subject import FLAGS, open_strategy, whole_state
 from smalti_fsdp2.checks import problems
@@ -21,13 +20,13 @@ from smalti_fsdp2.version1 import FullySharded
 VERSION1 = ("--fsdp_enable", "--fsdp_version=1")
 
 
-class TestOneRank(ParallelContract):
+class TestOneRank(ForkedContract):
     plugin = "fsdp2"
     flags = VERSION1
     ranks = 1
 
 
-class TestTwoRanks(ParallelContract):
+class TestTwoRanks(ForkedContract):
     plugin = "fsdp2"
     flags = VERSION1
 
@@ -140,7 +139,7 @@ def open_odd(*flags) -> Odd:
 
 @pytest.fixture(scope="module")
 def pair():
-    with two_processes(group=False) as processes:
+    with forked_processes(group=False) as processes:
         yield processes
 
 
@@ -264,7 +263,7 @@ def test_bf16_means_the_same_in_both_versions(pair):
 
 def test_two_copies_of_the_model_are_kept_in_step_and_saved_as_one(tmp_path):
     checks = ["steps_are_those_of_one_process", "a_checkpoint_comes_back_bit_for_bit", "one_process_reads_its_checkpoints"]
-    with two_processes(ranks=4, group=False) as four:
+    with forked_processes(ranks=4, group=False) as four:
         for check in checks:
             run_check(four, check, "fsdp2", (*VERSION1, "--fsdp_shard_size=2"), tmp_path)
 

@@ -2,7 +2,7 @@
 
 PROBE_CALLS names the file for the calls. PROBE_SPOIL is "KIND:RANK:STEP": "nan" makes the model's output not finite in
 that step, "fault" raises the error of a broken accelerator, "error" a plain one, "kill" is `kill -9`, "stop" asks for a stop
-after that step.
+after that step; "terminate" is SIGTERM while the run is built, at step 0.
 """
 
 import json
@@ -44,6 +44,8 @@ class Probe:
     def build_optimizer(self, model, groups, config, registry):
         self.note("build_optimizer", registry=[entry.name for entry in registry])
         model.register_forward_hook(self.spoil)
+        if self.kind == "terminate" and self.due(0):
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def spoil(self, module, arguments, output):
         import torch

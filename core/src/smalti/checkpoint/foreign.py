@@ -15,10 +15,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import IO, cast
 
 from smalti.checkpoint.formats import Contents, Source
@@ -99,8 +99,7 @@ def main(descriptor: int, factory: str, path: Path) -> None:
     """Read tensors as they are asked for, until there is nobody to ask."""
     line = Connection(descriptor)
     try:
-        module, _, attribute = factory.partition(":")
-        source = cast(Callable[[Path], Source], getattr(import_module(module), attribute))(path)
+        source = cast(Callable[[Path], Source], resolve_name(factory))(path)
         _send(line, _CONTENTS, source.contents.encode())
         while name := _asked_for(line):
             for data in source.read(name):

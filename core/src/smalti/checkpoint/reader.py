@@ -158,7 +158,10 @@ def _compare(group: str, tensors: Mapping[str, Tensor], stored: Mapping[str, Sto
     )
     told = [f"{len(found)} {what} ({_some(found)})" for what, found in complaints if found]
     if told:
-        raise CheckpointError(f"it was made for something else; of the {group} tensors, {'; '.join(told)}")
+        raise CheckpointError(
+            f"it was made for something else; of the {group} tensors, {'; '.join(told)}",
+            fix="give the options that shape the model as the run had them, or start afresh in a new --output_dir",
+        )
 
 
 def _some(names: list[str]) -> str:

@@ -32,6 +32,9 @@ _CHOICE = re.compile(r"(?:step-)?(\d+)")
 _LOCK = ".lock"
 _LOCK_SECONDS = 5.0
 
+Check = Callable[[Path], Verification]
+"""Reads a checkpoint and says whether it is whole, as `verify` does."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
@@ -70,8 +73,8 @@ class CheckpointStore:
         """The checkpoint of the highest step that is whole, checked by digest; None when none is."""
         return next((entry.path for entry in reversed(self.all()) if self._check(entry).ok), None)
 
-    def resolve(self, choice: str) -> Path | None:
-        """The checkpoint that the user means, checked by digest.
+    def resolve(self, choice: str, *, check: Check = verify) -> Path | None:
+        """The checkpoint that the user means, checked by digest, by `check`.
 
         "none" is None. "latest" is the newest whole one, and None only where none was ever made. "500" or "step-500" is a
         step of this store; anything else the path of a checkpoint or of a run directory, whose newest whole one it is.
@@ -80,26 +83,26 @@ class CheckpointStore:
         if choice == "none":
             return None
         if choice == "latest":
-            return self._newest() if self.all() else None
+            return self._newest(check) if self.all() else None
         if match := _CHOICE.fullmatch(choice):
-            return self._of_step(int(match[1]))
+            return self._of_step(int(match[1]), check)
         path = Path(choice).expanduser()
         if (path / MANIFEST).exists() or (path.is_dir() and _NAME.fullmatch(path.name)):
-            if not (result := verify(path)).ok:
+            if not (result := check(path)).ok:
                 raise _unusable(result)
             return path
         for root in (path / "checkpoints", path):
             if (store := CheckpointStore(root, report=self._report)).all():
-                return store._newest()
+                return store._newest(check)
         raise CheckpointError(
             f"{choice} is neither a checkpoint nor a run directory with checkpoints",
             fix='name a step, the path of a checkpoint or of a run directory, "latest" or "none"',
         )
 
-    def _newest(self) -> Path:
+    def _newest(self, check: Check) -> Path:
         results = []
         for entry in reversed(self.all()):
-            results.append(self._check(entry))
+            results.append(self._check(entry, check))
             if results[-1].ok:
                 return entry.path
         raise CheckpointError(
@@ -107,12 +110,12 @@ class CheckpointStore:
             fix="put the lost files back, or begin anew with --resume_from_checkpoint none",
         )
 
-    def _of_step(self, step: int) -> Path:
+    def _of_step(self, step: int, check: Check) -> Path:
         entries = self.all()
         results = []
         for entry in reversed(entries):
             if entry.step == step:
-                results.append(self._check(entry))
+                results.append(self._check(entry, check))
                 if results[-1].ok:
                     return entry.path
         if results:
@@ -120,13 +123,11 @@ class CheckpointStore:
         there = ", ".join(map(str, sorted({entry.step for entry in entries}))) or "none"
         raise CheckpointError(f"there is no checkpoint of step {step} in {self.root}", fix=f"there are: {there}")
 
-    def _check(self, entry: Entry) -> Verification:
+    def _check(self, entry: Entry, check: Check = verify) -> Verification:
         """Read all of a checkpoint, remember the outcome, report what is wrong."""
         fingerprint = _fingerprint(entry.path)
-        if entry.problem:
-            result = Verification(path=entry.path, manifest=None, problems=(entry.problem,))
-        else:
-            result = verify(entry.path)
+        known = Verification(path=entry.path, manifest=None, problems=(entry.problem,)) if entry.problem else None
+        result = known or check(entry.path)
         self._known[entry.path] = fingerprint, result
         if not result.ok:
             self._report(f"skipped {_told(result)}")

@@ -66,7 +66,7 @@ def list_checkpoints(run_dir: Path, as_json: bool) -> None:
 @_as_json
 @click.pass_context
 def inspect_checkpoint(context: click.Context, path: Path, tensors: bool, as_json: bool) -> None:
-    """What is in the checkpoint at PATH, or in the newest one of a run directory. Contents are not checked."""
+    """Show what a checkpoint holds. PATH is one, or a run directory, whose newest it is then. Contents are not checked."""
     path = _one(path)
     try:
         manifest = read_manifest(path)
@@ -104,7 +104,7 @@ def inspect_checkpoint(context: click.Context, path: Path, tensors: bool, as_jso
 @_as_json
 @click.pass_context
 def verify_checkpoints(context: click.Context, path: Path, as_json: bool) -> None:
-    """Read the checkpoint at PATH, or all of a run directory, and compare every byte with the digests.
+    """Compare every byte with the digests. PATH is a checkpoint, or a run directory, of which all are read then.
 
     Exits with 1 when anything is damaged.
     """
@@ -133,7 +133,7 @@ def verify_checkpoints(context: click.Context, path: Path, as_json: bool) -> Non
 @click.option("--ema", is_flag=True, help="With --format=safetensors: the averaged weights.")
 @_as_json
 def convert_checkpoint(source: Path, target: Path, kind: Target, ema: bool, as_json: bool) -> None:
-    """Make a checkpoint of smalti, or plain safetensors, from the checkpoint at SOURCE.
+    """Make a checkpoint, or plain safetensors, of any checkpoint.
 
     SOURCE may be in any format that an installed plugin reads (`smalti plugins`), or a run directory, whose newest checkpoint
     it is then. It is not changed. Foreign pickles are read in a process of their own, which lets nothing in them run.
@@ -183,11 +183,11 @@ def export_checkpoint(
     pretrained: str | None,
     as_json: bool,
 ) -> None:
-    """Make what inference loads of PATH, a run directory or one of its checkpoints.
+    """Make what inference loads of a run or a checkpoint.
 
-    What that is, the model family says: a whole pipeline, or the file of an adapter. Works for checkpoints of any strategy and
-    any number of ranks, without accelerators, in the memory of one tensor. The checkpoint is read in full and compared with its
-    digests first; what is made is read back and appears by one rename.
+    PATH is a run directory or one of its checkpoints. What is made, the model family says: a whole pipeline, or the file of an
+    adapter. Works for checkpoints of any strategy and any number of ranks, without accelerators, in the memory of one tensor.
+    The checkpoint is read in full and compared with its digests first; what is made is read back and appears by one rename.
     """
     from smalti.export import export
 

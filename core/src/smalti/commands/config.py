@@ -34,7 +34,7 @@ def config() -> None:
 @config.command(context_settings=_WORDS)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def show(words: tuple[str, ...]) -> None:
-    """Print the configuration that these words give, as TOML.
+    """Print as TOML the configuration that WORDS give.
 
     WORDS are those of `smalti train`: a configuration file first, then flags. --all prints defaults too, --json every value
     with its source.
@@ -55,7 +55,7 @@ def show(words: tuple[str, ...]) -> None:
 @click.argument("key")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def explain(key: str, words: tuple[str, ...]) -> None:
-    """Say what KEY means, what it is with these words, and where that came from."""
+    """Say what KEY means, what it is, and where from. WORDS are those of `smalti train`."""
     rest = list(words)
     as_json = take_switch(rest, "--json")
     invocation = Invocation.read(rest)
@@ -99,7 +99,7 @@ def reference(words: tuple[str, ...]) -> None:
 @config.command("import-accelerate", context_settings=_WORDS)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def import_accelerate(words: tuple[str, ...]) -> None:
-    """Say in TOML what an Accelerate YAML says, with a remark for what has no counterpart.
+    """Say in TOML what an Accelerate YAML says. What has no counterpart gets a remark.
 
     WORDS are the YAML file, then flags that are to go before it. --to FILE.toml writes a file that is new; --merge sets the
     options in one that exists and leaves the rest of it alone, --force replaces it. --json prints values, sources and notices.
@@ -142,7 +142,7 @@ def _left_over(content: Mapping[str, object], resolved: Config, file: Path) -> I
 @config.command("export-accelerate", context_settings=_WORDS)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def export_accelerate(words: tuple[str, ...]) -> None:
-    """Print the Accelerate YAML that a launch on accelerators would use.
+    """Print the Accelerate YAML of a launch on accelerators.
 
     WORDS are those of `smalti train`. --to FILE.yaml writes a file that is new, --force replaces one. --json prints JSON.
     """

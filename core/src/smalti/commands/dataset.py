@@ -99,7 +99,7 @@ def check(
     allow_dataset_oversubscription: bool,
     as_json: bool,
 ) -> None:
-    """Say whether every aspect bucket fills a batch, and how many steps an epoch has. Exits with 3 if one does not."""
+    """Say whether every bucket fills a batch. Also how many steps an epoch has. Exits with 3 if one does not."""
     defaults = DataDefaults(caption_strategy=caption_strategy, resolution=resolution, resolution_type=resolution_type)
     rules = DataRules(
         seed=0,  # which does not change how many batches there are

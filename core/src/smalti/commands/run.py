@@ -34,7 +34,7 @@ def run() -> None:
 @click.option("--depth", default=4, show_default=True, help="How many folders below each ROOT to look.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def ls(roots: tuple[Path, ...], depth: int, as_json: bool) -> None:
-    """List the runs below each ROOT (the current folder if none is given) and how they fare."""
+    """List runs and how they fare. Looks below each ROOT, or below the current folder."""
     found = (directory.summary() for root in roots or (Path(),) for directory in find_runs(root, depth))
     summaries = [summary for summary in found if summary is not None]
     if as_json:

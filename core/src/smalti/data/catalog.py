@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from smalti.types import MetadataEntry, StorageEntry
@@ -42,19 +42,16 @@ class Catalog:
 
     def open_storage(self, spec: DatasetSpec) -> Storage:
         """The storage of a dataset. Raises what its factory raises, such as MissingFileError for a folder that is not there."""
-        factory = cast("Callable[[DatasetSpec], Storage]", _load(self.storages[spec.type].factory))
+        factory = cast("Callable[[DatasetSpec], Storage]", resolve_name(self.storages[spec.type].factory))
         return factory(spec)
 
     def open_source(self, spec: DatasetSpec, storage: Storage) -> MetadataSource:
         """Where names, sizes and captions of a dataset come from."""
-        factory = cast("Callable[[DatasetSpec, Storage], MetadataSource]", _load(self.metadata[spec.metadata_backend].factory))
+        factory = cast(
+            "Callable[[DatasetSpec, Storage], MetadataSource]", resolve_name(self.metadata[spec.metadata_backend].factory)
+        )
         return factory(spec, storage)
 
 
 def _by_name(entries: Iterable[E]) -> dict[str, E]:
     return {entry.name: entry for entry in entries}
-
-
-def _load(address: str) -> object:
-    module, _, name = address.partition(":")
-    return getattr(import_module(module), name)

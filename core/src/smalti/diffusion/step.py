@@ -130,6 +130,7 @@ def denoising_loss(config: Config, family: ModelFamily, device: str, untold: Con
             beta_beta=options.flow_beta_beta,
             shift=options.flow_schedule_shift,
             auto_shift=options.flow_schedule_auto_shift,
+            native=getattr(family, "flow_shift", None),
         ),
         weighting=build_weighting(objective, snr_gamma=options.snr_gamma, flow_weighting=options.flow_weighting),
         noise=SampleNoise(config[RunOptions].seed, device),

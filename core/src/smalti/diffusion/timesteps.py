@@ -119,17 +119,21 @@ class ConstantShift:
 class ResolutionShift:
     """More shift for larger pictures, since the same noise hides less of them.
 
-    exp(mu), mu linear in the number of 2x2 latent patches between two known points: the published rule of Flux.
+    exp(mu), or mu itself if not `exponential`. mu is linear in the number of tokens and known for two numbers of them; a token
+    is a square of latents with the edge `patch`. Without arguments: the published rule of Flux.
     """
 
     base_tokens: int = 256
     base_mu: float = 0.5
     max_tokens: int = 4096
     max_mu: float = 1.15
+    patch: int = 2
+    exponential: bool = True
 
     def at(self, area: int) -> float:
         slope = (self.max_mu - self.base_mu) / (self.max_tokens - self.base_tokens)
-        return math.exp(self.base_mu + slope * (area / 4 - self.base_tokens))
+        mu = self.base_mu + slope * (area / self.patch**2 - self.base_tokens)
+        return math.exp(mu) if self.exponential else mu
 
 
 # --- together -------------------------------------------------------------------------------------------------------
@@ -155,19 +159,27 @@ def build_timesteps(
     mode_scale: float = 1.29,
     beta_alpha: float = 2.0,
     beta_beta: float = 2.0,
-    shift: float = 1.0,
+    shift: float | None = None,
     auto_shift: bool = False,
+    native: Shift | None = None,
 ) -> TimestepSampler:
     """The sampler that the options describe. `auto_shift` replaces `shift` by one that grows with the picture.
 
-    Raises `UserError` for values with which a sampler would not be a distribution over times.
+    `native` is the family's own, for a `shift` that is not given. Raises `UserError` for values with which a sampler would not
+    be a distribution over times.
     """
-    if shift <= 0:
-        raise UserError(f"a timestep shift of {shift:g} is not possible", fix="use a positive number; 1 is no shift")
     return TimestepSampler(
         quantile=_quantile(distribution, sigmoid_mean, sigmoid_scale, mode_scale, beta_alpha, beta_beta),
-        shift=ResolutionShift() if auto_shift else ConstantShift(value=shift),
+        shift=ResolutionShift() if auto_shift else _shift(shift, native),
     )
+
+
+def _shift(given: float | None, native: Shift | None) -> Shift:
+    if given is None:
+        return native or ConstantShift()
+    if given <= 0:
+        raise UserError(f"a timestep shift of {given:g} is not possible", fix="use a positive number; 1 is no shift")
+    return ConstantShift(value=given)
 
 
 def _quantile(distribution: Distribution, mean: float, std: float, mode_scale: float, alpha: float, beta: float) -> Quantile:

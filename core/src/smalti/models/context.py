@@ -74,12 +74,20 @@ class SplitsContext(Protocol):
         ...
 
 
-def context_plan(family: ModelFamily, model: nn.Module) -> ContextPlan:
-    """The family's plan for its model, whose parameters may be on the meta device. Raises UserError if there is none."""
+def context_plan(family: ModelFamily, model: nn.Module, *, dealt_to: int = 1) -> ContextPlan:
+    """The family's plan for its model, whose parameters may be on the meta device.
+
+    Raises UserError if there is none, or if its heads cannot be dealt out to `dealt_to` ranks; 1 if they stay together.
+    """
     plan = cast(SplitsContext, family).context_plan(model) if hasattr(family, "context_plan") else None
     if plan is None:
         raise UserError(
             f"{family.name} cannot be trained with context parallelism: the family does not say where its tokens can be split",
             fix="--context_parallel_size=1; FSDP alone also spreads the memory",
+        )
+    if plan.heads % dealt_to:
+        raise UserError(
+            f"the {plan.heads} attention heads of the model cannot be dealt out to {dealt_to} ranks",
+            fix=f"--context_parallel_comm_strategy=allgather, or a context_parallel_size that divides {plan.heads}",
         )
     return plan

@@ -60,10 +60,11 @@ class ModelFamily(Protocol):
     is told what a picture shows of its original has `encode_frames`: see `smalti.models.frames`.
 
     A family of DDPM may also have `beta_schedule`, the noise schedule that its model was trained with, where that is not
-    "scaled_linear" (`smalti.diffusion.objective.BetaSchedule`). One whose model spends much of its time in convolutions says
-    `convolutional = True`; on CUDA devices they then compute with channels last (`smalti.models.layout`). One whose model no
-    backend can share out says why in `indivisible`, in words that end "cannot share out ...". A module of its model that turns
-    its first weights into something else once it has them is a `smalti.models.weights.Filled`.
+    "scaled_linear" (`smalti.diffusion.objective.BetaSchedule`), and one of rectified flow `flow_shift`, how far times are moved
+    towards noise unless the user says how far (`smalti.diffusion.timesteps.Shift`). One whose model spends much of its time in
+    convolutions says `convolutional = True`; on CUDA devices they then compute with channels last (`smalti.models.layout`). One
+    whose model no backend can share out says why in `indivisible`, in words that end "cannot share out ...". A module of its
+    model that turns its first weights into something else once it has them is a `smalti.models.weights.Filled`.
     """
 
     name: str
@@ -116,7 +117,11 @@ class ModelFamily(Protocol):
         ...
 
     def flops_per_sample(self, width: int, height: int) -> int:
-        """Floating-point operations of one forward pass for one picture, attention counted. Backward costs twice that."""
+        """Floating-point operations of one forward pass for one picture, attention counted. Backward costs twice that.
+
+        Asked once for each size of pictures while a run trains, so it must be cheap and allocate no weights. Raises
+        NotImplementedError where it cannot be told; the run then has no `mfu`.
+        """
         ...
 
     def to(self, device: str) -> None:
@@ -156,6 +161,15 @@ class Cacheable(Protocol):
 
         What decodes pictures may stay in host memory, and is on the accelerator only while pictures are drawn.
         """
+        ...
+
+
+@runtime_checkable
+class TellsSettings(Protocol):
+    """What a family has besides if it may draw with other settings than those that it is asked for."""
+
+    def drawing_settings(self, request: SampleRequest) -> dict[str, float]:
+        """What it draws with, by name, such as "guidance"; it is written into the pictures in place of what was asked for."""
         ...
 
 

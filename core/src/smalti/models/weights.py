@@ -14,10 +14,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from smalti.checkpoint.tensorfile import read_layout
-from smalti.errors import UserError
+from smalti.checkpoint.planning import DTYPES
+from smalti.checkpoint.tensorfile import Piece, read_layout
+from smalti.errors import CheckpointError, UserError
 from smalti.models.family import Weights
 
+_TYPES = {name: dtype for dtype, name in DTYPES.items()}
 _SAMPLE = 64
 """Bytes that are looked at in each of three places of a tensor, to tell weights apart."""
 
@@ -70,31 +72,47 @@ class SeededWeights:
 class FolderWeights:
     """`Weights` from a folder of safetensors files in the layout of diffusers and transformers, or from one such file.
 
-    Tensors are read one at a time. With an index (`*.safetensors.index.json`) its files count; without one, all files do but
-    those of a variant (`*.fp16.safetensors`). Raises UserError when there is nothing to read.
+    Tensors are read one at a time, headers once: those of large models take long to read. With an index
+    (`*.safetensors.index.json`) its files count; without one, all files do but those of a variant (`*.fp16.safetensors`).
+    Raises UserError when there is nothing to read.
     """
 
     def __init__(self, path: Path) -> None:
         self._files = _files_by_name(path)
         self._path = path
+        self._layouts: dict[Path, dict[str, tuple[Piece, int]]] = {}
 
     def names(self) -> Iterator[str]:
         return iter(self._files)
 
     def get(self, name: str) -> Tensor:
-        with safe_open(self._files[name], framework="pt") as file:  # opening maps the file and reads its header, no more
-            tensor: Tensor = file.get_tensor(name)
+        path = self._files[name]
+        piece, position = self._layout(path)[name]
+        tensor = torch.empty(piece.shape, dtype=_TYPES[piece.dtype])
+        # Not mapped: what was read would stay in memory as long as any tensor of the file does.
+        with path.open("rb") as file:
+            file.seek(position)
+            if file.readinto(tensor.view(-1).view(torch.uint8).numpy().data) != piece.size:
+                raise UserError(f"{path} has become shorter", fix="copy or download the folder again")
         return tensor
+
+    def _layout(self, path: Path) -> dict[str, tuple[Piece, int]]:
+        """Where the tensors of a file are."""
+        if path not in self._layouts:
+            try:
+                self._layouts[path] = read_layout(path)
+            except CheckpointError as error:
+                raise UserError(f"{path} {error.message}", fix="copy or download the folder again") from error
+        return self._layouts[path]
 
     def digest(self) -> str:
         """Tells these weights from others: names, types, shapes and a sample of the bytes of every tensor, wherever they lie.
 
         Cheap for any size. It does not find damage.
         """
-        layouts = {file: read_layout(file) for file in set(self._files.values())}
         seen = hashlib.sha256()
         for name, path in sorted(self._files.items()):
-            piece, position = layouts[path][name]
+            piece, position = self._layout(path)[name]
             seen.update(f"{name} {piece.dtype} {piece.shape} ".encode())
             with path.open("rb") as file:
                 for place in (0, piece.size // 2, max(piece.size - _SAMPLE, 0)):

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -152,19 +152,22 @@ class Ranks:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        words = [sys.executable, "-m", "smalti.testing.rank", str(theirs.fileno()), "group" if self._group else "no-group"]
         output = Path(self._folder.name) / f"rank-{number}.log"
         with theirs, output.open("wb") as file:
-            process = subprocess.Popen(
-                words,
-                env={"OMP_NUM_THREADS": "1", **os.environ, **environment},
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            process = self._open({"OMP_NUM_THREADS": "1", **os.environ, **environment}, theirs.fileno(), file.fileno())
         return _Rank(process=process, line=ours, output=output)
+
+    def _open(self, environment: Mapping[str, str], line: int, output: int) -> subprocess.Popen[bytes]:
+        """A new rank in a session of its own: it takes orders from the descriptor `line` and prints to `output`."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "smalti.testing.rank", str(line), "group" if self._group else "no-group"],
+            env=environment,
+            pass_fds=(line,),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def _collect(self, seconds: float) -> list[RankResult]:
         """One result from each rank, in time; once one has failed, the others have a few seconds left."""

@@ -140,11 +140,15 @@ class _Unwrapped:
 @cache
 def open_strategy(name: str, flags: tuple[str, ...], ranks: int, frozen: tuple[str, ...] = ()) -> StrategySubject:
     """The strategy as a run opens it, once in each process, with a model of which the submodules `frozen` do not train."""
+    return open_family(name, flags, ranks, TinyFamily(frozen=frozen))
+
+
+def open_family(name: str, flags: tuple[str, ...], ranks: int, family: TinyFamily) -> StrategySubject:
+    """The same with a family of a test's own, anew each time."""
     plugins = load_plugins(Selection(without=("all",)) if name in BUILT_IN else Selection(only=(name,)))
     config = resolve(schema_of(plugins), [*FLAGS, f"--num_processes={ranks}", *flags], environment={})
     plan = choose_distributed(config, plugins)
     parallel = open_parallel(plan, config)
-    family = TinyFamily(frozen=frozen)
     family.to(parallel.world.device)
     bare, blocks = build_model(config, plugins, family, parallel.world.device)
     decayed = matrices(bare)

@@ -12,11 +12,10 @@ from difflib import get_close_matches
 from smalti import ConfigError, Problem, UserError
 from smalti_deepspeed.implications import SCHEDULERS, implied
 from smalti_deepspeed.inspection import DEVICES, STAGES
-from smalti_deepspeed.optimizers import NAMES, ON_CPU, REMOVED, optimizer_settings
+from smalti_deepspeed.optimizers import ON_CPU, USABLE, optimizer_settings
 from smalti_deepspeed.parsing import Document
 
 AUTO = "auto"
-OPTIMIZERS = tuple(name for name in NAMES if name not in REMOVED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +89,7 @@ FIELDS = (
     Field(name="offload_optimizer", question="Where the optimizer's state is kept", kind=str, choices=DEVICES),
     Field(name="offload_param", question="Where parameters are kept (stage 3)", kind=str, choices=DEVICES),
     Field(name="nvme_path", question="Folder on an NVMe drive (else --offload_param_path)", kind=str),
-    Field(name="optimizer", question="Optimizer (else --optimizer)", kind=str, choices=OPTIMIZERS),
+    Field(name="optimizer", question="Optimizer (else --optimizer)", kind=str, choices=USABLE),
     Field(name="learning_rate", question="Peak learning rate (else --learning_rate)", kind=float),
     Field(name="scheduler", question="Schedule of the rate (else --lr_scheduler)", kind=str, choices=tuple(SCHEDULERS)),
     Field(name="warmup_steps", question="Steps of warm-up (else --lr_warmup_steps)", kind=int),

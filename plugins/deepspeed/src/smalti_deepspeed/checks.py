@@ -16,7 +16,7 @@ from pathlib import Path
 from smalti import Config, Problem
 from smalti.settings import LaunchOptions, OptimizerOptions
 from smalti_deepspeed.document import given, offload_folders, resolved
-from smalti_deepspeed.optimizers import ENTRIES, FROM_MUP, ON_CPU, REMOVED, deepspeed_name
+from smalti_deepspeed.optimizers import ENTRIES, ON_CPU, deepspeed_name, needs_accelerator, refusal
 from smalti_deepspeed.options import enabled
 from smalti_deepspeed.parsing import is_open, section
 
@@ -76,15 +76,15 @@ def _optimizer(config: Config) -> Iterator[Problem]:
     chosen = config[OptimizerOptions].optimizer
     name, where = deepspeed_name(chosen), config.source("optimizer")
     offload = section(resolved(config, world_size=1), "zero_optimization", "offload_optimizer")
-    if name in REMOVED:
-        fix = '"type": "AdamW", or another one of DeepSpeed\'s'
-        yield Problem(message=f"DeepSpeed has {name} no more (0.19)", where=where, fix=fix)
-    elif name in FROM_MUP and find_spec("mup") is None:
-        yield Problem(message=f"{name} needs the package mup", where=where, fix="pip install mup, or AdamW")
-    elif offload.get("device") in ("cpu", "nvme") and name not in ON_CPU:
+    offloaded = offload.get("device") in ("cpu", "nvme")
+    if name is not None and (refused := refusal(name)) is not None:
+        yield Problem(message=refused[0], where=where, fix="--optimizer=adamw")
+    elif offloaded and name not in ON_CPU:
         shown = name or f"smalti's {chosen}"
         fix = f"one of {', '.join(sorted(ON_CPU))}; or offload_optimizer with device none"
         yield Problem(message=f"{shown} cannot be offloaded: it has no form for processors", where=where, fix=fix)
+    elif config[LaunchOptions].use_cpu and (reason := needs_accelerator(name, offloaded=offloaded)):
+        yield Problem(message=reason, where=where, fix="--optimizer=adamw; or --no_use_cpu where there is one")
 
 
 def _optimizer_without(config: Config) -> Iterator[Problem]:

@@ -23,6 +23,7 @@ from smalti.settings import TrainingOptions
 from smalti_deepspeed.document import resolved, sized
 from smalti_deepspeed.importing import start_deepspeed, stop_deepspeed
 from smalti_deepspeed.offloadfolder import Claim, claim_together
+from smalti_deepspeed.optimizers import needs_accelerator
 from smalti_deepspeed.parsing import section
 
 if TYPE_CHECKING:
@@ -40,7 +41,9 @@ class Engine(Group):
         self._config = config
         self._bf16 = config[TrainingOptions].mixed_precision == "bf16"
         self._document = _completed(resolved(config, world_size=self.world.size))
-        start_deepspeed(self.world, muon=section(self._document, "optimizer").get("type") == "Muon")
+        if self.world.device == "cpu":
+            _check_without_accelerator(self._document)
+        start_deepspeed(self.world)
         self._norm: Tensor | None = None
         self._limit = 0.0
         self._claim: Claim | None = None
@@ -72,7 +75,7 @@ class Engine(Group):
         import deepspeed
 
         from smalti_deepspeed.portable import Portable
-        from smalti_deepspeed.zero import correct_bias_exactly, zero_of
+        from smalti_deepspeed.zero import correct_bias_exactly, step_with_own_groups, zero_of
 
         groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups]
         engine, _, _, _ = deepspeed.initialize(
@@ -85,12 +88,8 @@ class Engine(Group):
         if self._bf16:  # DeepSpeed leaves autocast as it calls the model
             model.forward = torch.autocast(torch.device(self.world.device).type, dtype=torch.bfloat16)(model.forward)
         self._engine: DeepSpeedEngine = engine
+        step_with_own_groups(engine)
         self._zero: Zero = zero_of(engine)
-        if self._zero.on_drive and self.world.device == "cpu":
-            fix = '"offload_optimizer": {"device": "cpu"}, which is where it lies already'
-            raise UserError(
-                "DeepSpeed 0.19 makes wrong steps where it swaps an optimizer's state on ranks without an accelerator", fix=fix
-            )
         correct_bias_exactly(engine.basic_optimizer)
         self._portable: Portable = Portable(model, engine.basic_optimizer, self._zero, self)
         if self._bf16 and self._weights is not None:
@@ -155,6 +154,14 @@ class Engine(Group):
 
 def _stage(document: Mapping[str, object]) -> int:
     return int(cast(Mapping[str, int], document["zero_optimization"])["stage"])
+
+
+def _check_without_accelerator(document: Mapping[str, object]) -> None:
+    """Raises UserError for an optimizer that has no form for processors."""
+    offloaded = section(document, "zero_optimization", "offload_optimizer").get("device") in ("cpu", "nvme")
+    name = str(section(document, "optimizer").get("type"))
+    if reason := needs_accelerator(name, offloaded=offloaded):
+        raise UserError(f"{reason}, and this rank has none", fix="--optimizer=adamw")
 
 
 def _completed(document: Mapping[str, object]) -> dict[str, object]:

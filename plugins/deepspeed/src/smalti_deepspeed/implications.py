@@ -13,7 +13,7 @@ from pathlib import Path
 
 from smalti import Problem, Translation, UserError
 from smalti_deepspeed import inspection
-from smalti_deepspeed.optimizers import normalised, smalti_name
+from smalti_deepspeed.optimizers import ON_CPU, normalised, refusal, smalti_name
 from smalti_deepspeed.parsing import Document, is_open, read, section
 
 SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -75,6 +75,13 @@ class _Reader:
         known, remark = normalised(name)
         if remark:
             self.notices.append(("optimizer.type", remark))
+        if (refused := refusal(known)) is not None:
+            self._refuse("optimizer.type", *refused)
+            return
+        device = section(self.document, "zero_optimization", "offload_optimizer").get("device")
+        if device in ("cpu", "nvme") and known not in ON_CPU:
+            fix = f"one of {', '.join(sorted(ON_CPU))}; or offload_optimizer with device none"
+            self._refuse("optimizer.type", f"{known} cannot be offloaded: it has no form for processors", fix)
         self.said["optimizer"] = ("optimizer.type", smalti_name(known))
         params = section(self.document, "optimizer", "params")
         for key, option in _OPTIMIZER.items():

@@ -14,10 +14,10 @@ import torch
 from smalti import World
 
 
-def start_deepspeed(world: World, *, muon: bool) -> None:
+def start_deepspeed(world: World) -> None:
     """Import DeepSpeed and let it find the process group that this rank has joined.
 
-    `muon` says whether that optimizer is used. The log is kept down to warnings, like that of any library.
+    The log is kept down to warnings, like that of any library.
     """
     kind = torch.device(world.device).type
     os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # also where nobody launched this process
@@ -30,10 +30,9 @@ def start_deepspeed(world: World, *, muon: bool) -> None:
     with _replaced(import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None):
         backend = "gloo" if kind == "cpu" else torch.distributed.get_default_backend_for_device(kind)
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, dist_init_required=False)
-    if not muon:
-        # Every ZeRO asks whether its optimizer is a Muon; compiling Muon's kernels for that loads a whole compiler.
-        with _replaced(import_module("deepspeed.runtime.compiler"), "compile", lambda: lambda function: function):
-            import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    # Every ZeRO asks whether its optimizer is a Muon; compiling Muon's kernels for that loads a whole compiler.
+    with _replaced(import_module("deepspeed.runtime.compiler"), "compile", lambda: lambda function: function):
+        import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
 def stop_deepspeed() -> None:

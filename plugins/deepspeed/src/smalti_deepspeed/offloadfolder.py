@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING
 from smalti import Cleared, Config, PreflightError, UserError
 from smalti.commands.table import in_bytes
 from smalti.files import free_bytes, make_directory, remove_tree
+from smalti.settings import LaunchOptions
 from smalti_deepspeed.document import offload_folders, resolved
 from smalti_deepspeed.options import DeepSpeedOptions, enabled
 from smalti_deepspeed.parsing import section
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from smalti.parallel import Ranks
 
 LOCK = ".smalti-deepspeed.lock"
@@ -137,6 +140,17 @@ def claim_together(document: Mapping[str, object], ranks: Ranks, *, parameters: 
     return claim
 
 
+def check_room(config: Config, model: nn.Module) -> None:
+    """Whether this machine has room for what its ranks will swap of this model. Raises PreflightError."""
+    launch = config[LaunchOptions]
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    document = resolved(config, world_size=launch.num_processes)
+    for folder, wanted in swap_bytes(document, parameters, trained, share=1 / launch.num_machines).items():
+        leftovers = Leftovers(folders=(folder,)).size() if folder.is_dir() else 0  # which go before the run starts
+        _check_room(folder if folder.is_dir() else folder.parent, wanted, freed=leftovers)
+
+
 def of_config(config: Config) -> Leftovers:
     """The folders that a configuration offloads to: what `smalti cache` lists and clears as deepspeed-offload."""
     path = config[DeepSpeedOptions].offload_param_path
@@ -164,9 +178,9 @@ def swap_bytes(document: Mapping[str, object], parameters: int, trained: int, *,
     return found
 
 
-def _check_room(folder: Path, wanted: int) -> None:
+def _check_room(folder: Path, wanted: int, *, freed: int = 0) -> None:
     free = free_bytes(folder)
-    if free is not None and free < wanted:
+    if free is not None and free + freed < wanted:
         raise PreflightError(
             f"the ranks of this machine will swap about {in_bytes(wanted)} into {folder}, where {in_bytes(free)} are free",
             fix="make room there, or name a folder on another drive with --offload_param_path",

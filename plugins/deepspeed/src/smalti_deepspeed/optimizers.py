@@ -9,16 +9,40 @@ NAMES = (
     *("MuAdam", "MuAdamW", "MuSGD", "Lion", "Muon"),
 )
 """Every optimizer that DeepSpeed has or had, as it spells them."""
-REMOVED = frozenset(("OneBitAdam", "OneBitLamb", "ZeroOneAdam"))
-"""Those that DeepSpeed 0.19 has no more."""
-FROM_MUP = frozenset(("MuAdam", "MuAdamW", "MuSGD"))
-"""Those that need the package `mup`."""
+REMOVED = {"OneBitAdam": "Adam", "OneBitLamb": "Lamb", "ZeroOneAdam": "Adam"}
+"""Those that DeepSpeed 0.19 has no more, and what to take instead."""
+FROM_MUP = {"MuAdam": "Adam", "MuAdamW": "AdamW", "MuSGD": "AdamW"}
+"""Those of the package `mup`, and what to take instead."""
+FAILING = {"Muon": "AdamW"}
+"""Those that DeepSpeed 0.19 has and that do not train diffusion models, and what to take instead."""
+USABLE = tuple(name for name in NAMES if name not in {**REMOVED, **FROM_MUP, **FAILING})
 ON_CPU = frozenset(("AdamW", "Adam", "Adagrad", "Lion"))
 """Those that run where the optimizer's state is offloaded."""
 FALLBACK = "AdamW"
 
 _SHARED = {"AdamW": "adamw", "Adagrad": "adagrad", "Muon": "muon"}
 _OWN = {name: _SHARED.get(name, f"deepspeed_{name.lower()}") for name in NAMES}
+
+
+def refusal(name: str) -> tuple[str, str] | None:
+    """Why one of DeepSpeed's names cannot be used, and what to write; None if it can."""
+    if name in REMOVED:
+        return f"DeepSpeed has {name} no more (0.19)", f'"type": "{REMOVED[name]}"'
+    if name in FROM_MUP:
+        return f"{name} needs a model with the base shapes of mup, which no model family has", f'"type": "{FROM_MUP[name]}"'
+    if name in FAILING:
+        reason = "it fails at the weights of convolutions, and below stage 3 its momentum is not in checkpoints"
+        return f"DeepSpeed's {name} (0.19) cannot be used: {reason}", f'"type": "{FAILING[name]}"'
+    return None
+
+
+def needs_accelerator(name: str | None, *, offloaded: bool) -> str:
+    """Why one of DeepSpeed's optimizers cannot step in host memory, "" if it can. `offloaded`: its state is kept there."""
+    if name == "Lamb":
+        return "DeepSpeed's Lamb runs on accelerators only"
+    if name == "Lion" and not offloaded:
+        return "DeepSpeed's Lion runs on accelerators only, or with its state offloaded to cpu"
+    return ""
 
 
 def optimizer_settings(name: str) -> tuple[str, ...]:
@@ -37,8 +61,8 @@ ENTRIES = tuple(
         factory="smalti_deepspeed.ownoptimizers:stand_in",
         accepts=tuple(key for key in optimizer_settings(name) if key != "lr"),
     )
-    for name in NAMES
-    if name not in _SHARED and name not in REMOVED
+    for name in USABLE
+    if name not in _SHARED
 )
 """What `--optimizer` gets from this package. They train under DeepSpeed only."""
 

@@ -64,16 +64,18 @@ class DeepSpeed:
     def configure_distributed(self, config: Config) -> DistributedPlan | None:
         if not enabled(config):
             return None
-        from smalti_deepspeed.document import resolved
+        from smalti_deepspeed.document import offload_folders, resolved
         from smalti_deepspeed.launchfile import fragment
 
+        document = resolved(config, world_size=config[LaunchOptions].num_processes)
         return DistributedPlan(
             name="deepspeed",
             title="DeepSpeed",
             parallel="smalti_deepspeed.engine:Engine",
             accelerate=fragment(config),
-            settings=resolved(config, world_size=config[LaunchOptions].num_processes),
+            settings=document,
             shards=True,
+            check_model="smalti_deepspeed.offloadfolder:check_room" if offload_folders(document) else "",
         )
 
     @hookimpl

@@ -8,7 +8,7 @@ straight from the rank that has them to the one that wants them; no rank needs a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,34 +39,56 @@ def decode(text: str) -> Cut:
     return {name: (start, stop) for name, (start, stop) in json.loads(text).items()}
 
 
-def exchange(parts: Mapping[str, Tensor], have: Sequence[Cut], want: Sequence[Cut], rank: int) -> dict[str, Tensor]:
+def exchange(
+    parts: Mapping[str, Tensor],
+    have: Sequence[Cut],
+    want: Sequence[Cut],
+    rank: int,
+    *,
+    into: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
     """From this rank's range of each tensor in the cut `have`, (n,), its range in the cut `want`, (m,), copied. *Collective*.
 
     `have` and `want` tell of all ranks. In `have`, no element has two holders; in `want` an element may go to several ranks.
+    `into` are tensors to fill, of the types and on the devices of `parts`; new ones are made if there are none.
     """
-    found: dict[str, Tensor] = {}
+    found = dict(into) if into is not None else {n: part.new_empty(_length(want[rank][n])) for n, part in parts.items()}
     for names in _batches(parts, have):
-        found |= _exchange({name: parts[name] for name in names}, have, want, rank)
+        _exchange({name: parts[name] for name in names}, found, have, want, rank)
     return found
 
 
-def _exchange(parts: Mapping[str, Tensor], have: Sequence[Cut], want: Sequence[Cut], rank: int) -> dict[str, Tensor]:
+def _exchange(
+    parts: Mapping[str, Tensor], found: Mapping[str, Tensor], have: Sequence[Cut], want: Sequence[Cut], rank: int
+) -> None:
+    """Fill those of `found` that have the names of `parts`."""
     like = next(iter(parts.values()))
-    found = {name: part.new_empty(_length(want[rank][name])) for name, part in parts.items()}
-    sent = [[_slice(part, have[rank][name], other[name]) for name, part in parts.items()] for other in want]
-    received = [[_slice(found[name], want[rank][name], other[name]) for name in parts] for other in have]
-    if len(have) == 1:
-        flat = torch.cat(sent[0])
-    else:
-        sizes = [sum(piece.numel() for piece in pieces) for pieces in received]
-        flat = like.new_empty(sum(sizes))
-        outgoing = torch.cat([piece for pieces in sent for piece in pieces])
-        dist.all_to_all_single(flat, outgoing, sizes, [sum(piece.numel() for piece in pieces) for pieces in sent])
+    for name, part in parts.items():  # what stays here
+        _slice(found[name], want[rank][name], have[rank][name]).copy_(_slice(part, have[rank][name], want[rank][name]))
+    if not _travels(parts, have, want):
+        return
+    sent = [
+        [_slice(part, have[rank][name], cut[name]) for name, part in parts.items()] if other != rank else []
+        for other, cut in enumerate(want)
+    ]
+    received = [
+        [_slice(found[name], want[rank][name], cut[name]) for name in parts] if other != rank else []
+        for other, cut in enumerate(have)
+    ]
+    sizes = [sum(piece.numel() for piece in pieces) for pieces in received]
+    flat = like.new_empty(sum(sizes))
+    outgoing = torch.cat([like[:0], *(piece for pieces in sent for piece in pieces)])
+    dist.all_to_all_single(flat, outgoing, sizes, [sum(piece.numel() for piece in pieces) for pieces in sent])
     position = 0
     for place in (place for pieces in received for place in pieces):
         place.copy_(flat[position : position + place.numel()])
         position += place.numel()
-    return found
+
+
+def _travels(names: Iterable[str], have: Sequence[Cut], want: Sequence[Cut]) -> bool:
+    """Whether any rank has what another one wants: often not, since many sizes divide by the ranks. All ranks say the same."""
+    pairs = [(mine, theirs) for one, mine in enumerate(have) for other, theirs in enumerate(want) if one != other]
+    return any(_overlap(mine[name], theirs[name]) for name in names for mine, theirs in pairs)
 
 
 def _batches(parts: Mapping[str, Tensor], have: Sequence[Cut]) -> Iterator[list[str]]:
@@ -89,6 +111,10 @@ def _slice(part: Tensor, own: Range, other: Range) -> Tensor:
     """The elements of this rank's part that another range has too."""
     start, stop = max(own[0], other[0]), min(own[1], other[1])
     return part[start - own[0] : stop - own[0]] if start < stop else part[:0]
+
+
+def _overlap(one: Range, other: Range) -> bool:
+    return max(one[0], other[0]) < min(one[1], other[1])
 
 
 def _length(span: Range) -> int:

@@ -46,8 +46,7 @@ class RowCut:
             tensor = portable[name]
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             parts[name] = local.detach().reshape(-1)[: stop - start].to(into.device, into.dtype)
-        for name, part in exchange(parts, self._givers, self._held, self._rank).items():
-            ranges[name].copy_(part)
+        exchange(parts, self._givers, self._held, self._rank, into=ranges)
 
     def _as_rows(self, part: Tensor, shape: torch.Size) -> Tensor:
         if not shape:

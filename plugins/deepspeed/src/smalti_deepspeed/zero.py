@@ -23,6 +23,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from smalti import UserError
+from smalti_deepspeed.swapping import swap_whole_pages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +159,8 @@ class Stage3:
     def __init__(self, engine: DeepSpeedEngine, zero: DeepSpeedZeroOptimizer_Stage3) -> None:
         self._engine = engine
         self._zero = zero
+        if zero.swap_optimizer:
+            swap_whole_pages(zero.optimizer_swapper)
 
     def flats(self) -> list[Tensor]:
         return list(self._zero.fp32_partitioned_groups_flat)
@@ -217,6 +220,22 @@ class Stage3:
                 zero._reassign_or_swap_out_partitioned_parameters(number)
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+def step_with_own_groups(engine: DeepSpeedEngine) -> None:
+    """Have ZeRO step with the optimizer whose groups the loop sees, and whose rate it moves.
+
+    For torch's Adagrad, DeepSpeed makes another one over its flat tensors: in one group, so that it loses sight of all others;
+    and with a rate that stays as it was.
+    """
+    zero, own = cast(Any, engine.optimizer), engine.basic_optimizer
+    if zero.optimizer is own:
+        return
+    own.state.clear()  # that of the parameters before they were cut
+    own.state.update(zero.optimizer.state)
+    zero.optimizer = own
+    if isinstance(zero, DeepSpeedZeroOptimizer):
+        zero._link_all_hp_params()
 
 
 def correct_bias_exactly(optimizer: torch.optim.Optimizer) -> None:

@@ -73,6 +73,10 @@ class Components:
     def has(self, part: str) -> bool:
         return part in self._classes
 
+    def kind(self, part: str) -> str | None:
+        """The name of a part's class; None if there is no such part."""
+        return self._classes[part][1] if part in self._classes else None
+
     def config(self, part: str) -> dict[str, object]:
         """The configuration of a part, as its file has it."""
         name = "scheduler_config.json" if part == "scheduler" else "config.json"

@@ -105,6 +105,11 @@ class Flux(PipelineFamily):
             "negative_pooled_prompt_embeds": untold["pooled"],
         }
 
+    def drawing_settings(self, request: SampleRequest) -> dict[str, float]:
+        """A model that was not distilled is not told `--validation_guidance`."""
+        scale = self.options.flux_true_cfg_scale
+        return {"true_cfg_scale": scale} if self._distilled else {"guidance": scale}
+
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         return {"true_cfg_scale": self.options.flux_true_cfg_scale, "max_sequence_length": self.text_length}
 

@@ -31,8 +31,8 @@ class Lumina2(PipelineFamily):
         super().__init__(components, options, config)
         self.patch = cast(int, components.config(self.part)["patch_size"])
 
-    def build_model(self) -> nn.Module:
-        model = super().build_model()
+    def build_base(self) -> nn.Module:
+        model = super().build_base()
         for block in cast(nn.ModuleList, model.context_refiner):
             block.register_forward_pre_hook(_mask_beside_states)
         return model

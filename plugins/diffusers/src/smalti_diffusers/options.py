@@ -28,7 +28,7 @@ class DiffusersOptions(Options):
         None, help="Tokens of a caption, where the family lets one choose; it knows a good value.", level="advanced", ge=1
     )
     flux_guidance_value: float = option(
-        1.0, help="Guidance that a distilled Flux is told while it trains.", level="advanced", when="model_family == flux", ge=0
+        1.0, help="Guidance that a distilled Flux (1 or 2, dev) is told while it trains.", level="advanced", ge=0
     )
     flux_true_cfg_scale: float = option(
         1.0,

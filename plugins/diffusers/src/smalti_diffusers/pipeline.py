@@ -21,11 +21,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from smalti import Config, UserError
 from smalti.diffusion.objective import BetaSchedule
 from smalti.diffusion.step import objective_of
+from smalti.diffusion.timesteps import Shift
 from smalti.models.family import Conditioning, Encoding, Prediction, SampleRequest, Weights
 from smalti.models.weights import FolderWeights, SeededWeights, without_weights
 from smalti.settings import LaunchOptions, ModelOptions, TrainingOptions
 from smalti_diffusers.adapter import AdaptedWeights, Lora, adapter_shapes, attach, export_adapter
 from smalti_diffusers.components import INDEX, Components, locate
+from smalti_diffusers.flowshift import scheduler_shift
 from smalti_diffusers.options import DiffusersOptions, LoraOptions, Precision
 from smalti_diffusers.quantisation import check_device, quantise
 
@@ -96,6 +98,13 @@ class PipelineFamily:
         """The model's answer in the shape of `noisy`."""
         return prediction
 
+    @property
+    def flow_shift(self) -> Shift | None:
+        """How far the pipeline's scheduler moves times towards noise; None for families of DDPM."""
+        if self.prediction != "flow_matching":
+            return None
+        return scheduler_shift(self.components.config("scheduler"), self.patch)
+
     # --- the trained model ------------------------------------------------------------------------------------------
 
     def build_model(self) -> nn.Module:
@@ -139,15 +148,21 @@ class PipelineFamily:
         return self.targets
 
     def flops_per_sample(self, width: int, height: int) -> int:
-        """Counted on the meta device, where nothing is computed: matrix products, convolutions and attention."""
+        """Counted on the meta device, where nothing is computed: matrix products, convolutions and attention.
+
+        An adapter, which adds next to nothing, is left out, and types do not matter: all is fp32 there.
+        """
         scale = self.vae_scale
-        with torch.device("meta"):
-            model = self.build_model()
+        with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
             noisy = torch.empty(1, self.latent_channels, height // scale, width // scale)
-            conditioning = {name: value.to("meta") for name, value in self.example_conditioning(width, height).items()}
-            with FlopCounterMode(display=False) as counter, torch.no_grad():
-                self.forward(model, noisy, torch.full((1,), 500.0), conditioning)
+            self.forward(self._outline, noisy, torch.full((1,), 500.0), self.example_conditioning(width, height))
         return int(counter.get_total_flops())
+
+    @cached_property
+    def _outline(self) -> nn.Module:
+        """The model without an adapter and without weights."""
+        with torch.device("meta"):
+            return self.build_base()
 
     def example_conditioning(self, width: int, height: int) -> Conditioning:
         """Conditioning of one sample, of the right shapes; its values do not matter."""

@@ -8,6 +8,7 @@ from smalti_diffusers.options import GROUPS
 FAMILIES = (
     FamilyEntry(name="auraflow", title="AuraFlow", factory="smalti_diffusers.auraflow:family"),
     FamilyEntry(name="flux", title="Flux.1", factory="smalti_diffusers.flux:family"),
+    FamilyEntry(name="flux2", title="Flux.2", factory="smalti_diffusers.flux2:family"),
     FamilyEntry(name="lumina2", title="Lumina Image 2.0", factory="smalti_diffusers.lumina2:family"),
     FamilyEntry(name="pixart", title="PixArt Sigma and Alpha", factory="smalti_diffusers.pixart:family"),
     FamilyEntry(name="qwen_image", title="Qwen-Image", factory="smalti_diffusers.qwen_image:family"),

@@ -33,8 +33,8 @@ class Sana(PipelineFamily):
     blocks = ("SanaTransformerBlock",)
     targets = ("to_q", "to_k", "to_v", "to_out.0")
 
-    def build_model(self) -> nn.Module:
-        model = super().build_model()
+    def build_base(self) -> nn.Module:
+        model = super().build_base()
         model.register_forward_hook(_in_own_memory)
         return model
 

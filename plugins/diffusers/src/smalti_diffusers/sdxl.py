@@ -54,8 +54,8 @@ class Sdxl(PipelineFamily):
             check_noise_schedule(config, components.config("scheduler"), str(components.folder))
             self.zero_snr = config[ObjectiveOptions].rescale_betas_zero_snr
 
-    def build_model(self) -> nn.Module:
-        model = super().build_model()
+    def build_base(self) -> nn.Module:
+        model = super().build_base()
         # Blocks are taken in the order in which the model holds them; its own has the middle after the way up.
         up = model.up_blocks
         del model.up_blocks

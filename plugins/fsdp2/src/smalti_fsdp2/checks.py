@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from smalti import Config, Problem
 from smalti.settings import LaunchOptions, ModelOptions, TrainingOptions
@@ -15,6 +16,9 @@ from smalti_fsdp2.options import (
     enabled,
     named_classes,
 )
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def problems(config: Config) -> list[Problem]:
@@ -64,10 +68,7 @@ def _recomputation(config: Config) -> list[Problem]:
 
 
 def _classes(config: Config) -> list[Problem]:
-    """Names of blocks that the model does not have, if it was looked at before: to build it here would take torch.
-
-    A model that nobody has looked at yet is checked on the ranks.
-    """
+    """Names of blocks that the model does not have, if it was looked at before: to build it here would take torch."""
     names = named_classes(config)
     if not names:
         return []
@@ -77,6 +78,22 @@ def _classes(config: Config) -> list[Problem]:
     known = detected(config)
     found = unknown_classes(names, known.structure.modules) if known is not None else []
     return [replace(problem, where=config.source(FLAG)) for problem in found]
+
+
+def has_unseen_classes(config: Config) -> bool:
+    """Whether blocks were named of a model that nobody has looked at yet: then `check_classes` is the one to ask."""
+    if not named_classes(config):
+        return False
+    from smalti_fsdp2.detection import detected
+
+    return detected(config) is None
+
+
+def check_classes(config: Config, model: nn.Module) -> None:
+    """Raises UserError if the user named blocks that the model does not have."""
+    from smalti.models.blocks import blocks_named
+
+    blocks_named(model, named_classes(config))
 
 
 def _beyond_version1(config: Config) -> list[Problem]:

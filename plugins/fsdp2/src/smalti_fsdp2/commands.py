@@ -27,7 +27,7 @@ from smalti_fsdp2.options import FsdpOptions
 @click.option("--apply", "file", type=click.Path(path_type=Path), help="Write the classes into this configuration file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def detect_blocks(words: tuple[str, ...], refresh: bool, file: Path | None, as_json: bool) -> None:
-    r"""Find the repeated blocks of a model, count them, and suggest what FSDP should wrap.
+    """Find the repeated blocks of a model, count them, and suggest what FSDP should wrap.
 
     The model is built from its configuration alone: no weights, no memory. Give --model_family and whatever else shapes the
     model, as to `smalti train`; a configuration file works too. The answer is kept for the next time.
@@ -37,7 +37,7 @@ def detect_blocks(words: tuple[str, ...], refresh: bool, file: Path | None, as_j
       smalti detect-blocks config.toml --apply config.toml
 
     --apply writes the suggested classes, or those that --fsdp_transformer_layer_cls_to_wrap on the command line names.
-    """
+    """  # noqa: D301 - the sign that makes click keep the lines must be itself
     invocation = Invocation.read(words)
     config = invocation.config()
     for notice in config.notices:

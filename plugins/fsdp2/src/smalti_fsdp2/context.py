@@ -49,12 +49,6 @@ def split_context(model: nn.Module, plan: ContextPlan, group: dist.ProcessGroup,
     The `forward` of the modules that the plan names is replaced, below all hooks: call this before recomputation, compilation
     and sharding, which then contain it. From then on, all ranks of `group` must run the same passes on the same samples.
     """
-    count = dist.get_world_size(group)
-    if strategy == "alltoall" and plan.heads % count:
-        raise UserError(
-            f"the {plan.heads} attention heads of the model cannot be dealt out to {count} ranks",
-            fix=f"--context_parallel_comm_strategy=allgather, or a context_parallel_size that divides {plan.heads}",
-        )
     streams = Streams(group)
     for attention in plan.attention:
         for path, module in _matching(model, attention.module):

@@ -15,7 +15,7 @@ from smalti import (
     Problem,
     hookimpl,
 )
-from smalti_fsdp2.checks import problems
+from smalti_fsdp2.checks import has_unseen_classes, problems
 from smalti_fsdp2.launchfile import fragment
 from smalti_fsdp2.options import ContextOptions, FsdpOptions, enabled, named_classes
 from smalti_fsdp2.translation import translate
@@ -83,7 +83,9 @@ class Fsdp:
             title="FSDP" if version == 2 else "FSDP 1",
             parallel="smalti_fsdp2.sharded:Sharded" if version == 2 else "smalti_fsdp2.version1:FullySharded",
             context=config[ContextOptions].context_parallel_size,
+            deals_heads=config[ContextOptions].context_parallel_comm_strategy == "alltoall",
             shards=True,
+            check_model="smalti_fsdp2.checks:check_classes" if has_unseen_classes(config) else "",
         )
 
     @hookimpl

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -38,6 +39,7 @@ class Sharded(Group):
         self._options = config[FsdpOptions]
         self._bf16 = config[TrainingOptions].mixed_precision == "bf16"
         self._mesh = shard_mesh(self.world, self._options.fsdp_shard_size)
+        self._shards = self._mesh.get_group("shard")
         self._synchronised = True
 
     def share_tokens(self, model: nn.Module, family: ModelFamily) -> None:
@@ -91,9 +93,18 @@ class Sharded(Group):
     def backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
+    @torch.no_grad()
     def clip_gradients(self, limit: float) -> Tensor:
-        norm = nn.utils.clip_grad_norm_(self._parameters, limit if limit > 0 else float("inf"))
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        """On this rank's part of every gradient, with one word between ranks; torch's own would treat each as a DTensor."""
+        gradients = [_local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        if self._shards.size() > 1:
+            squares = norm.square()
+            dist.all_reduce(squares, group=self._shards)
+            norm = squares.sqrt()
+        if limit > 0:
+            torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
+        return norm
 
     def step(self) -> None:
         self._optimizer.step()
@@ -115,3 +126,7 @@ class Sharded(Group):
     def load_portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: PortableState) -> None:
         self.refresh(model)
         restore(model, optimizer, state)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,79 @@
+"""What is swapped to a drive lies on whole pages, and comes back as it went."""
+
+import json
+from ctypes.util import find_library
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smalti.testing import TinyFamily, two_processes
+from smalti_deepspeed.swapping import cut_at_pages, swap_whole_pages
+
+
+@given(offset=st.integers(0, 10_000), length=st.integers(1, 10_000), page=st.sampled_from((1, 64, 1024)))
+def test_pieces_fill_the_range_and_all_but_its_ends_are_whole_pages(offset, length, page):
+    pieces = list(cut_at_pages(offset, length, page))
+    assert [start for start, _ in pieces] == [sum(size for _, size in pieces[:number]) for number in range(len(pieces))]
+    assert sum(size for _, size in pieces) == length
+    others = [(start, size) for start, size in pieces if (offset + start) % page or size % page]
+    assert all(size < page for _, size in others)
+    assert len(others) <= 2
+
+
+class Swapper:
+    """As much of DeepSpeed's as is used."""
+
+    numel_alignment = 256
+
+    def is_swappable_tensor(self, tensor):
+        return tensor.numel() >= 2048
+
+
+def test_a_gradient_that_begins_within_a_page_is_cut_and_a_small_one_is_not():
+    swapper, gradients = Swapper(), [torch.arange(5000.0), torch.arange(7.0)]
+    swap_whole_pages(swapper)
+    pieces, places = swapper._adjust_for_misaligned_lengths(tensors=gradients, offsets=[1000, 6000])
+    assert places == [1000, 1024, 5120, 6000]
+    assert torch.equal(torch.cat(pieces), torch.cat(gradients))
+
+
+# --- a folder -------------------------------------------------------------------------------------------------------
+
+WIDTH = 270
+"""Of a model whose largest parameter is swapped by each of two ranks; DeepSpeed leaves what is below 1 MiB in memory."""
+
+
+def train_with_a_folder(offloaded: tuple[str, ...], folder: Path) -> tuple[set[str], bool]:
+    """Which kinds of files came, and whether steps from the same state are the same to the last bit.
+
+    The state after three steps is compared with that of one process, which makes them too.
+    """
+    from smalti.testing.strategy_subject import open_family
+
+    offload = {f"offload_{each}": {"device": "nvme", "nvme_path": str(folder)} for each in offloaded}
+    document = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **offload}}
+    subject = open_family("deepspeed", (f"--deepspeed_config={json.dumps(document)}",), 2, TinyFamily(width=WIDTH))
+    reference = subject.reference()
+    for number in range(3):
+        subject.step(number)
+        reference.step(number, 2, 0.0)
+    subject.follows(reference, "after three steps")
+    state, ends = subject.state(), []
+    for _ in range(2):
+        subject.parallel.load_portable_state(subject.model, subject.optimizer, state)
+        subject.step(3)
+        ends.append(subject.whole())
+    kinds = {path.relative_to(folder / "zero_stage_3").parts[0] for path in folder.rglob("*.swp")}
+    return kinds, all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+
+
+@pytest.mark.skipif(find_library("aio") is None, reason="DeepSpeed swaps to a drive with libaio, which is not here")
+@pytest.mark.parametrize("offloaded", [("param",), ("param", "optimizer")])
+def test_what_lies_in_a_folder_is_trained_as_by_one_process(tmp_path, offloaded):
+    with two_processes(group=False, seconds=900) as ranks:  # DeepSpeed compiles its input and output when it first needs it
+        kinds, same = ranks.run(train_with_a_folder, offloaded, tmp_path)[0]
+    assert same
+    assert len(kinds) == len(offloaded)

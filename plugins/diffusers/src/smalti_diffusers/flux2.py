@@ -1,0 +1,177 @@
+"""Flux.2 (Black Forest Labs 2025): rectified flow on patches of latents, tokens of a language model beside them.
+
+The klein models read captions with Qwen3; base ones are guided away from the empty prompt, distilled ones are not guided. Dev
+reads them with Mistral and is told how strong guidance is to be.
+
+Shapes: B batch, latents (B, 4 C, h, w) of 2x2 squares of the autoencoder's own (B, C, 2 h, 2 w), N = h w tokens of 4 C numbers,
+L text tokens, D their width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pixel_shuffle, pixel_unshuffle
+
+from smalti import Config, UserError
+from smalti.models.context import Attention, ContextPlan, Join, Split
+from smalti.models.family import Conditioning, SampleRequest
+from smalti_diffusers.components import Components
+from smalti_diffusers.options import DiffusersOptions
+from smalti_diffusers.pipeline import PipelineFamily, create
+
+FLAVOURS = {
+    "klein-base-4b": "black-forest-labs/FLUX.2-klein-base-4B",
+    "klein-base-9b": "black-forest-labs/FLUX.2-klein-base-9B",
+    "klein-4b": "black-forest-labs/FLUX.2-klein-4B",
+    "klein-9b": "black-forest-labs/FLUX.2-klein-9B",
+    "dev": "black-forest-labs/FLUX.2-dev",
+}
+DEV = "Flux2Pipeline"
+
+_BLOCKS = ("transformer_blocks", "single_transformer_blocks")
+
+
+class Flux2(PipelineFamily):
+    name = "flux2"
+    blocks = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
+    targets = (
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out.0",
+        "add_q_proj",
+        "add_k_proj",
+        "add_v_proj",
+        "to_add_out",
+        "to_qkv_mlp_proj",
+    )
+
+    def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
+        self.pipeline = DEV if components.pipeline == DEV else "Flux2KleinPipeline"
+        super().__init__(components, options, config)
+        if components.kind("tokenizer") == "PixtralProcessor" and find_spec("torchvision") is None:
+            raise UserError(
+                f"the tokenizer of {components.folder} is one for pictures too, which transformers makes only with torchvision",
+                fix="pip install torchvision, or take a klein model",
+            )
+
+    def lora_targets(self) -> tuple[str, ...]:
+        """With the outputs of single blocks, which other blocks call a list of layers."""
+        count = cast(int, self.components.config(self.part)["num_single_layers"])
+        return (*self.targets, *(f"{_BLOCKS[1]}.{number}.attn.to_out" for number in range(count)))
+
+    # --- latents ----------------------------------------------------------------------------------------------------
+
+    @property
+    def vae_scale(self) -> int:
+        """Of a square, which is one latent pixel here and one token."""
+        return 2 * super().vae_scale
+
+    @property
+    def latent_channels(self) -> int:
+        return 4 * super().latent_channels
+
+    def encode_images(self, pixels: Tensor) -> Tensor:
+        """Brought to the mean 0 and the width 1 that published latents have, by the statistics that the autoencoder keeps."""
+        vae = self.vae
+        latents: Tensor = vae.encode(pixels.to(next(vae.parameters()).dtype)).latent_dist.mode()  # type: ignore[operator]
+        mean, width = self._statistics()
+        return (pixel_unshuffle(latents.float(), 2) - mean) / width
+
+    def decode_latents(self, latents: Tensor) -> Tensor:
+        vae = self.vae
+        mean, width = self._statistics()
+        own = pixel_shuffle(latents * width + mean, 2).to(next(vae.parameters()).dtype)
+        pixels: Tensor = vae.decode(own, return_dict=False)[0]  # type: ignore[operator]
+        return pixels.float().clamp(-1, 1)
+
+    def _statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each channel, both (4 C, 1, 1)."""
+        norm = cast(nn.BatchNorm2d, self.vae.bn)
+        mean, variance = cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var)
+        return mean.float().view(-1, 1, 1), torch.sqrt(variance.float() + norm.eps).view(-1, 1, 1)
+
+    # --- texts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def text_length(self) -> int:
+        """With the tokens of the chat around a prompt."""
+        return self.options.tokenizer_max_length or 512
+
+    def encode_captions(self, captions: Sequence[str]) -> Conditioning:
+        """What is padding is encoded too, and the model attends to it: there is no mask."""
+        with torch.no_grad():
+            tokens, _ = self.encoder.encode_prompt(  # type: ignore[attr-defined]
+                list(captions), device=self._device, max_sequence_length=self.text_length
+            )
+        return {"tokens": tokens}
+
+    def example_conditioning(self, width: int, height: int) -> Conditioning:
+        width_of_text = cast(int, self.components.config(self.part)["joint_attention_dim"])
+        return {"tokens": torch.empty(1, self.text_length, width_of_text)}
+
+    def text_settings(self) -> dict[str, object]:
+        return {"length": self.text_length}
+
+    # --- the model --------------------------------------------------------------------------------------------------
+
+    def inputs(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> dict[str, object]:
+        tokens = conditioning["tokens"]
+        batch, length = tokens.shape[:2]
+        height, width = noisy.shape[-2:]
+        told = torch.full((batch,), self.options.flux_guidance_value, device=noisy.device)
+        return {
+            "hidden_states": noisy.flatten(2).transpose(1, 2),
+            "timestep": timesteps / 1000,
+            "guidance": told if self.pipeline == DEV else None,
+            "encoder_hidden_states": tokens,
+            "txt_ids": _positions(batch, (1, 1, 1, length), noisy.device),
+            "img_ids": _positions(batch, (1, height, width, 1), noisy.device),
+        }
+
+    def outputs(self, prediction: Tensor, noisy: Tensor) -> Tensor:
+        return prediction.transpose(1, 2).reshape(noisy.shape)
+
+    def context_plan(self, model: nn.Module) -> ContextPlan:
+        both = ("text", "image")
+        return ContextPlan(
+            heads=cast(int, self.components.config(self.part)["num_attention_heads"]),
+            splits=(
+                Split(module="", tensor="hidden_states", stream="image", dim=1),
+                Split(module="", tensor="encoder_hidden_states", stream="text", dim=1),
+                Split(module="", tensor="img_ids", stream="image", dim=1),
+                Split(module="", tensor="txt_ids", stream="text", dim=1),
+            ),
+            attention=tuple(Attention(module=f"{blocks}.*.attn", streams=both) for blocks in _BLOCKS),
+            joins=(Join(module="proj_out", stream="image", dim=1),),
+        )
+
+    # --- pictures ---------------------------------------------------------------------------------------------------
+
+    def prompts(self, told: Conditioning, untold: Conditioning) -> dict[str, object]:
+        """Dev is not guided away from anything."""
+        if self.pipeline == DEV:
+            return {"prompt_embeds": told["tokens"]}
+        return {"prompt_embeds": told["tokens"], "negative_prompt_embeds": untold["tokens"]}
+
+    def drawing_settings(self, request: SampleRequest) -> dict[str, float]:
+        """A distilled klein is not guided, whatever `--validation_guidance` says."""
+        return {"guidance": 1.0} if self.components.settings.get("is_distilled") else {}
+
+    def sampling(self, request: SampleRequest) -> dict[str, object]:
+        return {"max_sequence_length": self.text_length}
+
+
+def _positions(batch: int, counts: Sequence[int], device: torch.device) -> Tensor:
+    """(B, product of counts, 4): place in time, row, column and place in the text of every token."""
+    axes = torch.meshgrid(*(torch.arange(count, device=device) for count in counts), indexing="ij")
+    return torch.stack(axes, dim=-1).view(1, -1, 4).expand(batch, -1, -1)
+
+
+def family(config: Config) -> Flux2:
+    return cast(Flux2, create(Flux2, config, FLAVOURS))

@@ -1,0 +1,181 @@
+"""Ranks that start at once: one process makes the imports that take seconds, and ranks are forked from it when tests want them.
+
+    with forked_processes(group=False) as pair:
+        pair.run(function)                       as with `smalti.testing.two_processes`, which starts each rank anew
+
+To a rank only two things are different: the modules of HEAVY have been imported already, and those that the test names; and its
+environment is in force from then on, not from the start of the process. Tests to which that matters start their ranks anew.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import import_module, invalidate_caches
+from pathlib import Path
+
+import psutil
+
+from smalti.testing.pytest import ParallelContract
+from smalti.testing.ranks import Ranks
+from smalti.types import World
+
+HEAVY = (
+    "smalti.replicas",
+    "smalti.testing.rank",
+    "smalti.testing.strategies",
+    "smalti.worker",
+    "torch._dynamo",  # which optimizers import when they are first used
+    "torch.distributed.fsdp",
+)
+_LONGEST_ORDER = 2**20
+
+
+class Forked(Ranks):
+    """Processes that run functions together, as `Ranks`. In the end they are killed, which takes less time than leaving."""
+
+    def __init__(self, size: int, *, group: bool, seconds: float, imports: Sequence[str]) -> None:
+        super().__init__(size, group=group, seconds=seconds)
+        self._imports = imports
+
+    def _open(self, environment: Mapping[str, str], line: int, output: int) -> Child:
+        life = {"environment": dict(environment), "folder": str(Path.cwd()), "group": self._group}
+        return Child(mother().bear(line, output, imports=self._imports, life=life))
+
+    def close(self) -> None:
+        self._kill()
+        self._folder.cleanup()
+
+
+def forked_processes(*, ranks: int = 2, group: bool = True, seconds: float = 60.0, imports: Sequence[str] = ()) -> Forked:
+    """Ranks to use in a `with` statement; see `two_processes`. `imports`: more modules that are imported once for all."""
+    return Forked(ranks, group=group, seconds=seconds, imports=imports)
+
+
+class Alone:
+    """`smalti.parallel.Ranks` of one process."""
+
+    world = World()
+
+    def share(self, value: str) -> list[str]:
+        return [value]
+
+
+class Pair:
+    """`smalti.parallel.Ranks` of one of two processes in a group."""
+
+    def __init__(self, rank: int) -> None:
+        self.world = World(rank=rank, size=2)
+
+    def share(self, value: str) -> list[str]:
+        import torch.distributed as dist
+
+        answers = ["", ""]
+        dist.all_gather_object(answers, value)
+        return answers
+
+
+class ForkedContract(ParallelContract):
+    """The contract of strategies, checked on such ranks."""
+
+    @classmethod
+    def setup_class(cls) -> None:
+        cls._processes = forked_processes(ranks=cls.ranks, group=False, seconds=cls.seconds)
+
+
+class Child:
+    """What `Ranks` asks of a process, for one that is not this process's own child: its status is not known."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._process = psutil.Process(pid)
+
+    def poll(self) -> int | None:
+        return None if self._process.is_running() else -1
+
+    def wait(self) -> int:
+        self._process.wait()
+        return -1
+
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+
+class Mother:
+    """The process that has made the imports. It ends with this one."""
+
+    def __init__(self) -> None:
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        here = str(Path(__file__).parent)
+        path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "nursery", str(theirs.fileno())],
+                env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path},
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def bear(self, line: int, output: int, **order: object) -> int:
+        """The process id of a new rank with these two descriptors, by the order that `main` takes."""
+        socket.send_fds(self._line, [json.dumps(order).encode()], [line, output])
+        return int(self._line.recv(100))
+
+
+@cache
+def mother() -> Mother:
+    """The one of this test process."""
+    return Mother()
+
+
+# --- in that process ------------------------------------------------------------------------------------------------
+
+
+def main(descriptor: int) -> None:
+    """Bear children until nobody is there to ask for them. In a child, return when it has done its work."""
+    for name in HEAVY:
+        import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them here
+    with socket.socket(fileno=descriptor) as line:
+        while True:
+            order, descriptors, *_ = socket.recv_fds(line, _LONGEST_ORDER, 2)
+            if not order:
+                return
+            wanted = json.loads(order)
+            for name in wanted["imports"]:
+                import_module(name)
+            gc.freeze()  # so that children need not go through all that was imported
+            if (child := os.fork()) == 0:
+                break
+            line.send(str(child).encode())
+            for each in descriptors:
+                os.close(each)
+    live(*descriptors, **wanted["life"])
+
+
+def live(line: int, output: int, environment: Mapping[str, str], folder: str, group: bool) -> None:
+    """As the process that `smalti.testing.ranks` would have started."""
+    from smalti.testing.rank import main
+
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[1:1] = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each and each not in sys.path]
+    invalidate_caches()
+    main(line, group)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
