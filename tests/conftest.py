@@ -27,6 +27,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Tell of a failure as it happens, not only at the end: a run that is cut short has said what it knew."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        print(
+            f"\n{report.nodeid} failed in {report.when} after {report.duration:.0f} s: {crash or report.longrepr}", flush=True
+        )
+
+
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch, tmp_path_factory):
     """The environment of a fresh account: no SMALTI_ variables, no Accelerate configuration."""

@@ -49,7 +49,7 @@ def losses(plugin: str, flags: tuple[str, ...]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def ranks():
-    with two_processes(group=False, seconds=600) as processes:  # DeepSpeed compiles Adam for CPUs when it first needs it
+    with two_processes(group=False, seconds=240) as processes:
         yield processes
 
 

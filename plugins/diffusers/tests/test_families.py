@@ -194,9 +194,8 @@ def tensors(arguments):
 
 def test_the_model_is_called_with_what_the_pipeline_calls_it_with(drawn):
     for ours, theirs in zip(drawn.ours(0), drawn.theirs(0), strict=True):
-        assert ours.keys() == theirs.keys()
-        different = [name for name in theirs if not torch.equal(ours[name].to(theirs[name].dtype), theirs[name])]
-        assert different == []
+        # Not to the last bit: on some processors it depends on how many prompts are encoded at once.
+        torch.testing.assert_close(ours, theirs, check_dtype=False)
 
 
 def test_in_the_middle_it_is_told_the_same_time(drawn):

@@ -106,7 +106,13 @@ def test_a_checkpoint_holds_the_adapter_alone(runs, base):
 def test_several_ranks_train_the_adapter_of_one(runs, kind, averaged):
     one, other = (tensors(runs / run, 2, averaged=averaged) for run in ("one", kind))
     assert one.keys() == other.keys()
-    assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-4
+    assert apart(one, other) < 2e-3
+
+
+def apart(one, other) -> float:
+    """The norm of the difference over the norm. A single weight tells little: Adam makes whole steps of tiny gradients."""
+    ends, others = (torch.cat([found[name].flatten() for name in one]) for found in (one, other))
+    return float((ends - others).norm() / ends.norm())
 
 
 def test_a_sharded_run_goes_on_in_one_process(runs, base, train, tmp_path):
@@ -116,7 +122,7 @@ def test_a_sharded_run_goes_on_in_one_process(runs, base, train, tmp_path):
     code, output = train(tmp_path / "run", **options)
     assert (code, "at step 1" in output) == (0, True), output
     one, other = tensors(runs / "one", 2), tensors(tmp_path / "run", 2)
-    assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-4
+    assert apart(one, other) < 2e-3
 
 
 def test_a_pipeline_with_the_exported_adapter_draws_what_the_run_drew(runs, base, exported):

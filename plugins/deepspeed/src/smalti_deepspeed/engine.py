@@ -20,6 +20,7 @@ from smalti.models.family import Weights
 from smalti.models.weights import materialise
 from smalti.parallel import PortableState
 from smalti.settings import TrainingOptions
+from smalti_deepspeed.compiling import compiled_in_turn
 from smalti_deepspeed.document import resolved, sized
 from smalti_deepspeed.importing import start_deepspeed, stop_deepspeed
 from smalti_deepspeed.offloadfolder import Claim, claim_together
@@ -58,7 +59,8 @@ class Engine(Group):
         self._document = sized(self._document, even, largest, world_size=self.world.size)
         self._claim = claim_together(self._document, self, parameters=sum(sizes), trained=trained)
         if _stage(self._document) == 3:
-            model = partition(model, weights, self._document, self.world.device)
+            with compiled_in_turn():
+                model = partition(model, weights, self._document, self.world.device)
         else:
             model = materialise(model, weights, self.world.device)
         compile_blocks(model, blocks, self._config)
@@ -78,13 +80,14 @@ class Engine(Group):
         from smalti_deepspeed.zero import correct_bias_exactly, step_with_own_groups, zero_of
 
         groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups]
-        engine, _, _, _ = deepspeed.initialize(
-            model=model,
-            model_parameters=groups,
-            optimizer=None if "optimizer" in self._document else optimizer,
-            config=dict(self._document),
-            dist_init_required=False,
-        )
+        with compiled_in_turn():
+            engine, _, _, _ = deepspeed.initialize(
+                model=model,
+                model_parameters=groups,
+                optimizer=None if "optimizer" in self._document else optimizer,
+                config=dict(self._document),
+                dist_init_required=False,
+            )
         if self._bf16:  # DeepSpeed leaves autocast as it calls the model
             model.forward = torch.autocast(torch.device(self.world.device).type, dtype=torch.bfloat16)(model.forward)
         self._engine: DeepSpeedEngine = engine

@@ -27,11 +27,11 @@ def start_deepspeed(world: World) -> None:
         import deepspeed
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # On CPUs it would compile a reduction in shared memory for a minute, which inference alone uses.
-    with _replaced(import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None):
+    with replaced(import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None):
         backend = "gloo" if kind == "cpu" else torch.distributed.get_default_backend_for_device(kind)
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, dist_init_required=False)
     # Every ZeRO asks whether its optimizer is a Muon; compiling Muon's kernels for that loads a whole compiler.
-    with _replaced(import_module("deepspeed.runtime.compiler"), "compile", lambda: lambda function: function):
+    with replaced(import_module("deepspeed.runtime.compiler"), "compile", lambda: lambda function: function):
         import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
@@ -55,7 +55,8 @@ def _without_info() -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
+def replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
+    """For all of this process, while the block lasts."""
     own = getattr(module, name)
     setattr(module, name, value)
     try:
