@@ -197,7 +197,7 @@ def checkpoint_times(stage: int, folder: Path) -> dict[str, tuple[list[float], l
 
     def load_ours(place: Path) -> None:
         found.optimizer.state.clear()  # as in a run that resumes
-        state = found.parallel.portable_state(found.model, found.optimizer)
+        state = found.parallel.blank_state(found.model, found.optimizer)
         snapshot = Snapshot(step=1, state=state, trainer={"step": 1})
         path = find_together(found.parallel, CheckpointStore(place), "latest")  # reads and checks all of it
         found.backend.load_checkpoint(source=path, state=snapshot, parallel=found.parallel)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from smalti.checkpoint.portable import named_parameters
 from smalti.config import Config
-from smalti.parallel import Line, Ranks
+from smalti.parallel import Line, Parallel, PortableState, Ranks
 from smalti.ranks import GlooRanks
 from smalti.settings import LaunchOptions
 from smalti.types import World
@@ -83,6 +84,14 @@ class Group:
     def portable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """They are portable as they are unless the backend says otherwise."""
         return dict(tensors)
+
+    def blank(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What `portable` gives, unless the backend has something that is made with less."""
+        return cast(Parallel, self).portable(tensors)
+
+    def blank_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
+        """What `portable_state` gives, unless the backend has something that is made with less."""
+        return cast(Parallel, self).portable_state(model, optimizer)
 
     @torch.no_grad()
     def put_back(self, portable: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

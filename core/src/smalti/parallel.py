@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,25 @@ class PortableState:
     moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     settings: list[dict[str, object]] = field(default_factory=list)
     optimizer: str = ""
+
+
+class Span(Tensor):
+    """This rank's stretch of a tensor's elements, counted row by row: (n,). It may begin and end anywhere, and be empty.
+
+    For backends that cut so, it is what `blank_state` may ask for; checkpoints are read straight into it. `whole` is the shape
+    of the tensor, `begin` the first element's place in it.
+    """
+
+    whole: torch.Size
+    begin: int
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # what is computed from it is a plain tensor
+
+    @classmethod
+    def empty(cls, length: int, whole: torch.Size, begin: int, dtype: torch.dtype = torch.float32) -> Self:
+        """In host memory, with any values."""
+        span = torch.empty(length, dtype=dtype).as_subclass(cls)
+        span.whole, span.begin = whole, begin
+        return span
 
 
 class Ranks(Protocol):
@@ -140,21 +159,34 @@ class Parallel(Ranks, Protocol):
         """
         ...
 
+    def blank(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a checkpoint can be read into to take the place of such tensors: as `portable`, with any values; or `Span`s."""
+        ...
+
     def put_back(self, portable: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-        """Fill such tensors from what `portable` gave for them. *Collective*."""
+        """Fill such tensors from what `portable` or `blank` gave for them. *Collective*."""
         ...
 
     def portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
         """This rank's share of the state in portable form: references to the live tensors, or a copy of them. *Collective*."""
         ...
 
+    def blank_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
+        """What a checkpoint can be read into: as `portable_state` with any values, or `Span`s; no moments. *Collective*."""
+        ...
+
     def load_portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: PortableState) -> None:
-        """Put a portable state, shaped like `portable_state` gave it, back into model and optimizer. *Collective*."""
+        """Put a portable state, as `portable_state` or `blank_state` gave it, back into model and optimizer. *Collective*."""
         ...
 
     def close(self) -> None:
         """Leave the process group; called once, also after an error."""
         ...
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """Of the whole tensor of which a rank may hold a part."""
+    return tuple(tensor.whole if isinstance(tensor, Span) else tensor.shape)
 
 
 def named_state(values: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -220,6 +220,14 @@ class Run:
             model_config=self.model_config,
         )
 
+    def blank(self) -> Snapshot:
+        """What a checkpoint can be read into, to be put back afterwards. *Collective*."""
+        return Snapshot(
+            step=0,
+            state=self.parallel.blank_state(self.model, self.optimizer),
+            ema=self.parallel.blank(self.ema.shadows) if self.ema is not None else None,
+        )
+
     def write(self, snapshot: Snapshot, ranks: Ranks) -> Checkpoint:
         """Write a checkpoint, then let go of the oldest ones. *Collective*; in the saver's thread."""
         root = self.checkpoints.root
@@ -306,7 +314,7 @@ def resume(run: Run) -> None:
     found = chosen_checkpoint(run, run.config[RunOptions].resume_from_checkpoint)
     if found is None:
         return
-    snapshot = run.snapshot()
+    snapshot = run.blank()
     loaded = run.backend.load_checkpoint(source=found, state=snapshot, parallel=run.parallel)
     assert loaded is not None, "the core's own answer comes last"
     check_resumable(run, loaded.trainer, found)

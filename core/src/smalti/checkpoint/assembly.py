@@ -5,6 +5,7 @@ Importing this module imports no torch. Tensors are bytes here, whatever their t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from io import BufferedReader
 from pathlib import Path
@@ -46,6 +47,32 @@ class TensorFiles:
                 if not _fill(whole[box], file):
                     raise CheckpointError(f"{path} ends within {name}")
         return whole.reshape(-1).data
+
+    def read_into(self, room: memoryview, name: str, begin: int) -> None:
+        """The bytes of as many elements as there is room for, counted row by row, from element `begin` on.
+
+        Straight from the files where pieces are whole rows. Where they are cut otherwise, by way of the whole tensor.
+        """
+        tensor = self.tensors[name]
+        item = ITEM_SIZES[tensor.dtype]
+        end = begin + len(room) // item
+        if any(not _of_whole_rows(piece, tensor) for _, piece, _ in self._places[name]):
+            room[:] = self.read(name)[begin * item : end * item]
+            return
+        row = math.prod(tensor.shape[1:])
+        for path, piece, position in self._places[name]:
+            first = piece.offsets[0] * row if piece.offsets else 0
+            start, stop = max(begin, first), min(end, first + math.prod(piece.shape))
+            if start < stop:
+                with path.open("rb") as file:
+                    file.seek(position + (start - first) * item)
+                    part = room[(start - begin) * item : (stop - begin) * item]
+                    if file.readinto(part) != len(part):
+                        raise CheckpointError(f"{path} ends within {name}")
+
+
+def _of_whole_rows(piece: Piece, tensor: StoredTensor) -> bool:
+    return piece.shape[1:] == tensor.shape[1:]
 
 
 def _fill(box: NDArray[np.uint8], file: BufferedReader) -> bool:

@@ -1,7 +1,7 @@
 """Loading: into tensors that are there already, whatever number of ranks and whatever backend wrote the checkpoint.
 
-torch's distributed-checkpoint planner and safetensors reader find which stored pieces cover what this rank holds. Names,
-shapes and types are compared before any tensor is touched.
+torch's distributed-checkpoint planner and safetensors reader find which stored pieces cover what this rank holds. They do not
+know a `Span`: that is read here. Names, shapes and types are compared before any tensor is touched.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from smalti.checkpoint.agreement import RankError, together
+from smalti.checkpoint.assembly import TensorFiles
 from smalti.checkpoint.manifest import GROUPS, STATE, Manifest, read_manifest
-from smalti.checkpoint.planning import DTYPES
+from smalti.checkpoint.planning import DTYPES, memory
 from smalti.checkpoint.portable import regrouped
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.statefile import read_state
 from smalti.checkpoint.tensorfile import StoredTensor, stored_tensors
 from smalti.checkpoint.verification import verify
 from smalti.errors import CheckpointError
-from smalti.parallel import PortableState, Ranks, named_state
+from smalti.parallel import PortableState, Ranks, Span, named_state, shape_of
 
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -129,8 +130,8 @@ def _with_room(target: PortableState, stored: Mapping[str, StoredTensor]) -> dic
         if parameter is None or moment in moments.get(name, {}):
             continue
         dtype = _TYPES[tensor.dtype]
-        if tensor.shape == tuple(parameter.shape) and tensor.shape != ():
-            new = torch.empty_like(parameter.detach(), dtype=dtype)
+        if tensor.shape == shape_of(parameter) and tensor.shape != ():
+            new = _new_like(parameter, dtype)
         else:
             new = torch.empty(tensor.shape, dtype=dtype, device=parameter.device if tensor.shape else "cpu")
         moments.setdefault(name, {})[moment] = new
@@ -141,9 +142,9 @@ def _compare(group: str, tensors: Mapping[str, Tensor], stored: Mapping[str, Sto
     """Raises CheckpointError, which says everything that does not fit at once."""
     both = sorted(tensors.keys() & stored.keys())
     shapes = [
-        f"{name} {list(stored[name].shape)} for {list(tensors[name].shape)}"
+        f"{name} {list(stored[name].shape)} for {list(shape_of(tensors[name]))}"
         for name in both
-        if stored[name].shape != tuple(tensors[name].shape)
+        if stored[name].shape != shape_of(tensors[name])
     ]
     types = [
         f"{name} {stored[name].dtype} for {tensors[name].dtype}"
@@ -164,6 +165,12 @@ def _compare(group: str, tensors: Mapping[str, Tensor], stored: Mapping[str, Sto
         )
 
 
+def _new_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(tensor, Span):
+        return Span.empty(len(tensor), tensor.whole, tensor.begin, dtype)
+    return torch.empty_like(tensor.detach(), dtype=dtype)
+
+
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
@@ -175,6 +182,24 @@ def _widens(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def _fill(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    spans = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Span)}
+    if spans:
+        _fill_spans(TensorFiles(sorted(directory.glob("*.safetensors"))), spans)
+    others = {name: tensor for name, tensor in tensors.items() if name not in spans}
+    if others:
+        _fill_tensors(directory, others)
+
+
+def _fill_spans(files: TensorFiles, spans: Mapping[str, Span]) -> None:
+    for name, span in spans.items():
+        dtype = _TYPES[files.tensors[name].dtype]
+        read = span if span.dtype == dtype else torch.empty(len(span), dtype=dtype)
+        files.read_into(memory(read), name, span.begin)
+        if read is not span:
+            span.copy_(read)
+
+
+def _fill_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     reader = HuggingFaceStorageReader(str(directory))
     metadata = reader.read_metadata()
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

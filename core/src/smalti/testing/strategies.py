@@ -289,7 +289,7 @@ def a_checkpoint_comes_back_bit_for_bit(subject: StrategySubject) -> None:
     expect(len(set(told)) == 1, f"the ranks have written to {told}")
     wanted = subject.whole()
     subject.step(50)
-    into = _snapshot(subject.state(), 0)
+    into = _snapshot(subject.blank(), 0)
     subject.backend.load_checkpoint(source=written.path, state=into, parallel=subject.parallel)
     subject.parallel.load_portable_state(subject.model, subject.optimizer, into.state)
     _equal(wanted, subject.whole(), "after loading, different:")
@@ -342,7 +342,7 @@ def it_goes_on_from_a_checkpoint_of_one_process(subject: StrategySubject) -> Non
     if subject.parallel.world.is_main:
         save(subject.folder, _snapshot(capture(reference.model, reference.optimizer), 70), Alone())  # type: ignore[arg-type]
     subject.parallel.barrier()
-    into = _snapshot(subject.state(), 0)
+    into = _snapshot(subject.blank(), 0)
     [path] = subject.folder.glob("step-*")
     subject.backend.load_checkpoint(source=path, state=into, parallel=subject.parallel)
     subject.parallel.load_portable_state(subject.model, subject.optimizer, into.state)

@@ -73,6 +73,9 @@ class StrategySubject:
     def state(self) -> PortableState:
         return self.parallel.portable_state(self.model, self.optimizer)
 
+    def blank(self) -> PortableState:
+        return self.parallel.blank_state(self.model, self.optimizer)
+
     def whole(self) -> dict[str, Tensor]:
         """Weights and moments as whole tensors on the CPU, copied. *Collective*."""
         return whole_state(self.state())

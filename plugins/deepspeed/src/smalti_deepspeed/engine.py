@@ -137,11 +137,17 @@ class Engine(Group):
     def portable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return self._portable.portable(tensors)
 
+    def blank(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self._portable.blank(tensors)
+
     def put_back(self, portable: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
         self._portable.put_back(portable, tensors)
 
     def portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
         return self._portable.state()
+
+    def blank_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
+        return self._portable.blank_state()
 
     @torch.no_grad()
     def load_portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: PortableState) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import cast
 
@@ -12,12 +12,19 @@ from torch import Tensor, nn
 from smalti import CheckpointError, UserError
 from smalti.checkpoint.portable import model_tensors, optimizer_settings
 from smalti.models.family import Weights
-from smalti.parallel import PortableState, Ranks
+from smalti.parallel import PortableState, Ranks, Span, shape_of
 from smalti_deepspeed.rowcut import RowCut
 from smalti_deepspeed.zero import Place, Zero, make_moments, moments
 
-_NAMES = {"DeepSpeedCPUAdam": "AdamW", "FusedAdam": "AdamW", "ZenFlowCPUAdam": "AdamW"}
-"""What DeepSpeed's own forms of torch's optimizers are called in checkpoints."""
+_FORMS = {
+    "AdamW": ("DeepSpeedCPUAdam", "FusedAdam", "ZenFlowCPUAdam"),
+    "Adagrad": ("DeepSpeedCPUAdagrad",),
+    "Lion": ("DeepSpeedCPULion", "FusedLion"),
+}
+_NAMES = {form: name for name, forms in _FORMS.items() for form in forms}
+"""What DeepSpeed's own forms of an optimizer are called in checkpoints."""
+_MOMENTS = {"DeepSpeedCPUAdagrad": {"exp_avg_sq": "sum"}}
+"""By form, what its moments are called in checkpoints where it has other names for them."""
 
 
 class Portable:
@@ -50,8 +57,18 @@ class Portable:
     def portable(self, ranges: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return self._rows.portable(ranges)
 
+    def blank(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Room for this rank's ranges, in host memory, as all of ZeRO's numbers are kept: in fp32."""
+        places = {name: self._places[name] for name in names}
+        return {name: Span.empty(place.length, place.shape, place.start) for name, place in places.items()}
+
     def put_back(self, portable: Mapping[str, Tensor], ranges: Mapping[str, Tensor]) -> None:
-        self._rows.put_back(portable, ranges)
+        """Either all of `portable` are spans, on all ranks, or none."""
+        if all(isinstance(portable[name], Span) for name in ranges):
+            for name, into in ranges.items():
+                into.copy_(portable[name])
+        else:
+            self._rows.put_back(portable, ranges)
 
     def state(self) -> PortableState:
         """Copies in host memory, but for buffers, which are the live ones. *Collective*."""
@@ -61,7 +78,7 @@ class Portable:
             with self._zero.present(number):
                 flats = self._zero.flats()
                 weights |= self.portable({name: place.of(flats) for name, place in places.items()})
-                for key, ranges in _by_moment(moments(self._optimizer, flats, places)).items():
+                for key, ranges in self._moments(flats, places).items():
                     whole = next(iter(ranges.values())).ndim == 0
                     for name, tensor in (ranges if whole else self.portable(ranges)).items():
                         found.setdefault(name, {})[key] = tensor
@@ -72,8 +89,16 @@ class Portable:
             optimizer=self._optimizer_name(),
         )
 
+    def blank_state(self) -> PortableState:
+        """What a checkpoint can be read into: nothing is sent for it, nor when it is put back."""
+        return PortableState(
+            model={**self.blank(self._places), **self._buffers()},
+            settings=self._settings(),
+            optimizer=self._optimizer_name(),
+        )
+
     def load(self, state: PortableState) -> None:
-        """The reverse. The parameters that compute have to be refreshed afterwards. *Collective*."""
+        """The reverse of `state`. The parameters that compute have to be refreshed afterwards. *Collective*."""
         buffers, known = self._buffers(), state.optimizer == self._optimizer_name()
         if odd := (self._places.keys() | buffers.keys()) ^ state.model.keys():
             raise CheckpointError(f"the model has other tensors: {', '.join(sorted(odd)[:3])}")
@@ -111,16 +136,29 @@ class Portable:
         shaped: dict[str, dict[str, Tensor]] = {}
         for name, found in saved.items():
             for key, tensor in found.items():
-                if key == "step" or tensor.shape != places[name].shape:
+                if key == "step" or shape_of(tensor) != tuple(places[name].shape):
                     counts[key] = max(counts.get(key, 0.0), float(tensor))
                 else:
                     shaped.setdefault(key, {})[name] = tensor
-        make_moments(self._optimizer, flats[number], counts, sorted(shaped))
-        live = _by_moment(moments(self._optimizer, flats, places))
+        own = {portable: key for key, portable in self._moment_names.items()}
+        make_moments(self._optimizer, flats[number], counts, [own.get(key, key) for key in sorted(shaped)])
+        live = self._moments(flats, places)
         for key, tensors in shaped.items():
             for name in live[key].keys() - tensors.keys():
                 live[key][name].zero_()  # never stepped where it was saved
             self.put_back(tensors, {name: live[key][name] for name in tensors})
+
+    def _moments(self, flats: Sequence[Tensor], places: Mapping[str, Place]) -> dict[str, dict[str, Tensor]]:
+        """This rank's ranges, live, by moment as checkpoints call it, then by parameter."""
+        turned: dict[str, dict[str, Tensor]] = {}
+        for name, kept in moments(self._optimizer, flats, places).items():
+            for key, tensor in kept.items():
+                turned.setdefault(self._moment_names.get(key, key), {})[name] = tensor
+        return turned
+
+    @property
+    def _moment_names(self) -> Mapping[str, str]:
+        return _MOMENTS.get(type(self._optimizer).__name__, {})
 
     def _optimizer_name(self) -> str:
         name = type(self._optimizer).__name__
@@ -140,12 +178,3 @@ class Portable:
             for key in group.keys() & values.keys():
                 value = values[key]
                 group[key] = tuple(value) if isinstance(value, list) else value
-
-
-def _by_moment(found: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-    """The other way round: by moment, then by parameter."""
-    turned: dict[str, dict[str, Tensor]] = {}
-    for name, kept in found.items():
-        for key, tensor in kept.items():
-            turned.setdefault(key, {})[name] = tensor
-    return turned
