@@ -196,7 +196,6 @@ def checkpoint_times(stage: int, folder: Path) -> dict[str, tuple[list[float], l
         found.backend.save_checkpoint(state=snapshot, target=place, parallel=found.parallel, config=found.config)
 
     def load_ours(place: Path) -> None:
-        found.optimizer.state.clear()  # as in a run that resumes
         state = found.parallel.blank_state(found.model, found.optimizer)
         snapshot = Snapshot(step=1, state=state, trainer={"step": 1})
         path = find_together(found.parallel, CheckpointStore(place), "latest")  # reads and checks all of it
@@ -213,6 +212,8 @@ def checkpoint_times(stage: int, folder: Path) -> dict[str, tuple[list[float], l
         for kept, save, load in ((0, save_ours, load_ours), (1, save_theirs, load_theirs)):
             place = folder / f"{stage}-{number}-{kept}"
             for act, do in (("save", save), ("load", load)):
+                if act == "load":
+                    found.optimizer.state.clear()  # as in a run that resumes
                 found.parallel.barrier()
                 begin = time.perf_counter()
                 do(place)
