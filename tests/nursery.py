@@ -35,6 +35,8 @@ HEAVY = (
     "torch._dynamo",  # which optimizers import when they are first used
     "torch.distributed.fsdp",
 )
+PATIENCE = 240.0
+"""Seconds after which a call is given up: many times what any takes on two cores that have other work as well."""
 _LONGEST_ORDER = 2**20
 
 
@@ -54,7 +56,7 @@ class Forked(Ranks):
         self._folder.cleanup()
 
 
-def forked_processes(*, ranks: int = 2, group: bool = True, seconds: float = 60.0, imports: Sequence[str] = ()) -> Forked:
+def forked_processes(*, ranks: int = 2, group: bool = True, seconds: float = PATIENCE, imports: Sequence[str] = ()) -> Forked:
     """Ranks to use in a `with` statement; see `two_processes`. `imports`: more modules that are imported once for all."""
     return Forked(ranks, group=group, seconds=seconds, imports=imports)
 
@@ -87,7 +89,7 @@ class ForkedContract(ParallelContract):
 
     @classmethod
     def setup_class(cls) -> None:
-        cls._processes = forked_processes(ranks=cls.ranks, group=False, seconds=cls.seconds)
+        cls._processes = forked_processes(ranks=cls.ranks, group=False, seconds=max(cls.seconds, PATIENCE))
 
 
 class Child:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,6 +37,19 @@ def test_the_first_interrupt_finishes_the_step_and_saves_and_no_second_run_comes
 def test_a_process_that_is_pre_empted_before_its_run_stands_says_so_by_its_code(tmp_path, train):
     ended = train(tmp_path / "run", max_train_steps=2, train_batch_size=4, spoil="terminate:0:0")
     assert ended.code == 6, ended.output
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_launch_that_is_pre_empted_while_it_looks_at_the_data_says_so_by_its_code(tmp_path, start, pictures, ranks):
+    data = shutil.copytree(pictures, tmp_path / "data")
+    caption = next(data.glob("*.txt"))
+    caption.unlink()
+    os.mkfifo(caption)
+    run = start(tmp_path / "run", **ENDLESS, num_processes=ranks, instance_data_dir=data)
+    with caption.open("w"):  # waits for the thread that reads it; that one then waits for the end of the file
+        run.process.send_signal(signal.SIGTERM)
+    code, output = run.wait()
+    assert (code, "the same command begins it" in output) == (6, True), output
 
 
 def test_the_second_interrupt_ends_every_process_at_once(tmp_path, start):

@@ -34,6 +34,7 @@ from smalti.plugins import Plugins
 from smalti.rundir import POLL_SECONDS, RunDirectory
 from smalti.settings import LaunchOptions, RunOptions
 from smalti.strategy import check_shares, check_strategy, choose_distributed
+from smalti.termination import Terminated
 from smalti.types import DistributedPlan
 
 if TYPE_CHECKING:
@@ -126,12 +127,11 @@ class Preparation:
             from smalti.workers import run_workers
 
             return run_workers(self.plan, self.directory)
-        from smalti.worker import Terminated, run_rank, terminated
+        from smalti.worker import run_rank
 
         os.environ.update(self.plan.environment)
         try:
-            with terminated():
-                outcome = run_rank(self.config, self.plugins)
+            outcome = run_rank(self.config, self.plugins)
         except GpuFaultError as error:
             return error.exit_code, str(error)
         except KeyboardInterrupt as stop:

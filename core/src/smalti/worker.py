@@ -62,24 +62,6 @@ def last_words(crew: Crew) -> Iterator[None]:
         raise lost from error
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM came when there was no run that could stop by itself."""
-
-
-@contextmanager
-def terminated() -> Iterator[None]:
-    """For a process that nobody launched: before and after the run proper, SIGTERM raises, as Ctrl-C does anyway."""
-
-    def handle(number: int, frame: object) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 @contextmanager
 def stop_signals(state: RunState) -> Iterator[None]:
     """SIGINT and SIGTERM ask for an agreed stop; the second one ends a process that nobody launched.

@@ -6,8 +6,10 @@ import json
 
 import click
 
+from smalti.errors import ExitCode
 from smalti.invocation import Invocation, take_switch
 from smalti.reference import help_text
+from smalti.termination import Terminated, terminated
 
 USAGE = """\
 Usage: smalti train [CONFIG] [--OPTION=VALUE ...]
@@ -36,10 +38,15 @@ def train(words: tuple[str, ...]) -> int:
         click.echo(USAGE + help_text(invocation.schema, everything=everything))
         return 0
     config = invocation.config()
-    from smalti.preparation import Preparation  # imports torch, so only once the options are right
+    try:
+        with terminated():
+            from smalti.preparation import Preparation  # imports torch, so only once the options are right
 
-    preparation = Preparation.of(config, invocation.plugins, write=not dry_run)
-    if not dry_run:
-        return int(preparation.launch())
+            preparation = Preparation.of(config, invocation.plugins, write=not dry_run)
+            if not dry_run:
+                return int(preparation.launch())
+    except Terminated:
+        click.echo("smalti: stopped before the run began; the same command begins it", err=True)
+        return int(ExitCode.PREEMPTED)
     click.echo(json.dumps(preparation.describe(), indent=2) if as_json else preparation.as_text())
     return 0
