@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
+from typing import IO
 
 import psutil
 from torch.utils.file_baton import FileBaton
@@ -56,8 +57,7 @@ class _Turn(FileBaton):
         mark = Path(self.lock_file_path)
         with ExitStack() as kept:
             self._turn = kept.enter_context(mark.with_name(_TURN).open("a+b"))
-            fcntl.flock(self._turn, fcntl.LOCK_EX)
-            if os.fstat(self._turn.fileno()).st_size:  # who had it was killed
+            if _lock(self._turn) and os.fstat(self._turn.fileno()).st_size:  # who had it was killed
                 _await_compilers(mark.parent)
                 mark.unlink(missing_ok=True)
             while not super().try_acquire():
@@ -71,6 +71,15 @@ class _Turn(FileBaton):
         super().release()
         self._turn.truncate(0)
         self._turn.close()
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Whether it is this process's now; not so on file systems without locks, where torch's mark is all there is."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
 
 
 def _await_compilers(folder: Path) -> None:
