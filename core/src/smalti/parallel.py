@@ -23,7 +23,8 @@ class PortableState:
     """Model and optimizer as every backend can read them, whichever wrote them.
 
     All keys are fully qualified parameter names of the unwrapped model. Values are plain tensors or DTensors; each rank
-    holds its own share of a DTensor and the same plain tensor as every other rank. What is frozen is not part of it.
+    holds its own share of a DTensor and the same plain tensor as every other rank; `Span`s are only for loading. What is frozen
+    is not part of it.
 
     `moments` maps parameter name -> moment name ("exp_avg", "exp_avg_sq", "step") -> tensor. `settings` are the optimizer's
     hyper-parameters per parameter group, JSON-able, without parameters.
@@ -44,7 +45,8 @@ class Span(Tensor):
 
     whole: torch.Size
     begin: int
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # what is computed from it is a plain tensor
+    # What is computed from it is a plain tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def empty(cls, length: int, whole: torch.Size, begin: int, dtype: torch.dtype = torch.float32) -> Self:
