@@ -63,12 +63,12 @@ def train(pixels: Tensor, steps: int) -> AutoencoderTiny:
         num_encoder_blocks=once,
         num_decoder_blocks=once,
         latent_channels=4,
-    )
+    ).to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps, pct_start=0.1)
     begin = time.monotonic()
     for step in range(1, steps + 1):
-        batch = pixels[torch.randint(len(pixels), (BATCH,))]
+        batch = pixels[torch.randint(len(pixels), (BATCH,))].contiguous(memory_format=torch.channels_last)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             back = there_and_back(model, batch).float()
         loss = F.l1_loss(back, batch) + F.mse_loss(back, batch)
@@ -80,7 +80,7 @@ def train(pixels: Tensor, steps: int) -> AutoencoderTiny:
         if step % 50 == 0:
             left = (time.monotonic() - begin) / step * (steps - step)
             print(f"autoencoder: step {step}/{steps}  loss {loss.item():.4f}  {left:.0f} s left", file=sys.stderr)
-    return model.eval()
+    return model.to(memory_format=torch.contiguous_format).eval()
 
 
 def there_and_back(model: AutoencoderTiny, pixels: Tensor) -> Tensor:

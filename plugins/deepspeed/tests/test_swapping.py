@@ -73,7 +73,7 @@ def train_with_a_folder(offloaded: tuple[str, ...], folder: Path) -> tuple[set[s
 @pytest.mark.skipif(find_library("aio") is None, reason="DeepSpeed swaps to a drive with libaio, which is not here")
 @pytest.mark.parametrize("offloaded", [("param",), ("param", "optimizer")])
 def test_what_lies_in_a_folder_is_trained_as_by_one_process(tmp_path, offloaded):
-    with two_processes(group=False, seconds=300) as ranks:  # DeepSpeed compiles its input and output when it first needs it
+    with two_processes(group=False, seconds=300) as ranks:  # without what `make test` compiles before, this is too short
         kinds, same = ranks.run(train_with_a_folder, offloaded, tmp_path)[0]
     assert same
     assert len(kinds) == len(offloaded)
