@@ -60,8 +60,8 @@ def main() -> None:
         for result in measure():
             print(json.dumps(asdict(result)), flush=True)
             results.append(asdict(result))
-    if arguments.keep:
-        keep(results)
+        if arguments.keep:  # after each case: a later one may fail
+            keep(results)
 
 
 def keep(results: list[dict[str, object]]) -> None:

@@ -161,7 +161,9 @@ def first_step(directory: Path, steps: int) -> float:
     words = [f"{ROOT}/examples/emoji/config.toml", f"--output_dir={directory}", "--num_processes=1", "--validation_prompt=[]"]
     words += [f"--instance_data_dir={ROOT / 'demo/faces'}", f"--max_train_steps={steps}", "--without=plot"]
     begin = time.time()
-    subprocess.run([sys.executable, "-m", "smalti", "train", *words], check=True, capture_output=True)
+    done = subprocess.run([sys.executable, "-m", "smalti", "train", *words], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"a run ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
     return next(event["t"] for event in events if event["type"] == "step" and event["step"] == steps) - begin
 

@@ -195,3 +195,14 @@ def test_a_dry_run_writes_nothing_and_shows_the_launch(smalti, tmp_path):
     text = subprocess.run([*smalti, *words[:-1]], capture_output=True, text=True, cwd=tmp_path, timeout=120).stdout
     assert "'a run'" in text
     assert 'model_family = "toy" # flag (--model_family)' in text
+
+
+def test_what_a_library_would_do_at_the_very_end_cannot_change_how_a_process_ended():
+    code = "import atexit, os, sys\natexit.register(os.abort)\nfrom smalti.cli import main\nsys.argv[1:] = [{word!r}]\nmain()"
+    ends = []
+    for word in ("--version", "nonsense"):
+        done = subprocess.run([sys.executable, "-c", code.format(word=word)], capture_output=True, text=True, timeout=60)
+        ends.append((done.returncode, done.stdout + done.stderr))
+    assert [code for code, _ in ends] == [0, 2]
+    assert ends[0][1].startswith("smalti, version")
+    assert "unknown command 'nonsense'" in ends[1][1]
