@@ -7,7 +7,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 SOURCES := core/src:plugins/fsdp2/src:plugins/deepspeed/src:plugins/diffusers/src
 ARGS ?=
 # One thread a process: the tests and the demo start several processes on few cores.
-TEST_ENV := OMP_NUM_THREADS=1 HF_HOME=$(CURDIR)/$(VENV)/hf CXX=$(CURDIR)/tests/quick-c++ TORCH_EXTENSIONS_DIR=$(CURDIR)/$(VENV)/compiled
+LIBAIO := $(CURDIR)/$(VENV)/libaio
+TEST_ENV := OMP_NUM_THREADS=1 HF_HOME=$(CURDIR)/$(VENV)/hf CXX=$(CURDIR)/tests/quick-c++ TORCH_EXTENSIONS_DIR=$(CURDIR)/$(VENV)/compiled \
+	CPATH=$(LIBAIO)/include$${CPATH:+:$$CPATH} LIBRARY_PATH=$(LIBAIO)/lib$${LIBRARY_PATH:+:$$LIBRARY_PATH} \
+	LD_LIBRARY_PATH=$(LIBAIO)/lib$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}
 
 .PHONY: demo demo-flux test check fix torture bench clean
 

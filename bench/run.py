@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
-CASES = ("startup", "first_step", "step", "sdxl", "save", "detect", "shard")
+CASES = ("startup", "first_step", "step", "sdxl", "save", "detect", "shard", "zero")
 
 
 @dataclass(frozen=True, kw_only=True)

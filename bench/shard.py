@@ -6,7 +6,6 @@
   the same two processes, turn by turn. Between processes on one machine all that they send more than DDP costs CPU time.
 - peak: how far the resident memory of the fuller of two fresh processes rises above what it was before the model, over DDP.
 - blocked: what an asynchronous save takes from the loop over a synchronous one, under FSDP2 on two processes.
-- save and load: smalti's checkpoint, with digests and fsync, over DeepSpeed's own of the same state, under ZeRO 2 and 3.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ def measure() -> list[Result]:
     with two_processes(ranks=2, group=False, seconds=600) as two, tempfile.TemporaryDirectory() as folder:
         times = two.run(step_times)[0]
         waits = two.run(save_waits, Path(folder))[0]
-        kept = {stage: two.run(checkpoint_times, stage, Path(folder))[0] for stage in (2, 3)}
     peaks = {kind: peak(flags) for kind, flags in {"DDP": DDP, **SHARDED}.items()}
     return [
         share,
@@ -82,11 +80,6 @@ def measure() -> list[Result]:
             for kind in SHARDED
         ),
         paired("shard: blocked, asynchronous save over synchronous", *waits, unit="s", goal=0.1),
-        *(
-            paired(f"shard: {act} under ZeRO {stage}, ours over DeepSpeed's", *found[act], unit="s", goal=1.5)
-            for stage, found in kept.items()
-            for act in ("save", "load")
-        ),
     ]
 
 

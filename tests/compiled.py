@@ -1,21 +1,65 @@
 """Compile what DeepSpeed compiles when it is first needed: `python tests/compiled.py`, before the tests, whose time is limited.
 
-Steps of optimizers in host memory; swapping to a drive only where libaio is installed. TORCH_EXTENSIONS_DIR says where to.
+Steps of optimizers in host memory, and swapping to a drive, which needs libaio: where it is not installed, Debian's packages
+are unpacked below the virtual environment, for which nobody has to be root. Where there are none either, the tests of swapping
+are skipped. TORCH_EXTENSIONS_DIR says where what was compiled goes.
 """
 
 import os
+import shutil
+import subprocess
 import sys
+from ctypes.util import find_library
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+LIBAIO = Path(sys.prefix) / "libaio"
+RUNTIMES = ("libaio1t64", "libaio1")
+"""What the library itself is called in newer and in older releases."""
 
 
 def main() -> None:
+    if find_library("aio") is None and unpack_libaio():
+        os.execv(sys.executable, [sys.executable, *sys.argv])  # the loader looks for folders of libraries when a process starts
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed.ops.op_builder as builders
+
+    from smalti_deepspeed.compiling import compiled_in_turn
 
     made = [builders.CPUAdamBuilder(), builders.CPUAdagradBuilder(), builders.CPULionBuilder(), builders.AsyncIOBuilder()]
     for builder in made:
         if builder.is_compatible(verbose=False):
             print(f"compiling DeepSpeed's {builder.name}", file=sys.stderr, flush=True)
-            builder.load(verbose=False)
+            with compiled_in_turn():
+                builder.load(verbose=False)
+
+
+def unpack_libaio() -> bool:
+    """Into LIBAIO/include and LIBAIO/lib, where the Makefile has compiler and loader look. Whether it came there just now."""
+    if LIBAIO.exists():
+        return False
+    with TemporaryDirectory() as name:
+        place = Path(name)
+        if not (fetched("libaio-dev", place) and any(fetched(runtime, place) for runtime in RUNTIMES)):
+            print("libaio cannot be had here: swapping to a drive is not tested", file=sys.stderr)
+            return False
+        (LIBAIO / "lib").mkdir(parents=True)
+        (LIBAIO / "include").mkdir()
+        shutil.copy(place / "usr/include/libaio.h", LIBAIO / "include")
+        [library] = (path for path in place.rglob("libaio.so.1.*") if not path.is_symlink())
+        shutil.copy(library, LIBAIO / "lib/libaio.so.1")
+        (LIBAIO / "lib/libaio.so").symlink_to("libaio.so.1")
+    return True
+
+
+def fetched(package: str, place: Path) -> bool:
+    """Whether a package of Debian's could be unpacked there."""
+    script = f"apt-get -q download {package} && dpkg-deb -x {package}_*.deb ."
+    try:
+        done = subprocess.run(["sh", "-c", script], cwd=place, capture_output=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ HEAVY = (
     "smalti.replicas",
     "smalti.testing.rank",
     "smalti.testing.strategies",
+    "smalti.rank",
     "smalti.worker",
     "torch._dynamo",  # which optimizers import when they are first used
     "torch.distributed.fsdp",

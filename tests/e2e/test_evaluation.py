@@ -16,7 +16,7 @@ from smalti.hookspecs import hookimpl
 from smalti.models.toy import ToyShape, ToyTransformer
 from smalti.plugins import PluginInfo, Selection, load_plugins
 from smalti.preparation import Preparation
-from smalti.worker import run_rank
+from smalti.rank import run_rank
 
 FLAGS = (
     "--model_family=toy",

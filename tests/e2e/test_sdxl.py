@@ -55,7 +55,8 @@ def resumed(tmp_path_factory, start_for_module, launch, small):
     run = start_for_module(directory, config=EXAMPLES / "sdxl-fsdp2.toml", **saved_at_once)
     run.wait_for_step(3)
     run.kill()
-    return launch(directory, config=EXAMPLES / "sdxl-fsdp2.toml", probe=False, **small)
+    anew = small | {"cache_dir": directory.with_name("cache")}  # so that it encodes, and says all that a run can say
+    return launch(directory, config=EXAMPLES / "sdxl-fsdp2.toml", probe=False, **anew)
 
 
 @pytest.mark.parametrize("kind", ["toml", "config.json"])

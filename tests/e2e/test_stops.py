@@ -52,6 +52,14 @@ def test_a_launch_that_is_pre_empted_while_it_looks_at_the_data_says_so_by_its_c
     assert (code, "the same command begins it" in output) == (6, True), output
 
 
+def test_what_a_library_would_do_at_the_very_end_of_a_process_cannot_make_a_run_a_failed_one(tmp_path, launch):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text("import atexit, os\natexit.register(os.abort)")
+    path = {"PYTHONPATH": str(tmp_path / "site")}
+    ended = launch(tmp_path / "run", max_train_steps=2, train_batch_size=4, num_processes=2, probe=False, variables=path)
+    assert (ended.code, "smalti: done: trained 2 steps" in ended.output) == (0, True), ended.output
+
+
 def test_the_second_interrupt_ends_every_process_at_once(tmp_path, start):
     run = start(tmp_path / "run", **ENDLESS, num_processes=2)
     run.wait_for_step(3)

@@ -17,7 +17,7 @@ PLUGIN_PACKAGES = ("smalti_fsdp2", "smalti_deepspeed", "smalti_storage_s3", "sma
 
 # From the ground up: a module may import from its own layer and from those below it. A name stands for a package as well.
 LAYERS = (
-    ("errors", "packages", "files", "process", "hashing", "termination"),
+    ("errors", "packages", "files", "process", "hashing", "termination", "ending", "lastwords"),
     ("types",),
     ("hookspecs",),
     ("options", "flags", "configfile", "acceleratefile", "settings", "events"),
@@ -28,6 +28,7 @@ LAYERS = (
     ("run",),
     ("validation", "evaluation", "saving", "rescue", "launch"),
     ("trainer", "workers", "agent"),
+    ("rank",),
     ("worker", "preparation", "invocation", "reference", "export"),
     ("commands",),
     ("cli",),
@@ -54,6 +55,7 @@ TORCH_FREE = (
     "smalti.configfile",
     "smalti.configtext",
     "smalti.dataplan",
+    "smalti.ending",
     "smalti.errors",
     "smalti.configedit",
     "smalti.events",
@@ -61,6 +63,7 @@ TORCH_FREE = (
     "smalti.flags",
     "smalti.hookspecs",
     "smalti.invocation",
+    "smalti.lastwords",
     "smalti.launch",
     "smalti.liverun",
     "smalti.models.blocks",
@@ -73,6 +76,8 @@ TORCH_FREE = (
     "smalti.strategy",
     "smalti.termination",
     "smalti.types",
+    "smalti.agent",
+    "smalti.worker",
     "smalti.workers",
 )
 
@@ -218,3 +223,12 @@ def test_modules_that_need_no_torch_import_none(start):
 def test_loading_all_built_in_plugins_imports_no_torch():
     code = "import sys\nfrom smalti.plugins import load_plugins\nload_plugins()\nassert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_what_makes_the_families_imports_no_more_than_a_launcher_needs():
+    code = "import sys\nfrom pkgutil import resolve_name\nfrom smalti.plugins import load_plugins\n"
+    code += "from smalti.types import FamilyEntry\n"
+    code += "for entry in load_plugins().gather('register_model_families', FamilyEntry):\n    resolve_name(entry.factory)\n"
+    code += "print(*{'diffusers', 'transformers', 'accelerate', 'torch.distributed.tensor', 'sympy'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr

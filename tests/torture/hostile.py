@@ -8,9 +8,10 @@ import pickle
 import resource
 import shutil
 import struct
-from hashlib import sha256
 from pathlib import Path
 from random import Random
+
+from blake3 import blake3
 
 from smalti.checkpoint.manifest import FileRecord, Manifest
 from smalti.checkpoint.reader import load
@@ -96,7 +97,7 @@ def hostile(chance: Random, place: Path) -> Report:
         _must_refuse(report, root, f"a pickle beside the rest as {name}", place, ignored="metadata" in name)
     for name in NAMES:
         root = shutil.copytree(master, place / "root")
-        _rewrite_manifest(root / "step-00000002", {name: FileRecord(size=1, sha256="0" * 64)})
+        _rewrite_manifest(root / "step-00000002", {name: FileRecord(size=1, digest="0" * 64)})
         _must_refuse(report, root, f"a manifest that lists {name}", place)
     for name, size in (("manifest.json", 2**34), (TENSORS, 2**34)):
         root = shutil.copytree(master, place / "root")
@@ -111,7 +112,7 @@ def _forged(master: Path, place: Path, contents: dict[str, bytes]) -> Path:
     root = shutil.copytree(master, place / "root")
     for name, data in contents.items():
         (root / "step-00000002" / name).write_bytes(data)
-    records = {name: FileRecord(size=len(data), sha256=sha256(data).hexdigest()) for name, data in contents.items()}
+    records = {name: FileRecord(size=len(data), digest=blake3(data).hexdigest()) for name, data in contents.items()}
     _rewrite_manifest(root / "step-00000002", records)
     return root
 

@@ -1,9 +1,9 @@
-import hashlib
 import json
 import subprocess
 import sys
 
 import pytest
+from blake3 import blake3
 from click.testing import CliRunner
 
 from smalti.checkpoint.manifest import FileRecord, Manifest
@@ -22,7 +22,7 @@ def make(run, step, *, elements=600, flags=()):
         records = {}
         for name, data in files.items():
             (partial / name).write_bytes(data)
-            records[name] = FileRecord(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+            records[name] = FileRecord(size=len(data), digest=blake3(data).hexdigest())
         manifest = Manifest(
             step=step,
             world_size=2,

@@ -2,10 +2,14 @@ import hashlib
 import os
 import resource
 import stat
+from dataclasses import replace
 
 import pytest
+from blake3 import blake3
 
-from smalti.files import atomic_write, parse_json, sha256, write_json_atomically
+from smalti.checkpoint.manifest import FileRecord
+from smalti.checkpoint.recording import matches, write_recorded
+from smalti.files import atomic_write, parse_json, write_json_atomically
 
 
 def test_an_atomic_write_replaces_the_whole_file_and_leaves_no_draft(tmp_path):
@@ -48,10 +52,20 @@ def test_what_is_no_json_is_not_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_digest_of_a_file_is_its_sha256(tmp_path):
-    data = os.urandom(3_000_000)
-    (tmp_path / "a").write_bytes(data)
-    assert sha256(tmp_path / "a") == hashlib.sha256(data).hexdigest()
+def test_a_file_is_recorded_with_the_digest_of_its_contents_in_pieces_of_any_size(tmp_path):
+    data = os.urandom(9_000_000)
+    record = write_recorded(tmp_path / "a", [data[:5_000_000], b"", data[5_000_000:]])
+    assert record == FileRecord(size=len(data), digest=blake3(data).hexdigest(), algorithm="blake3")
+    assert matches(tmp_path / "a", record)
+    assert not matches(tmp_path / "a", replace(record, digest=blake3(data[:-1]).hexdigest()))
+
+
+def test_files_recorded_with_sha256_can_still_be_compared(tmp_path):
+    (tmp_path / "a").write_bytes(b"abc")
+    record = FileRecord(size=3, digest=hashlib.sha256(b"abc").hexdigest(), algorithm="sha256")
+    assert matches(tmp_path / "a", record)
+    (tmp_path / "a").write_bytes(b"abd")
+    assert not matches(tmp_path / "a", record)
 
 
 def test_sound_json_is_parsed():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from smalti.checkpoint.manifest import FileRecord, Manifest, decode_manifest, read_manifest
 from smalti.errors import CheckpointError
 
-RECORD = FileRecord(size=3, sha256="ab" * 32)
+RECORD = FileRecord(size=3, digest="ab" * 32)
 STATE = {"state.json": RECORD}
 
 
@@ -22,7 +22,7 @@ def reason(data):
 
 
 words = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
-records = st.builds(FileRecord, size=st.integers(0, 2**60), sha256=st.text("0123456789abcdef", min_size=64, max_size=64))
+records = st.builds(FileRecord, size=st.integers(0, 2**60), digest=st.text("0123456789abcdef", min_size=64, max_size=64))
 names = st.from_regex(r"(model|optimizer|ema)/[a-z0-9][a-z0-9._-]{0,9}\.safetensors", fullmatch=True)
 
 
@@ -66,7 +66,8 @@ def test_a_name_outside_the_format_is_refused(name):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"version": 2}, "format version 2; this smalti reads version 1"),
+        ({"version": 3}, "format version 3; this smalti reads versions 1 and 2"),
+        ({"version": True}, "format version True"),
         ({"version": None}, "format version None"),
         ({"format": "other"}, "not the manifest of a smalti checkpoint"),
         ({"step": 8}, "does not match its own digest"),
@@ -112,9 +113,9 @@ def test_json_that_could_mean_two_things_is_refused(data, expected):
         {"world_size": "2"},
         {"created": 5},
         {"plugins": (1,)},
-        {"files": STATE | {"model/a.safetensors": FileRecord(size=-1, sha256="ab" * 32)}},
-        {"files": STATE | {"model/a.safetensors": FileRecord(size=1, sha256="AB" * 32)}},
-        {"files": STATE | {"model/a.safetensors": FileRecord(size=1, sha256="short")}},
+        {"files": STATE | {"model/a.safetensors": FileRecord(size=-1, digest="ab" * 32)}},
+        {"files": STATE | {"model/a.safetensors": FileRecord(size=1, digest="AB" * 32)}},
+        {"files": STATE | {"model/a.safetensors": FileRecord(size=1, digest="short")}},
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused_even_under_a_right_digest(changes):

@@ -60,6 +60,14 @@ def test_moments_are_made_for_the_same_stretch_and_narrow_types_widen(saved):
     assert into.state.moments["w"]["step"].shape == ()
 
 
+def test_moments_are_read_into_the_room_that_the_target_makes(saved):
+    into = spans(torch.empty(3, 4), 3, 9)
+    flat = torch.zeros(8)
+    into.state.room = lambda name, moment, dtype: Span.of(flat[1:7], torch.Size([3, 4]), 3)
+    load(saved, into, Alone())
+    assert flat.tolist() == [0, 103, 104, 105, 106, 107, 108, 0]
+
+
 def test_another_shape_of_the_whole_is_refused(saved):
     with pytest.raises(CheckpointError, match=r"w \[3, 4\] for \[4, 3\]"):
         load(saved, spans(torch.empty(4, 3), 3, 9), Alone())

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +25,7 @@ TENSORS = encode_header([("w", PIECE)]) + bytes(range(16))
 
 
 def record(data):
-    return FileRecord(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    return FileRecord(size=len(data), digest=blake3(data).hexdigest())
 
 
 def make(root, step, *, flags=(), tensors=TENSORS, state=b"{}"):
@@ -243,6 +244,35 @@ def test_ranks_share_the_reading_and_each_finds_the_damage_in_its_share(tmp_path
     flip(path / "ema/a.safetensors")
     flip(path / "model/a.safetensors")
     assert [len(verify(path, rank=rank, ranks=3).problems) for rank in range(3)] == [1, 1, 0]
+
+
+def test_ranks_share_the_bytes_evenly_whatever_the_files_are_called(tmp_path):
+    path = make(tmp_path, 1)
+    sizes = {f"model/{number}.safetensors": size for number, size in enumerate((9000, 300, 4000, 300, 5000))}
+    for name, size in sizes.items():
+        (path / name).write_bytes(bytes(size))
+    remake_manifest(path)
+    for name in sizes:
+        flip(path / name)
+    found = [[told.split()[0] for told in verify(path, rank=rank, ranks=2).problems] for rank in range(2)]
+    assert sorted(found[0] + found[1]) == sorted(sizes)
+    assert [sum(sizes[name] for name in names) for names in found] == [9300, 9300]
+
+
+def test_a_checkpoint_of_the_first_version_of_the_format_is_still_read_and_checked(tmp_path):
+    path = make(tmp_path, 1)
+    body = json.loads((path / "manifest.json").read_bytes())
+    body["version"] = 1
+    body["files"] = {
+        name: {"size": record["size"], "sha256": hashlib.sha256((path / name).read_bytes()).hexdigest()}
+        for name, record in body["files"].items()
+    }
+    del body["sha256"]
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(body | {"sha256": digest}))
+    assert verify(path).ok
+    flip(path / "model/a.safetensors")
+    assert verify(path).problems == ("model/a.safetensors does not match its digest: damaged or edited",)
 
 
 def test_a_checkpoint_under_another_name_is_still_whole(tmp_path):

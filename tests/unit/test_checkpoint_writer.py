@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from nursery import Alone
+from smalti.checkpoint.dtypes import NAMES
 from smalti.checkpoint.manifest import read_manifest
-from smalti.checkpoint.planning import DTYPES, check_whole, divide
+from smalti.checkpoint.planning import check_whole, divide
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.store import CheckpointStore
@@ -46,7 +47,7 @@ def test_every_type_and_shape_comes_back_bit_for_bit(tmp_path):
     random = torch.Generator().manual_seed(0)
     tensors = {
         str(dtype): torch.randint(0, 2, (3, 5), generator=random).to(dtype) if dtype != torch.bool else torch.eye(3) > 0
-        for dtype in DTYPES
+        for dtype in NAMES
     }
     base = torch.randn(4, 6, generator=random)
     tensors |= {

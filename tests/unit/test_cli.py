@@ -197,6 +197,13 @@ def test_a_dry_run_writes_nothing_and_shows_the_launch(smalti, tmp_path):
     assert 'model_family = "toy" # flag (--model_family)' in text
 
 
+@pytest.mark.parametrize("end", [">&-", "| true"])
+def test_a_command_whose_output_nobody_takes_ends_without_complaint(smalti, end):
+    line = f'"$@" {end}'
+    done = subprocess.run(["sh", "-c", line, "sh", *smalti, "--help"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_what_a_library_would_do_at_the_very_end_cannot_change_how_a_process_ended():
     code = "import atexit, os, sys\natexit.register(os.abort)\nfrom smalti.cli import main\nsys.argv[1:] = [{word!r}]\nmain()"
     ends = []

@@ -8,6 +8,7 @@ import os
 import pty
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,15 @@ def test_other_ranks_are_silent() -> None:
     assert _shown(Console(stream), stream, steps=3, rank=1) == []
 
 
+def test_a_step_that_is_left_out_for_its_gradient_is_told_so() -> None:
+    stream = io.StringIO()
+    console = Console(stream)
+    state = RunState(max_steps=100, step=5)
+    console.on_train_start(state, _info())
+    console.on_step_end(state, replace(_result(5, loss=1.0, skipped=True), grad_norm=math.nan))
+    assert "step 6 was left out: the norm of its gradient was nan" in stream.getvalue().splitlines()
+
+
 def test_checkpoints_pictures_left_out_steps_and_errors_are_told() -> None:
     stream = io.StringIO()
     console = Console(stream)
@@ -191,7 +201,7 @@ def test_checkpoints_pictures_left_out_steps_and_errors_are_told() -> None:
     console.on_error(state, ValueError("bad"))
     console.on_train_end()
     assert stream.getvalue().splitlines()[2:] == [
-        "step 5: the loss was inf; the step was left out",
+        "step 6 was left out: its loss was inf",
         "checkpoint of step 5: out/step-5 (3.0 MiB in 0.2 s)",
         "1 picture of step 5: out/grid.png",
         "ValueError after step 5",

@@ -15,11 +15,12 @@ import psutil
 import pytest
 
 from smalti.errors import ExitCode, PreflightError
+from smalti.lastwords import RankEnd
 from smalti.launch import LaunchPlan
 from smalti.liverun import prepare
 from smalti.rundir import RunDirectory
 from smalti.types import DistributedPlan
-from smalti.workers import RankEnd, end_tree, judge, run_workers
+from smalti.workers import end_tree, judge, run_workers
 
 DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.replicas:Replicas", fallback=True)
 LEAVE_WORD = """

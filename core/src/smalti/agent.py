@@ -3,41 +3,46 @@
 It writes down which of its ranks were killed, which their own last words cannot tell; and it gives the ranks that are left time
 to save before it kills them, where torch gives them 30 seconds and has no setting for it.
 
-Started as `python -m smalti.agent MODULE [ARGUMENTS]`, it does what `python -m MODULE [ARGUMENTS]` does.
+Started as `python -m smalti.agent MODULE [ARGUMENTS]`, it does what `python -m MODULE [ARGUMENTS]` does. Importing this module
+imports no torch.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import runpy
 import signal
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch.distributed.elastic.multiprocessing import PContext
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from smalti.ending import End
+from smalti.lastwords import leave_killed
 
-KILLED_FILE = "killed.json"
-"""In the folder of last words: the number of the signal by the rank that it killed."""
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import PContext
+
 GRACE_SECONDS = 600
 """From the end of the first rank: enough to write what an accelerator holds to a slow disk. Only a rank that hangs takes it."""
 
 
 def main() -> None:
+    end = End.first()
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     module, *arguments = sys.argv[1:]
     sys.argv = [module, *arguments]
     be_patient()
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except ChildFailedError as error:
-        killed = {rank: -failure.exitcode for rank, failure in error.failures.items() if failure.exitcode < 0}
-        (Path(os.environ["SMALTI_OUTCOME_DIR"]) / KILLED_FILE).write_text(json.dumps(killed))
+        leave_killed({rank: -failure.exitcode for rank, failure in error.failures.items() if failure.exitcode < 0})
         raise
+    end.code = 0
 
 
 def be_patient() -> None:
     """Let torch's agent wait longer between SIGTERM and SIGKILL; it does not say how long when it closes after a failure."""
+    from torch.distributed.elastic.multiprocessing import PContext
+
     close = PContext.close
 
     def patient(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:

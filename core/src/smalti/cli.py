@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import traceback
-from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import version
 from pkgutil import resolve_name
 
 import click
 
+from smalti.ending import End
 from smalti.errors import ExitCode, MissingPlugin, UserError
 from smalti.packages import package_of_command
 
@@ -82,28 +81,9 @@ def smalti() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of `smalti`. Exits with the codes of `smalti.errors.ExitCode`."""
-    end = End()
-    if arguments is None:  # else this process has other things to do afterwards
-        atexit.register(end)  # before anything else that does: it is called last
+    end = End.first() if arguments is None else End()  # a process that is given arguments has other things to do afterwards
     end.code = _run(arguments)
     sys.exit(end.code)
-
-
-@dataclass
-class End:
-    """Ends the process with `code` when Python has ended all that is Python's; as ever, while there is none.
-
-    What would come then are the ends of C++ libraries. Rarely one of torch's threads is not ready for it and aborts the process
-    ("terminate called without an active exception"), and a run that is done would look like one that failed.
-    """
-
-    code: int | None = None
-
-    def __call__(self) -> None:
-        if self.code is not None:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(self.code)
 
 
 def _run(arguments: list[str] | None) -> int:

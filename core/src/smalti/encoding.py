@@ -256,7 +256,8 @@ class _Work:
             return
         show = _Show(what=what, total=total) if self.world.is_main else None
         if show:
-            show.say(f"encoding {total:,} of {wanted:,} {what}; the others are there already")
+            there = "; the others are there already" if total < wanted else ""
+            show.say(f"encoding {total:,} of {wanted:,} {what}{there}")
         done = 0
 
         def some() -> str:

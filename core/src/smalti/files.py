@@ -8,7 +8,6 @@ Importing this module imports no torch.
 from __future__ import annotations
 
 import errno
-import hashlib
 import io
 import json
 import math
@@ -117,12 +116,6 @@ def atomic_write(path: Path, data: bytes, *, mode: int | None = None) -> None:
 def write_json_atomically(path: Path, value: object) -> None:
     """`value` as readable JSON, through `atomic_write`. Raises ValueError for NaN and infinities, which are not JSON."""
     atomic_write(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False).encode() + b"\n")
-
-
-def sha256(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file, read in pieces. Runs without the interpreter lock, so threads help."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def parse_json(data: bytes) -> object:

@@ -7,7 +7,7 @@ where others do nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, Self
@@ -28,12 +28,16 @@ class PortableState:
 
     `moments` maps parameter name -> moment name ("exp_avg", "exp_avg_sq", "step") -> tensor. `settings` are the optimizer's
     hyper-parameters per parameter group, JSON-able, without parameters.
+
+    `room` makes what a moment with the shape of its parameter is read into, from parameter, moment and type; None: a new tensor
+    like the parameter. It is asked only for moments that a checkpoint has and that are not in `moments`.
     """
 
     model: dict[str, Tensor]
     moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     settings: list[dict[str, object]] = field(default_factory=list)
     optimizer: str = ""
+    room: Callable[[str, str, torch.dtype], Tensor] | None = None
 
 
 class Span(Tensor):
@@ -49,11 +53,16 @@ class Span(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def empty(cls, length: int, whole: torch.Size, begin: int, dtype: torch.dtype = torch.float32) -> Self:
-        """In host memory, with any values."""
-        span = torch.empty(length, dtype=dtype).as_subclass(cls)
+    def of(cls, elements: Tensor, whole: torch.Size, begin: int) -> Self:
+        """The same memory, which must be the host's and in one piece: (n,)."""
+        span = elements.detach().as_subclass(cls)
         span.whole, span.begin = whole, begin
         return span
+
+    @classmethod
+    def empty(cls, length: int, whole: torch.Size, begin: int, dtype: torch.dtype = torch.float32) -> Self:
+        """With any values."""
+        return cls.of(torch.empty(length, dtype=dtype), whole, begin)
 
 
 class Ranks(Protocol):
@@ -162,7 +171,10 @@ class Parallel(Ranks, Protocol):
         ...
 
     def blank(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What a checkpoint can be read into to take the place of such tensors: as `portable`, with any values; or `Span`s."""
+        """What a checkpoint can be read into to take the place of such tensors: as `portable`, with any values; or `Span`s.
+
+        May be in memory shared with `tensors`.
+        """
         ...
 
     def put_back(self, portable: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
@@ -174,7 +186,10 @@ class Parallel(Ranks, Protocol):
         ...
 
     def blank_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
-        """What a checkpoint can be read into: as `portable_state` with any values, or `Span`s; no moments. *Collective*."""
+        """What a checkpoint can be read into: as `portable_state` with any values, or `Span`s. *Collective*.
+
+        It may be live, or have live `room`. It has no moments that the optimizer has not.
+        """
         ...
 
     def load_portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: PortableState) -> None:

@@ -84,13 +84,14 @@ class Preparation:
     def _family(config: Config, plugins: Plugins, distributed: DistributedPlan) -> ModelFamily:
         """The family to train. Raises UserError if the strategy asks more of it than it can do."""
         from smalti.families import find_family
-        from smalti.models.context import context_plan
-        from smalti.models.weights import without_weights
 
         family = find_family(config, plugins)
         check_shares(distributed, family)
         if distributed.context == 1 and not distributed.check_model:
             return family  # to build a model takes seconds of imports
+        from smalti.models.context import context_plan
+        from smalti.models.weights import without_weights
+
         with without_weights():
             model = family.build_model()
         if distributed.context > 1:
@@ -127,7 +128,7 @@ class Preparation:
             from smalti.workers import run_workers
 
             return run_workers(self.plan, self.directory)
-        from smalti.worker import run_rank
+        from smalti.rank import run_rank
 
         os.environ.update(self.plan.environment)
         try:

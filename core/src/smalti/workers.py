@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -11,12 +10,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from smalti.errors import ExitCode, PreflightError, UserError
+from smalti.lastwords import FOLDER_VARIABLE, RankEnd, read_ends, read_killed
 from smalti.launch import LaunchPlan
 from smalti.rundir import Request, RunDirectory
 
@@ -37,7 +36,7 @@ def run_workers(plan: LaunchPlan, directory: RunDirectory) -> Verdict:
         _check_port(plan.port)
     with tempfile.TemporaryDirectory(prefix="smalti-") as ends, _signals() as received:
         attempt = _attempt(directory)
-        environment = {**os.environ, **plan.environment, **plan.secrets, "SMALTI_OUTCOME_DIR": ends}
+        environment = {**os.environ, **plan.environment, **plan.secrets, FOLDER_VARIABLE: ends}
         process = subprocess.Popen(_observed(plan.command), env=environment, start_new_session=True)
         try:
             verdict = _wait(process, received, directory, attempt)
@@ -45,7 +44,7 @@ def run_workers(plan: LaunchPlan, directory: RunDirectory) -> Verdict:
             if process.poll() is None:
                 end_tree(process.pid)
                 process.wait()
-        return verdict or judge(_read_ends(Path(ends)), process.returncode, plan.ranks, _read_killed(Path(ends)))
+        return verdict or judge(read_ends(Path(ends)), process.returncode, plan.ranks, read_killed(Path(ends)))
 
 
 def _observed(command: Sequence[str]) -> Sequence[str]:
@@ -155,42 +154,6 @@ def end_tree(pid: int) -> None:
 
 
 # --- the verdict ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankEnd:
-    """What one rank said when it ended; `time` orders the ranks' last words.
-
-    `follows`: only the loss of another rank ended it; then `saved` tells of the checkpoint that it made of its own before, and
-    `ended` which ranks it had to kill because they hung.
-    """
-
-    rank: int
-    exit_code: int
-    message: str
-    time: float
-    follows: bool = False
-    saved: str = ""
-    ended: Sequence[int] = ()
-
-
-def _read_ends(folder: Path) -> list[RankEnd]:
-    found = []
-    for path in folder.glob("rank-*.json"):
-        try:
-            found.append(RankEnd(**json.loads(path.read_text(encoding="utf-8"))))
-        except ValueError:
-            continue  # the rank was killed while it wrote
-    return sorted(found, key=lambda end: end.time)
-
-
-def _read_killed(folder: Path) -> dict[int, str]:
-    """The names of the signals that killed ranks, as far as the launcher of processes saw them."""
-    try:
-        killed = json.loads((folder / "killed.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return {}
-    return {int(rank): signal.Signals(number).name for rank, number in killed.items()}
 
 
 def judge(ends: list[RankEnd], status: int, ranks: range, killed: Mapping[int, str] | None = None) -> Verdict:

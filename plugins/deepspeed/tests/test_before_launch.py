@@ -144,6 +144,21 @@ def test_a_folder_must_be_there_or_be_makeable(tmp_path):
     assert "none around it" in complaints(swapping(tmp_path / "no" / "such"))[0]
     assert "is no folder" in complaints(swapping(tmp_path / "file"))[0]
     assert not (tmp_path / "new").exists()
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    assert "is no folder" in complaints(swapping(tmp_path / "link"))[0]
+    assert "no folder ~nobody-of-this-name" in complaints(swapping("~nobody-of-this-name/swap"))[0]
+
+
+def test_the_folder_in_ones_home_is_the_same_for_deepspeed_and_for_the_lock(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for flags in ((swapping("~/swap"),), (swapping(), "--offload_param_path=~/swap")):
+        document = resolved(configure(*flags), world_size=1)
+        assert document["zero_optimization"]["offload_param"]["nvme_path"] == str(tmp_path / "swap")
+        assert list(swap_bytes(document, 10, 10)) == [tmp_path / "swap"]
+
+
+def test_an_empty_path_is_no_folder():
+    assert complaints(swapping(), "--offload_param_path=") == ["the folder on the NVMe drive is not given"]
 
 
 def test_swapping_to_a_drive_needs_libaio(tmp_path):

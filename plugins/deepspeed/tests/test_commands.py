@@ -118,6 +118,12 @@ def test_flags_that_cannot_be_are_told_all_at_once(run):
         assert each in told
 
 
+@pytest.mark.parametrize("flag", ["--learning_rate=nan", "--gradient_clipping=inf", "--warmup_steps=5"])
+def test_what_is_built_is_json_and_holds_all_that_was_chosen(run, flag):
+    code, told, complaint = run("deepspeed", "build", flag)
+    assert (code, told, flag.strip("-").partition("=")[0] in complaint) == (2, "", True)
+
+
 def test_on_a_terminal_it_asks(tmp_path):
     screen, keyboard = pty.openpty()
     os.write(screen, "\n".join(["3", "cpu", "gpu", "none", "", "2e-5", *[""] * 4, ""]).encode() + b"\n")
@@ -155,6 +161,23 @@ def test_a_misspelt_key_is_told_with_the_nearest(run, written):
     assert (code, problem["where"], problem["fix"]) == (2, "gradient_clip", "did you mean gradient_clipping?")
 
 
+def test_a_value_that_no_run_could_have_is_told(run, written):
+    file = written({**ZERO2, "gradient_clipping": -1, "gradient_accumulation_steps": "four"})
+    code, told, _ = run("deepspeed", "check", file, "--json")
+    assert (code, [each["where"] for each in json.loads(told)["problems"]]) == (
+        2,
+        ["gradient_accumulation_steps", "gradient_clipping"],
+    )
+
+
+def test_standard_input_may_begin_with_a_mark_of_its_encoding_and_may_be_closed():
+    words = [sys.executable, "-m", "smalti", "deepspeed", "check", "-"]
+    text = json.dumps(ZERO2).encode("utf-8-sig")
+    assert subprocess.run(words, input=text, capture_output=True, timeout=60).returncode == 0
+    closed = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *words], capture_output=True, text=True, timeout=60)
+    assert (closed.returncode, "standard input is closed" in closed.stderr) == (2, True)
+
+
 def test_an_optimizer_that_cannot_train_is_told_with_another_one(run, written):
     code, told, _ = run("deepspeed", "check", written({**ZERO2, "optimizer": {"type": "OneBitAdam"}}), "--json")
     (problem,) = json.loads(told)["problems"]
@@ -184,6 +207,13 @@ def test_a_template_is_kept_listed_shown_and_removed(run, written, tmp_path):
     assert json.loads(run("deepspeed", "templates", "show", "big-model")[1]) == json.loads(file.read_text())
     assert run("deepspeed", "templates", "rm", "big-model")[0] == 0
     assert templates() == []
+
+
+def test_a_user_without_a_home_is_told_so(run, monkeypatch):
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as it is where nobody is known
+    code, _, told = run("deepspeed", "templates", "ls")
+    assert (code, "set HOME or XDG_CONFIG_HOME" in told) == (2, True)
 
 
 def test_a_template_is_not_replaced_by_surprise(run, written):
@@ -263,3 +293,11 @@ def test_the_folder_on_the_drive_is_cleared_by_hand(run, tmp_path, written):
     code, told, _ = run("cache", "clear", "deepspeed-offload", f"--offload_param_path={drive}", "--json")
     assert (code, json.loads(told)) == (0, {"cache": "deepspeed-offload", "place": str(drive), "count": 1, "bytes": 7})
     assert sorted(path.name for path in drive.iterdir() if path.is_dir()) == ["mine"]
+
+
+def test_a_configuration_of_a_run_is_not_taken_for_one_of_deepspeed(run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"deepspeed_config": ZERO2}))
+    code, out, _ = run("deepspeed", "check", tmp_path / "config.json")
+    assert code == 2
+    assert f"smalti train {tmp_path / 'config.json'} --dry-run checks both" in out
+    assert "1 problem" in out

@@ -93,6 +93,10 @@ def test_none_switches_it_off_and_flags_go_before_an_accelerate_yaml():
         ("[2]", "deepspeed_config holds a list"),
         ('{"bf16": {}, "bf16": {}}', "the key 'bf16' occurs twice"),
         ("no/such.json", "there is no file no/such.json"),
+        ("~nobody-of-this-name/zero.json", "there is no file ~nobody-of-this-name/zero.json"),
+        ('{"deepspeed_config_file": "zero\\u0000.json"}', "null byte"),
+        ('{"deepspeed_config_file": "zero.json", "gradient_clipping": 1}', "says more beside it: gradient_clipping"),
+        ('{"\\ud800": 1}', "surrogates not allowed"),
     ],
 )
 def test_what_cannot_be_read_is_told_with_its_place(text, told):
@@ -295,6 +299,43 @@ def test_an_optimizer_of_deepspeeds_alone_is_an_optimizer_of_smaltis():
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "zero_optimization.zero_hpz_partition_size in"),
         ({**ZERO2, "tensor_parallel": {"autotp_size": 2}}, "tensor_parallel in deepspeed_config: cannot be used"),
         ({**ZERO2, "sequence_parallel_size": 2}, "sequence_parallel_size in deepspeed_config: cannot be used"),
+        (
+            {"zero_optimization": {"stage": 2, "allgather_bucket_size": 7}},
+            "zero_optimization.allgather_bucket_size in deepspeed_config: cannot be 7",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
+            "zero_optimization.round_robin_gradients in deepspeed_config: cannot be used",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "module_granularity_threshold": 9}},
+            "zero_optimization.module_granularity_threshold in deepspeed_config: cannot be used",
+        ),
+        ({**ZERO2, "prescale_gradients": True}, "prescale_gradients in deepspeed_config: cannot be used"),
+        (
+            {**ZERO2, "managed_gradient_accumulation": False},
+            "managed_gradient_accumulation in deepspeed_config: cannot be used",
+        ),
+        ({**ZERO2, "log_level": "loud"}, "log_level in deepspeed_config: cannot be 'loud'"),
+        ({**ZERO2, "steps_per_print": "often"}, "steps_per_print in deepspeed_config: cannot be 'often'"),
+        ({**ZERO2, "communication_data_type": "fp8"}, "communication_data_type in deepspeed_config: cannot be 'fp8'"),
+        ({**ZERO2, "data_types": 5}, "data_types in deepspeed_config: cannot be 5"),
+        ({**ZERO2, "train_batch_size": "8"}, "train_batch_size in deepspeed_config: cannot be '8'"),
+        ({**ZERO2, "bf16": {"enabled": "true"}}, "bf16.enabled in deepspeed_config: cannot be 'true'"),
+        (
+            {**ZERO2, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+            "bf16.bf16_master_weights_and_grads in deepspeed_config: cannot be used",
+        ),
+        ({**ZERO2, "bf16": {"enable": True}}, "bf16.enable in deepspeed_config: unknown key"),
+        ({**ZERO2, "optimizer": {"type": "Adam", "params": [1]}}, "optimizer.params in deepspeed_config: cannot be [1]"),
+        (
+            {**ZERO2, "optimizer": {"type": "Adam", "params": {"learning_rate": 1}}},
+            "optimizer.params.learning_rate in deepspeed_config: unknown key",
+        ),
+        (
+            {**ZERO2, "scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}},
+            "scheduler.params.warmup_steps in deepspeed_config: unknown key",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_key(document, told):
@@ -312,12 +353,15 @@ def test_a_misspelt_key_is_told_with_the_nearest_one():
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "in stage 2"),
         ({**ZERO2, "zero3_save_16bit_model": True}, "zero3_save_16bit_model"),
         ({**ZERO2, "activation_checkpointing": {}}, "--gradient_checkpointing"),
+        ({**ZERO2, "tensorboard": {"enabled": True}}, "--report_to"),
+        ({**ZERO2, "gradient_allreduce_op": "sum"}, "averaged"),
     ],
 )
 def test_what_has_no_effect_is_told_and_left_out(document, word):
     config = configure(document)
     assert [notice for notice in config.notices if "has no effect" in notice and word in notice]
-    assert not {"zero3_save_16bit_model", "activation_checkpointing"} & resolved(config, world_size=1).keys()
+    gone = {"zero3_save_16bit_model", "activation_checkpointing", "tensorboard", "gradient_allreduce_op"}
+    assert not gone & resolved(config, world_size=1).keys()
     assert "offload_param" not in resolved(config, world_size=1)["zero_optimization"]
 
 

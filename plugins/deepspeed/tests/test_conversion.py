@@ -1,6 +1,7 @@
 """What Accelerate's `save_state` writes under DeepSpeed becomes a checkpoint of smalti's, bit for bit."""
 
 import os
+import shutil
 import socket
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from smalti import World
+from smalti import CheckpointError, World
 from smalti.checkpoint.conversion import convert
 from smalti.checkpoint.verification import verify
 from smalti.ranks import GlooRanks
@@ -137,3 +138,54 @@ def test_step_optimizer_and_its_settings_are_told(made, stage, ranks):
 def test_what_accelerate_wrote_is_known_by_its_files_and_becomes_a_whole_checkpoint(made, tmp_path):
     done = convert(made[0] / "3 on 3" / "theirs", tmp_path / "ours", FORMATS)
     assert (done.source_format, done.step, verify(done.path).ok) == ("deepspeed", STEPS, True)
+
+
+def test_what_latest_names_must_be_there(made, tmp_path):
+    folder = shutil.copytree(made[0] / "2 on 1" / "theirs", tmp_path / "theirs")
+    (folder / "latest").write_text("global_step9")
+    with pytest.raises(CheckpointError, match="names global_step9, which is not whole or not there; there is pytorch_model"):
+        open_deepspeed(folder)
+    assert open_deepspeed(folder / "pytorch_model").contents.step == STEPS
+
+
+def test_wrong_notes_of_places_are_not_read(made, tmp_path):
+    folder = shutil.copytree(made[0] / "2 on 1" / "theirs", tmp_path / "theirs")
+    file = folder / "pytorch_model" / "mp_rank_00_model_states.pt"
+    content = torch.load(file, weights_only=False)
+    content["ds_config"]["zero_optimization"]["round_robin_gradients"] = True
+    torch.save(content, file)
+    with pytest.raises(CheckpointError, match="round_robin_gradients"):
+        open_deepspeed(folder)
+
+
+def test_bytes_that_were_overwritten_are_found_and_the_file_named(made, tmp_path):
+    folder = shutil.copytree(made[0] / "3 on 3" / "theirs", tmp_path / "theirs")
+    file = sorted(folder.glob("*/*optim_states.pt"))[-1]
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 64] = bytes(64)
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"{file.name} is damaged: .* does not match its checksum"):
+        open_deepspeed(folder)
+
+
+def test_a_file_that_is_cut_off_is_named(made, tmp_path):
+    folder = shutil.copytree(made[0] / "3 on 3" / "theirs", tmp_path / "theirs")
+    file = sorted(folder.glob("*/*optim_states.pt"))[-1]
+    os.truncate(file, file.stat().st_size - 100)
+    with pytest.raises(CheckpointError, match=f"{file.name} is damaged"):
+        open_deepspeed(folder)
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer"])
+def test_ranks_of_different_steps_are_refused(made, tmp_path, what):
+    folder = shutil.copytree(made[0] / "3 on 3" / "theirs", tmp_path / "theirs")
+    file = sorted(folder.glob("*/*model_states.pt" if what == "model" else "*/*optim_states.pt"))[-1]
+    content = torch.load(file, weights_only=False)
+    if what == "model":
+        content["global_steps"] += 5
+    else:
+        for state in content["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
+            state["step"] += 5
+    torch.save(content, file)
+    with pytest.raises(CheckpointError, match="mixed"):
+        open_deepspeed(folder)

@@ -11,7 +11,7 @@ from smalti.checkpoint.conversion import convert
 from smalti.checkpoint.portable import capture
 from smalti.ema import Ema
 from smalti.optimizers import matrices, parameter_groups
-from smalti.testing import TinyFamily, two_processes
+from smalti.testing import RankFailed, TinyFamily, two_processes
 from smalti.testing.strategies import run_check
 from smalti.testing.strategy_subject import Reference, open_family, open_strategy, whole_state
 from smalti_deepspeed.formats import FORMATS
@@ -174,6 +174,25 @@ def test_parameters_that_are_shared_are_trained_and_kept_once(ranks, kind):
     assert ranks.run(train_as_one_process, Sharing(), KINDS[kind])[0] == names
 
 
+class Scaled(TinyFamily):
+    """Its prediction is multiplied by a number that trains."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.scale = torch.nn.Parameter(torch.ones(()))
+        model.register_forward_hook(scale)
+        return model
+
+
+def scale(model, _, prediction):
+    return prediction * model.scale
+
+
+@pytest.mark.parametrize("kind", ["1", "2", "3"])
+def test_a_parameter_without_dimensions_is_trained_and_kept(ranks, kind):
+    assert "scale" in ranks.run(train_as_one_process, Scaled(), KINDS[kind])[0]
+
+
 @pytest.mark.parametrize("kind", ["2", "3"])
 def test_compiled_blocks_are_trained_as_by_one_process(ranks, kind):
     assert ranks.run(train_as_one_process, None, (*KINDS[kind], "--dynamo_backend=aot_eager"))[0]
@@ -241,6 +260,23 @@ def of_optimizer(kind: str, stage: int) -> tuple[str, ...]:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_an_optimizer_steps_as_one_of_torch_does(ranks, kind, stage):
     assert max(ranks.run(step_beside_torch, kind, of_optimizer(kind, stage))) < 1e-6
+
+
+def name_of_optimizer(flags: tuple[str, ...]) -> str:
+    kind = type(open_strategy("deepspeed", flags, 2).optimizer)
+    return f"{kind.__module__}.{kind.__name__}"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_offloaded_to_nowhere_is_stepped_by_torch(ranks, stage):
+    flags = zero(stage, offload_optimizer={"device": "none"}, offload_param={"device": "none"})
+    assert set(ranks.run(name_of_optimizer, flags)) == {"torch.optim.adamw.AdamW"}
+
+
+def test_a_setting_that_an_optimizer_does_not_take_is_told_by_name(ranks):
+    document = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"bias_correction": True}}}
+    with pytest.raises(RankFailed, match="has no setting 'bias_correction'"):
+        ranks.run(name_of_optimizer, (f"--deepspeed_config={json.dumps(document)}",))
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -21,7 +21,7 @@ from smalti.checkpoint.consolidated import write_weights
 from smalti.checkpoint.foreign import opened
 from smalti.checkpoint.formats import Contents, Source, recognise
 from smalti.checkpoint.manifest import GROUPS, MANIFEST, STATE, FileRecord, Manifest
-from smalti.checkpoint.recording import write_recorded
+from smalti.checkpoint.recording import matches, write_recorded
 from smalti.checkpoint.statefile import State
 from smalti.checkpoint.tensorfile import Piece, StoredTensor, encode_header, split
 from smalti.checkpoint.verification import named_step, verify
@@ -165,9 +165,7 @@ def _written(
     check_room(folder, stored.values())
     if to == "safetensors":
         records = write_weights(folder, stored, read, contents.model_config)
-        problems = [
-            f"{name} does not read back" for name, each in records.items() if files.sha256(folder / name) != each.sha256
-        ]
+        problems = [f"{name} does not read back" for name, each in records.items() if not matches(folder / name, each)]
     else:
         records = _write_checkpoint(folder, contents, stored, read)
         problems = list(verify(folder).problems)

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from smalti import files
 from smalti.checkpoint.consolidated import LARGEST_FILE, write_weights
+from smalti.checkpoint.dtypes import DTYPES, NAMES
 from smalti.checkpoint.formats import OwnCheckpoint
 from smalti.checkpoint.manifest import FileRecord
-from smalti.checkpoint.planning import DTYPES, memory
-from smalti.checkpoint.recording import write_recorded
+from smalti.checkpoint.planning import memory
+from smalti.checkpoint.recording import matches, write_recorded
 from smalti.checkpoint.tensorfile import Piece, StoredTensor, encode_header
 from smalti.errors import CheckpointError
 from smalti.files import Block
@@ -30,7 +31,6 @@ Progress = Callable[[int, int], None]
 """Told of bytes of trained tensors that are done, and of how many there are."""
 
 _BLOCK = 4 * 2**20
-_TYPES = {name: dtype for dtype, name in DTYPES.items()}
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -52,7 +52,7 @@ class Trained:
                 raise CheckpointError("the checkpoint holds no averaged weights (EMA)", fix="leave out --ema")
             self._places |= averages
         self.tensors: Mapping[str, StoredTensor] = {
-            name: replace(found[place], dtype=DTYPES[self._becomes(_TYPES[found[place].dtype])])
+            name: replace(found[place], dtype=NAMES[self._becomes(DTYPES[found[place].dtype])])
             for name, place in self._places.items()
         }
 
@@ -65,7 +65,7 @@ class Trained:
         """The bytes of one tensor, row by row. Raises CheckpointError for a value that its new type cannot hold."""
         place = self._places[name]
         stored = self._checkpoint.contents.tensors[place]
-        dtype = _TYPES[stored.dtype]
+        dtype = DTYPES[stored.dtype]
         (data,) = self._checkpoint.read(place)
         if self._becomes(dtype) == dtype or not stored.elements:
             return memoryview(data)
@@ -132,7 +132,7 @@ class ExportFolder:
         """Sync the folders and read every file back. What was written, by name; raises OSError for what is damaged."""
         for folder in sorted({(self._path / name).parent for name in self.records}):
             files.fsync_directory(folder)
-        damaged = [name for name, record in self.records.items() if files.sha256(self._path / name) != record.sha256]
+        damaged = [name for name, record in self.records.items() if not matches(self._path / name, record)]
         if damaged:
             raise OSError(f"what was written does not read back: {', '.join(damaged[:3])}")
         return self.records

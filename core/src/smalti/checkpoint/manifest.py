@@ -26,22 +26,27 @@ SUSPECT = "suspect"
 """Flag of a checkpoint made after a fault of the machine: it never displaces one without it."""
 
 _FORMAT = "smalti-checkpoint"
-_VERSION = 1
+_VERSION = 2
+_READABLE = (1, 2)
+"""Version 1 had SHA-256 of files only."""
 _NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
 _FILE = re.compile(rf"{re.escape(STATE)}|(?:{'|'.join(GROUPS)})/{_NAME}\.safetensors|{WEIGHTS}/{_NAME}\.(?:safetensors|json)")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _KEYS = frozenset(
     ("format", "version", "step", "world_size", "created", "plugins", "config_digest", "flags", "files", "sha256")
 )
+ALGORITHMS = ("blake3", "sha256")
+"""Of the digests of files; new ones are made by the first."""
 _LARGEST = 16 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """One file of a checkpoint: its size in bytes and its SHA-256 in hexadecimal."""
+    """One file of a checkpoint: its size in bytes, and its digest of 32 bytes in hexadecimal, by one of the `ALGORITHMS`."""
 
     size: int
-    sha256: str
+    digest: str
+    algorithm: str = ALGORITHMS[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +85,9 @@ class Manifest:
             "plugins": list(self.plugins),
             "config_digest": self.config_digest,
             "flags": list(self.flags),
-            "files": {name: vars(record) for name, record in sorted(self.files.items())},
+            "files": {
+                name: {"size": record.size, record.algorithm: record.digest} for name, record in sorted(self.files.items())
+            },
         }
         return json.dumps(body | {"sha256": _digest(body)}, indent=1, ensure_ascii=False).encode() + b"\n"
 
@@ -113,8 +120,10 @@ def decode_manifest(data: bytes) -> Manifest:
         raise CheckpointError(f"{MANIFEST} is damaged: {error}") from None
     if not isinstance(body, dict) or body.get("format") != _FORMAT:
         raise CheckpointError(f"{MANIFEST} is not the manifest of a smalti checkpoint")
-    if body.get("version") != _VERSION:
-        raise CheckpointError(f"{MANIFEST} has format version {body.get('version')!r}; this smalti reads version {_VERSION}")
+    version = body.get("version")
+    if type(version) is not int or version not in _READABLE:
+        told = " and ".join(map(str, _READABLE))
+        raise CheckpointError(f"{MANIFEST} has format version {version!r}; this smalti reads versions {told}")
     if body.keys() != _KEYS:
         names = ", ".join(sorted(body.keys() ^ _KEYS))
         raise CheckpointError(f"{MANIFEST} is damaged: missing or unknown keys: {names}")
@@ -144,12 +153,13 @@ def _files(value: object) -> dict[str, FileRecord]:
     for name, record in value.items():
         if not _FILE.fullmatch(name):
             raise CheckpointError(f"{MANIFEST} lists {name!r}, which cannot be a file of a checkpoint")
-        if not isinstance(record, dict) or record.keys() != {"size", "sha256"}:
+        algorithm = next((key for key in ALGORITHMS if isinstance(record, dict) and record.keys() == {"size", key}), None)
+        if algorithm is None:
             raise _wrong(f"files.{name}")
-        digest = _text(record["sha256"], f"files.{name}.sha256")
+        digest = _text(record[algorithm], f"files.{name}.{algorithm}")
         if not _DIGEST.fullmatch(digest):
-            raise _wrong(f"files.{name}.sha256")
-        records[name] = FileRecord(size=_count(record, "size"), sha256=digest)
+            raise _wrong(f"files.{name}.{algorithm}")
+        records[name] = FileRecord(size=_count(record, "size"), digest=digest, algorithm=algorithm)
     return records
 
 

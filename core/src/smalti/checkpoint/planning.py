@@ -18,29 +18,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
+from smalti.checkpoint.dtypes import NAMES
 from smalti.checkpoint.tensorfile import Piece, join
 from smalti.errors import CheckpointError
-
-DTYPES: Mapping[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 Pieces = dict[str, Piece]
 """One rank's pieces by tensor name; a rank holds at most one piece of a tensor."""
@@ -108,7 +88,7 @@ def _piece(item: WriteItem) -> Piece:
     data = item.tensor_data
     if data is None:
         raise CheckpointError(f"{item.index.fqn} is not a tensor")
-    dtype = DTYPES.get(data.properties.dtype)
+    dtype = NAMES.get(data.properties.dtype)
     if dtype is None:
         raise CheckpointError(f"{item.index.fqn} is of type {data.properties.dtype}, which a checkpoint cannot hold")
     return Piece(dtype=dtype, shape=tuple(data.chunk.sizes), offsets=tuple(data.chunk.offsets))

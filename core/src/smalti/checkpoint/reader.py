@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from smalti.checkpoint.agreement import RankError, together
 from smalti.checkpoint.assembly import TensorFiles
+from smalti.checkpoint.dtypes import DTYPES
 from smalti.checkpoint.manifest import GROUPS, STATE, Manifest, read_manifest
-from smalti.checkpoint.planning import DTYPES, memory
+from smalti.checkpoint.planning import memory
 from smalti.checkpoint.portable import regrouped
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.statefile import read_state
@@ -26,8 +27,6 @@ from smalti.checkpoint.tensorfile import StoredTensor, stored_tensors
 from smalti.checkpoint.verification import verify
 from smalti.errors import CheckpointError
 from smalti.parallel import PortableState, Ranks, Span, named_state, shape_of
-
-_TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +119,8 @@ def _load(path: Path, snapshot: Snapshot) -> Loaded:
 def _with_room(target: PortableState, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, Tensor]]:
     """The target's moments, and new ones for those that only the checkpoint has.
 
-    A moment with the shape of its parameter is made like it: same device, same sharding. Others (step counts, factored
+    A moment with the shape of its parameter has the room that the target makes for it, or is made like the parameter: same
+    device, same sharding. Others (step counts, factored
     moments) are plain tensors, scalars on the CPU.
     """
     moments = {name: dict(found) for name, found in target.moments.items()}
@@ -129,9 +129,9 @@ def _with_room(target: PortableState, stored: Mapping[str, StoredTensor]) -> dic
         parameter = target.model.get(name)
         if parameter is None or moment in moments.get(name, {}):
             continue
-        dtype = _TYPES[tensor.dtype]
+        dtype = DTYPES[tensor.dtype]
         if tensor.shape == shape_of(parameter) and tensor.shape != ():
-            new = _new_like(parameter, dtype)
+            new = target.room(name, moment, dtype) if target.room else _new_like(parameter, dtype)
         else:
             new = torch.empty(tensor.shape, dtype=dtype, device=parameter.device if tensor.shape else "cpu")
         moments.setdefault(name, {})[moment] = new
@@ -149,7 +149,7 @@ def _compare(group: str, tensors: Mapping[str, Tensor], stored: Mapping[str, Sto
     types = [
         f"{name} {stored[name].dtype} for {tensors[name].dtype}"
         for name in both
-        if not _widens(_TYPES[stored[name].dtype], tensors[name].dtype)
+        if not _widens(DTYPES[stored[name].dtype], tensors[name].dtype)
     ]
     complaints = (
         ("missing in the checkpoint", sorted(tensors.keys() - stored.keys())),
@@ -192,7 +192,7 @@ def _fill(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _fill_spans(files: TensorFiles, spans: Mapping[str, Span]) -> None:
     for name, span in spans.items():
-        dtype = _TYPES[files.tensors[name].dtype]
+        dtype = DTYPES[files.tensors[name].dtype]
         read = span if span.dtype == dtype else torch.empty(len(span), dtype=dtype)
         files.read_into(memory(read), name, span.begin)
         if read is not span:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from smalti.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest
+from smalti.checkpoint.recording import matches
 from smalti.checkpoint.tensorfile import read_header
 from smalti.errors import CheckpointError
-from smalti.files import parse_json, sha256
+from smalti.files import parse_json
 
 _THREADS = 8
 
@@ -49,9 +50,9 @@ def verify(checkpoint: Path, *, rank: int = 0, ranks: int = 1) -> Verification:
     except CheckpointError as error:
         return Verification(path=checkpoint, manifest=None, problems=(error.message,))
     problems = _listing_problems(checkpoint, manifest)
-    mine = [item for item in sorted(manifest.files.items())[rank::ranks] if item[0] not in problems]
+    mine = {name: record for name, record in _share(manifest.files, rank, ranks) if name not in problems}
     with ThreadPoolExecutor(max_workers=min(_THREADS, os.cpu_count() or 1)) as pool:
-        contents = pool.map(lambda item: (item[0], _content_problem(checkpoint / item[0], *item)), mine)
+        contents = pool.map(lambda item: (item[0], _content_problem(checkpoint / item[0], *item)), mine.items())
         problems |= {name: problem for name, problem in contents if problem}
     if named_step(checkpoint) not in (None, manifest.step):
         problems[MANIFEST] = f"is of step {manifest.step}, not of the step in the directory's name"
@@ -105,10 +106,21 @@ def _listing_problems(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
     return problems
 
 
+def _share(files: Mapping[str, FileRecord], rank: int, ranks: int) -> list[tuple[str, FileRecord]]:
+    """About as many bytes for each rank: the largest files first, each to who has least. All ranks find the same."""
+    given: list[list[tuple[str, FileRecord]]] = [[] for _ in range(ranks)]
+    bytes_of = [0] * ranks
+    for name, record in sorted(files.items(), key=lambda item: (-item[1].size, item[0])):
+        least = bytes_of.index(min(bytes_of))
+        given[least].append((name, record))
+        bytes_of[least] += record.size
+    return given[rank]
+
+
 def _content_problem(path: Path, name: str, record: FileRecord) -> str:
     """What is wrong inside one file; "" when nothing is."""
     try:
-        if sha256(path) != record.sha256:
+        if not matches(path, record):
             return "does not match its digest: damaged or edited"
         if name.endswith(".json"):
             parse_json(path.read_bytes())

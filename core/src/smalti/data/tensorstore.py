@@ -20,13 +20,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from smalti.checkpoint.planning import DTYPES
+from smalti.checkpoint.dtypes import DTYPES, NAMES
 from smalti.checkpoint.tensorfile import ITEM_SIZES, Piece, encode_header
 from smalti.errors import UserError
 from smalti.files import create, fsync_directory, rename, sync, write
 
 _log = logging.getLogger(__name__)
-_TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 Entry = Mapping[str, Tensor]
 """Tensors by name. The names hold no "/"."""
@@ -152,7 +151,7 @@ def _wide_first(entry: Entry) -> list[tuple[str, Tensor]]:
 
 
 def _piece(tensor: Tensor) -> Piece:
-    return Piece(dtype=DTYPES[tensor.dtype], shape=tuple(tensor.shape), offsets=(0,) * tensor.ndim)
+    return Piece(dtype=NAMES[tensor.dtype], shape=tuple(tensor.shape), offsets=(0,) * tensor.ndim)
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -160,7 +159,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _tensor(data: bytearray, dtype: str, shape: tuple[int, ...], begin: int) -> Tensor:
-    kind, count = _TYPES[dtype], math.prod(shape)
+    kind, count = DTYPES[dtype], math.prod(shape)
     flat = torch.frombuffer(data, dtype=kind, count=count, offset=begin) if count else torch.empty(0, dtype=kind)
     return flat.view(shape)
 

@@ -244,7 +244,10 @@ class Console:
         )
         self._display.update(self._progress)
         if result.skipped:
-            self._display.say(f"step {result.step}: the loss was {result.loss}; the step was left out")
+            found = f"its loss was {result.loss}"
+            if math.isfinite(result.loss):
+                found = f"the norm of its gradient was {result.grad_norm}"
+            self._display.say(f"step {result.step + 1} was left out: {found}")
 
     @hookimpl
     def on_validation(self, result: ValidationResult) -> None:

@@ -14,12 +14,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from smalti.checkpoint.planning import DTYPES
+from smalti.checkpoint.dtypes import DTYPES
 from smalti.checkpoint.tensorfile import Piece, read_layout
 from smalti.errors import CheckpointError, UserError
 from smalti.models.family import Weights
 
-_TYPES = {name: dtype for dtype, name in DTYPES.items()}
 _SAMPLE = 64
 """Bytes that are looked at in each of three places of a tensor, to tell weights apart."""
 
@@ -88,7 +87,7 @@ class FolderWeights:
     def get(self, name: str) -> Tensor:
         path = self._files[name]
         piece, position = self._layout(path)[name]
-        tensor = torch.empty(piece.shape, dtype=_TYPES[piece.dtype])
+        tensor = torch.empty(piece.shape, dtype=DTYPES[piece.dtype])
         # Not mapped: what was read would stay in memory as long as any tensor of the file does.
         with path.open("rb") as file:
             file.seek(position)

@@ -5,6 +5,7 @@ What is left open is "auto" in the JSON, and comes from smalti's own options whe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -63,7 +64,9 @@ class Field:
         text = spelled.get(text.lower(), text)
         try:
             if text in self.choices or not self.choices:
-                return self.kind(text)
+                value = self.kind(text)
+                if not isinstance(value, float) or math.isfinite(value):
+                    return value
         except ValueError:
             pass
         near = get_close_matches(text, self.choices, n=1)
@@ -139,6 +142,9 @@ def _problems(choices: Choices) -> Iterator[Problem]:
         yield Problem(message=message, where="offload_param", fix="stage 3, or none")
     if choices.nvme_path is not None and "nvme" not in (choices.offload_optimizer, choices.offload_param):
         yield Problem(message="nothing is offloaded to nvme", where="nvme_path", fix="offload to nvme, or leave it out")
+    if choices.warmup_steps is not None and choices.scheduler is None:
+        fix = f"a scheduler, one of {', '.join(SCHEDULERS)}; or leave it out, and say --lr_warmup_steps to the run"
+        yield Problem(message="there is no scheduler to warm up", where="warmup_steps", fix=fix)
     if choices.offload_optimizer != "none" and (choices.optimizer or "AdamW") not in ON_CPU:
         message = f"{choices.optimizer} cannot be offloaded: it has no form for processors"
         yield Problem(message=message, where="offload_optimizer", fix=f"none, or one of {', '.join(sorted(ON_CPU))}")

@@ -18,7 +18,7 @@ from smalti.settings import LaunchOptions, OptimizerOptions
 from smalti_deepspeed.document import given, offload_folders, resolved
 from smalti_deepspeed.optimizers import ENTRIES, ON_CPU, deepspeed_name, needs_accelerator, refusal
 from smalti_deepspeed.options import enabled
-from smalti_deepspeed.parsing import is_open, section
+from smalti_deepspeed.parsing import is_open, place, section
 
 
 def problems(config: Config) -> list[Problem]:
@@ -106,14 +106,17 @@ def _folders(config: Config) -> Iterator[Problem]:
     if folders and find_library("aio") is None:
         fix = "install libaio with its headers (libaio-dev, libaio-devel), or offload to cpu"
         yield Problem(message="DeepSpeed swaps to a drive with libaio, which is not here", where="deepspeed_config", fix=fix)
+    written = section(given(config), "zero_optimization")
+    in_json = {str(place(str(section(written, key).get("nvme_path")))) for key in ("offload_param", "offload_optimizer")}
     for name in folders:
-        folder = Path(name).expanduser()
-        base = folder if folder.exists() else folder.parent
-        fix = "name a folder on a drive of this machine, with --offload_param_path or as nvme_path"
+        folder = place(name)
+        base = folder if folder.exists() or folder.is_symlink() else folder.parent
+        named = "as nvme_path, or leave that out for --offload_param_path" if name in in_json else "with --offload_param_path"
+        fix = f"name a folder on a drive of this machine {named}"
         if not base.is_dir():
             message = (
                 f"{folder} is no folder"
-                if folder.exists()
+                if folder.exists() or folder.is_symlink()
                 else f"there is no folder {folder}, and none around it to make it in"
             )
             yield Problem(message=message, where="deepspeed_config", fix=fix)

@@ -47,7 +47,7 @@ def build_command(target: Path | None, force: bool, **given: str | None) -> None
     smalti deepspeed build --stage=3 --offload_param=cpu --to=zero3.json
     """
     answers = {name: value for name, value in given.items() if value is not None}
-    if not answers and sys.stdin.isatty():
+    if not answers and sys.stdin is not None and sys.stdin.isatty():
         answers = _ask()
     document = build(choices_of(answers))
     text = json.dumps(document, indent=2) + "\n"
@@ -129,6 +129,8 @@ def check_command(context: click.Context, file: Path, words: tuple[str, ...], as
 def _read(file: Path) -> str:
     """The text of a file, or of standard input for "-"."""
     if str(file) == "-":
+        if sys.stdin is None:
+            raise UserError("standard input is closed", fix="name a file, or hand the text on with a pipe")
         return sys.stdin.read()
     from smalti.configfile import read_text
 

@@ -18,13 +18,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile, is_zipfile
 
 import torch
 from torch import Tensor
 
 from smalti import CheckpointError
+from smalti.checkpoint.dtypes import NAMES
 from smalti.checkpoint.formats import Contents, optimizer_of
-from smalti.checkpoint.planning import DTYPES, memory
+from smalti.checkpoint.planning import memory
 from smalti.checkpoint.portable import portable_name
 from smalti.checkpoint.tensorfile import StoredTensor
 
@@ -74,9 +76,15 @@ class ZeroCheckpoint:
         ranks = [_load(path)["optimizer_state_dict"] for path in _of_ranks(folder)]
         third = "fp32_flat_groups" in ranks[0]
         models = [_load(path) for path in _models(folder, len(ranks) if third else 1)]
-        count = ranks[0].get("partition_count", len(ranks))
-        if (count if isinstance(count, int) else max(count)) != len(ranks):
+        said = ranks[0].get("partition_count", len(ranks))
+        count = said if isinstance(said, int) else max(said)
+        if count != len(ranks):
             raise CheckpointError(f"{folder} has the files of {len(ranks)} ranks, and says that there were {count}")
+        if not third and _dealt_in_turn(models[0].get("ds_config")):
+            message = "it was trained with round_robin_gradients, with which DeepSpeed notes wrong places for its weights"
+            raise CheckpointError(f"{folder} cannot be read: {message}", fix="let DeepSpeed load it, and save without")
+        if len(steps := {int(model.get("global_steps", 0)) for model in models}) > 1:
+            raise CheckpointError(f"{folder} is mixed: its ranks are of steps {', '.join(map(str, sorted(steps)))}")
         shapes = [{name: tuple(shape) for name, shape in group.items()} for group in models[0]["param_shapes"]]
         cut = _third(ranks, shapes) if third else _first_two(ranks, shapes)
         frozen = _frozen(models) if models[0].get("frozen_param_shapes") else {}
@@ -88,7 +96,7 @@ class ZeroCheckpoint:
         optimizer = optimizer_of({name.rpartition(".")[2] for name in cut.moments})
         self.contents = Contents(
             tensors={name: _stored(name, each) for name, each in self._tensors.items()},
-            step=int(models[0].get("global_steps", 0)),
+            step=steps.pop(),
             optimizer=optimizer,
             settings=[_plain(group) for group in cut.groups],
             notices=tuple(_notices(optimizer, cut, frozen)),
@@ -161,6 +169,8 @@ def _moments(
         if isinstance(value, Tensor) and value.ndim == 1:
             found[f"{name}.{key}"] = _joined([state[key] for state in states], spans, shape)
         elif isinstance(value, Tensor | int | float):
+            if any(float(state[key]) != float(value) for state in states):
+                raise CheckpointError(f"it is mixed: its ranks do not agree about {key} of {name}")
             found[f"{name}.{key}"] = _as_it_is(torch.tensor(float(value)))
     return found
 
@@ -177,6 +187,12 @@ def _joined(flats: Sequence[Tensor], spans: Sequence[tuple[int, int]], shape: tu
         return torch.cat(parts).view(shape)
 
     return _Tensor(dtype=flats[0].dtype, shape=shape, load=load)
+
+
+def _dealt_in_turn(settings: object) -> bool:
+    """Whether DeepSpeed gave parameters to the ranks in turn; it notes their places as if it had not."""
+    zero = settings.get("zero_optimization") if isinstance(settings, Mapping) else None
+    return isinstance(zero, Mapping) and zero.get("round_robin_gradients") is True
 
 
 # --- what is not cut, or not by the optimizer -----------------------------------------------------------------------
@@ -219,7 +235,12 @@ def _inner(folder: Path) -> Path:
         return folder
     found = sorted({path.parent for path in folder.glob("*/*_optim_states.pt")})
     latest = folder / "latest"
-    if latest.is_file() and (named := folder / latest.read_text(encoding="utf-8").strip()) in found:
+    if found and latest.is_file():
+        named = folder / latest.read_text(encoding="utf-8").strip()
+        if named not in found:
+            there = ", ".join(path.name for path in found)
+            message = f"{latest} names {named.name}, which is not whole or not there; there is {there}"
+            raise CheckpointError(message, fix="name one of these folders, if it is the one you mean")
         return named
     if len(found) == 1:
         return found[0]
@@ -252,10 +273,11 @@ def _models(folder: Path, ranks: int) -> list[Path]:
 
 def _load(path: Path) -> Mapping[str, Any]:
     """What `torch.save` wrote, if it is tensors, plain values and shells. Raises CheckpointError for anything else."""
+    _check_bytes(path)
     try:
         with torch.serialization.safe_globals([(Shell, name) for name in _SHELLS]):
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
         told = next((line for line in lines if "unsupported" in line.lower()), lines[0])
         raise CheckpointError(f"{path} is damaged, or holds more than tensors and plain values: {told}") from error
@@ -264,13 +286,26 @@ def _load(path: Path) -> Mapping[str, Any]:
     return loaded
 
 
+def _check_bytes(path: Path) -> None:
+    """Raises CheckpointError where contents do not match the checksums in the file. torch does not look at those."""
+    if not is_zipfile(path):
+        return  # torch says what else it may be
+    try:
+        with ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (BadZipFile, OSError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if damaged is not None:
+        raise CheckpointError(f"{path} is damaged: {damaged} in it does not match its checksum")
+
+
 # --- what is told of it ---------------------------------------------------------------------------------------------
 
 
 def _stored(name: str, tensor: _Tensor) -> StoredTensor:
-    if tensor.dtype not in DTYPES:
+    if tensor.dtype not in NAMES:
         raise CheckpointError(f"{name} is of type {tensor.dtype}, which a checkpoint cannot hold")
-    return StoredTensor(dtype=DTYPES[tensor.dtype], shape=tensor.shape, pieces=1)
+    return StoredTensor(dtype=NAMES[tensor.dtype], shape=tensor.shape, pieces=1)
 
 
 def _plain(group: Mapping[str, object]) -> dict[str, object]:

@@ -11,7 +11,7 @@ from smalti_deepspeed.implications import SCHEDULERS, named
 from smalti_deepspeed.keys import ACCELERATES, OTHERWISE, SHORT
 from smalti_deepspeed.optimizers import deepspeed_name, normalised, optimizer_settings
 from smalti_deepspeed.options import DeepSpeedOptions
-from smalti_deepspeed.parsing import Document, is_open, read, section
+from smalti_deepspeed.parsing import Document, is_open, place, read, section
 
 BUCKET = 2**25
 """Elements in a bucket of gradients or gathered parameters: large enough for full bandwidth, 64 MiB in bf16."""
@@ -115,8 +115,9 @@ def _zero(config: Config) -> dict[str, object]:
     path = config[DeepSpeedOptions].offload_param_path
     for key in ("offload_param", "offload_optimizer"):
         offload = section(zero, key)
-        if offload.get("device") == "nvme" and is_open(offload.get("nvme_path")) and path is not None:
-            zero[key] = {**offload, "nvme_path": path}
+        named = path if is_open(offload.get("nvme_path")) else offload["nvme_path"]
+        if offload.get("device") == "nvme" and named is not None:
+            zero[key] = {**offload, "nvme_path": str(place(str(named)))}
     return zero
 
 

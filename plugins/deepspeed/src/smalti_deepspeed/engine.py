@@ -6,6 +6,7 @@ backward and step.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, cast
@@ -77,10 +78,10 @@ class Engine(Group):
         import deepspeed
 
         from smalti_deepspeed.portable import Portable
-        from smalti_deepspeed.zero import correct_bias_exactly, step_with_own_groups, zero_of
+        from smalti_deepspeed.zero import correct_bias_exactly, numbers_sent, step_with_own_groups, zero_of
 
         groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups]
-        with compiled_in_turn():
+        with compiled_in_turn(), _settings_fit(self._document), numbers_sent():
             engine, _, _, _ = deepspeed.initialize(
                 model=model,
                 model_parameters=groups,
@@ -173,6 +174,22 @@ def _check_without_accelerator(document: Mapping[str, object]) -> None:
         raise UserError(f"{reason}, and this rank has none", fix="--optimizer=adamw")
 
 
+@contextmanager
+def _settings_fit(document: Mapping[str, object]) -> Iterator[None]:
+    """Raises UserError where the form of an optimizer that DeepSpeed has chosen does not know one of its settings."""
+    try:
+        yield
+    except TypeError as error:
+        if (found := re.fullmatch(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))) is None:
+            raise
+        if found[2] not in section(document, "optimizer", "params"):
+            raise
+        raise UserError(
+            f"{found[1]}, which DeepSpeed takes for this run, has no setting {found[2]!r}",
+            fix=f"leave {found[2]} out of optimizer.params in deepspeed_config",
+        ) from error
+
+
 def _completed(document: Mapping[str, object]) -> dict[str, object]:
     """With what this module sees to, where the user's own configuration says nothing else."""
     zero = section(document, "zero_optimization")
@@ -180,7 +197,10 @@ def _completed(document: Mapping[str, object]) -> dict[str, object]:
     made.setdefault("steps_per_print", None)
     if "optimizer" not in made:
         made["zero_force_ds_cpu_optimizer"] = False
-    elif section(made, "optimizer")["type"] in ("Adam", "AdamW") and not section(zero, "offload_optimizer"):
+    elif section(made, "optimizer")["type"] in ("Adam", "AdamW") and section(zero, "offload_optimizer").get("device") not in (
+        "cpu",
+        "nvme",
+    ):
         # torch's own form needs no compiler.
         params = {"torch_adam": True, "fused": True} | section(made, "optimizer", "params")
         made["optimizer"] = {**section(made, "optimizer"), "params": params}

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from pathlib import Path
 
 from smalti import Problem, Translation, UserError
 from smalti_deepspeed import inspection
 from smalti_deepspeed.optimizers import ON_CPU, normalised, refusal, smalti_name
-from smalti_deepspeed.parsing import Document, is_open, read, section
+from smalti_deepspeed.parsing import Document, is_none, is_open, place, read, section
 
 SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 """DeepSpeed's schedules, and the `--lr_scheduler` that each of them is."""
@@ -33,7 +32,7 @@ _SCHEDULER = {"warmup_max_lr": "learning_rate", "warmup_num_steps": "lr_warmup_s
 def implied(given: Mapping[str, object]) -> Translation:
     """The values of smalti's options that lie in `deepspeed_config`; what is replaced or has no effect; what is wrong."""
     value = given.get("deepspeed_config")
-    if is_open(value) or str(value).strip().lower() in ("none", "null", ""):
+    if is_open(value) or is_none(value):
         return Translation()
     try:
         found = _Reader(read(value))
@@ -135,11 +134,13 @@ class _Reader:
         """The NVMe folder, which stands in the JSON or in `offload_param_path`, or the same in both."""
         offloads = {name: section(self.document, "zero_optimization", name) for name in ("offload_param", "offload_optimizer")}
         swapping = {name: each.get("nvme_path") for name, each in offloads.items() if each.get("device") == "nvme"}
-        if folder is not None and not swapping:
+        if is_none(folder):
+            return
+        if not swapping:
             self.notices.append(("offload_param_path", "has no effect: nothing is offloaded to nvme"))
         for name, path in swapping.items():
             key = f"zero_optimization.{name}.nvme_path"
-            if not is_open(path) and folder is not None and Path(str(path)) != Path(str(folder)):
+            if not is_open(path) and place(str(path)) != place(str(folder)):
                 fix = "say the same in both, or leave one of them out"
                 self._refuse(key, f"is {path!r}, and offload_param_path is {str(folder)!r}", fix)
 

@@ -11,28 +11,41 @@ from difflib import get_close_matches
 from smalti import Problem
 from smalti_deepspeed.keys import (
     ACCELERATES,
+    BF16,
+    FAILING,
+    FIXED,
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAM,
+    OPTIMIZER,
     OTHERWISE,
     REFUSED,
     REFUSED_ZERO,
     REMOVED_TOP,
     REMOVED_ZERO,
+    SCHEDULER,
+    SETTINGS,
     SHORT,
     TOP,
     ZERO,
     Kind,
 )
+from smalti_deepspeed.optimizers import normalised
 from smalti_deepspeed.parsing import is_open, section
 
 STAGES = (1, 2, 3)
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+TYPES = ("fp32", "bf16", "fp16")
 DEVICES = ("none", "cpu", "nvme")
-_TABLES = frozenset(("zero_optimization", "bf16", "bfloat16", "fp16", *REFUSED, *OTHERWISE)) - {"dataloader_drop_last"}
+_TABLES = frozenset(("zero_optimization", "bf16", "bfloat16", "fp16", *REFUSED, *OTHERWISE)) - {
+    "dataloader_drop_last",
+    "gradient_allreduce_op",
+}
 
 
 def problems(document: Mapping[str, object]) -> Iterator[Problem]:
     """What has to change. `where` is the key, dotted."""
     yield from _top(document)
+    yield from _inside(document)
     if isinstance(document.get("zero_optimization", {}), Mapping):
         yield from _zero(section(document, "zero_optimization"))
 
@@ -60,11 +73,37 @@ def _top(document: Mapping[str, object]) -> Iterator[Problem]:
             yield Problem(message=f"is {value!r}, not a table of settings", where=key, fix=f'"{key}": {{...}}')
         elif key in REFUSED and _asks(section(document, key)):
             yield Problem(message=f"cannot be used: {REFUSED[key]}", where=key, fix="leave it out")
+        elif (kind := SETTINGS.get(key)) is not None and not is_open(value) and not _IS[kind](value):
+            yield Problem(message=f"cannot be {value!r}", where=key, fix=_WANTED[kind])
+    for key, (usual, reason) in FIXED.items():
+        if document.get(key) not in (None, "auto", usual):
+            yield Problem(message=f"cannot be used: {reason}", where=key, fix="leave it out")
+    if not is_open(level := document.get("log_level")) and level not in LOG_LEVELS:
+        yield Problem(message=f"cannot be {level!r}", where="log_level", fix=f"one of {', '.join(LOG_LEVELS)}")
     if document.get("sequence_parallel_size") not in (None, "auto", 1):
         message = "cannot be used: smalti splits the tokens of a picture under FSDP 2 only"
         yield Problem(
             message=message, where="sequence_parallel_size", fix="leave it out, or --context_parallel_size with FSDP 2"
         )
+
+
+def _inside(document: Mapping[str, object]) -> Iterator[Problem]:
+    """Of the tables at the top but for `zero_optimization`."""
+    for key in ("bf16", "bfloat16"):
+        yield from _settings(section(document, key), BF16, key)
+        for setting in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+            if section(document, key).get(setting) is True:
+                message = "cannot be used: weights and moments are kept in fp32, in checkpoints too"
+                yield Problem(message=message, where=f"{key}.{setting}", fix="leave it out")
+    yield from _settings({"enabled": section(document, "fp16").get("enabled")}, {"enabled": "switch"}, "fp16")
+    for key, kinds in (("optimizer", OPTIMIZER), ("scheduler", SCHEDULER)):
+        content = section(document, key)
+        params, name = content.get("params"), content.get("type", content.get("name"))
+        if not is_open(params) and not isinstance(params, Mapping):
+            yield Problem(message=f"cannot be {params!r}", where=f"{key}.params", fix=_WANTED["table"])
+        replaced = key == "optimizer" and normalised(str(name))[1]  # for what takes its place they are not meant
+        if not is_open(name) and not replaced:
+            yield from _settings(section(content, "params"), kinds, f"{key}.params")
 
 
 def _asks(content: Mapping[str, object]) -> bool:
@@ -91,9 +130,16 @@ def _zero(zero: Mapping[str, object]) -> Iterator[Problem]:
         yield Problem(
             message="cannot be used: smalti's checkpoints have not been tried with it", where=where, fix="leave it out"
         )
+    for key, value in zero.items():
+        if (reason := FAILING.get(SHORT.get(key, key))) and value not in (None, "auto", False, 0):
+            yield Problem(message=f"cannot be used: {reason}", where=f"zero_optimization.{key}", fix="leave it out")
     if stage in (1, 2) and section(zero, "offload_optimizer").get("device") == "nvme":
         message = f"DeepSpeed offloads to nvme in stage 3 only; in stage {stage} the state would stay in host memory"
         yield Problem(message=message, where="zero_optimization.offload_optimizer.device", fix='"cpu", or stage 3')
+    if _is_count(size := zero.get("allgather_bucket_size")) and size % 2:  # type: ignore[operator]
+        yield Problem(
+            message=f"cannot be {size!r}", where="zero_optimization.allgather_bucket_size", fix='an even number, or "auto"'
+        )
     known = {key: value for key, value in zero.items() if key not in (*REMOVED_ZERO, "stage")}
     yield from _settings(known, ZERO, "zero_optimization")
     for name, kinds in (("offload_param", OFFLOAD_PARAM), ("offload_optimizer", OFFLOAD_OPTIMIZER)):
@@ -118,6 +164,10 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value == int(value)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _is_share(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
@@ -125,11 +175,14 @@ def _is_share(value: object) -> bool:
 _IS: dict[Kind, Callable[[object], bool]] = {
     "switch": lambda value: isinstance(value, bool),
     "count": _is_count,
+    "number": _is_number,
     "share": _is_share,
-    "path": lambda value: isinstance(value, str) and value != "",
+    "path": lambda value: isinstance(value, str) and value != "" and "\0" not in value,
     "table": lambda value: isinstance(value, Mapping),
     "stage": lambda value: value in STAGES,
     "device": lambda value: value in DEVICES,
+    "type": lambda value: value in TYPES,
+    "any": lambda value: True,
 }
 _WANTED: dict[Kind, str] = {
     "switch": "true or false",
@@ -139,4 +192,6 @@ _WANTED: dict[Kind, str] = {
     "table": "a table of settings",
     "stage": "1, 2 or 3",
     "device": '"none", "cpu" or "nvme"',
+    "number": "a number",
+    "type": '"fp32" or "bf16"',
 }

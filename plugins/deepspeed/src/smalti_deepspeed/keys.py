@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-Kind = Literal["switch", "count", "share", "path", "table", "stage", "device"]
-"""What stands under a key: true or false, a whole number from 0 on, a number from 0 to 1, a table, ..."""
+Kind = Literal["switch", "count", "number", "share", "path", "table", "stage", "device", "type", "any"]
+"""What stands under a key: true or false, a whole number from 0 on, any number, a number from 0 to 1, a table, ..."""
 
 TOP = frozenset(
     (
@@ -20,6 +20,40 @@ TOP = frozenset(
         *("tensor_parallel", "expert_parallel", "pipeline", "sequence_parallel_size", "use_data_before_expert_parallelism"),
         *("autotuning", "data_efficiency", "hybrid_engine"),
     )
+)
+SETTINGS: dict[str, Kind] = {
+    **dict.fromkeys(
+        (
+            *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "managed_gradient_accumulation"),
+            *("prescale_gradients", "disable_allgather", "wall_clock_breakdown", "memory_breakdown", "dump_state"),
+            "disable_python_gc",
+        ),
+        "switch",
+    ),
+    **dict.fromkeys(("communication_data_type", "seq_parallel_communication_data_type"), "type"),
+    **dict.fromkeys(("data_types", "aio", "timers", "flops_profiler", "comms_logger"), "table"),
+    "gradient_predivide_factor": "number",
+    "steps_per_print": "count",
+    "train_batch_size": "count",
+}
+"""Those at the top that are no option of smalti's, and what stands under them."""
+BF16: dict[str, Kind] = dict.fromkeys(
+    ("enabled", "immediate_grad_update", "check_grad_overflow", "bf16_master_weights_and_grads", "bf16_optimizer_states"),
+    "switch",
+)
+OPTIMIZER: dict[str, Kind] = {
+    **dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "any"),  # for the options that they are
+    **dict.fromkeys(("torch_adam", "adam_w_mode", "bias_correction", "amsgrad", "fused", "foreach"), "switch"),
+    **dict.fromkeys(("set_grad_none", "fp32_optimizer_states", "eps_inside_sqrt"), "switch"),
+    **dict.fromkeys(("max_coeff", "min_coeff", "lr_decay", "initial_accumulator_value"), "number"),
+}
+"""What the optimizers of DeepSpeed that smalti uses take between them."""
+SCHEDULER: dict[str, Kind] = dict.fromkeys(
+    (
+        *("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps"),
+        *("warmup_min_ratio", "cos_min_ratio", "last_batch_iteration"),
+    ),
+    "any",
 )
 ZERO: dict[str, Kind] = {
     "stage": "stage",
@@ -93,6 +127,8 @@ OTHERWISE = {
     "datastates_ckpt": "smalti writes the checkpoints",
     "dataloader_drop_last": "smalti loads the data, and drops nothing",
     "pipeline": "no model family is cut into stages",
+    "gradient_allreduce_op": "gradients are averaged",
+    **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), "--report_to names the trackers of a run"),
 }
 """Keys that DeepSpeed reads for what smalti does itself."""
 REFUSED = {
@@ -106,6 +142,17 @@ REFUSED = {
     "compile": "--dynamo_backend compiles block by block",
 }
 """Sections that ask for something that smalti cannot do under DeepSpeed, once they are switched on."""
+FIXED = {
+    "prescale_gradients": (False, "ZeRO has the average of gradients as they are"),
+    "gradient_predivide_factor": (1, "ZeRO has the average of gradients as they are"),
+    "managed_gradient_accumulation": (True, "smalti tells DeepSpeed which micro-batch is a step's last"),
+}
+"""Settings at the top that have to be what they are by themselves, and why."""
+FAILING = {
+    "round_robin_gradients": "DeepSpeed 0.19 then looks for parameters where others lie, and so would checkpoints",
+    "stage3_module_granularity_threshold": "the backward pass then fails at parameters that are not gathered",
+}
+"""Settings of ZeRO that go wrong once they are switched on, and how. The first: `_link_all_hp_params` of `stage_1_and_2.py`."""
 REFUSED_ZERO = frozenset(
     ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 )

@@ -18,7 +18,7 @@ from smalti.files import free_bytes, make_directory, remove_tree
 from smalti.settings import LaunchOptions
 from smalti_deepspeed.document import offload_folders, resolved
 from smalti_deepspeed.options import DeepSpeedOptions, enabled
-from smalti_deepspeed.parsing import section
+from smalti_deepspeed.parsing import place, section
 
 if TYPE_CHECKING:
     from torch import nn
@@ -157,7 +157,7 @@ def of_config(config: Config) -> Leftovers:
     named = [path] if path is not None else []
     if enabled(config):
         named += offload_folders(resolved(config, world_size=1))
-    return Leftovers(folders=tuple(Path(each).expanduser() for each in dict.fromkeys(named)))
+    return Leftovers(folders=tuple(place(each) for each in dict.fromkeys(named)))
 
 
 def swap_bytes(document: Mapping[str, object], parameters: int, trained: int, *, share: float = 1.0) -> dict[Path, int]:
@@ -173,7 +173,7 @@ def swap_bytes(document: Mapping[str, object], parameters: int, trained: int, *,
     for key, size in (("offload_param", parameters * width), ("offload_optimizer", trained * 16)):
         offload = section(zero, key)
         if offload.get("device") == "nvme" and offload.get("nvme_path"):
-            folder = Path(str(offload["nvme_path"])).expanduser()
+            folder = place(str(offload["nvme_path"]))
             found[folder] = found.get(folder, 0) + int(size * share)
     return found
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BeforeValidator
 
 from smalti import Config, Options, UserError, option
-from smalti_deepspeed.parsing import as_text, read
+from smalti_deepspeed.parsing import as_text, is_none, read
 
 
 def _as_document(value: object) -> object:
@@ -15,12 +15,17 @@ def _as_document(value: object) -> object:
 
     What cannot be read stays as it is, for `implications` to complain about.
     """
-    if value is None or (isinstance(value, str) and value.strip().lower() in ("", "none", "null")):
+    if is_none(value):
         return None
     try:
         return as_text(read(value))
     except UserError:
         return value
+
+
+def _or_none(value: object) -> object:
+    """No folder, where a text names none: the current one would be a surprise."""
+    return None if is_none(value) else value
 
 
 class DeepSpeedOptions(Options):
@@ -29,7 +34,7 @@ class DeepSpeedOptions(Options):
         help="Train with DeepSpeed: its configuration as JSON, or the path of a JSON file; none switches it off.",
         accelerate="deepspeed_config",
     )
-    offload_param_path: str | None = option(
+    offload_param_path: Annotated[str | None, BeforeValidator(_or_none)] = option(
         None,
         help="Folder on an NVMe drive of each machine, for what the DeepSpeed configuration offloads to nvme.",
         when="deepspeed_config",

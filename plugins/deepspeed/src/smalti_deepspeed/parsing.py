@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from smalti import UserError
 from smalti.files import parse_json
+from smalti_deepspeed.keys import ACCELERATES
 
 Document = dict[str, object]
 
@@ -19,13 +21,23 @@ def read(value: object) -> Document:
     text = str(value).strip()
     if text.startswith(("{", "[")):
         return _followed(parse(text, "deepspeed_config"))
-    return read_file(Path(text).expanduser())
+    return read_file(place(text))
 
 
 def _followed(document: Document) -> Document:
     """A table that only names a file, as Accelerate's may, stands for what the file holds."""
     file = document.get("deepspeed_config_file")
-    return document if file is None else read_file(Path(str(file)).expanduser())
+    if file is None:
+        return document
+    if beside := document.keys() - ACCELERATES.keys() - {"deepspeed_config_file"}:
+        message = f"deepspeed_config names the file {file}, and says more beside it: {', '.join(sorted(beside))}"
+        raise UserError(message, fix="write that into the file, or leave deepspeed_config_file out")
+    return read_file(place(str(file)))
+
+
+def place(text: str) -> Path:
+    """The path that a text names. A "~" that stands for nobody stays, so that the complaint is that there is no such file."""
+    return Path(os.path.expanduser(text))  # noqa: PTH111 - Path's own raises where there is nobody of that name
 
 
 def read_file(path: Path) -> Document:
@@ -35,7 +47,7 @@ def read_file(path: Path) -> Document:
     except FileNotFoundError:
         fix = "give JSON text, or the path of a JSON file; `smalti deepspeed build` writes one"
         raise UserError(f"there is no file {path}", fix=fix) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # bytes that are no UTF-8, a name that can be none
         raise UserError(f"cannot read {path}: {error}", fix="check that it is a readable text file in UTF-8") from None
     return parse(text, str(path))
 
@@ -43,7 +55,8 @@ def read_file(path: Path) -> Document:
 def parse(text: str, name: str) -> Document:
     """The object that a JSON text is; `name` says in complaints where it stands."""
     try:
-        value = parse_json(text.encode())
+        value = parse_json(text.removeprefix("\ufeff").encode())
+        json.dumps(value, ensure_ascii=False).encode()  # halves of characters cannot be shown, nor handed on
     except json.JSONDecodeError as error:
         place = f"{name}:{error.lineno}:{error.colno}"
         raise UserError(f"{place}: this is not JSON: {error.msg}", fix=_hint(text, error.pos)) from None
@@ -66,6 +79,11 @@ def section(document: Mapping[str, object], *names: str) -> dict[str, object]:
     for name in names:
         found = found.get(name) if isinstance(found, Mapping) else None
     return {str(key): value for key, value in found.items()} if isinstance(found, Mapping) else {}
+
+
+def is_none(value: object) -> bool:
+    """Whether an option that may be None is given none, in whatever spelling."""
+    return value is None or (isinstance(value, str) and value.strip().lower() in ("", "none", "null"))
 
 
 def is_open(value: object) -> bool:

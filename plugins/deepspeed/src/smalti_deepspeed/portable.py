@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import cast
 
@@ -14,7 +14,7 @@ from smalti.checkpoint.portable import model_tensors, optimizer_settings
 from smalti.models.family import Weights
 from smalti.parallel import PortableState, Ranks, Span, shape_of
 from smalti_deepspeed.rowcut import RowCut
-from smalti_deepspeed.zero import Place, Zero, make_moments, moments
+from smalti_deepspeed.zero import Place, Zero, make_moment, make_moments, moments
 
 _FORMS = {
     "AdamW": ("DeepSpeedCPUAdam", "FusedAdam", "ZenFlowCPUAdam"),
@@ -57,16 +57,22 @@ class Portable:
     def portable(self, ranges: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return self._rows.portable(ranges)
 
-    def blank(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Room for this rank's ranges, in host memory, as all of ZeRO's numbers are kept: in fp32."""
-        places = {name: self._places[name] for name in names}
-        return {name: Span.empty(place.length, place.shape, place.start) for name, place in places.items()}
+    def blank(self, ranges: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What can be read from files into these ranges: they themselves where they are in host memory."""
+        return {name: self._span(name, into.dtype, into) for name, into in ranges.items()}
+
+    def _span(self, name: str, dtype: torch.dtype, live: Tensor | None) -> Span:
+        place = self._places[name]
+        if live is not None and live.device.type == "cpu":
+            return Span.of(live, place.shape, place.start)
+        return Span.empty(place.length, place.shape, place.start, dtype)
 
     def put_back(self, portable: Mapping[str, Tensor], ranges: Mapping[str, Tensor]) -> None:
         """Either all of `portable` are spans, on all ranks, or none."""
         if all(isinstance(portable[name], Span) for name in ranges):
             for name, into in ranges.items():
-                into.copy_(portable[name])
+                if portable[name].data_ptr() != into.data_ptr():  # not read straight into it
+                    into.copy_(portable[name])
         else:
             self._rows.put_back(portable, ranges)
 
@@ -92,10 +98,21 @@ class Portable:
     def blank_state(self) -> PortableState:
         """What a checkpoint can be read into: nothing is sent for it, nor when it is put back."""
         return PortableState(
-            model={**self.blank(self._places), **self._buffers()},
+            model={**{name: self._span(name, torch.float32, self._live(name)) for name in self._places}, **self._buffers()},
             settings=self._settings(),
             optimizer=self._optimizer_name(),
+            room=self._room,
         )
+
+    def _live(self, name: str) -> Tensor | None:
+        return None if self._zero.on_drive else self._places[name].of(self._zero.flats())
+
+    def _room(self, name: str, moment: str, dtype: torch.dtype) -> Tensor:
+        place, live = self._places[name], None
+        if not self._zero.on_drive:
+            flat = self._zero.flats()[place.flat]
+            live = place.within(make_moment(self._optimizer, flat, self._own_names.get(moment, moment)))
+        return self._span(name, dtype, live)
 
     def load(self, state: PortableState) -> None:
         """The reverse of `state`. The parameters that compute have to be refreshed afterwards. *Collective*."""
@@ -140,8 +157,7 @@ class Portable:
                     counts[key] = max(counts.get(key, 0.0), float(tensor))
                 else:
                     shaped.setdefault(key, {})[name] = tensor
-        own = {portable: key for key, portable in self._moment_names.items()}
-        make_moments(self._optimizer, flats[number], counts, [own.get(key, key) for key in sorted(shaped)])
+        make_moments(self._optimizer, flats[number], counts, [self._own_names.get(key, key) for key in sorted(shaped)])
         live = self._moments(flats, places)
         for key, tensors in shaped.items():
             for name in live[key].keys() - tensors.keys():
@@ -159,6 +175,10 @@ class Portable:
     @property
     def _moment_names(self) -> Mapping[str, str]:
         return _MOMENTS.get(type(self._optimizer).__name__, {})
+
+    @property
+    def _own_names(self) -> Mapping[str, str]:
+        return {portable: own for own, portable in self._moment_names.items()}
 
     def _optimizer_name(self) -> str:
         name = type(self._optimizer).__name__

@@ -49,10 +49,13 @@ class Template:
 
 
 def folder() -> Path:
-    """Where templates lie; it need not exist."""
+    """Where templates lie; it need not exist. Raises UserError for a user without a home."""
     from platformdirs import user_config_path
 
-    return user_config_path("smalti") / "deepspeed"
+    try:
+        return user_config_path("smalti") / "deepspeed"
+    except RuntimeError as error:
+        raise UserError(f"there is no folder for settings: {error}", fix="set HOME or XDG_CONFIG_HOME") from error
 
 
 def templates() -> list[Template]:
@@ -64,7 +67,7 @@ def template(name: str) -> Template:
     """The template of that name. Raises UserError with the nearest names if there is none, or if it is broken."""
     path = _path(name)
     if not path.is_file():
-        names = [each.stem for each in folder().glob("*.json")]
+        names = [each.stem for each in folder().glob("*.json") if each.is_file()]
         near = get_close_matches(name, names, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else "`smalti deepspeed templates save NAME FILE` keeps one"
         raise UserError(f"there is no template {name!r}", fix=hint)

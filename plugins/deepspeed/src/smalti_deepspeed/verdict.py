@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+from pydantic import ValidationError
 
 from smalti import Config, ConfigError, Problem, UserError
 from smalti.invocation import Invocation
-from smalti.settings import LaunchOptions
+from smalti.options import Schema
+from smalti.settings import GROUPS, LaunchOptions
 from smalti_deepspeed.checks import problems as problems_of
 from smalti_deepspeed.document import resolved
 from smalti_deepspeed.implications import implied
@@ -39,12 +42,31 @@ class Verdict:
 def judge(text: str, name: str) -> Verdict:
     """A configuration by itself: its syntax, its keys and values, what is replaced. `name` says where the text stands."""
     try:
-        found = implied({"deepspeed_config": parse(text, name)})
+        document = parse(text, name)
+        if "deepspeed_config" in document:
+            message = f"{name} is a configuration of smalti's, which has DeepSpeed's under deepspeed_config"
+            return Verdict(problems=(Problem(message=message, fix=f"smalti train {name} --dry-run checks both"),))
+        found = implied({"deepspeed_config": document})
     except UserError as error:
         return Verdict(problems=(Problem(message=error.message, fix=error.fix),))
     notices = tuple(f"{key} {remark}" for key, remark in found.notices)
     problems = tuple(replace(each, where=each.where.removesuffix(" in deepspeed_config")) for each in found.problems)
-    return Verdict(problems=problems, notices=notices, options=found.values)
+    return Verdict(problems=(*problems, *_unfit(found.values)), notices=notices, options=found.values)
+
+
+def _unfit(values: Mapping[str, tuple[str, object]]) -> Iterator[Problem]:
+    """What no run could have as the value of the option that it is."""
+    options = Schema(GROUPS).options
+    for name, (key, value) in values.items():
+        option = options[name]
+        try:
+            option.check(value)
+            reason = option.objection(value)
+        except ValidationError as error:
+            reason = str(error.errors()[0]["msg"])
+        if reason:
+            fix = " ".join(filter(None, (option.kind, option.bounds)))
+            yield Problem(message=f"cannot be {value!r}, which is {name}: {reason[:1].lower()}{reason[1:]}", where=key, fix=fix)
 
 
 def judge_in_run(text: str, words: Sequence[str]) -> Verdict:

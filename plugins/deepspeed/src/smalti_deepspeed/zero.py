@@ -15,14 +15,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import combine_grad_norm_groups
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from smalti import UserError
+from smalti_deepspeed.importing import replaced
 from smalti_deepspeed.swapping import swap_whole_pages
 
 
@@ -41,7 +44,11 @@ class Place:
 
     def of(self, flats: Sequence[Tensor]) -> Tensor:
         """The elements, (length,), in memory shared with the flat tensor."""
-        return flats[self.flat].detach().narrow(0, self.offset, self.length)
+        return self.within(flats[self.flat])
+
+    def within(self, flat: Tensor) -> Tensor:
+        """The same of this one flat tensor, or of a moment of it."""
+        return flat.detach().narrow(0, self.offset, self.length)
 
 
 class Zero(Protocol):
@@ -222,6 +229,23 @@ class Stage3:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
+@contextmanager
+def numbers_sent() -> Iterator[None]:
+    """Have engines that are made in this block send first weights to all ranks that are numbers without dimensions, too.
+
+    DeepSpeed sends bytes, as which torch sees only what has a dimension.
+    """
+
+    def broadcast(engine: DeepSpeedEngine) -> None:
+        for parameter in cast(nn.Module, engine.module).parameters():
+            if getattr(parameter, "ds_status", ZeroParamStatus.AVAILABLE) is ZeroParamStatus.AVAILABLE:
+                data = parameter.data if parameter.dim() else parameter.data.view(1)
+                dist.broadcast(data.view(torch.uint8), 0)
+
+    with replaced(cast(Any, DeepSpeedEngine), "_broadcast_model", broadcast):
+        yield
+
+
 def step_with_own_groups(engine: DeepSpeedEngine) -> None:
     """Have ZeRO step with the optimizer whose groups the loop sees, and whose rate it moves.
 
@@ -264,7 +288,7 @@ def moments(
         flat = flats[place.flat]
         for key, value in optimizer.state.get(flat, {}).items():
             if isinstance(value, Tensor) and value.shape == flat.shape:
-                found.setdefault(name, {})[key] = value.detach().narrow(0, place.offset, place.length)
+                found.setdefault(name, {})[key] = place.within(value)
             elif isinstance(value, Tensor | int | float):
                 found.setdefault(name, {})[key] = torch.as_tensor(value, dtype=torch.float32).detach().cpu().clone()
     return found
@@ -275,15 +299,24 @@ def make_moments(optimizer: torch.optim.Optimizer, flat: Tensor, counts: Mapping
 
     Without any of both it forgets its state.
     """
-    kept = optimizer.state.pop(flat, {})
+    kept = optimizer.state.get(flat, {})
+    for key in kept.keys() - keys:
+        del kept[key]
     if not keys and not counts:
+        optimizer.state.pop(flat, None)
         return
-    state = optimizer.state[flat]
     for key in keys:
-        value = kept.get(key)
-        fits = isinstance(value, Tensor) and value.shape == flat.shape
-        state[key] = value if fits else torch.zeros_like(flat, dtype=torch.float32, requires_grad=False)
+        make_moment(optimizer, flat, key)
     for key, number in counts.items():
         # torch's own optimizers count in a tensor, DeepSpeed's in a number.
         own = type(optimizer).__module__.startswith("torch.")
-        state[key] = torch.tensor(number, dtype=torch.float32) if own else int(number)
+        optimizer.state[flat][key] = torch.tensor(number, dtype=torch.float32) if own else int(number)
+
+
+def make_moment(optimizer: torch.optim.Optimizer, flat: Tensor, key: str) -> Tensor:
+    """A moment of a flat tensor, live; the one that is there, or zeros."""
+    state = optimizer.state[flat]
+    value = state.get(key)
+    if not isinstance(value, Tensor) or value.shape != flat.shape:
+        value = state[key] = torch.zeros_like(flat, dtype=torch.float32, requires_grad=False)
+    return value

@@ -84,7 +84,6 @@ class Components:
 
     def build(self, part: str) -> nn.Module:
         """A model of diffusers from its configuration alone, with the weights that its constructor draws."""
-        _hush()
         model = self._class(part).from_config(self.config(part))  # type: ignore[attr-defined]
         assert isinstance(model, nn.Module)
         return model
@@ -94,7 +93,6 @@ class Components:
 
     def load(self, part: str, dtype: torch.dtype | None = None) -> object:
         """A frozen part with its weights, in eval mode, without gradients; or a tokenizer or scheduler."""
-        _hush()
         extra = {} if dtype is None else {"torch_dtype": dtype}
         loaded = self._class(part).from_pretrained(self.folder / part, **extra)  # type: ignore[attr-defined]
         if isinstance(loaded, nn.Module):
@@ -131,7 +129,13 @@ class Components:
         if part not in self._classes:
             raise UserError(f"{self.folder} has no {part}", fix=f"it is a {self.pipeline}; is that the right family?")
         library, name = self._classes[part]
-        return cast(type, getattr(import_module(library), name))
+        return class_of(library, name)
+
+
+def class_of(library: str, name: str) -> type:
+    """A class of diffusers or transformers, with libraries that keep quiet from before it is imported."""
+    _hush()
+    return cast(type, getattr(import_module(library), name))
 
 
 @cache

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
@@ -26,7 +25,7 @@ from smalti.models.family import Conditioning, Encoding, Prediction, SampleReque
 from smalti.models.weights import FolderWeights, SeededWeights, without_weights
 from smalti.settings import LaunchOptions, ModelOptions, TrainingOptions
 from smalti_diffusers.adapter import AdaptedWeights, Lora, adapter_shapes, attach, export_adapter
-from smalti_diffusers.components import INDEX, Components, locate
+from smalti_diffusers.components import INDEX, Components, class_of, locate
 from smalti_diffusers.flowshift import scheduler_shift
 from smalti_diffusers.options import DiffusersOptions, LoraOptions, Precision
 from smalti_diffusers.quantisation import check_device, quantise
@@ -181,7 +180,7 @@ class PipelineFamily:
         return self._pipeline(_encodes_texts)
 
     def _pipeline(self, has: Callable[[str], bool]) -> object:
-        cls = getattr(import_module("diffusers"), self.pipeline)
+        cls = class_of("diffusers", self.pipeline)
         frozen = {part: self._load(part) if has(part) else None for part in self.components.parts() if part != self.part}
         pipeline = cls(**frozen, **{self.part: None}, **self.components.settings)
         pipeline.set_progress_bar_config(disable=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from importlib import import_module
 from inspect import signature
 from typing import cast
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from smalti import Config
 from smalti.models.family import Conditioning, SampleRequest
+from smalti_diffusers.components import class_of
 from smalti_diffusers.gemma import encode_instructed
 from smalti_diffusers.pipeline import PipelineFamily, create
 
@@ -45,7 +45,7 @@ class Sana(PipelineFamily):
     @cached_property
     def instruction(self) -> list[str]:
         """What the pipeline puts before every prompt to make Gemma tell more of it, unless it is told otherwise."""
-        call = getattr(import_module("diffusers"), self.pipeline).__call__
+        call = class_of("diffusers", self.pipeline).__call__
         return cast(list[str], signature(call).parameters["complex_human_instruction"].default)
 
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:

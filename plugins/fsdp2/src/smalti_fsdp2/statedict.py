@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from smalti import CheckpointError
+from smalti.checkpoint.dtypes import NAMES
 from smalti.checkpoint.formats import Contents, optimizer_of
-from smalti.checkpoint.planning import DTYPES, memory
+from smalti.checkpoint.planning import memory
 from smalti.checkpoint.portable import portable_name
 from smalti.checkpoint.tensorfile import StoredTensor
 from smalti_fsdp2.metadata import Key
@@ -143,9 +144,9 @@ def _model_key(folder: Path, found: _Sorted) -> Key:
 
 
 def _stored(name: str, value: Value) -> StoredTensor:
-    if value.dtype is None or value.shape is None or value.dtype not in DTYPES:
+    if value.dtype is None or value.shape is None or value.dtype not in NAMES:
         raise CheckpointError(f"{name} is of type {value.dtype}, which a checkpoint cannot hold")
-    return StoredTensor(dtype=DTYPES[value.dtype], shape=value.shape, pieces=1)
+    return StoredTensor(dtype=NAMES[value.dtype], shape=value.shape, pieces=1)
 
 
 def _tensor(value: Value, name: str) -> Tensor:

@@ -1,0 +1,24 @@
+"""Checkpoints under ZeRO 2 and 3 on two processes: smalti's, with digests and fsync, over DeepSpeed's own of the same state.
+
+Both are written to the same disk and read from the page cache. A run that resumes has no moments yet, so neither has here.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from run import Result, paired
+from shard import checkpoint_times
+
+from smalti.testing import two_processes
+
+
+def measure() -> list[Result]:
+    with two_processes(ranks=2, group=False, seconds=600) as two, tempfile.TemporaryDirectory() as folder:
+        kept = {stage: two.run(checkpoint_times, stage, Path(folder))[0] for stage in (2, 3)}
+    return [
+        paired(f"zero: {act} under ZeRO {stage}, ours over DeepSpeed's", *found[act], unit="s", goal=1.5)
+        for stage, found in kept.items()
+        for act in ("save", "load")
+    ]

@@ -1,0 +1,92 @@
+"""How each rank of a launch has ended, told by the processes that know it to the one that has started them: files in a folder.
+
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from smalti.errors import ExitCode, GpuFaultError, UserError
+
+FOLDER_VARIABLE = "SMALTI_OUTCOME_DIR"
+"""Set in all processes of a launch."""
+_KILLED = "killed.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnd:
+    """What one rank said when it ended; `time` orders the ranks' last words.
+
+    `follows`: only the loss of another rank ended it; then `saved` tells of the checkpoint that it made of its own before, and
+    `ended` which ranks it had to kill because they hung.
+    """
+
+    rank: int
+    exit_code: int
+    message: str
+    time: float
+    follows: bool = False
+    saved: str = ""
+    ended: Sequence[int] = ()
+
+
+def launched() -> bool:
+    """Whether this process is one of a launch, or else the only one."""
+    return FOLDER_VARIABLE in os.environ
+
+
+def leave_word(code: int, message: str, *, follows: bool = False, saved: str = "", ended: Sequence[int] = ()) -> None:
+    """This rank's; the first word counts. Nothing is written where nobody has launched it."""
+    if not launched():
+        return
+    rank = int(os.environ.get("RANK", "0"))
+    path = Path(os.environ[FOLDER_VARIABLE]) / f"rank-{rank}.json"
+    if not path.exists():
+        end = RankEnd(
+            rank=rank, exit_code=int(code), message=message, time=time.time(), follows=follows, saved=saved, ended=ended
+        )
+        path.write_text(json.dumps(asdict(end)))
+
+
+def leave_killed(signals: Mapping[int, int]) -> None:
+    """By the launcher's agent: which ranks were killed by which signals, which they cannot tell themselves."""
+    (Path(os.environ[FOLDER_VARIABLE]) / _KILLED).write_text(json.dumps(signals))
+
+
+def read_ends(folder: Path) -> list[RankEnd]:
+    """The earliest first; without ranks that left no word."""
+    found = []
+    for path in folder.glob("rank-*.json"):
+        try:
+            found.append(RankEnd(**json.loads(path.read_text(encoding="utf-8"))))
+        except ValueError:
+            continue  # the rank was killed while it wrote
+    return sorted(found, key=lambda end: end.time)
+
+
+def read_killed(folder: Path) -> dict[int, str]:
+    """The names of the signals that killed ranks, as far as the agent saw them."""
+    try:
+        killed = json.loads((folder / _KILLED).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return {int(rank): signal.Signals(number).name for rank, number in killed.items()}
+
+
+def describe(error: BaseException) -> str:
+    """One line for the end of the output: kind, message and the notes about who raised it."""
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    if isinstance(error, UserError):
+        return f"{error}{notes}"
+    return f"{type(error).__name__}: {error}{notes}"
+
+
+def code_of(error: BaseException) -> ExitCode:
+    return error.exit_code if isinstance(error, UserError | GpuFaultError) else ExitCode.FAILED

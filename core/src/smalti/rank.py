@@ -1,0 +1,78 @@
+"""One rank of a run, in whatever process: builds, trains, obeys signals, leaves its last words before anything is closed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from smalti.config import Config
+from smalti.crew import Crew, LostRankError
+from smalti.lastwords import code_of, describe, launched, leave_word
+from smalti.plugins import Plugins
+from smalti.run import build, open_parallel
+from smalti.strategy import choose_distributed
+from smalti.trainer import train
+from smalti.types import Outcome, RunState, StopReason
+
+
+def run_rank(config: Config, plugins: Plugins) -> Outcome:
+    """Build and train on this rank. Every rank of the run calls it; an agreed stop returns on all of them."""
+    plan = choose_distributed(config, plugins)
+    with ExitStack() as signals, ExitStack() as closing:
+        parallel = open_parallel(plan, config)
+        closing.callback(parallel.close)
+        crew = Crew.meet(parallel)
+        with last_words(crew):
+            run = build(config, plugins, plan, parallel, crew, closing)
+            signals.enter_context(stop_signals(run.state))  # to the very end: what is said and closed last is not cut off
+            outcome = train(run)
+            parallel.barrier()  # nobody leaves the group while another still talks to it
+        return outcome
+
+
+@contextmanager
+def last_words(crew: Crew) -> Iterator[None]:
+    """An exception is written down before anything is closed: what closing does to other ranks comes after its cause.
+
+    One that only tells of another rank's end is replaced by an error that says so.
+    """
+    try:
+        yield
+    except BaseException as error:
+        lost = error if isinstance(error, LostRankError) else crew.notice(error)
+        if lost is None:
+            leave_word(code_of(error), describe(error))
+            raise
+        leave_word(lost.exit_code, describe(lost), follows=True, saved=lost.saved, ended=lost.ended)
+        if lost is error:
+            raise
+        raise lost from error
+
+
+@contextmanager
+def stop_signals(state: RunState) -> Iterator[None]:
+    """SIGINT and SIGTERM ask for an agreed stop; the second one ends a process that nobody launched.
+
+    Under a launcher it is the launcher's to count: one signal from a scheduler can reach a rank twice, from the scheduler and
+    passed on by torch's agent.
+    """
+    counted_elsewhere = launched()
+
+    def handle(number: int, frame: object) -> None:
+        reason = StopReason.INTERRUPTED if number == signal.SIGINT else StopReason.PREEMPTED
+        if state.stop_reason in (StopReason.INTERRUPTED, StopReason.PREEMPTED):
+            if not counted_elsewhere:
+                os._exit(reason.exit_code)
+            return
+        print("smalti: finishing the step, then saving; once more ends now", file=sys.stderr, flush=True)
+        state.request_stop(reason, f"{reason.name.lower()} at step {state.step}")
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
