@@ -22,6 +22,13 @@ from smalti.ranks import GlooRanks
 from smalti.settings import LaunchOptions
 from smalti.types import World
 
+_left: list[dist.ProcessGroup | None] = []
+"""Groups of which no more is asked, kept for as long as the process lives.
+
+DDP's reducer would otherwise be the last to hold one. It takes the group down with Python's lock in its hands, and waits for
+gloo's threads, one of which may wait for that lock to let go of a tensor (torch 2.13, pytorch/pytorch#56297).
+"""
+
 
 class Group:
     """Joins the process group that the launcher's environment describes.
@@ -102,6 +109,7 @@ class Group:
     def close(self) -> None:
         """Leave in step with the others: a rank that disappears while another still talks to it aborts that one."""
         if dist.is_initialized():
+            _left.append(dist.group.WORLD)
             dist.destroy_process_group()
 
 
