@@ -21,10 +21,10 @@ def save(run: Run, *, last: bool) -> None:
     buffers = [portable_name(name) for name, _ in run.parallel.unwrap(run.model).named_buffers()]
     run.saver.begin(run.snapshot(), changing=buffers, at_once=at_once)
     if at_once:
-        announce(run, finish=True)
+        announce(run, finish=True, last=last)
 
 
-def announce(run: Run, *, finish: bool = False) -> None:
+def announce(run: Run, *, finish: bool = False, last: bool = False) -> None:
     """Tell the observers what became of the save in flight, on every rank at the same step. *Collective*.
 
     A failure becomes a request to stop where `--on_save_error=stop`; else the next interval tries again.
@@ -38,7 +38,7 @@ def announce(run: Run, *, finish: bool = False) -> None:
         return
     stops = run.config[CheckpointOptions].on_save_error == "stop" or landed.errno is None
     if run.world.is_main:
-        then = "stopping" if stops else "older checkpoints are intact, training goes on"
+        then = "stopping" if stops else "older checkpoints are intact" + ("" if last else ", training goes on")
         _log.warning("%s; %s%s", landed.message, then, f"\n  fix: {landed.fix}" if landed.fix else "")
     run.hook.on_checkpoint_failed(state=run.state, error=landed)
     if stops:
@@ -49,7 +49,7 @@ def settle(run: Run, outcome: Outcome) -> Outcome:
     """The outcome once the save in flight has landed; a failure if the last one could not be written. *Collective*."""
     if outcome.reason is StopReason.FAULT_UNSAVED:
         return outcome  # the accelerator may have failed under the save as well, and its fault is what counts
-    announce(run, finish=True)
+    announce(run, finish=True, last=True)
     if run.save_failure is None or outcome.reason is StopReason.SAVE_FAILED:
         return outcome
     told = run.parallel.share(_with_last_good(run, run.save_failure))[0]
