@@ -1,9 +1,11 @@
 """Real runs for the tests: a small data set, and `smalti train` as a user starts it, in a process of its own."""
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -113,13 +115,16 @@ def starting(pictures: Path) -> Iterator[Callable[..., "Started"]]:
     """Start runs and return at once, to watch, ask and signal them. They are killed when this is over."""
     started = []
 
-    def begin(directory: Path, **options) -> Started:
+    def begin(directory: Path, *, terminal: int | None = None, **options) -> Started:
         process = subprocess.Popen(
             command(pictures, directory, **options),
             env=environment(directory, probe=False),
-            stdout=subprocess.PIPE,
+            stdin=terminal,
+            stdout=subprocess.PIPE if terminal is None else terminal,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=terminal is not None,
+            preexec_fn=None if terminal is None else lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
         started.append(process)
         return Started(directory, process)
@@ -128,12 +133,17 @@ def starting(pictures: Path) -> Iterator[Callable[..., "Started"]]:
     for process in started:
         if process.poll() is None:
             end_tree(process.pid)
-        process.communicate()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 @pytest.fixture
 def start(pictures):
-    """Start a run that lasts as long as the test, at most: start(directory, option=value, ...)."""
+    """Start a run that lasts as long as the test, at most: start(directory, option=value, ...).
+
+    `terminal` is the descriptor of one that becomes its terminal.
+    """
     with starting(pictures) as begin:
         yield begin
 

@@ -10,6 +10,8 @@ import sys
 import psutil
 import pytest
 
+from smalti.checkpoint.store import CheckpointStore
+
 ENDLESS = {"max_train_steps": 100_000, "train_batch_size": 4, "validation_prompt": "circle number 1"}
 
 
@@ -58,6 +60,27 @@ def test_what_a_library_would_do_at_the_very_end_of_a_process_cannot_make_a_run_
     path = {"PYTHONPATH": str(tmp_path / "site")}
     ended = launch(tmp_path / "run", max_train_steps=2, train_batch_size=4, num_processes=2, probe=False, variables=path)
     assert (ended.code, "smalti: done: trained 2 steps" in ended.output) == (0, True), ended.output
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_whose_terminal_is_closed_saves_and_leaves(tmp_path, start, ranks):
+    ours, theirs = os.openpty()
+    run = start(tmp_path / "run", **ENDLESS, num_processes=ranks, terminal=theirs)
+    os.close(theirs)
+    run.wait_for_step(3)
+    os.close(ours)
+    code, _ = run.wait()
+    saved = CheckpointStore(tmp_path / "run/checkpoints").latest()
+    assert (code, saved is not None) == (6, True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_whose_words_nobody_reads_any_more_trains_to_its_end(tmp_path, start, ranks):
+    run = start(tmp_path / "run", max_train_steps=60, train_batch_size=4, num_processes=ranks, checkpoint_step_interval=2)
+    run.process.stdout.readline()
+    run.process.stdout.close()
+    assert run.process.wait(120) == 0
+    assert CheckpointStore(tmp_path / "run/checkpoints").latest().name == "step-00000060"
 
 
 def test_the_second_interrupt_ends_every_process_at_once(tmp_path, start):

@@ -17,7 +17,7 @@ PLUGIN_PACKAGES = ("smalti_fsdp2", "smalti_deepspeed", "smalti_storage_s3", "sma
 
 # From the ground up: a module may import from its own layer and from those below it. A name stands for a package as well.
 LAYERS = (
-    ("errors", "packages", "files", "process", "hashing", "termination", "ending", "lastwords"),
+    ("errors", "packages", "files", "process", "hashing", "streams", "termination", "ending", "lastwords"),
     ("types",),
     ("hookspecs",),
     ("options", "flags", "configfile", "acceleratefile", "settings", "events"),
@@ -74,6 +74,7 @@ TORCH_FREE = (
     "smalti.rundir",
     "smalti.settings",
     "smalti.strategy",
+    "smalti.streams",
     "smalti.termination",
     "smalti.types",
     "smalti.agent",

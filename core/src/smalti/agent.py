@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from smalti.ending import End
 from smalti.lastwords import leave_killed
+from smalti.streams import outlast
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
@@ -26,6 +27,7 @@ GRACE_SECONDS = 600
 
 def main() -> None:
     end = End.first()
+    outlast()
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     module, *arguments = sys.argv[1:]

@@ -8,12 +8,14 @@ import traceback
 from difflib import get_close_matches
 from importlib.metadata import version
 from pkgutil import resolve_name
+from typing import NoReturn
 
 import click
 
 from smalti.ending import End
 from smalti.errors import ExitCode, MissingPlugin, UserError
 from smalti.packages import package_of_command
+from smalti.streams import outlast
 
 COMMANDS = {
     "train": ("smalti.commands.train:train", "Train, or resume; --dry-run shows what would happen."),
@@ -81,12 +83,24 @@ def smalti() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of `smalti`. Exits with the codes of `smalti.errors.ExitCode`."""
-    end = End.first() if arguments is None else End()  # a process that is given arguments has other things to do afterwards
+    if arguments is None:
+        _be_the_process(sys.argv[1:])
+    sys.exit(_run(arguments))  # the process has other things to do afterwards
+
+
+def main_train() -> None:
+    """Entry point of `smalti-train`: the same as `smalti train`."""
+    _be_the_process(["train", *sys.argv[1:]])
+
+
+def _be_the_process(arguments: list[str]) -> NoReturn:
+    end = End.first()
+    outlast("stderr")
     end.code = _run(arguments)
     sys.exit(end.code)
 
 
-def _run(arguments: list[str] | None) -> int:
+def _run(arguments: list[str]) -> int:
     try:
         code = smalti.main(args=arguments, prog_name="smalti", standalone_mode=False)
     except UserError as error:
@@ -110,8 +124,3 @@ def _tell(message: str, error: BaseException) -> None:
     click.echo(f"smalti: error: {message}", err=True)
     for note in getattr(error, "__notes__", ()):
         click.echo(f"  {note}", err=True)
-
-
-def main_train() -> None:
-    """Entry point of `smalti-train`: the same as `smalti train`."""
-    main(["train", *sys.argv[1:]])

@@ -14,6 +14,7 @@ from smalti.lastwords import code_of, describe, launched, leave_word
 from smalti.plugins import Plugins
 from smalti.run import build, open_parallel
 from smalti.strategy import choose_distributed
+from smalti.termination import handled, pre_emptions
 from smalti.trainer import train
 from smalti.types import Outcome, RunState, StopReason
 
@@ -54,25 +55,21 @@ def last_words(crew: Crew) -> Iterator[None]:
 
 @contextmanager
 def stop_signals(state: RunState) -> Iterator[None]:
-    """SIGINT and SIGTERM ask for an agreed stop; the second one ends a process that nobody launched.
+    """SIGINT, SIGTERM and SIGHUP ask for an agreed stop; the second one ends a process that nobody launched.
 
     Under a launcher it is the launcher's to count: one signal from a scheduler can reach a rank twice, from the scheduler and
-    passed on by torch's agent.
+    passed on by torch's agent. A terminal that is closed sends SIGHUP as often as it likes.
     """
     counted_elsewhere = launched()
 
     def handle(number: int, frame: object) -> None:
         reason = StopReason.INTERRUPTED if number == signal.SIGINT else StopReason.PREEMPTED
         if state.stop_reason in (StopReason.INTERRUPTED, StopReason.PREEMPTED):
-            if not counted_elsewhere:
+            if not counted_elsewhere and number != signal.SIGHUP:
                 os._exit(reason.exit_code)
             return
         print("smalti: finishing the step, then saving; once more ends now", file=sys.stderr, flush=True)
         state.request_stop(reason, f"{reason.name.lower()} at step {state.step}")
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handled((signal.SIGINT, *pre_emptions()), handle):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,25 +1,42 @@
-"""SIGTERM where no run could stop by itself: before its first step, after its last, and while data are encoded."""
+"""Signals that end a run, also where it cannot stop by itself: before its first step, after its last, during encoding."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 
 class Terminated(KeyboardInterrupt):
-    """A scheduler wants the process to end. It unwinds like Ctrl-C, and like that no `except Exception` stops it."""
+    """A scheduler wants the process to end, or its terminal was closed.
+
+    It unwinds like Ctrl-C, and like that no `except Exception` stops it.
+    """
 
 
 @contextmanager
 def terminated() -> Iterator[None]:
-    """Meanwhile SIGTERM raises `Terminated`, as Ctrl-C raises anyway. In the main thread."""
+    """Meanwhile the signals of `pre_emptions` raise `Terminated`, as Ctrl-C raises anyway. In the main thread."""
 
     def handle(number: int, frame: object) -> None:
         raise Terminated
 
-    before = signal.signal(signal.SIGTERM, handle)
+    with handled(pre_emptions(), handle):
+        yield
+
+
+def pre_emptions() -> tuple[signal.Signals, ...]:
+    """SIGTERM, and SIGHUP of a terminal that is closed, unless the process was told to ignore it, as by `nohup`."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def handled(signals: Iterable[signal.Signals], handle: Callable[[int, object], None]) -> Iterator[None]:
+    """Meanwhile these signals call `handle`. In the main thread."""
+    before = {number: signal.signal(number, handle) for number in signals}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

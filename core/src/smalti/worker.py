@@ -18,6 +18,7 @@ from smalti.errors import UserError
 from smalti.lastwords import code_of, describe, leave_word
 from smalti.plugins import Plugins, Selection, load_plugins
 from smalti.rundir import RunDirectory
+from smalti.streams import outlast
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -29,6 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
     end = End.first() if arguments is None else End()  # a process that is given arguments has other things to do afterwards
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    outlast()
     logging.basicConfig(format="smalti: %(message)s", level=logging.WARNING)
     record(_work)(Path((arguments or sys.argv[1:])[0]))
     end.code = 0

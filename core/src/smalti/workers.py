@@ -18,6 +18,7 @@ from smalti.errors import ExitCode, PreflightError, UserError
 from smalti.lastwords import FOLDER_VARIABLE, RankEnd, read_ends, read_killed
 from smalti.launch import LaunchPlan
 from smalti.rundir import Request, RunDirectory
+from smalti.termination import handled, pre_emptions
 
 POLL_SECONDS = 0.1
 _STOPS = (ExitCode.DONE, ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
@@ -29,8 +30,8 @@ Verdict = tuple[ExitCode, str]
 def run_workers(plan: LaunchPlan, directory: RunDirectory) -> Verdict:
     """Start the workers of this machine and wait; the exit code by meaning, and the sentence that goes with it.
 
-    The first Ctrl-C or SIGTERM becomes a stop request that all ranks agree on, or ends a launch in which no run has begun yet;
-    the second ends every process at once. Raises PreflightError when the port for the other machines is taken.
+    The first Ctrl-C, SIGTERM or SIGHUP becomes a stop request that all ranks agree on, or ends a launch in which no run has
+    begun yet; the second ends every process at once. Raises PreflightError when the port for the other machines is taken.
     """
     if plan.port is not None:
         _check_port(plan.port)
@@ -70,14 +71,13 @@ def _check_port(port: int) -> None:
 def _signals() -> Iterator[list[int]]:
     """The signals that came in, for the waiting loop to look at."""
     received: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _: received.append(number)) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
+
+    def handle(number: int, frame: object) -> None:
+        if not (received and number == signal.SIGHUP):  # which comes more than once when a terminal is closed
+            received.append(number)
+
+    with handled((signal.SIGINT, *pre_emptions()), handle):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _wait(

@@ -9,6 +9,7 @@ import click
 from smalti.errors import ExitCode
 from smalti.invocation import Invocation, take_switch
 from smalti.reference import help_text
+from smalti.streams import outlast
 from smalti.termination import Terminated, terminated
 
 USAGE = """\
@@ -44,6 +45,7 @@ def train(words: tuple[str, ...]) -> int:
 
             preparation = Preparation.of(config, invocation.plugins, write=not dry_run)
             if not dry_run:
+                outlast()
                 return int(preparation.launch())
     except Terminated:
         click.echo("smalti: stopped before the run began; the same command begins it", err=True)
