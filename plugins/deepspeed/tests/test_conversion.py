@@ -189,3 +189,16 @@ def test_ranks_of_different_steps_are_refused(made, tmp_path, what):
     torch.save(content, file)
     with pytest.raises(CheckpointError, match="mixed"):
         open_deepspeed(folder)
+
+
+@pytest.mark.parametrize("how", [shutil.copy, os.rename])
+@pytest.mark.parametrize(("stage", "what"), [(1, "optim"), (3, "optim"), (3, "model")])
+def test_the_file_of_another_rank_is_refused(made, tmp_path, stage, what, how):
+    folder = shutil.copytree(made[0] / f"{stage} on {2 if stage == 1 else 3}" / "theirs", tmp_path / "theirs")
+    first, second, *_ = sorted(folder.glob(f"*/*zero_pp_rank_*_{what}_states.pt"))
+    kept = shutil.copy(first, tmp_path)
+    how(second, first)
+    if how is os.rename:
+        shutil.copy(kept, second)
+    with pytest.raises(CheckpointError, match=rf"{first.name} is the file of another rank: it was saved as .*{second.name}"):
+        open_deepspeed(folder)

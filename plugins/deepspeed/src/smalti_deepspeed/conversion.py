@@ -33,6 +33,7 @@ from smalti.checkpoint.tensorfile import StoredTensor
 _NOT_SETTINGS = frozenset(("params", "param_names", "foreach", "fused", "capturable", "differentiable", "name"))
 """Which parameters a group has, and switches between implementations of the same mathematics."""
 _NAME = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
 
 
 class Shell:
@@ -287,16 +288,25 @@ def _load(path: Path) -> Mapping[str, Any]:
 
 
 def _check_bytes(path: Path) -> None:
-    """Raises CheckpointError where contents do not match the checksums in the file. torch does not look at those."""
+    """Raises CheckpointError where contents do not match the checksums in the file, or are another rank's.
+
+    torch does not look at either. Nothing that DeepSpeed puts into a file tells whose it is; but torch puts all of it into a
+    folder of the name under which it was saved.
+    """
     if not is_zipfile(path):
         return  # torch says what else it may be
     try:
         with ZipFile(path) as archive:
             damaged = archive.testzip()
+            folder = next(iter(archive.namelist()), "").partition("/")[0]
     except (BadZipFile, OSError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if damaged is not None:
         raise CheckpointError(f"{path} is damaged: {damaged} in it does not match its checksum")
+    named, saved = _RANK.search(path.name), _RANK.search(folder)
+    if named and saved and named.groups() != saved.groups():
+        fix = "put the files of all ranks back under the names that they were saved under"
+        raise CheckpointError(f"{path} is the file of another rank: it was saved as {folder}.pt", fix=fix)
 
 
 # --- what is told of it ---------------------------------------------------------------------------------------------
