@@ -43,10 +43,15 @@ def check_strategy(plan: DistributedPlan, config: Config, plugins: Plugins) -> N
     """Refuse an unknown optimizer, and one that cannot work on parts of parameters where the strategy makes them."""
     entries = plugins.gather("register_optimizers", OptimizerEntry)
     chosen = find_optimizer(config[OptimizerOptions].optimizer, entries)
-    if plan.shards and not chosen.shards:
-        others = ", ".join(entry.name for entry in entries if entry.shards)
+
+    def works(entry: OptimizerEntry) -> bool:
+        return (entry.shards or not plan.shards) and (entry.flat or not plan.flattens)
+
+    if not works(chosen):
+        parts = "flat slices" if plan.flattens else "parts"
+        others = ", ".join(entry.name for entry in entries if works(entry))
         raise UserError(
-            f"{chosen.title} does not work under {plan.title}, where a rank holds parts of parameters",
+            f"{chosen.title} does not work under {plan.title}, where a rank holds {parts} of parameters",
             fix=f"--optimizer=adamw, or another one of {others}",
         )
 

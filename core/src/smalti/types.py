@@ -66,7 +66,8 @@ class OptimizerEntry:
 
     `factory` is "module:callable", called as `factory(named_parameters, **settings)`; `accepts` names the settings that
     it takes besides `lr`, out of `betas`, `eps` and `weight_decay`. `shards` says whether it works on parameters of which a
-    rank holds a part (DTensors); one that does not is refused before launch where the strategy shards.
+    rank holds a part (DTensors), `flat` whether it works on parts without shape, as one does that treats each number by itself;
+    one that does not is refused before launch where the strategy makes such.
     """
 
     name: str
@@ -74,6 +75,7 @@ class OptimizerEntry:
     factory: str
     accepts: tuple[str, ...] = ("betas", "eps", "weight_decay")
     shards: bool = True
+    flat: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,12 +154,11 @@ class DistributedPlan:
     `parallel` is "module:callable", called on every rank as `callable(config)` once the process group may be made.
     `accelerate` is merged into the Accelerate YAML, where None takes a key out, `environment` into the workers' environment.
     `context` ranks work on the same samples, so that the effective batch counts groups of so many; with `deals_heads` each of
-    them takes some heads of attention. `shards` says that a rank
-    holds parts of parameters, on which not every optimizer works. `check_model`, if given, is "module:callable" too: before
-    it starts any rank, the launcher calls it as `callable(config, model)` with the family's model on the meta device; it raises
-    UserError. `settings` are what the backend itself will be told, in
-    JSON's types, for whoever looks at a launch. `fallback` marks the plan that is used only when no other plugin claims the
-    run.
+    them takes some heads of attention. `shards` says that a rank holds parts of parameters, `flattens` that the optimizer sees
+    them as flat slices: not every one works on those. `check_model`, if given, is "module:callable" too: before it starts any
+    rank, the launcher calls it as `callable(config, model)` with the family's model on the meta device; it raises UserError.
+    `settings` are what the backend itself will be told, in JSON's types, for whoever looks at a launch. `fallback` marks the
+    plan that is used only when no other plugin claims the run.
     """
 
     name: str
@@ -168,6 +169,7 @@ class DistributedPlan:
     context: int = 1
     deals_heads: bool = False
     shards: bool = False
+    flattens: bool = False
     check_model: str = ""
     settings: Mapping[str, object] = field(default_factory=dict)
     fallback: bool = False

@@ -11,11 +11,11 @@ import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
-from smalti import Cleared, Config, PreflightError, UserError, World
+from smalti import Cleared, Config, OptimizerEntry, PreflightError, UserError, World, hookimpl
 from smalti.caches import clear_cache, list_caches
 from smalti.config import resolve, schema_of
 from smalti.launch import plan_launch, yaml_text
-from smalti.plugins import Selection, load_plugins
+from smalti.plugins import PluginInfo, Selection, load_plugins
 from smalti.preparation import Preparation
 from smalti.strategy import check_strategy, choose_distributed
 from smalti_deepspeed import checks, offloadfolder
@@ -71,6 +71,22 @@ def test_room_for_what_is_swapped_is_looked_for_before_the_launch(tmp_path, monk
 def test_a_sound_configuration_has_none_and_works_with_adapters_too():
     assert complaints(ZERO2, "--model_type=lora") == []
     check_strategy(choose_distributed(configure(ZERO2), PLUGINS), configure(ZERO2), PLUGINS)
+
+
+class Shapely:
+    """A plugin with an optimizer that looks at the shapes of parameters."""
+
+    @hookimpl
+    def register_optimizers(self):
+        return [OptimizerEntry(name="shapely", title="Shapely", factory="torch.optim:Adafactor", flat=False)]
+
+
+def test_an_optimizer_that_needs_shapes_is_refused():
+    plugins = load_plugins(Selection(only=("deepspeed",)))
+    plugins.register(PluginInfo(name="shapely", distribution="tests", version="1"), Shapely())
+    asked = configure(ZERO2, "--optimizer=shapely")
+    with pytest.raises(UserError, match="Shapely does not work under DeepSpeed, where a rank holds flat slices"):
+        check_strategy(choose_distributed(asked, plugins), asked, plugins)
 
 
 @pytest.mark.parametrize("platform", ["darwin", "rocm"])

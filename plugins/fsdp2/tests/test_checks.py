@@ -88,6 +88,15 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_with_the_others_nam
     assert "adamw" in raised.value.fix
 
 
+def test_an_optimizer_that_needs_shapes_is_refused_where_parameters_are_flat_slices():
+    flags = ("--num_processes=2", "--fsdp_enable", "--optimizer=muon")
+    check_strategy(choose_distributed(config(*flags), PLUGINS), config(*flags), PLUGINS)
+    first = config(*flags, "--fsdp_version=1")
+    with pytest.raises(UserError, match=r"Muon .* does not work under FSDP 1, where a rank holds flat slices") as raised:
+        check_strategy(choose_distributed(first, PLUGINS), first, PLUGINS)
+    assert "muon" not in raised.value.fix
+
+
 @pytest.mark.parametrize("word", ["sharded", "SHARDED_STATE_DICT", "Sharded-State-Dict"])
 def test_state_dict_types_are_read_in_any_spelling(word):
     assert config(f"--fsdp_state_dict_type={word}").value("fsdp_state_dict_type") == "SHARDED_STATE_DICT"

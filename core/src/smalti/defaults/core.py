@@ -33,9 +33,14 @@ if TYPE_CHECKING:
 OPTIMIZERS = (
     OptimizerEntry(name="adamw", title="AdamW", factory="smalti.optimizers:adamw"),
     OptimizerEntry(
-        name="adafactor", title="Adafactor", factory="torch.optim:Adafactor", accepts=("weight_decay",), shards=False
+        name="adafactor",
+        title="Adafactor",
+        factory="torch.optim:Adafactor",
+        accepts=("weight_decay",),
+        shards=False,
+        flat=False,
     ),
-    OptimizerEntry(name="muon", title="Muon for matrices, AdamW for the rest", factory="smalti.optimizers:muon"),
+    OptimizerEntry(name="muon", title="Muon for matrices, AdamW for the rest", factory="smalti.optimizers:muon", flat=False),
     OptimizerEntry(name="adagrad", title="Adagrad", factory="torch.optim:Adagrad", accepts=("eps", "weight_decay")),
     OptimizerEntry(name="sgd", title="SGD with momentum 0.9", factory="smalti.optimizers:sgd", accepts=("weight_decay",)),
 )

@@ -75,6 +75,7 @@ class DeepSpeed:
             accelerate=fragment(config),
             settings=document,
             shards=True,
+            flattens=True,
             check_model="smalti_deepspeed.offloadfolder:check_room" if offload_folders(document) else "",
         )
 

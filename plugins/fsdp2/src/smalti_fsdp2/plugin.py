@@ -85,6 +85,7 @@ class Fsdp:
             context=config[ContextOptions].context_parallel_size,
             deals_heads=config[ContextOptions].context_parallel_comm_strategy == "alltoall",
             shards=True,
+            flattens=version == 1,
             check_model="smalti_fsdp2.checks:check_classes" if has_unseen_classes(config) else "",
         )
 
