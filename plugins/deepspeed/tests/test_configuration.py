@@ -336,6 +336,9 @@ def test_an_optimizer_of_deepspeeds_alone_is_an_optimizer_of_smaltis():
             {**ZERO2, "scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}},
             "scheduler.params.warmup_steps in deepspeed_config: unknown key",
         ),
+        ({**ZERO2, "optimizer": {"type": "Adam", "lr": 0.1}}, "optimizer.lr in deepspeed_config: unknown key"),
+        ({**ZERO2, "scheduler": {"type": "WarmupLR", "param": {}}}, "scheduler.param in deepspeed_config: unknown key"),
+        ({**ZERO2, "data_types": {"grad_acum_dtype": "fp32"}}, "data_types.grad_acum_dtype in deepspeed_config: unknown key"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_key(document, told):
@@ -355,6 +358,7 @@ def test_a_misspelt_key_is_told_with_the_nearest_one():
         ({**ZERO2, "activation_checkpointing": {}}, "--gradient_checkpointing"),
         ({**ZERO2, "tensorboard": {"enabled": True}}, "--report_to"),
         ({**ZERO2, "gradient_allreduce_op": "sum"}, "averaged"),
+        ({**ZERO2, "scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": 9}}}, "last_batch_iteration"),
     ],
 )
 def test_what_has_no_effect_is_told_and_left_out(document, word):

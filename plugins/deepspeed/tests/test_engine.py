@@ -79,6 +79,27 @@ def test_losses_in_bf16_are_those_of_replicas(ranks, replicas, kind):
     assert furthest(found, replicas["bf16"]) < 3e-3
 
 
+def types_of_gradients(flags: tuple[str, ...]) -> tuple[torch.dtype, torch.dtype]:
+    """In which they are averaged, and added up."""
+    zero = open_strategy("deepspeed", flags, 2).model.optimizer
+    return zero.communication_data_type, zero.gradient_accumulation_dtype
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"communication_data_type": "auto"},
+        {"data_types": {"grad_accum_dtype": "auto"}},
+        {"data_types": {"buffer_dtype": "fp32"}},
+    ],
+)
+def test_in_bf16_gradients_are_averaged_and_added_up_in_fp32_unless_another_type_is_named(ranks, stage, said):
+    flags = (f"--deepspeed_config={json.dumps({'zero_optimization': {'stage': stage}, **said})}", IN_BF16)
+    assert set(ranks.run(types_of_gradients, flags)) == {(torch.float32, torch.float32)}
+
+
 # --- state ----------------------------------------------------------------------------------------------------------
 
 CHECKS = (

@@ -19,7 +19,7 @@ from smalti.plugins import Selection, load_plugins
 from smalti_deepspeed.builder import FIELDS, build, choices_of
 from smalti_deepspeed.document import resolved, sized
 from smalti_deepspeed.implications import OTHER_SCHEDULERS, SCHEDULERS
-from smalti_deepspeed.keys import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, REMOVED_TOP, REMOVED_ZERO, SHORT, TOP, ZERO
+from smalti_deepspeed.keys import DATA_TYPES, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, REMOVED_TOP, REMOVED_ZERO, SHORT, TOP, ZERO
 from smalti_deepspeed.optimizers import NAMES, REMOVED
 
 
@@ -54,6 +54,12 @@ def test_the_keys_at_the_top_are_those_that_deepspeed_looks_for():
     runtime.DeepSpeedConfig(asked)
     assert asked.names - TOP - REMOVED_TOP == set()
     assert TOP - asked.names == {"sequence_parallel_size"}  # looked for only among several ranks
+
+
+def test_the_keys_of_data_types_are_those_that_deepspeed_looks_for():
+    asked = Asked()
+    runtime.DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "data_types": asked})
+    assert asked.names == DATA_TYPES.keys()
 
 
 def test_what_deepspeed_has_no_more_is_what_it_refuses():

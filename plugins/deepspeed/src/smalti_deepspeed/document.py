@@ -35,7 +35,7 @@ def resolved(config: Config, *, world_size: int) -> dict[str, object]:
     model, which `sized` puts in. The `scheduler` is there for whoever reads it; the rate is moved by smalti's own schedule, the
     same function of the step, so that it must not reach `deepspeed.initialize`.
     """
-    document = copy.deepcopy(given(config))
+    document = {key: value for key, value in copy.deepcopy(given(config)).items() if value is not None}
     micro, steps = config[DataOptions].train_batch_size, config[TrainingOptions].gradient_accumulation_steps
     document |= {
         "train_batch_size": micro * steps * world_size,

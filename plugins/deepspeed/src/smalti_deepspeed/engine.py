@@ -26,7 +26,7 @@ from smalti_deepspeed.document import resolved, sized
 from smalti_deepspeed.importing import start_deepspeed, stop_deepspeed
 from smalti_deepspeed.offloadfolder import Claim, claim_together
 from smalti_deepspeed.optimizers import needs_accelerator
-from smalti_deepspeed.parsing import section
+from smalti_deepspeed.parsing import is_open, section
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -206,7 +206,8 @@ def _completed(document: Mapping[str, object]) -> dict[str, object]:
         made["optimizer"] = {**section(made, "optimizer"), "params": params}
     if section(made, "bf16").get("enabled"):
         # Gradients are averaged in fp32, and added up so. In stage 1 DeepSpeed can do only the first.
-        made.setdefault("communication_data_type", "fp32")
-        if _stage(made) > 1:
-            made.setdefault("data_types", {"grad_accum_dtype": "fp32"})
+        if is_open(made.get("communication_data_type")):
+            made["communication_data_type"] = "fp32"
+        if _stage(made) > 1 and is_open(section(made, "data_types").get("grad_accum_dtype")):
+            made["data_types"] = {**section(made, "data_types"), "grad_accum_dtype": "fp32"}
     return made

@@ -114,6 +114,10 @@ class _Reader:
         for key in ("warmup_min_lr", "warmup_min_ratio"):
             if params.get(key) not in (None, "auto", 0):
                 self.notices.append((f"scheduler.params.{key}", "has no effect: the warm-up begins at zero"))
+        if params.get("last_batch_iteration") not in (None, "auto", -1):
+            self.notices.append(
+                ("scheduler.params.last_batch_iteration", "has no effect: the rate follows the steps of the run")
+            )
         if params.get("warmup_type") not in (None, "auto", "linear"):
             self.notices.append(("scheduler.params.warmup_type", "has no effect: the warm-up is linear"))
 

@@ -12,8 +12,10 @@ from smalti import Problem
 from smalti_deepspeed.keys import (
     ACCELERATES,
     BF16,
+    DATA_TYPES,
     FAILING,
     FIXED,
+    NAMED,
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAM,
     OPTIMIZER,
@@ -96,11 +98,15 @@ def _inside(document: Mapping[str, object]) -> Iterator[Problem]:
                 message = "cannot be used: weights and moments are kept in fp32, in checkpoints too"
                 yield Problem(message=message, where=f"{key}.{setting}", fix="leave it out")
     yield from _settings({"enabled": section(document, "fp16").get("enabled")}, {"enabled": "switch"}, "fp16")
+    yield from _settings(section(document, "data_types"), DATA_TYPES, "data_types")
     for key, kinds in (("optimizer", OPTIMIZER), ("scheduler", SCHEDULER)):
         content = section(document, key)
         params, name = content.get("params"), content.get("type", content.get("name"))
         if not is_open(params) and not isinstance(params, Mapping):
             yield Problem(message=f"cannot be {params!r}", where=f"{key}.params", fix=_WANTED["table"])
+        for beside in content.keys() - NAMED:
+            hint = f"it belongs into {key}.params" if beside in kinds else _near(beside, tuple(NAMED))
+            yield Problem(message="unknown key", where=f"{key}.{beside}", fix=hint)
         replaced = key == "optimizer" and normalised(str(name))[1]  # for what takes its place they are not meant
         if not is_open(name) and not replaced:
             yield from _settings(section(content, "params"), kinds, f"{key}.params")

@@ -41,6 +41,12 @@ BF16: dict[str, Kind] = dict.fromkeys(
     ("enabled", "immediate_grad_update", "check_grad_overflow", "bf16_master_weights_and_grads", "bf16_optimizer_states"),
     "switch",
 )
+DATA_TYPES: dict[str, Kind] = {
+    **dict.fromkeys(("grad_accum_dtype", "param_dtype", "buffer_dtype"), "type"),
+    "keep_in_fp32_modules": "any",
+}
+NAMED = frozenset(("type", "name", "params", "legacy_fusion"))
+"""What stands in an `optimizer` or `scheduler`; settings are in `params`."""
 OPTIMIZER: dict[str, Kind] = {
     **dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "any"),  # for the options that they are
     **dict.fromkeys(("torch_adam", "adam_w_mode", "bias_correction", "amsgrad", "fused", "foreach"), "switch"),
