@@ -22,7 +22,7 @@ LAYERS = (
     ("hookspecs",),
     ("options", "flags", "configfile", "acceleratefile", "settings", "events"),
     ("plugins", "config", "configtext", "configedit", "rundir", "parallel", "ranks", "crew"),
-    ("liverun", "storage", "diffusion", "models", "data", "checkpoint", "ema", "schedule", "metrics", "gauges"),
+    ("liverun", "storage", "diffusion", "models", "data", "checkpoint", "ema", "schedule", "metrics", "gauges", "statistics"),
     ("group", "strategy", "optimizers", "pictures", "grid", "plot", "replicas", "faults", "dataplan", "families", "caches"),
     ("encoding",),
     ("run",),

@@ -8,6 +8,7 @@ from smalti.checkpoint.portable import portable_name
 from smalti.checkpoint.writer import SaveError
 from smalti.run import Run
 from smalti.settings import CheckpointOptions
+from smalti.statistics import take_first_ranks
 from smalti.types import Checkpoint, Outcome, StopReason
 
 _log = logging.getLogger(__name__)
@@ -18,7 +19,9 @@ def save(run: Run, *, last: bool) -> None:
     announce(run, finish=True)
     run.state.save_requested = False
     at_once = last or not run.config[CheckpointOptions].checkpoint_async
-    buffers = [portable_name(name) for name, _ in run.parallel.unwrap(run.model).named_buffers()]
+    model = run.parallel.unwrap(run.model)
+    take_first_ranks(model, run.parallel)
+    buffers = [portable_name(name) for name, _ in model.named_buffers()]
     run.saver.begin(run.snapshot(), changing=buffers, at_once=at_once)
     if at_once:
         announce(run, finish=True, last=last)

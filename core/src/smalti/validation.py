@@ -16,6 +16,7 @@ from smalti.grid import picture_grid
 from smalti.models.family import SampleRequest, TellsSettings
 from smalti.pictures import save_picture
 from smalti.settings import DataOptions, ValidationOptions
+from smalti.statistics import take_first_ranks
 from smalti.types import ValidationImage, ValidationResult
 
 if TYPE_CHECKING:
@@ -60,10 +61,11 @@ def picture_size(config: Config, alignment: int) -> tuple[int, int]:
 def at_rest(run: Run) -> Iterator[nn.Module]:
     """The model as it is judged: the average of its weights if there is one, in eval mode, no gradients. *Collective*.
 
-    Afterwards it is as before, bit for bit.
+    Afterwards it is as before, bit for bit, but that running statistics are those of rank 0.
     """
     averaged = run.ema.in_place_of_weights() if run.ema is not None else nullcontext()
     model = run.parallel.unwrap(run.model)
+    take_first_ranks(model, run.parallel)
     model.eval()
     try:
         with averaged, torch.no_grad():
