@@ -300,6 +300,18 @@ def test_a_setting_that_an_optimizer_does_not_take_is_told_by_name(ranks):
         ranks.run(name_of_optimizer, (f"--deepspeed_config={json.dumps(document)}",))
 
 
+def name_in_checkpoints(flags: tuple[str, ...]) -> str:
+    return open_strategy("deepspeed", flags, 2).state().optimizer
+
+
+@pytest.mark.parametrize("offload", [{}, {"offload_optimizer": {"device": "cpu"}}])
+@pytest.mark.parametrize(("decoupled", "name"), [(True, "AdamW"), (False, "Adam")])
+def test_adam_has_one_name_in_checkpoints_wherever_it_steps(ranks, offload, decoupled, name):
+    optimizer = {"type": "Adam", "params": {"adam_w_mode": decoupled}}
+    document = {"zero_optimization": {"stage": 2, **offload}, "optimizer": optimizer}
+    assert set(ranks.run(name_in_checkpoints, (f"--deepspeed_config={json.dumps(document)}",))) == {name}
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("kind", KEPT)
 def test_its_moments_come_back_bit_for_bit(ranks, tmp_path, kind, stage):

@@ -182,7 +182,9 @@ class Portable:
 
     def _optimizer_name(self) -> str:
         name = type(self._optimizer).__name__
-        return _NAMES.get(name, name)
+        known = _NAMES.get(name, name)
+        decays_in_gradient = known == "AdamW" and not getattr(self._optimizer, "adam_w_mode", True)
+        return "Adam" if decays_in_gradient else known
 
     def _settings(self) -> list[dict[str, object]]:
         """Hyper-parameters alone: what the optimizer steps are no parameters of the model."""
