@@ -120,3 +120,25 @@ def test_a_rank_that_is_killed_is_named_with_the_signal_and_nothing_is_left_runn
     assert "rank 1 was killed by SIGKILL" in last
     assert "saved step" in output.partition(last)[2]
     assert not still_there(family)
+
+
+def test_a_run_whose_launcher_is_killed_saves_and_leaves(tmp_path, start):
+    run = start(tmp_path / "run", **ENDLESS, num_processes=2)
+    run.wait_for_step(3)
+    family = psutil.Process(run.process.pid).children(recursive=True)
+    run.process.kill()
+    psutil.wait_procs(family, timeout=60)
+    assert not still_there(family)
+    assert CheckpointStore(tmp_path / "run/checkpoints").latest() is not None
+
+
+def test_ranks_are_waited_for_when_the_process_that_started_them_is_killed(tmp_path, start):
+    run = start(tmp_path / "run", **ENDLESS, num_processes=2)
+    run.wait_for_step(3)
+    family = psutil.Process(run.process.pid).children(recursive=True)
+    next(each for each in family if "smalti.agent" in each.cmdline()).kill()
+    code, output = run.wait()
+    assert code == 1, output
+    assert "the process that starts the ranks was killed by SIGKILL; preempted at step" in output
+    assert not still_there(family)
+    assert CheckpointStore(tmp_path / "run/checkpoints").latest() is not None

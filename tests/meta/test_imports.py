@@ -17,7 +17,7 @@ PLUGIN_PACKAGES = ("smalti_fsdp2", "smalti_deepspeed", "smalti_storage_s3", "sma
 
 # From the ground up: a module may import from its own layer and from those below it. A name stands for a package as well.
 LAYERS = (
-    ("errors", "packages", "files", "process", "hashing", "streams", "termination", "ending", "lastwords"),
+    ("errors", "packages", "files", "process", "hashing", "streams", "termination", "ending", "lastwords", "parentage"),
     ("types",),
     ("hookspecs",),
     ("options", "flags", "configfile", "acceleratefile", "settings", "events"),
@@ -69,6 +69,7 @@ TORCH_FREE = (
     "smalti.models.blocks",
     "smalti.options",
     "smalti.packages",
+    "smalti.parentage",
     "smalti.plugins",
     "smalti.reference",
     "smalti.rundir",

@@ -1,7 +1,8 @@
-"""Runs a launcher of processes, with two things that torch's own does not do for a run that loses a rank.
+"""Runs a launcher of processes, with three things that torch's own does not do for a run that loses one of them.
 
-It writes down which of its ranks were killed, which their own last words cannot tell; and it gives the ranks that are left time
-to save before it kills them, where torch gives them 30 seconds and has no setting for it.
+It writes down which of its ranks were killed, which their own last words cannot tell; it gives the ranks that are left time to
+save before it kills them, where torch gives them 30 seconds and has no setting for it; and when the process that started it is
+killed, it ends as by SIGTERM, so that the ranks save and leave. When it is killed itself, they do so by themselves.
 
 Started as `python -m smalti.agent MODULE [ARGUMENTS]`, it does what `python -m MODULE [ARGUMENTS]` does. Importing this module
 imports no torch.
@@ -9,6 +10,7 @@ imports no torch.
 
 from __future__ import annotations
 
+import os
 import runpy
 import signal
 import sys
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from smalti.ending import End
 from smalti.lastwords import leave_killed
+from smalti.parentage import PARENT_VARIABLE, follow_parent
 from smalti.streams import outlast
 
 if TYPE_CHECKING:
@@ -28,6 +31,8 @@ GRACE_SECONDS = 600
 def main() -> None:
     end = End.first()
     outlast()
+    follow_parent()
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     module, *arguments = sys.argv[1:]

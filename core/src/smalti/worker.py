@@ -16,6 +16,7 @@ from smalti.config import Config, restore, schema_of
 from smalti.ending import End
 from smalti.errors import UserError
 from smalti.lastwords import code_of, describe, leave_word
+from smalti.parentage import follow_parent
 from smalti.plugins import Plugins, Selection, load_plugins
 from smalti.rundir import RunDirectory
 from smalti.streams import outlast
@@ -27,7 +28,10 @@ def main(arguments: list[str] | None = None) -> None:
     A stop that all ranks agreed on is success for the launcher of processes, whatever its exit code means for the user:
     otherwise it would take the first rank's goodbye for a failure and kill the rest.
     """
-    end = End.first() if arguments is None else End()  # a process that is given arguments has other things to do afterwards
+    end = End()
+    if arguments is None:  # else this process has other things to do afterwards
+        end = End.first()
+        follow_parent()
     from torch.distributed.elastic.multiprocessing.errors import record
 
     outlast()

@@ -8,8 +8,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -17,12 +18,14 @@ import psutil
 from smalti.errors import ExitCode, PreflightError, UserError
 from smalti.lastwords import FOLDER_VARIABLE, RankEnd, read_ends, read_killed
 from smalti.launch import LaunchPlan
+from smalti.parentage import PARENT_VARIABLE
 from smalti.rundir import Request, RunDirectory
 from smalti.termination import handled, pre_emptions
 
 POLL_SECONDS = 0.1
 _STOPS = (ExitCode.DONE, ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
 """How a rank ends that did what was asked of it; everything else is a failure."""
+_STARTER = "the process that starts the ranks"
 
 Verdict = tuple[ExitCode, str]
 
@@ -37,14 +40,14 @@ def run_workers(plan: LaunchPlan, directory: RunDirectory) -> Verdict:
         _check_port(plan.port)
     with tempfile.TemporaryDirectory(prefix="smalti-") as ends, _signals() as received:
         attempt = _attempt(directory)
-        environment = {**os.environ, **plan.environment, **plan.secrets, FOLDER_VARIABLE: ends}
+        own = {FOLDER_VARIABLE: ends, PARENT_VARIABLE: str(os.getpid())}
+        environment = {**os.environ, **plan.environment, **plan.secrets, **own}
         process = subprocess.Popen(_observed(plan.command), env=environment, start_new_session=True)
+        launched = _Launched(process, ends)
         try:
-            verdict = _wait(process, received, directory, attempt)
+            verdict = _wait(launched, received, directory, attempt)
         finally:
-            if process.poll() is None:
-                end_tree(process.pid)
-                process.wait()
+            launched.end()
         return verdict or judge(read_ends(Path(ends)), process.returncode, plan.ranks, read_killed(Path(ends)))
 
 
@@ -52,6 +55,60 @@ def _observed(command: Sequence[str]) -> Sequence[str]:
     """`python -m LAUNCHER ...` such that it writes down which of its ranks were killed."""
     python, switch, *rest = command
     return (python, "-m", "smalti.agent", *rest) if switch == "-m" else command
+
+
+class _Launched:
+    """The process that starts the ranks, and those that it leaves behind if it is killed: they save and leave by themselves."""
+
+    def __init__(self, process: subprocess.Popen[bytes], ends: str) -> None:
+        self._process = process
+        self._ends = ends
+        self._left: list[psutil.Process] | None = None
+
+    def over(self) -> bool:
+        """Whether all of them have ended; waits for it a moment."""
+        try:
+            self._process.wait(POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            return False
+        if self._process.returncode >= 0:
+            return True
+        if self._left is None:
+            self._left = self._orphans()
+            if self._left:
+                name = signal.Signals(-self._process.returncode).name
+                _say(f"{_STARTER} was killed by {name}; waiting for the ranks to save and leave")
+        else:
+            time.sleep(POLL_SECONDS)
+        self._left = [each for each in self._left if _runs(each)]
+        return not self._left
+
+    def end(self) -> None:
+        """At once, if they have not ended."""
+        if self._process.poll() is None:
+            end_tree(self._process.pid)
+            self._process.wait()
+        elif self._left is None and self._process.returncode < 0:
+            self._left = self._orphans()
+        for each in self._left or ():
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+
+    def _orphans(self) -> list[psutil.Process]:
+        """Whatever belongs to this launch, wherever the system has put it. Those of other users cannot be looked at."""
+        found = []
+        for each in psutil.process_iter():
+            with suppress(psutil.Error):
+                if each.environ().get(FOLDER_VARIABLE) == self._ends:
+                    found.append(each)
+        return found
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _check_port(port: int) -> None:
@@ -80,25 +137,19 @@ def _signals() -> Iterator[list[int]]:
         yield received
 
 
-def _wait(
-    process: subprocess.Popen[bytes], received: list[int], directory: RunDirectory, attempt: float | None
-) -> Verdict | None:
+def _wait(launched: _Launched, received: list[int], directory: RunDirectory, attempt: float | None) -> Verdict | None:
     """Wait for the end and obey signals. A verdict if they ended the processes; None if those ended by themselves."""
     asked: Request | None = None
     ending = False
     while True:
-        try:
-            process.wait(POLL_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
-        else:
+        if launched.over():
             return None
         if len(received) > 1:
-            return _end_now(process, received[-1], "ended at once by a second signal; what was saved before is complete")
+            return _end_now(launched, received[-1], "ended at once by a second signal; what was saved before is complete")
         if not received:
             continue
         if _attempt(directory) == attempt:
-            return _end_now(process, received[0], "stopped before the run began; nothing was changed")
+            return _end_now(launched, received[0], "stopped before the run began; nothing was changed")
         if not ending and (asked is None or _refused(directory, asked)):
             asked = _ask(directory, received[0])
             ending = asked is None
@@ -127,10 +178,9 @@ def _refused(directory: RunDirectory, asked: Request) -> bool:
     return answer is not None and not answer.fields.get("accepted")
 
 
-def _end_now(process: subprocess.Popen[bytes], number: int, message: str) -> Verdict:
+def _end_now(launched: _Launched, number: int, message: str) -> Verdict:
     _say("ending now")
-    end_tree(process.pid)
-    process.wait()
+    launched.end()
     return ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.PREEMPTED, message
 
 
@@ -180,6 +230,9 @@ def judge(ends: list[RankEnd], status: int, ranks: range, killed: Mapping[int, s
     if failures:
         causes = "; ".join([f"rank {failures[0].rank}: {failures[0].message}", *([lost] if lost else [])])
         return ExitCode(failures[0].exit_code), "\n  ".join([causes, *saved])
+    if status < 0:
+        told = lost or ends[0].message
+        return ExitCode.FAILED, f"{_STARTER} was killed by {signal.Signals(-status).name}; {told}"
     if status != 0 or not ends:
         return ExitCode.FAILED, f"{lost or 'every rank ended well, and the launcher did not'} (launcher status {status})"
     return ExitCode(ends[0].exit_code), ends[0].message
