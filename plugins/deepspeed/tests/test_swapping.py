@@ -3,6 +3,7 @@
 import json
 from ctypes.util import find_library
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 import torch
@@ -46,6 +47,13 @@ WIDTH = 270
 """Of a model whose largest parameter is swapped by each of two ranks; DeepSpeed leaves what is below 1 MiB in memory."""
 
 
+def swapping(offloaded: tuple[str, ...], folder: Path) -> str:
+    """The flag for it."""
+    offload = {f"offload_{each}": {"device": "nvme", "nvme_path": str(folder)} for each in offloaded}
+    document = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **offload}}
+    return f"--deepspeed_config={json.dumps(document)}"
+
+
 def train_with_a_folder(offloaded: tuple[str, ...], folder: Path) -> tuple[set[str], bool]:
     """Which kinds of files came, and whether steps from the same state are the same to the last bit.
 
@@ -53,9 +61,7 @@ def train_with_a_folder(offloaded: tuple[str, ...], folder: Path) -> tuple[set[s
     """
     from smalti.testing.strategy_subject import open_family
 
-    offload = {f"offload_{each}": {"device": "nvme", "nvme_path": str(folder)} for each in offloaded}
-    document = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **offload}}
-    subject = open_family("deepspeed", (f"--deepspeed_config={json.dumps(document)}",), 2, TinyFamily(width=WIDTH))
+    subject = open_family("deepspeed", (swapping(offloaded, folder),), 2, TinyFamily(width=WIDTH))
     reference = subject.reference()
     for number in range(3):
         subject.step(number)
@@ -77,3 +83,27 @@ def test_what_lies_in_a_folder_is_trained_as_by_one_process(tmp_path, offloaded)
         kinds, same = ranks.run(train_with_a_folder, offloaded, tmp_path)[0]
     assert same
     assert len(kinds) == len(offloaded)
+
+
+def train_without_its_folder(folder: Path) -> str:
+    """What a step says after the folder was removed by somebody."""
+    from smalti.testing.strategy_subject import open_family
+    from smalti_deepspeed.swapfiles import SwapError
+
+    subject = open_family("deepspeed", (swapping(("param", "optimizer"), folder),), 2, TinyFamily(width=WIDTH))
+    subject.step(0)
+    subject.parallel.barrier()
+    rmtree(folder, ignore_errors=True)
+    subject.parallel.barrier()
+    try:
+        subject.step(1)
+    except SwapError as error:
+        return error.message
+    return "trained on"
+
+
+@pytest.mark.skipif(find_library("aio") is None, reason="DeepSpeed swaps to a drive with libaio, which is not here")
+def test_a_folder_that_is_removed_meanwhile_is_named(tmp_path):
+    with two_processes(group=False, seconds=300) as ranks:
+        told = ranks.run(train_without_its_folder, tmp_path / "swap")
+    assert any(each.startswith(f"cannot swap to {tmp_path / 'swap'}") for each in told)
