@@ -142,3 +142,25 @@ def test_ranks_are_waited_for_when_the_process_that_started_them_is_killed(tmp_p
     assert "the process that starts the ranks was killed by SIGKILL; preempted at step" in output
     assert not still_there(family)
     assert CheckpointStore(tmp_path / "run/checkpoints").latest() is not None
+
+
+def test_a_signal_to_every_process_of_a_run_is_one_agreed_stop(tmp_path, start):
+    run = start(tmp_path / "run", **ENDLESS, num_processes=2)
+    run.wait_for_step(3)
+    parent = psutil.Process(run.process.pid)
+    for process in (parent, *parent.children(recursive=True)):
+        process.terminate()
+    code, output = run.wait()
+    latest = CheckpointStore(tmp_path / "run/checkpoints").latest()
+    assert code == 6, output
+    assert f"ended with exit code 6: preempted at step {int(latest.name.removeprefix('step-'))}" in output
+
+
+def test_a_run_that_cannot_be_asked_because_its_directory_is_gone_obeys_a_signal(tmp_path, start):
+    run = start(tmp_path / "run", **ENDLESS, num_processes=2)
+    run.wait_for_step(3)
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.wait()
+    assert (code, "interrupted at step" in output) == (130, True), output
+    assert CheckpointStore(tmp_path / "run/checkpoints").latest() is not None

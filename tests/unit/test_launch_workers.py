@@ -110,6 +110,19 @@ def test_a_launcher_that_fails_after_good_ends_is_a_failure():
     assert judge([end(0, 0, 1)], 1, range(1))[0] == ExitCode.FAILED
 
 
+def test_a_launcher_that_was_told_to_stop_as_its_ranks_were_is_no_failure():
+    assert judge([end(0, ExitCode.PREEMPTED, 1, "preempted at step 3")], 128 + signal.SIGTERM, range(1)) == (
+        ExitCode.PREEMPTED,
+        "preempted at step 3",
+    )
+
+
+def test_a_rank_that_has_no_word_for_the_stop_of_its_launcher_is_a_failure():
+    code, message = judge([end(0, ExitCode.PREEMPTED, 1)], 128 + signal.SIGTERM, range(2))
+    assert code == ExitCode.FAILED
+    assert message.startswith("the process that starts the ranks was stopped by SIGTERM; rank 1 ended without a word")
+
+
 # --- processes ------------------------------------------------------------------------------------------------------
 
 

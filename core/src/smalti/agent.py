@@ -17,7 +17,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from smalti.ending import End
-from smalti.lastwords import leave_killed
+from smalti.lastwords import SIGNALLED, leave_killed
 from smalti.parentage import PARENT_VARIABLE, follow_parent
 from smalti.streams import outlast
 
@@ -33,6 +33,7 @@ def main() -> None:
     outlast()
     follow_parent()
     os.environ[PARENT_VARIABLE] = str(os.getpid())
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     module, *arguments = sys.argv[1:]
@@ -43,7 +44,10 @@ def main() -> None:
     except ChildFailedError as error:
         leave_killed({rank: -failure.exitcode for rank, failure in error.failures.items() if failure.exitcode < 0})
         raise
-    end.code = 0
+    except SignalException as stop:  # which the ranks have been told, too; what they made of it they have said
+        end.code = SIGNALLED + stop.sigval
+    else:
+        end.code = 0
 
 
 def be_patient() -> None:

@@ -17,6 +17,8 @@ from smalti.errors import ExitCode, GpuFaultError, UserError
 
 FOLDER_VARIABLE = "SMALTI_OUTCOME_DIR"
 """Set in all processes of a launch."""
+SIGNALLED = 128
+"""The exit status of a launcher's agent that a signal has made to stop its ranks is this and the signal's number."""
 _KILLED = "killed.json"
 
 

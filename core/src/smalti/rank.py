@@ -69,7 +69,7 @@ def stop_signals(state: RunState) -> Iterator[None]:
                 os._exit(reason.exit_code)
             return
         print("smalti: finishing the step, then saving; once more ends now", file=sys.stderr, flush=True)
-        state.request_stop(reason, f"{reason.name.lower()} at step {state.step}")
+        state.request_stop(reason)
 
     with handled((signal.SIGINT, *pre_emptions()), handle):
         yield

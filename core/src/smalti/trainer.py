@@ -115,7 +115,8 @@ def agree(run: Run) -> Wish:
     reason, draws, evaluates = StopReason(word >> 3), bool(word & 1), bool(word & 2)
     if reason is StopReason.NONE:
         return Wish(validate=draws, evaluate=evaluates, save=bool(word & 4), outcome=None)
-    messages = run.parallel.share(state.stop_message if state.stop_reason is reason else "")
+    mine = state.stop_message or f"{reason.name.lower()} at step {state.step}"
+    messages = run.parallel.share(mine if state.stop_reason is reason else "")
     outcome = Outcome(reason=reason, message=next(message for message in messages if message))
     completed = reason is StopReason.COMPLETED
     return Wish(validate=completed and draws, evaluate=completed and evaluates, save=reason.saves, outcome=outcome)

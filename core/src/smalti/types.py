@@ -297,8 +297,8 @@ class RunState:
     save_requested: bool = False
     validation_requested: bool = False
 
-    def request_stop(self, reason: StopReason, message: str) -> None:
-        """Ask for a stop; a worse reason replaces a milder one."""
+    def request_stop(self, reason: StopReason, message: str = "") -> None:
+        """Ask for a stop; a worse reason replaces a milder one. Without a message it is told by its name and the last step."""
         if reason > self.stop_reason:
             self.stop_reason, self.stop_message = reason, message
 

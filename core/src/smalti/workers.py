@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from smalti.errors import ExitCode, PreflightError, UserError
-from smalti.lastwords import FOLDER_VARIABLE, RankEnd, read_ends, read_killed
+from smalti.lastwords import FOLDER_VARIABLE, SIGNALLED, RankEnd, read_ends, read_killed
 from smalti.launch import LaunchPlan
 from smalti.parentage import PARENT_VARIABLE
 from smalti.rundir import Request, RunDirectory
@@ -25,6 +25,8 @@ from smalti.termination import handled, pre_emptions
 POLL_SECONDS = 0.1
 _STOPS = (ExitCode.DONE, ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
 """How a rank ends that did what was asked of it; everything else is a failure."""
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""What torch's agent passes on to its ranks."""
 _STARTER = "the process that starts the ranks"
 
 Verdict = tuple[ExitCode, str]
@@ -83,6 +85,10 @@ class _Launched:
         self._left = [each for each in self._left if _runs(each)]
         return not self._left
 
+    def pass_on(self, number: int) -> None:
+        """A signal, which asks ranks whose run has begun to stop, and ends others."""
+        self._process.send_signal(number)
+
     def end(self) -> None:
         """At once, if they have not ended."""
         if self._process.poll() is None:
@@ -140,19 +146,26 @@ def _signals() -> Iterator[list[int]]:
 def _wait(launched: _Launched, received: list[int], directory: RunDirectory, attempt: float | None) -> Verdict | None:
     """Wait for the end and obey signals. A verdict if they ended the processes; None if those ended by themselves."""
     asked: Request | None = None
-    ending = False
+    passed_on = False
     while True:
-        if launched.over():
+        over = launched.over()
+        if received and _is_young(directory, attempt):
+            return _end_now(launched, received[0], "stopped before the run began; nothing was changed")
+        if over:
             return None
         if len(received) > 1:
             return _end_now(launched, received[-1], "ended at once by a second signal; what was saved before is complete")
-        if not received:
-            continue
-        if _attempt(directory) == attempt:
-            return _end_now(launched, received[0], "stopped before the run began; nothing was changed")
-        if not ending and (asked is None or _refused(directory, asked)):
+        if received and not passed_on and (asked is None or _refused(directory, asked)):
             asked = _ask(directory, received[0])
-            ending = asked is None
+            if asked is None:
+                launched.pass_on(received[0])
+                passed_on = True
+
+
+def _is_young(directory: RunDirectory, attempt: float | None) -> bool:
+    """Whether the run that this launch is for has not begun; not known of one whose directory is gone."""
+    record = directory.record()
+    return record is not None and record.started == attempt
 
 
 def _attempt(directory: RunDirectory) -> float | None:
@@ -162,14 +175,12 @@ def _attempt(directory: RunDirectory) -> float | None:
 
 
 def _ask(directory: RunDirectory, number: int) -> Request | None:
-    """Ask the run to stop; None when there is no use in asking."""
-    try:
-        asked = directory.request("stop", reason="interrupted" if number == signal.SIGINT else "preempted")
-    except UserError as error:
-        _say(f"the run cannot be asked to stop ({error.message}); a second signal ends it at once")
-        return None
+    """Ask the run to stop; None when it cannot be asked: because of its directory, or at its very end."""
     _say("finishing the step, then saving; once more ends now")
-    return asked
+    try:
+        return directory.request("stop", reason="interrupted" if number == signal.SIGINT else "preempted")
+    except UserError:
+        return None
 
 
 def _refused(directory: RunDirectory, asked: Request) -> bool:
@@ -233,6 +244,10 @@ def judge(ends: list[RankEnd], status: int, ranks: range, killed: Mapping[int, s
     if status < 0:
         told = lost or ends[0].message
         return ExitCode.FAILED, f"{_STARTER} was killed by {signal.Signals(-status).name}; {told}"
+    if status - SIGNALLED in _STOPPING and lost:
+        return ExitCode.FAILED, f"{_STARTER} was stopped by {signal.Signals(status - SIGNALLED).name}; {lost}"
+    if status - SIGNALLED in _STOPPING:
+        return ExitCode(ends[0].exit_code), ends[0].message
     if status != 0 or not ends:
         return ExitCode.FAILED, f"{lost or 'every rank ended well, and the launcher did not'} (launcher status {status})"
     return ExitCode(ends[0].exit_code), ends[0].message

@@ -58,7 +58,7 @@ class Events:
     def _obey(self, live: LiveRun, state: RunState, request: Request) -> None:
         if request.kind == "stop":
             reason = _REASONS.get(str(request.details.get("reason")), StopReason.REQUESTED)
-            state.request_stop(reason, f"{reason.name.lower()} at step {state.step}")
+            state.request_stop(reason)
             live.acknowledge(request, message=f"stopping after step {state.step}, with a checkpoint")
         elif request.kind == "save":
             state.request_save()
