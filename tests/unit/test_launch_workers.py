@@ -99,6 +99,13 @@ def test_a_rank_that_the_launcher_killed_after_a_failure_with_a_code_of_its_own_
     assert judge(ends, 1, range(2), {0: "SIGTERM"})[1].startswith("rank 1: a fault")
 
 
+def test_a_rank_that_was_ended_because_another_one_was_killed_is_not_named():
+    assert (
+        judge([], 1, range(2), {0: "SIGKILL", 1: "SIGTERM"})[1]
+        == "rank 0 was killed by SIGKILL (the system does that when memory runs out)"
+    )
+
+
 def test_only_silence_is_a_failure():
     assert judge([], 137, range(4, 5)) == (
         ExitCode.FAILED,
@@ -140,6 +147,29 @@ def test_a_worker_that_is_killed_is_told_of(directory):
     code, message = run_workers(plan("os.kill(os.getpid(), 9)"), directory)
     assert code == ExitCode.FAILED
     assert message.startswith("the process that starts the ranks was killed by SIGKILL; rank 0 ended without a word")
+
+
+def test_room_for_the_words_is_there_from_the_start(directory):
+    code = """
+    sizes = [len(path.read_bytes()) for path in pathlib.Path(os.environ['SMALTI_OUTCOME_DIR']).iterdir()]
+    leave(0, 0, ' '.join(map(str, sizes)))"""
+    assert run_workers(plan(code), directory) == (ExitCode.DONE, "16384 16384")
+
+
+def test_the_first_word_counts(directory):
+    code = "from smalti.lastwords import leave_word; leave_word(0, 'first, and longer'); leave_word(1, 'second')"
+    assert run_workers(plan(code), directory) == (ExitCode.DONE, "first, and longer")
+
+
+def test_a_word_that_cannot_be_left_is_no_reason_to_fail(directory):
+    code = "os.environ['SMALTI_OUTCOME_DIR'] += '/gone'\nfrom smalti.lastwords import leave_word\nleave_word(0, 'done')"
+    assert run_workers(plan(code), directory)[1].endswith("(launcher status 0)")
+
+
+def test_no_room_for_temporary_files_is_told_before_anything_starts(directory, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    with pytest.raises(PreflightError, match="there is no room for temporary files in"):
+        run_workers(plan("leave(0, 0, 'ran')"), directory)
 
 
 def test_a_word_that_was_cut_off_counts_as_none(directory):

@@ -9,7 +9,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ FOLDER_VARIABLE = "SMALTI_OUTCOME_DIR"
 SIGNALLED = 128
 """The exit status of a launcher's agent that a signal has made to stop its ranks is this and the signal's number."""
 _KILLED = "killed.json"
+_ROOM = 16 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +51,33 @@ def leave_word(code: int, message: str, *, follows: bool = False, saved: str = "
     if not launched():
         return
     rank = int(os.environ.get("RANK", "0"))
-    path = Path(os.environ[FOLDER_VARIABLE]) / f"rank-{rank}.json"
-    if not path.exists():
-        end = RankEnd(
-            rank=rank, exit_code=int(code), message=message, time=time.time(), follows=follows, saved=saved, ended=ended
-        )
-        path.write_text(json.dumps(asdict(end)))
+    path = Path(os.environ[FOLDER_VARIABLE]) / _of_rank(rank)
+    end = RankEnd(rank=rank, exit_code=int(code), message=message, time=time.time(), follows=follows, saved=saved, ended=ended)
+    with suppress(FileNotFoundError):
+        if path.read_bytes().strip():
+            return
+    _write(path, asdict(end))
+
+
+def _of_rank(rank: int) -> str:
+    return f"rank-{rank}.json"
+
+
+def make_room(folder: Path, ranks: Iterable[int]) -> None:
+    """Keep room for all these words: a disk that fills up meanwhile does not make a good end look like none."""
+    for name in (_KILLED, *map(_of_rank, ranks)):
+        (folder / name).write_bytes(b" " * _ROOM)
+
+
+def _write(path: Path, content: object) -> None:
+    """In the room that was kept. A word that cannot be left is no reason to fail."""
+    with suppress(OSError), path.open("r+b" if path.exists() else "wb") as file:
+        file.write(json.dumps(content).encode())
 
 
 def leave_killed(signals: Mapping[int, int]) -> None:
     """By the launcher's agent: which ranks were killed by which signals, which they cannot tell themselves."""
-    (Path(os.environ[FOLDER_VARIABLE]) / _KILLED).write_text(json.dumps(signals))
+    _write(Path(os.environ[FOLDER_VARIABLE]) / _KILLED, signals)
 
 
 def read_ends(folder: Path) -> list[RankEnd]:

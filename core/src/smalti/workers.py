@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from smalti.errors import ExitCode, PreflightError, UserError
-from smalti.lastwords import FOLDER_VARIABLE, SIGNALLED, RankEnd, read_ends, read_killed
+from smalti.lastwords import FOLDER_VARIABLE, SIGNALLED, RankEnd, make_room, read_ends, read_killed
 from smalti.launch import LaunchPlan
 from smalti.parentage import PARENT_VARIABLE
 from smalti.rundir import Request, RunDirectory
@@ -36,11 +36,12 @@ def run_workers(plan: LaunchPlan, directory: RunDirectory) -> Verdict:
     """Start the workers of this machine and wait; the exit code by meaning, and the sentence that goes with it.
 
     The first Ctrl-C, SIGTERM or SIGHUP becomes a stop request that all ranks agree on, or ends a launch in which no run has
-    begun yet; the second ends every process at once. Raises PreflightError when the port for the other machines is taken.
+    begun yet; the second ends every process at once. Raises PreflightError when the port for the other machines is taken, or
+    when there is no room for temporary files.
     """
     if plan.port is not None:
         _check_port(plan.port)
-    with tempfile.TemporaryDirectory(prefix="smalti-") as ends, _signals() as received:
+    with _folder_for_words(plan.ranks) as ends, _signals() as received:
         attempt = _attempt(directory)
         own = {FOLDER_VARIABLE: ends, PARENT_VARIABLE: str(os.getpid())}
         environment = {**os.environ, **plan.environment, **plan.secrets, **own}
@@ -51,6 +52,18 @@ def run_workers(plan: LaunchPlan, directory: RunDirectory) -> Verdict:
         finally:
             launched.end()
         return verdict or judge(read_ends(Path(ends)), process.returncode, plan.ranks, read_killed(Path(ends)))
+
+
+@contextmanager
+def _folder_for_words(ranks: range) -> Iterator[str]:
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="smalti-", ignore_cleanup_errors=True)
+        make_room(Path(folder.name), ranks)
+    except OSError as error:
+        message = f"there is no room for temporary files in {tempfile.gettempdir()}: {error.strerror or error}"
+        raise PreflightError(message, fix="make room there, or name another folder with TMPDIR") from error
+    with folder as name:
+        yield name
 
 
 def _observed(command: Sequence[str]) -> Sequence[str]:
@@ -227,6 +240,8 @@ def judge(ends: list[RankEnd], status: int, ranks: range, killed: Mapping[int, s
     """
     silent = sorted(set(ranks) - {end.rank for end in ends} - {rank for end in ends for rank in end.ended})
     by_signal = {rank: name for rank, name in (killed or {}).items() if rank in silent}
+    # torch's agent ends what is left with SIGTERM once one is gone.
+    by_signal = {rank: name for rank, name in by_signal.items() if name != "SIGTERM"} or by_signal
     lost = f"{_names(silent)} ended without a word, as when killed (out of memory?)" if silent else ""
     failures = sorted(
         (end for end in ends if end.exit_code not in _STOPS),
