@@ -70,3 +70,11 @@ def test_what_is_saved_after_a_fault_that_forbids_saving_is_marked(spoiled):
 
 def test_the_events_tell_of_a_checkpoint_that_the_main_rank_made_alone(spoiled):
     assert [event["step"] for event in spoiled["error:1:4"].events("checkpoint")] == [3]
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_rank_that_alone_fails_to_write_a_checkpoint_ends_the_run_with_its_failure(tmp_path, launch, beside):
+    options = {"num_processes": 2, "max_train_steps": 100_000, "checkpoint_step_interval": 2, "checkpoint_async": beside}
+    run = launch(tmp_path / "run", **{**ENDLESS, **options}, spoil="save:1:4")
+    assert "ended with exit code 1: rank 1: ValueError: spoiled" in run.output
+    assert newest(run.directory).step >= 2

@@ -30,11 +30,14 @@ def rescued(run: Run) -> Iterator[None]:
     """
     try:
         yield
-    except BaseException as error:
+    except BaseException as caught:
+        error = run.saver.defect or caught  # the others have left because of it
         distrusted = run.state.stop_reason is StopReason.FAULT_UNSAVED
         roll = run.crew.call_roll(error, whole=run.whole, suspect=distrusted, line=run.saver.line)
         if roll is None:
-            raise
+            if error is caught:
+                raise
+            raise error from None
         ended = run.crew.end_hanging(roll)
         run.saver.wait()
         saved, unsaved = "", ""

@@ -240,13 +240,15 @@ def judge(ends: list[RankEnd], status: int, ranks: range, killed: Mapping[int, s
     """
     silent = sorted(set(ranks) - {end.rank for end in ends} - {rank for end in ends for rank in end.ended})
     by_signal = {rank: name for rank, name in (killed or {}).items() if rank in silent}
-    # torch's agent ends what is left with SIGTERM once one is gone.
-    by_signal = {rank: name for rank, name in by_signal.items() if name != "SIGTERM"} or by_signal
-    lost = f"{_names(silent)} ended without a word, as when killed (out of memory?)" if silent else ""
     failures = sorted(
         (end for end in ends if end.exit_code not in _STOPS),
         key=lambda end: (end.follows, not end.saved, -end.time if end.follows else end.time),
     )
+    ended = {rank for rank, name in by_signal.items() if name == "SIGTERM"}  # by torch's agent, once another was gone
+    if failures or len(ended) < len(by_signal):
+        by_signal = {rank: name for rank, name in by_signal.items() if rank not in ended}
+        silent = [rank for rank in silent if rank not in ended]
+    lost = f"{_names(silent)} ended without a word, as when killed (out of memory?)" if silent else ""
     saved = [end.saved for end in failures if end.saved]
     if by_signal and all(end.follows for end in failures):
         told = ", ".join(f"rank {rank} was killed by {name}" for rank, name in sorted(by_signal.items()))

@@ -1,8 +1,8 @@
 """A third-party plugin for tests: it writes down each hook call, and can spoil a step on one rank.
 
 PROBE_CALLS names the file for the calls. PROBE_SPOIL is "KIND:RANK:STEP": "nan" makes the model's output not finite in
-that step, "fault" raises the error of a broken accelerator, "error" a plain one, "kill" is `kill -9`, "stop" asks for a stop
-after that step; "terminate" is SIGTERM while the run is built, at step 0.
+that step, "fault" raises the error of a broken accelerator, "error" a plain one, "kill" is `kill -9`, "save" fails to write
+the checkpoint of that step, "stop" asks for a stop after that step; "terminate" is SIGTERM while the run is built, at step 0.
 """
 
 import json
@@ -80,6 +80,8 @@ class Probe:
     @hookimpl
     def save_checkpoint(self, state, target, parallel):
         self.note("save_checkpoint", step=state.step)
+        if self.kind == "save" and self.due(state.step):
+            raise ValueError("spoiled")
 
     @hookimpl
     def load_checkpoint(self, source, state, parallel):

@@ -38,11 +38,12 @@ class _Standing(IntEnum):
 class _Flight:
     """A save that has begun. `blocked` is how long training has waited for it, in seconds.
 
-    `cut_off` is what broke the line to the other ranks.
+    `cut_off` is what broke the line to the other ranks, `defect` a failure of this rank alone, for which it broke the line.
     """
 
     step: int
     cut_off: RuntimeError | None = None
+    defect: BaseException | None = None
     released: Event = field(default_factory=Event)
     result: Future[Checkpoint] = field(init=False)
     blocked: float = 0.0
@@ -115,7 +116,12 @@ class Saver:
             wait([flight.result])
         if flight.cut_off is not None:
             raise flight.cut_off
-        standing = self._ranks.agree(flight.standing())
+        try:
+            standing = self._ranks.agree(flight.standing())
+        except RuntimeError:
+            if flight.defect is not None:  # which made the others leave
+                raise flight.defect from None
+            raise
         if standing == _Standing.RUNNING:
             return None
         self._flight = None
@@ -126,6 +132,11 @@ class Saver:
         if standing == _Standing.BROKEN or not isinstance(told, SaveError):
             raise told
         return told
+
+    @property
+    def defect(self) -> BaseException | None:
+        """What failed on this rank alone as it wrote the save in flight; the others find the line broken."""
+        return self._flight.defect if self._flight is not None else None
 
     @property
     def line(self) -> Line:
@@ -150,8 +161,14 @@ class Saver:
         except RankError as failure:
             message = f"cannot save step {flight.step}: {failure}"
             raise SaveError(message, fix=failure.fix, errno=failure.errno) from failure
-        except RuntimeError as error:
-            flight.cut_off = error if is_line_error(error) else None
+        except SaveError:
+            raise
+        except BaseException as error:
+            if isinstance(error, RuntimeError) and is_line_error(error):
+                flight.cut_off = error
+            else:
+                flight.defect = error
+                self._side.hang_up()  # the others may wait for this rank
             raise
         finally:
             flight.released.set()
