@@ -95,6 +95,23 @@ def test_a_mark_that_another_program_has_left_is_named_and_stays(source, built):
     assert mark.exists()
 
 
+def test_who_waits_for_the_compiler_is_told(source, built, tmp_path, monkeypatch, caplog):
+    compiler = tmp_path / "slow-c++"
+    compiler.write_text(SLOW_COMPILER.format(folder=tmp_path))
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr("smalti_deepspeed.compiling._SILENT_SECONDS", 0.0)
+
+    def let_go_once_told() -> None:
+        while not caplog.records:
+            time.sleep(0.05)
+        (tmp_path / "go").touch()
+
+    threading.Thread(target=let_go_once_told, daemon=True).start()
+    load(source, built)
+    assert caplog.messages == ["compiling built for DeepSpeed, once on this machine; it takes a minute or two"]
+
+
 def test_what_the_compiler_says_is_told(source, built):
     source.write_text("int answer( { return 42; }")
     with pytest.raises(UserError, match=r"answer\.cpp:1:15: error: (?s:.*)g\+\+"):

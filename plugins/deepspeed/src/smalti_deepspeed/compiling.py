@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,6 +27,8 @@ _TURN = ".smalti-turn"
 """Beside `lock`: locked by the process that compiles, and not empty while it has torch's mark."""
 _STILL_SECONDS = 600.0
 """A folder in which nothing changes for so long is not being compiled in: one source takes a minute or two."""
+_SILENT_SECONDS = 5.0
+"""Loading what was compiled before takes less."""
 _log = logging.getLogger(__name__)
 
 
@@ -65,9 +68,14 @@ class _Turn(FileBaton):
             self._turn.write(b"\n")
             self._turn.flush()
             kept.pop_all()
+        words = f"compiling {mark.parent.name} for DeepSpeed, once on this machine; it takes a minute or two"
+        self._notice = threading.Timer(_SILENT_SECONDS, _log.warning, [words])
+        self._notice.daemon = True
+        self._notice.start()
         return True
 
     def release(self) -> None:
+        self._notice.cancel()
         super().release()
         self._turn.truncate(0)
         self._turn.close()
