@@ -14,7 +14,9 @@ def runs(tmp_path_factory, train, launch):
     """The same training with eight pictures on one rank, four on each of two ranks, and twice four on one rank."""
     root = tmp_path_factory.mktemp("ranks")
     one = train(root / "one", **{**OPTIONS, "train_batch_size": 8, "validation_prompt": PROMPTS})
-    two = launch(root / "two", **OPTIONS, num_processes=2, validation_prompt=PROMPTS)
+    (root / "temporary").mkdir()
+    own = {"TMPDIR": str(root / "temporary")}
+    two = launch(root / "two", **OPTIONS, num_processes=2, validation_prompt=PROMPTS, variables=own)
     accumulated = train(root / "accumulated", **OPTIONS, gradient_accumulation_steps=2, validation_prompt=PROMPTS)
     return {"one": one, "two": two, "accumulated": accumulated}
 
@@ -51,6 +53,11 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(runs, train, tmp_path):
     one, two = (shutil.copytree(runs[name].directory, tmp_path / name) for name in ("one", "two"))
     options = {**OPTIONS, "max_train_steps": 10, "train_batch_size": 8, "validation_step_interval": 0}
     assert train(two, **options).losses[-2:] == pytest.approx(train(one, **options).losses[-2:], rel=1e-4)
+
+
+def test_a_launch_leaves_no_temporary_files(runs):
+    left = (path.name for path in (runs["two"].directory.parent / "temporary").iterdir())
+    assert [name for name in left if not name.startswith("torchinductor_")] == []  # which is torch's cache
 
 
 def test_hook_configure_distributed_is_asked_in_the_launcher_and_on_every_rank(runs):

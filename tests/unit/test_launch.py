@@ -17,6 +17,7 @@ from smalti.plugins import PluginInfo
 from smalti.rundir import RunDirectory
 from smalti.strategy import choose_distributed
 from smalti.types import DistributedPlan
+from smalti.worker import load_run
 
 RUN = Path("/shared/a run")
 DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.replicas:Replicas", fallback=True)
@@ -129,6 +130,17 @@ def test_the_files_of_a_launch_give_the_configuration_again(configure, plugins, 
     launch = json.loads(directory.launch_file.read_text())
     assert restore(schema, launch["values"], launch["user_accelerate"], {}).digest == launch["digest"] == config.digest
     assert configure(file=directory.config_file).digest == config.digest
+
+
+def test_a_worker_refuses_what_another_launch_has_left_meanwhile(configure, plugins, tmp_path, monkeypatch):
+    ours, theirs = (configure(f"--seed={seed}", "--without=all") for seed in (5, 6))
+    directory = RunDirectory(tmp_path)
+    monkeypatch.setenv("SMALTI_DIGEST", ours.digest)
+    write_launch_files(directory, ours, plugins, plan(ours))
+    assert load_run(tmp_path)[0].digest == ours.digest
+    write_launch_files(directory, theirs, plugins, plan(theirs))
+    with pytest.raises(UserError, match="in use: meanwhile another run was started there, with other options"):
+        load_run(tmp_path)
 
 
 def test_each_machine_writes_the_same_values_and_its_own_accelerate_yaml(configure, plugins, tmp_path):

@@ -14,10 +14,11 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 from typing import TYPE_CHECKING
 
 from smalti.ending import End
-from smalti.lastwords import SIGNALLED, leave_killed
+from smalti.lastwords import FOLDER_VARIABLE, SIGNALLED, leave_killed
 from smalti.parentage import PARENT_VARIABLE, follow_parent
 from smalti.streams import outlast
 
@@ -33,6 +34,7 @@ def main() -> None:
     outlast()
     follow_parent()
     os.environ[PARENT_VARIABLE] = str(os.getpid())
+    tempfile.tempdir = os.environ.get(FOLDER_VARIABLE)  # torch makes a folder for logs and leaves it behind
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

@@ -29,7 +29,7 @@ from smalti.settings import GROUPS, PluginOptions
 G = TypeVar("G", bound=Options)
 
 PREFIX = "SMALTI_"
-RESERVED = frozenset({"SMALTI_OUTCOME_DIR", "SMALTI_PARENT", "SMALTI_CONTEXT_PARALLEL_ON_CPU"})
+RESERVED = frozenset({"SMALTI_OUTCOME_DIR", "SMALTI_PARENT", "SMALTI_DIGEST", "SMALTI_CONTEXT_PARALLEL_ON_CPU"})
 """Variables with our prefix that are not options: the launcher's word to its workers."""
 PER_MACHINE = frozenset(("machine_rank", "accelerate_config"))
 """Options in which the machines of one run may differ."""

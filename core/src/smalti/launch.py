@@ -27,6 +27,8 @@ Launcher = Literal["in-process", "elastic", "accelerate"]
 
 DEFAULT_PORT = 29500
 """Where machine 0 listens when several machines are given no port; torch's and Accelerate's own default."""
+DIGEST_VARIABLE = "SMALTI_DIGEST"
+"""Of the configuration for which workers are launched."""
 _KINDS = {"cuda": "MULTI_GPU", **{kind: f"MULTI_{kind.upper()}" for kind in ("xpu", "npu", "mlu", "hpu", "musa", "sdaa")}}
 """The `distributed_type` of an Accelerate YAML by the kind of accelerator."""
 _ON_ANY = {"FSDP", "DEEPSPEED"}

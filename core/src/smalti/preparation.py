@@ -127,7 +127,7 @@ class Preparation:
         if self.plan.launcher != "in-process":
             from smalti.workers import run_workers
 
-            return run_workers(self.plan, self.directory)
+            return run_workers(self.plan, self.directory, digest=self.config.digest)
         from smalti.rank import run_rank
 
         os.environ.update(self.plan.environment)
@@ -145,6 +145,8 @@ class Preparation:
             click.echo(f"  {title:<11} {path}", err=True)
         verdict = "done" if code is ExitCode.DONE else f"ended with exit code {int(code)}"
         click.echo(f"smalti: {verdict}: {message}", err=True)
+        if not self.directory.config_file.exists():  # somebody has removed it
+            return
         again = f"{own_name()} train {shlex.quote(str(self.directory.config_file))}"
         if code is ExitCode.DONE and (steps := self.config[RunOptions].max_train_steps) is not None:
             again += f" --max_train_steps={2 * steps}"

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 def save(run: Run, *, last: bool) -> None:
     """Begin a checkpoint, once the one before has landed. *Collective*. The last one of a run is finished here."""
-    announce(run, finish=True)
+    announce(run, finish=True, last=last)
     run.state.save_requested = False
     at_once = last or not run.config[CheckpointOptions].checkpoint_async
     model = run.parallel.unwrap(run.model)

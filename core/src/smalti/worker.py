@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from smalti.config import Config, restore, schema_of
 from smalti.ending import End
 from smalti.errors import UserError
 from smalti.lastwords import code_of, describe, leave_word
+from smalti.launch import DIGEST_VARIABLE
 from smalti.parentage import follow_parent
 from smalti.plugins import Plugins, Selection, load_plugins
 from smalti.rundir import RunDirectory
@@ -54,11 +56,19 @@ def _work(directory: Path) -> None:
 
 
 def load_run(directory: Path) -> tuple[Config, Plugins]:
-    """The Config and plugins that the launcher resolved. Raises UserError when this machine has other plugins."""
+    """The Config and plugins that the launcher resolved.
+
+    Raises UserError when this machine has other plugins, or another launcher has left its own meanwhile.
+    """
     run = RunDirectory(directory)
     waiting = run.next_of(run.launch_file)
     latest = waiting if waiting.exists() else run.launch_file
     launch = cast(Mapping[str, object], json.loads(latest.read_text()))
+    if os.environ.get(DIGEST_VARIABLE, launch["digest"]) != launch["digest"]:
+        raise UserError(
+            f"{directory} is in use: meanwhile another run was started there, with other options",
+            fix="choose another --output_dir, or see which of them you want",
+        )
     values = cast(Mapping[str, object], launch["values"])
     selection = Selection(only=_names(values["plugins"]), without=_names(values["without"]))
     plugins = load_plugins(selection)

@@ -17,7 +17,7 @@ import psutil
 
 from smalti.errors import ExitCode, PreflightError, UserError
 from smalti.lastwords import FOLDER_VARIABLE, SIGNALLED, RankEnd, make_room, read_ends, read_killed
-from smalti.launch import LaunchPlan
+from smalti.launch import DIGEST_VARIABLE, LaunchPlan
 from smalti.parentage import PARENT_VARIABLE
 from smalti.rundir import Request, RunDirectory
 from smalti.termination import handled, pre_emptions
@@ -32,18 +32,18 @@ _STARTER = "the process that starts the ranks"
 Verdict = tuple[ExitCode, str]
 
 
-def run_workers(plan: LaunchPlan, directory: RunDirectory) -> Verdict:
+def run_workers(plan: LaunchPlan, directory: RunDirectory, *, digest: str = "") -> Verdict:
     """Start the workers of this machine and wait; the exit code by meaning, and the sentence that goes with it.
 
     The first Ctrl-C, SIGTERM or SIGHUP becomes a stop request that all ranks agree on, or ends a launch in which no run has
-    begun yet; the second ends every process at once. Raises PreflightError when the port for the other machines is taken, or
-    when there is no room for temporary files.
+    begun yet; the second ends every process at once. Workers refuse a configuration that has not this `digest`, if given.
+    Raises PreflightError when the port for the other machines is taken, or when there is no room for temporary files.
     """
     if plan.port is not None:
         _check_port(plan.port)
     with _folder_for_words(plan.ranks) as ends, _signals() as received:
         attempt = _attempt(directory)
-        own = {FOLDER_VARIABLE: ends, PARENT_VARIABLE: str(os.getpid())}
+        own = {FOLDER_VARIABLE: ends, PARENT_VARIABLE: str(os.getpid()), **({DIGEST_VARIABLE: digest} if digest else {})}
         environment = {**os.environ, **plan.environment, **plan.secrets, **own}
         process = subprocess.Popen(_observed(plan.command), env=environment, start_new_session=True)
         launched = _Launched(process, ends)
