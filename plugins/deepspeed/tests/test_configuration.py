@@ -208,6 +208,16 @@ def test_a_schedule_that_smalti_has_not_is_refused(name):
     assert told.startswith(f"scheduler.type in deepspeed_config: {name} is not ")
 
 
+@pytest.mark.parametrize("key", ["total_num_steps", "cos_min_ratio", "warmup_min_ratio"])
+def test_a_setting_of_another_schedule_is_refused_unless_it_is_left_open(key):
+    def using(value):
+        return {**ZERO2, "scheduler": {"type": "WarmupLR", "params": {key: value}}}
+
+    (told,) = refusals(using(1))
+    assert told.startswith(f"scheduler.params.{key} in deepspeed_config: WarmupLR has no such setting")
+    configure(using("auto"))
+
+
 # --- optimizers -----------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 import json
 from enum import Enum
+from inspect import signature
 from itertools import product
 from pathlib import Path
 from typing import get_args
@@ -18,7 +19,7 @@ from smalti.config import resolve, schema_of
 from smalti.plugins import Selection, load_plugins
 from smalti_deepspeed.builder import FIELDS, build, choices_of
 from smalti_deepspeed.document import resolved, sized
-from smalti_deepspeed.implications import OTHER_SCHEDULERS, SCHEDULERS
+from smalti_deepspeed.implications import ONLY_OF, OTHER_SCHEDULERS, SCHEDULERS
 from smalti_deepspeed.keys import DATA_TYPES, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, REMOVED_TOP, REMOVED_ZERO, SHORT, TOP, ZERO
 from smalti_deepspeed.optimizers import NAMES, REMOVED
 
@@ -95,6 +96,12 @@ def test_names_of_stage_3_without_their_prefix_are_taken_too():
 
 def test_the_optimizers_are_deepspeeds():
     assert {name.lower() for name in NAMES if name not in REMOVED} == set(runtime.DEEPSPEED_OPTIMIZERS)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_schedule_has_the_settings_that_deepspeeds_has(name):
+    taken = signature(getattr(lr_schedules, name)).parameters
+    assert {key for key, owners in ONLY_OF.items() if name in owners} == taken.keys() & ONLY_OF.keys()
 
 
 def test_the_schedules_are_deepspeeds():

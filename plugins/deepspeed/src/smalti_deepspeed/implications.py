@@ -28,6 +28,13 @@ _PLAIN = {
 _OPTIMIZER = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "adam_weight_decay"}
 _SCHEDULER = {"warmup_max_lr": "learning_rate", "warmup_num_steps": "lr_warmup_steps", "total_num_steps": "max_train_steps"}
 
+ONLY_OF = {
+    "total_num_steps": ("WarmupDecayLR", "WarmupCosineLR"),
+    "warmup_min_ratio": ("WarmupCosineLR",),
+    "cos_min_ratio": ("WarmupCosineLR",),
+}
+"""Settings that DeepSpeed takes for some schedules alone."""
+
 
 def implied(given: Mapping[str, object]) -> Translation:
     """The values of smalti's options that lie in `deepspeed_config`; what is replaced or has no effect; what is wrong."""
@@ -107,6 +114,10 @@ class _Reader:
             return
         self.said["lr_scheduler"] = ("scheduler.type", SCHEDULERS[spelled])
         params = section(self.document, "scheduler", "params")
+        for key, owners in ONLY_OF.items():
+            if spelled not in owners and not is_open(params.get(key)):
+                fix = f"leave it out, or type {' or '.join(owners)}"
+                self._refuse(f"scheduler.params.{key}", f"{spelled} has no such setting", fix)
         for key, option in _SCHEDULER.items():
             self._say(option, f"scheduler.params.{key}", params.get(key))
         if spelled == "WarmupCosineLR":
