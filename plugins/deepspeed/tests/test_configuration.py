@@ -314,6 +314,18 @@ def test_an_optimizer_of_deepspeeds_alone_is_an_optimizer_of_smaltis():
             "zero_optimization.allgather_bucket_size in deepspeed_config: cannot be 7",
         ),
         (
+            {"zero_optimization": {"stage": 2, "reduce_bucket_size": 0}},
+            "zero_optimization.reduce_bucket_size in deepspeed_config: cannot be 0",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
+            "zero_optimization.compute_grad_norm in deepspeed_config: cannot be used",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "max_live_parameters": 5, "stage3_max_live_parameters": 6}},
+            "zero_optimization.max_live_parameters in deepspeed_config: is 5, and stage3_max_live_parameters, which is",
+        ),
+        (
             {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
             "zero_optimization.round_robin_gradients in deepspeed_config: cannot be used",
         ),

@@ -202,3 +202,12 @@ def test_the_file_of_another_rank_is_refused(made, tmp_path, stage, what, how):
         shutil.copy(kept, second)
     with pytest.raises(CheckpointError, match=rf"{first.name} is the file of another rank: it was saved as .*{second.name}"):
         open_deepspeed(folder)
+
+
+def test_moments_in_the_form_of_elastic_checkpoints_are_told_of(made, tmp_path):
+    folder = shutil.copytree(made[0] / "1 on 2" / "theirs", tmp_path / "theirs")
+    for file in folder.glob("*/*_optim_states.pt"):
+        content = torch.load(file, weights_only=False)
+        content["optimizer_state_dict"]["base_optimizer_state"] = [{"exp_avg": torch.zeros(3)}]
+        torch.save(content, file)
+    assert any("elastic_checkpoint, which is not read" in notice for notice in open_deepspeed(folder).contents.notices)

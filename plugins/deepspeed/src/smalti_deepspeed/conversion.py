@@ -117,6 +117,8 @@ class _Cut:
     weights: dict[str, _Tensor]
     moments: dict[str, _Tensor]
     groups: Sequence[Mapping[str, object]]
+    unread: bool = False
+    """Whether the optimizer's state is there in a form that is not read."""
 
 
 def _first_two(ranks: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> _Cut:
@@ -138,7 +140,8 @@ def _first_two(ranks: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str,
             ]
             weights[portable_name(name)] = _joined(flats, spans, shape)
             moments |= _moments(portable_name(name), kept, spans, shape)
-    return _Cut(weights=weights, moments=moments, groups=states[0]["param_groups"] if known else [])
+    groups = states[0]["param_groups"] if known else []
+    return _Cut(weights=weights, moments=moments, groups=groups, unread=not known and any(states))
 
 
 def _third(ranks: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> _Cut:
@@ -339,6 +342,8 @@ def _notices(optimizer: str, cut: _Cut, frozen: Mapping[str, object]) -> Iterato
         yield f"by its moments ({names}), the optimizer is taken for {optimizer}"
     elif cut.moments:
         yield f"its moments ({names}) do not tell which optimizer it is: a run that resumes starts its own afresh"
+    elif cut.unread:
+        yield "the state of its optimizer is in the form of elastic_checkpoint, which is not read: a run starts its own afresh"
     else:
         yield "it holds no state of an optimizer: a run that resumes starts its own afresh"
     if frozen:

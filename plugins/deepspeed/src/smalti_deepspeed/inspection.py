@@ -139,6 +139,16 @@ def _zero(zero: Mapping[str, object]) -> Iterator[Problem]:
     for key, value in zero.items():
         if (reason := FAILING.get(SHORT.get(key, key))) and value not in (None, "auto", False, 0):
             yield Problem(message=f"cannot be used: {reason}", where=f"zero_optimization.{key}", fix="leave it out")
+    if zero.get("compute_grad_norm") is False:
+        message = "cannot be used: the norm of the gradient tells whether a step is sound"
+        yield Problem(message=message, where="zero_optimization.compute_grad_norm", fix="leave it out")
+    for short, key in SHORT.items():
+        if not is_open(zero.get(short)) and not is_open(zero.get(key)) and zero[short] != zero[key]:
+            message = f"is {zero[short]!r}, and {key}, which is the same setting, {zero[key]!r}"
+            yield Problem(message=message, where=f"zero_optimization.{short}", fix="leave one of them out")
+    for key in ("reduce_bucket_size", "allgather_bucket_size"):
+        if zero.get(key) == 0:
+            yield Problem(message="cannot be 0", where=f"zero_optimization.{key}", fix='a number of elements, or "auto"')
     if stage in (1, 2) and section(zero, "offload_optimizer").get("device") == "nvme":
         message = f"DeepSpeed offloads to nvme in stage 3 only; in stage {stage} the state would stay in host memory"
         yield Problem(message=message, where="zero_optimization.offload_optimizer.device", fix='"cpu", or stage 3')
