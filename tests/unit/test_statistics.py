@@ -1,14 +1,20 @@
 """Running statistics, of which every rank has its own, are those of the first rank where the model is saved or judged."""
 
+from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
+from safetensors.torch import load_file
 from torch import nn
 
+from smalti.checkpoint.background import Saver
+from smalti.checkpoint.snapshot import Snapshot
+from smalti.checkpoint.writer import save as write_checkpoint
+from smalti.parallel import Ranks
 from smalti.saving import save
 from smalti.testing import TinyFamily, two_processes
 from smalti.testing.strategy_subject import open_family
+from smalti.types import Checkpoint, RunState
 from smalti.validation import at_rest
 
 
@@ -24,7 +30,7 @@ def normed(model, _, prediction):
     return model.norm(prediction)
 
 
-def statistics(act: str) -> tuple[dict[str, list], dict[str, list]]:
+def statistics(act: str, folder: Path) -> tuple[dict[str, list], dict[str, list]]:
     """This rank's after a step, and when the model is saved or judged."""
     subject = open_family("ddp", (), 2, Normed())
     subject.step(1)
@@ -32,16 +38,23 @@ def statistics(act: str) -> tuple[dict[str, list], dict[str, list]]:
     def now() -> dict[str, list]:
         return {name: tensor.tolist() for name, tensor in subject.parallel.unwrap(subject.model).named_buffers()}
 
-    own, seen = now(), []
-    run = SimpleNamespace(parallel=subject.parallel, model=subject.model, config=subject.config, state=MagicMock(), ema=None)
-    run.saver, run.snapshot = MagicMock(), lambda: seen.append(now())
-    run.saver.landed.return_value = None
-    if act == "saved":
-        save(run, last=False)
-    else:
+    own = now()
+    run = SimpleNamespace(parallel=subject.parallel, model=subject.model, config=subject.config, ema=None)
+    if act == "judged":
         with at_rest(run):
-            seen.append(now())
-    return own, seen[0]
+            return own, now()
+
+    def write(snapshot: Snapshot, ranks: Ranks) -> Checkpoint:
+        return write_checkpoint(folder, snapshot, ranks)
+
+    run.saver = Saver(write=write, ranks=subject.parallel, side=subject.parallel.side_channel())
+    run.state = RunState(max_steps=2, save_requested=True)
+    run.snapshot = lambda: Snapshot(step=1, state=subject.state(), trainer={"step": 1})
+    save(run, last=False)
+    saved = run.saver.landed(finish=True)
+    run.saver.close()
+    files = [load_file(path) for path in (saved.path / "model").glob("*.safetensors")]
+    return own, {name: file[name].tolist() for file in files for name in own.keys() & file.keys()}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +64,7 @@ def ranks():
 
 
 @pytest.mark.parametrize("act", ["saved", "judged"])
-def test_all_ranks_take_those_of_the_first(ranks, act):
-    (first, one), (second, other) = ranks.run(statistics, act)
+def test_all_ranks_take_those_of_the_first(ranks, tmp_path, act):
+    (first, one), (second, other) = ranks.run(statistics, act, tmp_path)
     assert first != second
     assert one == other == first
