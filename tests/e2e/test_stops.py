@@ -60,6 +60,7 @@ def test_what_a_library_would_do_at_the_very_end_of_a_process_cannot_make_a_run_
     path = {"PYTHONPATH": str(tmp_path / "site")}
     ended = launch(tmp_path / "run", max_train_steps=2, train_batch_size=4, num_processes=2, probe=False, variables=path)
     assert (ended.code, "smalti: done: trained 2 steps" in ended.output) == (0, True), ended.output
+    assert "--max_train_steps=4" in ended.output
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -107,6 +108,9 @@ def test_another_shell_can_watch_save_draw_and_stop(tmp_path, start):
     assert len(list((directory / "checkpoints").glob("step-*"))) >= 2
     assert list((directory / "samples").glob("*/grid.png"))
     assert "running" in json.dumps(json.loads(listed.stdout))
+    assert "smalti: stopped: " in output
+    assert "run the same command again" in output
+    assert "train longer" not in output
 
 
 def test_a_rank_that_is_killed_is_named_with_the_signal_and_nothing_is_left_running(tmp_path, start):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from smalti.commands.train import USAGE
 from smalti.options import OptionGroup, Options, Schema, option
 from smalti.reference import default_text, describe, help_text, reference_page
 
@@ -34,9 +35,15 @@ def test_help_leaves_out_what_few_need():
     assert "--sign" in help_text(SAMPLE, everything=True)
 
 
+def test_help_says_how_to_turn_a_switch_off(schema):
+    text = help_text(schema, everything=True)
+    assert "--[no_]use_ema" in text
+    assert "--[no_]seed" not in text
+
+
 def test_help_fits_the_terminal(monkeypatch, schema):
     monkeypatch.setenv("COLUMNS", "80")
-    assert max(map(len, help_text(schema, everything=True).splitlines())) <= 80
+    assert max(map(len, (USAGE + help_text(schema, everything=True)).splitlines())) <= 80
 
 
 def test_every_option_can_be_described_in_json(schema):

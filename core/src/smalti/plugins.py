@@ -193,6 +193,14 @@ class Plugins:
         """Active plugins as "name distribution version": printed at start, written into checkpoints, compared over ranks."""
         return tuple(f"{info.name} {info.source}" for info in self.infos.values() if info.state == "active")
 
+    @property
+    def summary(self) -> str:
+        """The version and the active plugins of other packages in one line; with their versions where these are others."""
+        own = self.infos["core"].version
+        others = [info for info in self.infos.values() if info.state == "active" and info.name not in BUILT_IN]
+        names = [info.name if info.version == own else f"{info.name} {info.version}" for info in others]
+        return f"version {own}, plugins: {', '.join(names) or 'none besides the built-in ones'}"
+
     def _attribute(
         self,
         outcome: pluggy.Result[object],

@@ -116,7 +116,7 @@ class Preparation:
         """Run to the end. The last lines printed say how it ended and how to go on."""
         for notice in self.notices:
             click.echo(f"smalti: note: {notice}", err=True)
-        click.echo(f"smalti: plugins: {', '.join(self.plugins.lines)}", err=True)
+        click.echo(f"smalti: {self.plugins.summary}", err=True)
         write_launch_files(self.directory, self.config, self.plugins, self.plan)
         sys.stdout.flush()
         code, message = self._run()
@@ -142,15 +142,17 @@ class Preparation:
 
     def _say_goodbye(self, code: ExitCode, message: str) -> None:
         for title, path in self._results().items():
-            click.echo(f"  {title:<11} {path}", err=True)
-        verdict = "done" if code is ExitCode.DONE else f"ended with exit code {int(code)}"
-        click.echo(f"smalti: {verdict}: {message}", err=True)
+            click.echo(f"  {title:<12} {path}", err=True)
+        complete = code is ExitCode.DONE and self.directory.status().condition == "finished"
+        stopped = "stopped" if code is ExitCode.DONE else f"ended with exit code {int(code)}"
+        click.echo(f"smalti: {'done' if complete else stopped}: {message}", err=True)
         if not self.directory.config_file.exists():  # somebody has removed it
             return
         again = f"{own_name()} train {shlex.quote(str(self.directory.config_file))}"
-        if code is ExitCode.DONE and (steps := self.config[RunOptions].max_train_steps) is not None:
-            again += f" --max_train_steps={2 * steps}"
-        click.echo(f"  {'go on with':<11} {again}", err=True)
+        if complete:
+            click.echo(f"  train longer {again}{_twice_as_long(self.config)}", err=True)
+        else:
+            click.echo(f"  to resume    run the same command again, or {again}", err=True)
 
     def _results(self) -> dict[str, Path]:
         from smalti.checkpoint.store import CheckpointStore
@@ -201,6 +203,14 @@ class Preparation:
         if plan.distributed.settings:
             lines += ["", f"{plan.distributed.title}:", *_indented(json.dumps(plan.distributed.settings, indent=2))]
         return "\n".join(lines)
+
+
+def _twice_as_long(config: Config) -> str:
+    """The flag that lets a complete run train as long again."""
+    options = config[RunOptions]
+    if options.max_train_steps is not None:
+        return f" --max_train_steps={2 * options.max_train_steps}"
+    return f" --num_train_epochs={2 * options.num_train_epochs}" if options.num_train_epochs is not None else ""
 
 
 def own_name() -> str:

@@ -36,7 +36,7 @@ def help_text(schema: Schema, *, everything: bool) -> str:
 
 
 def _help_entry(option: Option, width: int) -> Iterator[str]:
-    head = f"  --{option.name}" + ("" if option.is_flag else f"={option.kind}")
+    head = f"  --[no_]{option.name}" if option.is_flag else f"  --{option.name}={option.kind}"
     facts = [option.help.rstrip(".")]
     if option.choices and len(head) > 32:
         head = f"  --{option.name}=word"

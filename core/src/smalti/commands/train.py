@@ -15,15 +15,17 @@ from smalti.termination import Terminated, terminated
 USAGE = """\
 Usage: smalti train [CONFIG] [--OPTION=VALUE ...]
 
-Train, or resume. CONFIG is a TOML, JSON or YAML file; flags are stronger than the file. A run lives in its --output_dir and
-resumes there by itself: the same command again continues it.
+Train, or resume. CONFIG is a TOML, JSON or YAML file; flags override it.
+Each run has one --output_dir; the same command resumes it.
 
-  smalti train --model_family=toy --instance_data_dir=photos --output_dir=runs/first --max_train_steps=1000
+  smalti train --model_family=toy --instance_data_dir=photos \\
+      --output_dir=runs/first --resolution=64 --max_train_steps=1000
   smalti train runs/first/config.toml --max_train_steps=2000
 
-  --help                          The options that most runs need.
-  --help-all                      Every option.
-  --dry-run                       Check everything, show what would be launched, launch nothing. With --json for machines.
+  --help         The options that most runs need.
+  --help-all     Every option. --[no_]x is a switch; --no_x turns it off.
+  --dry-run      Check everything and show what would be launched.
+  --json         With --dry-run: machine-readable output.
 """
 
 
