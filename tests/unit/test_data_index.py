@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,7 +80,7 @@ def test_an_index_holds_size_caption_and_etag_of_every_picture(tmp_path: Path) -
 
 
 def test_every_kind_of_picture_file_is_found_whatever_the_case(tmp_path: Path) -> None:
-    names = ["a.PNG", "b.jpg", "c.JPEG", "d.webp", "e.bmp", "f.gif", "g.tif", "h.tiff"]
+    names = ["a.PNG", "b.jpg", "c.JPEG", "d.webp", "e.bmp", "f.gif", "g.tif", "h.tiff", "i.avif", "j.jfif", "k.jpe"]
     for name in names:
         picture(tmp_path / name, 21, 13)
     index = build(tmp_path)
@@ -148,6 +149,42 @@ def test_broken_samples_are_set_aside_with_the_reason(tmp_path: Path) -> None:
         "nocaption.png": "no caption: there is no nocaption.txt",
         "text.png": "not a readable picture: unknown format",
     }
+
+
+def test_what_is_no_regular_file_is_set_aside_and_never_waited_for(tmp_path: Path) -> None:
+    folder = tmp_path / "pets"
+    for name in ("caption", "good", "loop"):
+        picture(folder / f"{name}.png", caption="a thing" if name == "good" else None)
+    os.mkfifo(folder / "caption.txt")
+    os.mkfifo(folder / "image.png")
+    (folder / "image.txt").write_text("never seen")
+    (folder / "loop.txt").symlink_to("loop.txt")
+    (folder / "round.png").symlink_to("round.png")
+    (folder / "nowhere.png").symlink_to("gone.png")
+    for name in ("nowhere", "round"):
+        (folder / f"{name}.txt").write_text("a link")
+    index = build(folder)
+
+    assert healthy(index) == ["good.png"]
+    assert reasons(index) == {
+        "caption.png": f"{folder}/caption.txt: not a regular file",
+        "image.png": f"{folder}/image.png: not a regular file",
+        "loop.png": f"{folder}/loop.txt: Too many levels of symbolic links",
+        "nowhere.png": f"{folder}/nowhere.png: no such file",
+        "round.png": f"{folder}/round.png: Too many levels of symbolic links",
+    }
+
+
+def test_a_name_that_is_not_utf_8_sets_aside_that_sample_alone(tmp_path: Path) -> None:
+    picture(tmp_path / "good.png")
+    picture(tmp_path / "x/deep.png")
+    (tmp_path / "x").rename(tmp_path / os.fsdecode(b"f\xe9"))
+    (tmp_path / os.fsdecode(b"caf\xe9.png")).hardlink_to(tmp_path / "good.png")
+    index = build(tmp_path)
+
+    assert healthy(index) == ["good.png"]
+    assert list(reasons(index)) == ["caf\\xe9.png", "f\\xe9/deep.png"]
+    assert all("a byte that is not UTF-8" in reason for reason in reasons(index).values())
 
 
 def test_each_line_of_a_text_file_is_a_caption_unless_told_otherwise(tmp_path: Path) -> None:
@@ -247,8 +284,23 @@ def test_an_index_of_another_configuration_is_not_loaded(tmp_path: Path) -> None
 
 
 def test_a_folder_without_pictures_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no picture in"):
+    for name in ("a.heic", "b.HEIC", "b.txt"):
+        (tmp_path / name).write_bytes(b"?")
+
+    with pytest.raises(UserError, match=r"there is no image in .*, but other files: 2 \.heic"):
         build(tmp_path)
+
+
+def test_files_that_are_no_samples_are_counted_by_extension(tmp_path: Path) -> None:
+    picture(tmp_path / "a.png")
+    for name in ("b.heic", "sub/c.HEIC", "d.mp4", "README", "metadata.jsonl", ".hidden.heic", "stray.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"?")
+    (dataset,) = build_datasets([spec_of(tmp_path)], Catalog())
+
+    assert dataset.notices == (
+        "dataset pets: 4 files are left out, as smalti does not read them: 2 .heic, 1 without an extension, 1 .mp4",
+    )
 
 
 def test_a_choice_of_samples_hardly_changes_when_files_are_added(tmp_path: Path) -> None:

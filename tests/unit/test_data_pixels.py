@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ import torch
 from PIL import Image
 
 from smalti.data.buckets import Bucket, Framing
+from smalti.data.headers import read_size
 from smalti.data.pixels import crop, decode, normalised
 from smalti.data.quarantine import BadSampleError
+from smalti.storage.local import LocalStorage
 
 SAME = Framing(resolution=8, alignment=8)
 
@@ -69,9 +72,9 @@ def test_a_moving_picture_gives_its_first_frame() -> None:
 
 
 @pytest.mark.parametrize("turn", range(1, 9))
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-def test_pictures_are_turned_upright(kind: str, turn: int) -> None:
-    """The upper left corner of the scene is white, whatever way the camera was held."""
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "AVIF", "TIFF"])
+def test_pictures_are_turned_upright(kind: str, turn: int, tmp_path: Path) -> None:
+    """The upper left corner of the scene is white, and the scene is wide, whatever way the camera was held."""
     scene = np.zeros((16, 24, 3), dtype=np.uint8)
     scene[:8, :12] = 255
     # How the sensor saw it: the inverse of each correction.
@@ -88,8 +91,10 @@ def test_pictures_are_turned_upright(kind: str, turn: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = turn
     data = encoded(Image.fromarray(np.ascontiguousarray(seen[turn](scene))), kind, exif=exif, quality=95)
+    (tmp_path / "image").write_bytes(data)
     picture = decode(data, SAME, Bucket(24, 16))
 
+    assert read_size(LocalStorage(tmp_path), "image", len(data)) == (24, 16)
     assert (picture.mean(0).reshape(2, 8, 2, 12).mean((1, 3)) > 128).tolist() == [[True, False], [False, False]]
 
 
@@ -123,7 +128,7 @@ def damaged(kind: str) -> bytes:
     return data[: len(data) // 2]
 
 
-@pytest.mark.parametrize("data", [b"", b"no picture", *map(damaged, ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF"))])
+@pytest.mark.parametrize("data", [b"", b"no picture", *map(damaged, ("PNG", "JPEG", "WEBP", "AVIF", "TIFF", "BMP", "GIF"))])
 def test_what_is_not_a_whole_picture_is_an_error(data: bytes) -> None:
     with pytest.raises(BadSampleError):
         decode(data, SAME, Bucket(8, 8))

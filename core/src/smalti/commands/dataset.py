@@ -68,6 +68,8 @@ def scan(data_backend_config: Path, output_dir: Path | None, caption_strategy: s
             click.echo(f"    {item.key}: {item.reason}")
         if len(broken) > _SHOWN:
             click.echo(f"    and {len(broken) - _SHOWN} more")
+        for notice in one.notices:
+            click.echo(f"    note: {notice}")
 
 
 @dataset.command()
@@ -134,7 +136,7 @@ def _described(one: Dataset) -> dict[str, object]:
         "location": one.storage.location,
         "usable": len(one.index.healthy),
         "quarantined": [{"key": item.key, "reason": item.reason} for item in one.index.quarantined],
-        "notices": list(one.spec.notices),
+        "notices": list(one.notices),
     }
 
 

@@ -11,8 +11,10 @@ from PIL import Image
 from smalti.data.quarantine import BadSampleError
 from smalti.storage import Storage
 
-EXTENSIONS = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"))
-"""File names that are taken for pictures, in any case."""
+EXTENSIONS = frozenset(
+    (".png", ".jpg", ".jpeg", ".jfif", ".jpe", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff"),
+)
+"""File names that are taken for images, in any case."""
 
 LARGEST = 89_478_485
 """Pixels. More than this (Pillow's own warning level) is taken for a decompression bomb."""
@@ -63,7 +65,9 @@ def open_image(data: bytes) -> Image.Image:
 
 
 def orientation(image: Image.Image) -> int:
-    """The EXIF orientation, 1 to 8; 1 if there is none."""
+    """The EXIF orientation that is left to apply to size and pixels, 1 to 8; 1 if there is none."""
+    if image.format == "TIFF":
+        return 1  # Pillow applies it by itself, to the size when it opens and to the pixels when it loads
     if image.format == "PNG" and "exif" not in image.info:
         return 1  # asking further would decode the picture, to look behind it
     try:

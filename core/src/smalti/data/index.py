@@ -24,9 +24,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from smalti.data.captions import depends_on_text_file, read_captions
-from smalti.data.headers import read_size
+from smalti.data.headers import EXTENSIONS, read_size
 from smalti.data.quarantine import BadSampleError, Quarantined
-from smalti.data.sources import Listed, MetadataSource
+from smalti.data.sources import Listed, MetadataSource, Selective, told_of
 from smalti.data.spec import DatasetSpec
 from smalti.errors import UserError
 from smalti.hashing import key_of, text_hash
@@ -46,7 +46,7 @@ _SCHEMA = pa.schema(
         ("problem", pa.string()),
     ]
 )
-_FORMAT = 1
+_FORMAT = 2  # counts up when a scan finds something else in the same files
 _BATCH = 4096  # rows that are written at a time
 _PIECE = 32  # rows that a thread inspects at a time
 
@@ -106,9 +106,11 @@ def build_index(
     """
     listed = _chosen(spec, source.list())
     if not listed:
+        others = told_of(source.passed_over) if isinstance(source, Selective) else ""
         raise UserError(
-            f"dataset {spec.id!r}: there is no picture in {storage.location}",
-            fix="check instance_data_dir, and that the pictures end in .png, .jpg, .jpeg, .webp, .bmp, .gif, .tif or .tiff",
+            f"dataset {spec.id!r}: there is no image in {storage.location}"
+            + (f", but other files: {others}" if others else ""),
+            fix=f"check instance_data_dir, and that the file names end in {', '.join(sorted(EXTENSIONS))}",
         )
     schema = _SCHEMA.with_metadata({"smalti": _recipe(spec)})
     scan = _Scan(spec=spec, storage=storage, old=_old_table(cache, schema))

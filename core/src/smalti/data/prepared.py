@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
@@ -24,6 +24,7 @@ from smalti.data.check import BatchShape, BucketCount, Share, check_batches, des
 from smalti.data.index import DatasetIndex, Progress, build_index, load_index
 from smalti.data.order import BucketSamples, Order
 from smalti.data.quarantine import ErrorBudget, Quarantined, allowed_errors, write_quarantine
+from smalti.data.sources import Selective, told_of
 from smalti.data.spec import DatasetSpec
 from smalti.errors import PreflightError
 from smalti.storage import Storage
@@ -39,6 +40,19 @@ class Dataset:
     spec: DatasetSpec
     storage: Storage
     index: DatasetIndex
+    passed_over: Mapping[str, int] = field(default_factory=dict)
+    """Files that are no samples, by extension; known where the dataset was just scanned."""
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What the user should know about its entry and its files."""
+        if not self.passed_over:
+            return self.spec.notices
+        total, names = sum(self.passed_over.values()), told_of(self.passed_over)
+        return (
+            *self.spec.notices,
+            f"dataset {self.spec.id}: {total} files are left out, as smalti does not read them: {names}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +130,12 @@ def build_datasets(
     for spec in _of_kind(specs, kind):
         storage = catalog.open_storage(spec)
         cache = directory / f"{spec.id}.arrow" if directory else None
-        index = build_index(spec, storage, catalog.open_source(spec, storage), cache, progress(spec.id) if progress else None)
+        source = catalog.open_source(spec, storage)
+        index = build_index(spec, storage, source, cache, progress(spec.id) if progress else None)
         if directory:
             write_quarantine(directory / f"{spec.id}.quarantine.jsonl", index.quarantined)
-        datasets.append(Dataset(spec=spec, storage=storage, index=index))
+        passed_over = dict(source.passed_over) if isinstance(source, Selective) else {}
+        datasets.append(Dataset(spec=spec, storage=storage, index=index, passed_over=passed_over))
     return tuple(datasets)
 
 
@@ -147,7 +163,7 @@ def prepare(datasets: Sequence[Dataset], rules: DataRules, *, notices: Sequence[
     if len(quarantined) > allowed:
         raise PreflightError(_too_many(quarantined, allowed), fix="mend or remove these files, or raise --data_error_budget")
 
-    told = [*notices, *(notice for dataset in datasets for notice in dataset.spec.notices)]
+    told = [*notices, *(notice for dataset in datasets for notice in dataset.notices)]
     if quarantined:
         told.append(f"{len(quarantined)} samples are set aside (the error budget allows {allowed}): {_reasons(quarantined)}")
     contents: dict[Bucket, list[_Content]] = {}

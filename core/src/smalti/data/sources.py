@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import posixpath
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from smalti.data.headers import EXTENSIONS
 from smalti.data.spec import DatasetSpec, JsonTable
 from smalti.errors import ConfigError, Problem, UserError
 from smalti.storage import MissingFileError, Storage, StoredFile
 
+DESCRIPTIONS = frozenset((".json", ".jsonl", ".csv", ".tsv", ".parquet", ".md", ".toml", ".yaml", ".yml", ".ini", ".db"))
+"""Extensions of files that stand beside images without being samples, so that nobody misses them."""
 _DEFAULT_TABLE = "metadata.jsonl"
 _MOST_PROBLEMS = 10  # more lines than this are not reported
 
@@ -39,6 +42,16 @@ class Listed:
     problem: str = ""
 
 
+@runtime_checkable
+class Selective(Protocol):
+    """What a source has besides `list` when it leaves files out that may have been meant as samples."""
+
+    @property
+    def passed_over(self) -> Mapping[str, int]:
+        """How many files of the last `list` were left out, by extension in small letters ("" for none)."""
+        ...
+
+
 class MetadataSource(Protocol):
     """What a metadata backend provides. Made by its factory from a `DatasetSpec` and a `Storage`."""
 
@@ -51,13 +64,14 @@ class Discovery:
     """Every picture below the dataset's root, by file extension. Hidden files and folders (".name") are left out."""
 
     def __init__(self, spec: DatasetSpec, storage: Storage) -> None:
-        self._spec = spec
         self._storage = storage
+        self.passed_over: Mapping[str, int] = {}
 
     def list(self) -> Iterator[Listed]:
-        pictures, texts = picture_files(self._storage)
-        for key, file in pictures.items():
-            etag = texts.get(caption_key(key), "")
+        files = sorted_out(self._storage)
+        self.passed_over = files.passed_over
+        for key, file in files.images.items():
+            etag = files.texts.get(caption_key(key), "")
             yield Listed(key=key, size=file.size, etag=file.etag, caption_etag=etag)
 
 
@@ -74,9 +88,9 @@ class JsonLines:
 
     def list(self) -> Iterator[Listed]:
         lines = _parse(self._read(), self._table, self.location)
-        pictures, texts = picture_files(self._storage)
+        files = sorted_out(self._storage)
         for key in sorted(lines):
-            file = pictures.get(key)
+            file = files.images.get(key)
             if file is None:
                 yield Listed(key=key, size=0, etag="", problem=f"listed in {self.location}, but there is no such picture")
                 continue
@@ -86,7 +100,7 @@ class JsonLines:
                 size=file.size,
                 etag=file.etag,
                 captions=row.captions,
-                caption_etag=texts.get(caption_key(key), ""),
+                caption_etag=files.texts.get(caption_key(key), ""),
                 width=row.width,
                 height=row.height,
             )
@@ -103,19 +117,41 @@ class JsonLines:
             raise UserError(f"the metadata table {self.location} cannot be read", fix=fix) from error
 
 
-def picture_files(storage: Storage) -> tuple[dict[str, StoredFile], dict[str, str]]:
-    """The pictures of a storage by key, in order of their keys, and the etags of its text files by key."""
-    pictures: dict[str, StoredFile] = {}
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """The files of a storage: images by key, in order of their keys, and the etags of text files by key.
+
+    `passed_over` counts what is neither, by extension in small letters. Hidden files, and files that describe data
+    (`DESCRIPTIONS`), are in none of them.
+    """
+
+    images: Mapping[str, StoredFile]
+    texts: Mapping[str, str]
+    passed_over: Mapping[str, int]
+
+
+def sorted_out(storage: Storage) -> Files:
+    """List a storage."""
+    images: dict[str, StoredFile] = {}
     texts: dict[str, str] = {}
+    passed_over: Counter[str] = Counter()
     for file in storage.list():
         extension = posixpath.splitext(file.key)[1].lower()
         if file.key.startswith(".") or "/." in file.key:
             continue
         if extension in EXTENSIONS:
-            pictures[file.key] = file
+            images[file.key] = file
         elif extension == ".txt":
             texts[file.key] = file.etag
-    return pictures, texts
+        elif extension not in DESCRIPTIONS:
+            passed_over[extension] += 1
+    return Files(images=images, texts=texts, passed_over=passed_over)
+
+
+def told_of(passed_over: Mapping[str, int]) -> str:
+    """Such counts in words, the most first: "12 .heic, 1 without an extension"."""
+    ordered = sorted(passed_over.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count} {extension or 'without an extension'}" for extension, count in ordered)
 
 
 def caption_key(key: str) -> str:

@@ -76,7 +76,10 @@ class Storage(Protocol):
 
 def checked_key(key: str) -> str:
     """`key` itself if it is a plain relative path; raises InvalidKeyError otherwise."""
-    if key.startswith("/") or "\\" in key or "\0" in key or any(part in ("", ".", "..") for part in key.split("/")):
+    if "\\" in key:
+        message = f"not a valid file name: {key!r} has a backslash, or a byte that is not UTF-8"
+        raise InvalidKeyError(message, fix="rename the file")
+    if key.startswith("/") or "\0" in key or any(part in ("", ".", "..") for part in key.split("/")):
         raise InvalidKeyError(
             f"not a valid key: {key!r}", fix="use a path relative to the dataset, with / between its parts and no '..'"
         )

@@ -7,13 +7,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from stat import S_ISDIR
-from typing import TYPE_CHECKING
+from stat import S_ISDIR, S_ISREG
+from typing import TYPE_CHECKING, BinaryIO
 
 from smalti.files import atomic_write
 from smalti.storage import (
     AccessDeniedError,
-    InvalidKeyError,
     MissingFileError,
     StorageError,
     StoredFile,
@@ -77,11 +76,11 @@ class LocalStorage:
             return _stored(key, status)
 
     def read(self, key: str) -> bytes:
-        with self._explained(key) as path:
-            return path.read_bytes()
+        with self._explained(key) as path, _open(path) as file:
+            return file.read()
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
-        with self._explained(key) as path, path.open("rb") as file:
+        with self._explained(key) as path, _open(path) as file:
             file.seek(start)
             return file.read(length)
 
@@ -95,7 +94,7 @@ class LocalStorage:
             status = folder.stat()
             with os.scandir(folder) as entries:
                 # A folder sorts by its name with the slash, as the keys below it do: "a-b" < "a/x" < "a0".
-                named = sorted((f"{entry.name}/" if entry.is_dir() else entry.name, entry) for entry in entries)
+                named = sorted((f"{_name(entry)}/" if _is_folder(entry) else _name(entry), entry) for entry in entries)
         here = (status.st_dev, status.st_ino)
         if here in above:
             return  # a link to a folder that we are in: everything below it has been listed
@@ -105,13 +104,11 @@ class LocalStorage:
                 continue
             if name.endswith("/"):
                 yield from self._walk(folder / entry.name, key, prefix, (*above, here))
-            elif entry.is_file():
-                _refuse_unprintable(key)
-                try:
-                    stored = _stored(key, entry.stat())
-                except FileNotFoundError:
-                    continue  # removed while we were listing
-                yield stored
+            else:
+                with self._explained(key, folder / entry.name):
+                    stored = _listed(key, entry)
+                if stored is not None:
+                    yield stored
 
     @contextmanager
     def _explained(self, key: str, path: Path | None = None) -> Iterator[Path]:
@@ -137,8 +134,40 @@ def _stored(key: str, status: os.stat_result) -> StoredFile:
     return StoredFile(key=key, size=status.st_size, etag=f"{status.st_size:x}-{status.st_mtime_ns:x}")
 
 
-def _refuse_unprintable(key: str) -> None:
+def _listed(key: str, entry: os.DirEntry[str]) -> StoredFile | None:
+    """An entry that is no folder; None for one that was removed while we were listing.
+
+    What cannot be read, such as a link to nothing or a pipe, is listed too: reading it tells why.
+    """
     try:
-        key.encode()
-    except UnicodeEncodeError:
-        raise InvalidKeyError(f"a file name is not valid UTF-8: {os.fsencode(key)!r}", fix="rename the file") from None
+        return _stored(key, entry.stat())
+    except OSError as error:
+        if error.errno in _TRANSIENT:
+            raise
+        gone = isinstance(error, FileNotFoundError) and not entry.is_symlink()
+        return None if gone else StoredFile(key=key, size=0, etag="unreadable")
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno in _TRANSIENT:
+            raise
+        return False  # a link that leads in a circle, for instance
+
+
+def _name(entry: os.DirEntry[str]) -> str:
+    """The name as text. Bytes that are not UTF-8 become escapes with a backslash, which no key may have."""
+    return os.fsencode(entry.name).decode("utf-8", "backslashreplace")
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open a regular file. Anything else is an error: opening or reading a pipe or a device could wait for ever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    number = errno.EISDIR if S_ISDIR(mode) else errno.EINVAL
+    raise OSError(number, os.strerror(number) if S_ISDIR(mode) else "not a regular file")
