@@ -3,7 +3,8 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Only errors: a package index of many folders is good for hundreds of warnings.
+PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := core/src:plugins/fsdp2/src:plugins/deepspeed/src:plugins/diffusers/src
 ARGS ?=
 # One thread a process: the tests and the demo start several processes on few cores.
@@ -20,7 +21,7 @@ demo: $(VENV)/demo.done
 	@echo; echo "What a checkpoint of two sharded ranks holds:"
 	$(BIN)/smalti checkpoint inspect demo/run
 	@echo; echo "The same run goes on in one process, unsharded, for twenty steps:"
-	$(BIN)/smalti train examples/emoji/config.toml --no_fsdp_enable --num_processes=1 --train_batch_size=32 --max_train_steps=1020
+	$(BIN)/smalti train examples/emoji/config.toml $(ARGS) --no_fsdp_enable --num_processes=1 --train_batch_size=32 --max_train_steps=1020
 
 demo-flux: $(VENV)/demo-flux.done
 	$(BIN)/python examples/emoji/prepare.py demo/faces
