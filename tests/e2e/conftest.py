@@ -7,7 +7,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,12 +196,21 @@ class Started:
 def launch(pictures):
     """Start a run and wait for its end, as `train` does, in new processes that `smalti train` launches itself.
 
-    For what `train` cannot show: launching, failures on one of several ranks, what a run as a whole prints.
+    For what `train` cannot show: launching, failures on one of several ranks, what a run as a whole prints. The words `before`
+    the command are a program that runs it.
     """
 
-    def start(directory: Path, *, spoil: str = "", probe: bool = True, variables: dict | None = None, **options) -> Finished:
+    def start(
+        directory: Path,
+        *,
+        before: Sequence[str] = (),
+        spoil: str = "",
+        probe: bool = True,
+        variables: dict | None = None,
+        **options,
+    ) -> Finished:
         finished = subprocess.run(
-            command(pictures, directory, **options),
+            [*before, *command(pictures, directory, **options)],
             env=environment(directory, probe=probe, PROBE_SPOIL=spoil, **(variables or {})),
             capture_output=True,
             text=True,

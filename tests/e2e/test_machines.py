@@ -1,7 +1,9 @@
-"""Several machines, played by several launchers on this one that share the run directory."""
+"""Several machines, played by several launchers on this one that share the run directory; and one without a name."""
 
 import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -29,3 +31,29 @@ def test_two_machines_train_one_run_and_a_signal_to_one_stops_both(start, tmp_pa
     assert [code for code, _ in ends] == [6, 6], ends
     assert all("preempted at step" in output for _, output in ends)
     assert list((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json"))
+
+
+BARE = """
+import fcntl, os, socket, struct, sys
+socket.sethostname("bare-container")
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
+    fcntl.ioctl(line, 0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""Gives this machine a name that nobody knows, and no network but the loopback, then becomes the command in its arguments."""
+
+
+@pytest.fixture(scope="module")
+def bare() -> list[str]:
+    """What to put before a command to run it as in a container whose own host name has no address."""
+    for rights in ([], ["--map-root-user"]):
+        prefix = ["unshare", *rights, "--uts", "--net", sys.executable, "-c", BARE]
+        if subprocess.run([*prefix, sys.executable, "-c", ""], stderr=subprocess.DEVNULL).returncode == 0:
+            return prefix
+    pytest.skip("needs the right to make namespaces")
+
+
+def test_two_ranks_start_on_a_machine_whose_name_does_not_resolve(bare, tmp_path, launch):
+    run = launch(tmp_path / "run", before=bare, probe=False, num_processes=2, use_cpu=True, max_train_steps=2)
+    assert (run.code, len(run.losses)) == (0, 2), run.output
+    assert "Unable to resolve hostname" not in run.output

@@ -1,6 +1,7 @@
 """The launch plan: which launcher, which command, which environment, for any machine."""
 
 import json
+import socket
 import sys
 from pathlib import Path
 
@@ -49,13 +50,25 @@ def test_one_rank_runs_in_this_process(configure):
 def test_several_ranks_on_cpus_are_started_by_torchs_launcher(configure):
     found = plan(configure("--num_processes=3"))
     launch, arguments = elastic(found)
-    assert (found.launcher, launch.nproc_per_node, launch.max_nodes, arguments.standalone) == ("elastic", 3, 1, True)
+    assert (found.launcher, launch.nproc_per_node, launch.max_nodes) == ("elastic", 3, 1)
     assert (arguments.module, arguments.training_script, arguments.training_script_args) == (True, "smalti.worker", [str(RUN)])
 
 
 def test_two_runs_on_one_machine_do_not_share_a_port(configure):
-    _, arguments = elastic(plan(configure("--num_processes=3")))
-    assert arguments.master_port is None
+    launch, _ = elastic(plan(configure("--num_processes=3")))
+    assert (launch.rdzv_backend, launch.rdzv_endpoint) == ("c10d", "127.0.0.1:0")
+
+
+def test_ranks_of_one_machine_meet_on_the_loopback_unless_the_user_says_otherwise(configure):
+    alone = configure("--num_processes=3")
+    among_several = configure("--num_processes=4", "--num_machines=2", "--main_process_ip=h")
+    assert elastic(plan(alone))[0].local_addr == "127.0.0.1"
+    assert elastic(plan(among_several))[0].local_addr is None
+    interface = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    for kind in ("cpu", "cuda"):
+        assert plan(alone, kind).environment["GLOO_SOCKET_IFNAME"] == interface
+        assert "GLOO_SOCKET_IFNAME" not in plan(alone, kind, environment={"GLOO_SOCKET_IFNAME": "eth7"}).environment
+        assert "GLOO_SOCKET_IFNAME" not in plan(among_several, kind).environment
 
 
 def test_num_processes_counts_the_ranks_of_all_machines(configure):

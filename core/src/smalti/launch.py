@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 from smalti import acceleratefile
 from smalti.config import Config
 from smalti.errors import PreflightError, UserError
@@ -29,6 +31,7 @@ DEFAULT_PORT = 29500
 """Where machine 0 listens when several machines are given no port; torch's and Accelerate's own default."""
 DIGEST_VARIABLE = "SMALTI_DIGEST"
 """Of the configuration for which workers are launched."""
+_LOOPBACK = "127.0.0.1"
 _KINDS = {"cuda": "MULTI_GPU", **{kind: f"MULTI_{kind.upper()}" for kind in ("xpu", "npu", "mlu", "hpu", "musa", "sdaa")}}
 """The `distributed_type` of an Accelerate YAML by the kind of accelerator."""
 _ON_ANY = {"FSDP", "DEEPSPEED"}
@@ -117,7 +120,11 @@ def plan_launch(
         launcher="accelerate" if yaml_file else "elastic",
         distributed=distributed,
         command=(sys.executable, "-m", *start, *worker),
-        environment={**_threads(local, environment), **distributed.environment},
+        environment={
+            **_threads(local, environment),
+            **({} if several else _loopback(environment)),
+            **distributed.environment,
+        },
         secrets=config.secrets(),
         accelerate=merged,
         accelerate_file=yaml_file,
@@ -133,6 +140,20 @@ def _threads(local: int, environment: Mapping[str, str]) -> dict[str, str]:
         return {}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {"OMP_NUM_THREADS": str(max(1, cores // local))}
+
+
+def _loopback(environment: Mapping[str, str]) -> dict[str, str]:
+    """Where gloo connects the ranks of a single machine, unless the user has said something else.
+
+    Left to itself, it looks up the host name, which in containers may have no address, or wait for name servers. NCCL reads
+    addresses from the interfaces and needs no names.
+    """
+    if "GLOO_SOCKET_IFNAME" in environment:
+        return {}
+    interfaces = [
+        name for name, addresses in psutil.net_if_addrs().items() if _LOOPBACK in {each.address for each in addresses}
+    ]
+    return {"GLOO_SOCKET_IFNAME": interfaces[0]} if interfaces else {}
 
 
 def _chosen_gpus(config: Config, kind: str, local: int) -> list[str]:
@@ -152,7 +173,8 @@ def _chosen_gpus(config: Config, kind: str, local: int) -> list[str]:
 def _elastic_arguments(options: LaunchOptions, local: int) -> tuple[str, ...]:
     count = (f"--nproc-per-node={local}", f"--nnodes={options.num_machines}")
     if options.num_machines == 1:
-        return (*count, "--standalone")
+        # What --standalone does, but for names: it looks up "localhost", and the host name for the address of the ranks.
+        return (*count, "--rdzv-backend=c10d", f"--rdzv-endpoint={_LOOPBACK}:0", f"--local-addr={_LOOPBACK}")
     port = options.main_process_port or DEFAULT_PORT
     return (*count, f"--node-rank={options.machine_rank}", f"--master-addr={options.main_process_ip}", f"--master-port={port}")
 
