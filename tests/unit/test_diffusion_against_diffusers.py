@@ -82,4 +82,4 @@ def test_the_resolution_dependent_shift_is_that_of_flux() -> None:
 
     for side in (32, 64, 96, 128):
         peer = torch.tensor(calculate_shift(side * side // 4)).exp().item()
-        assert ResolutionShift().at(side * side) == pytest.approx(peer)
+        assert ResolutionShift().at(side * side // 4) == pytest.approx(peer)

@@ -14,9 +14,10 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
 from smalti import UserError
 from smalti.config import resolve, schema_of
+from smalti.diffusion.step import denoising_loss
 from smalti.diffusion.timesteps import shift_times
 from smalti.families import find_family
-from smalti.models.family import SampleRequest
+from smalti.models.family import SampleRequest, image_tokens
 from smalti.plugins import load_plugins
 from smalti.testing.pytest import FamilyContract
 from smalti_diffusers.components import Components
@@ -240,9 +241,38 @@ def test_the_length_of_captions_can_be_chosen(family_of, kind):
 @pytest.mark.parametrize("kind", ["flux", "flux schnell", "sd3", "auraflow", "lumina2", "z image"])
 def test_times_are_moved_towards_noise_as_the_pipelines_scheduler_moves_them(family_of, kind):
     family, times = family_of(kind), [1.0, 0.75, 0.25]
-    scheduler, area = family.frozen.scheduler, 48 * 64
-    scheduler.set_timesteps(sigmas=times, mu=calculate_shift(area // 4))
-    torch.testing.assert_close(shift_times(torch.tensor(times), family.flow_shift.at(area)), scheduler.sigmas[:-1])
+    scheduler, tokens = family.frozen.scheduler, 48 * 64 // 4
+    scheduler.set_timesteps(sigmas=times, mu=calculate_shift(tokens))
+    torch.testing.assert_close(shift_times(torch.tensor(times), family.flow_shift.at(tokens)), scheduler.sigmas[:-1])
+
+
+def test_an_image_counts_as_many_tokens_as_the_blocks_are_given(drawn):
+    """Z-Image's first block is given them padded to a multiple of 32."""
+    lengths, names = [], ("noise_refiner.0", "transformer_blocks.0", "joint_transformer_blocks.0")
+    block = next(module for name, module in drawn.model.named_modules() if name in names)
+
+    def note(module, arguments, keywords):
+        states = signature(type(module).forward).bind(module, *arguments, **keywords).arguments
+        lengths.append(states.get("hidden_states", states.get("x")).shape[1])
+
+    hook = block.register_forward_pre_hook(note, with_kwargs=True)
+    with torch.no_grad():
+        conditioning = drawn.family.encode_captions(PROMPTS)
+        drawn.family.forward(drawn.model, drawn.noise, drawn.timesteps[:1].float().expand(2), conditioning)
+    hook.remove()
+    said = image_tokens(drawn.family, *SIZE)
+    assert lengths[0] == (-(-said // 32) * 32 if drawn.family.name == "z_image" else said)
+
+
+@pytest.mark.parametrize(("kind", "shift"), [("flux", 3.158), ("flux2 klein", 3.158), ("sana", 1.878), ("lumina2", 3.158)])
+def test_the_automatic_shift_goes_by_the_tokens_of_the_family(family_of, kind, shift, monkeypatch):
+    """At 1024 pixels Flux.2 has 64 x 64 of them, each one latent pixel; Sana 32 x 32."""
+    family = family_of(kind)
+    published = {"flux": 8, "flux2": 16, "sana": 32, "lumina2": 8}[family.name]  # the tiny autoencoders are shallower
+    monkeypatch.setattr(type(family), "vae_scale", published)
+    config = resolve(schema_of(load_plugins()), ["--flow_schedule_auto_shift"], environment={})
+    said = denoising_loss(config, family, "cpu").timesteps.shift.at(image_tokens(family, 1024, 1024))
+    assert said == pytest.approx(shift, abs=1e-3)
 
 
 def test_the_shift_of_a_multistep_scheduler_is_known_and_ddpm_has_none(family_of):

@@ -12,7 +12,7 @@ from diffusers import StableDiffusionXLPipeline
 from smalti import UserError
 from smalti.config import resolve, schema_of
 from smalti.models.blocks import describe_blocks, find_blocks
-from smalti.models.family import SampleRequest
+from smalti.models.family import SampleRequest, image_tokens
 from smalti.models.frames import Frame, encode
 from smalti.models.layout import put_channels_last
 from smalti.models.weights import materialise
@@ -55,6 +55,21 @@ class TestContract(FamilyContract):
 
     def family(self):
         return family_of(self.folder, init_from_config=True)
+
+
+def test_an_image_counts_as_many_tokens_as_its_largest_attention_is_given(folder):
+    family = family_of(folder, init_from_config=True)
+    model, lengths = family.build_model(), []
+    for module in model.modules():
+        if type(module).__name__ == "BasicTransformerBlock":
+            module.register_forward_pre_hook(lambda module, arguments: lengths.append(arguments[0].shape[1]))
+    frame = Frame(width=64, height=64, left=0, top=0)
+    width, height = 2 * family.alignment, family.alignment
+    with torch.no_grad():
+        conditioning = encode(family, ["a fox"], [frame], width, height)
+        noisy = torch.randn(1, family.latent_channels, height // family.vae_scale, width // family.vae_scale)
+        family.forward(model, noisy, torch.tensor([500.0]), conditioning)
+    assert image_tokens(family, width, height) == max(lengths)
 
 
 # --- what the model is told -----------------------------------------------------------------------------------------

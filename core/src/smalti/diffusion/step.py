@@ -19,7 +19,7 @@ from smalti.diffusion.noise import SampleNoise
 from smalti.diffusion.objective import BetaSchedule, Objective, build_objective
 from smalti.diffusion.timesteps import TimestepSampler, build_timesteps
 from smalti.diffusion.weighting import Weighting, build_weighting
-from smalti.models.family import Conditioning, ModelFamily, Prediction
+from smalti.models.family import Conditioning, ModelFamily, Prediction, image_tokens
 from smalti.models.frames import Frame, with_frames
 from smalti.settings import DataOptions, ObjectiveOptions, RunOptions
 
@@ -84,7 +84,8 @@ class DenoisingLoss:
             latents = self._latents(batch)
             noise = self.noise.normal(batch.numbers, latents.shape[1:])
             chance = self.noise.uniform(batch.numbers, 2)
-            t = self.objective.times(self.timesteps(chance[:, 0], latents.shape[-2] * latents.shape[-1]))
+            tokens = image_tokens(self.family, batch.bucket.width, batch.bucket.height)
+            t = self.objective.times(self.timesteps(chance[:, 0], tokens))
             noisy = self.objective.corrupt(latents, noise, t)
             told = self._told(batch, dropped=chance[:, 1] < self.dropout)
             conditioning = with_frames(self.family, told, batch.frames, batch.bucket.width, batch.bucket.height)

@@ -98,10 +98,10 @@ class Beta:
 
 
 class Shift(Protocol):
-    """How far times are moved towards noise at one picture size."""
+    """How far times are moved towards noise at one image size."""
 
-    def at(self, area: int) -> float:
-        """The shift for latents of h * w = `area` positions."""
+    def at(self, tokens: int) -> float:
+        """The shift for an image that is so many tokens to the model (`smalti.models.family.image_tokens`)."""
         ...
 
 
@@ -111,28 +111,27 @@ class ConstantShift:
 
     value: float = 1.0
 
-    def at(self, area: int) -> float:
+    def at(self, tokens: int) -> float:
         return self.value
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolutionShift:
-    """More shift for larger pictures, since the same noise hides less of them.
+    """More shift for larger images, since the same noise hides less of them.
 
-    exp(mu), or mu itself if not `exponential`. mu is linear in the number of tokens and known for two numbers of them; a token
-    is a square of latents with the edge `patch`. Without arguments: the published rule of Flux.
+    exp(mu), or mu itself if not `exponential`. mu is linear in the number of tokens and known for two numbers of them. Without
+    arguments: the published rule of Flux.
     """
 
     base_tokens: int = 256
     base_mu: float = 0.5
     max_tokens: int = 4096
     max_mu: float = 1.15
-    patch: int = 2
     exponential: bool = True
 
-    def at(self, area: int) -> float:
+    def at(self, tokens: int) -> float:
         slope = (self.max_mu - self.base_mu) / (self.max_tokens - self.base_tokens)
-        mu = self.base_mu + slope * (area / self.patch**2 - self.base_tokens)
+        mu = self.base_mu + slope * (tokens - self.base_tokens)
         return math.exp(mu) if self.exponential else mu
 
 
@@ -146,9 +145,9 @@ class TimestepSampler:
     quantile: Quantile = field(default_factory=Uniform)
     shift: Shift = field(default_factory=ConstantShift)
 
-    def __call__(self, u: Tensor, area: int) -> Tensor:
-        """Times in (0, 1) for uniform numbers `u`; `area` is h * w of the latents that they are for."""
-        return shift_times(self.quantile(u), self.shift.at(area))
+    def __call__(self, u: Tensor, tokens: int) -> Tensor:
+        """Times in (0, 1) for uniform numbers `u`, for images that are so many tokens to the model."""
+        return shift_times(self.quantile(u), self.shift.at(tokens))
 
 
 def build_timesteps(

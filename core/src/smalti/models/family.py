@@ -187,3 +187,22 @@ class Adaptable(Protocol):
         the trained tensors and does not show in their names and shapes, such as a scale and a digest of what is frozen.
         """
         ...
+
+
+@runtime_checkable
+class CountsTokens(Protocol):
+    """What a family has besides if a token of its model is not a square of `alignment` pixels."""
+
+    def image_tokens(self, width: int, height: int) -> int:
+        """The length of the sequence that the model attends over for an image of this size in pixels, texts not counted.
+
+        Of several lengths, as in a U-Net, the greatest. Must be cheap: the configuration is enough.
+        """
+        ...
+
+
+def image_tokens(family: ModelFamily, width: int, height: int) -> int:
+    """How many tokens an image is to the model of a family: what the family says, or one for each square of `alignment`."""
+    if isinstance(family, CountsTokens):
+        return family.image_tokens(width, height)
+    return (width // family.alignment) * (height // family.alignment)

@@ -8,10 +8,10 @@ from typing import cast
 from smalti.diffusion.timesteps import ConstantShift, ResolutionShift, Shift
 
 
-def scheduler_shift(scheduler: Mapping[str, object], patch: int) -> Shift:
-    """The shift that a scheduler's configuration, as its file has it, gives pictures of each size.
+def scheduler_shift(scheduler: Mapping[str, object]) -> Shift:
+    """The shift that a scheduler's configuration, as its file has it, gives images of each size.
 
-    `patch` is the edge of a token in latents. What is not said is what diffusers takes then. A schedule that is stretched to
+    What is not said is what diffusers takes then. A schedule that is stretched to
     end above 0 (`shift_terminal`) trains as one that is not: how it ends is a matter of the number of steps.
     """
 
@@ -27,6 +27,5 @@ def scheduler_shift(scheduler: Mapping[str, object], patch: int) -> Shift:
         base_mu=said("base_shift", 0.5),
         max_tokens=int(said("max_image_seq_len", 4096)),
         max_mu=said("max_shift", 1.15),
-        patch=patch,
         exponential=scheduler.get("time_shift_type") != "linear",
     )

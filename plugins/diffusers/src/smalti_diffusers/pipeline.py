@@ -102,7 +102,7 @@ class PipelineFamily:
         """How far the pipeline's scheduler moves times towards noise; None for families of DDPM."""
         if self.prediction != "flow_matching":
             return None
-        return scheduler_shift(self.components.config("scheduler"), self.patch)
+        return scheduler_shift(self.components.config("scheduler"))
 
     # --- the trained model ------------------------------------------------------------------------------------------
 

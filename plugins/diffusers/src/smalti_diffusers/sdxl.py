@@ -62,6 +62,12 @@ class Sdxl(PipelineFamily):
         model.up_blocks = up
         return model
 
+    def image_tokens(self, width: int, height: int) -> int:
+        """Of the largest stage with attention: one for each position, after the halvings before it."""
+        stages = cast(list[str], self.components.config(self.part)["down_block_types"])
+        edge = self.vae_scale << next(number for number, kind in enumerate(stages) if "Attn" in kind)
+        return (width // edge) * (height // edge)
+
     @property
     def _zeros_for_empty(self) -> bool:
         return bool(self.components.settings.get("force_zeros_for_empty_prompt", True))
