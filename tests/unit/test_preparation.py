@@ -8,7 +8,7 @@ from PIL import Image
 
 from smalti import DistributedPlan, FamilyEntry, hookimpl
 from smalti.dataplan import CacheFolders, cache_folders
-from smalti.errors import PreflightError, UserError
+from smalti.errors import ConfigError, PreflightError, UserError
 from smalti.plugins import PluginInfo
 from smalti.preparation import Preparation
 from smalti.testing import TinyFamily
@@ -62,6 +62,55 @@ def test_an_unknown_optimizer_is_found_out_before_anything_is_written(wanted, pl
     with pytest.raises(UserError, match=r"Unknown optimizer 'adamv'.\n  fix: did you mean adamw"):
         Preparation.of(wanted("--optimizer=adamv"), plugins, write=True)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "run", "message"),
+    [
+        ("pictures", "pictures", "the output directory .* lies in the folder of the dataset 'pictures'"),
+        ("pictures", "pictures/runs/first", "the output directory .* lies in the folder of the dataset 'pictures'"),
+        ("pictures", ".", "the output directory .* lies in the folder of the dataset"),
+        ("run/samples", "run", "the dataset 'samples' lies in .*, where the run keeps its own files"),
+        ("pictures", "pictures/.runs/first", None),
+        ("run/pictures", "run", None),
+    ],
+)
+@pytest.mark.parametrize("write", [True, False])
+def test_a_run_and_its_images_lie_apart(configure, plugins, tmp_path, data, run, message, write):
+    folder = tmp_path / data
+    folder.mkdir(parents=True)
+    Image.new("RGB", (16, 16)).save(folder / "a.png")
+    if run == ".":
+        folder = folder / "linked"
+        folder.symlink_to(tmp_path)
+    flags = ("--model_family=toy", "--max_train_steps=1", "--resolution=16", "--use_cpu", "--caption_strategy=filename")
+    config = configure(*flags, f"--instance_data_dir={folder}", f"--output_dir={tmp_path / run}")
+    if message is None:
+        Preparation.of(config, plugins, write=write)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            Preparation.of(config, plugins, write=write)
+        assert not (tmp_path / run / "run.json").exists()
+
+
+def test_a_folder_without_captions_names_the_ways_out(wanted, plugins, tmp_path):
+    for name in ("a", "b"):
+        Image.new("RGB", (16, 16)).save(tmp_path / f"pictures/{name}.png")
+    with pytest.raises(PreflightError, match=r"none of the 2 images in .*(?s:.*)--caption_strategy=filename, or") as caught:
+        Preparation.of(wanted("--resolution=16"), plugins, write=False)
+    assert "--caption_strategy=instanceprompt with --instance_prompt=TEXT" in str(caught.value)
+    (tmp_path / "pictures/a.txt").write_text("one has a caption")
+    with pytest.raises(PreflightError, match="1 samples cannot be used"):
+        Preparation.of(wanted("--resolution=16", "--data_error_budget=0"), plugins, write=False)
+
+
+def test_one_prompt_captions_all_images(wanted, plugins, tmp_path):
+    Image.new("RGB", (16, 16)).save(tmp_path / "pictures/a.png")
+    flags = ("--resolution=16", "--instance_prompt=a photo of zwx cat")
+    config = wanted(*flags, "--caption_strategy=instanceprompt")
+    assert Preparation.of(config, plugins, write=False).data.datasets[0].index.captions(0) == ("a photo of zwx cat",)
+    with pytest.raises(ConfigError, match=r"no dataset uses it\n.*--caption_strategy=instanceprompt"):
+        Preparation.of(wanted(*flags), plugins, write=False)
 
 
 def test_entries_of_caches_that_do_nothing_are_told(configure, plugins, tmp_path, write):

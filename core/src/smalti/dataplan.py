@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -26,6 +26,7 @@ from smalti.data.spec import (
 )
 from smalti.errors import ConfigError, Problem
 from smalti.plugins import Plugins
+from smalti.rundir import RunDirectory
 from smalti.settings import DataOptions, LaunchOptions, RunOptions, TrainingOptions, ValidationOptions
 from smalti.strategy import choose_distributed
 from smalti.types import MetadataEntry, StorageEntry
@@ -55,14 +56,50 @@ def dataset_specs(config: Config, catalog: Catalog) -> tuple[DatasetSpec, ...]:
         entries, where = [dict(entry) for entry in options.datasets], "datasets"
     defaults = DataDefaults(
         caption_strategy=options.caption_strategy,
+        instance_prompt=options.instance_prompt,
         resolution=options.resolution,
         resolution_type=options.resolution_type,
     )
     specs, problems = parse_datasets(entries, where=where, defaults=defaults, catalog=catalog)
+    problems = (*problems, *_unused_prompt(config, specs), *_mixed_up_folders(config, specs))
     if problems:
         raise ConfigError(problems)
     most = config[ValidationOptions].num_eval_images
     return tuple(_at_most(spec, most) if spec.dataset_type == "eval" and most is not None else spec for spec in specs)
+
+
+def _unused_prompt(config: Config, specs: Sequence[DatasetSpec]) -> list[Problem]:
+    """A prompt that was given and would caption nothing."""
+    if config[DataOptions].instance_prompt is None or not specs or any(spec.uses_instance_prompt for spec in specs):
+        return []
+    fix = "--caption_strategy=instanceprompt makes it the caption of all images; or set prepend_instance_prompt in the entry"
+    return [Problem(message="instance_prompt is given, and no dataset uses it", where="instance_prompt", fix=fix)]
+
+
+def _mixed_up_folders(config: Config, specs: Sequence[DatasetSpec]) -> list[Problem]:
+    """Datasets that would take the run's own images for samples.
+
+    A hidden folder is not searched for images, and with a table only the images in it count.
+    """
+    if (output := config[RunOptions].output_dir) is None:
+        return []
+    run, problems = RunDirectory(output.expanduser().resolve()), []
+    own = (run.samples, run.checkpoints, run.data, run.control)
+    for spec in specs:
+        if spec.type != "local" or spec.instance_data_dir is None or spec.metadata_backend != "discovery":
+            continue
+        folder = spec.instance_data_dir.resolve()
+        searched = run.path.is_relative_to(folder) and not any(
+            part.startswith(".") for part in run.path.relative_to(folder).parts
+        )
+        if searched:
+            message = f"the output directory {run.path} lies in the folder of the dataset {spec.id!r}, {folder}"
+            fix = "choose an --output_dir outside of it: images of validation and plots would become samples"
+            problems.append(Problem(message=message, where="output_dir", fix=fix))
+        elif any(folder.is_relative_to(place) for place in own):
+            message = f"the dataset {spec.id!r} lies in {folder}, where the run keeps its own files"
+            problems.append(Problem(message=message, where="output_dir", fix="choose another --output_dir, or move the images"))
+    return problems
 
 
 def _at_most(spec: DatasetSpec, most: int) -> DatasetSpec:

@@ -18,7 +18,7 @@ import click
 from smalti.config import Config, check
 from smalti.configtext import as_toml
 from smalti.data.prepared import PreparedData
-from smalti.dataplan import scan_data, total_steps
+from smalti.dataplan import catalog_of, dataset_specs, scan_data, total_steps
 from smalti.errors import ExitCode, GpuFaultError, PreflightError
 from smalti.launch import (
     LaunchPlan,
@@ -63,6 +63,7 @@ class Preparation:
         be planned for accelerators that are not here. Raises UserError, ConfigError, PreflightError.
         """
         check(config, plugins)
+        dataset_specs(config, catalog_of(plugins))
         directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
         distributed = choose_distributed(config, plugins)
         check_strategy(distributed, config, plugins)

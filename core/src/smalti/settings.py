@@ -80,7 +80,14 @@ class DataOptions(Options):
     instance_data_dir: Path | None = option(
         None, help="A folder of pictures, each with its caption in a .txt file beside it: the short way to name one dataset."
     )
-    caption_strategy: str = option("textfile", help="Where captions come from, unless a dataset says otherwise.")
+    caption_strategy: str = option(
+        "textfile",
+        help="Where captions come from, unless a dataset says otherwise: textfile (NAME.txt beside each image), filename, "
+        "instanceprompt (one caption for all images), or the metadata backend of the dataset.",
+    )
+    instance_prompt: str | None = option(
+        None, help="The caption of all images with caption_strategy=instanceprompt, such as 'a photo of zwx cat'."
+    )
     train_batch_size: int = option(1, help="Pictures per rank and micro-batch.", ge=1)
     resolution: float = option(1024, help="Size of training pictures: pixels, or megapixels with resolution_type=area.", gt=0)
     resolution_type: Literal["pixel", "area", "pixel_area"] = option(

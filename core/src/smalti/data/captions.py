@@ -9,6 +9,9 @@ from smalti.data.sources import Listed, caption_key
 from smalti.data.spec import DatasetSpec
 from smalti.storage import MissingFileError, Storage
 
+NO_TEXT_FILE = "no caption: there is no "
+"""How the reason begins that a sample without its text file is set aside with."""
+
 
 def read_captions(spec: DatasetSpec, storage: Storage, listed: Listed) -> tuple[str, ...]:
     """The captions of a sample, at least one; the loader draws one of them at each visit. Raises BadSampleError."""
@@ -36,7 +39,7 @@ def _from_file(spec: DatasetSpec, storage: Storage, key: str) -> tuple[str, ...]
     try:
         text = storage.read(key).decode("utf-8-sig").strip()
     except MissingFileError as error:
-        raise BadSampleError(f"no caption: there is no {key}") from error
+        raise BadSampleError(f"{NO_TEXT_FILE}{key}") from error
     except UnicodeDecodeError as error:
         raise BadSampleError(f"no caption: {key} is not UTF-8 text") from error
     if spec.disable_multiline_split:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smalti.data.buckets import Bucket, Framing
+from smalti.data.captions import NO_TEXT_FILE
 from smalti.data.catalog import Catalog
 from smalti.data.check import BatchShape, BucketCount, Share, check_batches, describe_raised
 from smalti.data.index import DatasetIndex, Progress, build_index, load_index
@@ -161,6 +162,7 @@ def prepare(datasets: Sequence[Dataset], rules: DataRules, *, notices: Sequence[
     quarantined = tuple(item for dataset in datasets for item in dataset.index.quarantined)
     allowed = allowed_errors(rules.error_budget, sum(len(dataset.index) for dataset in datasets))
     if len(quarantined) > allowed:
+        _refuse_without_captions(datasets)
         raise PreflightError(_too_many(quarantined, allowed), fix="mend or remove these files, or raise --data_error_budget")
 
     told = [*notices, *(notice for dataset in datasets for notice in dataset.notices)]
@@ -176,6 +178,7 @@ def prepare(datasets: Sequence[Dataset], rules: DataRules, *, notices: Sequence[
             content = _Content(dataset=dataset.spec.id, samples=rows + offset, repeats=dataset.spec.repeats)
             contents.setdefault(bucket, []).append(content)
     if not contents:
+        _refuse_without_captions(datasets)
         raise PreflightError(
             "no dataset holds a picture that can be trained on", fix="lower minimum_image_size or add pictures"
         )
@@ -271,6 +274,17 @@ def _rows_by_bucket(index: DatasetIndex, framing: Framing) -> tuple[dict[Bucket,
 def _bucket_samples(bucket: Bucket, parts: Sequence[_Content], raised: int) -> BucketSamples:
     copies = [np.full(len(part.samples), (part.repeats or raised) + 1, dtype=np.int64) for part in parts]
     return BucketSamples(bucket=bucket, samples=np.concatenate([part.samples for part in parts]), copies=np.concatenate(copies))
+
+
+def _refuse_without_captions(datasets: Iterable[Dataset]) -> None:
+    """Raises PreflightError for a dataset in which no image at all has a text file: it was meant to be captioned otherwise."""
+    for dataset in datasets:
+        if all(item.reason.startswith(NO_TEXT_FILE) for item in dataset.index.quarantined) and not len(dataset.index.healthy):
+            raise PreflightError(
+                f"No captions found: none of the {len(dataset.index)} images in {dataset.storage.location} has a text file.",
+                fix="add NAME.txt beside each image, or use --caption_strategy=filename, or --caption_strategy=instanceprompt"
+                " with --instance_prompt=TEXT",
+            )
 
 
 def _too_many(quarantined: Sequence[Quarantined], allowed: int) -> str:

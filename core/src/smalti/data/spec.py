@@ -149,6 +149,12 @@ class DatasetSpec(BaseModel):
     def has_pictures(self) -> bool:
         return self.dataset_type in _WITH_PICTURES
 
+    @property
+    def uses_instance_prompt(self) -> bool:
+        """Whether `instance_prompt` is in the captions."""
+        strategy = self.caption_strategy == "instanceprompt"
+        return self.has_pictures and (strategy or self.prepend_instance_prompt or self.only_instance_prompt)
+
 
 # What may stand in a file: every field but those that `parse_datasets` fills itself.
 _FILE_KEYS = tuple(
@@ -330,7 +336,9 @@ class _Reader:
                 ("only_instance_prompt", spec.only_instance_prompt),
             ):
                 if wanted:
-                    self._complain(place, f"{key} needs an instance_prompt", "set instance_prompt")
+                    self._complain(
+                        place, f"{key} needs an instance_prompt", "--instance_prompt=TEXT, or set instance_prompt in the entry"
+                    )
 
     def _check_sizes(self, place: str, spec: DatasetSpec) -> None:
         if spec.resolution_type == "area" and spec.resolution > _MOST_MEGAPIXELS:
