@@ -190,10 +190,12 @@ def test_a_dry_run_writes_nothing_and_shows_the_launch(smalti, tmp_path):
     done = subprocess.run([*smalti, *words], capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, (done.stderr, time.monotonic() - begin)
     shown = json.loads(done.stdout)
+    assert shown["timesteps"] == "logit-normal(0, 1)"
     assert (shown["launch"]["launcher"], shown["launch"]["ranks"], shown["effective_batch"]) == ("elastic", [0, 1], 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pictures"]
     text = subprocess.run([*smalti, *words[:-1]], capture_output=True, text=True, cwd=tmp_path, timeout=120).stdout
     assert "'a run'" in text
+    assert "timesteps     logit-normal(0, 1)\n" in text
     assert 'model_family = "toy" # flag (--model_family)' in text
 
 

@@ -85,6 +85,12 @@ def test_an_option_without_effect_is_noticed(configure):
     assert configure("--lr_power=2").notices == ("lr_power has no effect unless lr_scheduler == polynomial",)
 
 
+def test_an_option_of_a_choice_that_is_left_to_the_family_may_have_an_effect(configure):
+    assert configure("--flow_sigmoid_scale=2").notices == ()
+    unless = ("flow_sigmoid_scale has no effect unless timestep_distribution == logit_normal",)
+    assert configure("--flow_sigmoid_scale=2", "--timestep_distribution=uniform").notices == unless
+
+
 # --- files ----------------------------------------------------------------------------------------------------------
 
 

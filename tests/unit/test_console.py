@@ -34,6 +34,7 @@ def _info(rank: int = 0) -> RunInfo:
         parameters=1234,
         trainable=1000,
         effective_batch=8,
+        timesteps="uniform",
         plugins=(),
     )
 
@@ -50,6 +51,12 @@ def _shown(console: Console, stream: io.StringIO, steps: int, rank: int = 0) -> 
         console.on_step_end(state, _result(step))
     console.on_train_end()
     return stream.getvalue().splitlines()
+
+
+def test_the_start_says_at_which_noise_levels_the_run_trains() -> None:
+    stream = io.StringIO()
+    Console(stream).on_train_start(RunState(max_steps=9), _info())
+    assert "timesteps: uniform" in stream.getvalue().splitlines()
 
 
 # --- speed ----------------------------------------------------------------------------------------------------------
@@ -200,7 +207,7 @@ def test_checkpoints_pictures_left_out_steps_and_errors_are_told() -> None:
     console.on_validation(ValidationResult(step=5, images=(image,), grid=Path("out/grid.png")))
     console.on_error(state, ValueError("bad"))
     console.on_train_end()
-    assert stream.getvalue().splitlines()[2:] == [
+    assert stream.getvalue().splitlines()[3:] == [
         "step 6 was left out: its loss was inf",
         "checkpoint of step 5: out/step-5 (3.0 MiB in 0.2 s)",
         "1 picture of step 5: out/grid.png",

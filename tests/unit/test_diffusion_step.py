@@ -3,12 +3,14 @@
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 
 from smalti.config import resolve, schema_of
 from smalti.data.buckets import Bucket
 from smalti.data.loader import MicroBatch
 from smalti.diffusion.step import denoising_loss
+from smalti.diffusion.timesteps import LogitNormal, Uniform
 from smalti.models.frames import Frame
 from smalti.models.weights import materialise
 from smalti.plugins import load_plugins
@@ -46,6 +48,22 @@ def test_times_are_asked_for_by_the_tokens_of_the_familys_images() -> None:
         loss(materialise(family.build_model(), family.weights(0), "cpu"), batch(), FullPrecision())
         asked.append(recorder.tokens)
     assert asked == [24, 6]
+
+
+@pytest.mark.parametrize(
+    ("flags", "quantile"),
+    [
+        ((), LogitNormal(mean=0.0, std=1.0)),
+        (("--prediction_type=sample",), LogitNormal()),
+        (("--prediction_type=epsilon",), Uniform()),
+        (("--prediction_type=v_prediction",), Uniform()),
+        (("--timestep_distribution=uniform",), Uniform()),
+        (("--flow_sigmoid_scale=1.5", "--flow_sigmoid_mean=0.5"), LogitNormal(mean=0.5, std=1.5)),
+        (("--prediction_type=epsilon", "--timestep_distribution=logit_normal"), LogitNormal()),
+    ],
+)
+def test_flows_train_the_middle_most_and_ddpm_all_noise_levels_unless_the_options_say_so(flags, quantile) -> None:
+    assert denoising_loss(config(*flags), TinyFamily(), "cpu").timesteps.quantile == quantile
 
 
 def config(*flags: str):

@@ -104,6 +104,22 @@ def test_the_familys_own_shift_is_taken_unless_another_one_is_said() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "uniform"),
+        ({"distribution": "mode", "shift": 1.0}, "mode(1.29), shift 1 (flow_schedule_shift)"),
+        ({"distribution": "beta", "native": ConstantShift(value=3.0)}, "beta(2, 2), shift 3 (default of the family)"),
+        (
+            {"distribution": "logit_normal", "auto_shift": True},
+            "logit-normal(0, 1), shift 1.649 to 3.158 by image size (flow_schedule_auto_shift)",
+        ),
+    ],
+)
+def test_distribution_and_shift_are_put_into_words(settings: dict[str, object], words: str) -> None:
+    assert build_timesteps(**settings).describe([1024, 4096, 256]) == words  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         {"distribution": "poisson"},

@@ -437,6 +437,8 @@ def _idle_options(config: Config) -> Iterator[str]:
 def _holds(condition: str, config: Config) -> bool:
     key, sign, wanted = (*condition.split(), "", "")[:3]
     value = config.value(key)
+    if sign == "==" and value is None:
+        return True  # what is not given is chosen by the family, and may be just that
     if sign == ">":
         return float(str(value)) > float(wanted)
     return str(value).lower() == wanted.lower() if sign else bool(value)

@@ -38,6 +38,7 @@ from smalti.termination import Terminated
 from smalti.types import DistributedPlan
 
 if TYPE_CHECKING:
+    from smalti.diffusion.step import DenoisingLoss
     from smalti.models.family import ModelFamily
 
 
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
 class Preparation:
     """A checked configuration with its launch plan and its data.
 
-    `data` is None on machines that only join a launch: the first one has looked at it.
+    `data` is None on machines that only join a launch: the first one has looked at it; so is `timesteps`, which says at which
+    noise levels its images are trained.
     """
 
     config: Config
@@ -53,6 +55,7 @@ class Preparation:
     directory: RunDirectory
     plan: LaunchPlan
     data: PreparedData | None
+    timesteps: str | None
     notices: tuple[str, ...]
 
     @classmethod
@@ -75,10 +78,18 @@ class Preparation:
             notices.append(f"planned for {kind} devices, as the Accelerate YAML says; this machine has none")
         plan = plan_launch(config, distributed, directory.path, kind)
         family = cls._family(config, plugins, distributed)
+        loss = cls._loss(config, family)
         data = cls._look_at_data(config, plugins, family.alignment, directory, write=write)
+        timesteps = None if data is None else loss.describe_timesteps(count.bucket for count in data.counts)
         notices += [*config.notices, *plan.notices, *(data.notices if data is not None else ())]
         return cls(
-            config=config, plugins=plugins, directory=directory, plan=plan, data=data, notices=tuple(dict.fromkeys(notices))
+            config=config,
+            plugins=plugins,
+            directory=directory,
+            plan=plan,
+            data=data,
+            timesteps=timesteps,
+            notices=tuple(dict.fromkeys(notices)),
         )
 
     @staticmethod
@@ -100,6 +111,13 @@ class Preparation:
         if distributed.check_model:
             resolve_name(distributed.check_model)(config, model)
         return family
+
+    @staticmethod
+    def _loss(config: Config, family: ModelFamily) -> DenoisingLoss:
+        """What the run will train. Raises UserError for objectives, weightings and schedules that do not go together."""
+        from smalti.diffusion.step import denoising_loss
+
+        return denoising_loss(config, family, "cpu")
 
     @staticmethod
     def _look_at_data(
@@ -181,6 +199,7 @@ class Preparation:
             "effective_batch": self.data.order.effective_batch,
             "steps": total_steps(self.config, self.data),
             "samples": sum(count.total for count in self.data.counts),
+            "timesteps": self.timesteps,
             "buckets": [{"size": str(count.bucket), "samples": count.total} for count in self.data.counts],
             "quarantined": [{"key": item.key, "reason": item.reason} for item in self.data.quarantined],
         }
@@ -195,6 +214,7 @@ class Preparation:
         lines += [f"environment   {key}={value}" for key, value in plan.environment.items()]
         lines.append(f"steps         {total_steps(self.config, self.data)}, each of {self.data.order.effective_batch} samples")
         lines.append(f"samples       {sum(count.total for count in self.data.counts)} in an epoch")
+        lines.append(f"timesteps     {self.timesteps}")
         lines += [f"bucket        {count.bucket}: {count.total}" for count in self.data.counts]
         lines += [f"quarantined   {item.key}: {item.reason}" for item in self.data.quarantined]
         lines += [f"note          {notice}" for notice in self.notices]

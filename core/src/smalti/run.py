@@ -290,6 +290,12 @@ def build_model(config: Config, plugins: Plugins, family: ModelFamily, device: s
     return model, plugins.hook.detect_blocks(model=model, family=family, config=config) or []
 
 
+def parameter_counts(model: nn.Module) -> dict[str, int]:
+    """How many numbers a model has, before it is spread over ranks, and how many of them train: as `RunInfo` calls them."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return {"parameters": sum(size for size, _ in sizes), "trainable": sum(size for size, trains in sizes if trains)}
+
+
 def open_data(config: Config, plugins: Plugins, alignment: int, parallel: Parallel, directory: Path) -> PreparedData:
     """The order of samples on this rank: rank 0 scans, the others read what it wrote. *Collective*."""
     scanned: list[PreparedData] = []
@@ -391,14 +397,14 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
     adapter = family.adapter(seed) if isinstance(family, Adaptable) else None
     # A sharded model calls itself by another class; and an adapter's tensors are not those of such a model.
     model_config = config_of(bare) if adapter is None else ""
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in bare.parameters()]
+    sizes = parameter_counts(bare)
     decayed = matrices(bare)
     backend = plugins.backend(plan)
-    weights = family.weights(seed)
-    model = backend.wrap_model(model=bare, family=family, blocks=blocks, parallel=parallel, weights=weights)
+    model = backend.wrap_model(model=bare, family=family, blocks=blocks, parallel=parallel, weights=family.weights(seed))
     assert model is not None, "the chosen backend wraps the model"
     model, optimizer = parallel.bind(model, build_optimizer(config, plugins, parallel, model, decayed))
     model.train()
+    loss = denoising_loss(config, family, parallel.world.device, encoded.conditioning([""], parallel.world.device))
     record = directory.record()
     run = Run(
         config=config,
@@ -412,9 +418,9 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
             config=config,
             family=family.name,
             strategy=plan.title,
-            parameters=sum(size for size, _ in sizes),
-            trainable=sum(size for size, trains in sizes if trains),
+            **sizes,
             effective_batch=data.order.effective_batch,
+            timesteps=loss.describe_timesteps(count.bucket for count in data.counts),
             plugins=plugins.lines,
         ),
         parallel=parallel,
@@ -426,7 +432,7 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
         blocks=blocks,
         optimizer=optimizer,
         ema=build_ema(config, parallel, model),
-        loss=denoising_loss(config, family, parallel.world.device, encoded.conditioning([""], parallel.world.device)),
+        loss=loss,
         data=data,
         encoded=encoded,
         state=RunState(max_steps=total_steps(config, data)),

@@ -207,8 +207,10 @@ class ObjectiveOptions(Options):
         None, help="Noise schedule of DDPM; the family's own choice if not given.", level="expert"
     )
     rescale_betas_zero_snr: bool = option(False, help="Make the last DDPM step pure noise.", level="advanced")
-    timestep_distribution: Literal["uniform", "logit_normal", "mode", "beta"] = option(
-        "uniform", help="Which noise levels are trained how often.", level="advanced"
+    timestep_distribution: Literal["uniform", "logit_normal", "mode", "beta"] | None = option(
+        None,
+        help="Timestep sampling distribution. Default: logit_normal for rectified flow, uniform for DDPM.",
+        level="advanced",
     )
     flow_sigmoid_mean: float = option(
         0.0, help="Mean of the logit-normal distribution.", level="expert", when="timestep_distribution == logit_normal"

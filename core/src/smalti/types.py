@@ -240,7 +240,8 @@ class Outcome:
 class RunInfo:
     """What an observer needs to know about a run when it starts. The same on every rank but for `world`.
 
-    `parameters` and `trainable` count elements over all ranks; `plugins` are "name distribution version" lines.
+    `parameters` and `trainable` count elements over all ranks; `timesteps` says in words at which noise levels the run trains;
+    `plugins` are "name distribution version" lines.
     """
 
     id: str
@@ -252,6 +253,7 @@ class RunInfo:
     parameters: int
     trainable: int
     effective_batch: int
+    timesteps: str
     plugins: tuple[str, ...]
 
 

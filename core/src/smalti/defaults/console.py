@@ -227,6 +227,7 @@ class Console:
             f"{info.trainable:,} of {_count(info.parameters, 'parameter')} to train, "
             f"{_count(info.effective_batch, 'sample')} a step, steps {state.step} to {state.max_steps}"
         )
+        self._display.say(f"timesteps: {info.timesteps}")
 
     @hookimpl
     def on_step_end(self, state: RunState, result: StepResult) -> None:

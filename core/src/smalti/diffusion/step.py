@@ -5,7 +5,7 @@ Shapes: B batch, latents (B, C, h, w).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from smalti.config import Config
 from smalti.data.buckets import Bucket
 from smalti.diffusion.noise import SampleNoise
-from smalti.diffusion.objective import BetaSchedule, Objective, build_objective
-from smalti.diffusion.timesteps import TimestepSampler, build_timesteps
+from smalti.diffusion.objective import BetaSchedule, Objective, RectifiedFlow, build_objective
+from smalti.diffusion.timesteps import Distribution, TimestepSampler, build_timesteps
 from smalti.diffusion.weighting import Weighting, build_weighting
 from smalti.models.family import Conditioning, ModelFamily, Prediction, image_tokens
 from smalti.models.frames import Frame, with_frames
@@ -94,6 +94,10 @@ class DenoisingLoss:
         losses = self.objective.loss(prediction, latents, noise, noisy, t)
         return (losses * self.weighting(t)).mean()
 
+    def describe_timesteps(self, buckets: Iterable[Bucket]) -> str:
+        """Which noise levels images of these sizes are trained at, in words: "logit-normal(0, 1), shift 3 (...)"."""
+        return self.timesteps.describe({image_tokens(self.family, bucket.width, bucket.height) for bucket in buckets})
+
     def _latents(self, batch: MicroBatch) -> Tensor:
         if batch.latents is not None:
             return batch.latents
@@ -112,6 +116,15 @@ class DenoisingLoss:
         }
 
 
+def default_distribution(objective: Objective) -> Distribution:
+    """How often each noise level is trained unless the user says so.
+
+    Rectified flow: logit-normal, as Stable Diffusion 3 was trained (Esser et al. 2024, section 3.1), and Sana, Lumina Image 2.0
+    and Z-Image after it. Denoising diffusion: uniform, as in Ho et al. 2020.
+    """
+    return "logit_normal" if isinstance(objective, RectifiedFlow) else "uniform"
+
+
 def denoising_loss(config: Config, family: ModelFamily, device: str, untold: Conditioning | None = None) -> DenoisingLoss:
     """The loss that the options describe. Raises UserError for options that do not go together.
 
@@ -123,7 +136,7 @@ def denoising_loss(config: Config, family: ModelFamily, device: str, untold: Con
         family=family,
         objective=objective,
         timesteps=build_timesteps(
-            distribution=options.timestep_distribution,
+            distribution=options.timestep_distribution or default_distribution(objective),
             sigmoid_mean=options.flow_sigmoid_mean,
             sigmoid_scale=options.flow_sigmoid_scale,
             mode_scale=options.flow_mode_scale,

@@ -9,6 +9,7 @@ Shapes: B batch; every function here works element by element on a tensor of any
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol
@@ -36,7 +37,7 @@ def shift_times(times: Tensor, shift: float) -> Tensor:
 
 
 class Quantile(Protocol):
-    """An increasing map from (0, 1) to the open interval of times."""
+    """An increasing map from (0, 1) to the open interval of times. As text, its name and parameters."""
 
     def __call__(self, u: Tensor) -> Tensor: ...
 
@@ -47,6 +48,9 @@ class Uniform:
 
     def __call__(self, u: Tensor) -> Tensor:
         return u
+
+    def __str__(self) -> str:
+        return "uniform"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,9 @@ class LogitNormal:
     def __call__(self, u: Tensor) -> Tensor:
         return torch.sigmoid(self.mean + self.std * torch.special.ndtri(u))
 
+    def __str__(self) -> str:
+        return f"logit-normal({self.mean:g}, {self.std:g})"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
@@ -68,6 +75,9 @@ class Mode:
 
     def __call__(self, u: Tensor) -> Tensor:
         return u - self.scale * (torch.sin(math.pi / 2 * u).square() - u)
+
+    def __str__(self) -> str:
+        return f"mode({self.scale:g})"
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,9 @@ class Beta:
         right = torch.searchsorted(table, wanted).clamp(1, len(table) - 1)
         low, high = table[right - 1], table[right]
         return ((right - 1 + (wanted - low) / (high - low)) / (len(table) - 1)).to(u.dtype)
+
+    def __str__(self) -> str:
+        return f"beta({self.alpha:g}, {self.beta:g})"
 
 
 # --- shift ----------------------------------------------------------------------------------------------------------
@@ -144,10 +157,20 @@ class TimestepSampler:
 
     quantile: Quantile = field(default_factory=Uniform)
     shift: Shift = field(default_factory=ConstantShift)
+    origin: str = ""
+    """What says the shift, in words; nothing if there is none."""
 
     def __call__(self, u: Tensor, tokens: int) -> Tensor:
         """Times in (0, 1) for uniform numbers `u`, for images that are so many tokens to the model."""
         return shift_times(self.quantile(u), self.shift.at(tokens))
+
+    def describe(self, tokens: Collection[int]) -> str:
+        """Distribution and shift in words, for images of so many tokens: "uniform, shift 1.65 to 3.16 by image size (...)"."""
+        if not self.origin:
+            return str(self.quantile)
+        ends = dict.fromkeys(f"{self.shift.at(count):.4g}" for count in (min(tokens), max(tokens)))
+        size = "" if isinstance(self.shift, ConstantShift) else " by image size"
+        return f"{self.quantile}, shift {' to '.join(ends)}{size} ({self.origin})"
 
 
 def build_timesteps(
@@ -167,18 +190,16 @@ def build_timesteps(
     `native` is the family's own, for a `shift` that is not given. Raises `UserError` for values with which a sampler would not
     be a distribution over times.
     """
-    return TimestepSampler(
-        quantile=_quantile(distribution, sigmoid_mean, sigmoid_scale, mode_scale, beta_alpha, beta_beta),
-        shift=ResolutionShift() if auto_shift else _shift(shift, native),
-    )
-
-
-def _shift(given: float | None, native: Shift | None) -> Shift:
-    if given is None:
-        return native or ConstantShift()
-    if given <= 0:
-        raise UserError(f"a timestep shift of {given:g} is not possible", fix="use a positive number; 1 is no shift")
-    return ConstantShift(value=given)
+    quantile = _quantile(distribution, sigmoid_mean, sigmoid_scale, mode_scale, beta_alpha, beta_beta)
+    if auto_shift:
+        return TimestepSampler(quantile=quantile, shift=ResolutionShift(), origin="flow_schedule_auto_shift")
+    if shift is not None:
+        if shift <= 0:
+            raise UserError(f"a timestep shift of {shift:g} is not possible", fix="use a positive number; 1 is no shift")
+        return TimestepSampler(quantile=quantile, shift=ConstantShift(value=shift), origin="flow_schedule_shift")
+    if native is not None:
+        return TimestepSampler(quantile=quantile, shift=native, origin="default of the family")
+    return TimestepSampler(quantile=quantile)
 
 
 def _quantile(distribution: Distribution, mean: float, std: float, mode_scale: float, alpha: float, beta: float) -> Quantile:
