@@ -13,7 +13,10 @@ import pytest
 import torch.distributed as dist
 
 from nursery import forked_processes
+from smalti.config import resolve, schema_of
 from smalti.crew import Answer, Board, Crew, Roll, in_a_line
+from smalti.group import Group
+from smalti.plugins import Selection, load_plugins
 from smalti.process import Process
 from smalti.ranks import GlooRanks, hang_up, is_line_error
 from smalti.types import World
@@ -159,6 +162,42 @@ def test_who_waits_for_a_rank_that_hangs_up_learns_of_it_at_once():
     assert waited < 20
     assert known, told
     assert "[" not in told.partition(":")[0]
+
+
+def two_lines() -> tuple[list[str], bool]:
+    """In a group as it is on accelerators, gloo beside another backend: rank 1 calls the roll while rank 0 waits on each line.
+
+    On rank 0 what it learned of each of them, and whether rank 1 was found.
+    """
+    import torch.testing._internal.distributed.fake_pg
+
+    dist.init_process_group("cpu:gloo,cuda:fake")
+    group = Group(resolve(schema_of(load_plugins(Selection(without=("all",)))), [], environment={}))
+    side, pair = group.side_channel(), dist.new_group([0, 1])
+    crew = Crew.meet(group)
+    if dist.get_rank() == 1:
+        roll = crew.call_roll(BROKEN)
+        time.sleep(5)  # the process lives on: its end would tell the other one, too
+        return [], roll.silent == {}
+    waits = (lambda: group.agree(0), side.barrier, lambda: dist.all_reduce(torch.zeros(1)))
+    waits += (lambda: dist.all_reduce(torch.zeros(1), group=pair),)
+    told = []
+    for wait in waits:
+        try:
+            wait()
+            told.append("")
+        except RuntimeError as error:
+            told.append(in_a_line(error) if is_line_error(error) else "")
+            if len(told) == 1:
+                roll = crew.call_roll(error)
+    return told, all(process.alive() for process in crew.processes) and roll.silent == {}
+
+
+def test_beside_an_accelerators_backend_every_line_over_gloo_is_hung_up():
+    with forked_processes(group=False) as both:
+        (told, found), (_, heard) = both.run(two_lines)
+    assert all(told)
+    assert (found, heard) == (True, True)
 
 
 def test_hanging_up_where_there_is_no_group_does_nothing():

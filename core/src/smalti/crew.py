@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from smalti.errors import ExitCode, UserError
-from smalti.parallel import Line, Ranks
+from smalti.parallel import Ranks
 from smalti.process import Process
-from smalti.ranks import hang_up, is_line_error
+from smalti.ranks import hang_up_all, is_line_error
 
 T = TypeVar("T")
 
@@ -147,13 +147,11 @@ class Crew:
             board = Board(PrefixStore("smalti/roll", dist.group.WORLD.get_group_store()), ranks.world.rank)
         return cls(processes=tuple(Process(**json.loads(text)) for text in told), rank=ranks.world.rank, board=board)
 
-    def call_roll(
-        self, error: BaseException, *, whole: bool = False, suspect: bool = False, line: Line | None = None
-    ) -> Roll | None:
+    def call_roll(self, error: BaseException, *, whole: bool = False, suspect: bool = False) -> Roll | None:
         """Answer for this rank, on which `error` was raised, and hear the others; None if the error is this rank's own.
 
-        Each rank calls it once, when it finds that it cannot go on. Takes some seconds if others do not answer. The group is
-        broken after it, and so is `line`.
+        Each rank calls it once, when it finds that it cannot go on. Takes some seconds if others do not answer. All groups
+        of this process are broken after it.
         """
         if self.board is None:
             return None
@@ -162,9 +160,7 @@ class Crew:
             return None
         mine = Answer(whole=whole)
         self.board.post(mine)
-        hang_up(dist.group.WORLD)
-        if line is not None:
-            line.hang_up()
+        hang_up_all()
         deadline = time.monotonic() + self.patience
         while True:
             roll = self._roll({**self.board.read(len(self.processes)), self.rank: mine})

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from smalti.types import World
 
@@ -44,20 +45,32 @@ class GlooRanks:
         hang_up(self.group)
 
 
-def hang_up(group: dist.ProcessGroup | None) -> None:
-    """Break this rank's connections in a gloo group, for good: whoever waits in it, here or elsewhere, gets an error at once.
+def hang_up_all() -> None:
+    """`hang_up` in every group of this process: those of the backend, of the loop and of the saver, whoever has made them."""
+    for group in list(_world.pg_map):
+        hang_up(group)
 
-    Does nothing to other kinds of groups. `ProcessGroup.abort` has no effect on gloo (torch 2.13); but gloo closes all its
+
+def hang_up(group: dist.ProcessGroup | None) -> None:
+    """Break this rank's gloo connections in a group, for good: whoever waits on them, here or elsewhere, gets an error at once.
+
+    A line of accelerators beside them stays. `ProcessGroup.abort` has no effect on gloo (torch 2.13); but gloo closes all its
     connections when a message does not come in time.
     """
-    if group is None or dist.get_backend(group) != "gloo":
+    if group is None or not _has_gloo(group):
         return
-    for other in range(dist.get_world_size(group)):
-        if other != dist.get_rank(group):
+    for other in range(group.size()):
+        if other != group.rank():
             with suppress(RuntimeError):  # it runs out of time, or the connection is broken already
-                message = dist.irecv(torch.zeros(1), src=other, group=group, tag=_FAREWELL)
-                assert message is not None
-                message.wait(timedelta(milliseconds=1))
+                group.recv([torch.zeros(1)], other, _FAREWELL).wait(timedelta(milliseconds=1))
+
+
+def _has_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether words in host memory go over gloo; the name of a whole group tells of its line for accelerators as well."""
+    try:
+        return str(group._get_backend(torch.device("cpu")).name()) == "gloo"
+    except RuntimeError:  # the group is for accelerators only
+        return False
 
 
 def is_line_error(error: BaseException) -> bool:

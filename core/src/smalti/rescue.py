@@ -33,7 +33,7 @@ def rescued(run: Run) -> Iterator[None]:
     except BaseException as caught:
         error = run.saver.defect or caught  # the others have left because of it
         distrusted = run.state.stop_reason is StopReason.FAULT_UNSAVED
-        roll = run.crew.call_roll(error, whole=run.whole, suspect=distrusted, line=run.saver.line)
+        roll = run.crew.call_roll(error, whole=run.whole, suspect=distrusted)
         if roll is None:
             if error is caught:
                 raise

@@ -138,11 +138,6 @@ class Saver:
         """What failed on this rank alone as it wrote the save in flight; the others find the line broken."""
         return self._flight.defect if self._flight is not None else None
 
-    @property
-    def line(self) -> Line:
-        """What the threads of all ranks speak through. A save in flight fails when somebody hangs up, unless it has landed."""
-        return self._side
-
     def wait(self) -> None:
         """Until the save in flight has come to its end, if there is one, whatever it is."""
         if self._flight is not None:
