@@ -75,7 +75,7 @@ $(VENV)/dev.done: $(BIN)/python constraints.txt requirements-demo.txt requiremen
 	touch $@ $(VENV)/demo.done
 
 # What DeepSpeed steps with on CPUs takes minutes and both cores: not while tests run, whose time is limited.
-$(VENV)/compiled.done: $(VENV)/dev.done tests/quick-c++ tests/compiled.py
+$(VENV)/compiled.done: $(VENV)/dev.done tests/quick-c++ tests/compiled.py tests/accelerators/fake_cuda.cpp
 	rm -rf $(VENV)/compiled
 	$(TEST_ENV) $(BIN)/python tests/compiled.py
 	touch $@

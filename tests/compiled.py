@@ -1,8 +1,9 @@
-"""Compile what DeepSpeed compiles when it is first needed: `python tests/compiled.py`, before the tests, whose time is limited.
+"""Compile what tests need compiled: `python tests/compiled.py`, before the tests, whose time is limited.
 
-Steps of optimizers in host memory, and swapping to a drive, which needs libaio: where it is not installed, Debian's packages
-are unpacked below the virtual environment, for which nobody has to be root. Where there are none either, the tests of swapping
-are skipped. TORCH_EXTENSIONS_DIR says where what was compiled goes.
+The devices of tests/accelerators. What DeepSpeed compiles when it is first needed: steps of optimizers in host memory, and
+swapping to a drive, which needs libaio; where that is not installed, Debian's packages are unpacked below the virtual
+environment, for which nobody has to be root. Where there are none either, the tests of swapping are skipped.
+TORCH_EXTENSIONS_DIR says where what was compiled goes.
 """
 
 import os
@@ -21,6 +22,9 @@ RUNTIMES = ("libaio1t64", "libaio1")
 def main() -> None:
     if find_library("aio") is None and unpack_libaio():
         os.execv(sys.executable, [sys.executable, *sys.argv])  # the loader looks for folders of libraries when a process starts
+    from accelerators.fake_cuda import library
+
+    library()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed.ops.op_builder as builders
 

@@ -44,22 +44,29 @@ _LONGEST_ORDER = 2**20
 class Forked(Ranks):
     """Processes that run functions together, as `Ranks`. In the end they are killed, which takes less time than leaving."""
 
-    def __init__(self, size: int, *, group: bool, seconds: float, imports: Sequence[str]) -> None:
+    def __init__(self, size: int, *, group: bool, seconds: float, imports: Sequence[str], module: str) -> None:
         super().__init__(size, group=group, seconds=seconds)
         self._imports = imports
+        self._module = module
 
     def _open(self, environment: Mapping[str, str], line: int, output: int) -> Child:
         life = {"environment": dict(environment), "folder": str(Path.cwd()), "group": self._group}
-        return Child(mother().bear(line, output, imports=self._imports, life=life))
+        return Child(mother(self._module).bear(line, output, imports=self._imports, life=life))
 
     def close(self) -> None:
         self._kill()
         self._folder.cleanup()
 
 
-def forked_processes(*, ranks: int = 2, group: bool = True, seconds: float = PATIENCE, imports: Sequence[str] = ()) -> Forked:
-    """Ranks to use in a `with` statement; see `two_processes`. `imports`: more modules that are imported once for all."""
-    return Forked(ranks, group=group, seconds=seconds, imports=imports)
+def forked_processes(
+    *, ranks: int = 2, group: bool = True, seconds: float = PATIENCE, imports: Sequence[str] = (), module: str = "nursery"
+) -> Forked:
+    """Ranks to use in a `with` statement; see `two_processes`.
+
+    `imports`: more modules that are imported once for all. `module`: what the process runs from which they are forked, which
+    calls `main` of this module in the end.
+    """
+    return Forked(ranks, group=group, seconds=seconds, imports=imports, module=module)
 
 
 class Alone:
@@ -112,15 +119,15 @@ class Child:
 
 
 class Mother:
-    """The process that has made the imports. It ends with this one."""
+    """The process that has made the imports, running `python -m MODULE`. It ends with this one."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str) -> None:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         here = str(Path(__file__).parent)
         path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "nursery", str(theirs.fileno())],
+                [sys.executable, "-m", module, str(theirs.fileno())],
                 env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path},
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
@@ -134,9 +141,9 @@ class Mother:
 
 
 @cache
-def mother() -> Mother:
-    """The one of this test process."""
-    return Mother()
+def mother(module: str) -> Mother:
+    """The one of this test process that runs this module."""
+    return Mother(module)
 
 
 # --- in that process ------------------------------------------------------------------------------------------------

@@ -1,0 +1,18 @@
+"""`python -m accelerators DESCRIPTOR`: the process that has made the imports on fake devices, of which tests fork theirs."""
+
+import sys
+
+from accelerators import fake_cuda
+
+if __name__ == "__main__":
+    fake_cuda.load()
+    fake_cuda.install(devices=8)
+
+    from accelerators import cluster, watching
+
+    cluster.install()
+    watching.install()
+
+    from nursery import main
+
+    main(int(sys.argv[1]))

@@ -1,0 +1,50 @@
+"""A small data set, and rehearsals of runs on it, each in a process of its own."""
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from accelerators.rehearsal import rehearse
+from nursery import forked_processes
+
+TOY = {
+    "model_family": "toy",
+    "toy_width": 32,
+    "toy_depth": 2,
+    "toy_heads": 2,
+    "resolution": 16,
+    "resolution_type": "pixel",
+    "mixed_precision": "bf16",
+    "learning_rate": 1e-3,
+    "train_batch_size": 1,
+    "max_train_steps": 10,
+    "validation_prompt": "a circle",
+    "validation_num_inference_steps": 2,
+    "checkpoint_step_interval": 0,
+    "without": "plot",
+}
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory) -> Path:
+    """Thirty-two squares with captions: two batches for 16 ranks."""
+    folder = tmp_path_factory.mktemp("images")
+    for number in range(32):
+        Image.new("RGB", (32, 32), (number * 8, 255 - number * 8, 128)).save(folder / f"{number:02d}.png")
+        (folder / f"{number:02d}.txt").write_text(f"a square of shade {number}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def rehearsed(images, tmp_path_factory):
+    """rehearsed(*flags, rank=1, ranks=8, **options) -> what `rehearse` saw of a run of the toy family with these options."""
+
+    def run(*flags: str, rank: int = 1, ranks: int = 8, **options):
+        directory = tmp_path_factory.mktemp("run") / "run"
+        values = {**TOY, "instance_data_dir": images, "output_dir": directory, "num_processes": ranks, **options}
+        words = [*(f"--{name}={value}" for name, value in values.items()), *(f"--{flag}" for flag in flags)]
+        with forked_processes(ranks=1, group=False, module="accelerators") as process:
+            return process.run(rehearse, words, rank=rank, ranks=ranks)[0]
+
+    return run

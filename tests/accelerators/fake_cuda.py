@@ -1,0 +1,184 @@
+"""CUDA devices for a torch that has none: `load` before torch is imported, `install` after.
+
+Only fake tensors can live there. Streams, events and switches of the current device go through torch's own objects, and leave a
+trace in the library; so does host memory that is asked to be pinned.
+"""
+
+import ctypes
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from enum import IntEnum
+from importlib.util import find_spec
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("fake_cuda.cpp")
+NAME = "NVIDIA H100 80GB HBM3"
+MEMORY = 80 * 2**30
+
+
+class Kind(IntEnum):
+    """What an entry of the trace tells; the numbers are those of fake_cuda.cpp."""
+
+    SET_DEVICE = 0
+    RECORD = 1
+    BLOCK = 2
+    SYNC_STREAM = 3
+    SYNC_EVENT = 4
+    SYNC_DEVICE = 5
+    PIN = 6
+    NOTE = 7
+
+
+@dataclass(frozen=True)
+class Entry:
+    """`value`: the event of RECORD, BLOCK and SYNC_EVENT, the bytes of PIN, what NOTE was given."""
+
+    kind: Kind
+    thread: int
+    device: int
+    stream: int
+    value: int
+
+
+# --- the library ----------------------------------------------------------------------------------------------------
+
+
+def library() -> Path:
+    """Where the compiled library is; it is compiled first if that was not done, or the source or torch has changed since."""
+    torch = Path(find_spec("torch").origin).parent
+    built = Path(os.environ.get("TORCH_EXTENSIONS_DIR", tempfile.gettempdir())) / "fake_cuda" / "libfake_cuda.so"
+    newest = max(path.stat().st_mtime for path in (SOURCE, torch / "version.py"))
+    if not built.exists() or built.stat().st_mtime < newest:
+        built.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=built.parent) as folder:
+            made = Path(folder) / built.name
+            subprocess.run(_command(torch, made), check=True)
+            made.rename(built)  # whole or not there, whoever else compiles it at the same time
+    return built
+
+
+def _command(torch: Path, made: Path) -> list[str]:
+    includes = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
+    libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch / 'lib'}"]
+    options = ["-std=c++20", "-O1", "-g0", "-shared", "-fPIC"]
+    return [os.environ.get("CXX", "c++"), *options, *includes, str(SOURCE), "-o", str(made), *libraries]
+
+
+_loaded: ctypes.CDLL | None = None
+
+
+def load() -> None:
+    """Before torch is imported: what it looks up when it starts must be there."""
+    global _loaded
+    assert "torch" not in sys.modules, "the library comes before torch"
+    _loaded = ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
+    _loaded.fake_cuda_note.argtypes = [ctypes.c_int, ctypes.c_int64]
+    for name in ("fake_cuda_trace_length", "fake_cuda_this_thread"):
+        getattr(_loaded, name).restype = ctypes.c_int64
+    _loaded.fake_cuda_trace.argtypes = [ctypes.POINTER(ctypes.c_int64), ctypes.c_int64]
+
+
+def note(value: int, device: int = -1) -> None:
+    """Leave a NOTE in the trace, with the stream that is current on the device."""
+    _loaded.fake_cuda_note(device, value)
+
+
+def this_thread() -> int:
+    """As entries of the trace call it."""
+    return _loaded.fake_cuda_this_thread()
+
+
+def trace(since: int = 0) -> list[Entry]:
+    """What has happened, in order, from the entry with this number on."""
+    count = _loaded.fake_cuda_trace_length()
+    numbers = (ctypes.c_int64 * (5 * count))()
+    _loaded.fake_cuda_trace(numbers, count)
+    return [Entry(Kind(numbers[5 * n]), *numbers[5 * n + 1 : 5 * n + 5]) for n in range(since, count)]
+
+
+def trace_length() -> int:
+    return _loaded.fake_cuda_trace_length()
+
+
+# --- torch's Python side --------------------------------------------------------------------------------------------
+
+
+def install(devices: int) -> None:
+    """Make torch, which has been imported, believe in these devices. For the rest of the process."""
+    import torch
+    import torch._dynamo  # it looks for more of CUDA than is here, once there seems to be some
+    import torch._inductor.test_operators
+
+    assert _loaded is not None, "load() comes first"
+    assert _loaded.fake_cuda_install(devices), "torch has looked for CUDA before"
+
+    class Stream(torch.Stream):
+        def __new__(cls, device=None, priority=0, **_):
+            return super().__new__(cls, device=torch.device("cuda", index(device)), priority=priority)
+
+    class Event(torch.Event):
+        def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
+            return super().__new__(cls, device="cuda", enable_timing=enable_timing)
+
+    class Properties:
+        name = NAME
+        total_memory = MEMORY
+        major, minor, multi_processor_count = 9, 0, 132
+
+    def index(device=None) -> int:
+        given = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+        return torch._C._accelerator_getDeviceIndex() if given.index is None else given.index
+
+    def exchange(device: int) -> int:
+        before = torch._C._accelerator_getDeviceIndex()
+        if device not in (-1, before):
+            torch._C._accelerator_setDeviceIndex(device)
+        return before
+
+    nothing = lambda *_, **__: None
+    cuda = torch.cuda
+    answers = {
+        "_is_compiled": lambda: True,
+        "_initialized": True,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: devices,
+        "current_device": index,
+        "set_device": lambda device: exchange(index(device)) and None,
+        "_exchange_device": exchange,
+        "_maybe_exchange_device": exchange,
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda device=None: torch.accelerator.current_stream(index(device)),
+        "default_stream": lambda device=None: torch.Stream(device_index=index(device), device_type=1, stream_id=0),
+        "set_stream": lambda stream: torch.accelerator.set_stream(stream),
+        "synchronize": lambda device=None: torch.accelerator.synchronize(index(device)),
+        "get_device_name": lambda device=None: NAME,
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_properties": lambda device=None: Properties,
+        "get_arch_list": lambda: ["sm_90"],
+        "is_bf16_supported": lambda *_, **__: True,
+        "mem_get_info": lambda device=None: (MEMORY, MEMORY),
+        "memory_stats": lambda device=None: {},
+        "get_rng_state": lambda device="cuda": torch.empty(16, dtype=torch.uint8, device="cpu"),
+        "get_rng_state_all": list,
+        **dict.fromkeys(("_lazy_init", "_lazy_call", "init", "empty_cache", "ipc_collect", "manual_seed"), nothing),
+        **dict.fromkeys(("manual_seed_all", "set_rng_state", "reset_peak_memory_stats", "reset_max_memory_allocated"), nothing),
+        **dict.fromkeys(
+            ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), lambda _=None: 0
+        ),
+    }
+    for name, answer in answers.items():
+        setattr(cuda, name, answer)
+    cuda.streams.Stream, cuda.streams.Event = Stream, Event
+    cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_: 0
+    general = torch.accelerator
+    general.is_available = lambda: True
+    general.current_accelerator = lambda check_available=False: torch.device("cuda")
+    general.device_count = lambda: devices
+    general.empty_cache = general.reset_peak_memory_stats = nothing
+    general.memory_allocated = general.max_memory_allocated = lambda _=None: 0

@@ -1,0 +1,194 @@
+"""One rank of a run on a fake device: built, trained, saved, judged and resumed by smalti's own code.
+
+The functions here run in processes that are forked from `python -m accelerators`; importing this module imports no torch.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(kw_only=True)
+class Phase:
+    """What was seen in one part of a run.
+
+    `waits` counts by function how often the host waited for the device. `switches` are devices other than the rank's own that
+    became current. `staging` are the sizes of host memory that the saver's thread has pinned, in bytes.
+    """
+
+    waits: Counter = field(default_factory=Counter)
+    switches: list[int] = field(default_factory=list)
+    staging: list[int] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Rehearsal:
+    """What came of it. `state` tells where the optimizer keeps what: (name of the moment, device) pairs."""
+
+    phases: dict[str, Phase] = field(default_factory=dict)
+    races: list[str] = field(default_factory=list)
+    groups: list[dict] = field(default_factory=list)
+    parameters: set[str] = field(default_factory=set)
+    averages: set[str] = field(default_factory=set)
+    state: set[tuple[str, str]] = field(default_factory=set)
+    resumed_state: set[tuple[str, str]] = field(default_factory=set)
+    staged: int = 0
+    """Bytes that a save copied to the host."""
+    held: list[int] = field(default_factory=list)
+    """Bytes that tensors hold on the device after each micro-batch, in order."""
+
+    @property
+    def switches(self) -> dict[str, list[int]]:
+        return {name: phase.switches for name, phase in self.phases.items() if phase.switches}
+
+    def waits(self, name: str) -> dict[str, int]:
+        return dict(self.phases[name].waits)
+
+
+def rehearse(words: Sequence[str], *, rank: int = 1, ranks: int = 8) -> Rehearsal:
+    """Run `smalti train WORDS` as this rank of so many: steps, saves beside more steps, evaluation, sampling, resuming."""
+    from accelerators import cluster
+    from accelerators.watching import Watch
+
+    cluster.stand(rank, ranks)
+    os.environ["DS_ACCELERATOR"] = "cuda"
+    seen, watch = Rehearsal(), Watch()
+    with ExitStack() as closing:
+        run = _built(words, watch, closing)
+        with watch:
+            _go_through(run, seen, watch)
+    seen.groups = [{name: str(value) for name, value in group.items()} for group in cluster.groups]
+    return _judged(seen, watch)
+
+
+def _built(words, watch, closing):
+    import smalti.run
+    from smalti.crew import Crew
+    from smalti.dataplan import scan_data
+    from smalti.invocation import Invocation
+    from smalti.strategy import choose_distributed
+
+    # Rank 0 is not there to look for these.
+    smalti.run.chosen_checkpoint = lambda run, choice: None
+    smalti.run.open_data = lambda config, plugins, alignment, ranks, place: scan_data(config, plugins, alignment, place)
+    invocation = Invocation.read(list(words))
+    config, plugins = invocation.config(), invocation.plugins
+    plan = choose_distributed(config, plugins)
+    parallel = smalti.run.open_parallel(plan, config)
+    with watch:
+        return smalti.run.build(config, plugins, plan, parallel, Crew(processes=()), closing)
+
+
+def _go_through(run, seen, watch) -> None:
+    import torch
+
+    from smalti.checkpoint.background import Saver
+    from smalti.evaluation import evaluate
+    from smalti.ranks import GlooRanks
+    from smalti.saving import announce, save
+    from smalti.trainer import agree, train_step
+    from smalti.types import Checkpoint, World
+    from smalti.validation import _draw, at_rest
+
+    def write(snapshot, ranks):
+        tensors = [tensor for tensor in snapshot.tensors().values() if not tensor.is_meta]
+        seen.staged = sum(_bytes(tensor) for tensor in tensors)
+        return Checkpoint(step=snapshot.step, path=run.checkpoints.root, size=1, seconds=0.0)
+
+    def step():
+        batch = next(run.batches)
+        result = train_step(run, batch)
+        run.advance(batch, run.measure(batch, result))
+
+    around = run.parallel.accumulate
+
+    @contextmanager
+    def accumulate(last: bool) -> Iterator[None]:
+        with around(last):
+            yield
+        seen.held.append(watch.held())
+
+    run.parallel.accumulate = accumulate
+    home = torch.device(run.world.device).index
+    alone = GlooRanks(world=World(device=run.world.device), group=None)  # this rank writes all that it holds
+    run.saver = Saver(write=write, ranks=run.parallel, side=alone)
+    for name in ("first step", "second step"):
+        with _phase(seen, name, watch, home):
+            step()
+    with _phase(seen, "agree", watch, home):
+        agree(run)
+    seen.parameters = {str(parameter.device) for parameter in run.model.parameters()}
+    seen.averages = {str(tensor.device) for tensor in run.ema.shadows.values()} if run.ema is not None else set()
+    seen.state = _places(run.optimizer)
+    for name in ("save", "save again"):
+        with _phase(seen, name, watch, home):
+            save(run, last=False)
+            step()
+            run.saver.wait()
+            announce(run, finish=True)
+    if run.held_out is not None:
+        with _phase(seen, "evaluate", watch, home):
+            evaluate(run, run.held_out)
+    with _phase(seen, "sample", watch, home), at_rest(run) as model, run.parallel.autocast():
+        for _ in _draw(run, model):
+            pass
+    with _phase(seen, "discard", watch, home):
+        run.parallel.discard()
+    with _phase(seen, "resume", watch, home):
+        _resume(run)
+        step()
+    seen.resumed_state = _places(run.optimizer)
+
+
+def _resume(run) -> None:
+    """Load what a checkpoint of this run would give, as far as places, shapes and types go."""
+    from smalti.checkpoint.dtypes import NAMES
+    from smalti.checkpoint.reader import _with_room
+    from smalti.checkpoint.tensorfile import StoredTensor
+    from smalti.parallel import named_state, shape_of
+
+    saved, blank = run.snapshot(), run.blank()
+    stored = {
+        name: StoredTensor(shape=shape_of(tensor), dtype=NAMES[tensor.dtype], pieces=1)
+        for name, tensor in named_state(saved.state.moments).items()
+    }
+    blank.state.moments, blank.state.settings = _with_room(blank.state, stored), saved.state.settings
+    run.parallel.load_portable_state(run.model, run.optimizer, blank.state)
+    if run.ema is not None:
+        run.parallel.put_back(blank.ema, run.ema.shadows)
+
+
+@contextmanager
+def _phase(seen: Rehearsal, name: str, watch, home: int) -> Iterator[None]:
+    from accelerators import fake_cuda
+    from accelerators.fake_cuda import Kind
+
+    operations, pinned, begin = len(watch.operations), len(watch.pinned), fake_cuda.trace_length()
+    yield
+    trace = fake_cuda.trace(begin)
+    pins = [*watch.pinned[pinned:], *((entry.thread, entry.value) for entry in trace if entry.kind is Kind.PIN)]
+    seen.phases[name] = Phase(
+        waits=Counter(operation.where for operation in watch.operations[operations:] if operation.waits),
+        switches=[entry.device for entry in trace if entry.kind is Kind.SET_DEVICE and entry.device != home],
+        staging=[size for thread, size in pins if watch.threads.get(thread, "").startswith("smalti-save")],
+    )
+
+
+def _judged(seen: Rehearsal, watch) -> Rehearsal:
+    from accelerators import fake_cuda
+    from accelerators.ordering import races
+
+    seen.races = races(fake_cuda.trace(), watch.operations)
+    return seen
+
+
+def _places(optimizer) -> set[tuple[str, str]]:
+    found = [(key, value) for state in optimizer.state.values() for key, value in state.items()]
+    return {(key, str(value.device) if hasattr(value, "device") else type(value).__name__) for key, value in found}
+
+
+def _bytes(tensor) -> int:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.nbytes
