@@ -6,14 +6,19 @@ import subprocess
 import sys
 import tomllib
 from pathlib import PurePath
+from typing import cast
 
 import pytest
 
 import smalti
+from smalti.cli import Additions
 from smalti.config import PER_MACHINE
-from smalti.packages import OFFICIAL
+from smalti.options import OptionGroup, Schema
+from smalti.packages import PLUGINS
 from smalti.plugins import BUILT_IN
 from smalti.reference import reference_page
+from smalti.testing.plugins import PluginSubject
+from smalti.types import CheckpointFormat, Registered
 
 
 def test_every_option_has_a_sentence_of_help_and_a_section(schema):
@@ -91,7 +96,27 @@ def test_all_packages_have_one_version_and_their_official_names(root):
     found = {path.parent.name: tomllib.loads(path.read_text())["project"] for path in root.glob("plugins/*/pyproject.toml")}
     core = tomllib.loads((root / "core" / "pyproject.toml").read_text())["project"]
     assert {project["version"] for project in found.values()} <= {core["version"]}
-    assert {name: project["name"] for name, project in found.items()} == {name: OFFICIAL[name] for name in found}
+    assert {name: project["name"] for name, project in found.items()} == {name: PLUGINS[name].distribution for name in found}
+    assert {package.folder for package in PLUGINS.values() if package.folder} == found.keys()
+
+
+@pytest.mark.parametrize("package", [each for each in PLUGINS.values() if each.folder], ids=lambda each: each.plugin)
+def test_the_table_of_packages_says_what_each_of_them_adds(package):
+    subject = PluginSubject(package.plugin)
+    options = Schema(tuple(cast(list[OptionGroup], subject.listed("declare_options")))).options.values()
+    commands = Additions()
+    subject.answers("register_commands", commands=commands)
+    formats = cast(list[CheckpointFormat], subject.listed("register_checkpoint_formats"))
+
+    def names(hook: str) -> set[str]:
+        return {each.name for each in cast(list[Registered], subject.listed(hook))}
+
+    assert set(package.options) == {name for option in options for name in (option.name, *option.aliases)}
+    assert set(package.commands) == set(commands.commands)
+    assert set(package.caches) == names("register_caches")
+    assert set(package.families) == names("register_model_families")
+    assert set(package.storages) == names("register_storage") | names("register_metadata_backends")
+    assert set(package.checkpoints) == {(mark, each.name) for each in formats for mark in each.marks}
 
 
 def test_every_built_in_plugin_is_a_module_of_the_defaults(root):

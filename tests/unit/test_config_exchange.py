@@ -105,7 +105,7 @@ def test_what_is_no_accelerate_file_or_cannot_be_used_is_refused(run, write, nam
 
 def test_the_package_that_a_file_needs_is_named(run, data):
     code, _, told = run("import-accelerate", data / "accelerate-fsdp1.yaml")
-    assert (code, "pip install smalti-fsdp2" in told) == (4, True)
+    assert (code, "fsdp_config needs smalti-fsdp2" in told) == (4, True)
 
 
 @pytest.mark.parametrize(

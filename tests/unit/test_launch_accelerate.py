@@ -180,7 +180,7 @@ def test_what_accelerate_writes_is_understood(configure, write, line, name, valu
         ("num_proceses: 3", "unknown key num_proceses\n    fix: did you mean num_processes?"),
         ("num_processes: 0", "num_processes cannot be 0"),
         ("num_processes: many", "num_processes cannot be 'many'"),
-        ("parallelism_config: {parallelism_config_cp_size: 2}", "parallelism_config needs a plugin"),
+        ("parallelism_config: {parallelism_config_cp_size: 2}", "parallelism_config needs smalti-fsdp2"),
     ],
 )
 def test_what_cannot_be_done_is_refused(configure, write, line, told):
@@ -194,7 +194,7 @@ def test_other_strategies_are_refused(configure, write, kind, told):
 
 @pytest.mark.parametrize(("kind", "package"), [("FSDP", "smalti-fsdp2"), ("DEEPSPEED", "smalti-deepspeed")])
 def test_a_strategy_of_a_plugin_that_is_not_installed_names_its_package(configure, write, kind, package):
-    assert f"pip install {package}" in refused(configure, write, f"distributed_type: {kind}\n")
+    assert f"{kind} needs {package}" in refused(configure, write, f"distributed_type: {kind}\n")
 
 
 def test_a_file_that_is_no_accelerate_configuration_is_refused(configure, write):

@@ -1,9 +1,14 @@
 """Calling hooks: who is asked, in which order, who is blamed."""
 
+import inspect
+from types import SimpleNamespace
+
 import pytest
+from torch import nn
 
 from smalti import hookimpl
-from smalti.errors import UserError
+from smalti.errors import Problem, UserError
+from smalti.hookspecs import HookSpecs
 from smalti.plugins import BUILT_IN, PluginInfo, Selection, load_plugins
 from smalti.types import Block, Checkpoint, DistributedPlan, FamilyEntry
 
@@ -60,18 +65,18 @@ def test_the_line_at_start_names_plugins_of_other_packages_alone(plugins):
 def test_only_the_chosen_backend_is_asked_for_a_backend_role(plugins):
     asked: list[str] = []
     for name in ("one", "two"):
-        plugins.register(info(name), Backend(name, name, asked))
+        plugins.register(info(name), Backend(name, nn.Identity(), asked))
     plan = DistributedPlan(name="one", title="One", parallel="nowhere:at_all")
-    assert plugins.backend(plan).wrap_model(model=None, family=None, blocks=[], parallel=None, weights=None) == "one"
+    plugins.backend(plan).wrap_model(model=None, family=None, blocks=[], parallel=None, weights=None)
     assert asked == ["one"]
 
 
 def test_a_plugin_that_is_no_backend_may_take_a_backend_role_first(plugins):
     asked: list[str] = []
-    plugins.register(info("one"), Backend("one", "one", asked))
+    plugins.register(info("one"), Backend("one", nn.Identity(), asked))
     plugins.register(info("special"), Wrapper("special", None, asked))
     plan = DistributedPlan(name="one", title="One", parallel="nowhere:at_all")
-    assert plugins.backend(plan).wrap_model(model=None, family=None, blocks=[], parallel=None, weights=None) == "one"
+    plugins.backend(plan).wrap_model(model=None, family=None, blocks=[], parallel=None, weights=None)
     assert asked == ["special", "one"]
 
 
@@ -117,16 +122,53 @@ def test_an_answer_of_another_type_is_a_defect_of_its_plugin(plugins):
             return ["flux"]
 
     plugins.register(info("wrong"), Wrong())
-    with pytest.raises(TypeError, match=r"plugin 'wrong' \(dist-wrong 1.0\) gave a str from 'register_model_families'"):
+    with pytest.raises(TypeError, match=r"plugin 'wrong' \(dist-wrong 1.0\) returned the str 'flux' from"):
         plugins.gather("register_model_families", FamilyEntry)
 
 
-@pytest.mark.parametrize("error", [ValueError("no"), UserError("no", fix="yes")])
+ANSWERS = {
+    "declare_options": ["a text"],
+    "check_config": True,
+    "detect_blocks": 5,
+    "wrap_model": 5,
+    "build_optimizer": 5,
+    "save_checkpoint": True,
+    "load_checkpoint": {},
+    "configure_distributed": "FSDP",
+    "on_gpu_fault": "stop",
+}
+
+
+@pytest.mark.parametrize("hook", ANSWERS)
+def test_whatever_hook_returns_something_else_the_plugin_is_named(plugins, hook):
+    parameters = list(inspect.signature(vars(HookSpecs)[hook]).parameters)[1:]
+    plugin = SimpleNamespace(**{hook: hookimpl(lambda: ANSWERS[hook])})
+    plugins.register(info("wrong"), plugin)
+    with pytest.raises(TypeError, match=rf"plugin 'wrong' \(dist-wrong 1.0\) returned the .* from '{hook}', not a"):
+        getattr(plugins.hook, hook)(**dict.fromkeys(parameters))
+
+
+def test_one_object_stands_for_a_list_of_it(plugins):
+    class Bare:
+        @hookimpl
+        def check_config(self):
+            return Problem(message="no")
+
+    plugins.register(info("bare"), Bare())
+    assert plugins.call_only("bare", "check_config", config=None) == [[Problem(message="no")]]
+
+
+WITH_A_FIX = UserError("no", fix="yes")
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), WITH_A_FIX])
 def test_an_exception_keeps_its_type_and_is_told_where_it_came_from(plugins, error):
     plugins.register(info("raising"), Raising(error))
     with pytest.raises(type(error)) as raised:
         plugins.hook.check_config(config=None)
-    assert raised.value.__notes__ == ["raised by plugin 'raising' (dist-raising 1.0) in hook 'check_config'"]
+    told, *fix = raised.value.__notes__
+    assert told == "raised by plugin 'raising' (dist-raising 1.0) in hook 'check_config'"
+    assert fix == ([] if error is WITH_A_FIX else ["fix: update dist-raising, or leave the plugin out with --without raising"])
 
 
 def test_blame_goes_to_the_plugin_deepest_in_the_traceback(plugins):
@@ -140,7 +182,7 @@ def test_blame_goes_to_the_plugin_deepest_in_the_traceback(plugins):
     plugins.register(info("outer"), Outer())
     with pytest.raises(RuntimeError) as raised:
         plugins.hook.check_config(config=None)
-    assert raised.value.__notes__ == ["raised by plugin 'outer' (dist-outer 1.0) in hook 'check_config'"]
+    assert raised.value.__notes__[0] == "raised by plugin 'outer' (dist-outer 1.0) in hook 'check_config'"
 
 
 def test_a_plugin_that_was_switched_off_for_a_hook_is_not_asked_again(plugins):

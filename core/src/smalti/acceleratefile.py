@@ -121,8 +121,9 @@ def problems_of(values: Mapping[str, object], schema: Schema, path: Path) -> Ite
         asked |= set() if asked or _SECTIONS[kind] in covered else {kind}
     for key in sorted(asked):
         package = package_of_accelerate(key)
-        message = f"{key} needs a plugin that is not installed or not selected"
-        yield Problem(message=message, where=str(path), fix=f"pip install {package}, {leave}", package=package)
+        assert package is not None, "every strategy of Accelerate's has a package"
+        problem = package.problem(f"{key} needs {package.distribution}", str(path))
+        yield replace(problem, fix=f"{problem.fix}, {leave}")
     for key in values:
         if key not in KEYS and (near := get_close_matches(str(key), KEYS, n=1, cutoff=0.85)):
             yield Problem(message=f"unknown key {key}", where=str(path), fix=f"did you mean {near[0]}?")

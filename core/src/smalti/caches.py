@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Protocol, cast
 
 from smalti.config import Config, resolve, schema_of
-from smalti.errors import MissingPlugin, UserError
+from smalti.errors import UserError
+from smalti.factories import create
 from smalti.files import parse_json, remove_file, write_json_atomically
 from smalti.packages import package_of_cache
 from smalti.plugins import Plugins
@@ -75,7 +75,7 @@ def find_cache(plugins: Plugins, name: str, config: Config | None = None) -> Cac
     if _fold(name) in spelled:
         return _open(entries[spelled[_fold(name)]], plugins, config)
     if package := package_of_cache(_fold(name)):
-        raise MissingPlugin(f"the cache {name!r} belongs to a plugin that is not installed", fix=f"pip install {package}")
+        raise package.error(f"the cache {name!r} belongs to {package.distribution}")
     near = get_close_matches(_fold(name), entries, n=3)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise UserError(f"unknown cache {name!r}", fix=f"{hint}caches: {', '.join(entries) or 'none'}")
@@ -87,10 +87,11 @@ def clear_cache(plugins: Plugins, name: str, config: Config | None = None) -> Cl
 
 
 def _open(entry: CacheEntry, plugins: Plugins, config: Config | None) -> Cache:
-    factory = resolve_name(entry.factory)
     if not entry.configured:
-        return cast(Cache, factory())
-    return cast(Cache, factory(config if config is not None else resolve(schema_of(plugins), ("--accelerate_config=none",))))
+        return cast(Cache, create(entry, entry.factory))
+    if config is None:
+        config = resolve(schema_of(plugins), ("--accelerate_config=none",))
+    return cast(Cache, create(entry, entry.factory, config))
 
 
 def _fold(name: str) -> str:

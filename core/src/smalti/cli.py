@@ -13,7 +13,7 @@ from typing import NoReturn
 import click
 
 from smalti.ending import End
-from smalti.errors import ExitCode, MissingPlugin, UserError
+from smalti.errors import ExitCode, UserError
 from smalti.packages import package_of_command
 from smalti.streams import outlast
 
@@ -54,7 +54,7 @@ class Commands(click.Group):
         if name.startswith("-") or self.get_command(ctx, name) is not None:
             return super().resolve_command(ctx, args)
         if package := package_of_command(name):
-            raise MissingPlugin(f"the command {name!r} is not installed", fix=f"pip install {package}")
+            raise package.error(f"the command {name!r} belongs to {package.distribution}")
         near = get_close_matches(name, self.list_commands(ctx), n=2)
         fix = f"did you mean {' or '.join(near)}?" if near else "smalti --help lists the commands"
         raise UserError(f"unknown command {name!r}", fix=fix)

@@ -29,13 +29,15 @@ class Problem:
     """One complaint about what the user gave us.
 
     `where` is a flag, a file with its line, or a dataset id; empty when the message names the place itself. `fix` is a
-    sentence or a command that the user can follow. `package` is set when nothing is wrong but that this package is missing.
+    sentence or a command that the user can follow. `package` is set when nothing is wrong but that this package is missing or
+    left out, and `install` when it is missing: what `pip install` takes.
     """
 
     message: str
     where: str = ""
     fix: str = ""
     package: str = ""
+    install: str = ""
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.message}" if self.where else self.message
@@ -66,7 +68,7 @@ class ConfigError(UserError):
         count = len(self.problems)
         head = "the configuration has a problem" if count == 1 else f"the configuration has {count} problems"
         lines = [f"{head}:", *(f"  - {problem}" for problem in self.problems)]
-        packages = sorted({problem.package for problem in self.problems if problem.package})
+        packages = sorted({problem.install for problem in self.problems if problem.install})
         if len(packages) > 1:
             lines.append(f"  all packages at once: pip install {' '.join(packages)}")
         super().__init__("\n".join(lines))

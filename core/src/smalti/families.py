@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, cast
 
 from smalti.config import Config
-from smalti.errors import MissingPlugin, UserError
+from smalti.errors import BrokenPlugin, UserError
+from smalti.factories import create
 from smalti.packages import package_of_family
 from smalti.plugins import Plugins
 from smalti.settings import ModelOptions
@@ -28,18 +28,27 @@ def family_entry(config: Config, plugins: Plugins) -> FamilyEntry:
         return entry
     message = f"Unknown model_family '{name}'."
     if package := package_of_family(name):
-        raise MissingPlugin(message, fix=f"pip install {package}")
+        raise package.error(message)
     near = get_close_matches(name, entries, n=3)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise UserError(message, fix=f"{hint}known: {', '.join(entries)}")
 
 
 def find_family(config: Config, plugins: Plugins) -> ModelFamily:
-    """The family that `--model_family` names. Raises UserError with the known ones, or if it has no adapters."""
-    family = cast("ModelFamily", resolve_name(family_entry(config, plugins).factory)(config))
+    """The family that `--model_family` names. Raises UserError with the known ones, or if it has no adapters; BrokenPlugin for
+    one that lacks what every family has.
+    """
+    entry = family_entry(config, plugins)
+    created = create(entry, entry.factory, config)
 
-    from smalti.models.family import Adaptable
+    from smalti.models.family import Adaptable, lacking
 
+    if missing := lacking(created):
+        raise BrokenPlugin(
+            f"{entry.kind} {entry.name!r} of {entry.origin} is a {type(created).__name__} without {', '.join(missing)}",
+            fix=f"see smalti.models.family.ModelFamily; {entry.origin.way_round}",
+        )
+    family = cast("ModelFamily", created)
     if config[ModelOptions].model_type == "lora" and not isinstance(family, Adaptable):
         raise UserError(f"the family {family.name} has no adapters", fix="--model_type=full")
     return family

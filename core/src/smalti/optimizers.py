@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from pkgutil import resolve_name
 from typing import cast
 
 import torch
@@ -11,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from smalti.config import Config
+from smalti.errors import BrokenPlugin
+from smalti.factories import create
 from smalti.settings import OptimizerOptions
 from smalti.strategy import find_optimizer
 from smalti.types import OptimizerEntry
@@ -43,8 +44,10 @@ def build_registered(
         "weight_decay": options.adam_weight_decay,
     }
     accepted = {key: value for key, value in settings.items() if key in entry.accepts}
-    optimizer = resolve_name(entry.factory)(groups, lr=options.learning_rate, **accepted)
-    assert isinstance(optimizer, torch.optim.Optimizer), f"{entry.factory} must make a torch optimizer"
+    optimizer = create(entry, entry.factory, groups, lr=options.learning_rate, **accepted)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        what = f"{entry.kind} {entry.name!r} of {entry.origin}: {entry.factory} made a {type(optimizer).__name__}"
+        raise BrokenPlugin(f"{what}, not a torch.optim.Optimizer", fix=entry.origin.way_round)
     return optimizer
 
 

@@ -309,9 +309,8 @@ def _options_of(group: OptionGroup) -> Iterable[Option]:
 
 def unknown(spelling: str, schema: Schema, *, where: str) -> Problem:
     """The complaint about a name that no option has: the package of the plugin that has it, or the nearest names."""
-    if package := package_of_option(_fold(spelling.lstrip("-")), schema.options):
-        message = f"{spelling} belongs to a plugin that is not installed or not selected"
-        return Problem(message=message, where=where, fix=f"pip install {package}", package=package)
+    if package := package_of_option(_fold(spelling.lstrip("-"))):
+        return package.problem(f"{spelling} belongs to {package.distribution}", where)
     prefix = "--" if spelling.startswith("-") else ""
     near = [f"{prefix}{name}" for name in schema.near(spelling)]
     fix = f"did you mean {' or '.join(near)}?" if near else "smalti train --help-all lists every option"

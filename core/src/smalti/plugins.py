@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import Distribution, EntryPoint, entry_points, version
@@ -16,9 +16,11 @@ from typing import Literal, Protocol, TypeVar, cast
 import pluggy
 
 from smalti.errors import BrokenPlugin, MissingPlugin, UserError
+from smalti.factories import BLAME, add_blame
 from smalti.hookspecs import PROJECT, HookSpecs
-from smalti.packages import OFFICIAL
-from smalti.types import DistributedPlan
+from smalti.packages import PLUGINS
+from smalti.returns import ANSWERS, checked
+from smalti.types import DistributedPlan, Origin, Registered
 
 GROUP = "smalti.plugins"
 
@@ -84,6 +86,11 @@ class PluginInfo:
     def source(self) -> str:
         return f"{self.distribution} {self.version}"
 
+    @property
+    def origin(self) -> Origin:
+        built_in = self.name in BUILT_IN
+        return Origin(plugin=self.name, distribution=self.distribution, version=self.version, built_in=built_in)
+
 
 @dataclass(kw_only=True)
 class Plugins:
@@ -118,7 +125,16 @@ class Plugins:
         if not info.hooks:
             self._forget(plugin)
             raise TypeError("it implements no hook; mark its functions with @smalti.hookimpl")
+        self._check_answers(plugin, info)
         self.infos[info.name] = info
+
+    def _check_answers(self, plugin: object, info: PluginInfo) -> None:
+        """Have what this plugin returns from its hooks checked, each time they are called."""
+        for caller in self._manager.get_hookcallers(plugin) or ():
+            for implementation in caller.get_hookimpls():
+                if implementation.plugin is plugin and caller.name in ANSWERS:
+                    call = checked(implementation.function, caller.name, info.origin)
+                    implementation.function = call  # type: ignore[misc]  # pluggy asks the plugin for it only once
 
     def _forget(self, plugin: object) -> None:
         if self._manager.is_registered(plugin):
@@ -132,11 +148,7 @@ class Plugins:
         merged: list[T] = []
         for plugin, answer in self.answers(hook, **arguments):
             info = self.infos[plugin]
-            for each in answer if isinstance(answer, list | tuple) else [answer]:
-                if not isinstance(each, kind):
-                    raise TypeError(
-                        f"plugin {plugin!r} ({info.source}) gave a {type(each).__name__} from {hook!r}, not a {kind.__name__}"
-                    )
+            for each in cast(list[T], answer if isinstance(answer, list) else [answer]):
                 if (first := owners.get(each.name)) is not None:
                     raise UserError(
                         f"{each.name!r} is provided twice: by plugin {first.name!r} ({first.source}) "
@@ -144,7 +156,7 @@ class Plugins:
                         fix=f"leave one of them out, for example with --without {info.name}",
                     )
                 owners[each.name] = info
-                merged.append(each)
+                merged.append(replace(each, origin=info.origin) if isinstance(each, Registered) else each)
         return sorted(merged, key=lambda each: each.name)
 
     def answers(self, hook: str, **arguments: object) -> list[tuple[str, object]]:
@@ -214,10 +226,10 @@ class Plugins:
         owners = {_code_of(each.function): each.plugin_name for each in implementations}
         for frame, _ in reversed(list(walk_tb(error.__traceback__))):
             if (name := owners.get(frame.f_code)) is not None:
-                info = self.infos[name]
-                note = f"raised by plugin {name!r} ({info.source}) in hook {hook!r}"
-                if note not in getattr(error, "__notes__", ()):
-                    error.add_note(note)
+                origin = self.infos[name].origin
+                added = add_blame(error, f"{BLAME}{origin} in hook {hook!r}")
+                if added and not origin.built_in and not isinstance(error, UserError):
+                    error.add_note(f"fix: {origin.way_round}")
                 return
 
 
@@ -249,7 +261,12 @@ def _mismatch(plugin: object, error: pluggy.PluginValidationError) -> str:
         if name not in known:
             near = get_close_matches(name, known, n=1)
             return f"there is no hook {name!r}" + (f"; did you mean {near[0]}?" if near else "")
-    return str(error).partition("\n")[0] if "Argument" not in str(error) else " ".join(str(error).split())
+    for name in sorted(name for name in known if hasattr(getattr(plugin, name, None), f"{PROJECT}_impl")):
+        offered = [each for each in inspect.signature(vars(HookSpecs)[name]).parameters if each != "self"]
+        strange = sorted(set(inspect.signature(getattr(plugin, name)).parameters) - set(offered))
+        if strange:
+            return f"{name} takes {', '.join(strange)}; this hook is given: {', '.join(offered) or 'nothing'}"
+    return str(error).partition("\n")[0]
 
 
 # --- discovery ------------------------------------------------------------------------------------------------------
@@ -330,16 +347,16 @@ def _check_names(selection: Selection, installed: set[str]) -> None:
     for name in (*selection.only, *selection.without):
         if name in known or (name == "all" and name in selection.without):
             continue
-        if name in selection.without and name in OFFICIAL:
+        if name in selection.without and name in PLUGINS:
             continue  # leaving out what is not there is what was wanted
         raise unknown_plugin(name, known)
 
 
 def unknown_plugin(name: str, known: Iterable[str]) -> UserError:
     """The error for a plugin that is not installed: the package to install, or the nearest names."""
-    if name in OFFICIAL:
-        return MissingPlugin(f"the plugin {name!r} is not installed", fix=f"pip install {OFFICIAL[name]}")
-    near = get_close_matches(name, [*known, *OFFICIAL], n=3)
+    if name in PLUGINS:
+        return PLUGINS[name].error(f"the plugin {name!r} is not installed")
+    near = get_close_matches(name, [*known, *PLUGINS], n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"installed: {', '.join(sorted(known))}"
     return MissingPlugin(f"unknown plugin {name!r}", fix=hint)
 

@@ -10,7 +10,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, cast
 
 import click
@@ -20,6 +19,7 @@ from smalti.configtext import as_toml
 from smalti.data.prepared import PreparedData
 from smalti.dataplan import catalog_of, dataset_specs, scan_data, total_steps
 from smalti.errors import ExitCode, GpuFaultError, PreflightError
+from smalti.factories import create
 from smalti.launch import (
     LaunchPlan,
     accelerator_kind,
@@ -109,7 +109,7 @@ class Preparation:
         if distributed.context > 1:
             context_plan(family, model, dealt_to=distributed.context if distributed.deals_heads else 1)
         if distributed.check_model:
-            resolve_name(distributed.check_model)(config, model)
+            create(distributed, distributed.check_model, config, model)
         return family
 
     @staticmethod

@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import cast
 
 import torch
@@ -34,6 +33,7 @@ from smalti.diffusion.step import DenoisingLoss, denoising_loss
 from smalti.ema import Ema
 from smalti.encoding import Encoded, encode_ahead
 from smalti.errors import CheckpointError, UserError
+from smalti.factories import create
 from smalti.families import find_family
 from smalti.gauges import Memory, Utilisation, peak_of
 from smalti.hashing import key_of
@@ -259,7 +259,7 @@ def reseed(run: Run, position: int) -> None:
 
 def open_parallel(plan: DistributedPlan, config: Config) -> Parallel:
     """This rank's end of the backend; joins the process group."""
-    return cast(Parallel, resolve_name(plan.parallel)(config))
+    return cast(Parallel, create(plan, plan.parallel, config))
 
 
 def compare_ranks(parallel: Parallel, config: Config, plugins: Plugins) -> None:

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from smalti.config import Config
-from smalti.errors import UserError
+from smalti.errors import BrokenPlugin, UserError
 from smalti.plugins import Plugins
 from smalti.settings import OptimizerOptions
 from smalti.types import DistributedPlan, OptimizerEntry
@@ -25,7 +25,11 @@ def choose_distributed(config: Config, plugins: Plugins) -> DistributedPlan:
             f"{', '.join(plan.title for plan in wanted[:-1])} and {wanted[-1].title} cannot be enabled simultaneously.",
             fix="switch one of them off, in the flags, the configuration file or the Accelerate YAML",
         )
-    return wanted[0] if wanted else next(plan for plan in claims if plan.fallback)
+    chosen = wanted[0] if wanted else next(plan for plan in claims if plan.fallback)
+    if chosen.name != chosen.origin.plugin:
+        message = f"{chosen.origin} returned a plan with the name {chosen.name!r}; a plan has the name of its plugin"
+        raise BrokenPlugin(message, fix=chosen.origin.way_round)
+    return chosen
 
 
 def find_optimizer(name: str, entries: Sequence[OptimizerEntry]) -> OptimizerEntry:

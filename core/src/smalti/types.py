@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from smalti.errors import ExitCode
 
@@ -20,48 +20,76 @@ Level = Literal["basic", "advanced", "expert"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FamilyEntry:
+class Origin:
+    """Which plugin something comes from, for messages. `built_in` ones cannot be left out or updated alone."""
+
+    plugin: str = "core"
+    distribution: str = "smalti"
+    version: str = ""
+    built_in: bool = True
+
+    def __str__(self) -> str:
+        return f"plugin {self.plugin!r} ({' '.join(filter(None, (self.distribution, self.version)))})"
+
+    @property
+    def way_round(self) -> str:
+        """What a user can do about a defect in it."""
+        if self.built_in:
+            return "report this as a defect of smalti"
+        return f"update {self.distribution}, or leave the plugin out with --without {self.plugin}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registered:
+    """What the entries that plugins register have in common. `origin` is filled in by smalti when the entry is gathered."""
+
+    kind: ClassVar[str]
+    """What messages call such an entry, with its article."""
+    name: str
+    title: str
+    origin: Origin = field(default=Origin(), compare=False, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyEntry(Registered):
     """A model family on offer. `factory` is "module:callable", imported only when the family is chosen.
 
     The callable takes the `Config` and returns a `smalti.models.family.ModelFamily`. `flavours` maps a flavour to the path
     or hub id of its weights; empty when the family has only one.
     """
 
-    name: str
-    title: str
+    kind = "the model family"
     factory: str
     flavours: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StorageEntry:
+class StorageEntry(Registered):
     """A place where datasets can live. `name` is the `type` of a dataset ("local", "aws").
 
     `factory` is "module:callable"; the callable takes the `DatasetSpec` and returns a `smalti.storage.Storage`. `keys` are
     what a dataset of this type may say besides what every dataset may; the factory finds them in `storage_options`.
     """
 
-    name: str
-    title: str
+    kind = "the storage"
     factory: str
     keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetadataEntry:
+class MetadataEntry(Registered):
     """A way to learn names, sizes and captions. `name` is the `metadata_backend` of a dataset ("discovery", "json").
 
     `factory` is "module:callable"; the callable takes the `DatasetSpec` and the `Storage` and returns a
     `smalti.data.sources.MetadataSource`.
     """
 
-    name: str
-    title: str
+    kind = "the metadata backend"
     factory: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerEntry:
+class OptimizerEntry(Registered):
     """An optimizer on offer under `--optimizer NAME`.
 
     `factory` is "module:callable", called as `factory(named_parameters, **settings)`; `accepts` names the settings that
@@ -70,8 +98,7 @@ class OptimizerEntry:
     one that does not is refused before launch where the strategy makes such.
     """
 
-    name: str
-    title: str
+    kind = "the optimizer"
     factory: str
     accepts: tuple[str, ...] = ("betas", "eps", "weight_decay")
     shards: bool = True
@@ -79,15 +106,14 @@ class OptimizerEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheEntry:
+class CacheEntry(Registered):
     """Something that a plugin keeps between runs and can make again: `smalti cache ls`, `smalti cache clear NAME`.
 
     `factory` is "module:callable", called without arguments; it gives a `smalti.caches.Cache`. `name` may have dashes. If the
     configuration says where the cache is, `configured` is set and the factory is called with the `Config`.
     """
 
-    name: str
-    title: str
+    kind = "the cache"
     factory: str
     configured: bool = False
 
@@ -101,7 +127,7 @@ class Cleared:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointFormat:
+class CheckpointFormat(Registered):
     """A format of checkpoints that `smalti checkpoint convert` reads.
 
     `marks` are patterns for paths in a checkpoint's folder ("manifest.json", "*/model_states.pt"): a folder in which a file
@@ -109,8 +135,7 @@ class CheckpointFormat:
     checkpoint; the callable takes its folder, a `Path`, and returns a `smalti.checkpoint.formats.Source`.
     """
 
-    name: str
-    title: str
+    kind = "the checkpoint format"
     marks: tuple[str, ...]
     factory: str
 
@@ -148,7 +173,7 @@ class World:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistributedPlan:
+class DistributedPlan(Registered):
     """How a backend wants to be launched, and where its `Parallel` is found.
 
     `parallel` is "module:callable", called on every rank as `callable(config)` once the process group may be made.
@@ -161,8 +186,7 @@ class DistributedPlan:
     plan that is used only when no other plugin claims the run.
     """
 
-    name: str
-    title: str
+    kind = "the strategy"
     parallel: str
     accelerate: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from smalti.checkpoint.manifest import GROUPS, STATE, Manifest, read_manifest
 from smalti.checkpoint.statefile import read_state
 from smalti.checkpoint.tensorfile import StoredTensor
 from smalti.checkpoint.verification import verify
-from smalti.errors import CheckpointError, MissingPlugin
+from smalti.errors import CheckpointError
 from smalti.files import Block
 from smalti.packages import package_of_checkpoint
 from smalti.types import CheckpointFormat
@@ -110,7 +110,7 @@ def recognise(folder: Path, formats: Sequence[CheckpointFormat]) -> CheckpointFo
             f"{folder} looks like a checkpoint of {names} at once", fix="move the files of one of them elsewhere"
         )
     if package := package_of_checkpoint(folder, [each.name for each in formats]):
-        raise MissingPlugin(f"what reads the checkpoint in {folder} is not installed", fix=f"pip install {package}")
+        raise package.error(f"{package.distribution} reads the checkpoint in {folder}")
     looked_for = [f"    {each.name} ({each.title}): {' or '.join(each.marks)}" for each in formats]
     raise CheckpointError(
         "\n".join([f"{folder} is no checkpoint of a known format. These files were looked for:", *looked_for]),

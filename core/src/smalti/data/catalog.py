@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from smalti.factories import create
 from smalti.types import MetadataEntry, StorageEntry
 
 if TYPE_CHECKING:
@@ -42,15 +42,13 @@ class Catalog:
 
     def open_storage(self, spec: DatasetSpec) -> Storage:
         """The storage of a dataset. Raises what its factory raises, such as MissingFileError for a folder that is not there."""
-        factory = cast("Callable[[DatasetSpec], Storage]", resolve_name(self.storages[spec.type].factory))
-        return factory(spec)
+        entry = self.storages[spec.type]
+        return cast("Storage", create(entry, entry.factory, spec))
 
     def open_source(self, spec: DatasetSpec, storage: Storage) -> MetadataSource:
         """Where names, sizes and captions of a dataset come from."""
-        factory = cast(
-            "Callable[[DatasetSpec, Storage], MetadataSource]", resolve_name(self.metadata[spec.metadata_backend].factory)
-        )
-        return factory(spec, storage)
+        entry = self.metadata[spec.metadata_backend]
+        return cast("MetadataSource", create(entry, entry.factory, spec, storage))
 
 
 def _by_name(entries: Iterable[E]) -> dict[str, E]:

@@ -20,7 +20,7 @@ from smalti.data.buckets import CropAspect, CropStyle, ResolutionType
 from smalti.data.catalog import Catalog
 from smalti.errors import ConfigError, Problem
 from smalti.files import parse_json
-from smalti.packages import OFFICIAL
+from smalti.packages import package_of_storage
 
 # Keys of the reference trainer that need no counterpart here, and why.
 _WITHOUT_EFFECT: Mapping[str, str] = {
@@ -52,9 +52,6 @@ _SWITCHES = ("disabled", "disable")
 
 CAPTION_STRATEGIES = ("textfile", "filename", "instanceprompt")
 """Where captions may come from besides a metadata table."""
-
-# Names that the project's own plugins add.
-_IN_PACKAGE = {"aws": "storage_s3", "parquet": "storage_s3"}
 
 # Beyond these a resolution is surely in the wrong unit.
 _MOST_MEGAPIXELS = 64
@@ -350,9 +347,10 @@ class _Reader:
 
     def _check_choice(self, place: str, key: str, value: str, known: Collection[str]) -> None:
         if value not in known:
-            package = OFFICIAL[_IN_PACKAGE[value]] if value in _IN_PACKAGE else ""
-            fix = f"pip install {package}" if package else _nearest(value, known)
-            self._complain(place, f"{key}: {value!r} is not known", fix)
+            if package := package_of_storage(value):
+                self.problems.append(package.problem(f"{key}: {value!r} belongs to {package.distribution}", place))
+            else:
+                self._complain(place, f"{key}: {value!r} is not known", _nearest(value, known))
 
     def _complain(self, place: str, message: str, fix: str = "") -> None:
         self.problems.append(Problem(message=message, where=place, fix=fix))

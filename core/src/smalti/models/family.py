@@ -129,6 +129,12 @@ class ModelFamily(Protocol):
         ...
 
 
+def lacking(family: object) -> list[str]:
+    """The attributes and methods of a `ModelFamily` that an object does not have."""
+    methods = [name for name, value in vars(ModelFamily).items() if callable(value) and not name.startswith("_")]
+    return [name for name in (*ModelFamily.__annotations__, *methods) if not hasattr(family, name)]
+
+
 @runtime_checkable
 class Exporter(Protocol):
     """What a family has besides if `smalti checkpoint export` can make something of its trained models."""

@@ -1,0 +1,132 @@
+"""What a plugin registered as "module:callable": its failures name the plugin."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from smalti.errors import BrokenPlugin, MissingPlugin, UserError
+from smalti.factories import create
+from smalti.families import find_family
+from smalti.optimizers import build_registered
+from smalti.strategy import choose_distributed
+from smalti.types import DistributedPlan, FamilyEntry, OptimizerEntry, Origin
+
+ORIGIN = Origin(plugin="old", distribution="smalti-old", version="1.2", built_in=False)
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """module(callable=...) puts a module `theirs` with these attributes where it can be imported."""
+
+    def put(**contents):
+        found = ModuleType("theirs")
+        vars(found).update(contents)
+        monkeypatch.setitem(sys.modules, "theirs", found)
+
+    return put
+
+
+def entry(factory: str) -> FamilyEntry:
+    return FamilyEntry(name="older", title="Older", factory=factory, origin=ORIGIN)
+
+
+def made(factory: str):
+    found = entry(factory)
+    return create(found, found.factory, None)
+
+
+def test_a_missing_dependency_names_what_needs_it_and_leaves_with_the_code_of_a_missing_package(module):
+    def build(config):
+        import no_such_package_xyz  # noqa: F401
+
+    module(build=build)
+    with pytest.raises(MissingPlugin) as caught:
+        made("theirs:build")
+    assert "the model family 'older' of plugin 'old' (smalti-old 1.2) needs the Python module 'no_such" in caught.value.message
+    assert (caught.value.exit_code, "pip install no_such_package_xyz" in caught.value.fix) == (4, True)
+
+
+@pytest.mark.parametrize(
+    ("factory", "reason"),
+    [("nowhere_at_all.deep:build", "no module 'nowhere_at_all'"), ("theirs:build", "no callable 'build'")],
+)
+def test_a_factory_that_is_not_there_is_a_defect_of_the_plugin(module, factory, reason):
+    module(other=print)
+    with pytest.raises(BrokenPlugin) as caught:
+        made(factory)
+    assert f"the model family 'older' of plugin 'old' (smalti-old 1.2) is '{factory}', but there is {reason}" in str(
+        caught.value
+    )
+    assert "--without old" in caught.value.fix
+
+
+def test_any_other_exception_keeps_its_type_and_is_attributed(module):
+    module(build=lambda: None)  # takes no configuration
+    with pytest.raises(TypeError) as caught:
+        made("theirs:build")
+    assert caught.value.__notes__ == ["raised by plugin 'old' (smalti-old 1.2) in the model family 'older' (theirs:build)"]
+
+
+def test_what_a_factory_tells_the_user_is_passed_on(module):
+    def build(config):
+        raise UserError("no such folder", fix="make it")
+
+    module(build=build)
+    with pytest.raises(UserError, match="no such folder"):
+        made("theirs:build")
+
+
+def register(plugins, **hooks):
+    from smalti import hookimpl
+    from smalti.plugins import PluginInfo
+
+    implementations = {name: hookimpl(lambda value=value: value) for name, value in hooks.items()}
+    info = PluginInfo(name="old", distribution="smalti-old", version="1.2")
+    plugins.register(info, type("Old", (), {name: staticmethod(each) for name, each in implementations.items()})())
+
+
+def test_a_family_that_lacks_something_is_told_all_that_it_lacks(plugins, configure, module):
+    class Partial:
+        name, alignment = "older", 8
+
+        def build_model(self):
+            return torch.nn.Identity()
+
+    module(build=lambda config: Partial())
+    register(plugins, register_model_families=[FamilyEntry(name="older", title="Older", factory="theirs:build")])
+    with pytest.raises(BrokenPlugin) as caught:
+        find_family(configure("--model_family=older"), plugins)
+    assert "the model family 'older' of plugin 'old' (smalti-old 1.2) is a Partial without prediction, weights," in str(
+        caught.value
+    )
+    assert "forward" in str(caught.value)
+    assert "build_model" not in str(caught.value)
+
+
+def test_an_optimizer_that_cannot_be_built_is_not_blamed_on_the_core(plugins, configure, module):
+    def lion(groups, *, lr, betas):
+        raise AssertionError
+
+    module(lion=lion)
+    register(plugins, register_optimizers=[OptimizerEntry(name="lion", title="Lion", factory="theirs:lion")])
+    config = configure("--optimizer=lion")
+    registry = plugins.gather("register_optimizers", OptimizerEntry)
+    groups = [{"params": [("weight", torch.nn.Parameter(torch.ones(2, 2)))]}]
+    with pytest.raises(TypeError) as caught:
+        plugins.hook.build_optimizer(model=None, groups=groups, config=config, registry=registry)
+    assert caught.value.__notes__ == ["raised by plugin 'old' (smalti-old 1.2) in the optimizer 'lion' (theirs:lion)"]
+
+
+def test_an_optimizer_that_is_none_is_refused(configure, module):
+    module(lion=lambda groups, **settings: "lion")
+    lion = OptimizerEntry(name="lion", title="Lion", factory="theirs:lion", origin=ORIGIN)
+    with pytest.raises(BrokenPlugin, match=r"theirs:lion made a str, not a torch\.optim\.Optimizer"):
+        build_registered([], configure("--optimizer=lion"), [lion])
+
+
+def test_a_plan_with_the_name_of_another_plugin_names_the_one_that_gave_it(plugins, configure):
+    register(plugins, configure_distributed=DistributedPlan(name="new", title="Old", parallel="theirs:parallel"))
+    with pytest.raises(BrokenPlugin, match=r"plugin 'old' \(smalti-old 1.2\) returned a plan with the name 'new'"):
+        choose_distributed(configure(), plugins)

@@ -1,0 +1,43 @@
+"""Advice about packages: only what works."""
+
+from pathlib import Path
+
+import pytest
+
+from smalti import packages
+from smalti.errors import ConfigError, MissingPlugin
+from smalti.packages import PLUGINS
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch):
+    monkeypatch.setattr(packages, "installed", lambda name: False)
+
+
+def test_a_package_is_installed_from_the_clone_that_smalti_came_from(nothing_installed):
+    assert PLUGINS["fsdp2"].fix == f"pip install {Path(__file__).parents[2] / 'plugins/fsdp2'}"
+
+
+def test_without_a_clone_it_is_installed_by_name(nothing_installed, monkeypatch):
+    monkeypatch.setattr(packages, "_clone", lambda: None)
+    assert PLUGINS["fsdp2"].fix == "pip install smalti-fsdp2"
+
+
+def test_several_missing_packages_are_named_in_one_command(nothing_installed, configure):
+    with pytest.raises(ConfigError) as caught:
+        configure("--fsdp_enable", "--lora_rank=4")
+    targets = [PLUGINS[name].target for name in ("diffusers", "fsdp2")]
+    assert (caught.value.exit_code, f"pip install {' '.join(targets)}" in str(caught.value)) == (4, True)
+
+
+def test_an_option_of_no_package_is_unknown_and_not_a_matter_of_installing(configure):
+    with pytest.raises(ConfigError, match="unknown option --compress_disk_cache") as caught:
+        configure("--compress_disk_cache")
+    assert (caught.value.exit_code, "pip install" in str(caught.value)) == (2, False)
+
+
+def test_what_is_planned_is_not_missing_on_this_machine(configure):
+    with pytest.raises(ConfigError, match="smalti-health is planned and not available yet") as caught:
+        configure("--webhook_config=hooks.json")
+    assert caught.value.exit_code == 2
+    assert not isinstance(PLUGINS["health"].error("x"), MissingPlugin)
