@@ -22,6 +22,7 @@ from smalti.models.weights import materialise, without_weights
 from smalti.plugins import load_plugins
 from smalti.testing import check_family
 from smalti.testing.families import CAPTIONS, FamilySubject
+from smalti_diffusers.adapter import adapter_shapes
 from smalti_diffusers.components import Components
 
 LORA = {
@@ -92,6 +93,18 @@ def test_an_adapter_of_any_family_changes_nothing_before_it_is_trained(tmp_path,
         predictions.append(subject.predict(model, noisy, [100.0, 500.0, 900.0], CAPTIONS).detach())
     assert len(model.peft_config) == 1
     assert float((predictions[0] - predictions[1]).abs().max()) < 1e-5
+    blocks = [f"{name}." for name, module in model.named_modules() if type(module).__name__ in subject.family.block_classes()]
+    outside = [name for name in adapter_shapes(model) if not name.startswith(tuple(blocks))]
+    assert outside == []
+
+
+def test_the_adapter_of_flux_is_in_attention_and_feed_forward_of_every_block(base):
+    with without_weights():
+        model = family(base, "--model_type=lora").build_model()
+    adapted = {name.partition(".lora_")[0].partition("transformer_blocks.")[2][2:] for name in adapter_shapes(model)}
+    attention = {"to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"}
+    feed_forward = {f"{part}.net.{layer}" for part in ("ff", "ff_context") for layer in ("0.proj", "2")}
+    assert adapted == {f"attn.{layer}" for layer in attention} | feed_forward | {"proj_mlp", "proj_out"}
 
 
 def test_a_checkpoint_holds_the_adapter_alone(runs, base):
@@ -155,6 +168,20 @@ def test_an_adapter_that_would_mean_something_else_does_not_go_on(runs, base, tr
     }
     code, output = train(tmp_path / "run", **options)
     assert (code, "holds another adapter than this run trains" in output) == (2, True), output
+
+
+FORMER_TARGETS = "to_q,to_k,to_v,to_out.0,add_q_proj,add_k_proj,add_v_proj,to_add_out,proj_mlp,proj_out"
+"""Those of Flux before its feed-forward layers were among them, and its last layer no longer."""
+
+
+def test_an_adapter_of_other_layers_goes_on_only_where_they_are_named(base, train, tmp_path):
+    options = LORA | {"pretrained_model_name_or_path": base, "validation_step_interval": 0}
+    code, output = train(tmp_path / "run", **options, lora_targets=FORMER_TARGETS, max_train_steps=1)
+    assert code == 0, output
+    code, output = train(tmp_path / "run", **options, lora_targets="", max_train_steps=2)
+    assert (code, "fix: give --lora_rank and --lora_targets as the run had them" in output) == (2, True), output
+    code, output = train(tmp_path / "run", **options, lora_targets=FORMER_TARGETS, max_train_steps=2)
+    assert (code, "at step 1" in output) == (0, True), output
 
 
 def test_what_is_frozen_is_kept_in_the_type_in_which_the_run_computes(base):

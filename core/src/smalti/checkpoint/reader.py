@@ -101,8 +101,9 @@ def _load(path: Path, snapshot: Snapshot) -> Loaded:
     elif snapshot.ema is not None:
         notices.append("the checkpoint has no averaged weights (EMA)")
 
+    shaped_by = "--lora_rank and --lora_targets" if state.trainer.get("adapter") else "the options that shape the model"
     for group, tensors in wanted.items():
-        _compare(group, tensors, stored[group])
+        _compare(group, tensors, stored[group], shaped_by)
     for group, tensors in wanted.items():
         _fill(path / group, tensors)
     if same:
@@ -138,8 +139,8 @@ def _with_room(target: PortableState, stored: Mapping[str, StoredTensor]) -> dic
     return moments
 
 
-def _compare(group: str, tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> None:
-    """Raises CheckpointError, which says everything that does not fit at once."""
+def _compare(group: str, tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], shaped_by: str) -> None:
+    """Raises CheckpointError, which says everything that does not fit at once, and which options decide about it."""
     both = sorted(tensors.keys() & stored.keys())
     shapes = [
         f"{name} {list(stored[name].shape)} for {list(shape_of(tensors[name]))}"
@@ -161,7 +162,7 @@ def _compare(group: str, tensors: Mapping[str, Tensor], stored: Mapping[str, Sto
     if told:
         raise CheckpointError(
             f"it was made for something else; of the {group} tensors, {'; '.join(told)}",
-            fix="give the options that shape the model as the run had them, or start afresh in a new --output_dir",
+            fix=f"give {shaped_by} as the run had them, or start afresh in a new --output_dir",
         )
 
 

@@ -34,10 +34,22 @@ class Flux(PipelineFamily):
         "add_k_proj",
         "add_v_proj",
         "to_add_out",
+        "ff.net.0.proj",
+        "ff.net.2",
+        "ff_context.net.0.proj",
+        "ff_context.net.2",
         "proj_mlp",
-        "proj_out",
     )
     patch = 2
+
+    def lora_targets(self) -> tuple[str, ...]:
+        """Attention and feed-forward of every block, and no layer outside of them: those of the pipeline's training script in
+        diffusers, and in single blocks, whose two outputs are one layer, the feed-forward too.
+
+        That output is named with its block, for the model's last layer is called `proj_out` as well.
+        """
+        count = cast(int, self.components.config(self.part)["num_single_layers"])
+        return (*self.targets, *(f"{_BLOCKS[1]}.{number}.proj_out" for number in range(count)))
 
     @property
     def text_length(self) -> int:
