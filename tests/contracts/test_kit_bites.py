@@ -293,6 +293,11 @@ PLUGINS = {
         CHECK.replace("check_config", "configure_distributed")
         + "return DistributedPlan(name='faulty', title='Faulty', parallel='smalti.replicas:Replicas')",
     ),
+    "optimizer that does not take what it says": (
+        "its_optimizers_can_be_built",
+        "    @hookimpl\n    def register_optimizers(self):\n"
+        "        return [OptimizerEntry(name='lion', title='Lion', factory='torch.optim:LBFGS')]",
+    ),
     "failing command": (
         "the_help_still_works",
         "    @hookimpl\n    def register_commands(self, commands):\n        import click\n"

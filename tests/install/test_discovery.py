@@ -204,9 +204,10 @@ def test_a_plugin_adds_a_command(site):
 
 
 def test_a_plugin_cannot_replace_a_command(site):
-    done = site.run("usurping", "--help")
+    done = site.run("usurping commanding", "--help")
     assert "there is a command 'train' already" in done.error
     assert "raised by plugin 'usurping'" in done.error
+    assert (done.code, "Say hello." in done.out) == (0, True)
 
 
 def test_two_claims_to_one_run_are_refused_with_both_titles(site, tmp_path):

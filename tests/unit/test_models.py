@@ -8,8 +8,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from smalti import types
 from smalti.errors import UserError
 from smalti.models.blocks import BlockClass, blocks_named, describe_blocks, find_blocks
+from smalti.models.compilation import compile_blocks, ensure_compiled
 from smalti.models.weights import FolderWeights, materialise, without_weights
 
 
@@ -214,3 +216,32 @@ def test_weights_take_the_types_that_the_model_has(tmp_path):
         model.bias.data = model.bias.data.bfloat16()
     model = materialise(model, FolderWeights(tmp_path), "cpu")
     assert (model.weight.dtype, model.bias.dtype) == (torch.float32, torch.bfloat16)
+
+
+# --- compilation ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled(configure):
+    return configure("--dynamo_backend=eager")
+
+
+BLOCKS = [types.Block(path=f"blocks.{number}", class_name="Part", parameters=1) for number in range(2)]
+
+
+def test_blocks_that_a_strategy_left_alone_are_compiled_after_it(compiled):
+    model = Net()
+    ensure_compiled(nn.parallel.DataParallel(model), lambda wrapped: wrapped.module, BLOCKS, compiled, "Mine")
+    assert all("forward" in vars(block) for block in model.blocks[:2])
+
+
+def test_what_a_strategy_has_compiled_is_not_compiled_again(compiled):
+    model = Net()
+    compile_blocks(model, BLOCKS[:1], compiled)
+    ensure_compiled(model, lambda wrapped: wrapped, BLOCKS, compiled, "Mine")
+    assert ["forward" in vars(block) for block in model.blocks[:2]] == [True, False]
+
+
+def test_a_strategy_that_hides_the_blocks_and_compiles_nothing_is_refused(compiled):
+    with pytest.raises(UserError, match="Mine does not compile the model"):
+        ensure_compiled(nn.Sequential(Net()), lambda wrapped: wrapped, BLOCKS, compiled, "Mine")

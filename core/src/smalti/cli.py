@@ -14,6 +14,7 @@ import click
 
 from smalti.ending import End
 from smalti.errors import ExitCode, UserError
+from smalti.lastwords import describe
 from smalti.packages import package_of_command
 from smalti.streams import outlast
 
@@ -71,7 +72,12 @@ class Commands(click.Group):
         from smalti.plugins import load_plugins
 
         group = Additions()
-        load_plugins(selection_of((), None, os.environ), strict=False).hook.register_commands(commands=group)
+        plugins = load_plugins(selection_of((), None, os.environ), strict=False)
+        for name in sorted(plugins.claims("register_commands")):
+            try:
+                plugins.call_only(name, "register_commands", commands=group)
+            except Exception as error:  # noqa: BLE001 - one plugin's defect must not take the other commands away
+                click.echo(f"smalti: warning: commands of the plugin {name!r} are left out: {describe(error)}", err=True)
         return dict(group.commands)
 
 

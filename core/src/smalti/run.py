@@ -32,7 +32,7 @@ from smalti.dataplan import cache_folders, load_data, scan_data, total_steps
 from smalti.diffusion.step import DenoisingLoss, denoising_loss
 from smalti.ema import Ema
 from smalti.encoding import Encoded, encode_ahead
-from smalti.errors import CheckpointError, UserError
+from smalti.errors import BrokenPlugin, CheckpointError, UserError
 from smalti.factories import create
 from smalti.families import find_family
 from smalti.gauges import Memory, Utilisation, peak_of
@@ -40,6 +40,7 @@ from smalti.hashing import key_of
 from smalti.hookspecs import HookSpecs
 from smalti.metrics import log_metrics, metrics_of
 from smalti.models.attention import choose_attention
+from smalti.models.compilation import ensure_compiled
 from smalti.models.description import config_of
 from smalti.models.family import Adaptable, ModelFamily
 from smalti.models.layout import put_channels_last, wants_channels_last
@@ -296,6 +297,27 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
     return {"parameters": sum(size for size, _ in sizes), "trainable": sum(size for size, trains in sizes if trains)}
 
 
+def wrap_model(
+    config: Config,
+    plugins: Plugins,
+    plan: DistributedPlan,
+    parallel: Parallel,
+    family: ModelFamily,
+    model: nn.Module,
+    blocks: list[Block],
+    seed: int,
+) -> nn.Module:
+    """The model with its first weights, spread over the ranks by the chosen backend, compiled if asked for. *Collective*."""
+    weights = family.weights(seed)
+    backend = plugins.backend(plan)
+    wrapped = backend.wrap_model(model=model, family=family, blocks=blocks, parallel=parallel, weights=weights)
+    if wrapped is None:
+        message = f"{plan.origin} was chosen for the run and its hook 'wrap_model' returned no model"
+        raise BrokenPlugin(message, fix=plan.origin.way_round)
+    ensure_compiled(wrapped, parallel.unwrap, blocks, config, plan.title)
+    return wrapped
+
+
 def open_data(config: Config, plugins: Plugins, alignment: int, parallel: Parallel, directory: Path) -> PreparedData:
     """The order of samples on this rank: rank 0 scans, the others read what it wrote. *Collective*."""
     scanned: list[PreparedData] = []
@@ -399,9 +421,7 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
     model_config = config_of(bare) if adapter is None else ""
     sizes = parameter_counts(bare)
     decayed = matrices(bare)
-    backend = plugins.backend(plan)
-    model = backend.wrap_model(model=bare, family=family, blocks=blocks, parallel=parallel, weights=family.weights(seed))
-    assert model is not None, "the chosen backend wraps the model"
+    model = wrap_model(config, plugins, plan, parallel, family, bare, blocks, seed)
     model, optimizer = parallel.bind(model, build_optimizer(config, plugins, parallel, model, decayed))
     model.train()
     loss = denoising_loss(config, family, parallel.world.device, encoded.conditioning([""], parallel.world.device))
@@ -409,7 +429,7 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
     run = Run(
         config=config,
         plugins=plugins,
-        backend=backend,
+        backend=plugins.backend(plan),
         directory=directory,
         info=RunInfo(
             id=record.id if record else "",

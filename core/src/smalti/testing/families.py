@@ -24,7 +24,7 @@ from smalti.models.frames import Frame, SeesFrames, encode
 from smalti.models.weights import materialise
 from smalti.testing.contract import BrokenContract, Contract, expect
 
-CAPTIONS = ("a red fox in the snow", "two boats", "")
+CAPTIONS: tuple[str, str, str] = ("a red fox in the snow", "two boats", "")
 FRAME = Frame(width=640, height=480, left=3, top=0)
 _ALLOWED_BUFFERS = 64 * 2**20
 _TOLERANCE = 1e-3
@@ -36,6 +36,8 @@ class FamilySubject:
     """One family, and what the checks need of it again and again."""
 
     family: ModelFamily
+    captions: tuple[str, str, str] = CAPTIONS
+    """Two that the family tells apart from each other and from the empty prompt, which is the third."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -44,9 +46,9 @@ class FamilySubject:
 
     @cached_property
     def pixels(self) -> Tensor:
-        """(B, 3, H, W), as many as CAPTIONS."""
+        """(B, 3, H, W), as many as captions."""
         width, height = self.size
-        drawn = torch.rand(len(CAPTIONS), 3, height, width, generator=torch.Generator().manual_seed(0))
+        drawn = torch.rand(len(self.captions), 3, height, width, generator=torch.Generator().manual_seed(0))
         return drawn * 2 - 1
 
     @cached_property
@@ -89,9 +91,12 @@ class FamilySubject:
             return self.family.sample(model, request)
 
 
-def check_family(family: ModelFamily) -> None:
-    """Every check of the family contract. `family` should be a small one; its methods are called many times."""
-    FAMILY.run_all(FamilySubject(family))
+def check_family(family: ModelFamily, captions: tuple[str, str] = CAPTIONS[:2]) -> None:
+    """Every check of the family contract. `family` should be a small one; its methods are called many times.
+
+    `captions` are two that it tells apart, for a family with a closed vocabulary.
+    """
+    FAMILY.run_all(FamilySubject(family, (*captions, "")))
 
 
 FAMILY: Contract[FamilySubject] = Contract("family")
@@ -167,12 +172,15 @@ def captions_have_rows_of_one_shape(subject: FamilySubject) -> None:
 
     Pad to a fixed length rather than to the longest caption, and mask what is padding.
     """
-    together = subject.family.encode_captions(CAPTIONS)
+    together = subject.family.encode_captions(subject.captions)
     expect(bool(together), "encode_captions gave nothing")
     for name, tensor in together.items():
-        expect(tensor.shape[:1] == (len(CAPTIONS),), f"{name} is {tuple(tensor.shape)} for {len(CAPTIONS)} captions")
+        expect(
+            tensor.shape[:1] == (len(subject.captions),),
+            f"{name} is {tuple(tensor.shape)} for {len(subject.captions)} captions",
+        )
         expect(not tensor.requires_grad, f"{name} carries a gradient; encoders are frozen")
-    for row, caption in enumerate(CAPTIONS):
+    for row, caption in enumerate(subject.captions):
         _same_conditioning(_row(together, row), subject.family.encode_captions([caption]), f"caption {caption!r} alone")
 
 
@@ -182,10 +190,10 @@ def captions_mean_the_same_each_time(subject: FamilySubject) -> None:
 
     Python's `hash` differs from process to process; dropout in an encoder that is not in eval mode differs each time.
     """
-    first, second = (subject.family.encode_captions(CAPTIONS) for _ in range(2))
+    first, second = (subject.family.encode_captions(subject.captions) for _ in range(2))
     _same_conditioning(first, second, "the same captions again", tolerance=0.0)
     same = all(torch.equal(tensor[0], tensor[2]) for tensor in first.values())
-    expect(not same, f"{CAPTIONS[0]!r} and the empty prompt are encoded alike")
+    expect(not same, f"{subject.captions[0]!r} and the empty prompt are encoded alike; see `captions`")
 
 
 @FAMILY.check
@@ -201,7 +209,7 @@ def frames_have_rows_beside_those_of_captions(subject: FamilySubject) -> None:
     found = cast(SeesFrames, family).encode_frames([FRAME, replace(FRAME, left=9)], width, height)
     for name, tensor in found.items():
         expect(tensor.shape[:1] == (2,), f"{name} is {tuple(tensor.shape)} for 2 frames")
-    shared = found.keys() & family.encode_captions(CAPTIONS[:1]).keys()
+    shared = found.keys() & family.encode_captions(subject.captions[:1]).keys()
     expect(not shared, f"captions and frames are both called {', '.join(sorted(shared))}")
 
 
@@ -228,7 +236,7 @@ def the_prediction_has_the_shape_of_its_input(subject: FamilySubject) -> None:
     """
     noisy = torch.randn_like(subject.latents)
     kept = noisy.clone()
-    prediction = subject.predict(subject.model(), noisy, [0.5, 500.0, 1000.0], CAPTIONS)
+    prediction = subject.predict(subject.model(), noisy, [0.5, 500.0, 1000.0], subject.captions)
     expect(prediction.shape == noisy.shape, f"{tuple(noisy.shape)} gave {tuple(prediction.shape)}")
     expect(bool(torch.isfinite(prediction).all()), "the prediction is not finite")
     expect(torch.equal(noisy, kept), "forward has changed its input")
@@ -243,9 +251,10 @@ def the_caption_and_the_time_matter(subject: FamilySubject) -> None:
     model, noisy = subject.model(), torch.randn_like(subject.latents[:1])
     plain, worded, later = (
         subject.predict(model, noisy, [time], [caption])
-        for time, caption in ((300.0, CAPTIONS[0]), (300.0, CAPTIONS[1]), (800.0, CAPTIONS[0]))
+        for time, caption in ((300.0, subject.captions[0]), (300.0, subject.captions[1]), (800.0, subject.captions[0]))
     )
-    expect(_distance(plain, worded) > 1e-6, "another caption gave the same prediction")
+    first, second, _ = subject.captions
+    expect(_distance(plain, worded) > 1e-6, f"the captions {first!r} and {second!r} gave the same prediction; see `captions`")
     expect(_distance(plain, later) > 1e-6, "another time gave the same prediction")
 
 
@@ -256,8 +265,10 @@ def a_prediction_does_not_depend_on_its_neighbours(subject: FamilySubject) -> No
     Batch normalisation, or a mean over the batch somewhere, breaks this; so does padding to the longest of the batch.
     """
     model, noisy, times = subject.model(), torch.randn_like(subject.latents), [100.0, 500.0, 900.0]
-    together = subject.predict(model, noisy, times, CAPTIONS)
-    alone = torch.cat([subject.predict(model, noisy[i : i + 1], times[i : i + 1], CAPTIONS[i : i + 1]) for i in range(3)])
+    together = subject.predict(model, noisy, times, subject.captions)
+    alone = torch.cat(
+        [subject.predict(model, noisy[i : i + 1], times[i : i + 1], subject.captions[i : i + 1]) for i in range(3)]
+    )
     expect(_distance(together, alone) < _TOLERANCE, f"alone and in a batch they differ by {_distance(together, alone):.1e}")
 
 
@@ -314,9 +325,11 @@ def pictures_are_drawn_in_the_size_that_was_asked_for(subject: FamilySubject) ->
 
     (B, 3, H, W), about [-1, 1], every number finite, from any seed.
     """
-    pictures = subject.draw(subject.model(), CAPTIONS, range(len(CAPTIONS)))
+    pictures = subject.draw(subject.model(), subject.captions, range(len(subject.captions)))
     width, height = subject.size
-    expect(pictures.shape == (len(CAPTIONS), 3, height, width), f"{width}x{height} was drawn as {tuple(pictures.shape)}")
+    expect(
+        pictures.shape == (len(subject.captions), 3, height, width), f"{width}x{height} was drawn as {tuple(pictures.shape)}"
+    )
     expect(bool(torch.isfinite(pictures).all()), "a picture has numbers that are not finite")
 
 
@@ -327,13 +340,13 @@ def a_picture_depends_on_its_prompt_and_seed_alone(subject: FamilySubject) -> No
     Draw the first noise of each picture from a generator of its own (`smalti.diffusion.sampling.seeded_noise`).
     """
     model = subject.model()
-    together = subject.draw(model, CAPTIONS, (5, 6, 7))
+    together = subject.draw(model, subject.captions, (5, 6, 7))
     torch.manual_seed(1)
-    again = subject.draw(model, CAPTIONS, (5, 6, 7))
+    again = subject.draw(model, subject.captions, (5, 6, 7))
     expect(torch.equal(together, again), "the same prompts and seeds gave other pictures the second time")
-    alone = subject.draw(model, CAPTIONS[1:2], (6,))
+    alone = subject.draw(model, subject.captions[1:2], (6,))
     expect(_distance(together[1:2], alone) < _TOLERANCE, "a picture depends on those that are drawn beside it")
-    other = subject.draw(model, CAPTIONS[1:2], (8,))
+    other = subject.draw(model, subject.captions[1:2], (8,))
     expect(_distance(alone, other) > 1e-6, "another seed gave the same picture")
 
 
@@ -349,12 +362,15 @@ def a_picture_is_drawn_from_what_was_encoded_before(subject: FamilySubject) -> N
     for kind in get_args(Encoding):
         first, second = (json.dumps(family.encoder_identity(kind), sort_keys=True) for _ in range(2))
         expect(first == second, f"encoder_identity({kind!r}) is another the second time")
-    model, told = subject.model(), family.encode_captions(CAPTIONS)
-    before = subject.draw(model, CAPTIONS, (5, 6, 7))
+    model, told = subject.model(), family.encode_captions(subject.captions)
+    before = subject.draw(model, subject.captions, (5, 6, 7))
     for kind in get_args(Encoding):
         family.release_encoder(kind)
-    expect(torch.equal(subject.draw(model, CAPTIONS, (5, 6, 7), told), before), "without encoders, other pictures are drawn")
-    turned = subject.draw(model, CAPTIONS, (5, 6, 7), {name: rows.flip(0) for name, rows in told.items()})
+    expect(
+        torch.equal(subject.draw(model, subject.captions, (5, 6, 7), told), before),
+        "without encoders, other pictures are drawn",
+    )
+    turned = subject.draw(model, subject.captions, (5, 6, 7), {name: rows.flip(0) for name, rows in told.items()})
     expect(_distance(turned, before) > 1e-6, "sample does not draw from the conditioning that it is told")
 
 
@@ -383,7 +399,7 @@ def its_flops_are_those_that_torch_counts(subject: FamilySubject) -> None:
     expect(isinstance(told, int) and told > 0, f"flops_per_sample gave {told!r}")
     larger = subject.family.flops_per_sample(4 * width, 2 * height)
     expect(larger > told, "a picture of eight times the size costs no more")
-    model, noisy, conditioning = subject.model(), subject.latents[:1], subject.encode(CAPTIONS[:1])
+    model, noisy, conditioning = subject.model(), subject.latents[:1], subject.encode(subject.captions[:1])
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         subject.family.forward(model, noisy, torch.tensor([500.0]), conditioning)
     counted = counter.get_total_flops()
@@ -392,7 +408,7 @@ def its_flops_are_those_that_torch_counts(subject: FamilySubject) -> None:
 
 def _descend(subject: FamilySubject, model: nn.Module, noisy: Tensor) -> None:
     """The gradient of some loss."""
-    prediction = subject.predict(model, noisy, [100.0, 500.0, 900.0], CAPTIONS)
+    prediction = subject.predict(model, noisy, [100.0, 500.0, 900.0], subject.captions)
     prediction.float().square().mean().backward()  # type: ignore[no-untyped-call]
 
 

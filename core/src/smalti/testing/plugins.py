@@ -175,12 +175,14 @@ def it_sets_up_without_torch(subject: PluginSubject) -> None:
 
 @PLUGIN.check
 def the_help_still_works(subject: PluginSubject) -> None:
-    """A plugin that fails here takes the command line away from everyone who has it installed.
+    """A plugin that fails here takes its commands away, and with its options the command line of everyone who has it.
 
     `smalti --help` and `smalti train --help-all` run its `register_commands` and `declare_options`.
     """
     for words, status in cast(dict[str, int], subject.start["help"]).items():
         expect(status == 0, f"smalti {words} ends with status {status}: {subject.start['said']}")
+    said = str(subject.start["said"])
+    expect("smalti: warning:" not in said, said)
 
 
 @PLUGIN.check
@@ -238,6 +240,28 @@ def what_it_registers_can_be_found_and_imported(subject: PluginSubject) -> None:
             expect(_is_word(word), f"{hook}: {entry.name!r} is not in lower case with underscores")
             expect(bool(entry.title), f"{hook}: {entry.name!r} has no title")
             _import(entry.factory, f"{hook}: {entry.name!r}")
+
+
+@PLUGIN.check
+def its_optimizers_can_be_built(subject: PluginSubject) -> None:
+    """`--optimizer` calls a factory with groups of (name, parameter) pairs, `lr`, and the settings that its entry `accepts`.
+
+    Those are `betas`, `eps` and `weight_decay` unless the entry names fewer; name in `accepts` what your factory takes. It is
+    a `torch.optim.Optimizer` over all of the parameters that it gets.
+    """
+    entries = [entry for entry in subject.listed("register_optimizers") if isinstance(entry, OptimizerEntry)]
+    if not entries:
+        return
+    import torch
+
+    from smalti.optimizers import build_registered, matrices, parameter_groups
+
+    for entry in entries:
+        model = torch.nn.Linear(3, 2)
+        config = resolve(schema_of(subject.plugins), (f"--optimizer={entry.name}",), environment={"HF_HOME": os.devnull})
+        optimizer = build_registered(parameter_groups(model, 0.01, matrices(model)), config, entries)
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        expect(held == set(map(id, model.parameters())), f"{entry.name} does not hold the parameters that it was given")
 
 
 @PLUGIN.check

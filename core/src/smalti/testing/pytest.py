@@ -19,7 +19,7 @@ import pytest
 from smalti.models.family import ModelFamily
 from smalti.storage import Storage
 from smalti.testing.contract import Contract
-from smalti.testing.families import FAMILY, FamilySubject
+from smalti.testing.families import CAPTIONS, FAMILY, FamilySubject
 from smalti.testing.plugins import PLUGIN, PluginSubject
 from smalti.testing.ranks import Ranks, two_processes
 from smalti.testing.storages import STORAGE, StorageSubject
@@ -100,16 +100,18 @@ class StorageContract(ContractTests):
 
 @_with_tests
 class FamilyContract(ContractTests):
-    """Define `family`."""
+    """Define `family`; set `captions` for a family with a closed vocabulary."""
 
     contract = FAMILY
+    captions: ClassVar[tuple[str, str]] = CAPTIONS[:2]
+    """Two captions that the family tells apart from each other and from the empty one."""
 
     def family(self) -> ModelFamily:
         """A small version of the family, with random weights; called once for each check."""
         raise NotImplementedError
 
     def run_check(self, name: str, folder: Path) -> None:
-        self.contract.run(name, FamilySubject(self.family()))
+        self.contract.run(name, FamilySubject(self.family(), (*self.captions, "")))
 
 
 @_with_tests

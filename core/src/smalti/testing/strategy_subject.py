@@ -22,7 +22,7 @@ from smalti.models.weights import materialise
 from smalti.optimizers import matrices
 from smalti.parallel import Parallel, PortableState
 from smalti.plugins import BUILT_IN, Plugins, Selection, load_plugins
-from smalti.run import build_model, build_optimizer, open_parallel
+from smalti.run import build_model, build_optimizer, open_parallel, wrap_model
 from smalti.strategy import choose_distributed
 from smalti.testing.contract import expect
 from smalti.testing.tiny import TinyFamily
@@ -156,10 +156,7 @@ def open_family(name: str, flags: tuple[str, ...], ranks: int, family: TinyFamil
     bare, blocks = build_model(config, plugins, family, parallel.world.device)
     decayed = matrices(bare)
     backend = plugins.backend(plan)
-    weights = family.weights(SEED)
-    model = backend.wrap_model(model=bare, family=family, blocks=blocks, parallel=parallel, weights=weights)
-    expect(model is not None, f"wrap_model of {plan.name!r} gave no model: it is the chosen backend, so it must")
-    assert model is not None
+    model = wrap_model(config, plugins, plan, parallel, family, bare, blocks, SEED)
     model, optimizer = parallel.bind(model, build_optimizer(config, plugins, parallel, model, decayed))
     model.train()
     first = {name: whole_tensor(tensor) for name, tensor in parallel.portable_state(model, optimizer).model.items()}
