@@ -1,5 +1,8 @@
 """A run that stops and goes on is the run that never stopped."""
 
+import json
+from shutil import copyfile, copytree
+
 import pytest
 import torch
 
@@ -47,7 +50,8 @@ def test_a_run_with_another_effective_batch_is_not_continued(runs, train):
     whole, _, _ = runs
     again = train(whole.directory, max_train_steps=20, train_batch_size=8, use_ema=True)
     assert again.code == 2
-    assert "effective batch 4 there, 8 here" in again.output
+    assert "the effective batch was 4, is now 8 (1 rank x 8 x 1)\n" in again.output
+    assert "fix: --train_batch_size=4; or begin anew" in again.output
 
 
 def test_a_launch_that_is_refused_leaves_the_configuration_of_the_run_as_it_is(runs, train):
@@ -66,3 +70,26 @@ def test_a_run_that_goes_on_otherwise_says_so_in_its_configuration(runs, train):
 def test_hook_load_checkpoint_is_asked_with_the_newest_checkpoint(runs):
     _, _, resumed = runs
     assert resumed.calls("load_checkpoint")[0]["source"] == "step-00000005"
+
+
+def test_a_run_on_changed_data_is_refused_or_continues_and_remembers_it(pictures, train, tmp_path):
+    """24 images in batches of 4: 6 in an epoch, and 7 once there are 28."""
+    images = copytree(pictures, tmp_path / "images")
+    options = {"instance_data_dir": images, "train_batch_size": 4, "resume_from_checkpoint": "latest"}
+    train(tmp_path / "run", max_train_steps=8, **options)
+    (images / "01.txt").write_text("another caption")
+    refused = train(tmp_path / "run", max_train_steps=9, **options)
+    assert (refused.code, "the data have changed: 1 caption changed, first: 01.png\n" in refused.output) == (2, True)
+    caption = train(tmp_path / "run", max_train_steps=9, on_changed_data="continue", **options)
+    assert "training continues with what is there now: 1 caption changed, first: 01.png" in caption.output
+    for number in (1, 2, 4, 5):
+        for suffix in (".png", ".txt"):
+            copyfile(images / f"{number:02d}{suffix}", images / f"{number + 30}{suffix}")
+    added = train(tmp_path / "run", max_train_steps=10, on_changed_data="continue", **options)
+    trainer = json.loads((added.directory / "checkpoints/step-00000010/state.json").read_text())["trainer"]
+    assert (trainer["step"], trainer["position"], trainer["epoch"]) == (10, 14 + 1, 2)
+    assert trainer["data_changes"] == [
+        {"step": 8, "changes": ["1 caption changed, first: 01.png"]},
+        {"step": 9, "changes": ["4 images were added, first: 31.png"]},
+    ]
+    assert train(tmp_path / "run", max_train_steps=11, **options).code == 0

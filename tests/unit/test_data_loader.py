@@ -307,24 +307,16 @@ def test_ranks_that_load_what_another_built_get_the_same_order(pets: Path, tmp_p
     built = prepare(build_datasets(specs_of(pets), Catalog(), tmp_path / "run"), rules)
     loaded = prepare(load_datasets(specs_of(pets), Catalog(), tmp_path / "run"), rules)
 
-    assert loaded.digest() == built.digest()
+    assert loaded.identity == built.identity
     assert seen(take(loaded, 10)) == seen(take(built, 10))
 
 
-def test_a_digest_changes_with_the_files(pets: Path) -> None:
-    before = data_of(pets).digest()
-    (pets / "000.png").rename(pets / "zzz.png")
-    (pets / "000.txt").rename(pets / "zzz.txt")
-
-    assert data_of(pets).digest() != before
-
-
 def test_too_many_broken_files_stop_the_run_before_it_starts(pets: Path) -> None:
-    for path in pets.glob("*.txt"):
-        path.unlink()
+    for number in range(19):
+        (pets / f"{number:03}.txt").unlink()
 
     with pytest.raises(
-        PreflightError, match=r"20 samples cannot be used, and the error budget allows 1(.|\n)*there is no 000\.txt"
+        PreflightError, match=r"19 samples cannot be used, and the error budget allows 1(.|\n)*there is no 000\.txt"
     ):
         data_of(pets)
 

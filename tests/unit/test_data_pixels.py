@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from smalti.data.buckets import Bucket, Framing
-from smalti.data.headers import read_size
+from smalti.data.headers import read_header
 from smalti.data.pixels import crop, decode, normalised
 from smalti.data.quarantine import BadSampleError
 from smalti.storage.local import LocalStorage
@@ -93,8 +93,9 @@ def test_pictures_are_turned_upright(kind: str, turn: int, tmp_path: Path) -> No
     data = encoded(Image.fromarray(np.ascontiguousarray(seen[turn](scene))), kind, exif=exif, quality=95)
     (tmp_path / "image").write_bytes(data)
     picture = decode(data, SAME, Bucket(24, 16))
+    header = read_header(LocalStorage(tmp_path), "image", len(data))
 
-    assert read_size(LocalStorage(tmp_path), "image", len(data)) == (24, 16)
+    assert (header.width, header.height) == (24, 16)
     assert (picture.mean(0).reshape(2, 8, 2, 12).mean((1, 3)) > 128).tolist() == [[True, False], [False, False]]
 
 

@@ -31,6 +31,11 @@ def text_hash(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
+def as_signed(key: int) -> int:
+    """The same 64 bits as a signed number, for tables that have no other."""
+    return key - (1 << 64) if key >> 63 else key
+
+
 def fraction(key: int) -> float:
     """A number in [0, 1)."""
     return (_mix(key) >> 11) / (1 << 53)

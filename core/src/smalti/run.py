@@ -25,6 +25,7 @@ from smalti.checkpoint.store import CheckpointStore
 from smalti.checkpoint.writer import SaveError
 from smalti.config import Config
 from smalti.crew import Crew
+from smalti.data.changes import keep
 from smalti.data.heldout import HeldOut
 from smalti.data.loader import Batch, Loader
 from smalti.data.prepared import PreparedData
@@ -48,6 +49,7 @@ from smalti.models.weights import without_weights
 from smalti.optimizers import matrices, parameter_groups
 from smalti.parallel import Parallel, Ranks
 from smalti.plugins import Plugins
+from smalti.resume import Resumption, check_resumable
 from smalti.rundir import RunDirectory
 from smalti.schedule import Cadence, build_scheduler
 from smalti.settings import (
@@ -111,6 +113,8 @@ class Run:
     batches: Loader = field(init=False)
     utilisation: Utilisation = field(init=False)
     memory: Memory = field(init=False)
+    data_changes: list[object] = field(default_factory=list)
+    """At which steps the run was continued on changed data, and what had changed; for people, and JSON-able."""
     held_out: HeldOut | None = field(init=False)
     """The pictures that the loss is measured on now and then, if there are any."""
 
@@ -213,7 +217,8 @@ class Run:
                 "samples": state.samples,
                 "effective_batch": self.effective_batch,
                 "seed": self.config[RunOptions].seed,
-                "data": self.data.digest(),
+                "data": self.data.identity.as_json(),
+                **({"data_changes": self.data_changes} if self.data_changes else {}),
                 **({"adapter": self.adapter} if self.adapter is not None else {}),
             },
             plugins=self.plugins.lines,
@@ -340,12 +345,20 @@ def resume(run: Run) -> None:
     Hyper-parameters are the configuration's, not the checkpoint's: changing one and resuming is how it is changed.
     """
     found = chosen_checkpoint(run, run.config[RunOptions].resume_from_checkpoint)
-    if found is None:
-        return
+    if found is not None:
+        restore(run, found)
+    identity = run.data.identity  # on every rank now, rather than in the first save
+    if run.world.is_main:
+        keep(identity, run.data.indexes, run.directory.data)  # for later resumes to compare with
+
+
+def restore(run: Run, found: Path) -> None:
+    """Fill the run from a checkpoint. *Collective*."""
     snapshot = run.blank()
     loaded = run.backend.load_checkpoint(source=found, state=snapshot, parallel=run.parallel)
     assert loaded is not None, "the core's own answer comes last"
-    check_resumable(run, loaded.trainer, found)
+    check_adapter(run, loaded.trainer, found)
+    resumption = check_resumable(loaded.trainer, run.config, run.data, found)
     groups = run.optimizer.param_groups
     configured = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     run.parallel.load_portable_state(run.model, run.optimizer, snapshot.state)
@@ -355,29 +368,37 @@ def resume(run: Run) -> None:
         run.parallel.put_back(snapshot.ema, run.ema.shadows)
     elif run.ema is not None:
         run.ema.restart()
-    notices = [*loaded.notices, *take_place(run, cast(dict[str, int], loaded.trainer))]
+    notices = [*loaded.notices, *resumption.notices, *take_place(run, cast(dict[str, int], loaded.trainer), resumption)]
     if run.world.is_main:
         for notice in notices:
             _log.warning("%s", notice)
         _log.warning("resuming from %s at step %d", found, run.state.step)
 
 
-def take_place(run: Run, trainer: Mapping[str, int]) -> list[str]:
+def take_place(run: Run, trainer: Mapping[str, int], resumption: Resumption) -> list[str]:
     """Stand where the trainer stood that wrote the checkpoint; what the user should know about that.
 
-    Another trainer's place in the data means nothing here, so a converted checkpoint has none.
+    Another trainer's place in the data means nothing here, so a converted checkpoint has none. Where the order of samples is a
+    new one, the run begins the next epoch of that: no random number is drawn twice.
     """
-    state = run.state
-    state.step = trainer["step"]
+    state, order = run.state, run.data.order
+    state.step, notices = trainer["step"], []
+    run.data_changes = [*cast(Mapping[str, list[object]], trainer).get("data_changes", [])]
+    if resumption.changes:
+        run.data_changes.append({"step": state.step, "changes": list(resumption.changes)})
+        notices.append(f"the data have changed, and training continues with what is there now: {'; '.join(resumption.changes)}")
     if "position" in trainer:
         state.position, state.epoch, state.samples = trainer["position"], trainer["epoch"], trainer["samples"]
-        return []
+        if resumption.reordered:
+            epoch = order.epoch_of(state.position)
+            state.position = order.epoch_start(epoch + (order.epoch_start(epoch) < state.position))
+        return notices
     state.position = state.step
-    state.epoch = run.data.order.epoch_of(state.position)
+    state.epoch = order.epoch_of(state.position)
     state.samples = state.step * run.effective_batch
     if state.step == 0:
-        return []
-    return [f"the checkpoint tells no place in the data; as each step takes one batch, {state.step} are left out"]
+        return notices
+    return [*notices, f"the checkpoint tells no place in the data; as each step takes one batch, {state.step} are left out"]
 
 
 def chosen_checkpoint(run: Run, choice: str) -> Path | None:
@@ -388,21 +409,12 @@ def chosen_checkpoint(run: Run, choice: str) -> Path | None:
         raise CheckpointError(f"cannot resume from {choice!r}: {failure}", fix=failure.fix) from failure
 
 
-def check_resumable(run: Run, trainer: Mapping[str, object], source: Path) -> None:
-    """Refuse what would make the data order, or the meaning of an adapter, another one without saying so."""
+def check_adapter(run: Run, trainer: Mapping[str, object], source: Path) -> None:
+    """Refuse what would make the meaning of an adapter another one without saying so."""
     if (adapter := trainer.get("adapter")) != run.adapter:
         raise CheckpointError(
             f"{source} holds another adapter than this run trains: {adapter} there, {run.adapter} here",
             fix="give the same --pretrained_model_name_or_path and --lora_alpha, or start afresh in a new --output_dir",
-        )
-    mine = {"effective_batch": run.effective_batch, "seed": run.config[RunOptions].seed, "data": run.data.digest()}
-    names = {"effective_batch": "effective batch", "seed": "seed", "data": "set of pictures"}
-    different = [name for name, value in mine.items() if trainer.get(name, value) != value]
-    if different:
-        told = "; ".join(f"{names[name]} {trainer[name]} there, {mine[name]} here" for name in different)
-        raise CheckpointError(
-            f"{source} belongs to a run with another order of samples: {told}",
-            fix="give the same values, or start afresh with --resume_from_checkpoint=none in a new --output_dir",
         )
 
 

@@ -135,6 +135,12 @@ class DataOptions(Options):
         level="advanced",
         ge=0,
     )
+    on_changed_data: Literal["refuse", "continue"] = option(
+        "refuse",
+        help="When images, captions or how they are cropped have changed since the checkpoint: refuse to resume and say what "
+        "changed, or continue with what is there now.",
+        level="advanced",
+    )
 
 
 class TrainingOptions(Options):

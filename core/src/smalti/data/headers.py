@@ -1,11 +1,13 @@
-"""The size of a picture from the first bytes of its file, without decoding it."""
+"""The size of an image, and a digest of its content, from the first bytes of its file, without decoding it."""
 
 from __future__ import annotations
 
 import io
 import struct
 import zlib
+from dataclasses import dataclass
 
+from blake3 import blake3
 from PIL import Image
 
 from smalti.data.quarantine import BadSampleError
@@ -40,17 +42,34 @@ _ORIENTATION = 0x0112
 _TURNED = (5, 6, 7, 8)  # values of the EXIF orientation that swap width and height
 
 
-def read_size(storage: Storage, key: str, size: int) -> tuple[int, int]:
-    """Width and height of the picture as it is seen, that is after its EXIF rotation. `size` is that of the file in bytes.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """What the beginning of an image's file tells.
 
-    Reads 64 KiB, and the whole file only when its header is longer. Raises BadSampleError, or a StorageError.
+    Width and height are those of the image as it is seen, that is after its EXIF rotation. `content` is a digest of the first
+    64 KiB, 64 bits as a signed number and never 0: with the size of the file it tells an image that was replaced from one that
+    was merely copied or touched.
     """
+
+    width: int
+    height: int
+    content: int
+
+
+def read_header(storage: Storage, key: str, size: int) -> Header:
+    """`size` is that of the file in bytes. Reads 64 KiB, and the whole file only when its header is longer.
+
+    Raises BadSampleError, or a StorageError.
+    """
+    head = storage.read_range(key, 0, _HEAD)
+    content = int.from_bytes(blake3(head).digest(length=8), "little", signed=True) or 1
     try:
-        return _size(storage.read_range(key, 0, _HEAD))
+        width, height = _size(head)
     except BadSampleError:
         if size <= _HEAD:
             raise
-    return _size(storage.read(key))
+        width, height = _size(storage.read(key))
+    return Header(width=width, height=height, content=content)
 
 
 def open_image(data: bytes) -> Image.Image:

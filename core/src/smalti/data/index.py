@@ -24,12 +24,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from smalti.data.captions import depends_on_text_file, read_captions
-from smalti.data.headers import EXTENSIONS, read_size
+from smalti.data.headers import EXTENSIONS, read_header
 from smalti.data.quarantine import BadSampleError, Quarantined
 from smalti.data.sources import Listed, MetadataSource, Selective, told_of
 from smalti.data.spec import DatasetSpec
 from smalti.errors import UserError
-from smalti.hashing import key_of, text_hash
+from smalti.hashing import as_signed, key_of, text_hash
 from smalti.storage import Storage, StorageError, TransientStorageError
 
 _log = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ _SCHEMA = pa.schema(
         ("height", pa.int32()),
         ("captions", pa.list_(pa.string())),
         ("caption_etag", pa.string()),
+        ("content", pa.int64()),  # `Header.content`; 0 where no image was opened
+        ("caption_hash", pa.int64()),  # of all captions
         ("problem", pa.string()),
     ]
 )
@@ -85,6 +87,16 @@ class DatasetIndex:
         """The keys of all rows, in order."""
         for batch in self._table.column("key").chunks:
             yield from batch.to_pylist()
+
+    def numbers(self, column: str) -> Iterator[NDArray[np.generic]]:
+        """A column of numbers in parts, in the order of the rows, without a copy."""
+        for part in self._table.column(column).chunks:
+            yield part.to_numpy(zero_copy_only=True)
+
+    @property
+    def table(self) -> pa.Table:
+        """All columns, sorted by key."""
+        return self._table
 
     @property
     def quarantined(self) -> tuple[Quarantined, ...]:
@@ -136,7 +148,7 @@ def load_index(spec: DatasetSpec, cache: Path) -> DatasetIndex:
     """The index that another process built. Raises UserError when there is none, or one of another configuration."""
     fix = "build it first: smalti dataset scan"
     try:
-        table = _map(cache)
+        table = read_table(cache)
     except (OSError, pa.ArrowInvalid) as error:
         raise UserError(f"the index {cache} of dataset {spec.id!r} cannot be read: {error}", fix=fix) from error
     if table.schema.metadata != {b"smalti": _recipe(spec)}:
@@ -183,26 +195,30 @@ class _Scan:
         try:
             if listed.problem:
                 raise BadSampleError(listed.problem)
-            row["captions"] = self._captions(listed, old)
-            row["width"], row["height"] = self._size(listed, old)
+            row["captions"], row["caption_hash"] = self._captions(listed, old)
+            row["width"], row["height"], row["content"] = self._image(listed, old)
             row["problem"] = ""
         except TransientStorageError:
             raise
         except (BadSampleError, StorageError) as error:
-            row |= {"captions": [], "width": 0, "height": 0, "problem": _first_line(error)}
+            row |= {"captions": [], "caption_hash": 0, "width": 0, "height": 0, "content": 0, "problem": _first_line(error)}
         return row
 
-    def _captions(self, listed: Listed, old: Row | None) -> object:
+    def _captions(self, listed: Listed, old: Row | None) -> tuple[object, object]:
+        """All captions, and their hash."""
         if old and depends_on_text_file(self.spec) and listed.caption_etag and old["caption_etag"] == listed.caption_etag:
-            return old["captions"]
-        return read_captions(self.spec, self.storage, listed)  # cheap where no file is read
+            return old["captions"], old["caption_hash"]
+        captions = read_captions(self.spec, self.storage, listed)  # cheap where no file is read
+        return captions, as_signed(key_of(*captions))
 
-    def _size(self, listed: Listed, old: Row | None) -> tuple[object, object]:
+    def _image(self, listed: Listed, old: Row | None) -> tuple[object, object, object]:
+        """Width, height and content."""
         if listed.width is not None and listed.height is not None:
-            return listed.width, listed.height
+            return listed.width, listed.height, 0
         if old and old["etag"] == listed.etag:
-            return old["width"], old["height"]
-        return read_size(self.storage, listed.key, listed.size)
+            return old["width"], old["height"], old["content"]
+        header = read_header(self.storage, listed.key, listed.size)
+        return header.width, header.height, header.content
 
 
 def _chosen(spec: DatasetSpec, listed: Iterable[Listed]) -> list[Listed]:
@@ -229,14 +245,15 @@ def _old_table(cache: Path | None, schema: pa.Schema) -> pa.Table | None:
     if cache is None or not cache.exists():
         return None
     try:
-        table = _map(cache)
+        table = read_table(cache)
     except (OSError, pa.ArrowInvalid) as error:
         _log.warning("the index %s cannot be read (%s); it is built anew", cache, error)
         return None
     return table if table.schema.equals(schema, check_metadata=True) else None
 
 
-def _map(path: Path) -> pa.Table:
+def read_table(path: Path) -> pa.Table:
+    """An index as a table, mapped into memory. Raises OSError or pa.ArrowInvalid."""
     with pa.memory_map(str(path)) as file:
         return pa.ipc.open_file(file).read_all()
 

@@ -10,7 +10,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal
@@ -22,6 +22,7 @@ from smalti.data.buckets import Bucket, Framing
 from smalti.data.captions import NO_TEXT_FILE
 from smalti.data.catalog import Catalog
 from smalti.data.check import BatchShape, BucketCount, Share, check_batches, describe_raised
+from smalti.data.identity import Identity
 from smalti.data.index import DatasetIndex, Progress, build_index, load_index
 from smalti.data.order import BucketSamples, Order
 from smalti.data.quarantine import ErrorBudget, Quarantined, allowed_errors, write_quarantine
@@ -100,14 +101,16 @@ class PreparedData:
         """A fresh budget for one rank, what the scan found already counted. `log` is this rank's own JSON-lines file."""
         return ErrorBudget(allowed=self.allowed_errors, already=len(self.quarantined), log=log)
 
-    def digest(self) -> str:
-        """A fingerprint of the order: two runs with the same one see the same samples in the same order."""
-        state = sha256(f"order 1 {self.order.seed} {self.order.effective_batch}".encode())
-        for dataset in self.datasets:
-            state.update("\n".join([dataset.spec.id, *dataset.index.keys(), ""]).encode())
-        for content in self.order.buckets:
-            state.update(f"{content.bucket}".encode() + content.samples.tobytes() + content.copies.tobytes())
-        return state.hexdigest()
+    @property
+    def indexes(self) -> tuple[DatasetIndex, ...]:
+        return tuple(dataset.index for dataset in self.datasets)
+
+    @cached_property
+    def identity(self) -> Identity:
+        """What the data are. Worked out once, since nothing of it changes during a run; reads all keys."""
+        pairs = zip(self.datasets, self.framings, strict=True)
+        settings = {dataset.spec.id: _settings(dataset.spec, framing) for dataset, framing in pairs}
+        return Identity.of(self.indexes, self.order, settings)
 
 
 def build_datasets(
@@ -236,6 +239,20 @@ def framing_of(spec: DatasetSpec, rules: DataRules) -> Framing:
         crop_style=spec.crop_style,
         minimum_size=spec.minimum_image_size,
     )
+
+
+def _settings(spec: DatasetSpec, framing: Framing) -> dict[str, object]:
+    """What decides in which order a dataset's images come and how they are cropped, by the names that users give it."""
+    return {
+        "resolution": framing.resolution,
+        "resolution_type": framing.resolution_type,
+        "aspect_bucket_alignment": framing.alignment,
+        "aspect_bucket_rounding": framing.aspect_rounding,
+        "crop": framing.crop,
+        **({"crop_aspect": framing.crop_aspect, "crop_style": framing.crop_style} if framing.crop else {}),
+        "minimum_image_size": framing.minimum_size,
+        "repeats": spec.repeats,
+    }
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,0 +1,132 @@
+"""Whether a checkpoint belongs to the run that the options describe: effective batch, seed, data. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from smalti.config import Config
+from smalti.data.changes import changes
+from smalti.data.identity import Identity, Settings, first_digest
+from smalti.data.prepared import PreparedData
+from smalti.errors import CheckpointError
+from smalti.rundir import RunDirectory
+from smalti.settings import DataOptions, LaunchOptions, RunOptions, TrainingOptions
+
+_CROPS = ("crop", "crop_style")
+"""Settings that change what is trained on even where the order of samples stays."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumption:
+    """A checkpoint that may be resumed from. `changes` says what is different in the data, in words; the user accepts it.
+
+    `reordered`: samples come in another order than before, so that the place in it means nothing any more.
+    """
+
+    changes: tuple[str, ...] = ()
+    reordered: bool = False
+    notices: tuple[str, ...] = ()
+
+
+def check_resumable(trainer: Mapping[str, object], config: Config, data: PreparedData, source: Path) -> Resumption:
+    """Compare what the checkpoint at `source` says in its `trainer` with this run. The same answer on every rank.
+
+    What it does not say, as one of another trainer, is not compared. Raises CheckpointError for everything that would make the
+    run another one, unless that is in the data and `--on_changed_data=continue` accepts it.
+    """
+    batch, seed = _batch(trainer, config, data), _seed(trainer, config)
+    problems = [problem for problem in (batch, seed) if problem]
+    # How often the samples of small buckets are repeated may depend on the effective batch, and so does the order.
+    found = _data(trainer, data, RunDirectory(source.parent.parent).data, same_batch=batch is None)
+    if found.changes and config[DataOptions].on_changed_data == "refuse":
+        when = " from the next epoch on" if found.reordered else ""
+        fix = f"put the data back, or --on_changed_data=continue to train on what is there now{when}"
+        problems.append((f"the data have changed: {'; '.join(found.changes)}", fix))
+    if problems:
+        raise CheckpointError(
+            f"{source} belongs to another run than the options describe: {'; '.join(message for message, _ in problems)}",
+            fix="; ".join([*(fix for _, fix in problems), "or begin anew in another --output_dir"]),
+        )
+    return found
+
+
+def _batch(trainer: Mapping[str, object], config: Config, data: PreparedData) -> tuple[str, str] | None:
+    now = data.order.effective_batch
+    was = cast(int, trainer.get("effective_batch", now))
+    if was == now:
+        return None
+    batch, accumulation = config[DataOptions].train_batch_size, config[TrainingOptions].gradient_accumulation_steps
+    ranks = now // (batch * accumulation)
+    ways = []
+    if was % (ranks * batch) == 0:
+        ways.append(f"--gradient_accumulation_steps={was // (ranks * batch)}")
+    if was % (ranks * accumulation) == 0:
+        ways.append(f"--train_batch_size={was // (ranks * accumulation)}")
+    if was % (batch * accumulation) == 0 and config[LaunchOptions].num_machines == 1:
+        processes = config[LaunchOptions].num_processes // ranks  # several share the samples of one
+        ways.append(f"--num_processes={was // (batch * accumulation) * processes}")
+    if not ways and was % ranks == 0:
+        ways.append(f"--train_batch_size=1 --gradient_accumulation_steps={was // ranks}")
+    counted = f"{ranks} rank{'s' if ranks > 1 else ''} x {batch} x {accumulation}"
+    return (
+        f"the effective batch was {was}, is now {now} ({counted})",
+        " or ".join(ways) if ways else f"choose a number of ranks that divides {was}",
+    )
+
+
+def _seed(trainer: Mapping[str, object], config: Config) -> tuple[str, str] | None:
+    now = config[RunOptions].seed
+    was = trainer.get("seed", now)
+    return None if was == now else (f"the seed was {was}, is now {now}", f"--seed={was}")
+
+
+def _data(trainer: Mapping[str, object], data: PreparedData, directory: Path, *, same_batch: bool) -> Resumption:
+    match trainer.get("data"):
+        case None:
+            return Resumption()
+        case str(digest):
+            return _since_first_digest(digest, trainer, data) if same_batch else Resumption()
+        case values:
+            try:
+                return _since(Identity.read(values), data, directory, same_batch=same_batch)
+            except ValueError as error:
+                raise CheckpointError(f"the state of the checkpoint is malformed: {error}") from error
+
+
+def _since_first_digest(digest: str, trainer: Mapping[str, object], data: PreparedData) -> Resumption:
+    """Of a checkpoint that holds one digest of everything, seed and effective batch in it."""
+    seed = cast(int, trainer.get("seed", data.order.seed))
+    if first_digest(data.indexes, data.order, seed=seed) != digest:
+        told = "images were added, removed, renamed or resized, or other buckets or repeats were set"
+        return Resumption(changes=(f"{told} (the checkpoint is of an earlier version and does not say which)",), reordered=True)
+    told = "contents and captions of images are not compared, as the checkpoint is of an earlier version; later ones keep them"
+    return Resumption(notices=(told,))
+
+
+def _since(then: Identity, data: PreparedData, directory: Path, *, same_batch: bool) -> Resumption:
+    now = data.identity
+    reordered = then.order != now.order
+    told = _settings(then.settings, now.settings, reordered=reordered)
+    if then.samples != now.samples:
+        found = changes(then, data.indexes, directory)
+        told += ["images or captions are other ones; which is not recorded here"] if found is None else found
+    if reordered and same_batch and not told:
+        told.append("samples come in another order")
+    return Resumption(changes=tuple(told), reordered=reordered)
+
+
+def _settings(then: Settings, now: Settings, *, reordered: bool) -> list[str]:
+    """Settings that differ, as far as they matter: where the order of samples is the same, only how images are cropped does."""
+    return [
+        f"{name} of dataset {dataset} was {_shown(was)}, is now {_shown(value)}"
+        for dataset in sorted(then.keys() & now.keys())
+        for name in dict.fromkeys((*then[dataset], *now[dataset]))
+        if (was := then[dataset].get(name)) != (value := now[dataset].get(name)) and (reordered or name in _CROPS)
+    ]
+
+
+def _shown(value: object) -> str:
+    return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
