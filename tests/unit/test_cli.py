@@ -100,7 +100,83 @@ def test_help_has_a_heading_for_each_section(run, schema):
 def test_all_problems_are_printed_and_the_exit_code_is_2(run):
     code, out, errors = run("train", "--sede=1", "--adam_beta1=7")
     assert (code, out) == (2, "")
-    assert errors.startswith("smalti: error: the configuration has 2 problems:\n  - command line: unknown option --sede\n")
+    assert errors.startswith("smalti: error: the configuration has 6 problems:\n  - command line: unknown option --sede\n")
+
+
+MANY = {
+    "--sede=1": "unknown option --sede",
+    "--adam_beta1=7": "adam_beta1 cannot be '7'",
+    "--optimizer=adamv": "Unknown optimizer 'adamv'",
+    "--report_to=wandbb": "unknown tracker 'wandbb'",
+    "--validation_resolution=33x31": "validation_resolution=33x31 does not fit this model",
+    "--snr_gamma=5": "snr_gamma has no meaning for rectified flow",
+    "--prediction_type=flow_matching": "",
+    "--validation_prompt=a cat": "",
+    "--resume_from_checkpoint=nowhere": "nowhere is neither a checkpoint nor a run directory",
+    "--lr_scheduler=cosine": "",
+    "--lr_warmup_steps=400": "lr_warmup_steps=400, and the run has 100 steps",
+    "--num_machines=2": "num_processes=1 does not divide over num_machines=2",
+}
+
+
+@pytest.mark.parametrize("way", [["--dry-run"], []])
+def test_every_kind_of_problem_is_told_in_one_round(run, write, tmp_path, way):
+    data = write("data.json", json.dumps([{"id": "a", "instance_data_dir": "x", "croop": True}, {"id": "b", "type": "nfs"}]))
+    told = (*filter(None, MANY.values()), "unknown key 'croop'", "type: 'nfs' is not known")
+    words = ["train", *way, "--without=all", "--model_family=toy", "--max_train_steps=100", f"--output_dir={tmp_path / 'run'}"]
+    code, _, errors = run(*words, f"--data_backend_config={data}", *MANY)
+    assert (code, [each for each in told if each not in errors]) == (2, [])
+    assert f"the configuration has {len(told) + 1} problems" in errors  # several machines need an address as well
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_depends_on_something_wrong_is_not_complained_about(run, tmp_path):
+    words = ["--without=all", "--model_family=toy", "--max_train_steps=many", "--output_dir", f"--instance_data_dir={tmp_path}"]
+    code, _, errors = run("train", *words, "--toy_width=wide", "--toy_heads=7", "--lr_warmup_steps=9")
+    assert (code, errors.count("\n  - ")) == (2, 3), errors
+
+
+REFUSED = {
+    "--validation_resolution=0x0": "at least one pixel",
+    "--validation_resolution=1000000x1000000": "at least one pixel and at most 89 million",
+    "--validation_resolution=33x31": "does not fit this model",
+    "--validation_num_inference_steps=100000000": "<= 1000",
+    "--seed=18446744073709551616": "9223372036854775807",
+    "--max_train_steps=1000000000000000000000000000000": "9223372036854775807",
+    "--process_group_timeout=99999999999999": "<= 31536000",
+    "--toy_width=10000000": "<= 16384",
+    "--dataloader_prefetch=999999999": "<= 1000",
+    "--gradient_accumulation_steps=1000000000": "<= 65536",
+    "--resume_from_checkpoint=-5": "-5 is neither a checkpoint nor a run directory",
+    "--resume_from_checkpoint=/etc/passwd": "/etc/passwd is neither a checkpoint nor a run directory",
+    "--resume_from_checkpoint=7": "there is no checkpoint of step 7",
+    f"--pretrained_model_name_or_path={'n' * 3000}": "more than 255 bytes",
+    f"--resume_from_checkpoint={'n' * 3000}": "more than 255 bytes",
+    f"--output_dir={'n' * 3000}": "more than 255 bytes",
+    "--output_dir=\udcff": "not valid UTF-8",
+    "--model_family=" + "n" * 3000: "Unknown model_family",
+}
+
+
+@pytest.mark.parametrize("flag", REFUSED, ids=[flag[:40].encode(errors="replace").decode() for flag in REFUSED])
+def test_a_dry_run_refuses_what_the_run_cannot_do(run, tmp_path, flag):
+    words = ["--without=all", "--model_family=toy", "--max_train_steps=4", f"--output_dir={tmp_path / 'run'}", "--use_cpu"]
+    images = [f"--instance_data_dir={tmp_path / 'images'}", "--validation_prompt=a cat", "--resolution=32"]
+    code, _, errors = run("train", "--dry-run", *words, *images, flag)
+    assert (code, REFUSED[flag] in errors, "problems" in errors) == (2, True, False), errors
+
+
+def test_problems_of_a_dry_run_are_json_if_that_is_asked_for(run):
+    code, out, errors = run("train", "--dry-run", "--json", "--without=all", "--sede=1", "--model_family=toy")
+    said = json.loads(out)
+    assert (code, said["exit_code"]) == (2, 2)
+    assert said["problems"][0] == {
+        "message": "unknown option --sede",
+        "fix": "did you mean --seed?",
+        "where": "command line",
+    }
+    assert len(said["problems"]) == 4
+    assert "unknown option --sede" in errors
 
 
 def test_show_prints_toml_with_sources_and_differences(run, write, monkeypatch):

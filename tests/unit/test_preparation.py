@@ -58,6 +58,24 @@ def test_a_family_that_cannot_share_tokens_is_refused_before_anything_is_written
     assert not (tmp_path / "run").exists()
 
 
+@pytest.fixture
+def one_image(tmp_path, wanted):
+    Image.new("RGB", (16, 16)).save(tmp_path / "pictures/a.png")
+    return ("--resolution=16", "--caption_strategy=filename", "--num_train_epochs=3", "--max_train_steps=none")
+
+
+@pytest.mark.parametrize("shape", ["cosine", "linear", "polynomial", "warmup_stable_decay"])
+def test_a_rate_that_would_fall_before_it_has_risen_is_refused(wanted, plugins, one_image, shape):
+    flags = ("--lr_warmup_steps=3", f"--lr_scheduler={shape}")
+    with pytest.raises(UserError, match="lr_warmup_steps=3, and the run has 3 steps"):
+        Preparation.of(wanted(*one_image, *flags), plugins, write=False)
+
+
+def test_the_first_steps_of_a_longer_run_may_all_be_warm_up_and_that_is_told(wanted, plugins, one_image):
+    notices = Preparation.of(wanted(*one_image, "--lr_warmup_steps=5"), plugins, write=False).notices
+    assert "the learning rate rises to 0.5 of learning_rate: lr_warmup_steps=5, and the run has 3 steps" in notices
+
+
 def test_an_unknown_optimizer_is_found_out_before_anything_is_written(wanted, plugins, tmp_path):
     with pytest.raises(UserError, match=r"Unknown optimizer 'adamv'.\n  fix: did you mean adamw"):
         Preparation.of(wanted("--optimizer=adamv"), plugins, write=True)

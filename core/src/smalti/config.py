@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,18 +20,16 @@ from pydantic import ValidationError
 
 from smalti import acceleratefile
 from smalti.configfile import expand, read_mapping
-from smalti.errors import ConfigError, Problem, UserError
+from smalti.configsources import PREFIX, Layer, accelerate_path, environment_layer, file_layer, flat, same, variable
+from smalti.errors import ConfigError, Problem, Unsettled, UserError
 from smalti.flags import parse_flags
-from smalti.options import Given, Option, OptionGroup, Options, Schema, unknown
-from smalti.packages import strategies
+from smalti.options import Given, Option, OptionGroup, Options, Schema, unknown, unsettled
+from smalti.packages import package_of_accelerate, strategies
 from smalti.plugins import PluginInfo, Plugins, Selection
 from smalti.settings import GROUPS, PluginOptions
 
 G = TypeVar("G", bound=Options)
 
-PREFIX = "SMALTI_"
-RESERVED = frozenset({"SMALTI_OUTCOME_DIR", "SMALTI_PARENT", "SMALTI_DIGEST", "SMALTI_CONTEXT_PARALLEL_ON_CPU"})
-"""Variables with our prefix that are not options: the launcher's word to its workers."""
 PER_MACHINE = frozenset(("machine_rank", "accelerate_config"))
 """Options in which the machines of one run may differ."""
 
@@ -45,6 +44,8 @@ class Config:
     notices: tuple[str, ...] = ()
     accelerate: Mapping[str, object] = field(default_factory=dict)
     """The user's Accelerate YAML as it stands, to be merged into the launch; empty if there is none."""
+    problems: tuple[Problem, ...] = ()
+    """What is wrong with it. Only a `draft` has any; reading the options that they are about raises Unsettled."""
 
     def __getitem__(self, group: type[G]) -> G:
         return cast(G, self.groups[group])
@@ -59,10 +60,24 @@ class Config:
         """Where the value came from, for people."""
         return self.sources.get(name, "default")
 
+    def separately(self, *checks: Callable[[Config], Iterable[Problem]]) -> list[Problem]:
+        """What these checks find, each by itself: one that needs an option whose value is not known finds nothing."""
+        found: list[Problem] = []
+        for check in checks:
+            with suppress(Unsettled):
+                found += check(self)
+        return found
+
+    def unsettled(self, problems: Iterable[Problem]) -> Config:
+        """The same, in which options that these problems are about have no value: to read one raises Unsettled."""
+        return replace(self, groups=_without_values(self.groups, problems))
+
     def values(self) -> dict[str, object]:
         """Every option's value, as JSON would hold it. Secrets are left out."""
         found: dict[str, object] = {}
         for group in self.groups.values():
+            if unsettled := type(group).model_fields.keys() - vars(group).keys():
+                raise Unsettled(*sorted(unsettled))
             found |= group.model_dump(mode="json")
         return {name: value for name, value in found.items() if not self.schema.options[name].secret}
 
@@ -82,7 +97,7 @@ class Config:
     def secrets(self) -> dict[str, str]:
         """The secrets that are set, as environment variables: the only way in which they travel to the workers."""
         names = [option.name for option in self.schema.options.values() if option.secret]
-        return {_variable(name): str(value) for name in names if (value := self.value(name)) is not None}
+        return {variable(name): str(value) for name in names if (value := self.value(name)) is not None}
 
     @property
     def digest(self) -> str:
@@ -95,13 +110,6 @@ def _as_text(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _variable(name: str) -> str:
-    return PREFIX + name.upper()
-
-
-Layer = Mapping[str, Given]
 
 
 # --- what there is to configure -------------------------------------------------------------------------------------
@@ -136,7 +144,7 @@ def selection_of(arguments: Sequence[str], file: Path | None, environment: Mappi
     layers: list[list[tuple[str, object, str]]] = [
         [(flag, value, flag) for flag, value in _flags_among(arguments, schema)],
         [(name.removeprefix(PREFIX), value, name) for name, value in environment.items() if name.startswith(PREFIX) and value],
-        [(key, expand(value, environment, key, problems), f"{key} in {file}") for key, value in _flat(content, GROUPS)],
+        [(key, expand(value, environment, key, problems), f"{key} in {file}") for key, value in flat(content, GROUPS)],
     ]
     chosen: dict[str, tuple[str, ...]] = {}
     for layer in layers:
@@ -176,17 +184,31 @@ def resolve(
     environment: Mapping[str, str] | None = None,
 ) -> Config:
     """All sources together, validated. Raises ConfigError with every problem at once."""
+    config = draft(schema, arguments, file=file, environment=environment)
+    if config.problems:
+        raise ConfigError(config.problems)
+    return config
+
+
+def draft(
+    schema: Schema,
+    arguments: Sequence[str] = (),
+    *,
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Config:
+    """The same, with its problems in it, so that the rest of it can be looked through for more of them."""
     environment = os.environ if environment is None else environment
     problems: list[Problem] = []
     content = read_mapping(file) if file is not None else {}
     is_accelerate = acceleratefile.is_accelerate(content)
     layers: dict[str, Layer] = {
         "flag": parse_flags(arguments, schema, problems),
-        "environment": _environment_layer(schema, environment, problems),
+        "environment": environment_layer(schema, environment, problems),
         "Accelerate YAML": {},
-        "file": {} if is_accelerate else _file_layer(schema, content, str(file), environment, problems),
+        "file": {} if is_accelerate else file_layer(schema, content, str(file), environment, problems),
     }
-    path = _accelerate_path(layers, file if is_accelerate else None, environment, problems)
+    path = accelerate_path(layers, file if is_accelerate else None, environment, problems)
     accelerate = content if is_accelerate else read_mapping(path) if path is not None else {}
     notices: list[str] = []
     if path is not None:
@@ -197,11 +219,9 @@ def resolve(
     _imply(schema, chosen, notices, problems)
     groups = _validate(schema, {name: given for name, (_, given) in chosen.items()}, problems)
     problems += _at_odds(schema, groups, problems)
-    if problems:
-        raise ConfigError(problems)
     sources = {name: f"{label} ({given.place})" for name, (label, given) in chosen.items()}
-    config = Config(schema=schema, groups=groups, sources=sources, accelerate=accelerate)
-    return replace(config, notices=(*notices, *_idle_options(config)))
+    config = Config(schema=schema, groups=groups, sources=sources, accelerate=accelerate, problems=tuple(problems))
+    return replace(config, notices=(*notices, *(_idle_options(config) if not problems else ())))
 
 
 def restore(
@@ -219,8 +239,8 @@ def restore(
         if name in schema.options and value is not None
     }
     for option in schema.options.values():
-        if option.secret and (value := environment.get(_variable(option.name))) is not None:
-            layer[option.name] = Given(value=value, spelling=option.name, place=_variable(option.name))
+        if option.secret and (value := environment.get(variable(option.name))) is not None:
+            layer[option.name] = Given(value=value, spelling=option.name, place=variable(option.name))
     groups = _validate(schema, layer, problems)
     if problems:
         raise ConfigError(problems)
@@ -229,90 +249,24 @@ def restore(
     return replace(config, sources=dict.fromkeys(config.changes(), "launch"))
 
 
+def complaints(config: Config, plugins: Plugins, *, without: Collection[str] = ()) -> list[Problem]:
+    """What every plugin, `without` these, says is wrong with the whole configuration.
+
+    A plugin that needs an option whose value is not known says nothing.
+    """
+    found: list[Problem] = []
+    for name, info in plugins.infos.items():
+        if "check_config" in info.hooks and name not in without:
+            with suppress(Unsettled):
+                for answer in plugins.call_only(name, "check_config", config=config):
+                    found += cast(list[Problem], answer or [])
+    return found
+
+
 def check(config: Config, plugins: Plugins, *, without: Collection[str] = ()) -> None:
-    """Ask every plugin, `without` these, what is wrong with the whole configuration. Raises ConfigError with all answers."""
-    answers = plugins.answers("check_config", config=config)
-    problems = [problem for name, answer in answers if name not in without for problem in cast(list[Problem], answer)]
-    if problems:
+    """Raises ConfigError with all complaints, if there are any."""
+    if problems := complaints(config, plugins, without=without):
         raise ConfigError(problems)
-
-
-# --- the sources ----------------------------------------------------------------------------------------------------
-
-
-def _environment_layer(schema: Schema, environment: Mapping[str, str], problems: list[Problem]) -> Layer:
-    """Variables that are empty count as not set."""
-    layer: dict[str, Given] = {}
-    for variable, value in environment.items():
-        if not variable.startswith(PREFIX) or variable in RESERVED or value == "":
-            continue
-        spelling = variable.removeprefix(PREFIX).lower()
-        option = schema.find(spelling)
-        if option is None:
-            problems.append(unknown(spelling, schema, where=f"environment variable {variable}"))
-        else:
-            _put(layer, option, Given(value=value, spelling=spelling, place=variable), problems)
-    return layer
-
-
-def _file_layer(
-    schema: Schema, content: Mapping[str, object], file: str, environment: Mapping[str, str], problems: list[Problem]
-) -> Layer:
-    layer: dict[str, Given] = {}
-    for key, raw in _flat(content, schema.groups):
-        option = schema.find(key)
-        if option is None:
-            problems.append(_unknown_key(key, raw, schema, file))
-            continue
-        value = expand(raw, environment, f"{key} in {file}", problems)
-        if option.secret and value == raw and value is not None:
-            problems.append(
-                Problem(message=f"{key} is a secret", where=file, fix=f'write "{{env:{option.name.upper()}}}" instead')
-            )
-        elif value is not None:  # null means "not given"
-            _put(layer, option, Given(value=value, spelling=key, place=f"{key} in {file}"), problems)
-    return layer
-
-
-def _put(layer: dict[str, Given], option: Option, given: Given, problems: list[Problem]) -> None:
-    """Add a value to a layer, unless the same source has another one under another spelling."""
-    first = layer.setdefault(option.name, given)
-    if first is not given and not _same(option, first.value, given.value):
-        message = f"{first.place} and {given.place} are the same option with different values"
-        problems.append(Problem(message=message, where=option.name, fix="keep one of them"))
-
-
-def _flat(values: Mapping[str, object], groups: Sequence[OptionGroup]) -> Iterator[tuple[str, object]]:
-    """Keys at the top level, and those in tables that are named like a section: [training], [launch]."""
-    sections = {group.name for group in groups}
-    for key, value in values.items():
-        if isinstance(value, dict) and key in sections:
-            yield from ((str(inner), each) for inner, each in value.items())
-        else:
-            yield key, value
-
-
-def _unknown_key(key: str, value: object, schema: Schema, file: str) -> Problem:
-    problem = unknown(key, schema, where=file)
-    sections = [group.name for group in schema.groups]
-    if isinstance(value, dict) and not problem.package and (near := get_close_matches(key, sections, n=1)):
-        return Problem(message=f"unknown section [{key}]", where=file, fix=f"did you mean [{near[0]}]?")
-    return problem
-
-
-def _accelerate_path(
-    layers: Mapping[str, Layer], itself: Path | None, environment: Mapping[str, str], problems: list[Problem]
-) -> Path | None:
-    """The Accelerate YAML to use: the one given as the configuration file or by option, else the user's default one."""
-    given = next((layer["accelerate_config"] for layer in layers.values() if "accelerate_config" in layer), None)
-    if itself is not None:
-        if given is not None:
-            message = f"{itself} is an Accelerate YAML already"
-            problems.append(Problem(message=message, where=given.place, fix="give one of the two"))
-        return itself
-    if given is not None:
-        return None if str(given.value).lower() == "none" else Path(str(given.value)).expanduser()
-    return acceleratefile.default_file(environment)
 
 
 # --- merging and validating -----------------------------------------------------------------------------------------
@@ -328,7 +282,7 @@ def _merge(layers: Mapping[str, Layer], schema: Schema, notices: list[str]) -> d
             if spelling not in (name, f"no_{name}") and spelling.rstrip("s") != name.rstrip("s"):
                 notices.append(f"{spelling} is called {name} here")
             _, winner = chosen.setdefault(name, (label, given))
-            if winner is not given and not _same(option, winner.value, given.value):
+            if winner is not given and not same(option, winner.value, given.value):
                 values = ("", "") if option.secret else (f"{winner.value!r} from ", f"{given.value!r} from ")
                 notices.append(f"{name}: {values[0]}{winner.place} wins over {values[1]}{given.place}")
     return chosen
@@ -341,41 +295,38 @@ def _imply(schema: Schema, chosen: dict[str, tuple[str, Given]], notices: list[s
         if group.implies is None or not mine:
             continue
         found = group.implies({name: chosen[name][1].value for name in mine})
-        problems += found.problems
+        problems += [replace(problem, option=mine[0]) for problem in found.problems]
         notices += [f"{key} in {mine[0]} {remark}" for key, remark in found.notices]
         for name, (key, value) in found.values.items():
             inner = Given(value=value, spelling=name, place=f"{key} in {mine[0]}")
             _, given = chosen.setdefault(name, (group.title, inner))
-            if given is not inner and not _same(schema.options[name], given.value, value):
+            if given is not inner and not same(schema.options[name], given.value, value):
                 message = f"{name} is {given.value!r}, and {inner.place} says {value!r}"
                 problems.append(
-                    Problem(message=message, where=given.place, fix="say the same in both, or leave one of them out")
+                    Problem(
+                        message=message, where=given.place, fix="say the same in both, or leave one of them out", option=name
+                    )
                 )
 
 
 def _at_odds(schema: Schema, groups: Mapping[type[Options], Options], problems: Sequence[Problem]) -> Iterator[Problem]:
-    """Two strategies at once, where the plugin of one is missing and so cannot claim the run against the other."""
-    switches = [option for option in schema.options.values() if option.accelerate.startswith("distributed_type=")]
-    on = {
-        option.accelerate.partition("=")[2]
-        for option in switches
-        if getattr(groups.get(option.group.options), option.name, False)
-    }
-    titles = strategies(on, {problem.package for problem in problems}) if on else []
+    """Two strategies at once, where one cannot claim the run against the other: its plugin is missing, or its options wrong."""
+    on, packages = set(), {problem.package for problem in problems}
+    for option in schema.options.values():
+        key, _, kind = option.accelerate.partition("=")
+        known = vars(groups[option.group.options])
+        if kind and known.get(option.name):
+            on.add(kind)
+        elif not kind and option.name not in known and (package := package_of_accelerate(key)) is not None:
+            packages.add(package.distribution)
+    titles = strategies(on, packages) if on else []
     if len(titles) > 1:
         fix = "switch one of them off, in the flags, the configuration file or the Accelerate YAML"
         yield Problem(message=f"{' and '.join(titles)} cannot be enabled simultaneously.", fix=fix)
 
 
-def _same(option: Option, one: object, other: object) -> bool:
-    """Whether two spellings give one value: 8 and "8", true and "yes"."""
-    try:
-        return bool(option.check(one) == option.check(other))
-    except ValidationError:
-        return one == other  # the complaint about it comes from validation
-
-
 def _validate(schema: Schema, chosen: Mapping[str, Given], problems: list[Problem]) -> dict[type[Options], Options]:
+    """Every group of options; those that problems are about are left without a value."""
     groups: dict[type[Options], Options] = {}
     for group in schema.groups:
         values = {}
@@ -385,11 +336,31 @@ def _validate(schema: Schema, chosen: Mapping[str, Given], problems: list[Proble
                 if objection := schema.options[name].objection(values[name]):
                     problems.append(_bad_value(schema.options[name], chosen[name], objection))
                     del values[name]
-        try:
-            groups[group.options] = group.options.model_validate(values)
-        except ValidationError as error:
-            problems += [_problem(group, schema, chosen, dict(each)) for each in error.errors()]
-    return groups
+        made, errors = _made(group.options, values)
+        problems += [_problem(group, schema, chosen, each) for each in errors]
+        groups[group.options] = made
+    return _without_values(groups, problems)
+
+
+def _without_values(groups: Mapping[type[Options], Options], problems: Iterable[Problem]) -> dict[type[Options], Options]:
+    """The same, in which options that problems are about have no value."""
+    names = {problem.option for problem in problems}
+    return {kind: unsettled(made, names) for kind, made in groups.items()}
+
+
+def _made(kind: type[Options], values: Mapping[str, object]) -> tuple[Options, list[Mapping[str, object]]]:
+    """The options from all values but those that are refused, which have none, and why these are refused."""
+    try:
+        return kind.model_validate(values), []
+    except ValidationError as error:
+        errors: list[Mapping[str, object]] = [dict(each) for each in error.errors()]
+    if not values:
+        raise TypeError(f"the defaults of {kind.__name__} are refused: {errors}")
+    # A complaint without a place is about all values of a group together.
+    refused = {str(place[0]) for each in errors if (place := cast(tuple[object, ...], each["loc"]))} & values.keys()
+    rest = {name: value for name, value in values.items() if refused and name not in refused}
+    made, _ = _made(kind, rest)
+    return unsettled(made, values.keys() - rest.keys()), errors
 
 
 def _problem(group: OptionGroup, schema: Schema, chosen: Mapping[str, Given], error: Mapping[str, object]) -> Problem:
@@ -403,7 +374,10 @@ def _problem(group: OptionGroup, schema: Schema, chosen: Mapping[str, Given], er
     given = chosen.get(option.name, Given(value=option.default, spelling=option.name, place=option.name))
     if error["type"] == "literal_error":
         message = "it is none of the choices"
-    return _bad_value(option, given, f"entry {inside}: {message}" if inside else message)
+    problem = _bad_value(option, given, f"entry {inside}: {message}" if inside else message)
+    if error["type"] != "value_error" or option.kind not in ("text", "list"):
+        return problem
+    return replace(problem, fix=f"`smalti config explain {option.name}` says what it may be")
 
 
 _WANTED = {
@@ -422,7 +396,8 @@ def _bad_value(option: Option, given: Given, reason: str) -> Problem:
     hint = f"did you mean {near[0]}? " if near and not option.secret else ""
     wanted = f"one of {', '.join(option.choices)}" if option.choices else _WANTED.get(option.kind, option.kind)
     bounds = f" {option.bounds}" if option.bounds else ""
-    return Problem(message=f"{option.name} cannot be {shown}: {reason}", where=given.place, fix=f"{hint}give {wanted}{bounds}")
+    message, fix = f"{option.name} cannot be {shown}: {reason}", f"{hint}give {wanted}{bounds}"
+    return Problem(message=message, where=given.place, fix=fix, option=option.name)
 
 
 def _idle_options(config: Config) -> Iterator[str]:

@@ -30,7 +30,8 @@ class Problem:
 
     `where` is a flag, a file with its line, or a dataset id; empty when the message names the place itself. `fix` is a
     sentence or a command that the user can follow. `package` is set when nothing is wrong but that this package is missing or
-    left out, and `install` when it is missing: what `pip install` takes.
+    left out, and `install` when it is missing: what `pip install` takes. `exit_code` is the one with which a run ends that has
+    no other problem. `option` is the one whose value cannot be known because of this.
     """
 
     message: str
@@ -38,6 +39,17 @@ class Problem:
     fix: str = ""
     package: str = ""
     install: str = ""
+    exit_code: ExitCode = ExitCode.USAGE
+    option: str = ""
+
+    @classmethod
+    def of(cls, error: UserError) -> Problem:
+        """An error as one of several complaints, with what was noted beside it, such as the plugin that raised it."""
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        return cls(message=f"{error.message}{notes}", fix=error.fix, exit_code=error.exit_code)
+
+    def as_json(self) -> dict[str, str]:
+        return {"message": self.message, "fix": self.fix, "where": self.where}
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.message}" if self.where else self.message
@@ -63,8 +75,8 @@ class ConfigError(UserError):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
-        if self.problems and all(problem.package for problem in self.problems):
-            self.exit_code = ExitCode.MISSING_PLUGIN
+        codes = {ExitCode.MISSING_PLUGIN if problem.package else problem.exit_code for problem in self.problems}
+        self.exit_code = codes.pop() if len(codes) == 1 else ExitCode.USAGE
         count = len(self.problems)
         head = "the configuration has a problem" if count == 1 else f"the configuration has {count} problems"
         lines = [f"{head}:", *(f"  - {problem}" for problem in self.problems)]
@@ -72,6 +84,18 @@ class ConfigError(UserError):
         if len(packages) > 1:
             lines.append(f"  all packages at once: pip install {' '.join(packages)}")
         super().__init__("\n".join(lines))
+
+
+def problems_in(error: UserError) -> tuple[Problem, ...]:
+    """The complaints that an error stands for: one, or all those of a configuration."""
+    return error.problems if isinstance(error, ConfigError) else (Problem.of(error),)
+
+
+class Unsettled(Exception):  # noqa: N818 - nothing went wrong where it is raised
+    """An option was read that was given a value it cannot have: what depends on it cannot be told yet.
+
+    Raised only while a configuration that has problems is looked through for more of them.
+    """
 
 
 class PreflightError(UserError):

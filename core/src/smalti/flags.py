@@ -91,8 +91,9 @@ def _as_list(value: object) -> list[object]:
 
 def _bad_form(flag: str, option: Option, negated: bool) -> Problem:
     if negated:
-        return Problem(message="takes no value", where=flag, fix=f"{flag}, or --{option.name}=true")
-    return Problem(message="needs a value", where=flag, fix=f"{flag}=VALUE ({option.kind}); joined by =, any value will do")
+        return Problem(message="takes no value", where=flag, fix=f"{flag}, or --{option.name}=true", option=option.name)
+    fix = f"{flag}=VALUE ({option.kind}); joined by =, any value will do"
+    return Problem(message="needs a value", where=flag, fix=fix, option=option.name)
 
 
 def _unexpected(word: str) -> Problem:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from smalti.config import Config, resolve, schema_of, selection_of
+from smalti.config import Config, draft, resolve, schema_of, selection_of
 from smalti.errors import UserError
 from smalti.options import Schema
 from smalti.plugins import Plugins, load_plugins
@@ -32,6 +32,10 @@ class Invocation:
     def config(self) -> Config:
         """Raises ConfigError with every problem at once."""
         return resolve(self.schema, self.flags, file=self.file)
+
+    def draft(self) -> Config:
+        """The same with its problems in it, to be looked through for more."""
+        return draft(self.schema, self.flags, file=self.file)
 
 
 def _split_file(words: Sequence[str]) -> tuple[Path | None, list[str]]:

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import json
 import types as python_types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
 
-from smalti.errors import Problem, UserError
+from smalti.errors import Problem, Unsettled, UserError
 from smalti.packages import package_of_option
 from smalti.types import Level
 
+LARGEST = 2**63 - 1
+"""Of the integers that options may have."""
+LONGEST_NAME = 255
+"""Bytes of a file's name, on all file systems in use."""
 JsonValue = str | int | float | bool | None | list["JsonValue"] | dict[str, "JsonValue"]
 
 
@@ -32,6 +37,29 @@ class Options(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, coerce_numbers_to_str=True, defer_build=True
     )
+
+    @field_validator("*")
+    @classmethod
+    def _bounded(cls, value: object) -> object:
+        """What C code and files can hold: numbers of 64 bits."""
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise ValueError(f"it must lie between -{LARGEST} and {LARGEST}")
+        return value
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            if name in type(self).model_fields:
+                raise Unsettled(name)
+            return super().__getattr__(name)
+
+
+def unsettled(options: Options, names: Collection[str]) -> Options:
+    """The same options, of which these have no value: to read one raises Unsettled."""
+    copy = options.model_copy()
+    for name in names:
+        vars(copy).pop(name, None)
+    return copy
 
 
 def option(
@@ -195,7 +223,7 @@ class Option:
         signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
         found = []
         for constraint in self.info.metadata:
-            found += [f"{sign} {getattr(constraint, key):g}" for key, sign in signs.items() if hasattr(constraint, key)]
+            found += [f"{sign} {_number(getattr(constraint, key))}" for key, sign in signs.items() if hasattr(constraint, key)]
         return ", ".join(found)
 
     @property
@@ -219,13 +247,22 @@ class Option:
             return spelled[word]
         if word in ("none", "null") and type(None) in self._types and str not in self._types:
             return None
-        return str(Path(value).expanduser()) if Path in self._types and value.startswith("~") else value
+        if Path in self._types and value.startswith("~"):
+            with suppress(RuntimeError):  # nobody has this name: then it is one like any other
+                return str(Path(value).expanduser())
+        return value
 
     def objection(self, value: object) -> str:
         """What speaks against a value that validation would let through by converting it; empty if nothing does."""
         if isinstance(value, bool) and not self.is_flag:
             return "a switch's value"
-        return "it is empty" if value == "" and Path in self._types else ""
+        if not isinstance(value, str):
+            return ""
+        if any("\ud800" <= letter <= "\udfff" for letter in value):
+            return "it is not valid UTF-8"
+        if Path not in self._types:
+            return ""
+        return no_path(value) or ("it is empty" if value == "" else "")
 
     def check(self, value: object) -> object:
         """The value as its group will hold it. Raises pydantic's ValidationError."""
@@ -239,6 +276,20 @@ class Given:
     value: object
     spelling: str
     place: str
+
+
+def no_path(text: str) -> str:
+    """Why a text cannot name a file, whatever files there are; empty if it can."""
+    if "\0" in text:
+        return "it holds a zero byte"
+    if any(len(name.encode()) > LONGEST_NAME for name in text.split("/")):
+        return f"no file has a name of more than {LONGEST_NAME} bytes"
+    return ""
+
+
+def _number(value: float) -> str:
+    """Large whole numbers to the last digit."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _fold(word: str) -> str:
@@ -314,4 +365,5 @@ def unknown(spelling: str, schema: Schema, *, where: str) -> Problem:
     prefix = "--" if spelling.startswith("-") else ""
     near = [f"{prefix}{name}" for name in schema.near(spelling)]
     fix = f"did you mean {' or '.join(near)}?" if near else "smalti train --help-all lists every option"
-    return Problem(message=f"unknown option {spelling}", where=where, fix=fix)
+    meant = schema.near(spelling)[:1]
+    return Problem(message=f"unknown option {spelling}", where=where, fix=fix, option=meant[0] if meant else "")

@@ -10,16 +10,16 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import click
 
-from smalti.config import Config, check
+from smalti.checks import check_run
+from smalti.config import Config
 from smalti.configtext import as_toml
 from smalti.data.prepared import PreparedData
-from smalti.dataplan import catalog_of, dataset_specs, scan_data, total_steps
-from smalti.errors import ExitCode, GpuFaultError, PreflightError
-from smalti.factories import create
+from smalti.dataplan import scan_data, total_steps
+from smalti.errors import ConfigError, ExitCode, GpuFaultError, PreflightError
 from smalti.launch import (
     LaunchPlan,
     accelerator_kind,
@@ -32,14 +32,8 @@ from smalti.launch import (
 from smalti.liverun import prepare
 from smalti.plugins import Plugins
 from smalti.rundir import POLL_SECONDS, RunDirectory
-from smalti.settings import LaunchOptions, RunOptions
-from smalti.strategy import check_shares, check_strategy, choose_distributed
+from smalti.settings import LaunchOptions, OptimizerOptions, RunOptions, warm_up_notice, warm_up_problem
 from smalti.termination import Terminated
-from smalti.types import DistributedPlan
-
-if TYPE_CHECKING:
-    from smalti.diffusion.step import DenoisingLoss
-    from smalti.models.family import ModelFamily
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,22 +59,18 @@ class Preparation:
         With `write`, the run directory is made and keeps the index of the data; without, nothing is written, and the launch may
         be planned for accelerators that are not here. Raises UserError, ConfigError, PreflightError.
         """
-        check(config, plugins)
-        dataset_specs(config, catalog_of(plugins))
+        checked = check_run(config, plugins)
         directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
-        distributed = choose_distributed(config, plugins)
-        check_strategy(distributed, config, plugins)
         kind, notices = accelerator_kind(config), []
         if write:
             check_accelerators(config, kind)
         elif kind == "cpu" and (expected := expected_kind(config)) is not None:
             kind = expected
             notices.append(f"planned for {kind} devices, as the Accelerate YAML says; this machine has none")
-        plan = plan_launch(config, distributed, directory.path, kind)
-        family = cls._family(config, plugins, distributed)
-        loss = cls._loss(config, family)
-        data = cls._look_at_data(config, plugins, family.alignment, directory, write=write)
-        timesteps = None if data is None else loss.describe_timesteps(count.bucket for count in data.counts)
+        plan = plan_launch(config, checked.distributed, directory.path, kind)
+        data = cls._look_at_data(config, plugins, checked.family.alignment, directory, write=write)
+        notices += _schedule_notices(config, data)
+        timesteps = None if data is None else checked.loss.describe_timesteps(count.bucket for count in data.counts)
         notices += [*config.notices, *plan.notices, *(data.notices if data is not None else ())]
         return cls(
             config=config,
@@ -91,33 +81,6 @@ class Preparation:
             timesteps=timesteps,
             notices=tuple(dict.fromkeys(notices)),
         )
-
-    @staticmethod
-    def _family(config: Config, plugins: Plugins, distributed: DistributedPlan) -> ModelFamily:
-        """The family to train. Raises UserError if the strategy asks more of it than it can do."""
-        from smalti.families import find_family
-
-        family = find_family(config, plugins)
-        check_shares(distributed, family)
-        if distributed.context == 1 and not distributed.check_model:
-            return family  # to build a model takes seconds of imports
-        from smalti.models.context import context_plan
-        from smalti.models.weights import without_weights
-
-        with without_weights():
-            model = family.build_model()
-        if distributed.context > 1:
-            context_plan(family, model, dealt_to=distributed.context if distributed.deals_heads else 1)
-        if distributed.check_model:
-            create(distributed, distributed.check_model, config, model)
-        return family
-
-    @staticmethod
-    def _loss(config: Config, family: ModelFamily) -> DenoisingLoss:
-        """What the run will train. Raises UserError for objectives, weightings and schedules that do not go together."""
-        from smalti.diffusion.step import denoising_loss
-
-        return denoising_loss(config, family, "cpu")
 
     @staticmethod
     def _look_at_data(
@@ -232,6 +195,17 @@ def _twice_as_long(config: Config) -> str:
     if options.max_train_steps is not None:
         return f" --max_train_steps={2 * options.max_train_steps}"
     return f" --num_train_epochs={2 * options.num_train_epochs}" if options.num_train_epochs is not None else ""
+
+
+def _schedule_notices(config: Config, data: PreparedData | None) -> list[str]:
+    """What a warm-up as long as the run means. Raises ConfigError where nothing could be learned; epochs are counted by now."""
+    if data is None:
+        return []
+    options, steps = config[OptimizerOptions], total_steps(config, data)
+    if (problem := warm_up_problem(options, steps)) is not None:
+        raise ConfigError([problem])
+    notice = warm_up_notice(options, steps)
+    return [notice] if notice else []
 
 
 def own_name() -> str:

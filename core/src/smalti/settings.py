@@ -5,13 +5,17 @@ Names are the reference trainer's where it has the feature, so that its users' f
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
 from smalti.errors import Problem
-from smalti.options import Names, OptionGroup, Options, Tables, Texts, option
+from smalti.options import Names, OptionGroup, Options, Tables, Texts, no_path, option
+
+LARGEST_IMAGE = 89_478_485
+"""Pixels of an image that is sampled: as many as one may have that is read."""
 
 
 def _count_or_share(value: object) -> object:
@@ -30,11 +34,43 @@ def _whole_above_one(value: float) -> float:
     return value
 
 
+def _names_a_place(value: str | None) -> str | None:
+    """A path, a hub id, or a word in place of them."""
+    if value is not None and (reason := no_path(value)):
+        raise ValueError(reason)
+    return value
+
+
+def _or_none(value: object) -> object:
+    """An empty text is how other trainers write "none"."""
+    return "none" if value == "" else value
+
+
+def sizes_in(text: str) -> tuple[tuple[int, int], ...]:
+    """Widths and heights from words such as 512 or 512x768. Raises ValueError for anything else."""
+    match = re.fullmatch(r"\s*(\d{1,9})(?:\s*[xX]\s*(\d{1,9}))?\s*", text)
+    if match is None:
+        raise ValueError("write 512, or 512x768 for width and height")
+    width, height = int(match[1]), int(match[2] or match[1])
+    if not 0 < width * height <= LARGEST_IMAGE:
+        raise ValueError(f"an image has at least one pixel and at most {LARGEST_IMAGE // 1_000_000} million")
+    return ((width, height),)
+
+
+def _sizes(value: str | None) -> str | None:
+    if value is not None:
+        sizes_in(value)
+    return value
+
+
 def _backend_name(value: object) -> object:
     """Accelerate writes "NO" for none, and names in capitals."""
     if not isinstance(value, str):
         return value
     return None if value.lower() in ("no", "none", "") else value.lower()
+
+
+Place = Annotated[str | None, AfterValidator(_names_a_place)]
 
 
 class RunOptions(Options):
@@ -46,7 +82,7 @@ class RunOptions(Options):
     num_train_epochs: int | None = option(
         None, help="Passes over the data in all; used when max_train_steps is not given.", ge=1
     )
-    resume_from_checkpoint: str = option(
+    resume_from_checkpoint: Annotated[str, BeforeValidator(_or_none), AfterValidator(_names_a_place)] = option(
         "latest",
         help='"latest" in the run directory if there is one, "none", a step, or the path of a checkpoint or run directory.',
     )
@@ -66,7 +102,7 @@ class ModelOptions(Options):
     model_flavour: str | None = option(
         None, help="A variant of the family, such as a size or a release.", aliases=["model_flavor"]
     )
-    pretrained_model_name_or_path: str | None = option(
+    pretrained_model_name_or_path: Place = option(
         None, help="Weights to start from: a folder in the diffusers layout, or a hub id.", aliases=["pretrained_model"]
     )
     gradient_checkpointing: bool = option(
@@ -88,8 +124,10 @@ class DataOptions(Options):
     instance_prompt: str | None = option(
         None, help="The caption of all images with caption_strategy=instanceprompt, such as 'a photo of zwx cat'."
     )
-    train_batch_size: int = option(1, help="Pictures per rank and micro-batch.", ge=1)
-    resolution: float = option(1024, help="Size of training pictures: pixels, or megapixels with resolution_type=area.", gt=0)
+    train_batch_size: int = option(1, help="Pictures per rank and micro-batch.", ge=1, le=65_536)
+    resolution: float = option(
+        1024, help="Size of training pictures: pixels, or megapixels with resolution_type=area.", gt=0, le=65_536
+    )
     resolution_type: Literal["pixel", "area", "pixel_area"] = option(
         "pixel_area",
         help="Whether resolution is the shorter edge, an area in megapixels, or the edge of a square of that area.",
@@ -108,7 +146,7 @@ class DataOptions(Options):
         0.1, help="Share of samples trained with the empty prompt, for classifier-free guidance.", ge=0, le=1
     )
     dataloader_prefetch: int = option(
-        4, help="Batches kept ready in memory.", level="advanced", aliases=["dataloader_prefetch_qlen"], ge=1
+        4, help="Batches kept ready in memory.", level="advanced", aliases=["dataloader_prefetch_qlen"], ge=1, le=1_000
     )
     dataset_cache_mb: int = option(
         512, help="Decoded pictures kept in memory per rank, in MiB; 0 decodes every time.", level="advanced", ge=0
@@ -144,7 +182,7 @@ class DataOptions(Options):
 
 
 class TrainingOptions(Options):
-    gradient_accumulation_steps: int = option(1, help="Micro-batches per optimizer step.", ge=1)
+    gradient_accumulation_steps: int = option(1, help="Micro-batches per optimizer step.", ge=1, le=65_536)
     max_grad_norm: float = option(1.0, help="Clip gradients to this global norm; 0 does not clip.", ge=0)
     mixed_precision: Literal["no", "bf16"] = option(
         "bf16",
@@ -255,10 +293,10 @@ class ValidationOptions(Options):
         0, help="Draw every so many steps, and at the end; 0 draws only at the end.", aliases=["validation_steps"], ge=0
     )
     validation_seed: int = option(42, help="Seed of the first picture; the next ones count up.", ge=0)
-    validation_resolution: str | None = option(
+    validation_resolution: Annotated[str | None, AfterValidator(_sizes)] = option(
         None, help="Size of validation pictures, as 512 or 512x768; the training resolution if not given."
     )
-    validation_num_inference_steps: int = option(25, help="Denoising steps.", ge=1)
+    validation_num_inference_steps: int = option(25, help="Denoising steps.", ge=1, le=1_000)
     validation_guidance: float = option(3.0, help="Strength of classifier-free guidance; 1 switches it off.", ge=0)
     validation_batch_size: int = option(8, help="Pictures drawn or evaluated at once on a rank.", level="advanced", ge=1)
     eval_steps_interval: int = option(
@@ -294,7 +332,7 @@ class CheckpointOptions(Options):
 
 
 class LaunchOptions(Options):
-    num_processes: int = option(1, help="Ranks in all, over all machines.", accelerate="num_processes", ge=1)
+    num_processes: int = option(1, help="Ranks in all, over all machines.", accelerate="num_processes", ge=1, le=65_536)
     num_machines: int = option(1, help="Machines.", accelerate="num_machines", ge=1)
     machine_rank: int = option(0, help="Which machine this is, from 0.", accelerate="machine_rank", ge=0)
     main_process_ip: str | None = option(None, help="Address of machine 0.", accelerate="main_process_ip")
@@ -302,13 +340,13 @@ class LaunchOptions(Options):
         None, help="Port on machine 0; a free one on a single machine.", accelerate="main_process_port", ge=1, le=65535
     )
     use_cpu: bool = option(False, help="Train on the CPU even where there is an accelerator.", accelerate="use_cpu")
-    accelerate_config: str | None = option(
+    accelerate_config: Place = option(
         None,
         help='An Accelerate YAML to start from; "none" ignores the user\'s default one.',
         aliases=["accelerate_config_file"],
     )
     process_group_timeout: int = option(
-        600, help="Seconds after which a rank that waits for a lost one gives up.", level="advanced", ge=1
+        600, help="Seconds after which a rank that waits for a lost one gives up.", level="advanced", ge=1, le=31_536_000
     )
     dynamo_backend: Annotated[str | None, BeforeValidator(_backend_name)] = option(
         None,
@@ -328,8 +366,29 @@ class LaunchOptions(Options):
     )
 
 
+FLAT = ("constant", "constant_with_warmup")
+"""Values of lr_scheduler that do not depend on the length of the run."""
 ONLY_ON_CUDA = ("efficient", "cudnn")
 """Values of sdpa_backend that are nothing on the CPU."""
+
+
+def warm_up_problem(options: OptimizerOptions, steps: int) -> Problem | None:
+    """A rate that is to fall from its peak in a run that ends before it has risen."""
+    warmup, shape = options.lr_warmup_steps, options.lr_scheduler
+    if warmup < steps or not warmup or shape in FLAT:
+        return None
+    message = f"lr_warmup_steps={warmup}, and the run has {steps} steps: the {shape} schedule would end before its peak"
+    fix = f"--lr_warmup_steps={steps // 10}; or --lr_scheduler=constant_with_warmup for the first steps of a longer run"
+    return Problem(message=message, where="lr_warmup_steps", fix=fix)
+
+
+def warm_up_notice(options: OptimizerOptions, steps: int) -> str:
+    """What a rate that stays at its peak does not reach in this run; empty if it does."""
+    warmup = options.lr_warmup_steps
+    if warmup < steps or not warmup or options.lr_scheduler not in FLAT:
+        return ""
+    share = steps / (warmup + 1)
+    return f"the learning rate rises to {share:.2g} of learning_rate: lr_warmup_steps={warmup}, and the run has {steps} steps"
 
 
 def launch_problems(launch: LaunchOptions) -> list[Problem]:

@@ -55,12 +55,14 @@ class FamilyEntry(Registered):
     """A model family on offer. `factory` is "module:callable", imported only when the family is chosen.
 
     The callable takes the `Config` and returns a `smalti.models.family.ModelFamily`. `flavours` maps a flavour to the path
-    or hub id of its weights; empty when the family has only one.
+    or hub id of its weights; empty when the family has only one. `downloads` says that making the family may
+    fetch weights that are not on this machine: then it is made only once nothing else is wrong.
     """
 
     kind = "the model family"
     factory: str
     flavours: Mapping[str, str] = field(default_factory=dict)
+    downloads: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

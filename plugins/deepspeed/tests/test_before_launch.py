@@ -63,7 +63,7 @@ def test_room_for_what_is_swapped_is_looked_for_before_the_launch(tmp_path, monk
     monkeypatch.setattr(checks, "find_library", lambda name: name)  # machines differ in that
     monkeypatch.setattr(offloadfolder, "free_bytes", lambda folder: 1000)
     run = ("--model_family=toy", "--max_train_steps=1", "--use_cpu")
-    asked = configure(swapping(tmp_path), *run, f"--instance_data_dir={tmp_path}", f"--output_dir={tmp_path}/run")
+    asked = configure(swapping(tmp_path), *run, f"--instance_data_dir={tmp_path}/images", f"--output_dir={tmp_path}/run")
     with pytest.raises(PreflightError, match=r"the ranks of this machine will swap about .* into .*, where 1000 B are free"):
         Preparation.of(asked, PLUGINS, write=False)
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from smalti.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest
+from smalti.checkpoint.manifest import MANIFEST, STATE, FileRecord, Manifest, read_manifest
 from smalti.checkpoint.recording import matches
 from smalti.checkpoint.tensorfile import read_header
 from smalti.errors import CheckpointError
@@ -54,10 +54,19 @@ def verify(checkpoint: Path, *, rank: int = 0, ranks: int = 1) -> Verification:
     with ThreadPoolExecutor(max_workers=min(_THREADS, os.cpu_count() or 1)) as pool:
         contents = pool.map(lambda item: (item[0], _content_problem(checkpoint / item[0], *item)), mine.items())
         problems |= {name: problem for name, problem in contents if problem}
-    if named_step(checkpoint) not in (None, manifest.step):
-        problems[MANIFEST] = f"is of step {manifest.step}, not of the step in the directory's name"
-    told = tuple(f"{name} {problem}" for name, problem in sorted(problems.items()))
-    return Verification(path=checkpoint, manifest=manifest, problems=told)
+    return Verification(path=checkpoint, manifest=manifest, problems=_told(checkpoint, manifest, problems))
+
+
+def glance(checkpoint: Path) -> Verification:
+    """The same without the contents of tensors: the manifest, names and sizes of all files, and state.json. Takes no time."""
+    try:
+        manifest = read_manifest(checkpoint)
+    except CheckpointError as error:
+        return Verification(path=checkpoint, manifest=None, problems=(error.message,))
+    problems = _listing_problems(checkpoint, manifest)
+    if not problems and (problem := _content_problem(checkpoint / STATE, STATE, manifest.files[STATE])):
+        problems[STATE] = problem
+    return Verification(path=checkpoint, manifest=manifest, problems=_told(checkpoint, manifest, problems))
 
 
 def is_foreign(name: str) -> bool:
@@ -84,6 +93,13 @@ def named_step(checkpoint: Path) -> int | None:
     """The step that the name of a checkpoint directory tells; None when it tells none."""
     number = checkpoint.name.removeprefix("step-").partition(".")[0]
     return int(number) if checkpoint.name.startswith("step-") and number.isdecimal() else None
+
+
+def _told(checkpoint: Path, manifest: Manifest, problems: Mapping[str, str]) -> tuple[str, ...]:
+    """One sentence for each problem, that of the step among them."""
+    wrong_step = {MANIFEST: f"is of step {manifest.step}, not of the step in the directory's name"}
+    found = dict(problems) | (wrong_step if named_step(checkpoint) not in (None, manifest.step) else {})
+    return tuple(f"{name} {problem}" for name, problem in sorted(found.items()))
 
 
 def _listing_problems(checkpoint: Path, manifest: Manifest) -> dict[str, str]:

@@ -6,7 +6,8 @@ import json
 
 import click
 
-from smalti.errors import ExitCode
+from smalti.checks import check_run
+from smalti.errors import ExitCode, UserError, problems_in
 from smalti.invocation import Invocation, take_switch
 from smalti.reference import help_text
 from smalti.streams import outlast
@@ -36,14 +37,26 @@ def train(words: tuple[str, ...]) -> int:
     rest = list(words)
     everything, some = take_switch(rest, "--help-all"), take_switch(rest, "--help", "-h")
     dry_run, as_json = take_switch(rest, "--dry-run"), take_switch(rest, "--json")
-    invocation = Invocation.read(rest)
-    if everything or some:
-        click.echo(USAGE + help_text(invocation.schema, everything=everything))
-        return 0
-    config = invocation.config()
+    try:
+        invocation = Invocation.read(rest)
+        if everything or some:
+            click.echo(USAGE + help_text(invocation.schema, everything=everything))
+            return 0
+        return _train(invocation, dry_run=dry_run, as_json=as_json)
+    except UserError as error:
+        if as_json:
+            problems = [problem.as_json() for problem in problems_in(error)]
+            click.echo(json.dumps({"problems": problems, "exit_code": int(error.exit_code)}, indent=2))
+        raise
+
+
+def _train(invocation: Invocation, *, dry_run: bool, as_json: bool) -> int:
+    config = invocation.draft()
+    if config.problems:
+        check_run(config, invocation.plugins)  # raises, with what else is wrong
     try:
         with terminated():
-            from smalti.preparation import Preparation  # imports torch, so only once the options are right
+            from smalti.preparation import Preparation  # imports much, so only once the options are right
 
             preparation = Preparation.of(config, invocation.plugins, write=not dry_run)
             if not dry_run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,9 +15,11 @@ from smalti.settings import (
     DataOptions,
     LaunchOptions,
     ModelOptions,
+    OptimizerOptions,
     RunOptions,
     TrainingOptions,
     launch_problems,
+    warm_up_problem,
 )
 from smalti.types import Block, Checkpoint, CheckpointFormat, FaultAction, GpuFault, OptimizerEntry
 
@@ -55,7 +58,7 @@ class Core:
 
     @hookimpl
     def check_config(self, config: Config) -> list[Problem]:
-        return [*_missing(config), *_contradictions(config)]
+        return config.separately(*CHECKS)
 
     @hookimpl
     def register_optimizers(self) -> list[OptimizerEntry]:
@@ -98,32 +101,48 @@ class Core:
         return FaultAction.STOP_UNSAVED if fault.kind == "cuda_error" else FaultAction.STOP_SAVED
 
 
-def _missing(config: Config) -> list[Problem]:
-    """What no run can do without."""
-    problems = []
-    data = config[DataOptions]
+def _family(config: Config) -> Iterator[Problem]:
     if config[ModelOptions].model_family is None:
-        problems.append(Problem(message="no model family is given", fix="--model_family=NAME; `smalti plugins` lists them"))
+        yield Problem(message="no model family is given", fix="--model_family=NAME; `smalti plugins` lists them")
+
+
+def _directory(config: Config) -> Iterator[Problem]:
     if config[RunOptions].output_dir is None:
-        problems.append(Problem(message="no run directory is given", fix="--output_dir=FOLDER"))
-    if not (data.data_backend_config or data.datasets or data.instance_data_dir):
-        fix = "--instance_data_dir=FOLDER of captioned pictures, or --data_backend_config=FILE, or [[datasets]] in a TOML file"
-        problems.append(Problem(message="no dataset is given", fix=fix))
-    if config[RunOptions].max_train_steps is None and config[RunOptions].num_train_epochs is None:
-        problems.append(Problem(message="nothing says how long to train", fix="--max_train_steps=N or --num_train_epochs=N"))
-    return problems
+        yield Problem(message="no run directory is given", fix="--output_dir=FOLDER")
 
 
-def _contradictions(config: Config) -> list[Problem]:
-    problems = []
+def _datasets(config: Config) -> Iterator[Problem]:
     data = config[DataOptions]
     given = [name for name in ("data_backend_config", "datasets", "instance_data_dir") if getattr(data, name)]
-    if len(given) > 1:
-        problems.append(Problem(message=f"{' and '.join(given)} both name datasets", fix="keep one of them"))
+    if not given:
+        fix = "--instance_data_dir=FOLDER of captioned pictures, or --data_backend_config=FILE, or [[datasets]] in a TOML file"
+        yield Problem(message="no dataset is given", fix=fix)
+    elif len(given) > 1:
+        yield Problem(message=f"{' and '.join(given)} both name datasets", fix="keep one of them")
+
+
+def _length(config: Config) -> Iterator[Problem]:
+    if config[RunOptions].max_train_steps is None and config[RunOptions].num_train_epochs is None:
+        yield Problem(message="nothing says how long to train", fix="--max_train_steps=N or --num_train_epochs=N")
+
+
+def _warm_up(config: Config) -> Iterator[Problem]:
+    steps = config[RunOptions].max_train_steps
+    if steps is not None and (problem := warm_up_problem(config[OptimizerOptions], steps)) is not None:
+        yield problem
+
+
+def _kernel(config: Config) -> Iterator[Problem]:
     if config[LaunchOptions].use_cpu and (kernel := config[TrainingOptions].sdpa_backend) in ONLY_ON_CUDA:
         message = f"there is no attention kernel '{kernel}' for the CPU"
-        problems.append(Problem(message=message, where="sdpa_backend", fix="--sdpa_backend=auto, flash or math"))
-    return [*problems, *launch_problems(config[LaunchOptions])]
+        yield Problem(message=message, where="sdpa_backend", fix="--sdpa_backend=auto, flash or math")
+
+
+def _launch(config: Config) -> list[Problem]:
+    return launch_problems(config[LaunchOptions])
+
+
+CHECKS = (_family, _directory, _datasets, _length, _warm_up, _kernel, _launch)
 
 
 plugin = Core()

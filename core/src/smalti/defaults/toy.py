@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
 
 
 class ToyOptions(Options):
-    toy_width: int = option(192, help="Width of the tokens.", level="advanced", ge=8)
-    toy_depth: int = option(6, help="Number of blocks.", level="advanced", ge=1)
+    toy_width: int = option(192, help="Width of the tokens, a multiple of 4.", level="advanced", ge=8, le=16_384)
+    toy_depth: int = option(6, help="Number of blocks.", level="advanced", ge=1, le=1_000)
     toy_heads: int = option(6, help="Attention heads; they divide the width.", level="advanced", ge=1)
-    toy_patch: int = option(4, help="Edge of a patch in pixels; picture sizes are multiples of it.", level="advanced", ge=1)
+    toy_patch: int = option(
+        4, help="Edge of a patch in pixels; picture sizes are multiples of it.", level="advanced", ge=1, le=1_024
+    )
     toy_sample_shift: float = option(
         1.0, help="Spend more of the denoising steps near noise (above 1).", level="advanced", gt=0
     )
@@ -33,20 +36,7 @@ class Toy:
 
     @hookimpl
     def check_config(self, config: Config) -> list[Problem]:
-        model = config[ModelOptions]
-        if model.model_family != "toy":
-            return []
-        problems = []
-        if model.model_type == "lora":
-            problems.append(Problem(message="the toy family has no adapters", where="model_type", fix="--model_type=full"))
-        start = model.pretrained_model_name_or_path
-        if start is not None and not Path(start).exists():
-            where, fix = "pretrained_model_name_or_path", "a folder or file of safetensors; leave it out for random weights"
-            problems.append(Problem(message=f"there is no {start}", where=where, fix=fix))
-        if (options := config[ToyOptions]).toy_width % options.toy_heads:
-            message = f"toy_heads={options.toy_heads} does not divide toy_width={options.toy_width}"
-            problems.append(Problem(message=message, fix="choose a divisor"))
-        return problems
+        return config.separately(_adapter, _weights, _shape) if _is_toy(config) else []
 
     @hookimpl
     def register_model_families(self) -> list[FamilyEntry]:
@@ -66,6 +56,35 @@ def create(config: Config) -> ToyFamily:
         sample_shift=options.toy_sample_shift,
         start=None if start is None else Path(start),
     )
+
+
+def _is_toy(config: Config) -> bool:
+    name = config[ModelOptions].model_family
+    return name is not None and name.lower().replace("-", "_") == "toy"
+
+
+def _adapter(config: Config) -> Iterator[Problem]:
+    if config[ModelOptions].model_type == "lora":
+        message = "the toy family has no adapters"
+        yield Problem(message=message, where="model_type", fix="--model_type=full", option="model_type")
+
+
+def _weights(config: Config) -> Iterator[Problem]:
+    start = config[ModelOptions].pretrained_model_name_or_path
+    if start is not None and not Path(start).exists():
+        where, fix = "pretrained_model_name_or_path", "a folder or file of safetensors; leave it out for random weights"
+        yield Problem(message=f"there is no {start}", where=where, fix=fix)
+
+
+def _shape(config: Config) -> Iterator[Problem]:
+    width, heads = config[ToyOptions].toy_width, config[ToyOptions].toy_heads
+    if width % heads:
+        nearest = min((each for each in range(1, width + 1) if not width % each), key=lambda each: abs(each - heads))
+        message = f"toy_heads={heads} does not divide toy_width={width}"
+        yield Problem(message=message, where="toy_heads", fix=f"--toy_heads={nearest}", option="toy_heads")
+    if width % 4:
+        message = f"toy_width={width} is not a multiple of 4"
+        yield Problem(message=message, where="toy_width", fix=f"--toy_width={width - width % 4 + 4}", option="toy_width")
 
 
 plugin = Toy()

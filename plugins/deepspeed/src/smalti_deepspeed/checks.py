@@ -27,7 +27,7 @@ def problems(config: Config) -> list[Problem]:
         return list(_optimizer_without(config))
     if (platform := platform_problem()) is not None:
         return [platform]
-    return [*_context(config), *_batch(config), *_optimizer(config), *_folders(config)]
+    return config.separately(_context, _batch, _optimizer, _folders)
 
 
 def platform_problem() -> Problem | None:

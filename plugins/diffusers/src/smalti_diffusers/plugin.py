@@ -5,17 +5,22 @@ from __future__ import annotations
 from smalti import Config, FamilyEntry, OptionGroup, Problem, hookimpl
 from smalti_diffusers.options import GROUPS
 
+
+def _entry(name: str, title: str) -> FamilyEntry:
+    return FamilyEntry(name=name, title=title, factory=f"smalti_diffusers.{name}:family", downloads=True)
+
+
 FAMILIES = (
-    FamilyEntry(name="auraflow", title="AuraFlow", factory="smalti_diffusers.auraflow:family"),
-    FamilyEntry(name="flux", title="Flux.1", factory="smalti_diffusers.flux:family"),
-    FamilyEntry(name="flux2", title="Flux.2", factory="smalti_diffusers.flux2:family"),
-    FamilyEntry(name="lumina2", title="Lumina Image 2.0", factory="smalti_diffusers.lumina2:family"),
-    FamilyEntry(name="pixart", title="PixArt Sigma and Alpha", factory="smalti_diffusers.pixart:family"),
-    FamilyEntry(name="qwen_image", title="Qwen-Image", factory="smalti_diffusers.qwen_image:family"),
-    FamilyEntry(name="sana", title="Sana", factory="smalti_diffusers.sana:family"),
-    FamilyEntry(name="sd3", title="Stable Diffusion 3 and 3.5", factory="smalti_diffusers.sd3:family"),
-    FamilyEntry(name="sdxl", title="Stable Diffusion XL", factory="smalti_diffusers.sdxl:family"),
-    FamilyEntry(name="z_image", title="Z-Image", factory="smalti_diffusers.z_image:family"),
+    _entry("auraflow", "AuraFlow"),
+    _entry("flux", "Flux.1"),
+    _entry("flux2", "Flux.2"),
+    _entry("lumina2", "Lumina Image 2.0"),
+    _entry("pixart", "PixArt Sigma and Alpha"),
+    _entry("qwen_image", "Qwen-Image"),
+    _entry("sana", "Sana"),
+    _entry("sd3", "Stable Diffusion 3 and 3.5"),
+    _entry("sdxl", "Stable Diffusion XL"),
+    _entry("z_image", "Z-Image"),
 )
 
 

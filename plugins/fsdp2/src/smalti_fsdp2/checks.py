@@ -28,7 +28,7 @@ def problems(config: Config) -> list[Problem]:
         return [Problem(message="Context parallelism requires FSDP2.", where=config.source("context_parallel_size"), fix=fix)]
     if not enabled(config):
         return []
-    return [*_sizes(config), *_classes(config), *_recomputation(config), *_beyond_version1(config)]
+    return config.separately(_sizes, _classes, _recomputation, _beyond_version1)
 
 
 def _sizes(config: Config) -> list[Problem]:

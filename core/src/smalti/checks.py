@@ -1,0 +1,145 @@
+"""Everything that can be known to be wrong before anything is launched or written, found in one round.
+
+What stands by itself is looked at by itself, so one mistake hides no other. A check that rests on something that is wrong
+already is left out. Importing this module imports no torch; asking a model family what it can train does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from smalti.config import Config, complaints
+from smalti.errors import ConfigError, Problem, Unsettled, UserError, problems_in
+from smalti.factories import create
+from smalti.families import family_entry, find_family
+from smalti.plugins import Plugins
+from smalti.rundir import RunDirectory
+from smalti.settings import DataOptions, ModelOptions, OptimizerOptions, RunOptions, ValidationOptions
+from smalti.strategy import check_shares, check_strategy, choose_distributed, find_optimizer
+from smalti.types import DistributedPlan, OptimizerEntry
+
+if TYPE_CHECKING:
+    from smalti.diffusion.step import DenoisingLoss
+    from smalti.models.family import ModelFamily
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What the checks made on their way."""
+
+    distributed: DistributedPlan
+    family: ModelFamily
+    loss: DenoisingLoss
+
+
+@dataclass(kw_only=True)
+class Findings:
+    """What is wrong, from checks that know nothing of each other."""
+
+    problems: list[Problem] = field(default_factory=list)
+    errors: list[UserError] = field(default_factory=list)
+
+    def ask(self, check: Callable[[], T]) -> T | None:
+        """The check's answer. None if it needs what is not known, or has raised a UserError, which is kept."""
+        try:
+            return check()
+        except Unsettled:
+            return None
+        except UserError as error:
+            self.errors.append(error)
+            self.problems += (problem for problem in problems_in(error) if problem not in self.problems)
+            return None
+
+    def tell(self) -> None:
+        """Raise what was found, if anything was: a single error as it is, more of them as one ConfigError."""
+        if len(self.problems) == len(self.errors) == 1:
+            raise self.errors[0]
+        if self.problems:
+            raise ConfigError(self.problems)
+
+
+def check_run(config: Config, plugins: Plugins) -> Checked:
+    """Whether these options can train. Raises ConfigError with every problem, also those that the `config` of a draft has."""
+    findings = Findings(problems=list(config.problems))
+    findings.problems += complaints(config, plugins)
+    config = config.unsettled(findings.problems)
+    findings.ask(lambda: _datasets(config, plugins))
+    findings.ask(lambda: _checkpoint(config))
+    distributed = findings.ask(lambda: choose_distributed(config, plugins))
+    entries = plugins.gather("register_optimizers", OptimizerEntry)
+    if findings.ask(lambda: find_optimizer(config[OptimizerOptions].optimizer, entries)) and distributed:
+        findings.ask(lambda: check_strategy(distributed, config, plugins))
+    family = findings.ask(lambda: _family(config, plugins, fetch=not findings.problems))
+    loss = findings.ask(lambda: _loss(config, family)) if family else None
+    if family:
+        findings.ask(lambda: _sizes(config, family))
+        if distributed:
+            findings.ask(lambda: check_shares(distributed, family))
+            findings.ask(lambda: _model(config, family, distributed))
+    findings.tell()
+    assert distributed and family and loss, "all that was asked has answered"  # noqa: PT018
+    return Checked(distributed=distributed, family=family, loss=loss)
+
+
+def _datasets(config: Config, plugins: Plugins) -> None:
+    options = config[DataOptions]
+    if sum(map(bool, (options.data_backend_config, options.datasets, options.instance_data_dir))) == 1:
+        from smalti.dataplan import catalog_of, dataset_specs
+
+        dataset_specs(config, catalog_of(plugins))
+
+
+def _checkpoint(config: Config) -> None:
+    """Whether there is what the run is to resume from, and is not damaged as far as its files tell at a glance."""
+    from smalti.checkpoint.store import CheckpointStore
+    from smalti.checkpoint.verification import glance
+
+    folder = config[RunOptions].output_dir
+    if folder is not None:
+        CheckpointStore(RunDirectory(folder).checkpoints).resolve(config[RunOptions].resume_from_checkpoint, check=glance)
+
+
+def _family(config: Config, plugins: Plugins, *, fetch: bool) -> ModelFamily | None:
+    """The family to train; None where none is named, or where to make it could `fetch` gigabytes and must not."""
+    options = config[ModelOptions]
+    if options.model_family is None:
+        return None
+    start = options.pretrained_model_name_or_path
+    if family_entry(config, plugins).downloads and not fetch and not (start and Path(start).expanduser().is_dir()):
+        return None
+    return find_family(config, plugins)
+
+
+def _loss(config: Config, family: ModelFamily) -> DenoisingLoss:
+    """What the run will train. Raises UserError for objectives, weightings and schedules that do not go together."""
+    from smalti.diffusion.step import denoising_loss
+
+    return denoising_loss(config, family, "cpu")
+
+
+def _sizes(config: Config, family: ModelFamily) -> None:
+    """Whether the family can sample what validation asks for."""
+    from smalti.validation import picture_size
+
+    if config[ValidationOptions].validation_prompt:
+        picture_size(config, family.alignment)
+
+
+def _model(config: Config, family: ModelFamily, distributed: DistributedPlan) -> None:
+    """What can be seen of the model itself, where a strategy asks for more of it than others: to build it takes seconds."""
+    if distributed.context == 1 and not distributed.check_model:
+        return
+    from smalti.models.context import context_plan
+    from smalti.models.weights import without_weights
+
+    with without_weights():
+        model = family.build_model()
+    if distributed.context > 1:
+        context_plan(family, model, dealt_to=distributed.context if distributed.deals_heads else 1)
+    if distributed.check_model:
+        create(distributed, distributed.check_model, config, model)
