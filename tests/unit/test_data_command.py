@@ -11,6 +11,8 @@ from PIL import Image
 
 from smalti.commands.dataset import dataset
 from smalti.errors import ConfigError, PreflightError
+from smalti.invocation import Invocation
+from smalti.preparation import Preparation
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def run(*words: object) -> Result:
 def test_a_scan_counts_pictures_and_tells_what_is_wrong(config: Path) -> None:
     told = run("scan", "--data_backend_config", config).output
 
-    assert "pets: 9 pictures, 1 set aside" in told
+    assert "pets: 9 images, 1 set aside" in told
     assert "9.png: no caption: there is no 9.txt" in told
 
 
@@ -80,6 +82,32 @@ def test_a_check_with_oversubscription_passes(config: Path) -> None:
     told = json.loads(run("check", "--data_backend_config", config, *words).output)
 
     assert (told["effective_batch"], told["buckets"][0]["samples"]) == (32, 36)
+
+
+def test_a_check_takes_the_words_of_train_and_answers_for_its_run(tmp_path: Path) -> None:
+    """The toy family's buckets are multiples of 8, its patch."""
+    for number, size in enumerate([(16, 16), (16, 16), (48, 24), (24, 48)]):
+        Image.new("RGB", size).save(tmp_path / f"{number}.png")
+    words = ("--model_family=toy", "--toy_patch=8", "--resolution=32", "--max_train_steps=10", "--use_cpu")
+    (tmp_path / "run.toml").write_text('caption_strategy = "filename"\n')
+    told = json.loads(run("check", tmp_path / "run.toml", *words, f"--instance_data_dir={tmp_path}", "--json").output)
+    config = Invocation.read([str(tmp_path / "run.toml"), *words, f"--instance_data_dir={tmp_path}", "--output_dir=unused"])
+    planned = Preparation.of(config.config(), config.plugins, write=False).describe()
+
+    assert [(f"{one['width']}x{one['height']}", one["samples"]) for one in told["buckets"]] == [
+        (one["size"], one["samples"]) for one in planned["buckets"]
+    ]
+    assert len(told["buckets"]) == 3
+
+
+def test_a_check_without_a_family_says_what_it_takes_for_granted(config: Path) -> None:
+    told = run("check", "--data_backend_config", config).output
+
+    assert "note: no --model_family is given: sides of buckets are taken to be multiples of 64" in told
+
+
+def test_nothing_to_look_at_is_an_error() -> None:
+    assert "no dataset is given" in str(run("scan").exception)
 
 
 def test_problems_of_the_file_are_reported(config: Path) -> None:

@@ -1,69 +1,53 @@
-"""`smalti dataset`: what is in the datasets, and whether a run can use them."""
+"""`smalti dataset`: what is in the datasets of a run, and whether the run can use them."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 
-from smalti.data.buckets import ResolutionType
-from smalti.data.check import BatchShape
+from smalti.config import Config
 from smalti.data.index import Progress
-from smalti.data.prepared import DataRules, Dataset, PreparedData, build_datasets, prepare
-from smalti.data.spec import DataDefaults, DatasetSpec, load_backend_config, parse_datasets, unused_caches
-from smalti.dataplan import catalog_of
-from smalti.errors import ConfigError
-from smalti.plugins import load_plugins
-
-C = TypeVar("C", bound=Callable[..., object])
+from smalti.data.prepared import Dataset, PreparedData, build_datasets
+from smalti.dataplan import Scan, catalog_of, dataset_specs, scan_data
+from smalti.errors import UserError
+from smalti.invocation import Invocation, take_switch
+from smalti.plugins import Plugins
+from smalti.settings import DataOptions, ModelOptions, RunOptions
 
 _SHOWN = 10  # broken samples per dataset, in text
-
-
-def _option(name: str, **settings: Any) -> Callable[[C], C]:
-    """A flag in both spellings, as everywhere else."""
-    spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-    return click.option(*spellings, name, **settings)
-
-
-_CONFIG = _option(
-    "data_backend_config",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    required=True,
-    help="A multidatabackend.json with the datasets.",
-)
-_OUTPUT = _option(
-    "output_dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="A run directory: its indexes are used and brought up to date. Without it nothing is written.",
-)
-_CAPTIONS = _option("caption_strategy", default="textfile", show_default=True, help="Where captions come from by default.")
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_USUAL_ALIGNMENT = 64
+_WORDS = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
 
 
 @click.group()
 def dataset() -> None:
-    """Scan datasets and check them against the batch size."""
+    """Scan datasets and check them against the batch size.
+
+    Both commands take what `smalti train` takes: a configuration file first, then flags. With --output_dir they use the
+    indexes of that run and bring them up to date; without it nothing is written.
+    """
 
 
-@dataset.command()
-@_CONFIG
-@_OUTPUT
-@_CAPTIONS
-@_JSON
-def scan(data_backend_config: Path, output_dir: Path | None, caption_strategy: str, as_json: bool) -> None:
-    """List what the datasets hold, and what of it cannot be used and why. Opens headers only."""
-    _, found = _scan(data_backend_config, output_dir, DataDefaults(caption_strategy=caption_strategy))
+@dataset.command(context_settings=_WORDS)
+@click.argument("words", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
+def scan(words: tuple[str, ...]) -> None:
+    """List what the datasets hold, and what of it cannot be used and why. --json prints JSON. Opens headers only."""
+    config, plugins, as_json = _asked(words)
+    catalog = catalog_of(plugins)
+    specs, directory = dataset_specs(config, catalog), _directory(config)
+    found = [
+        *build_datasets(specs, catalog, directory, _progress()),
+        *build_datasets(specs, catalog, directory, _progress(), kind="eval"),
+    ]
     if as_json:
         click.echo(json.dumps({"datasets": [_described(one) for one in found]}, indent=2, ensure_ascii=False))
         return
     for one in found:
         broken = one.index.quarantined
-        click.echo(f"{one.spec.id}: {len(one.index.healthy)} pictures, {len(broken)} set aside ({one.storage.location})")
+        click.echo(f"{one.spec.id}: {len(one.index.healthy)} images, {len(broken)} set aside ({one.storage.location})")
         for item in broken[:_SHOWN]:
             click.echo(f"    {item.key}: {item.reason}")
         if len(broken) > _SHOWN:
@@ -72,62 +56,56 @@ def scan(data_backend_config: Path, output_dir: Path | None, caption_strategy: s
             click.echo(f"    note: {notice}")
 
 
-@dataset.command()
-@_CONFIG
-@_OUTPUT
-@_CAPTIONS
-@_option("train_batch_size", type=click.IntRange(1), default=1, show_default=True, help="Pictures per rank and micro-batch.")
-@_option("num_processes", type=click.IntRange(1), default=1, show_default=True, help="Ranks.")
-@_option("gradient_accumulation_steps", type=click.IntRange(1), default=1, show_default=True, help="Micro-batches per step.")
-@_option("resolution", type=click.FloatRange(0, min_open=True), default=1024.0, show_default=True, help="Default size.")
-@_option("resolution_type", type=click.Choice(["pixel", "area", "pixel_area"]), default="pixel_area", show_default=True)
-@_option("aspect_bucket_alignment", type=click.IntRange(1), default=64, show_default=True, help="Of the model family.")
-@_option("aspect_bucket_rounding", type=click.IntRange(0, 9), default=2, show_default=True, help="Decimals of aspect ratios.")
-@_option("data_error_budget", type=click.FloatRange(0), default=0.01, show_default=True, help="A share below 1, or a count.")
-@_option("allow_dataset_oversubscription", is_flag=True, help="Raise the repeats of buckets that are too small.")
-@_JSON
-def check(
-    data_backend_config: Path,
-    output_dir: Path | None,
-    caption_strategy: str,
-    train_batch_size: int,
-    num_processes: int,
-    gradient_accumulation_steps: int,
-    resolution: float,
-    resolution_type: ResolutionType,
-    aspect_bucket_alignment: int,
-    aspect_bucket_rounding: int,
-    data_error_budget: float,
-    allow_dataset_oversubscription: bool,
-    as_json: bool,
-) -> None:
-    """Say whether every bucket fills a batch. Also how many steps an epoch has. Exits with 3 if one does not."""
-    defaults = DataDefaults(caption_strategy=caption_strategy, resolution=resolution, resolution_type=resolution_type)
-    rules = DataRules(
-        seed=0,  # which does not change how many batches there are
-        shape=BatchShape(train_batch_size=train_batch_size, ranks=num_processes, accumulation=gradient_accumulation_steps),
-        alignment=aspect_bucket_alignment,
-        aspect_rounding=aspect_bucket_rounding,
-        error_budget=data_error_budget,
-        allow_oversubscription=allow_dataset_oversubscription,
-    )
-    specs, found = _scan(data_backend_config, output_dir, defaults)
-    data = prepare(found, rules, notices=unused_caches(specs))
-    click.echo(json.dumps(_buckets(data), indent=2, ensure_ascii=False) if as_json else _as_text(data))
+@dataset.command(context_settings=_WORDS)
+@click.argument("words", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
+def check(words: tuple[str, ...]) -> None:
+    """Say whether every bucket of the run fills a batch, and how many steps an epoch has. --json prints JSON.
+
+    Buckets are those of --model_family. Exits with 3 if a bucket is too small.
+    """
+    config, plugins, as_json = _asked(words)
+    alignment, notices = _alignment(config, plugins)
+    data = scan_data(config, plugins, alignment, _directory(config), _progress())
+    notices += [*config.notices, *data.notices]
+    click.echo(json.dumps(_buckets(data, notices), indent=2, ensure_ascii=False) if as_json else _as_text(data, notices))
 
 
-def _scan(config: Path, output_dir: Path | None, defaults: DataDefaults) -> tuple[tuple[DatasetSpec, ...], tuple[Dataset, ...]]:
-    """All entries, and the datasets of pictures among them."""
-    catalog = catalog_of(load_plugins())
-    specs, problems = parse_datasets(load_backend_config(config), where=str(config), defaults=defaults, catalog=catalog)
-    if problems:
-        raise ConfigError(problems)
-    progress = _progress if sys.stderr.isatty() else None
-    return specs, build_datasets(specs, catalog, output_dir / "data" if output_dir else None, progress)
+def _asked(words: tuple[str, ...]) -> tuple[Config, Plugins, bool]:
+    """The configuration, the plugins, and whether JSON is wanted."""
+    rest = list(words)
+    as_json = take_switch(rest, "--json")
+    invocation = Invocation.read(rest)
+    config = invocation.config()
+    options = config[DataOptions]
+    if not (options.data_backend_config or options.datasets or options.instance_data_dir):
+        fix = "--instance_data_dir=FOLDER, --data_backend_config=FILE, or the configuration file of a run"
+        raise UserError("no dataset is given", fix=fix)
+    return config, invocation.plugins, as_json
 
 
-def _progress(name: str) -> Progress:
-    return lambda done, total: click.echo(f"{name}: {done} of {total}", err=True)
+def _alignment(config: Config, plugins: Plugins) -> tuple[int, list[str]]:
+    """What sides of buckets are multiples of where the options do not say, and what to tell of it."""
+    if config[ModelOptions].model_family is not None:
+        from smalti.families import find_family
+
+        return find_family(config, plugins).alignment, []
+    if config[DataOptions].aspect_bucket_alignment is not None:
+        return _USUAL_ALIGNMENT, []
+    return _USUAL_ALIGNMENT, [f"no --model_family is given: sides of buckets are taken to be multiples of {_USUAL_ALIGNMENT}"]
+
+
+def _directory(config: Config) -> Path | None:
+    output = config[RunOptions].output_dir
+    return output / "data" if output is not None else None
+
+
+def _progress() -> Scan | None:
+    """How far a scan is, where somebody watches."""
+
+    def of(name: str) -> Progress:
+        return lambda done, total: click.echo(f"{name}: {done} of {total}", err=True)
+
+    return of if sys.stderr.isatty() else None
 
 
 def _described(one: Dataset) -> dict[str, object]:
@@ -140,7 +118,7 @@ def _described(one: Dataset) -> dict[str, object]:
     }
 
 
-def _buckets(data: PreparedData) -> dict[str, object]:
+def _buckets(data: PreparedData, notices: list[str]) -> dict[str, object]:
     return {
         "effective_batch": data.order.effective_batch,
         "batches_per_epoch": data.order.epoch_start(1),
@@ -149,14 +127,14 @@ def _buckets(data: PreparedData) -> dict[str, object]:
             for content in data.order.buckets
         ],
         "quarantined": len(data.quarantined),
-        "notices": list(data.notices),
+        "notices": notices,
     }
 
 
-def _as_text(data: PreparedData) -> str:
-    lines = [f"{'bucket':>12} {'pictures':>9} {'with repeats':>13}"]
+def _as_text(data: PreparedData, notices: list[str]) -> str:
+    lines = [f"{'bucket':>12} {'images':>9} {'with repeats':>13}"]
     lines += [
         f"{content.bucket!s:>12} {len(content.samples):>9} {int(content.copies.sum()):>13}" for content in data.order.buckets
     ]
     lines += [f"effective batch {data.order.effective_batch}, {data.order.epoch_start(1)} batches in the first epoch"]
-    return "\n".join([*lines, *(f"note: {notice}" for notice in data.notices)])
+    return "\n".join([*lines, *(f"note: {notice}" for notice in notices)])

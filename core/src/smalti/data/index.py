@@ -146,7 +146,7 @@ def build_index(
 
 def load_index(spec: DatasetSpec, cache: Path) -> DatasetIndex:
     """The index that another process built. Raises UserError when there is none, or one of another configuration."""
-    fix = "build it first: smalti dataset scan"
+    fix = "build it first: smalti dataset scan, with the options of the run"
     try:
         table = read_table(cache)
     except (OSError, pa.ArrowInvalid) as error:
