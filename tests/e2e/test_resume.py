@@ -67,6 +67,16 @@ def test_a_run_that_goes_on_otherwise_says_so_in_its_configuration(runs, train):
     assert "max_train_steps = 13" in (resumed.directory / "config.toml").read_text()
 
 
+def test_steps_of_another_size_are_not_continued_with_the_same_name_of_an_optimizer(tmp_path, train):
+    """Of `adafactor` when it was torch's, whose steps are scaled by the size of each weight."""
+    options = {"train_batch_size": 4, "max_train_steps": 1}
+    assert train(tmp_path / "run", **options, optimizer="adafactor_scaled").code == 0
+    refused = train(tmp_path / "run", **{**options, "max_train_steps": 2}, optimizer="adafactor")
+    assert (refused.code, "--optimizer=adafactor_scaled resumes it" in refused.output) == (2, True), refused.output
+    resumed = train(tmp_path / "run", **{**options, "max_train_steps": 2}, optimizer="adafactor_scaled")
+    assert (resumed.code, "at step 1" in resumed.output) == (0, True), resumed.output
+
+
 def test_hook_load_checkpoint_is_asked_with_the_newest_checkpoint(runs):
     _, _, resumed = runs
     assert resumed.calls("load_checkpoint")[0]["source"] == "step-00000005"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from smalti.config import Config
-from smalti.errors import BrokenPlugin
+from smalti.errors import BrokenPlugin, CheckpointError
 from smalti.factories import create
 from smalti.settings import OptimizerOptions
 from smalti.strategy import find_optimizer
@@ -66,7 +66,7 @@ class AdamW(torch.optim.AdamW):
         """torch fills these lists, with parameters, gradients and moments, and steps what is in them afterwards."""
         has_complex = cast(bool, super()._init_group(group, *found))  # type: ignore[no-untyped-call]
         for tensors in found:
-            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+            tensors[:] = _local(tensors)
         return has_complex
 
 
@@ -75,7 +75,42 @@ def adamw(groups: list[dict[str, object]], **settings: object) -> torch.optim.Op
 
 
 def sgd(groups: list[dict[str, object]], **settings: object) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, momentum=0.9, **settings)  # type: ignore[arg-type]
+    return decouple_decay(torch.optim.SGD(groups, momentum=0.9, **settings))  # type: ignore[arg-type]
+
+
+def adagrad(groups: list[dict[str, object]], **settings: object) -> torch.optim.Optimizer:
+    return decouple_decay(torch.optim.Adagrad(groups, **settings))  # type: ignore[arg-type]
+
+
+def decouple_decay(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The same optimizer, made to shrink weights by rate times decay before each step, as AdamW does.
+
+    For one that adds the decay to the gradient, where Adagrad would divide it away (Loshchilov and Hutter 2019). In between
+    steps its groups say their `weight_decay` as before.
+    """
+    decays: list[float] = []
+
+    def shrink(*_: object) -> None:
+        decays[:] = [group["weight_decay"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if group["weight_decay"] and stepped:
+                with torch.no_grad():
+                    torch._foreach_mul_(_local(stepped), 1 - group["lr"] * group["weight_decay"])
+            group["weight_decay"] = 0.0
+
+    def put_back(*_: object) -> None:
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+
+    optimizer.register_step_pre_hook(shrink)
+    optimizer.register_step_post_hook(put_back)
+    return optimizer
+
+
+def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Of sharded tensors this rank's part."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def muon(
@@ -112,3 +147,60 @@ class Joined(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for part in self.parts:
             part.step(closure)
+
+
+class FixedRateAdafactor(torch.optim.Optimizer):
+    """Adafactor (Shazeer and Stern 2018) at an absolute learning rate: a step has about the size of the rate.
+
+    As that of transformers is with `relative_step` and `scale_parameter` off. torch's multiplies the rate by the size of each
+    weight, so that it does not train an adapter, which begins at zero. Of a matrix it keeps a row and a column of the second
+    moment, under the names and in the shapes of torch's.
+    """
+
+    def __init__(self, groups: list[dict[str, object]], *, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "beta2_decay": -0.8, "eps": 1e-30, "clip": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    update = self._update(self.state[parameter], parameter.grad.float(), group)
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    parameter.sub_(update, alpha=group["lr"])
+
+    @staticmethod
+    def _update(state: dict[str, Tensor], gradient: Tensor, group: dict[str, float]) -> Tensor:
+        """The gradient over the root of its second moment, with a root mean square of at most `clip`."""
+        rows, columns = gradient.shape[-2:-1], gradient.shape[-1:]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            if rows:
+                state["row_var"] = gradient.new_zeros(*gradient.shape[:-1], 1)
+                state["col_var"] = gradient.new_zeros(*gradient.shape[:-2], 1, *columns)
+            else:
+                state["variance"] = torch.zeros_like(gradient)
+        state["step"] += 1
+        new = state["step"].item() ** group["beta2_decay"]
+        square = gradient.square().add_(group["eps"])
+        if rows:
+            row = state["row_var"].lerp_(square.mean(-1, keepdim=True), new)
+            column = state["col_var"].lerp_(square.mean(-2, keepdim=True), new)
+            scale = (row / row.mean(-2, keepdim=True)).rsqrt_() * column.rsqrt()
+        else:
+            scale = state["variance"].lerp_(square, new).rsqrt()
+        update = scale.mul_(gradient)
+        return update.div_((update.norm() / update.numel() ** 0.5 / group["clip"]).clamp_(min=1.0))
+
+
+def check_step_sizes(saved: str, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse to go on with `FixedRateAdafactor` from a checkpoint of torch's Adafactor, the optimizer that was `saved`.
+
+    The same learning rate would make steps that are hundreds of times as large. Raises CheckpointError.
+    """
+    if saved == torch.optim.Adafactor.__name__ and isinstance(optimizer, FixedRateAdafactor):
+        raise CheckpointError(
+            "the checkpoint is of a run whose Adafactor scaled the learning rate by the size of each weight, and "
+            "--optimizer=adafactor takes it as it is",
+            fix="--optimizer=adafactor_scaled resumes it; or start afresh in a new --output_dir",
+        )

@@ -46,7 +46,7 @@ from smalti.models.description import config_of
 from smalti.models.family import Adaptable, ModelFamily
 from smalti.models.layout import put_channels_last, wants_channels_last
 from smalti.models.weights import without_weights
-from smalti.optimizers import matrices, parameter_groups
+from smalti.optimizers import check_step_sizes, matrices, parameter_groups
 from smalti.parallel import Parallel, Ranks
 from smalti.plugins import Plugins
 from smalti.resume import Resumption, check_resumable
@@ -358,6 +358,7 @@ def restore(run: Run, found: Path) -> None:
     loaded = run.backend.load_checkpoint(source=found, state=snapshot, parallel=run.parallel)
     assert loaded is not None, "the core's own answer comes last"
     check_adapter(run, loaded.trainer, found)
+    check_step_sizes(loaded.optimizer, run.optimizer)
     resumption = check_resumable(loaded.trainer, run.config, run.data, found)
     groups = run.optimizer.param_groups
     configured = [{key: value for key, value in group.items() if key != "params"} for group in groups]

@@ -215,7 +215,7 @@ class TrainingOptions(Options):
 
 
 class OptimizerOptions(Options):
-    optimizer: str = option("adamw", help="Optimizer by name.")
+    optimizer: str = option("adamw", help="Optimizer: adafactor, adafactor_scaled, adagrad, adamw, muon, sgd, or a plugin's.")
     learning_rate: float = option(1e-4, help="Peak learning rate.", ge=0)
     adam_beta1: float = option(0.9, help="First-moment decay.", level="advanced", ge=0, lt=1)
     adam_beta2: float = option(0.999, help="Second-moment decay.", level="advanced", ge=0, lt=1)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from smalti.checkpoint.conversion import convert
 from smalti.checkpoint.portable import capture
 from smalti.ema import Ema
-from smalti.optimizers import matrices, parameter_groups
+from smalti.optimizers import decouple_decay, matrices, parameter_groups
 from smalti.testing import RankFailed, TinyFamily, two_processes
 from smalti.testing.strategies import run_check
 from smalti.testing.strategy_subject import Reference, open_family, open_strategy, whole_state
@@ -242,23 +242,29 @@ class Lion(torch.optim.Optimizer):
                 average.lerp_(weight.grad, 0.01)
 
 
+def adagrad(groups, **settings) -> torch.optim.Optimizer:
+    return decouple_decay(torch.optim.Adagrad(groups, **settings))
+
+
 OPTIMIZERS = {
     "Adam": ({}, torch.optim.AdamW),  # which is what DeepSpeed makes of it, unless it is told otherwise
     "Adam with decay in its gradient": ({"adam_w_mode": False}, torch.optim.Adam),
-    "Adagrad": ({}, torch.optim.Adagrad),
-    "Adagrad offloaded": ({}, torch.optim.Adagrad),
+    "Adagrad": ({}, adagrad),
+    "Adagrad offloaded": ({}, adagrad),
     "Lion offloaded": ({"betas": [0.9, 0.99]}, Lion),
 }
 """Settings in the JSON, and what is computed. AdamW is what all of the contract is checked with."""
+DECAY = 1.0
+"""So large that a decay which is added to the gradient shows: Adagrad divides most of it away."""
 KEPT = ("Adagrad", "Adagrad offloaded", "Lion offloaded")
 
 
 def step_beside_torch(kind: str, flags: tuple[str, ...]) -> float:
     """Three steps at rates that change; the largest difference of weights and moments to those of torch's optimizer."""
-    subject = open_strategy("deepspeed", flags, 2)
+    subject = open_strategy("deepspeed", (*flags, f"--adam_weight_decay={DECAY}"), 2)
     model = subject.family.build_model()
     model.load_state_dict(subject.first)
-    groups = parameter_groups(model, 0.01, matrices(model))
+    groups = parameter_groups(model, DECAY, matrices(model))
     reference = Reference(model, OPTIMIZERS[kind][1](groups, **SETTINGS), subject.family)
     for number in range(3):
         for group in (*subject.optimizer.param_groups, *reference.optimizer.param_groups):

@@ -33,11 +33,12 @@ from smalti.parallel import PortableState, Ranks, Span, named_state, shape_of
 class Loaded:
     """What came out of a checkpoint besides the tensors.
 
-    `trainer` is what the trainer had given to the snapshot. `moments` and `ema` tell whether those were filled in; where not,
-    `notices` says why, in sentences for the user.
+    `trainer` is what the trainer had given to the snapshot, `optimizer` the class of the optimizer that was saved. `moments`
+    and `ema` tell whether those were filled in; where not, `notices` says why, in sentences for the user.
     """
 
     trainer: dict[str, object]
+    optimizer: str
     manifest: Manifest
     moments: bool
     ema: bool
@@ -110,6 +111,7 @@ def _load(path: Path, snapshot: Snapshot) -> Loaded:
         target.moments, target.settings = moments, regrouped(state.settings, target.settings)
     return Loaded(
         trainer=dict(state.trainer),
+        optimizer=state.optimizer,
         manifest=manifest,
         moments=same,
         ema="ema" in wanted,

@@ -38,13 +38,21 @@ OPTIMIZERS = (
     OptimizerEntry(
         name="adafactor",
         title="Adafactor",
+        factory="smalti.optimizers:FixedRateAdafactor",
+        accepts=("weight_decay",),
+        shards=False,
+        flat=False,
+    ),
+    OptimizerEntry(
+        name="adafactor_scaled",
+        title="Adafactor, the rate scaled by the size of each weight",
         factory="torch.optim:Adafactor",
         accepts=("weight_decay",),
         shards=False,
         flat=False,
     ),
     OptimizerEntry(name="muon", title="Muon for matrices, AdamW for the rest", factory="smalti.optimizers:muon", flat=False),
-    OptimizerEntry(name="adagrad", title="Adagrad", factory="torch.optim:Adagrad", accepts=("eps", "weight_decay")),
+    OptimizerEntry(name="adagrad", title="Adagrad", factory="smalti.optimizers:adagrad", accepts=("eps", "weight_decay")),
     OptimizerEntry(name="sgd", title="SGD with momentum 0.9", factory="smalti.optimizers:sgd", accepts=("weight_decay",)),
 )
 

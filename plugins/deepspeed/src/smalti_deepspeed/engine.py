@@ -80,7 +80,13 @@ class Engine(Group):
 
         from smalti_deepspeed.portable import Portable
         from smalti_deepspeed.swapfiles import failures_told
-        from smalti_deepspeed.zero import correct_bias_exactly, numbers_sent, step_with_own_groups, zero_of
+        from smalti_deepspeed.zero import (
+            correct_bias_exactly,
+            decay_as_the_core_does,
+            numbers_sent,
+            step_with_own_groups,
+            zero_of,
+        )
 
         groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups]
         with compiled_in_turn(), failures_told(self._document), _settings_fit(self._document), numbers_sent():
@@ -97,6 +103,8 @@ class Engine(Group):
         step_with_own_groups(engine)
         self._zero: Zero = zero_of(engine)
         correct_bias_exactly(engine.basic_optimizer)
+        if engine.basic_optimizer is not optimizer:
+            decay_as_the_core_does(engine.basic_optimizer)
         self._portable: Portable = Portable(model, engine.basic_optimizer, self._zero, self)
         if self._bf16 and self._weights is not None:
             with torch.no_grad():

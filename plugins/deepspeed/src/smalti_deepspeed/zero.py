@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import combine_grad_norm_groups
@@ -25,6 +26,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from smalti import UserError
+from smalti.optimizers import decouple_decay
 from smalti_deepspeed.importing import replaced
 from smalti_deepspeed.swapping import swap_whole_pages
 
@@ -277,6 +279,12 @@ def correct_bias_exactly(optimizer: torch.optim.Optimizer) -> None:
         optimizer.ds_opt_adam.create_adam(optimizer.opt_id, *settings, False)
 
     optimizer.register_step_pre_hook(begin_anew)
+
+
+def decay_as_the_core_does(optimizer: torch.optim.Optimizer) -> None:
+    """Make an Adagrad that DeepSpeed has built decay weights as `--optimizer=adagrad` does under every other strategy."""
+    if isinstance(optimizer, torch.optim.Adagrad | DeepSpeedCPUAdagrad):
+        decouple_decay(optimizer)
 
 
 def moments(
