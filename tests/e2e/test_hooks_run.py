@@ -76,7 +76,8 @@ def test_hook_on_checkpoint_failed_tells_why_nothing_was_saved(tmp_path, train):
 
 
 def test_hook_on_gpu_fault_is_asked_and_the_worst_answer_wins(tmp_path, train):
-    fault = train(tmp_path / "fault", max_train_steps=6, train_batch_size=4, spoil="fault:0:3")
+    worst = {"PROBE_FAULT": "STOP_UNSAVED"}
+    fault = train(tmp_path / "fault", max_train_steps=6, train_batch_size=4, spoil="fault:0:3", variables=worst)
     assert fault.calls("on_gpu_fault")[0]["kind"] == "cuda_error"
     assert (fault.code, fault.calls("on_train_end")[0]["reason"]) == (5, "FAULT_UNSAVED")
 

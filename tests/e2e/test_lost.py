@@ -68,6 +68,12 @@ def test_what_is_saved_after_a_fault_that_forbids_saving_is_marked(spoiled):
     assert flags == [(), (SUSPECT,)]
 
 
+def test_what_is_saved_after_a_fault_that_does_not_forbid_it_is_an_ordinary_checkpoint(tmp_path, launch):
+    options = {**ENDLESS, "num_processes": 2, "max_train_steps": 8}
+    run = launch(tmp_path / "run", **options, spoil="fault:0:4", variables={"PROBE_FAULT": "CONTINUE"})
+    assert (run.code, newest(run.directory).step, newest(run.directory).manifest.flags) == (5, 3, ()), run.output
+
+
 def test_the_events_tell_of_a_checkpoint_that_the_main_rank_made_alone(spoiled):
     assert [event["step"] for event in spoiled["error:1:4"].events("checkpoint")] == [3]
 

@@ -39,15 +39,16 @@ def statistics(act: str, folder: Path) -> tuple[dict[str, list], dict[str, list]
         return {name: tensor.tolist() for name, tensor in subject.parallel.unwrap(subject.model).named_buffers()}
 
     own = now()
-    run = SimpleNamespace(parallel=subject.parallel, model=subject.model, config=subject.config, ema=None)
-    if act == "judged":
-        with at_rest(run):
-            return own, now()
+    parallel = subject.parallel
 
     def write(snapshot: Snapshot, ranks: Ranks) -> Checkpoint:
         return write_checkpoint(folder, snapshot, ranks)
 
-    run.saver = Saver(write=write, ranks=subject.parallel, side=subject.parallel.side_channel())
+    run = SimpleNamespace(parallel=parallel, world=parallel.world, model=subject.model, config=subject.config, ema=None)
+    run.saver = Saver(write=write, ranks=parallel, side=parallel.side_channel())
+    if act == "judged":
+        with at_rest(run):
+            return own, now()
     run.state = RunState(max_steps=2, save_requested=True)
     run.snapshot = lambda: Snapshot(step=1, state=subject.state(), trainer={"step": 1})
     save(run, last=False)

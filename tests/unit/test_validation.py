@@ -1,13 +1,25 @@
-"""Which rank draws what, and how large."""
+"""Which rank draws what, how large, and with which weights."""
+
+import threading
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from smalti import UserError
+from smalti.checkpoint.background import Saver
+from smalti.checkpoint.snapshot import Snapshot
+from smalti.checkpoint.writer import save
 from smalti.config import resolve, schema_of
+from smalti.ema import Ema
 from smalti.plugins import load_plugins
-from smalti.validation import picture_size, shares
+from smalti.ranks import GlooRanks
+from smalti.testing import TinyFamily
+from smalti.testing.strategy_subject import open_family
+from smalti.validation import at_rest, picture_size, shares
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 5))
@@ -37,3 +49,33 @@ def test_a_size_may_be_given_with_width_and_height():
 def test_a_size_that_cannot_be_drawn_is_refused(text):
     with pytest.raises(UserError, match="validation_resolution"):
         size(f"--validation_resolution={text}")
+
+
+class Late(GlooRanks):
+    """Words between the threads that save, of which the first comes late."""
+
+    entered = threading.Event()
+
+    def share(self, value):
+        self.entered.wait(0.5)
+        return super().share(value)
+
+
+def test_averaged_weights_are_not_put_in_place_before_a_checkpoint_has_its_copy_of_the_others(tmp_path):
+    subject = open_family("ddp", (), 1, TinyFamily())
+    ema = Ema(subject.parallel.masters(subject.model), decay=0.9)
+    subject.step(1)
+    weights = {name: tensor.clone() for name, tensor in subject.state().model.items()}
+    line = Late(world=subject.parallel.world, group=None)
+    saver = Saver(write=lambda state, ranks: save(tmp_path, state, ranks), ranks=subject.parallel, side=line)
+    run = SimpleNamespace(parallel=subject.parallel, world=subject.parallel.world, model=subject.model, ema=ema, saver=saver)
+    saver.begin(Snapshot(step=1, state=subject.state(), trainer={"step": 1}))
+    with at_rest(run):
+        line.entered.set()
+        saver.release()
+        assert any(not torch.equal(tensor, weights[name]) for name, tensor in subject.state().model.items())
+    landed = saver.landed(finish=True)
+    saver.close()
+    saved = {name: tensor for path in (landed.path / "model").glob("*.safetensors") for name, tensor in load_file(path).items()}
+    assert saved.keys() == weights.keys()
+    assert all(torch.equal(saved[name], weights[name]) for name in weights)

@@ -6,8 +6,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from smalti.config import Config
+from smalti.parallel import Parallel
+from smalti.settings import TrainingOptions
 
 
 class Ema:
@@ -46,8 +50,8 @@ class Ema:
     def in_place_of_weights(self) -> Iterator[None]:
         """The model computes with the averaged weights inside this block; afterwards it has its own again, bit for bit."""
         kept = {name: _local(parameter).detach().clone() for name, parameter in self._live.items()}
-        self._put(self.shadows)
         try:
+            self._put(self.shadows)
             yield
         finally:
             self._put(kept)
@@ -56,6 +60,13 @@ class Ema:
     def _put(self, values: Mapping[str, Tensor]) -> None:
         for name, parameter in self._live.items():
             _local(parameter).copy_(_local(values[name]))
+
+
+def build_ema(config: Config, parallel: Parallel, model: nn.Module) -> Ema | None:
+    options = config[TrainingOptions]
+    if not options.use_ema:
+        return None
+    return Ema(parallel.masters(model), options.ema_decay, "cpu" if options.ema_device == "cpu" else None)
 
 
 def _local(tensor: Tensor) -> Tensor:

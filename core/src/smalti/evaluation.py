@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from smalti.attempts import computed
 from smalti.data.heldout import HeldOut, HeldOutPictures
 from smalti.diffusion.noise import SampleNoise
 from smalti.diffusion.objective import STEPS
 from smalti.metrics import log_metrics
 from smalti.models.family import Conditioning, ModelFamily
 from smalti.models.frames import with_frames
+from smalti.observers import notify
 from smalti.settings import ValidationOptions
 from smalti.types import EvaluationResult
 from smalti.validation import at_rest
@@ -33,8 +35,13 @@ def noise_levels(count: int) -> list[float]:
     return [(number + 0.5) / count for number in range(count)]
 
 
-def evaluate(run: Run, held_out: HeldOut) -> EvaluationResult:
-    """Measure the loss on every held-out picture, tell the trackers and the observers. *Collective*."""
+def evaluate(run: Run) -> EvaluationResult:
+    """Measure the loss on every held-out picture, tell the trackers and the observers. *Collective*.
+
+    Raises AttemptFailed, on every rank.
+    """
+    held_out = run.held_out
+    assert held_out is not None, "evaluation is due only where pictures are held out"
     begin = time.perf_counter()
     levels = noise_levels(run.config[ValidationOptions].eval_timesteps)
     with at_rest(run) as model:
@@ -51,7 +58,7 @@ def evaluate(run: Run, held_out: HeldOut) -> EvaluationResult:
     )
     by_timestep = {f"eval_loss/t={timestep}": loss for timestep, loss in result.by_timestep.items()}
     log_metrics(run.plugins, run.world, {"eval_loss": result.loss, **by_timestep}, result.step)
-    run.hook.on_evaluation(state=run.state, result=result)
+    notify(run.plugins, "on_evaluation", run.state, result=result)
     return result
 
 
@@ -64,13 +71,17 @@ def _losses(run: Run, model: nn.Module, held_out: HeldOut, levels: list[float]) 
     table = torch.zeros(held_out.count, len(levels) + 1, device=world.device)
     speaks = world.rank % world.context == 0  # of the ranks that share samples, one
     noise = SampleNoise(run.config[ValidationOptions].validation_seed, world.device)
-    for batch, counts in held_out.share(world.data_rank, world.data_size):
-        pictures = held_out.read(batch)
-        columns = _batch_losses(run, model, pictures, noise, levels)
-        if counts and speaks:
-            rows = table[batch.place : batch.place + len(batch.samples)]
-            rows[:, :-1] = columns
-            rows[:, -1] = pictures.readable.to(world.device)
+
+    def measure() -> None:
+        for batch, counts in held_out.share(world.data_rank, world.data_size):
+            pictures = held_out.read(batch)
+            columns = _batch_losses(run, model, pictures, noise, levels)
+            if counts and speaks:
+                rows = table[batch.place : batch.place + len(batch.samples)]
+                rows[:, :-1] = columns
+                rows[:, -1] = pictures.readable.to(world.device)
+
+    computed(run, measure)
     whole = torch.stack(list(run.parallel.gather(table)))
     return whole.sum(0).cpu().double()
 

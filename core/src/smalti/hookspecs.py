@@ -21,11 +21,12 @@ Where the hooks fire, in the order of a run:
           (forward, backward, clip, step: methods of the Parallel, no hooks)
           on_step_end
           log_metrics
-          on_validation          after pictures were drawn
-          on_evaluation          after the loss on held-out pictures was measured
           save_checkpoint        in a thread, while training goes on
           on_checkpoint          once it is whole and visible, at a later step boundary (or on_checkpoint_failed)
+          on_validation          after pictures were drawn
+          on_evaluation          after the loss on held-out pictures was measured
           on_gpu_fault           when an accelerator failed
+          on_warning             when something failed that the run goes on without
       on_error                   only when an exception leaves the loop
       on_train_end               always
 
@@ -36,8 +37,10 @@ There are three kinds of hooks, and the first line of each says which it is:
   gather   all answers count; two with the same `name` are an error that names both distributions.
   notify   nothing is returned.
 
-An exception raised in a hook ends the run, keeps its type and is told which plugin, version and hook it came from. The one
-exception to that is `log_metrics`: a tracker that fails is switched off with one message and the run goes on.
+An exception raised in a hook ends the run, keeps its type and is told which plugin, version and hook it came from. Observers
+are isolated instead. One that fails in `log_metrics` is switched off with one message. What fails in `on_validation`,
+`on_evaluation`, `on_checkpoint`, `on_checkpoint_failed`, `on_warning`, `on_gpu_fault`, `on_error` or `on_train_end` is reported
+with plugin and traceback; the other plugins are told all the same, and the run goes on, or ends as it would have.
 
 A plugin implements any of these in a class or a module, marks each with `@hookimpl`, and names the object in the entry-point
 group `smalti.plugins`. It may leave out arguments that it does not need. Its entry module must not import torch.
@@ -200,7 +203,10 @@ class HookSpecs:
 
     @_spec
     def on_train_start(self, state: RunState, info: RunInfo) -> None:
-        """notify: the loop is about to begin, at `state.step`. Every rank. `on_train_end` follows in any case."""
+        """notify: the loop is about to begin, at `state.step`. Every rank.
+
+        `on_train_end` follows in any case, unless this raises: then nothing is trained.
+        """
         raise NotImplementedError
 
     @_spec
@@ -238,13 +244,24 @@ class HookSpecs:
         raise NotImplementedError
 
     @_spec
+    def on_warning(self, state: RunState, message: str, error: Exception) -> None:
+        """notify: something failed that the run goes on without: a validation, an evaluation, a plugin that was told something.
+
+        Every rank that knows of it; the log has it already. `message` is one sentence. What is raised here is only logged.
+        """
+        raise NotImplementedError
+
+    @_spec
     def on_error(self, state: RunState, error: BaseException) -> None:
         """notify: an exception is leaving the loop on this rank; it goes on after this. Other ranks may know nothing of it."""
         raise NotImplementedError
 
     @_spec
     def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:
-        """notify: the run is over on this rank; `outcome` is None after an error. Close what `on_train_start` opened."""
+        """notify: the run is over on this rank; `outcome` is None after an error. Close what `on_train_start` opened.
+
+        Every plugin is told, whatever others do; not those whose `on_train_start` has failed or was not called.
+        """
         raise NotImplementedError
 
     @_spec
@@ -277,8 +294,9 @@ class HookSpecs:
 
     @_spec
     def on_gpu_fault(self, fault: GpuFault, state: RunState) -> FaultAction:
-        """gather: what to do about a fault. The worst answer over plugins wins, then the worst over ranks.
+        """gather: what to do about a fault. The worst answer over plugins wins; the core's own counts where no other has one.
 
-        Called on the rank that saw the fault, inside the loop. Do not touch the accelerator.
+        Called on the rank that saw the fault, inside the loop. What comes of an answer on one rank and on several: see
+        `FaultAction`. None is no answer. Do not touch the accelerator.
         """
         raise NotImplementedError

@@ -228,8 +228,11 @@ class LiveRun:
             blocked=checkpoint.blocked,
         )
 
-    def record_warning(self, state: RunState, message: str) -> None:
-        self.events.append("warning", step=state.step, message=message)
+    def record_warning(self, state: RunState, message: str, error: Exception | None = None) -> None:
+        """Something that the run goes on without; with the traceback, unless the user or the system is to blame for it."""
+        known = error is None or isinstance(error, UserError | OSError)
+        trace = {} if known else {"traceback": "".join(traceback.format_exception(error))}
+        self.events.append("warning", step=state.step, message=message, **trace)
 
     def record_error(self, state: RunState, error: BaseException) -> None:
         """An exception that is leaving the loop, with its traceback."""

@@ -30,7 +30,8 @@ def run_rank(config: Config, plugins: Plugins) -> Outcome:
             run = build(config, plugins, plan, parallel, crew, closing)
             signals.enter_context(stop_signals(run.state))  # to the very end: what is said and closed last is not cut off
             outcome = train(run)
-            parallel.barrier()  # nobody leaves the group while another still talks to it
+            if not run.parted:
+                parallel.barrier()  # nobody leaves the group while another still talks to it
         return outcome
 
 

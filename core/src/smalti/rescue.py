@@ -15,6 +15,7 @@ from dataclasses import replace
 from smalti.checkpoint.manifest import SUSPECT
 from smalti.checkpoint.writer import SaveError
 from smalti.crew import Roll
+from smalti.observers import notify
 from smalti.parallel import Ranks
 from smalti.run import Run
 from smalti.types import StopReason
@@ -31,7 +32,8 @@ def rescued(run: Run) -> Iterator[None]:
     try:
         yield
     except BaseException as caught:
-        error = run.saver.defect or caught  # the others have left because of it
+        defect = run.saver.defect  # the others have left because of it
+        error = caught if caught.__cause__ is defect else defect or caught
         distrusted = run.state.stop_reason is StopReason.FAULT_UNSAVED
         roll = run.crew.call_roll(error, whole=run.whole, suspect=distrusted)
         if roll is None:
@@ -76,5 +78,5 @@ def save_alone(run: Run, alone: Ranks, *, suspect: bool) -> str:
             return f"step {step} was saved before: {entry.path}"
     snapshot = run.snapshot()
     checkpoint = run.write(replace(snapshot, flags=(*snapshot.flags, SUSPECT)) if suspect else snapshot, alone)
-    run.hook.on_checkpoint(state=run.state, checkpoint=checkpoint)
+    notify(run.plugins, "on_checkpoint", run.state, checkpoint=checkpoint)
     return f"saved step {step} from rank {run.world.rank} before leaving: {checkpoint.path}"

@@ -31,7 +31,7 @@ from smalti.data.loader import Batch, Loader
 from smalti.data.prepared import PreparedData
 from smalti.dataplan import cache_folders, load_data, scan_data, total_steps
 from smalti.diffusion.step import DenoisingLoss, denoising_loss
-from smalti.ema import Ema
+from smalti.ema import Ema, build_ema
 from smalti.encoding import Encoded, encode_ahead
 from smalti.errors import BrokenPlugin, CheckpointError, UserError
 from smalti.factories import create
@@ -109,6 +109,8 @@ class Run:
     """Why the latest checkpoint could not be written; None if it was."""
     whole: bool = True
     """Whether weights, moments and averages are those of `state`; not so from the optimizer step to `advance`."""
+    parted: bool = False
+    """Whether this rank may be out of step with the others, so that it must not wait for them; only at the very end."""
     scheduler: LambdaLR = field(init=False)
     batches: Loader = field(init=False)
     utilisation: Utilisation = field(init=False)
@@ -177,11 +179,11 @@ class Run:
     def advance(self, batch: Batch, result: StepResult) -> None:
         """Count a step that is done; a step that was left out moves the data position alone."""
         state, options = self.state, self.config[RunOptions]
-        state.step = result.step
-        state.position = batch.position + 1
-        state.epoch = batch.epoch
+        if result.skipped:
+            self.leave_out(batch)
+        else:
+            state.step, state.position, state.epoch, state.skipped = result.step, batch.position + 1, batch.epoch, 0
         state.samples += result.samples
-        state.skipped = state.skipped + 1 if result.skipped else 0
         if result.skipped and options.nonfinite_loss == "stop":
             state.request_stop(StopReason.NON_FINITE, f"the loss or its gradient is not finite in step {result.step + 1}")
         elif state.skipped >= options.max_skipped_steps:
@@ -190,6 +192,12 @@ class Run:
         if broken := self.batches.budget_exhausted:
             state.request_stop(StopReason.ERROR_BUDGET, f"{broken}; mend or remove such files, or raise --data_error_budget")
         self.whole = True
+
+    def leave_out(self, batch: Batch) -> None:
+        """Pass over a batch from which nothing was learned."""
+        self.state.position = batch.position + 1
+        self.state.epoch = batch.epoch
+        self.state.skipped += 1
 
     def measure(self, batch: Batch, result: StepResult) -> StepResult:
         """The step with what it says of the devices, on the main rank and at steps that are logged."""
@@ -488,10 +496,3 @@ def build_optimizer(
     optimizer = plugins.hook.build_optimizer(model=model, groups=groups, config=config, registry=registry)
     assert optimizer is not None, "the core's own answer comes last"
     return optimizer
-
-
-def build_ema(config: Config, parallel: Parallel, model: nn.Module) -> Ema | None:
-    options = config[TrainingOptions]
-    if not options.use_ema:
-        return None
-    return Ema(parallel.masters(model), options.ema_decay, "cpu" if options.ema_device == "cpu" else None)

@@ -6,6 +6,7 @@ import logging
 
 from smalti.checkpoint.portable import portable_name
 from smalti.checkpoint.writer import SaveError
+from smalti.observers import notify
 from smalti.run import Run
 from smalti.settings import CheckpointOptions
 from smalti.statistics import take_first_ranks
@@ -37,13 +38,13 @@ def announce(run: Run, *, finish: bool = False, last: bool = False) -> None:
         return
     run.save_failure = landed if isinstance(landed, SaveError) else None
     if isinstance(landed, Checkpoint):
-        run.hook.on_checkpoint(state=run.state, checkpoint=landed)
+        notify(run.plugins, "on_checkpoint", run.state, checkpoint=landed)
         return
     stops = run.config[CheckpointOptions].on_save_error == "stop" or landed.errno is None
     if run.world.is_main:
         then = "stopping" if stops else "older checkpoints are intact" + ("" if last else ", training goes on")
         _log.warning("%s; %s%s", landed.message, then, f"\n  fix: {landed.fix}" if landed.fix else "")
-    run.hook.on_checkpoint_failed(state=run.state, error=landed)
+    notify(run.plugins, "on_checkpoint_failed", run.state, error=landed)
     if stops:
         run.state.request_stop(StopReason.SAVE_FAILED, _with_last_good(run, landed))
 

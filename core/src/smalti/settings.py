@@ -92,7 +92,10 @@ class RunOptions(Options):
         level="advanced",
     )
     max_skipped_steps: int = option(
-        10, help="Stop when this many steps in a row were left out.", level="advanced", when="nonfinite_loss == skip", ge=1
+        10,
+        help="Stop when this many steps in a row were left out: their loss was not finite, or the accelerator failed.",
+        level="advanced",
+        ge=1,
     )
 
 

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from smalti.attempts import attempt
 from smalti.data.loader import Batch
-from smalti.errors import GpuFaultError
 from smalti.evaluation import evaluate
-from smalti.faults import answer, fault_of
+from smalti.faults import faults_answered, faults_end
 from smalti.models.attention import attention_kernel
+from smalti.observers import observed, summary, warn
 from smalti.rescue import rescued
 from smalti.run import Run, reseed
 from smalti.saving import announce, save, settle
 from smalti.settings import TrainingOptions
-from smalti.types import FaultAction, Outcome, StepResult, StopReason
+from smalti.types import Outcome, StepResult, StopReason
 from smalti.validation import validate
 
 
 def train(run: Run) -> Outcome:
     """Train until the step budget is spent or something asks to stop. Every rank returns the same outcome."""
-    with observed(run) as ended, rescued(run):
+    with observed(run.plugins, run.state, run.info) as ended, rescued(run), faults_end(run):
         outcome = loop(run)
         ended.append(outcome)
     return outcome
@@ -35,22 +34,39 @@ def loop(run: Run) -> Outcome:
     if run.state.step >= run.state.max_steps:
         return Outcome(reason=StopReason.COMPLETED, message=f"already at step {run.state.step} of {run.state.max_steps}")
     for batch in run.batches:  # endless; on this rank's device; goes on where the last checkpoint left off
-        with faults_become_stops(run):
+        with faults_answered(run, batch):
             result = run.measure(batch, train_step(run, batch))
             run.advance(batch, result)
             run.hook.on_step_end(state=run.state, result=result)
             run.report(result)
             announce(run)  # a save that came to its end meanwhile
         wish = agree(run)
-        if wish.validate:
-            validate(run)
-        if wish.evaluate and run.held_out is not None:
-            evaluate(run, run.held_out)
         if wish.save:
-            save(run, last=wish.outcome is not None)
+            save(run, last=wish.outcome is not None)  # before anything that can fail
         if wish.outcome is not None:
-            return settle(run, wish.outcome)  # every rank returns here, or none does
+            return finish(run, wish, settle(run, wish.outcome))  # every rank returns here, or none does
+        with faults_answered(run, batch):
+            judge(run, wish)
     raise AssertionError("the stream of batches is endless")
+
+
+def judge(run: Run, wish: Wish) -> list[str]:
+    """Draw and evaluate where all ranks want it; what failed, a sentence each. *Collective*."""
+    failed = [attempt(run, "validation", validate)] if wish.validate else []
+    if wish.evaluate:
+        failed.append(attempt(run, "evaluation", evaluate))
+    return [each for each in failed if each]
+
+
+def finish(run: Run, wish: Wish, outcome: Outcome) -> Outcome:
+    """Judge the model for the last time. The run is over and saved, so whatever fails now is only told with the outcome."""
+    try:
+        failed = judge(run, wish)
+    except Exception as error:  # noqa: BLE001 - it may also be another rank that was lost; none of it undoes what was trained
+        run.parted = True
+        failed = [f"the last validation or evaluation failed: {summary(error)}"]
+        warn(run.plugins, run.state, failed[0], error)
+    return replace(outcome, message="; ".join((outcome.message, *failed)))
 
 
 def train_step(run: Run, batch: Batch) -> StepResult:
@@ -120,36 +136,3 @@ def agree(run: Run) -> Wish:
     outcome = Outcome(reason=reason, message=next(message for message in messages if message))
     completed = reason is StopReason.COMPLETED
     return Wish(validate=completed and draws, evaluate=completed and evaluates, save=reason.saves, outcome=outcome)
-
-
-@contextmanager
-def faults_become_stops(run: Run) -> Iterator[None]:
-    """A failing accelerator becomes a stop that the plugins decide on.
-
-    With one rank the loop goes on to its boundary and stops there. One of several cannot reach the boundary, because the others
-    wait for its gradients: it leaves with the fault as the reason, and one of the others saves (`smalti.rescue`).
-    """
-    try:
-        yield
-    except torch.AcceleratorError as error:
-        fault = fault_of(error, run.world)
-        if fault is None:
-            raise
-        action = answer(fault, run.plugins, run.state)
-        if run.world.size > 1 or action < FaultAction.STOP_SAVED:
-            raise GpuFaultError(f"{fault.kind} on {fault.device}: {fault.message}") from error
-        run.parallel.discard()
-
-
-@contextmanager
-def observed(run: Run) -> Iterator[list[Outcome]]:
-    """Observers are told of the start, of an exception that leaves the loop, and always of the end."""
-    ended: list[Outcome] = []
-    run.hook.on_train_start(state=run.state, info=run.info)
-    try:
-        yield ended
-    except BaseException as error:
-        run.hook.on_error(state=run.state, error=error)
-        raise
-    finally:
-        run.hook.on_train_end(state=run.state, outcome=ended[0] if ended else None)

@@ -398,9 +398,21 @@ class GpuFault:
 
 
 class FaultAction(IntEnum):
-    """What to do about a fault; the largest answer over plugins and ranks wins."""
+    """What to do about a fault of an accelerator; the largest answer over plugins wins.
+
+    In a single process the step in which it happened is left out: nothing of it is in the weights. Where the fault struck while
+    the weights were being changed, and where `--max_skipped_steps` steps in a row were left out, every answer is STOP_UNSAVED.
+
+    One of several ranks cannot go on alone, because the others wait for its gradients. It leaves, and the run ends with exit
+    code 5. A healthy rank that holds the whole state then saves the last step boundary; after STOP_UNSAVED it marks that as
+    suspect. Where ranks hold shards, the last checkpoint counts.
+    """
 
     CONTINUE = 0
+    """Go on with the next batch."""
     CHECKPOINT = 1
+    """Save, and go on with the next batch. The state is read from the device: if that fails, the run ends with exit code 5."""
     STOP_SAVED = 2
+    """Save, and stop with exit code 5."""
     STOP_UNSAVED = 3
+    """Stop with exit code 5 and write nothing, as when the state cannot be trusted or not be read any more."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from smalti.attempts import AttemptFailed, computed, on_all_ranks
 from smalti.errors import UserError
 from smalti.grid import picture_grid
 from smalti.models.family import SampleRequest, TellsSettings
+from smalti.observers import notify
 from smalti.pictures import save_picture
 from smalti.settings import DataOptions, ValidationOptions
 from smalti.statistics import take_first_ranks
@@ -61,44 +63,64 @@ def picture_size(config: Config, alignment: int) -> tuple[int, int]:
 def at_rest(run: Run) -> Iterator[nn.Module]:
     """The model as it is judged: the average of its weights if there is one, in eval mode, no gradients. *Collective*.
 
-    Afterwards it is as before, bit for bit, but that running statistics are those of rank 0.
+    Afterwards it is as before, bit for bit, but that running statistics are those of rank 0. After an exception that other
+    ranks do not know of, nothing is asked of them.
     """
-    averaged = run.ema.in_place_of_weights() if run.ema is not None else nullcontext()
+    run.saver.release()  # the weights are about to change, and a checkpoint may still be copying them
     model = run.parallel.unwrap(run.model)
     take_first_ranks(model, run.parallel)
     model.eval()
+    in_step = run.world.size == 1
     try:
-        with averaged, torch.no_grad():
+        with ExitStack() as averaged, torch.no_grad():
+            if (ema := run.ema) is not None:
+                on_all_ranks(run.parallel, lambda: averaged.enter_context(ema.in_place_of_weights()))
             run.parallel.refresh(run.model)
             yield model
+        in_step = True
+    except AttemptFailed:
+        in_step = True
+        raise
     finally:
-        run.parallel.refresh(run.model)
         model.train()
+        if in_step:
+            run.parallel.refresh(run.model)
 
 
 def validate(run: Run) -> ValidationResult:
-    """Draw every prompt once, write the pictures and a grid, tell the observers. *Collective*."""
-    folder = run.directory.samples_at(run.state.step)
-    folder.mkdir(parents=True, exist_ok=True)
-    with at_rest(run) as model, run.parallel.autocast():
-        for numbers, request, pixels in _draw(run, model):
-            if run.world.rank % run.world.context == 0:
-                _write(run, folder, numbers, request, pixels)
-    run.parallel.barrier()
-    images = _images(run.config, folder)
-    grid = folder / "grid.png"
-    if run.world.is_main:
-        picture_grid([image.path for image in images], [image.prompt for image in images], grid)
-    run.parallel.barrier()
-    result = ValidationResult(step=run.state.step, images=images, grid=grid)
+    """Draw every prompt once, write the pictures and a grid, tell the observers. *Collective*.
+
+    Raises AttemptFailed, on every rank.
+    """
     run.state.validation_requested = False
-    run.hook.on_validation(state=run.state, result=result)
+    width, height = on_all_ranks(run.parallel, lambda: picture_size(run.config, run.family.alignment))
+    with at_rest(run) as model, run.parallel.autocast():
+        drawn = computed(run, lambda: list(_draw(run, model, width, height)))
+    folder = run.directory.samples_at(run.state.step)
+    images, grid = _images(run.config, folder), folder / "grid.png"
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, picture, settings in drawn if run.world.rank % run.world.context == 0 else ():
+            _write(run, images[number], picture, settings)
+
+    def write_grid() -> None:
+        if run.world.is_main:
+            picture_grid([image.path for image in images], [image.prompt for image in images], grid)
+
+    on_all_ranks(run.parallel, write)
+    on_all_ranks(run.parallel, write_grid)
+    result = ValidationResult(step=run.state.step, images=images, grid=grid)
+    notify(run.plugins, "on_validation", run.state, result=result)
     return result
 
 
-def _draw(run: Run, model: nn.Module) -> Iterator[tuple[list[int], SampleRequest, Tensor]]:
+def _draw(run: Run, model: nn.Module, width: int, height: int) -> Iterator[tuple[int, Image, dict[str, float]]]:
+    """This rank's pictures by number of the prompt, in host memory, and what it takes to draw each again.
+
+    Writing them is left for later, when no other rank waits for this one.
+    """
     options = run.config[ValidationOptions]
-    width, height = picture_size(run.config, run.family.alignment)
     prompts = options.validation_prompt
     for numbers in shares(len(prompts), run.world.data_size, options.validation_batch_size)[run.world.data_rank]:
         wanted = [prompts[number] for number in numbers]
@@ -112,7 +134,11 @@ def _draw(run: Run, model: nn.Module) -> Iterator[tuple[list[int], SampleRequest
             told=run.encoded.conditioning(wanted, run.world.device),
             untold=run.encoded.conditioning([""] * len(wanted), run.world.device),
         )
-        yield numbers, request, run.family.sample(model, request)
+        settings = {"guidance": request.guidance}
+        if isinstance(run.family, TellsSettings):
+            settings |= run.family.drawing_settings(request)
+        for number, pixels in zip(numbers, run.family.sample(model, request), strict=True):
+            yield number, _as_image(pixels), settings
 
 
 def _images(config: Config, folder: Path) -> tuple[ValidationImage, ...]:
@@ -128,25 +154,19 @@ def _file_name(number: int, prompt: str) -> str:
     return f"{number:02d}-{words or 'picture'}.png"
 
 
-def _write(run: Run, folder: Path, numbers: list[int], request: SampleRequest, pixels: Tensor) -> None:
-    """Each picture with all that it takes to draw it again."""
-    images = _images(run.config, folder)
-    settings = {"guidance": request.guidance}
-    if isinstance(run.family, TellsSettings):
-        settings |= run.family.drawing_settings(request)
-    for number, picture in zip(numbers, pixels, strict=True):
-        image = images[number]
-        save_picture(
-            image.path,
-            _as_image(picture),
-            prompt=image.prompt,
-            seed=image.seed,
-            step=run.state.step,
-            config_digest=run.config.digest,
-            run_id=run.info.id,
-            inference_steps=request.steps,
-            **settings,
-        )
+def _write(run: Run, image: ValidationImage, picture: Image, settings: dict[str, float]) -> None:
+    """A picture with all that it takes to draw it again."""
+    save_picture(
+        image.path,
+        picture,
+        prompt=image.prompt,
+        seed=image.seed,
+        step=run.state.step,
+        config_digest=run.config.digest,
+        run_id=run.info.id,
+        inference_steps=run.config[ValidationOptions].validation_num_inference_steps,
+        **settings,
+    )
 
 
 def _as_image(pixels: Tensor) -> Image:

@@ -1,8 +1,10 @@
 """A third-party plugin for tests: it writes down each hook call, and can spoil a step on one rank.
 
 PROBE_CALLS names the file for the calls. PROBE_SPOIL is "KIND:RANK:STEP": "nan" makes the model's output not finite in
-that step, "fault" raises the error of a broken accelerator, "error" a plain one, "kill" is `kill -9`, "save" fails to write
-the checkpoint of that step, "stop" asks for a stop after that step; "terminate" is SIGTERM while the run is built, at step 0.
+that step, "fault" raises the error of a broken accelerator, once, and "faults" in each attempt; "error" raises a plain one,
+"kill" is `kill -9`, "save" fails to write the checkpoint of that step, "sample" to draw or to evaluate after it, "stop" asks
+for a stop after that step; "terminate" is SIGTERM while the run is built, at step 0. PROBE_RAISE names hooks that fail,
+PROBE_FAULT is the answer to a fault.
 """
 
 import json
@@ -23,6 +25,8 @@ class Probe:
             line = json.dumps({"hook": hook, "rank": int(os.environ.get("RANK", "0")), "process": os.getpid(), **facts})
             with Path(path).open("a") as file:
                 file.write(line + "\n")
+        if hook in os.environ.get("PROBE_RAISE", "").split(","):
+            raise RuntimeError(f"spoiled {hook}")
 
     def due(self, step):
         return int(os.environ.get("RANK", "0")) == int(self.rank) and step == int(self.step)
@@ -43,18 +47,21 @@ class Probe:
     @hookimpl
     def build_optimizer(self, model, groups, config, registry):
         self.note("build_optimizer", registry=[entry.name for entry in registry])
-        model.register_forward_hook(self.spoil)
+        getattr(model, "module", model).register_forward_hook(self.spoil)
         if self.kind == "terminate" and self.due(0):
             os.kill(os.getpid(), signal.SIGTERM)
 
     def spoil(self, module, arguments, output):
         import torch
 
+        if self.kind == "sample" and not module.training and self.due(self.state.step):
+            raise RuntimeError("spoiled")
         if self.state is None or not module.training or not self.due(self.state.step + 1):
             return None
         if self.kind == "nan":
             return output * float("nan")
-        if self.kind == "fault":
+        if self.kind in ("fault", "faults"):
+            self.kind = "faults" if self.kind == "faults" else "none"
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
         if self.kind == "error":
             raise RuntimeError("spoiled")
@@ -98,7 +105,15 @@ class Probe:
     @hookimpl
     def on_gpu_fault(self, fault, state):
         self.note("on_gpu_fault", kind=fault.kind)
-        return FaultAction.CONTINUE
+        return FaultAction[os.environ["PROBE_FAULT"]] if "PROBE_FAULT" in os.environ else None
+
+    @hookimpl
+    def on_evaluation(self, state, result):
+        self.note("on_evaluation", step=result.step)
+
+    @hookimpl
+    def on_warning(self, state, message, error):
+        self.note("on_warning", step=state.step, message=message, error=type(error).__name__)
 
     @hookimpl
     def log_metrics(self, metrics, step):

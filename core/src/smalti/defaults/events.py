@@ -35,7 +35,7 @@ class Events:
         self._draws = False
         self._interval = 1
 
-    @hookimpl
+    @hookimpl(tryfirst=True)  # so that there are events of what others do
     def on_train_start(self, state: RunState, info: RunInfo) -> None:
         if not info.world.is_main:
             return
@@ -90,11 +90,16 @@ class Events:
             self._live.record_warning(state, str(error))
 
     @hookimpl
+    def on_warning(self, state: RunState, message: str, error: Exception) -> None:
+        if self._live is not None:
+            self._live.record_warning(state, message, error)
+
+    @hookimpl
     def on_error(self, state: RunState, error: BaseException) -> None:
         if self._live is not None:
             self._live.record_error(state, error)
 
-    @hookimpl
+    @hookimpl(trylast=True)
     def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:
         if self._live is None:
             return

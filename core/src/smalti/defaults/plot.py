@@ -21,11 +21,14 @@ class Plot:
 
     @hookimpl
     def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:
-        if self._directory is None or state.step == 0:
+        if self._directory is None:
+            return
+        events = list(RunDirectory(self._directory).events())
+        if not any(event.kind == "step" for event in events):
             return
         from smalti.plot import plot_losses
 
-        plot_losses(RunDirectory(self._directory).events(), self._directory / "loss.png", title=self._directory.name)
+        plot_losses(events, self._directory / "loss.png", title=self._directory.name)
 
 
 plugin = Plot()
