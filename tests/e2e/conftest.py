@@ -223,12 +223,20 @@ def launch(pictures):
 
 @pytest.fixture(scope="session")
 def train(pictures):
-    """A run to its end, in processes that stand ready: train(directory, option=value, ..., spoil="nan:1:3")."""
+    """A run to its end, in processes that stand ready: train(directory, option=value, ..., spoil="nan:1:3"). Or a `dry` one."""
 
     def start(
-        directory: Path, *, spoil: str = "", tracker: str = "", probe: bool = True, variables: dict | None = None, **options
+        directory: Path,
+        *,
+        spoil: str = "",
+        tracker: str = "",
+        probe: bool = True,
+        variables: dict | None = None,
+        dry: bool = False,
+        **options,
     ) -> Finished:
         given = {"PROBE_SPOIL": spoil, "PROBE_TRACKER": tracker, **of_the_run(directory, probe=probe), **(variables or {})}
-        return Finished.of(directory, *standing().train(words(pictures, directory, **options), given))
+        flags = [*words(pictures, directory, **options), *(["--dry-run"] if dry else [])]
+        return Finished.of(directory, *standing().train(flags, given))
 
     return start

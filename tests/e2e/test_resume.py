@@ -54,6 +54,22 @@ def test_a_run_with_another_effective_batch_is_not_continued(runs, train):
     assert "fix: --train_batch_size=4; or begin anew" in again.output
 
 
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"train_batch_size": 8}, "the effective batch was 4, is now 8"),
+        ({"seed": 7}, "the seed was 42, is now 7"),
+        ({"toy_width": 64}, "of another shape"),
+        ({"toy_depth": 3}, "missing in the checkpoint"),
+        ({"channels_last": True}, "the model has no convolutions"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_resume_would(runs, train, other, told):
+    whole, _, _ = runs
+    again = train(whole.directory, dry=True, **{**OPTIONS, "max_train_steps": 20, **other})
+    assert (again.code, told in again.output) == (2, True), again.output
+
+
 def test_a_launch_that_is_refused_leaves_the_configuration_of_the_run_as_it_is(runs, train):
     whole, _, _ = runs
     before = [(whole.directory / name).read_text() for name in ("config.toml", "launch.json")]

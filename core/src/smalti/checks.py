@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from smalti.config import Config, complaints
-from smalti.errors import ConfigError, Problem, Unsettled, UserError, problems_in
+from smalti.errors import CheckpointError, ConfigError, Problem, Unsettled, UserError, problems_in
 from smalti.factories import create
 from smalti.families import family_entry, find_family
 from smalti.plugins import Plugins
@@ -22,6 +22,8 @@ from smalti.strategy import check_shares, check_strategy, choose_distributed, fi
 from smalti.types import DistributedPlan, OptimizerEntry
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from smalti.diffusion.step import DenoisingLoss
     from smalti.models.family import ModelFamily
 
@@ -35,6 +37,8 @@ class Checked:
     distributed: DistributedPlan
     family: ModelFamily
     loss: DenoisingLoss
+    checkpoint: Path | None
+    """The one to resume from; all that was looked at is that its files are there."""
 
 
 @dataclass(kw_only=True)
@@ -63,13 +67,17 @@ class Findings:
             raise ConfigError(self.problems)
 
 
-def check_run(config: Config, plugins: Plugins) -> Checked:
-    """Whether these options can train. Raises ConfigError with every problem, also those that the `config` of a draft has."""
+def check_run(config: Config, plugins: Plugins, *, thorough: bool = False) -> Checked:
+    """Whether these options can train. Raises ConfigError with every problem, also those that the `config` of a draft has.
+
+    With `thorough` the model is built, without weights, and compared with the checkpoint to resume from. That takes seconds,
+    and ranks that are launched find the same before their first step.
+    """
     findings = Findings(problems=list(config.problems))
     findings.problems += complaints(config, plugins)
     config = config.unsettled(findings.problems)
     findings.ask(lambda: _datasets(config, plugins))
-    findings.ask(lambda: _checkpoint(config))
+    checkpoint = findings.ask(lambda: _checkpoint(config))
     distributed = findings.ask(lambda: choose_distributed(config, plugins))
     entries = plugins.gather("register_optimizers", OptimizerEntry)
     if findings.ask(lambda: find_optimizer(config[OptimizerOptions].optimizer, entries)) and distributed:
@@ -80,10 +88,11 @@ def check_run(config: Config, plugins: Plugins) -> Checked:
         findings.ask(lambda: _sizes(config, family))
         if distributed:
             findings.ask(lambda: check_shares(distributed, family))
-            findings.ask(lambda: _model(config, family, distributed))
+        if thorough or (distributed and (distributed.context > 1 or distributed.check_model)):
+            findings.ask(lambda: _model(config, plugins, family, distributed, checkpoint))
     findings.tell()
     assert distributed and family and loss, "all that was asked has answered"  # noqa: PT018
-    return Checked(distributed=distributed, family=family, loss=loss)
+    return Checked(distributed=distributed, family=family, loss=loss, checkpoint=checkpoint)
 
 
 def _datasets(config: Config, plugins: Plugins) -> None:
@@ -94,14 +103,15 @@ def _datasets(config: Config, plugins: Plugins) -> None:
         dataset_specs(config, catalog_of(plugins))
 
 
-def _checkpoint(config: Config) -> None:
-    """Whether there is what the run is to resume from, and is not damaged as far as its files tell at a glance."""
+def _checkpoint(config: Config) -> Path | None:
+    """What the run is to resume from, if it is to. Raises CheckpointError if its files are not there, or of other sizes."""
     from smalti.checkpoint.store import CheckpointStore
     from smalti.checkpoint.verification import glance
 
     folder = config[RunOptions].output_dir
-    if folder is not None:
-        CheckpointStore(RunDirectory(folder).checkpoints).resolve(config[RunOptions].resume_from_checkpoint, check=glance)
+    if folder is None:
+        return None
+    return CheckpointStore(RunDirectory(folder).checkpoints).resolve(config[RunOptions].resume_from_checkpoint, check=glance)
 
 
 def _family(config: Config, plugins: Plugins, *, fetch: bool) -> ModelFamily | None:
@@ -130,16 +140,37 @@ def _sizes(config: Config, family: ModelFamily) -> None:
         picture_size(config, family.alignment)
 
 
-def _model(config: Config, family: ModelFamily, distributed: DistributedPlan) -> None:
-    """What can be seen of the model itself, where a strategy asks for more of it than others: to build it takes seconds."""
-    if distributed.context == 1 and not distributed.check_model:
-        return
+def _model(
+    config: Config, plugins: Plugins, family: ModelFamily, distributed: DistributedPlan | None, checkpoint: Path | None
+) -> None:
+    """What can be seen of the model itself."""
+    from smalti.launch import accelerator_kind
     from smalti.models.context import context_plan
-    from smalti.models.weights import without_weights
+    from smalti.run import build_model
 
-    with without_weights():
-        model = family.build_model()
-    if distributed.context > 1:
+    model, _ = build_model(config, plugins, family, accelerator_kind(config))
+    if distributed and distributed.context > 1:
         context_plan(family, model, dealt_to=distributed.context if distributed.deals_heads else 1)
-    if distributed.check_model:
+    if distributed and distributed.check_model:
         create(distributed, distributed.check_model, config, model)
+    if checkpoint is not None:
+        _fits(config, family, model, checkpoint)
+
+
+def _fits(config: Config, family: ModelFamily, model: nn.Module, checkpoint: Path) -> None:
+    """Whether a checkpoint is one of this model, and of this adapter."""
+    from smalti.checkpoint.manifest import STATE
+    from smalti.checkpoint.portable import model_tensors
+    from smalti.checkpoint.reader import compare
+    from smalti.checkpoint.statefile import read_state
+    from smalti.checkpoint.tensorfile import stored_tensors
+    from smalti.models.family import Adaptable
+    from smalti.run import check_adapter
+
+    trainer = read_state(checkpoint / STATE).trainer
+    try:
+        compare("model", model_tensors(model), stored_tensors(checkpoint / "model"), trainer)
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint} cannot be used: {error.message}", fix=error.fix) from error
+    adapter = family.adapter(config[RunOptions].seed) if isinstance(family, Adaptable) else None
+    check_adapter(adapter, trainer, checkpoint)

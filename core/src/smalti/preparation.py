@@ -14,6 +14,8 @@ from typing import cast
 
 import click
 
+from smalti.checkpoint.manifest import STATE
+from smalti.checkpoint.statefile import read_state
 from smalti.checks import check_run
 from smalti.config import Config
 from smalti.configtext import as_toml
@@ -31,6 +33,7 @@ from smalti.launch import (
 )
 from smalti.liverun import prepare
 from smalti.plugins import Plugins
+from smalti.resume import check_resumable
 from smalti.rundir import POLL_SECONDS, RunDirectory
 from smalti.settings import LaunchOptions, OptimizerOptions, RunOptions, warm_up_notice, warm_up_problem
 from smalti.termination import Terminated
@@ -59,7 +62,7 @@ class Preparation:
         With `write`, the run directory is made and keeps the index of the data; without, nothing is written, and the launch may
         be planned for accelerators that are not here. Raises UserError, ConfigError, PreflightError.
         """
-        checked = check_run(config, plugins)
+        checked = check_run(config, plugins, thorough=not write)
         directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
         kind, notices = accelerator_kind(config), []
         if write:
@@ -69,7 +72,8 @@ class Preparation:
             notices.append(f"planned for {kind} devices, as the Accelerate YAML says; this machine has none")
         plan = plan_launch(config, checked.distributed, directory.path, kind)
         data = cls._look_at_data(config, plugins, checked.family.alignment, directory, write=write)
-        notices += _schedule_notices(config, data)
+        told = _resume_notices(config, data, checked.checkpoint)
+        notices += [*(() if write else told), *_schedule_notices(config, data)]  # a run tells them where it resumes
         timesteps = None if data is None else checked.loss.describe_timesteps(count.bucket for count in data.counts)
         notices += [*config.notices, *plan.notices, *(data.notices if data is not None else ())]
         return cls(
@@ -195,6 +199,13 @@ def _twice_as_long(config: Config) -> str:
     if options.max_train_steps is not None:
         return f" --max_train_steps={2 * options.max_train_steps}"
     return f" --num_train_epochs={2 * options.num_train_epochs}" if options.num_train_epochs is not None else ""
+
+
+def _resume_notices(config: Config, data: PreparedData | None, checkpoint: Path | None) -> tuple[str, ...]:
+    """What a resume from this checkpoint will say of the data. Raises CheckpointError if it is of another run."""
+    if data is None or checkpoint is None:
+        return ()
+    return check_resumable(read_state(checkpoint / STATE).trainer, config, data, checkpoint).notices
 
 
 def _schedule_notices(config: Config, data: PreparedData | None) -> list[str]:

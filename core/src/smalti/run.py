@@ -365,7 +365,7 @@ def restore(run: Run, found: Path) -> None:
     snapshot = run.blank()
     loaded = run.backend.load_checkpoint(source=found, state=snapshot, parallel=run.parallel)
     assert loaded is not None, "the core's own answer comes last"
-    check_adapter(run, loaded.trainer, found)
+    check_adapter(run.adapter, loaded.trainer, found)
     check_step_sizes(loaded.optimizer, run.optimizer)
     resumption = check_resumable(loaded.trainer, run.config, run.data, found)
     groups = run.optimizer.param_groups
@@ -418,11 +418,11 @@ def chosen_checkpoint(run: Run, choice: str) -> Path | None:
         raise CheckpointError(f"cannot resume from {choice!r}: {failure}", fix=failure.fix) from failure
 
 
-def check_adapter(run: Run, trainer: Mapping[str, object], source: Path) -> None:
+def check_adapter(mine: Mapping[str, object] | None, trainer: Mapping[str, object], source: Path) -> None:
     """Refuse what would make the meaning of an adapter another one without saying so."""
-    if (adapter := trainer.get("adapter")) != run.adapter:
+    if (adapter := trainer.get("adapter")) != mine:
         raise CheckpointError(
-            f"{source} holds another adapter than this run trains: {adapter} there, {run.adapter} here",
+            f"{source} holds another adapter than this run trains: {adapter} there, {mine} here",
             fix="give the same --pretrained_model_name_or_path and --lora_alpha, or start afresh in a new --output_dir",
         )
 

@@ -102,9 +102,8 @@ def _load(path: Path, snapshot: Snapshot) -> Loaded:
     elif snapshot.ema is not None:
         notices.append("the checkpoint has no averaged weights (EMA)")
 
-    shaped_by = "--lora_rank and --lora_targets" if state.trainer.get("adapter") else "the options that shape the model"
     for group, tensors in wanted.items():
-        _compare(group, tensors, stored[group], shaped_by)
+        compare(group, tensors, stored[group], state.trainer)
     for group, tensors in wanted.items():
         _fill(path / group, tensors)
     if same:
@@ -141,8 +140,13 @@ def _with_room(target: PortableState, stored: Mapping[str, StoredTensor]) -> dic
     return moments
 
 
-def _compare(group: str, tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], shaped_by: str) -> None:
-    """Raises CheckpointError, which says everything that does not fit at once, and which options decide about it."""
+def compare(
+    group: str, tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], trainer: Mapping[str, object]
+) -> None:
+    """Whether the tensors of a group, on any device, can be filled from those of a checkpoint with these words of the trainer.
+
+    Raises CheckpointError, which says everything that does not fit at once, and which options decide about it.
+    """
     both = sorted(tensors.keys() & stored.keys())
     shapes = [
         f"{name} {list(stored[name].shape)} for {list(shape_of(tensors[name]))}"
@@ -162,6 +166,7 @@ def _compare(group: str, tensors: Mapping[str, Tensor], stored: Mapping[str, Sto
     )
     told = [f"{len(found)} {what} ({_some(found)})" for what, found in complaints if found]
     if told:
+        shaped_by = "--lora_rank and --lora_targets" if trainer.get("adapter") else "the options that shape the model"
         raise CheckpointError(
             f"it was made for something else; of the {group} tensors, {'; '.join(told)}",
             fix=f"give {shaped_by} as the run had them, or start afresh in a new --output_dir",
