@@ -21,6 +21,7 @@ from diffusers.optimization import get_scheduler
 from run import Result, paired
 from step import ROOT, ROUND, alternated, opened
 
+from smalti.models.family import latents_of
 from smalti.run import Run
 
 ROUNDS, BATCH, EDGE = 20, 8, 64
@@ -67,7 +68,7 @@ def by_script(run: Run):
     unet, optimizer, schedule = accelerator.prepare(unet, optimizer, schedule)
     noises = DDPMScheduler.from_config(run.family.components.config("scheduler"))
     first = next(iter(run.batches)).micro[0]
-    latents, told = first.latents, first.conditioning
+    latents, told = latents_of(run.family, first.pixels, first.latents), first.conditioning
     sizes = torch.tensor([[EDGE, EDGE, 0, 0, EDGE, EDGE]], dtype=torch.float32).repeat(BATCH, 1)
 
     def step() -> None:

@@ -193,6 +193,14 @@ class Unmoved(TinyFamily):
         pass
 
 
+class Unscaled(TinyFamily):
+    def raw_latents(self, pixels):
+        return self.encode_images(pixels)
+
+    def normalise_latents(self, raw):
+        return 2 * raw
+
+
 class Misnamed(TinyFamily):
     def block_classes(self):
         return ("TinyBlok",)
@@ -216,6 +224,7 @@ FAMILIES = {
     Idle: "every_parameter_that_trains_gets_a_gradient",
     Lucky: "a_picture_depends_on_its_prompt_and_seed_alone",
     Unmoved: "a_picture_is_drawn_from_what_was_encoded_before",
+    Unscaled: "latents_that_are_kept_become_those_of_every_step",
     Misnamed: "its_blocks_and_adapter_targets_are_in_the_model",
     Boasting: "its_flops_are_those_that_torch_counts",
 }

@@ -37,7 +37,7 @@ from smalti.data.tensorstore import Entry, FolderStore, TensorStore
 from smalti.dataplan import CacheFolders
 from smalti.errors import PreflightError, UserError
 from smalti.files import write_json_atomically
-from smalti.models.family import Cacheable, Conditioning, Encoding, ModelFamily
+from smalti.models.family import Cacheable, Conditioning, Encoding, KeepsRawLatents, ModelFamily, latents_to_keep
 from smalti.parallel import Ranks
 from smalti.settings import DataOptions, ValidationOptions
 from smalti.types import World
@@ -159,6 +159,8 @@ class _Work:
     def _identity(self, kind: Encoding) -> str:
         assert isinstance(self.family, Cacheable)
         identity = {"kind": kind, "family": self.family.name, **self.family.encoder_identity(kind)}
+        if kind == "latents" and isinstance(self.family, KeepsRawLatents):
+            identity["normalised"] = False  # nothing that was kept before the family did is taken for raw latents
         return json.dumps(identity, sort_keys=True)
 
     # --- texts ------------------------------------------------------------------------------------------------------
@@ -202,7 +204,7 @@ class _Work:
                 raise PreflightError(errors.exhausted, fix="mend or remove such files, or raise --data_error_budget")
             if good:
                 pixels = torch.from_numpy(np.stack(_filled([picture for _, picture, _ in good], self.batch)))
-                made = self.family.encode_images(normalised(pixels.to(self.world.device))).cpu()
+                made = latents_to_keep(self.family, normalised(pixels.to(self.world.device))).cpu()
                 for row, (one, _, corner) in enumerate(good):
                     pending[latents.store(one.sample)].add({one.key: latents.entry(made[row], corner)})
             return len(batch)

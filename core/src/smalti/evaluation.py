@@ -19,7 +19,7 @@ from smalti.data.heldout import HeldOut, HeldOutPictures
 from smalti.diffusion.noise import SampleNoise
 from smalti.diffusion.objective import STEPS
 from smalti.metrics import log_metrics
-from smalti.models.family import Conditioning, ModelFamily
+from smalti.models.family import Conditioning, ModelFamily, latents_of
 from smalti.models.frames import with_frames
 from smalti.observers import notify
 from smalti.settings import ValidationOptions
@@ -103,10 +103,8 @@ def _batch_losses(run: Run, model: nn.Module, pictures: HeldOutPictures, noise: 
 
 def _encoded(family: ModelFamily, pictures: HeldOutPictures) -> tuple[Tensor, Conditioning]:
     """Latents (B, C, h, w) and what the model is told of the pictures: encoded before training, or now."""
-    latents, told, bucket = pictures.latents, pictures.conditioning, pictures.bucket
-    if latents is None:
-        assert pictures.pixels is not None, "a batch has pixels or latents"
-        latents = family.encode_images(pictures.pixels)
+    told, bucket = pictures.conditioning, pictures.bucket
     if told is None:
         told = family.encode_captions(pictures.captions)
+    latents = latents_of(family, pictures.pixels, pictures.latents)
     return latents, with_frames(family, told, pictures.frames, bucket.width, bucket.height)

@@ -26,7 +26,7 @@ from smalti_diffusers.components import Components
 from smalti_diffusers.flux import Flux
 from smalti_diffusers.options import DiffusersOptions
 
-FAMILIES = ("flux", "flux2", "sdxl", "sana")
+FAMILIES = ("flux", "flux2", "sdxl", "sana", "qwen_image")
 PROMPTS = ("a red fox", "colour 1")
 STEPS = 4
 
@@ -60,6 +60,7 @@ def subject(request, tmp_path_factory, photographs):
         "caption_dropout_probability": 0.4,
         "validation_prompt": PROMPTS[0],
         "mixed_precision": "no",
+        "vae_dtype": "bf16",
         "max_train_steps": STEPS,
     }
     config = resolve(schema_of(plugins), [f"--{name}={value}" for name, value in flags.items()], environment={})
@@ -103,6 +104,10 @@ def test_losses_and_pictures_are_the_same_without_encoders(subject):
     torch.testing.assert_close(subject.losses(family, model, encoded), losses)
     torch.testing.assert_close(subject.pictures(family, model, encoded), pictures, atol=1e-5, rtol=0)
     assert "encoder" not in vars(family)
+
+    bucket = subject.data.order.buckets[0]
+    kept, _ = encoded.latents.get(int(bucket.samples[0]), bucket.bucket)
+    assert kept.dtype == torch.bfloat16  # half the room of the fp32 that the model is given
 
     again = subject.family()
     subject.encode(again)

@@ -25,8 +25,9 @@ from smalti.models.family import Conditioning
 Corner = tuple[int, int]
 """Left and top of a cut, in pixels of the scaled picture."""
 
-_RECIPE = 1
-"""To be raised when the same file and cut become other pixels than before."""
+_RECIPE = 2
+"""To be raised when the same file and crop become other pixels than before."""
+_TEXT_RECIPE = 1
 
 
 class CachedLatents:
@@ -74,7 +75,7 @@ class CachedTexts:
 
     @staticmethod
     def key(text: str) -> str:
-        return _key(_RECIPE, text)
+        return _key(_TEXT_RECIPE, text)
 
     def rows(self, texts: Sequence[str]) -> Conditioning:
         """Conditioning with a leading dimension of len(texts), on the CPU, as `encode_captions` would give it."""

@@ -41,7 +41,8 @@ class HeldOutBatch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeldOutPictures:
-    """A batch that was read, on the device that was asked for: `pixels` (B, 3, H, W), fp32 in [-1, 1], or else `latents`.
+    """A batch that was read, on the device that was asked for: `pixels` (B, 3, H, W), fp32 in [-1, 1], or else `latents`
+    as they were kept.
 
     `conditioning` is that of the captions, if texts were encoded before. `numbers` belong to the pictures for good. `readable`
     is (B,), 1 or 0: a picture that cannot be read is blank and counts for nothing.

@@ -42,7 +42,8 @@ _MOST_WORKERS = 8
 class MicroBatch:
     """What one forward pass of this rank gets; tensors are on its device.
 
-    The pictures are `pixels` (B, 3, H, W), fp32 in [-1, 1], or else `latents`, if they were encoded before. `conditioning` is
+    The pictures are `pixels` (B, 3, H, W), fp32 in [-1, 1], or else `latents` as they were kept, if they were encoded before
+    (`smalti.models.family.latents_of` makes the model's latents of either). `conditioning` is
     that of the captions, None if they were not. `numbers` are unique over the run and belong to the visit; `keys` are
     "DATASET/KEY"; `frames` say what the pictures show of their originals.
     """

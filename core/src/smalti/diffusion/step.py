@@ -19,7 +19,7 @@ from smalti.diffusion.noise import SampleNoise
 from smalti.diffusion.objective import BetaSchedule, Objective, RectifiedFlow, build_objective
 from smalti.diffusion.timesteps import Distribution, TimestepSampler, build_timesteps
 from smalti.diffusion.weighting import Weighting, build_weighting
-from smalti.models.family import Conditioning, ModelFamily, Prediction, image_tokens
+from smalti.models.family import Conditioning, ModelFamily, Prediction, image_tokens, latents_of
 from smalti.models.frames import Frame, with_frames
 from smalti.settings import DataOptions, ObjectiveOptions, RunOptions
 
@@ -81,7 +81,7 @@ class DenoisingLoss:
     def __call__(self, model: nn.Module, batch: MicroBatch, precision: Precision) -> Tensor:
         """The mean loss over the samples of one micro-batch: a scalar with a gradient."""
         with torch.no_grad():
-            latents = self._latents(batch)
+            latents = latents_of(self.family, batch.pixels, batch.latents)
             noise = self.noise.normal(batch.numbers, latents.shape[1:])
             chance = self.noise.uniform(batch.numbers, 2)
             tokens = image_tokens(self.family, batch.bucket.width, batch.bucket.height)
@@ -97,12 +97,6 @@ class DenoisingLoss:
     def describe_timesteps(self, buckets: Iterable[Bucket]) -> str:
         """Which noise levels images of these sizes are trained at, in words: "logit-normal(0, 1), shift 3 (...)"."""
         return self.timesteps.describe({image_tokens(self.family, bucket.width, bucket.height) for bucket in buckets})
-
-    def _latents(self, batch: MicroBatch) -> Tensor:
-        if batch.latents is not None:
-            return batch.latents
-        assert batch.pixels is not None, "a batch has pixels or latents"
-        return self.family.encode_images(batch.pixels)
 
     def _told(self, batch: MicroBatch, dropped: Tensor) -> Conditioning:
         """The conditioning of the captions, and of the empty prompt where a caption is dropped."""

@@ -171,6 +171,36 @@ class Cacheable(Protocol):
 
 
 @runtime_checkable
+class KeepsRawLatents(Protocol):
+    """What a `Cacheable` has besides if its autoencoder's own output takes less room than the latents that the model wants.
+
+    An autoencoder in bf16 gives 16 bits; shifted and scaled they are fp32. So `raw_latents` are kept, and
+    `normalise_latents` makes of them what `encode_images` gives, to the bit: it is the second half of that.
+    """
+
+    def raw_latents(self, pixels: Tensor) -> Tensor:
+        """(B, 3, H, W) in [-1, 1] -> what the autoencoder makes of them (B, ...), in the type in which it computes."""
+        ...
+
+    def normalise_latents(self, raw: Tensor) -> Tensor:
+        """Raw latents -> latents (B, C, h, w), scaled as the model wants them, on the device of `raw`."""
+        ...
+
+
+def latents_to_keep(family: ModelFamily, pixels: Tensor) -> Tensor:
+    """(B, 3, H, W) in [-1, 1] -> what is kept of them."""
+    return family.raw_latents(pixels) if isinstance(family, KeepsRawLatents) else family.encode_images(pixels)
+
+
+def latents_of(family: ModelFamily, pixels: Tensor | None, kept: Tensor | None) -> Tensor:
+    """The latents of a batch, from its pixels or from what was kept of them."""
+    if kept is not None:
+        return family.normalise_latents(kept) if isinstance(family, KeepsRawLatents) else kept
+    assert pixels is not None, "a batch has pixels or latents"
+    return family.encode_images(pixels)
+
+
+@runtime_checkable
 class TellsSettings(Protocol):
     """What a family has besides if it may draw with other settings than those that it is asked for."""
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from smalti.models.family import Cacheable, Conditioning, Encoding, ModelFamily, Prediction, SampleRequest
+from smalti.models.family import Cacheable, Conditioning, Encoding, KeepsRawLatents, ModelFamily, Prediction, SampleRequest
 from smalti.models.frames import Frame, SeesFrames, encode
 from smalti.models.weights import materialise
 from smalti.testing.contract import BrokenContract, Contract, expect
@@ -372,6 +372,20 @@ def a_picture_is_drawn_from_what_was_encoded_before(subject: FamilySubject) -> N
     )
     turned = subject.draw(model, subject.captions, (5, 6, 7), {name: rows.flip(0) for name, rows in told.items()})
     expect(_distance(turned, before) > 1e-6, "sample does not draw from the conditioning that it is told")
+
+
+@FAMILY.check
+def latents_that_are_kept_become_those_of_every_step(subject: FamilySubject) -> None:
+    """`KeepsRawLatents`, for families that do: a run trains the same whether images were encoded before it or in each step.
+
+    Let `encode_images` call `raw_latents` and then `normalise_latents`; shift and scale belong in the latter, in fp32.
+    """
+    family = subject.family
+    if not isinstance(family, KeepsRawLatents):
+        return
+    with torch.no_grad():
+        latents = family.normalise_latents(family.raw_latents(subject.pixels))
+    expect(torch.equal(latents, subject.latents), "normalise_latents(raw_latents(pixels)) is not encode_images(pixels)")
 
 
 @FAMILY.check

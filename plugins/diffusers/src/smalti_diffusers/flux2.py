@@ -54,6 +54,7 @@ class Flux2(PipelineFamily):
     def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
         self.pipeline = DEV if components.pipeline == DEV else "Flux2KleinPipeline"
         super().__init__(components, options, config)
+        self._known: tuple[Tensor, Tensor] | None = None
         if components.kind("tokenizer") == "PixtralProcessor" and find_spec("torchvision") is None:
             raise UserError(
                 f"the tokenizer of {components.folder} is one for pictures too, which transformers makes only with torchvision",
@@ -76,25 +77,29 @@ class Flux2(PipelineFamily):
     def latent_channels(self) -> int:
         return 4 * super().latent_channels
 
-    def encode_images(self, pixels: Tensor) -> Tensor:
+    def normalise_latents(self, raw: Tensor) -> Tensor:
         """Brought to the mean 0 and the width 1 that published latents have, by the statistics that the autoencoder keeps."""
-        vae = self.vae
-        latents: Tensor = vae.encode(pixels.to(next(vae.parameters()).dtype)).latent_dist.mode()  # type: ignore[operator]
-        mean, width = self._statistics()
-        return (pixel_unshuffle(latents.float(), 2) - mean) / width
+        known = self._known
+        mean, width = self._statistics(raw.device)
+        if known is None:
+            self._rest()  # where everything was encoded before, the autoencoder was loaded for its statistics alone
+        return (pixel_unshuffle(raw.float(), 2) - mean) / width
 
     def decode_latents(self, latents: Tensor) -> Tensor:
         vae = self.vae
-        mean, width = self._statistics()
+        mean, width = self._statistics(latents.device)
         own = pixel_shuffle(latents * width + mean, 2).to(next(vae.parameters()).dtype)
         pixels: Tensor = vae.decode(own, return_dict=False)[0]  # type: ignore[operator]
         return pixels.float().clamp(-1, 1)
 
-    def _statistics(self) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of each channel, both (4 C, 1, 1)."""
-        norm = cast(nn.BatchNorm2d, self.vae.bn)
-        mean, variance = cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var)
-        return mean.float().view(-1, 1, 1), torch.sqrt(variance.float() + norm.eps).view(-1, 1, 1)
+    def _statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each channel, both (4 C, 1, 1). They stay on the device, as every step wants them."""
+        if self._known is None or self._known[0].device != device:
+            norm = cast(nn.BatchNorm2d, self.vae.bn)
+            mean, variance = cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var)
+            mean, width = mean.float(), torch.sqrt(variance.float() + norm.eps)
+            self._known = mean.view(-1, 1, 1).to(device), width.view(-1, 1, 1).to(device)
+        return self._known
 
     # --- texts ------------------------------------------------------------------------------------------------------
 

@@ -254,14 +254,20 @@ class PipelineFamily:
         return self.vae_scale * self.patch
 
     def encode_images(self, pixels: Tensor) -> Tensor:
+        return self.normalise_latents(self.raw_latents(pixels))
+
+    def raw_latents(self, pixels: Tensor) -> Tensor:
         vae = self.vae
         dtype = next(vae.parameters()).dtype
         encoded = vae.encode(pixels.to(dtype))  # type: ignore[operator]
         # The mean, not a draw: noise is added by training itself, and a cache could hold one draw only.
         latents: Tensor = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded[0]
+        return latents
+
+    def normalise_latents(self, raw: Tensor) -> Tensor:
         config = self.components.config("vae")
         shift, scale = cast(float, config.get("shift_factor") or 0.0), cast(float, config.get("scaling_factor") or 1.0)
-        return (latents.float() - shift) * scale
+        return (raw.float() - shift) * scale
 
     def decode_latents(self, latents: Tensor) -> Tensor:
         config = self.components.config("vae")

@@ -6,6 +6,7 @@ Shapes: B batch, latents (B, C, h, w), N = (h / 2) (w / 2) packed tokens of 4 C 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import cast
 
 import torch
@@ -48,13 +49,17 @@ class QwenImage(PipelineFamily):
     def latent_channels(self) -> int:
         return cast(int, self.components.config("vae")["z_dim"])
 
-    def encode_images(self, pixels: Tensor) -> Tensor:
-        """A picture is a video of one frame. Its mean is brought to the mean 0 and the width 1 that published latents have."""
+    def raw_latents(self, pixels: Tensor) -> Tensor:
+        """An image is a video of one frame."""
         vae = self.vae
         video = pixels.to(next(vae.parameters()).dtype).unsqueeze(2)
         latents: Tensor = vae.encode(video).latent_dist.mode().squeeze(2)  # type: ignore[operator]
-        mean, width = self._statistics(latents.device)
-        return (latents.float() - mean) / width
+        return latents
+
+    def normalise_latents(self, raw: Tensor) -> Tensor:
+        """Brought to the mean 0 and the width 1 that published latents have."""
+        mean, width = self._statistics(raw.device)
+        return (raw.float() - mean) / width
 
     def decode_latents(self, latents: Tensor) -> Tensor:
         mean, width = self._statistics(latents.device)
@@ -66,8 +71,8 @@ class QwenImage(PipelineFamily):
     def _statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of each channel of the autoencoder's latents, both (C, 1, 1)."""
         config = self.components.config("vae")
-        mean, width = (torch.tensor(config[name], device=device) for name in ("latents_mean", "latents_std"))
-        return mean.view(-1, 1, 1), width.view(-1, 1, 1)
+        mean, width = (tuple(cast(list[float], config[name])) for name in ("latents_mean", "latents_std"))
+        return _channels(mean, device), _channels(width, device)
 
     # --- texts ------------------------------------------------------------------------------------------------------
 
@@ -165,6 +170,12 @@ def _text_counts_for_nothing(block: nn.Module, inputs: object, answer: tuple[Ten
     """
     text, picture = answer
     return text, picture + 0 * text.mean()
+
+
+@lru_cache(maxsize=4)
+def _channels(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """(C, 1, 1). It stays on the device, as every step wants it."""
+    return torch.tensor(values, device=device).view(-1, 1, 1)
 
 
 def family(config: Config) -> QwenImage:
