@@ -54,7 +54,7 @@ def test_shards_of_a_backend_that_is_not_there_become_whole_and_start_another_ru
 
 
 def test_who_could_have_had_the_averages_is_told(run, tmp_path):
-    assert "with --ema" in export(run.directory, "--to", tmp_path / "made")[1]
+    assert "which --ema exports" in export(run.directory, "--to", tmp_path / "made")[1]
 
 
 def test_averaged_weights_of_a_step_in_half_precision(run, tmp_path):

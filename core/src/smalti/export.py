@@ -72,7 +72,7 @@ def export(
     trained = Trained(checkpoint, averaged=averaged, precision=precision)
     _compare(path, trained, family)
     if not averaged and any(name.startswith("ema/") for name in checkpoint.contents.tensors):
-        report("exporting the weights as trained; the averages, with which validation pictures are drawn, with --ema")
+        report("exporting the raw weights; validation images are sampled with the EMA weights, which --ema exports")
 
     def write(folder: Path) -> dict[str, FileRecord]:
         check_room(folder, trained.tensors.values())

@@ -125,10 +125,10 @@ def test_other_precisions_pickles_and_hidden_files_are_left_out(tmp_path):
     assert names == ["config.json", "diffusion_pytorch_model.safetensors", "x.safetensors.index.json"]
 
 
-def test_the_scheduler_says_what_the_run_has_made_the_model_predict(tmp_path):
+def test_scheduler_and_pipeline_say_what_the_run_has_trained(tmp_path):
     plugins = load_plugins()
     words = ["--model_family=sdxl", f"--pretrained_model_name_or_path={tiny.sdxl(tmp_path / 'base')}"]
-    words += ["--prediction_type=v_prediction", "--rescale_betas_zero_snr"]
+    words += ["--prediction_type=v_prediction", "--rescale_betas_zero_snr", "--sdxl_empty_prompt=encoded"]
     family = find_family(resolve(schema_of(plugins), words, environment={}), plugins)
     saved = save(tmp_path, Snapshot(step=1, state=PortableState(model={"bias": torch.ones(2)})), Alone())
     trained = Trained(OwnCheckpoint(saved.path), averaged=False, precision=None)
@@ -136,6 +136,8 @@ def test_the_scheduler_says_what_the_run_has_made_the_model_predict(tmp_path):
     written = type(family.frozen.scheduler).from_pretrained(tmp_path / "made" / "scheduler")
     assert torch.equal(written.alphas_cumprod, family.frozen.scheduler.alphas_cumprod)
     assert (written.config.prediction_type, written.config.timestep_spacing) == ("v_prediction", "trailing")
+    before, index = (json.loads((tmp_path / place / "model_index.json").read_text()) for place in ("base", "made"))
+    assert index == before | {"force_zeros_for_empty_prompt": False} != before
 
 
 class FullPrecision:

@@ -23,6 +23,7 @@ from smalti.testing.pytest import FamilyContract
 from smalti_diffusers.components import Components
 from smalti_diffusers.flux import pack, unpack
 from smalti_diffusers.flux2 import Flux2
+from smalti_diffusers.lumina2 import Lumina2
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily
 from smalti_diffusers.sana import Sana
@@ -303,6 +304,26 @@ def test_the_tokenizer_of_flux2_dev_is_refused_where_it_cannot_be_made(family_of
     (folder / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match="which transformers makes only with torchvision"):
         Flux2(Components(folder), DiffusersOptions())
+
+
+def test_a_pipeline_with_the_former_name_of_its_class_is_the_same(family_of, tmp_path):
+    family = family_of("lumina2")
+    folder = shutil.copytree(family.components.folder, tmp_path / "former")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": "Lumina2Text2ImgPipeline"}))
+    former = Lumina2(Components(folder), family.options)
+    assert former.encoder_identity("texts") == family.encoder_identity("texts")
+    assert torch.equal(former.encode_captions(["a fox"])["tokens"], family.encode_captions(["a fox"])["tokens"])
+    assert (family.pipeline_changes(), former.pipeline_changes()) == ({}, {"_class_name": "Lumina2Pipeline"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("pixart sigma", "fp32"), ("pixart alpha", "bf16"), ("auraflow", "fp32"), ("flux", "bf16")]
+)
+def test_the_autoencoder_of_stable_diffusion_xl_computes_in_fp32_on_accelerators(family_of, kind, dtype):
+    family = family_of(kind)
+    family.to("meta")
+    assert family.encoder_identity("latents")["dtype"] == {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[dtype]
 
 
 def test_a_pipeline_of_another_family_is_refused(family_of):

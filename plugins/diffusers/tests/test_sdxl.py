@@ -138,6 +138,19 @@ def test_a_dropped_caption_is_what_the_pipeline_guides_away_from(tmp_path, force
     assert different(theirs, ours) == []
 
 
+@pytest.mark.parametrize("force_zeros", [True, False])
+def test_what_a_dropped_caption_is_can_be_chosen_and_is_cached_apart(tmp_path, configured, force_zeros):
+    folder = tiny.sdxl(tmp_path, force_zeros=force_zeros)
+    families = {choice: configured(folder, f"--sdxl_empty_prompt={choice}") for choice in ("auto", "zeros", "encoded")}
+    found = {choice: family.encode_captions([""]) for choice, family in families.items()}
+    identity = {choice: family.encoder_identity("texts") for choice, family in families.items()}
+    same, other = ("zeros", "encoded") if force_zeros else ("encoded", "zeros")
+    assert not any(tensor.any() for tensor in found["zeros"].values())
+    assert all(torch.equal(tensor, found[same][name]) for name, tensor in found["auto"].items())
+    assert not any(torch.equal(tensor, found[other][name]) for name, tensor in found["auto"].items())
+    assert [identity["auto"] == identity[choice] for choice in (same, other)] == [True, False]
+
+
 def test_frames_are_told_sample_by_sample(folder):
     frames = [Frame(width=640, height=480, left=3, top=0), Frame(width=100, height=200, left=0, top=9)]
     told = family_of(folder).encode_frames(frames, 96, 64)["time_ids"]

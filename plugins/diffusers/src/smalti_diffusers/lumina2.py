@@ -24,6 +24,7 @@ FLAVOURS = {"2.0": "Alpha-VLLM/Lumina-Image-2.0"}
 class Lumina2(PipelineFamily):
     name = "lumina2"
     pipeline = "Lumina2Pipeline"
+    former_names = ("Lumina2Text2ImgPipeline",)
     blocks = ("Lumina2TransformerBlock",)
     targets = ("to_q", "to_k", "to_v", "to_out.0")
 

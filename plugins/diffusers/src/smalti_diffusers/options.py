@@ -7,6 +7,7 @@ from typing import Literal
 from smalti import OptionGroup, Options, option
 from smalti.options import Names
 
+EmptyPrompt = Literal["auto", "zeros", "encoded"]
 FrozenType = Literal["auto", "fp32", "bf16"]
 Precision = Literal["no_change", "int8-torchao", "fp8-torchao", "nf4-torchao"]
 
@@ -26,6 +27,13 @@ class DiffusersOptions(Options):
     )
     tokenizer_max_length: int | None = option(
         None, help="Tokens of a caption, where the family lets one choose; it knows a good value.", level="advanced", ge=1
+    )
+    sdxl_empty_prompt: EmptyPrompt = option(
+        "auto",
+        help="Embeddings of dropped captions and of the negative prompt of validation images: zeros, or the encoded empty one; "
+        "auto is what the pipeline's force_zeros_for_empty_prompt says.",
+        level="advanced",
+        when="model_family == sdxl",
     )
     flux_guidance_value: float = option(
         1.0, help="Guidance that a distilled Flux (1 or 2, dev) is told while it trains.", level="advanced", ge=0

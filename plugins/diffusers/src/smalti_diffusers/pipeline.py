@@ -9,6 +9,7 @@ Shapes: B batch, (B, 3, H, W) pixels, (B, C, h, w) latents.
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, cast
@@ -42,6 +43,8 @@ class PipelineFamily:
     name: ClassVar[str]
     pipeline: str
     """The pipeline's class in diffusers."""
+    former_names: ClassVar[tuple[str, ...]] = ()
+    """What that class was called before; pipelines were published under these names too."""
     part: ClassVar[str] = "transformer"
     """Which part of the pipeline is trained."""
     texts: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3")
@@ -49,12 +52,12 @@ class PipelineFamily:
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     patch: int = 1
     """Latent pixels on the edge of one token, or whatever latent sizes have to be multiples of."""
-    vae_in_fp32: ClassVar[bool] = False
+    vae_in_fp32: bool = False
     predictions: ClassVar[tuple[Prediction, ...]] = ()
     """What a run may make the model predict, besides what the pipeline's scheduler says."""
 
     def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
-        if components.pipeline != self.pipeline:
+        if components.pipeline not in (self.pipeline, *self.former_names):
             raise UserError(
                 f"{components.folder} is a {components.pipeline}, not a {self.pipeline}",
                 fix=f"name a pipeline of {self.name}, or another --model_family",
@@ -88,6 +91,10 @@ class PipelineFamily:
     def scheduler_changes(self) -> dict[str, object]:
         """What the scheduler's configuration has to say otherwise, so that the pipeline draws with what this run trains."""
         return {}
+
+    def pipeline_changes(self) -> dict[str, object]:
+        """What model_index.json has to say otherwise in an export, so that it loads and samples as this run does."""
+        return {} if self.components.pipeline == self.pipeline else {"_class_name": self.pipeline}
 
     def inputs(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> dict[str, object]:
         """What the model is called with, by the names of its arguments."""
@@ -217,7 +224,7 @@ class PipelineFamily:
         if kind == "latents":
             return {"vae": self.components.identity("vae"), "dtype": str(self._dtype(kind))}
         parts = {part: self.components.identity(part) for part in self.components.parts() if _encodes_texts(part)}
-        return {"pipeline": self.components.pipeline, **parts, "dtype": str(self._dtype(kind)), **self.text_settings()}
+        return {"pipeline": self.pipeline, **parts, "dtype": str(self._dtype(kind)), **self.text_settings()}
 
     def release_encoder(self, kind: Encoding) -> None:
         """Text encoders are let go of; the autoencoder goes to host memory, for it has to decode pictures."""
@@ -329,7 +336,10 @@ class PipelineFamily:
             export_adapter(folder, self.part)
             return
         components = self.components
-        folder.copy(components.folder / INDEX, INDEX)
+        if index := self.pipeline_changes():
+            folder.write_json(INDEX, json.loads((components.folder / INDEX).read_text(encoding="utf-8")) | index)
+        else:
+            folder.copy(components.folder / INDEX, INDEX)
         changes = self.scheduler_changes()
         if changes:
             folder.write_json("scheduler/scheduler_config.json", components.config("scheduler") | changes)

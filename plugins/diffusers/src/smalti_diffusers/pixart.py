@@ -34,6 +34,7 @@ class PixArt(PipelineFamily):
 
     def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
         self.pipeline = ALPHA if components.pipeline == ALPHA else "PixArtSigmaPipeline"
+        self.vae_in_fp32 = self.pipeline != ALPHA  # that of Sigma is the one of Stable Diffusion XL
         super().__init__(components, options, config)
         if config is not None:
             check_noise_schedule(config, components.config("scheduler"), str(components.folder))

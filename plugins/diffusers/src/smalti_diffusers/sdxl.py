@@ -70,6 +70,11 @@ class Sdxl(PipelineFamily):
 
     @property
     def _zeros_for_empty(self) -> bool:
+        choice = self.options.sdxl_empty_prompt
+        return choice == "zeros" or (choice == "auto" and self._zeros_in_the_pipeline)
+
+    @property
+    def _zeros_in_the_pipeline(self) -> bool:
         return bool(self.components.settings.get("force_zeros_for_empty_prompt", True))
 
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
@@ -78,7 +83,7 @@ class Sdxl(PipelineFamily):
                 prompt=list(captions), device=self._device, do_classifier_free_guidance=False
             )
         if self._zeros_for_empty:
-            # What the pipeline guides away from is then nothing at all, not the encoded empty prompt.
+            # As the pipeline has it where there is no negative prompt: not the encoded empty one.
             told = torch.tensor([caption != "" for caption in captions], device=self._device)
             tokens, pooled = tokens * told[:, None, None], pooled * told[:, None]
         return {"tokens": tokens.float(), "pooled": pooled.float()}
@@ -115,6 +120,11 @@ class Sdxl(PipelineFamily):
             "negative_prompt_embeds": untold["tokens"],
             "negative_pooled_prompt_embeds": untold["pooled"],
         }
+
+    def pipeline_changes(self) -> dict[str, object]:
+        if self._zeros_for_empty == self._zeros_in_the_pipeline:
+            return super().pipeline_changes()
+        return {"force_zeros_for_empty_prompt": self._zeros_for_empty}
 
     def scheduler_changes(self) -> dict[str, object]:
         if not self.zero_snr:
