@@ -128,6 +128,7 @@ PACKAGES = (
             "vae_dtype",
             "text_encoder_dtype",
             "tokenizer_max_length",
+            "sdxl_empty_prompt",
             "flux_guidance_value",
             "flux_true_cfg_scale",
             "lora_rank",
