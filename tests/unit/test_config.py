@@ -50,7 +50,7 @@ def test_flags_beat_the_environment_beats_accelerate_beats_the_file_beats_the_de
         "file",
         "default",
     ]
-    assert [config[TrainingOptions].mixed_precision for config in sources] == ["bf16", "no", "bf16", "no", "bf16"]
+    assert [config[TrainingOptions].mixed_precision for config in sources] == ["bf16", "no", "bf16", "no", "auto"]
 
 
 def test_a_notice_says_which_of_two_different_values_won(configure, write):

@@ -144,7 +144,7 @@ def _model(
     config: Config, plugins: Plugins, family: ModelFamily, distributed: DistributedPlan | None, checkpoint: Path | None
 ) -> None:
     """What can be seen of the model itself."""
-    from smalti.launch import accelerator_kind
+    from smalti.devices import accelerator_kind
     from smalti.models.context import context_plan
     from smalti.run import build_model
 

@@ -30,6 +30,8 @@ from smalti.settings import GROUPS, PluginOptions
 
 G = TypeVar("G", bound=Options)
 
+AUTOMATIC = "auto: "
+"""How the source of a value begins that took the place of "auto"."""
 PER_MACHINE = frozenset(("machine_rank", "accelerate_config"))
 """Options in which the machines of one run may differ."""
 
@@ -93,6 +95,12 @@ class Config:
     def flags(self) -> list[str]:
         """The flags that give this configuration again."""
         return [f"--{name}={_as_text(value)}" for name, value in self.changes().items()]
+
+    def chosen(self, name: str, value: object, why: str) -> Config:
+        """The same with a value in place of "auto", and why it is this one."""
+        group = self.schema.options[name].group.options
+        changed = self.groups[group].model_copy(update={name: value})
+        return replace(self, groups={**self.groups, group: changed}, sources={**self.sources, name: AUTOMATIC + why})
 
     def secrets(self) -> dict[str, str]:
         """The secrets that are set, as environment variables: the only way in which they travel to the workers."""

@@ -21,6 +21,7 @@ from smalti.config import Config
 from smalti.errors import PreflightError, UserError
 from smalti.files import atomic_write
 from smalti.plugins import Plugins
+from smalti.precision import in_bf16
 from smalti.rundir import RunDirectory
 from smalti.settings import ONLY_ON_CUDA, LaunchOptions, TrainingOptions
 from smalti.types import DistributedPlan
@@ -69,16 +70,6 @@ class LaunchPlan:
         }
 
 
-def accelerator_kind(config: Config) -> str:
-    """Either "cpu" or the kind of accelerator that the ranks will run on. Imports torch."""
-    if config[LaunchOptions].use_cpu:
-        return "cpu"
-    import torch
-
-    device = torch.accelerator.current_accelerator(check_available=True)
-    return device.type if device is not None else "cpu"
-
-
 def expected_kind(config: Config) -> str | None:
     """The kind of accelerator that the user's Accelerate YAML speaks of; None if of none, or if --use_cpu overrules it.
 
@@ -95,8 +86,8 @@ def plan_launch(
 ) -> LaunchPlan:
     """How the workers of this run are started on this machine, for a configuration that was checked.
 
-    `kind` is what `accelerator_kind` says, `environment` that of this process. Raises UserError when the user's Accelerate YAML
-    does not fit the machine.
+    `kind` is what `smalti.devices.accelerator_kind` says, `environment` that of this process. Raises UserError when the user's
+    Accelerate YAML does not fit the machine.
     """
     environment = os.environ if environment is None else environment
     options = config[LaunchOptions]
@@ -198,7 +189,7 @@ def merged_yaml(config: Config, distributed: DistributedPlan, kind: str) -> dict
         "num_machines": options.num_machines,
         "machine_rank": options.machine_rank,
         "main_process_port": options.main_process_port or (DEFAULT_PORT if options.num_machines > 1 else 0),
-        "mixed_precision": config[TrainingOptions].mixed_precision,
+        "mixed_precision": "bf16" if in_bf16(config, kind) else "no",
         "use_cpu": False,
     }
     if options.main_process_ip is not None:

@@ -54,8 +54,15 @@ _OWN_FILES = ("run.json", "config.toml", "launch.json", "accelerate.yaml", "even
 _log = logging.getLogger(__name__)
 
 
-def prepare(directory: RunDirectory, *, name: str = "", config_digest: str = "", world_size: int = 1) -> RunRecord:
-    """Make a run directory, or make one ready to go on; its id, and its name unless given, stay.
+def prepare(
+    directory: RunDirectory,
+    *,
+    name: str = "",
+    config_digest: str = "",
+    world_size: int = 1,
+    mixed_precision: str | None = None,
+) -> RunRecord:
+    """Make a run directory, or make one ready to go on; its id stays, and so do name and precision unless given.
 
     For the launcher, before it writes anything there. Files of others may lie beside the run's. UserError when a run lives
     there, or when one of the run's own files would overwrite something that is not the run's.
@@ -76,6 +83,7 @@ def prepare(directory: RunDirectory, *, name: str = "", config_digest: str = "",
             world_size=world_size,
             started=known.started if known else None,
             process=known.process if known else None,
+            mixed_precision=mixed_precision or (known.mixed_precision if known else None),
         )
         _write_record(directory, record)
     except OSError as error:

@@ -8,9 +8,10 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import click
 
@@ -21,10 +22,10 @@ from smalti.config import Config
 from smalti.configtext import as_toml
 from smalti.data.prepared import PreparedData
 from smalti.dataplan import scan_data, total_steps
+from smalti.devices import ImageSize, accelerator_kind, cpu_notices, describe_devices
 from smalti.errors import ConfigError, ExitCode, GpuFaultError, PreflightError
 from smalti.launch import (
     LaunchPlan,
-    accelerator_kind,
     check_accelerators,
     expected_kind,
     plan_launch,
@@ -33,18 +34,34 @@ from smalti.launch import (
 )
 from smalti.liverun import prepare
 from smalti.plugins import Plugins
+from smalti.precision import choose_precision, cost_of, describe
 from smalti.resume import check_resumable
 from smalti.rundir import POLL_SECONDS, RunDirectory
-from smalti.settings import LaunchOptions, OptimizerOptions, RunOptions, warm_up_notice, warm_up_problem
+from smalti.settings import (
+    LaunchOptions,
+    OptimizerOptions,
+    RunOptions,
+    TrainingOptions,
+    warm_up_notice,
+    warm_up_problem,
+)
+from smalti.strategy import choose_distributed
 from smalti.termination import Terminated
+
+if TYPE_CHECKING:
+    from smalti.models.family import ModelFamily
+
+_FIRST = ("device", "precision", "tokens")
+"""What the start of a run says at once; the rest is said when it begins to train."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
     """A checked configuration with its launch plan and its data.
 
-    `data` is None on machines that only join a launch: the first one has looked at it; so is `timesteps`, which says at which
-    noise levels its images are trained.
+    `data` is None on machines that only join a launch: the first one has looked at it. `facts` say on which "device" the run
+    computes and in which "precision"; where the data were looked at, also how many "tokens" the largest images are and at which
+    noise levels ("timesteps") they are trained.
     """
 
     config: Config
@@ -52,7 +69,7 @@ class Preparation:
     directory: RunDirectory
     plan: LaunchPlan
     data: PreparedData | None
-    timesteps: str | None
+    facts: Mapping[str, str]
     notices: tuple[str, ...]
 
     @classmethod
@@ -70,32 +87,43 @@ class Preparation:
         elif kind == "cpu" and (expected := expected_kind(config)) is not None:
             kind = expected
             notices.append(f"planned for {kind} devices, as the Accelerate YAML says; this machine has none")
-        plan = plan_launch(config, checked.distributed, directory.path, kind)
-        data = cls._look_at_data(config, plugins, checked.family.alignment, directory, write=write)
-        told = _resume_notices(config, data, checked.checkpoint)
-        notices += [*(() if write else told), *_schedule_notices(config, data)]  # a run tells them where it resumes
-        timesteps = None if data is None else checked.loss.describe_timesteps(count.bucket for count in data.counts)
-        notices += [*config.notices, *plan.notices, *(data.notices if data is not None else ())]
+        joins = write and config[LaunchOptions].machine_rank > 0
+        if joins:
+            _wait_for_first_machine(directory, config[LaunchOptions].process_group_timeout)
+        config, given = choose_precision(config, kind, directory), config
+        distributed = checked.distributed if config is given else choose_distributed(config, plugins)
+        plan = plan_launch(config, distributed, directory.path, kind)
+        data = None if joins else cls._look_at_data(config, plugins, checked.family.alignment, directory, write=write)
+        notices += [*config.notices, *plan.notices, *cost_of(config, kind)]
+        facts = {"device": describe_devices(config, kind), "precision": describe(config)}
+        if data is not None:
+            size = _largest_image(checked.family, data)
+            facts |= {"tokens": str(size), "timesteps": checked.loss.describe_timesteps(count.bucket for count in data.counts)}
+            told = _resume_notices(config, data, checked.checkpoint)
+            notices += [*(() if write else told)]  # a run tells them where it resumes
+            notices += [*_schedule_notices(config, data), *cpu_notices(config, kind, size), *data.notices]
         return cls(
             config=config,
             plugins=plugins,
             directory=directory,
             plan=plan,
             data=data,
-            timesteps=timesteps,
+            facts=facts,
             notices=tuple(dict.fromkeys(notices)),
         )
 
     @staticmethod
     def _look_at_data(
         config: Config, plugins: Plugins, alignment: int, directory: RunDirectory, *, write: bool
-    ) -> PreparedData | None:
+    ) -> PreparedData:
         if not write:
             return scan_data(config, plugins, alignment, None)
-        if config[LaunchOptions].machine_rank > 0:
-            _wait_for_first_machine(directory, config[LaunchOptions].process_group_timeout)
-            return None
-        prepare(directory, config_digest=config.digest, world_size=config[LaunchOptions].num_processes)
+        prepare(
+            directory,
+            config_digest=config.digest,
+            world_size=config[LaunchOptions].num_processes,
+            mixed_precision=config[TrainingOptions].mixed_precision,
+        )
         return scan_data(config, plugins, alignment, directory.data)
 
     def launch(self) -> ExitCode:
@@ -103,6 +131,7 @@ class Preparation:
         for notice in self.notices:
             click.echo(f"smalti: note: {notice}", err=True)
         click.echo(f"smalti: {self.plugins.summary}", err=True)
+        click.echo(f"smalti: {'; '.join(f'{name} {self.facts[name]}' for name in _FIRST if name in self.facts)}", err=True)
         write_launch_files(self.directory, self.config, self.plugins, self.plan)
         sys.stdout.flush()
         code, message = self._run()
@@ -159,6 +188,7 @@ class Preparation:
         assert self.data is not None, "a dry run looks at the data, on every machine"
         return {
             "launch": self.plan.as_json(),
+            **self.facts,
             "config": {"digest": self.config.digest, "changes": self.config.changes()},
             "sources": {name: self.config.source(name) for name in self.config.sources},
             "plugins": list(self.plugins.lines),
@@ -166,7 +196,6 @@ class Preparation:
             "effective_batch": self.data.order.effective_batch,
             "steps": total_steps(self.config, self.data),
             "samples": sum(count.total for count in self.data.counts),
-            "timesteps": self.timesteps,
             "buckets": [{"size": str(count.bucket), "samples": count.total} for count in self.data.counts],
             "quarantined": [{"key": item.key, "reason": item.reason} for item in self.data.quarantined],
         }
@@ -179,9 +208,9 @@ class Preparation:
         if plan.command:
             lines.append(f"command       {shlex.join(plan.command)}")
         lines += [f"environment   {key}={value}" for key, value in plan.environment.items()]
+        lines += [f"{name:<13} {fact}" for name, fact in self.facts.items()]
         lines.append(f"steps         {total_steps(self.config, self.data)}, each of {self.data.order.effective_batch} samples")
         lines.append(f"samples       {sum(count.total for count in self.data.counts)} in an epoch")
-        lines.append(f"timesteps     {self.timesteps}")
         lines += [f"bucket        {count.bucket}: {count.total}" for count in self.data.counts]
         lines += [f"quarantined   {item.key}: {item.reason}" for item in self.data.quarantined]
         lines += [f"note          {notice}" for notice in self.notices]
@@ -201,22 +230,31 @@ def _twice_as_long(config: Config) -> str:
     return f" --num_train_epochs={2 * options.num_train_epochs}" if options.num_train_epochs is not None else ""
 
 
-def _resume_notices(config: Config, data: PreparedData | None, checkpoint: Path | None) -> tuple[str, ...]:
+def _resume_notices(config: Config, data: PreparedData, checkpoint: Path | None) -> tuple[str, ...]:
     """What a resume from this checkpoint will say of the data. Raises CheckpointError if it is of another run."""
-    if data is None or checkpoint is None:
+    if checkpoint is None:
         return ()
     return check_resumable(read_state(checkpoint / STATE).trainer, config, data, checkpoint).notices
 
 
-def _schedule_notices(config: Config, data: PreparedData | None) -> list[str]:
+def _schedule_notices(config: Config, data: PreparedData) -> list[str]:
     """What a warm-up as long as the run means. Raises ConfigError where nothing could be learned; epochs are counted by now."""
-    if data is None:
-        return []
     options, steps = config[OptimizerOptions], total_steps(config, data)
     if (problem := warm_up_problem(options, steps)) is not None:
         raise ConfigError([problem])
     notice = warm_up_notice(options, steps)
     return [notice] if notice else []
+
+
+def _largest_image(family: ModelFamily, data: PreparedData) -> ImageSize:
+    """The training images that are the most tokens."""
+    from smalti.models.family import image_tokens
+
+    sizes = [
+        ImageSize(tokens=image_tokens(family, bucket.width, bucket.height), width=bucket.width, height=bucket.height)
+        for bucket in (count.bucket for count in data.counts)
+    ]
+    return max(sizes, key=lambda size: size.tokens)
 
 
 def own_name() -> str:

@@ -18,8 +18,8 @@ from smalti.models.compilation import compile_blocks
 from smalti.models.family import Weights
 from smalti.models.weights import materialise
 from smalti.parallel import PortableState, Ranks
+from smalti.precision import in_bf16
 from smalti.ranks import GlooRanks
-from smalti.settings import TrainingOptions
 from smalti.types import Block, World
 
 
@@ -29,7 +29,7 @@ class Replicas(Group):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._config = config
-        self._bf16 = config[TrainingOptions].mixed_precision == "bf16"
+        self._bf16 = in_bf16(config)
         self._accelerator = Accelerator(
             cpu=self.world.device == "cpu",
             mixed_precision="no",  # precision is set around the forward pass, not patched into the model

@@ -49,6 +49,7 @@ from smalti.models.weights import without_weights
 from smalti.optimizers import check_step_sizes, matrices, parameter_groups
 from smalti.parallel import Parallel, Ranks
 from smalti.plugins import Plugins
+from smalti.precision import in_bf16
 from smalti.resume import Resumption, check_resumable
 from smalti.rundir import RunDirectory
 from smalti.schedule import Cadence, build_scheduler
@@ -141,7 +142,7 @@ class Run:
         )
         closing.callback(self.batches.close)
         self.held_out = self._held_out()
-        bf16 = self.config[TrainingOptions].mixed_precision == "bf16"
+        bf16 = in_bf16(self.config)
         self.utilisation = Utilisation(
             family=self.family,
             trained=self.info.trainable / self.info.parameters,

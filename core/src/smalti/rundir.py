@@ -51,6 +51,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """What stands in run.json. `started` and `process` are of the latest attempt, None before the first.
+    `mixed_precision` is what machine 0 has chosen for the latest launch.
 
     Times are unix seconds.
     """
@@ -62,6 +63,7 @@ class RunRecord:
     world_size: int
     started: float | None = None
     process: Process | None = None
+    mixed_precision: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

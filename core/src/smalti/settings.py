@@ -187,9 +187,10 @@ class DataOptions(Options):
 class TrainingOptions(Options):
     gradient_accumulation_steps: int = option(1, help="Micro-batches per optimizer step.", ge=1, le=65_536)
     max_grad_norm: float = option(1.0, help="Clip gradients to this global norm; 0 does not clip.", ge=0)
-    mixed_precision: Literal["no", "bf16"] = option(
-        "bf16",
-        help="Precision of the computation; weights and optimizer state stay in fp32.",
+    mixed_precision: Literal["auto", "no", "bf16"] = option(
+        "auto",
+        help="Precision of the computation; weights and optimizer state stay in fp32. "
+        "auto: bf16 where the device computes it natively, else fp32 (no); a run keeps what it became.",
         accelerate="mixed_precision",
     )
     channels_last: bool | None = option(

@@ -467,7 +467,8 @@ def test_the_ranks_of_accelerate_see_the_plugin_that_the_options_make_and_the_fi
     else:  # Accelerate has no prefetch
         values |= {"fsdp_forward_prefetch": 1, "fsdp_backward_prefetch": 1}
     flags = [f"--{name}={value}" for name, value in values.items() if value is not None]
-    config = resolve(SCHEMA, ["--fsdp_enable", "--num_processes=8", "--accelerate_config=none", *flags], environment={})
+    flags += ["--fsdp_enable", "--num_processes=8", "--accelerate_config=none", "--mixed_precision=bf16"]
+    config = resolve(SCHEMA, flags, environment={})
     directory = tmp_path_factory.mktemp("plan")
     plan = planned(config, directory)
     there = in_environment(understood(plan)[1], FullyShardedDataParallelPlugin)

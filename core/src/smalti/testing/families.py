@@ -288,7 +288,7 @@ def every_parameter_that_trains_gets_a_gradient(subject: FamilySubject) -> None:
 
 @FAMILY.check
 def it_works_in_bf16(subject: FamilySubject) -> None:
-    """`--mixed_precision=bf16` is the default: the forward pass runs under autocast, weights stay in fp32.
+    """On most accelerators bf16 is the default: the forward pass runs under autocast, weights stay in fp32.
 
     Casts written into the model by hand are what usually fails; take the dtype from a tensor at hand instead.
     """

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 
 from smalti import Config
+from smalti.precision import in_bf16
 from smalti.settings import DataOptions, OptimizerOptions, RunOptions, TrainingOptions
 from smalti_deepspeed.implications import SCHEDULERS, named
 from smalti_deepspeed.keys import ACCELERATES, OTHERWISE, SHORT
@@ -46,7 +47,7 @@ def resolved(config: Config, *, world_size: int) -> dict[str, object]:
     for key in ("bfloat16", "fp16", "optimizer", "scheduler", *ACCELERATES, *OTHERWISE):
         document.pop(key, None)
     precision = section(given(config), "bfloat16") | section(given(config), "bf16")
-    document["bf16"] = {**precision, "enabled": config[TrainingOptions].mixed_precision == "bf16"}
+    document["bf16"] = {**precision, "enabled": in_bf16(config)}
     document["zero_optimization"] = _zero(config)
     if (optimizer := _optimizer(config)) is not None:
         document["optimizer"] = optimizer

@@ -20,7 +20,7 @@ from smalti.models.compilation import compile_blocks
 from smalti.models.family import Weights
 from smalti.models.weights import materialise
 from smalti.parallel import PortableState
-from smalti.settings import TrainingOptions
+from smalti.precision import in_bf16
 from smalti_deepspeed.compiling import compiled_in_turn
 from smalti_deepspeed.document import resolved, sized
 from smalti_deepspeed.importing import start_deepspeed, stop_deepspeed
@@ -41,7 +41,7 @@ class Engine(Group):
     def __init__(self, config: Config) -> None:
         super().__init__(config, alone_too=True)
         self._config = config
-        self._bf16 = config[TrainingOptions].mixed_precision == "bf16"
+        self._bf16 = in_bf16(config)
         self._document = _completed(resolved(config, world_size=self.world.size))
         if self.world.device == "cpu":
             _check_without_accelerator(self._document)

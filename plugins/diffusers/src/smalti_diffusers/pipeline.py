@@ -24,7 +24,8 @@ from smalti.diffusion.step import objective_of
 from smalti.diffusion.timesteps import Shift
 from smalti.models.family import Conditioning, Encoding, Prediction, SampleRequest, Weights
 from smalti.models.weights import FolderWeights, SeededWeights, without_weights
-from smalti.settings import LaunchOptions, ModelOptions, TrainingOptions
+from smalti.precision import in_bf16
+from smalti.settings import LaunchOptions, ModelOptions
 from smalti_diffusers.adapter import AdaptedWeights, Lora, adapter_shapes, attach, export_adapter
 from smalti_diffusers.components import INDEX, Components, class_of, locate
 from smalti_diffusers.flowshift import scheduler_shift
@@ -73,7 +74,7 @@ class PipelineFamily:
                 f"{self.name} cannot be trained with the prediction '{self.prediction}': its pipeline could not draw with it",
                 fix=f"leave --prediction_type out; the pipeline says {native}",
             )
-        self._bf16 = config is None or config[TrainingOptions].mixed_precision == "bf16"
+        self._bf16 = config is None or in_bf16(config)
         self.lora, self._base_dtype = _lora(self, config)
         self._precision = _precision(config)
         self.indivisible = "" if self._precision == "no_change" else f"weights in {self._precision}"
@@ -362,7 +363,7 @@ def _lora(family: PipelineFamily, config: Config | None) -> tuple[Lora | None, t
         targets=options.lora_targets or family.lora_targets(),
         init=options.lora_init,
     )
-    computes = torch.bfloat16 if config[TrainingOptions].mixed_precision == "bf16" else torch.float32
+    computes = torch.bfloat16 if in_bf16(config) else torch.float32
     return lora, _DTYPES.get(options.lora_base_dtype, computes)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from smalti import Config, Problem
+from smalti.precision import in_bf16
 from smalti.settings import LaunchOptions, ModelOptions, TrainingOptions
 from smalti_fsdp2.options import (
     CONTEXT_ON_CPU,
@@ -101,7 +102,7 @@ def _beyond_version1(config: Config) -> list[Problem]:
     options, training, launch = config[FsdpOptions], config[TrainingOptions], config[LaunchOptions]
     if options.fsdp_version != 1:
         return []
-    in_bf16 = options.fsdp_param_dtype == "bf16" or (options.fsdp_param_dtype == "auto" and training.mixed_precision == "bf16")
+    gathered_in_bf16 = options.fsdp_param_dtype == "bf16" or (options.fsdp_param_dtype == "auto" and in_bf16(config))
     sharing = options.fsdp_shard_size or launch.num_processes // launch.num_machines
     found = (
         ("use_ema", training.use_ema, "FSDP 1 leaves flat slices of parameters, whose average no other strategy could read"),
@@ -116,7 +117,7 @@ def _beyond_version1(config: Config) -> list[Problem]:
         ("fsdp_output_dtype", options.fsdp_output_dtype != "auto", "FSDP 1 leaves the type of the output"),
         (
             "gradient_accumulation_steps",
-            training.gradient_accumulation_steps > 1 and options.fsdp_cpu_offload and in_bf16,
+            training.gradient_accumulation_steps > 1 and options.fsdp_cpu_offload and gathered_in_bf16,
             "FSDP 1 with fsdp_cpu_offload adds up the gradients of micro-batches in bf16",
         ),
     )

@@ -19,7 +19,7 @@ from smalti.models.compilation import compile_blocks
 from smalti.models.context import context_plan
 from smalti.models.family import ModelFamily, Weights
 from smalti.parallel import PortableState
-from smalti.settings import TrainingOptions
+from smalti.precision import in_bf16
 from smalti_fsdp2.context import context_group, split_context
 from smalti_fsdp2.filling import fill
 from smalti_fsdp2.options import ContextOptions, FsdpOptions
@@ -37,7 +37,7 @@ class Sharded(Group):
         super().__init__(config, context=config[ContextOptions].context_parallel_size, alone_too=True)
         self._config = config
         self._options = config[FsdpOptions]
-        self._bf16 = config[TrainingOptions].mixed_precision == "bf16"
+        self._bf16 = in_bf16(config)
         self._mesh = shard_mesh(self.world, self._options.fsdp_shard_size)
         self._shards = self._mesh.get_group("shard")
         self._synchronised = True

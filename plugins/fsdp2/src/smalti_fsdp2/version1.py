@@ -34,7 +34,7 @@ from smalti.group import Group
 from smalti.models.compilation import compile_blocks
 from smalti.models.family import Weights
 from smalti.parallel import PortableState, Ranks
-from smalti.settings import TrainingOptions
+from smalti.precision import in_bf16
 from smalti_fsdp2.filling import fill_buffers
 from smalti_fsdp2.options import FsdpOptions
 from smalti_fsdp2.recomputation import recompute
@@ -61,7 +61,7 @@ class FullySharded(Group):
         super().__init__(config, alone_too=True)
         self._config = config
         self._options = config[FsdpOptions]
-        self._bf16 = config[TrainingOptions].mixed_precision == "bf16"
+        self._bf16 = in_bf16(config)
         self._mesh = shard_mesh(self.world, self._options.fsdp_shard_size)
         if self._mesh.ndim == 2 and self._mesh.size(1) == 1:
             fix = "--fsdp_shard_size=N above 1, or --fsdp_version=2"
