@@ -5,7 +5,13 @@ import shutil
 
 import pytest
 
-OPTIONS = {"max_train_steps": 8, "train_batch_size": 4, "use_ema": True, "validation_step_interval": 4}
+OPTIONS = {
+    "max_train_steps": 8,
+    "train_batch_size": 4,
+    "use_ema": True,
+    "validation_step_interval": 4,
+    "validation_resolution": "16x16,8x12",
+}
 PROMPTS = ["circle number 1", "circle number 2", "circle number 3"]
 
 
@@ -34,9 +40,16 @@ def test_weights_do_not_depend_on_how_a_batch_is_split(runs, other, group):
     assert worst < 2e-5
 
 
-def test_three_prompts_on_two_ranks_give_three_pictures_and_a_grid(runs):
+def test_three_prompts_at_two_sizes_on_two_ranks_give_six_images_and_a_grid(runs):
+    from PIL import Image
+
     folder = runs["two"].directory / "samples" / "00000004"
-    assert len(list(folder.glob("0*.png"))) == 3
+    sizes = {}
+    for path in folder.glob("0*.png"):
+        with Image.open(path) as image:
+            sizes[path.stem] = "{}x{}".format(*image.size)
+    assert sorted(sizes.values()) == ["16x16"] * 3 + ["8x12"] * 3
+    assert all(name.endswith(size) for name, size in sizes.items())
     assert (folder / "grid.png").is_file()
 
 

@@ -108,7 +108,7 @@ MANY = {
     "--adam_beta1=7": "adam_beta1 cannot be '7'",
     "--optimizer=adamv": "Unknown optimizer 'adamv'",
     "--report_to=wandbb": "unknown tracker 'wandbb'",
-    "--validation_resolution=33x31": "validation_resolution=33x31 does not fit this model",
+    "--validation_resolution=33x31": "this model samples multiples of 4 pixels, which 33x31 is not",
     "--snr_gamma=5": "snr_gamma has no meaning for rectified flow",
     "--prediction_type=flow_matching": "",
     "--validation_prompt=a cat": "",
@@ -139,7 +139,7 @@ def test_what_depends_on_something_wrong_is_not_complained_about(run, tmp_path):
 REFUSED = {
     "--validation_resolution=0x0": "at least one pixel",
     "--validation_resolution=1000000x1000000": "at least one pixel and at most 89 million",
-    "--validation_resolution=33x31": "does not fit this model",
+    "--validation_resolution=64x64,33x31": "--validation_resolution=64x64,32x32",
     "--validation_num_inference_steps=100000000": "<= 1000",
     "--seed=18446744073709551616": "9223372036854775807",
     "--max_train_steps=1000000000000000000000000000000": "9223372036854775807",

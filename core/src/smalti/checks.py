@@ -134,10 +134,10 @@ def _loss(config: Config, family: ModelFamily) -> DenoisingLoss:
 
 def _sizes(config: Config, family: ModelFamily) -> None:
     """Whether the family can sample what validation asks for."""
-    from smalti.validation import picture_size
+    from smalti.validation import validation_sizes
 
     if config[ValidationOptions].validation_prompt:
-        picture_size(config, family.alignment)
+        validation_sizes(config, family.alignment)
 
 
 def _model(

@@ -47,14 +47,17 @@ def _or_none(value: object) -> object:
 
 
 def sizes_in(text: str) -> tuple[tuple[int, int], ...]:
-    """Widths and heights from words such as 512 or 512x768. Raises ValueError for anything else."""
-    match = re.fullmatch(r"\s*(\d{1,9})(?:\s*[xX]\s*(\d{1,9}))?\s*", text)
-    if match is None:
-        raise ValueError("write 512, or 512x768 for width and height")
-    width, height = int(match[1]), int(match[2] or match[1])
-    if not 0 < width * height <= LARGEST_IMAGE:
-        raise ValueError(f"an image has at least one pixel and at most {LARGEST_IMAGE // 1_000_000} million")
-    return ((width, height),)
+    """Widths and heights from words such as 512 or 512x768,768x512. Raises ValueError for anything else."""
+    sizes: dict[tuple[int, int], None] = {}
+    for word in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,9})(?:\s*[xX]\s*(\d{1,9}))?\s*", word)
+        if match is None:
+            raise ValueError("write 512, or 512x768 for width and height; several with commas between them")
+        width, height = int(match[1]), int(match[2] or match[1])
+        if not 0 < width * height <= LARGEST_IMAGE:
+            raise ValueError(f"an image has at least one pixel and at most {LARGEST_IMAGE // 1_000_000} million")
+        sizes[width, height] = None
+    return tuple(sizes)
 
 
 def _sizes(value: str | None) -> str | None:
@@ -298,7 +301,9 @@ class ValidationOptions(Options):
     )
     validation_seed: int = option(42, help="Seed of the first picture; the next ones count up.", ge=0)
     validation_resolution: Annotated[str | None, AfterValidator(_sizes)] = option(
-        None, help="Size of validation pictures, as 512 or 512x768; the training resolution if not given."
+        None,
+        help="Sizes of validation images, as 512 or 512x768, with commas between them: every prompt is sampled at each. The "
+        "training resolution if not given.",
     )
     validation_num_inference_steps: int = option(25, help="Denoising steps.", ge=1, le=1_000)
     validation_guidance: float = option(3.0, help="Strength of classifier-free guidance; 1 switches it off.", ge=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from smalti.attempts import AttemptFailed, computed, on_all_ranks
+from smalti.data.buckets import Bucket
 from smalti.errors import UserError
 from smalti.grid import picture_grid
 from smalti.models.family import SampleRequest, TellsSettings
 from smalti.observers import notify
 from smalti.pictures import save_picture
-from smalti.settings import DataOptions, ValidationOptions
+from smalti.settings import DataOptions, ValidationOptions, sizes_in
 from smalti.statistics import take_first_ranks
 from smalti.types import ValidationImage, ValidationResult
 
@@ -40,23 +41,26 @@ def shares(count: int, ranks: int, batch: int) -> list[list[list[int]]]:
     return [[row[start : start + batch] for start in range(0, each, batch)] for row in rows]
 
 
-def picture_size(config: Config, alignment: int) -> tuple[int, int]:
-    """Width and height of validation pictures. Raises UserError for a size that cannot be read or drawn."""
+def validation_sizes(config: Config, alignment: int) -> tuple[Bucket, ...]:
+    """The sizes of validation images. Raises UserError if the model cannot sample one of them."""
     text = config[ValidationOptions].validation_resolution
     if text is None:
         data = config[DataOptions]
-        edge = (data.resolution * 1e6) ** 0.5 if data.resolution_type == "area" else data.resolution
-        size = max(alignment, round(edge / alignment) * alignment)
-        return size, size
-    match = re.fullmatch(r"\s*(\d+)(?:\s*[xX]\s*(\d+))?\s*", text)
-    if match is None:
-        raise UserError(f"validation_resolution={text!r} is no size", fix="write 512 or 512x768")
-    width, height = int(match[1]), int(match[2] or match[1])
-    if width % alignment or height % alignment or not width or not height:
+        size = _fitting((data.resolution * 1e6) ** 0.5 if data.resolution_type == "area" else data.resolution, alignment)
+        return (Bucket(size, size),)
+    sizes = [Bucket(width, height) for width, height in sizes_in(text)]
+    if strange := [str(size) for size in sizes if size.width % alignment or size.height % alignment]:
+        fitting = [f"{_fitting(size.width, alignment)}x{_fitting(size.height, alignment)}" for size in sizes]
         raise UserError(
-            f"validation_resolution={text} does not fit this model", fix=f"use multiples of {alignment} for width and height"
+            f"validation_resolution={text}: this model samples multiples of {alignment} pixels, which {' and '.join(strange)} "
+            f"{'is' if len(strange) == 1 else 'are'} not",
+            fix=f"--validation_resolution={','.join(fitting)}",
         )
-    return width, height
+    return tuple(sizes)
+
+
+def _fitting(edge: float, alignment: int) -> int:
+    return max(alignment, round(edge / alignment) * alignment)
 
 
 @contextmanager
@@ -88,16 +92,16 @@ def at_rest(run: Run) -> Iterator[nn.Module]:
 
 
 def validate(run: Run) -> ValidationResult:
-    """Draw every prompt once, write the pictures and a grid, tell the observers. *Collective*.
+    """Draw every prompt once at every size, write the pictures and a grid, tell the observers. *Collective*.
 
     Raises AttemptFailed, on every rank.
     """
     run.state.validation_requested = False
-    width, height = on_all_ranks(run.parallel, lambda: picture_size(run.config, run.family.alignment))
+    sizes = on_all_ranks(run.parallel, lambda: validation_sizes(run.config, run.family.alignment))
     with at_rest(run) as model, run.parallel.autocast():
-        drawn = computed(run, lambda: list(_draw(run, model, width, height)))
+        drawn = computed(run, lambda: [each for place, size in enumerate(sizes) for each in _draw(run, model, place, size)])
     folder = run.directory.samples_at(run.state.step)
-    images, grid = _images(run.config, folder), folder / "grid.png"
+    images, grid = _images(run.config, folder, sizes), folder / "grid.png"
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,8 +119,8 @@ def validate(run: Run) -> ValidationResult:
     return result
 
 
-def _draw(run: Run, model: nn.Module, width: int, height: int) -> Iterator[tuple[int, Image, dict[str, float]]]:
-    """This rank's pictures by number of the prompt, in host memory, and what it takes to draw each again.
+def _draw(run: Run, model: nn.Module, place: int, size: Bucket) -> Iterator[tuple[int, Image, dict[str, float]]]:
+    """This rank's pictures of one size, in host memory, by number, and what it takes to draw each again.
 
     Writing them is left for later, when no other rank waits for this one.
     """
@@ -127,8 +131,8 @@ def _draw(run: Run, model: nn.Module, width: int, height: int) -> Iterator[tuple
         request = SampleRequest(
             prompts=wanted,
             seeds=[options.validation_seed + number for number in numbers],
-            width=width,
-            height=height,
+            width=size.width,
+            height=size.height,
             steps=options.validation_num_inference_steps,
             guidance=options.validation_guidance,
             told=run.encoded.conditioning(wanted, run.world.device),
@@ -138,20 +142,26 @@ def _draw(run: Run, model: nn.Module, width: int, height: int) -> Iterator[tuple
         if isinstance(run.family, TellsSettings):
             settings |= run.family.drawing_settings(request)
         for number, pixels in zip(numbers, run.family.sample(model, request), strict=True):
-            yield number, _as_image(pixels), settings
+            yield place * len(prompts) + number, _as_image(pixels), settings
 
 
-def _images(config: Config, folder: Path) -> tuple[ValidationImage, ...]:
+def _images(config: Config, folder: Path, sizes: Sequence[Bucket]) -> tuple[ValidationImage, ...]:
+    """All prompts at the first size, then at the next. Files are named by their size where there are several."""
     options = config[ValidationOptions]
     return tuple(
-        ValidationImage(prompt=prompt, seed=options.validation_seed + number, path=folder / _file_name(number, prompt))
+        ValidationImage(
+            prompt=prompt,
+            seed=options.validation_seed + number,
+            path=folder / f"{_file_name(number, prompt)}{f'-{size}' if len(sizes) > 1 else ''}.png",
+        )
+        for size in sizes
         for number, prompt in enumerate(options.validation_prompt)
     )
 
 
 def _file_name(number: int, prompt: str) -> str:
     words = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60]
-    return f"{number:02d}-{words or 'picture'}.png"
+    return f"{number:02d}-{words or 'picture'}"
 
 
 def _write(run: Run, image: ValidationImage, picture: Image, settings: dict[str, float]) -> None:
