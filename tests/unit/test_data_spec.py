@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from smalti.data.catalog import Catalog
+from smalti.data.check import BatchShape
+from smalti.data.prepared import DataRules, framing_of
 from smalti.data.spec import DataDefaults, DatasetSpec, load_backend_config, parse_datasets
 from smalti.errors import ConfigError
 from smalti.types import MetadataEntry, StorageEntry
@@ -45,6 +48,35 @@ def test_a_path_is_taken_from_the_current_directory() -> None:
 @pytest.mark.parametrize(("text", "value"), [("False", False), ("false", False), ("true", True), ("TRUE", True)])
 def test_booleans_in_quotes_mean_what_they_say(text: str, value: bool) -> None:
     assert spec_of(crop=text).crop is value
+
+
+@pytest.mark.parametrize(
+    ("entry", "options", "framing"),
+    [
+        ({}, {}, (True, "preserve", "center")),
+        ({"crop": False}, {"crop": True}, (False, "preserve", "center")),
+        ({}, {"crop": False}, (False, "preserve", "center")),
+        ({}, {"crop_aspect": "square"}, (True, "square", "center")),
+        ({"crop": True}, {}, (True, "square", "random")),
+        ({"crop": True}, {"crop_style": "corner"}, (True, "square", "corner")),
+        ({"crop": "true", "crop_aspect": "preserve"}, {}, (True, "preserve", "random")),
+    ],
+)
+def test_images_keep_their_aspect_ratio_unless_told_otherwise(
+    entry: dict[str, object], options: dict[str, Any], framing: tuple[bool, str, str]
+) -> None:
+    (spec,), _ = parse_datasets([{**PETS, **entry}], where="", defaults=DataDefaults(**options))
+
+    assert (spec.crop, spec.crop_aspect, spec.crop_style) == framing
+
+
+def test_nothing_is_stretched_by_default() -> None:
+    """A photograph of 4:3 in the bucket 576x448 of 512 pixels, which is 9:7."""
+    rules = DataRules(seed=0, shape=BatchShape(train_batch_size=1, ranks=1, accumulation=1))
+    framing = framing_of(spec_of(resolution=512), rules)
+    bucket = framing.bucket(1600, 1200)
+
+    assert (str(bucket), framing.resized(1600, 1200, bucket)) == ("576x448", (597, 448))
 
 
 def test_a_dataset_disabled_in_quotes_is_disabled_only_if_true() -> None:

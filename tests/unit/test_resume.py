@@ -146,11 +146,10 @@ def test_a_change_is_noticed_also_where_the_record_of_the_run_is_gone(project: P
 
 def test_other_crops_are_a_change_where_the_order_stays_and_other_buckets_always(project: Project) -> None:
     trainer = project.train()
-    data = trainer["data"]
-    assert isinstance(data, dict)
-    other = {**trainer, "data": {**data, "settings": {"images": {**data["settings"]["images"], "crop": True}}}}
-    with pytest.raises(CheckpointError, match="crop of dataset images was true, is now false"):
-        project.resume(other)
+    with pytest.raises(
+        CheckpointError, match="crop_style of dataset images was center, is now corner\n  fix: set crop_style=center, or"
+    ):
+        project.resume(trainer, "--crop_style=corner")
     with pytest.raises(CheckpointError, match=r"resolution of dataset images was 16\.0, is now 24\.0"):
         project.resume(trainer, "--resolution=24")
 
@@ -196,7 +195,10 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed_from(project: Project) ->
     data = project.scan()
     trainer = {"step": 3, "effective_batch": 2, "seed": 42, "data": FIRST_DIGEST}
     assert first_digest(data.indexes, data.order, seed=42) == FIRST_DIGEST
-    assert "not compared, as the checkpoint is of an earlier version" in project.resume(trainer).notices[0]
+    assert "not compared, as the checkpoint is of an earlier version" in project.resume(trainer, "--no_crop").notices[0]
+    assert project.resume(trainer, "--crop_style=center", "--crop").changes == ()
+    with pytest.raises(CheckpointError, match=r"crop of dataset images was false, .*, is now true\n  fix: set crop=false, or"):
+        project.resume(trainer)
     with pytest.raises(CheckpointError, match=r"effective batch was 2, is now 3 \(1 rank x 3 x 1\)\n"):
         project.resume(trainer, "--train_batch_size=3", "--allow_dataset_oversubscription")
     add(project.images)

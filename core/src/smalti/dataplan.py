@@ -59,6 +59,9 @@ def dataset_specs(config: Config, catalog: Catalog) -> tuple[DatasetSpec, ...]:
         instance_prompt=options.instance_prompt,
         resolution=options.resolution,
         resolution_type=options.resolution_type,
+        crop=options.crop,
+        crop_style=options.crop_style,
+        crop_aspect=options.crop_aspect,
     )
     specs, problems = parse_datasets(entries, where=where, defaults=defaults, catalog=catalog)
     problems = (*problems, *_unused_prompt(config, specs), *_mixed_up_folders(config, specs))

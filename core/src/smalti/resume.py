@@ -23,10 +23,12 @@ _CROPS = ("crop", "crop_style")
 class Resumption:
     """A checkpoint that may be resumed from. `changes` says what is different in the data, in words; the user accepts it.
 
-    `reordered`: samples come in another order than before, so that the place in it means nothing any more.
+    `settings` are those that would undo a part of it. `reordered`: samples come in another order than before, so that the place
+    in it means nothing any more.
     """
 
     changes: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
     reordered: bool = False
     notices: tuple[str, ...] = ()
 
@@ -43,7 +45,9 @@ def check_resumable(trainer: Mapping[str, object], config: Config, data: Prepare
     found = _data(trainer, data, RunDirectory(source.parent.parent).data, same_batch=batch is None)
     if found.changes and config[DataOptions].on_changed_data == "refuse":
         when = " from the next epoch on" if found.reordered else ""
-        fix = f"put the data back, or --on_changed_data=continue to train on what is there now{when}"
+        back = [f"set {', '.join(dict.fromkeys(found.settings))}"] if found.settings else []
+        back += ["put the data back"] if len(found.changes) > len(found.settings) else []
+        fix = f"{' and '.join(back)}, or --on_changed_data=continue to train on what is there now{when}"
         problems.append((f"the data have changed: {'; '.join(found.changes)}", fix))
     if problems:
         raise CheckpointError(
@@ -102,26 +106,30 @@ def _since_first_digest(digest: str, trainer: Mapping[str, object], data: Prepar
     if first_digest(data.indexes, data.order, seed=seed) != digest:
         told = "images were added, removed, renamed or resized, or other buckets or repeats were set"
         return Resumption(changes=(f"{told} (the checkpoint is of an earlier version and does not say which)",), reordered=True)
+    # Then images were stretched to their buckets unless a dataset said otherwise, and the buckets were the same.
+    cropped = [one.spec.id for one in data.datasets if one.spec.crop and "crop" not in one.spec.model_fields_set]
+    changed = tuple(f"crop of dataset {name} was false, as earlier versions had it by default, is now true" for name in cropped)
     told = "contents and captions of images are not compared, as the checkpoint is of an earlier version; later ones keep them"
-    return Resumption(notices=(told,))
+    return Resumption(changes=changed, settings=("crop=false",) * len(changed), notices=(told,))
 
 
 def _since(then: Identity, data: PreparedData, directory: Path, *, same_batch: bool) -> Resumption:
     now = data.identity
     reordered = then.order != now.order
-    told = _settings(then.settings, now.settings, reordered=reordered)
+    settings = _settings(then.settings, now.settings, reordered=reordered)
+    told = [message for message, _ in settings]
     if then.samples != now.samples:
         found = changes(then, data.indexes, directory)
         told += ["images or captions are other ones; which is not recorded here"] if found is None else found
     if reordered and same_batch and not told:
         told.append("samples come in another order")
-    return Resumption(changes=tuple(told), reordered=reordered)
+    return Resumption(changes=tuple(told), settings=tuple(setting for _, setting in settings), reordered=reordered)
 
 
-def _settings(then: Settings, now: Settings, *, reordered: bool) -> list[str]:
-    """Settings that differ, as far as they matter: where the order of samples is the same, only how images are cropped does."""
+def _settings(then: Settings, now: Settings, *, reordered: bool) -> list[tuple[str, str]]:
+    """Settings that differ, in words, and each as it was. Where the order is the same, only how images are cropped matters."""
     return [
-        f"{name} of dataset {dataset} was {_shown(was)}, is now {_shown(value)}"
+        (f"{name} of dataset {dataset} was {_shown(was)}, is now {_shown(value)}", f"{name}={_shown(was)}")
         for dataset in sorted(then.keys() & now.keys())
         for name in dict.fromkeys((*then[dataset], *now[dataset]))
         if (was := then[dataset].get(name)) != (value := now[dataset].get(name)) and (reordered or name in _CROPS)

@@ -138,6 +138,20 @@ class DataOptions(Options):
         "pixel_area",
         help="Whether resolution is the shorter edge, an area in megapixels, or the edge of a square of that area.",
     )
+    crop: bool | None = option(
+        None,
+        help="Scale images until they cover their bucket and crop what juts out; --no_crop stretches them to the bucket, which "
+        "bends aspect ratios by up to 13 %. On if not given, unless a dataset says otherwise.",
+    )
+    crop_style: Literal["center", "random", "corner"] | None = option(
+        None, help="Where images are cropped: center if not given, unless a dataset says otherwise.", level="advanced"
+    )
+    crop_aspect: Literal["preserve", "square"] | None = option(
+        None,
+        help="Aspect ratio of the buckets: that of each image or a square; preserve if not given, unless a dataset says "
+        "otherwise.",
+        level="advanced",
+    )
     aspect_bucket_rounding: int = option(2, help="Decimals to which aspect ratios are rounded.", level="expert", ge=0, le=9)
     aspect_bucket_alignment: int | None = option(
         None,

@@ -1,9 +1,9 @@
 """Aspect buckets: which size a picture is trained at, and how it gets there.
 
 All pictures of a batch have one size, the bucket. A bucket's sides are multiples of the alignment that the model family
-needs, its area is that of the wanted resolution, and its aspect ratio is near the picture's own. The picture is scaled until
-it covers the bucket and what juts out is cropped; without cropping it is scaled to the bucket exactly, which bends its
-aspect ratio by the little that alignment costs.
+needs, its area is that of the wanted resolution, and its aspect ratio is near the image's own. The image is scaled until it
+covers the bucket and what juts out is cropped; without cropping it is stretched to the bucket, which bends its aspect ratio by
+what alignment costs: up to 6 % at 1024 pixels with an alignment of 64, 13 % at 512.
 """
 
 from __future__ import annotations

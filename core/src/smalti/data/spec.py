@@ -50,6 +50,9 @@ _WITH_PICTURES = ("image", "eval")
 
 _SWITCHES = ("disabled", "disable")
 
+_CROP_ALONE: Mapping[str, object] = {"crop_style": "random", "crop_aspect": "square"}
+"""What the reference trainer understands by `crop` alone."""
+
 CAPTION_STRATEGIES = ("textfile", "filename", "instanceprompt")
 """Where captions may come from besides a metadata table."""
 
@@ -117,9 +120,11 @@ class DatasetSpec(BaseModel):
 
     resolution: float = Field(1024.0, gt=0)
     resolution_type: Annotated[ResolutionType, BeforeValidator(_lowered)] = "pixel_area"
-    crop: bool = False
-    crop_style: Annotated[CropStyle, BeforeValidator(_crop_style)] = "random"
-    crop_aspect: Annotated[CropAspect, BeforeValidator(_lowered)] = "square"
+    crop: bool = True
+    """Crop what juts out of a bucket of an image's own aspect ratio; otherwise the image is stretched to that bucket. An entry
+    that says `crop = true` and nothing else about it means a square at a random place, as in SimpleTuner."""
+    crop_style: Annotated[CropStyle, BeforeValidator(_crop_style)] = "center"
+    crop_aspect: Annotated[CropAspect, BeforeValidator(_lowered)] = "preserve"
     minimum_image_size: float = Field(0.0, ge=0)
 
     repeats: int = Field(0, ge=0)
@@ -165,7 +170,8 @@ _FILE_KEYS = tuple(
 class DataDefaults:
     """The global options that hold for every dataset that does not say otherwise.
 
-    A dataset with a metadata table takes its captions from there unless it names a `caption_strategy` itself.
+    A dataset with a metadata table takes its captions from there unless it names a `caption_strategy` itself. None leaves it to
+    `DatasetSpec`.
     """
 
     caption_strategy: str = "textfile"
@@ -174,9 +180,9 @@ class DataDefaults:
     only_instance_prompt: bool = False
     resolution: float = 1024.0
     resolution_type: ResolutionType = "pixel_area"
-    crop: bool = False
-    crop_style: CropStyle = "random"
-    crop_aspect: CropAspect = "square"
+    crop: bool | None = None
+    crop_style: CropStyle | None = None
+    crop_aspect: CropAspect | None = None
     minimum_image_size: float = 0.0
 
 
@@ -293,7 +299,7 @@ class _Reader:
         storage = str(entry.get("type", "local"))
         own_keys = self.catalog.storages[storage].keys if storage in self.catalog.storages else ()
         metadata = str(entry.get("metadata_backend", "discovery")).lower()
-        values = vars(self.defaults).copy()
+        values: dict[str, object] = {key: value for key, value in vars(self.defaults).items() if value is not None}
         if metadata in self.catalog.tables:
             values["caption_strategy"] = metadata
         options: dict[str, object] = {}
@@ -311,6 +317,8 @@ class _Reader:
                 self._complain(place, f"{key} is not supported for a dataset", _REFUSED[key])
             elif key not in _SWITCHES and not (storage not in self.catalog.storages and key.startswith(f"{storage}_")):
                 self._complain(place, f"unknown key {key!r}", _nearest(key, (*_FILE_KEYS, *own_keys)))
+        if _is_on(entry.get("crop", False)):
+            values = {**_CROP_ALONE, **values}
         self._check_choice(place, "type", storage, self.catalog.storages)
         kind = values.setdefault("dataset_type", "image")
         if kind in _WITH_PICTURES:
@@ -357,8 +365,13 @@ class _Reader:
 
 
 def _disabled(entry: Mapping[str, object]) -> bool:
-    """Whether an entry is switched off. "false" in quotes is false, as everywhere."""
-    return any(str(entry.get(key, False)).lower() not in ("false", "0", "no", "off", "none") for key in _SWITCHES)
+    """Whether an entry is switched off."""
+    return any(_is_on(entry.get(key, False)) for key in _SWITCHES)
+
+
+def _is_on(value: object) -> bool:
+    """Whether a switch is on. "false" in quotes is false, as everywhere."""
+    return str(value).lower() not in ("false", "0", "no", "off", "none")
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
