@@ -292,13 +292,16 @@ def moments(
 ) -> dict[str, dict[str, Tensor]]:
     """This rank's range of every moment, live, by parameter; a step count, or any number, as a scalar of its own."""
     found: dict[str, dict[str, Tensor]] = {}
+    numbers: dict[tuple[int, str], Tensor] = {}  # read once: each has to come from the accelerator
     for name, place in places.items():
         flat = flats[place.flat]
         for key, value in optimizer.state.get(flat, {}).items():
             if isinstance(value, Tensor) and value.shape == flat.shape:
                 found.setdefault(name, {})[key] = place.within(value)
             elif isinstance(value, Tensor | int | float):
-                found.setdefault(name, {})[key] = torch.as_tensor(value, dtype=torch.float32).detach().cpu().clone()
+                if (place.flat, key) not in numbers:
+                    numbers[place.flat, key] = torch.as_tensor(value, dtype=torch.float32).detach().cpu()
+                found.setdefault(name, {})[key] = numbers[place.flat, key].clone()
     return found
 
 
@@ -316,9 +319,18 @@ def make_moments(optimizer: torch.optim.Optimizer, flat: Tensor, counts: Mapping
     for key in keys:
         make_moment(optimizer, flat, key)
     for key, number in counts.items():
-        # torch's own optimizers count in a tensor, DeepSpeed's in a number.
-        own = type(optimizer).__module__.startswith("torch.")
-        optimizer.state[flat][key] = torch.tensor(number, dtype=torch.float32) if own else int(number)
+        optimizer.state[flat][key] = _count(optimizer, flat, number)
+
+
+def _count(optimizer: torch.optim.Optimizer, flat: Tensor, number: float) -> Tensor | int:
+    """A step count as the optimizer wants it: torch's own count in a tensor, beside the flat one where a kernel there reads it.
+
+    DeepSpeed's count in a number.
+    """
+    if not type(optimizer).__module__.startswith("torch."):
+        return int(number)
+    by_kernel = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    return torch.tensor(number, dtype=torch.float32, device=flat.device if by_kernel else "cpu")
 
 
 def make_moment(optimizer: torch.optim.Optimizer, flat: Tensor, key: str) -> Tensor:
