@@ -189,5 +189,18 @@ void fake_cuda_trace(int64_t* into, int64_t count) {
   std::copy_n(reinterpret_cast<const int64_t*>(trace.data()), 5 * count, into);
 }
 
+// cudaHostRegister and cudaHostUnregister, which answer with an error's number.
+int fake_cuda_register(void* data, int64_t size) {
+  leave(kPin, current, 0, size);
+  std::lock_guard<std::mutex> guard(trace_lock);
+  pinned[static_cast<const char*>(data)] = static_cast<size_t>(size);
+  return 0;
+}
+
+int fake_cuda_unregister(void* data) {
+  std::lock_guard<std::mutex> guard(trace_lock);
+  return pinned.erase(static_cast<const char*>(data)) ? 0 : 713;
+}
+
 int64_t fake_cuda_this_thread() { return this_thread; }
 }

@@ -76,6 +76,8 @@ def load() -> None:
     assert "torch" not in sys.modules, "the library comes before torch"
     _loaded = ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
     _loaded.fake_cuda_note.argtypes = [ctypes.c_int, ctypes.c_int64]
+    _loaded.fake_cuda_register.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    _loaded.fake_cuda_unregister.argtypes = [ctypes.c_void_p]
     for name in ("fake_cuda_trace_length", "fake_cuda_this_thread"):
         getattr(_loaded, name).restype = ctypes.c_int64
     _loaded.fake_cuda_trace.argtypes = [ctypes.POINTER(ctypes.c_int64), ctypes.c_int64]
@@ -138,6 +140,10 @@ def install(devices: int) -> None:
             torch._C._accelerator_setDeviceIndex(device)
         return before
 
+    class Runtime:
+        cudaHostRegister = staticmethod(lambda address, size, flags: _loaded.fake_cuda_register(address, size))  # noqa: N815
+        cudaHostUnregister = staticmethod(lambda address: _loaded.fake_cuda_unregister(address))  # noqa: N815
+
     nothing = lambda *_, **__: None
     cuda = torch.cuda
     answers = {
@@ -150,6 +156,7 @@ def install(devices: int) -> None:
         "set_device": lambda device: exchange(index(device)) and None,
         "_exchange_device": exchange,
         "_maybe_exchange_device": exchange,
+        "cudart": lambda: Runtime,
         "Stream": Stream,
         "Event": Event,
         "current_stream": lambda device=None: torch.accelerator.current_stream(index(device)),
@@ -182,3 +189,4 @@ def install(devices: int) -> None:
     general.device_count = lambda: devices
     general.empty_cache = general.reset_peak_memory_stats = nothing
     general.memory_allocated = general.max_memory_allocated = lambda _=None: 0
+    torch.empty(1, pin_memory=True)  # before the first, torch takes no memory for pinned

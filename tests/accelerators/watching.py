@@ -9,10 +9,11 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
 from accelerators import fake_cuda
+from smalti.parallel import Span
 
 aten = torch.ops.aten
 _COPIES = (aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default)
@@ -37,7 +38,7 @@ class Operation:
 
 
 class Watch(FakeTensorMode):
-    """The mode in which a run is built and trained. Whatever the host asks of a device's tensor is answered with 1 or False."""
+    """The mode in which a run is built and trained. Values that the host asks for are 1, and truths are False."""
 
     avoid_device_init = True  # else torch.tensor(..., device="cuda") would make a real one
     # torch keeps these for one thread; here savers and autograd work beside the loop.
@@ -62,6 +63,10 @@ class Watch(FakeTensorMode):
             return self._dispatch(func, types, args, dict(kwargs or {}))
 
     def _dispatch(self, func, types, args, kwargs):
+        if func is aten.record_stream.default:  # for the allocator, and there is none
+            return None
+        if any(isinstance(value, Span) for value in args):
+            args = tuple(map(_plain, args))
         if func is aten._local_scalar_dense.default and args[0].constant is None:
             return self._number(args[0])
         if func is aten.is_pinned.default and isinstance(args[0], FakeTensor):
@@ -70,6 +75,11 @@ class Watch(FakeTensorMode):
             made = super().dispatch(aten.clone.default, types, args[:1], {})
             self._pin(made)
             return made
+        if func is aten.set_.source_Tensor and not isinstance(args[1], FakeTensor):  # real memory, as a checkpoint is read into
+            source = self.from_tensor(args[1])
+            if args[1].is_pinned():
+                self._pinned.add(self._number_of(source))
+            return super().dispatch(func, types, (args[0], source), kwargs)
         pin = kwargs.pop("pin_memory", None)
         _same_device(func, args)
         made = super().dispatch(func, types, args, kwargs)
@@ -81,7 +91,7 @@ class Watch(FakeTensorMode):
     def _number(self, tensor: FakeTensor) -> bool | int | float:
         if tensor.fake_device.type != "cpu":
             self._append("item", tensor.fake_device.index, [tensor], [], waits=True)
-        return {torch.bool: False}.get(tensor.dtype, 1.0 if tensor.dtype.is_floating_point else 1)
+        return {torch.bool: False, torch.uint8: 0}.get(tensor.dtype, 1.0 if tensor.dtype.is_floating_point else 1)
 
     def _write_down(self, func, args, kwargs, made) -> None:
         if func.namespace not in ("aten", "c10d") or func.is_view or "empty" in func.name():
@@ -163,6 +173,13 @@ def _apply(module: nn.Module, change, recurse: bool = True) -> nn.Module:
     for name, buffer in module._buffers.items():
         module._buffers[name] = buffer if buffer is None else change(buffer)
     return module
+
+
+def _plain(value: object) -> object:
+    if not isinstance(value, Span):
+        return value
+    with unset_fake_temporarily():
+        return value.as_subclass(Tensor)
 
 
 def _same_device(func, args) -> None:

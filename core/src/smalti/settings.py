@@ -345,7 +345,7 @@ class CheckpointOptions(Options):
         True,
         help="Write checkpoints beside training, from a copy in host memory.",
         level="advanced",
-        trade="training hardly stops, for host memory of the size of what a rank writes",
+        trade="training hardly stops, for host memory of the size of what a rank writes, pinned at the first save",
     )
     on_save_error: Literal["continue", "stop"] = option(
         "continue",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from threading import Event
 
+from smalti.accelerator import use_device
 from smalti.checkpoint.agreement import RankError
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.staging import Staging, frozen
@@ -68,7 +69,8 @@ class Saver:
         self._ranks = ranks
         self._side = side
         self._staging = Staging(ranks.world.device)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="smalti-save")
+        device = ranks.world.device
+        self._thread = ThreadPoolExecutor(1, "smalti-save", initializer=use_device, initargs=(device,))
         self._flight: _Flight | None = None
 
     def begin(self, snapshot: Snapshot, *, changing: Collection[str] = (), at_once: bool = False) -> None:
@@ -80,8 +82,8 @@ class Saver:
         assert self._flight is None, "one save at a time"
         started = time.perf_counter()
         flight = _Flight(step=snapshot.step)
-        self._staging.follow()
         steady = snapshot if at_once else frozen(snapshot, changing)
+        self._staging.follow()
         flight.result = self._thread.submit(self._save, flight, steady, not at_once)
         self._flight = flight
         if at_once:

@@ -6,14 +6,16 @@ do. A rank copies only what it is going to write.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from smalti.accelerator import side_stream
 from smalti.checkpoint.agreement import together
+from smalti.checkpoint.arena import Arena
 from smalti.checkpoint.planning import decode_pieces, divide, encode_pieces, local_pieces
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.parallel import Ranks
@@ -24,7 +26,9 @@ class Staging:
 
     def __init__(self, device: str) -> None:
         self._buffers: dict[str, Tensor] = {}
-        self._stream = torch.Stream(device) if torch.device(device).type != "cpu" else None
+        self._layout: Mapping[str, object] = {}
+        self._arena: Arena | None = None
+        self._stream = side_stream(device)
 
     def follow(self) -> None:
         """From the loop's thread: what it has asked of the accelerator up to now comes before any copy."""
@@ -39,21 +43,37 @@ class Staging:
         tensors = snapshot.tensors()
         held = [decode_pieces(text) for text in together(ranks, lambda: encode_pieces(local_pieces(tensors)))]
         mine = divide(held)[ranks.world.rank]
-        self._buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items() if name in mine}
+        self._make_room({name: tensor.detach() for name, tensor in tensors.items() if name in mine})
         with self._stream or nullcontext():
             for name, buffer in self._buffers.items():
-                _local(buffer).copy_(_local(tensors[name]), non_blocking=True)
+                _local(buffer).copy_(_local(tensors[name]), non_blocking=self._stream is not None)
         if self._stream is not None:
             self._stream.synchronize()
         other = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items() if name not in mine}
         return snapshot.replaced({**self._buffers, **other})
 
-    def _buffer(self, name: str, like: Tensor) -> Tensor:
-        kept = self._buffers.get(name)
-        if kept is not None and kept.dtype == like.dtype and _local(kept).shape == _local(like).shape:
-            return kept
-        pinned = self._stream is not None and like.device.type != "cpu"
-        return torch.empty_like(like.detach(), device="cpu", pin_memory=pinned, requires_grad=False)
+    def _make_room(self, tensors: Mapping[str, Tensor]) -> None:
+        """A buffer like each of these: those of the save before, if it was of the same tensors."""
+        layout = {name: (tensor.dtype, _local(tensor).shape, tensor.device) for name, tensor in tensors.items()}
+        if layout == self._layout:
+            return
+        self._layout, self._buffers = {}, {}
+        if self._arena is not None:
+            self._arena.release()
+        there = [_local(tensor) for tensor in tensors.values() if tensor.device.type != "cpu"]
+        self._arena = Arena([tensor.nbytes for tensor in there], there[0].device.type) if there else None
+        self._buffers = {name: self._buffer(tensor) for name, tensor in tensors.items()}
+        self._layout = layout
+
+    @torch.no_grad()
+    def _buffer(self, like: Tensor) -> Tensor:
+        buffer = torch.empty_like(like, device="cpu", requires_grad=False)
+        if self._arena is not None and like.device.type != "cpu":
+            # No page of its own memory was touched yet. Without gradients, to_local gives the part itself and no view of it.
+            local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
+            room = self._arena.take(local.shape, local.dtype)
+            local.set_(room.as_strided(local.shape, local.stride()))  # type: ignore[call-overload]
+        return buffer
 
 
 def frozen(snapshot: Snapshot, names: Collection[str]) -> Snapshot:

@@ -21,6 +21,7 @@ from pathlib import Path
 from torch import Tensor
 
 from smalti import files
+from smalti.accelerator import use_device
 from smalti.checkpoint.agreement import RankError, from_main, together
 from smalti.checkpoint.consolidated import write_copy
 from smalti.checkpoint.manifest import GROUPS, STATE, FileRecord, Manifest
@@ -32,7 +33,7 @@ from smalti.checkpoint.store import CheckpointStore
 from smalti.checkpoint.tensorfile import encode_header, split
 from smalti.errors import CheckpointError, ExitCode, UserError
 from smalti.parallel import Ranks
-from smalti.types import Checkpoint
+from smalti.types import Checkpoint, World
 
 _THREADS = 4
 _SMALLEST_FILE = 64 * 2**20
@@ -148,7 +149,7 @@ def _save(store: CheckpointStore, snapshot: Snapshot, ranks: Ranks, full_weights
         if main:
             _check_room(room, held, full_weights)
         mine = {name: held[rank][name] for name in divide(held)[rank]}
-        records = _write_tensors(directory, mine, tensors, rank)
+        records = _write_tensors(directory, mine, tensors, ranks.world)
         if main:
             records[STATE] = write_recorded(directory / STATE, [_state(snapshot)])
         return _encode(records)
@@ -198,7 +199,7 @@ def _decode(text: str) -> dict[str, FileRecord]:
     return {name: FileRecord(**record) for name, record in json.loads(text).items()}
 
 
-def _write_tensors(directory: Path, pieces: Pieces, tensors: Mapping[str, Tensor], rank: int) -> dict[str, FileRecord]:
+def _write_tensors(directory: Path, pieces: Pieces, tensors: Mapping[str, Tensor], world: World) -> dict[str, FileRecord]:
     """This rank's share, several files at a time; their records by relative name."""
 
     def write(item: tuple[str, list[str]]) -> tuple[str, FileRecord]:
@@ -209,11 +210,12 @@ def _write_tensors(directory: Path, pieces: Pieces, tensors: Mapping[str, Tensor
     share = sum(piece.size for piece in pieces.values()) // _THREADS
     limit = min(max(share, _SMALLEST_FILE), _LARGEST_FILE)  # small enough for threads to share the work
     contents = {
-        f"{group}/rank-{rank:05d}-part-{number:05d}.safetensors": names
+        f"{group}/rank-{world.rank:05d}-part-{number:05d}.safetensors": names
         for group in GROUPS
         for number, names in enumerate(split({n: p for n, p in pieces.items() if n.startswith(f"{group}/")}, limit))
     }
-    with ThreadPoolExecutor(max_workers=min(_THREADS, os.cpu_count() or 1)) as pool:
+    threads = min(_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads, initializer=use_device, initargs=(world.device,)) as pool:
         records = dict(pool.map(write, contents.items()))
     for group in GROUPS:
         files.fsync_directory(directory / group)

@@ -1,0 +1,64 @@
+"""One piece of host memory from which many tensors are cut, pinned as a whole for copies from an accelerator."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smalti.accelerator import pins_memory
+
+_ALIGNMENT = 64
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every thread of the process."""
+_log = logging.getLogger(__name__)
+
+
+class Arena:
+    """Room for tensors of the given sizes in bytes, handed out in that order by `take`.
+
+    torch rounds each piece of pinned memory up to a power of two and never gives it back: for the shards of a large model that
+    is half as much again, of memory that cannot be swapped. On CUDA devices this is ordinary memory instead, of the size that
+    is needed, which is then registered. Memory that the system does not let be pinned is used as it is; copies are slower then.
+    """
+
+    def __init__(self, sizes: list[int], kind: str) -> None:
+        length = sum(map(_aligned, sizes))
+        self._registered: int | None = None
+        self._taken = 0
+        if kind == "cuda":
+            self._memory = torch.empty(length, dtype=torch.uint8)
+            self._register(length)
+        else:
+            self._memory = torch.empty(length, dtype=torch.uint8, pin_memory=pins_memory(kind))
+
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """The next piece, as a tensor with any values."""
+        size = shape.numel() * dtype.itemsize
+        piece = self._memory[self._taken : self._taken + size]
+        self._taken += _aligned(size)
+        return piece.view(dtype).view(shape)
+
+    def release(self) -> None:
+        """Before it is let go of: nothing that was taken may be used any more."""
+        if self._registered is not None:
+            _runtime().cudaHostUnregister(self._registered)
+            self._registered = None
+
+    def _register(self, length: int) -> None:
+        address = self._memory.data_ptr()
+        error = int(_runtime().cudaHostRegister(address, length, _PORTABLE)) if length else 0
+        if error:
+            _log.warning("cannot pin %.1f GiB of host memory (CUDA error %d): saves copy more slowly", length / 2**30, error)
+        elif length:
+            self._registered = address
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
