@@ -112,7 +112,7 @@ def _go_through(run, seen, watch) -> None:
     from smalti.saving import announce, save
     from smalti.trainer import agree, train_step
     from smalti.types import Checkpoint, World
-    from smalti.validation import _draw, at_rest
+    from smalti.validation import validate
 
     def write(snapshot, ranks):
         tensors = [tensor for tensor in snapshot.tensors().values() if not tensor.is_meta]
@@ -157,10 +157,9 @@ def _go_through(run, seen, watch) -> None:
         announce(run, finish=True)
     if run.held_out is not None:
         with _phase(seen, "evaluate", watch, home):
-            evaluate(run, run.held_out)
-    with _phase(seen, "sample", watch, home), at_rest(run) as model, run.parallel.autocast():
-        for _ in _draw(run, model):
-            pass
+            evaluate(run)
+    with _phase(seen, "sample", watch, home):
+        validate(run)
     with _phase(seen, "discard", watch, home):
         run.parallel.discard()
     with _phase(seen, "resume", watch, home):

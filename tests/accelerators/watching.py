@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -18,6 +19,7 @@ from smalti.parallel import Span
 aten = torch.ops.aten
 _COPIES = (aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default)
 _PACKAGES = ("/smalti/", "/smalti_fsdp2/", "/smalti_deepspeed/", "/smalti_diffusers/")
+_NUMPY = {torch.uint8: np.uint8, torch.float32: np.float32, torch.int64: np.int64}
 _PIN = (aten._pin_memory.default, aten.pin_memory.default)
 
 
@@ -159,8 +161,17 @@ class _OfThread(threading.local):
 
 
 def install() -> None:
-    """Let modules move fake parameters, which torch would swap in place and cannot. For the rest of the process."""
+    """For the rest of the process: fake tensors are zeros to numpy, and modules can move fake parameters.
+
+    torch would swap those in place, and cannot.
+    """
+    own = Tensor.numpy
+    Tensor.numpy = lambda self, **more: np.zeros(self.shape, _NUMPY[self.dtype]) if _is_fake(self) else own(self, **more)
     nn.Module._apply = _apply
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
 
 
 @torch.no_grad()

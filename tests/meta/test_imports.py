@@ -19,7 +19,7 @@ PLUGIN_PACKAGES = ("smalti_fsdp2", "smalti_deepspeed", "smalti_storage_s3", "sma
 LAYERS = (
     ("errors", "packages", "files", "process", "hashing", "streams", "termination", "ending", "lastwords", "parentage"),
     ("types",),
-    ("hookspecs", "factories", "returns"),
+    ("hookspecs", "factories", "returns", "accelerator"),
     ("options", "flags", "configfile", "acceleratefile", "configsources", "settings", "events"),
     (
         "plugins",
