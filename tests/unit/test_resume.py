@@ -207,5 +207,11 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed_from(project: Project) ->
         project.resume(trainer)
 
 
+def test_what_the_data_are_is_worked_out_once_in_a_run(project: Project) -> None:
+    data = project.scan()
+    assert data.identity is data.identity
+    assert data.identity == project.scan().identity
+
+
 def test_a_checkpoint_of_another_trainer_says_nothing_of_data(project: Project) -> None:
     assert project.resume({"step": 3}) == Resumption()
