@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nursery import forked_processes
+from smalti.diffusion.objective import build_objective
 from smalti.models.weights import SeededWeights
 from smalti.storage import StoredFile
 from smalti.testing import BrokenContract, MemoryStorage, TinyFamily, check_storage
@@ -211,7 +213,28 @@ class Boasting(TinyFamily):
         return 3 * super().flops_per_sample(width, height)
 
 
+class Skewed(TinyFamily):
+    """It trains with linear betas, and samples with those of Stable Diffusion."""
+
+    prediction = "epsilon"
+    beta_schedule = "linear"
+
+    def sample(self, model, request):
+        return super().sample(model, replace(request, objective=build_objective("epsilon")))
+
+
+class Mistaken(TinyFamily):
+    """It trains velocities, and samples as if they were noise."""
+
+    prediction = "v_prediction"
+
+    def sample(self, model, request):
+        return super().sample(model, replace(request, objective=build_objective("epsilon")))
+
+
 FAMILIES = {
+    Skewed: "it_samples_with_the_objective_that_is_trained",
+    Mistaken: "it_samples_with_the_objective_that_is_trained",
     Forgetful: "captions_mean_the_same_each_time",
     Deaf: "the_caption_and_the_time_matter",
     Timeless: "the_caption_and_the_time_matter",
@@ -234,6 +257,14 @@ FAMILIES = {
 def test_a_faulty_family_is_found(kind):
     with pytest.raises(BrokenContract):
         FAMILY.run(FAMILIES[kind], FamilySubject(kind()))
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample", "flow_matching"])
+@pytest.mark.parametrize("schedule", ["linear", "scaled_linear", "squaredcos_cap_v2"])
+def test_a_family_that_samples_as_it_trains_is_taken(prediction, schedule):
+    family = TinyFamily()
+    family.prediction, family.beta_schedule = prediction, schedule
+    FAMILY.run("it_samples_with_the_objective_that_is_trained", FamilySubject(family))
 
 
 # --- plugins --------------------------------------------------------------------------------------------------------

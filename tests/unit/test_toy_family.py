@@ -9,7 +9,7 @@ from accelerate import init_empty_weights
 from torch.utils.flop_counter import FlopCounterMode
 
 from smalti.diffusion.noise import SampleNoise
-from smalti.diffusion.objective import build_objective
+from smalti.diffusion.objective import build_objective, native_objective
 from smalti.errors import UserError
 from smalti.models.family import ModelFamily, SampleRequest
 from smalti.models.toy import ToyFamily, ToyShape, ToyTransformer, hash_words
@@ -34,7 +34,13 @@ def awake(model: ToyTransformer) -> ToyTransformer:
 
 def request(prompts: list[str], *, width: int = 16, height: int = 16, guidance: float = 2.0) -> SampleRequest:
     return SampleRequest(
-        prompts=prompts, seeds=list(range(len(prompts))), width=width, height=height, steps=3, guidance=guidance
+        prompts=prompts,
+        seeds=list(range(len(prompts))),
+        width=width,
+        height=height,
+        steps=3,
+        guidance=guidance,
+        objective=build_objective("sample"),
     )
 
 
@@ -186,8 +192,8 @@ def test_blocks_and_adapter_targets_are_found_in_the_model() -> None:
 
 @pytest.mark.parametrize("prediction", ["sample", "flow_matching", "epsilon", "v_prediction"])
 def test_it_learns_two_words_with_every_prediction(prediction: str) -> None:
-    family = ToyFamily(SMALL, objective=build_objective(prediction))  # type: ignore[arg-type]
-    model, noise, objective = small_model(family), SampleNoise(0), family.objective
+    family = ToyFamily(SMALL, prediction=prediction)  # type: ignore[arg-type]
+    model, noise, objective = small_model(family), SampleNoise(0), native_objective(family)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     latents = torch.tensor([0.8, -0.8]).view(2, 1, 1, 1).expand(2, 3, 8, 8).repeat(8, 1, 1, 1)
     conditioning = family.encode_captions(["white", "black"] * 8)

@@ -135,6 +135,7 @@ def _draw(run: Run, model: nn.Module, place: int, size: Bucket) -> Iterator[tupl
             height=size.height,
             steps=options.validation_num_inference_steps,
             guidance=options.validation_guidance,
+            objective=run.loss.objective,
             told=run.encoded.conditioning(wanted, run.world.device),
             untold=run.encoded.conditioning([""] * len(wanted), run.world.device),
         )

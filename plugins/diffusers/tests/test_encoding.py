@@ -14,6 +14,7 @@ from smalti.config import Config, resolve, schema_of
 from smalti.data.loader import Loader
 from smalti.data.prepared import PreparedData
 from smalti.dataplan import cache_folders, scan_data
+from smalti.diffusion.objective import native_objective
 from smalti.diffusion.step import denoising_loss
 from smalti.encoding import Encoded, encode_ahead
 from smalti.models.family import SampleRequest
@@ -88,7 +89,9 @@ class Subject:
             return [loss(model, batch.micro[0], Replicas(self.config)) for batch in islice(loader, STEPS)]
 
     def pictures(self, family, model, encoded: Encoded) -> torch.Tensor:
-        request = SampleRequest(prompts=PROMPTS, seeds=(1, 2), width=64, height=96, steps=2, guidance=2.0)
+        request = SampleRequest(
+            prompts=PROMPTS, seeds=(1, 2), width=64, height=96, steps=2, guidance=2.0, objective=native_objective(family)
+        )
         told, untold = (encoded.conditioning(texts, "cpu") for texts in (PROMPTS, [""] * len(PROMPTS)))
         with torch.no_grad():
             return family.sample(model, replace(request, told=told, untold=untold))

@@ -14,6 +14,7 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
 from smalti import UserError
 from smalti.config import resolve, schema_of
+from smalti.diffusion.objective import RectifiedFlow, native_objective
 from smalti.diffusion.step import denoising_loss
 from smalti.diffusion.timesteps import shift_times
 from smalti.families import find_family
@@ -216,7 +217,15 @@ def test_the_prediction_is_what_the_pipeline_tells_its_scheduler(drawn):
 def test_a_validation_picture_is_the_pipelines(drawn, monkeypatch):
     family, given = drawn.family, GIVEN.get(drawn.family.name, torch.clone)(drawn.noise)
     monkeypatch.setattr(family, "sampling", lambda request, also=family.sampling: {**also(request), "latents": given})
-    request = SampleRequest(prompts=PROMPTS, seeds=(1, 2), width=SIZE[0], height=SIZE[1], steps=2, guidance=GUIDANCE)
+    request = SampleRequest(
+        prompts=PROMPTS,
+        seeds=(1, 2),
+        width=SIZE[0],
+        height=SIZE[1],
+        steps=2,
+        guidance=GUIDANCE,
+        objective=native_objective(family),
+    )
     with torch.no_grad():
         torch.testing.assert_close(family.sample(drawn.model, request), drawn.pictures, atol=1e-5, rtol=0)
 
@@ -291,7 +300,9 @@ def test_the_shift_of_a_multistep_scheduler_is_known_and_ddpm_has_none(family_of
     ],
 )
 def test_a_picture_says_what_it_was_guided_with(family_of, kind, settings):
-    request = SampleRequest(prompts=["a fox"], seeds=(1,), width=64, height=64, steps=2, guidance=3.5)
+    request = SampleRequest(
+        prompts=["a fox"], seeds=(1,), width=64, height=64, steps=2, guidance=3.5, objective=RectifiedFlow()
+    )
     assert family_of(kind, "--flux_true_cfg_scale=2").drawing_settings(request) == settings
 
 

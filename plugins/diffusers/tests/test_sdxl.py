@@ -11,6 +11,7 @@ from diffusers import StableDiffusionXLPipeline
 
 from smalti import UserError
 from smalti.config import resolve, schema_of
+from smalti.diffusion.objective import build_objective
 from smalti.models.blocks import describe_blocks, find_blocks
 from smalti.models.family import SampleRequest, image_tokens
 from smalti.models.frames import Frame, encode
@@ -198,7 +199,7 @@ def test_latents_are_the_mean_times_the_scaling_factor(folder):
 
 def request(**changes):
     values = {"prompts": ["a fox"], "seeds": [3], "width": 64, "height": 64, "steps": 3, "guidance": 4.0}
-    return SampleRequest(**(values | changes))
+    return SampleRequest(objective=build_objective("epsilon"), **(values | changes))
 
 
 def test_pictures_are_those_of_the_pipeline(folder):
@@ -246,8 +247,6 @@ def test_pictures_are_drawn_with_the_prediction_that_is_trained(folder, configur
 
 
 def test_training_corrupts_as_the_scheduler_undoes(folder, configured):
-    from smalti.diffusion.objective import build_objective
-
     alpha, _ = build_objective("epsilon", native="epsilon").rates(torch.arange(1000))
     theirs = configured(folder).frozen.scheduler.alphas_cumprod.sqrt()
     assert torch.allclose(alpha, theirs, atol=1e-5)

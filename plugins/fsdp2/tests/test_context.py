@@ -11,6 +11,7 @@ from torch import nn
 
 from nursery import forked_processes
 from smalti import Block, UserError
+from smalti.diffusion.objective import native_objective
 from smalti.models.context import Attention, ContextPlan, Join, Split, context_plan
 from smalti.models.family import SampleRequest
 from smalti.models.toy import ToyFamily, ToyShape
@@ -247,7 +248,15 @@ def pictures(strategy):
     family = TOY
     torch.manual_seed(0)
     model = noisy(family.build_model()).eval()
-    request = SampleRequest(prompts=["a fox", "two boats"], seeds=[1, 2], width=16, height=12, steps=3, guidance=2.0)
+    request = SampleRequest(
+        prompts=["a fox", "two boats"],
+        seeds=[1, 2],
+        width=16,
+        height=12,
+        steps=3,
+        guidance=2.0,
+        objective=native_objective(family),
+    )
     with torch.no_grad():
         alone = family.sample(model, request)
         split_context(model, context_plan(family, model), group_of(2), strategy)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from smalti.errors import Problem
 from smalti.hookspecs import hookimpl
 from smalti.options import OptionGroup, Options, option
-from smalti.settings import ModelOptions
+from smalti.settings import ModelOptions, ObjectiveOptions
 from smalti.types import FamilyEntry
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ class Toy:
 
 
 def create(config: Config) -> ToyFamily:
-    from smalti.diffusion.step import objective_of
     from smalti.models.toy import ToyFamily, ToyShape
 
     options = config[ToyOptions]
@@ -52,7 +51,7 @@ def create(config: Config) -> ToyFamily:
     start = config[ModelOptions].pretrained_model_name_or_path
     return ToyFamily(
         shape,
-        objective=objective_of(config, "sample"),
+        prediction=config[ObjectiveOptions].prediction_type or "sample",
         sample_shift=options.toy_sample_shift,
         start=None if start is None else Path(start),
     )

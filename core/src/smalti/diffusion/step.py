@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from smalti.config import Config
 from smalti.data.buckets import Bucket
 from smalti.diffusion.noise import SampleNoise
-from smalti.diffusion.objective import BetaSchedule, Objective, RectifiedFlow, build_objective
+from smalti.diffusion.objective import Objective, RectifiedFlow, build_objective, native_schedule
 from smalti.diffusion.timesteps import Distribution, TimestepSampler, build_timesteps
 from smalti.diffusion.weighting import Weighting, build_weighting
-from smalti.models.family import Conditioning, ModelFamily, Prediction, image_tokens, latents_of
+from smalti.models.family import Conditioning, ModelFamily, image_tokens, latents_of
 from smalti.models.frames import Frame, with_frames
 from smalti.settings import DataOptions, ObjectiveOptions, RunOptions
 
@@ -52,15 +52,18 @@ class Precision(Protocol):
     def autocast(self) -> AbstractContextManager[None]: ...
 
 
-def objective_of(config: Config, native: Prediction, schedule: BetaSchedule = "scaled_linear") -> Objective:
-    """The objective that the options describe for a family whose own prediction is `native`, and its DDPM `schedule`."""
+def objective_of(config: Config, family: ModelFamily) -> Objective:
+    """What the run trains: the prediction and the noise schedule of the family, or those that the options say.
+
+    The loss is computed with it, evaluations measure it, and `SampleRequest` hands it to the family to sample with.
+    """
     options = config[ObjectiveOptions]
     return build_objective(
-        options.prediction_type or native,
-        native=native,
+        options.prediction_type or family.prediction,
+        native=family.prediction,
         loss_type=options.loss_type,
         huber_c=options.huber_c,
-        beta_schedule=options.beta_schedule or schedule,
+        beta_schedule=options.beta_schedule or native_schedule(family),
         rescale_betas_zero_snr=options.rescale_betas_zero_snr,
     )
 
@@ -125,7 +128,7 @@ def denoising_loss(config: Config, family: ModelFamily, device: str, untold: Con
     `untold` is the row of the empty prompt, on the device; None if texts are encoded in every step.
     """
     options = config[ObjectiveOptions]
-    objective = objective_of(config, family.prediction, getattr(family, "beta_schedule", "scaled_linear"))
+    objective = objective_of(config, family)
     return DenoisingLoss(
         family=family,
         objective=objective,

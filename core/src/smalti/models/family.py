@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from smalti.checkpoint.exportfolder import ExportFolder
+    from smalti.diffusion.objective import Objective
 
 Prediction = Literal["epsilon", "v_prediction", "sample", "flow_matching"]
 Conditioning = dict[str, Tensor]
@@ -24,6 +25,9 @@ Encoding = Literal["latents", "texts"]
 class SampleRequest:
     """One batch of pictures to draw. Every prompt has its own seed, so a picture does not depend on its neighbours.
 
+    `objective` is what the loss trains, its prediction and its noise schedule. A family that samples by itself hands it to its
+    sampler (`smalti.diffusion.sampling.Sampler`) and builds no other.
+
     `told` is the conditioning of the prompts and `untold` that of as many empty ones, where they were encoded before; families
     that are no `Cacheable` are given neither.
     """
@@ -34,6 +38,7 @@ class SampleRequest:
     height: int
     steps: int
     guidance: float
+    objective: Objective
     told: Conditioning | None = None
     untold: Conditioning | None = None
 

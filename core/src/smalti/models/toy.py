@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from smalti.diffusion.objective import Objective, build_objective
 from smalti.diffusion.sampling import Sampler, seeded_noise
 from smalti.errors import UserError
 from smalti.models.context import Attention, ContextPlan, Join, Split
@@ -204,9 +203,8 @@ def hash_words(caption: str, *, count: int, vocabulary: int) -> list[int]:
 class ToyFamily:
     """The `ModelFamily` around `ToyTransformer`. Latents are the pixels themselves.
 
-    `objective` is what the run trains, so that validation samples the way the model was trained; the default is rectified
-    flow predicting the picture. `sample_shift` is the timestep shift in sampling. `start` is a folder or file of safetensors
-    with the first weights; None draws them.
+    `prediction` is what the model is trained for, by default the picture itself by rectified flow. `sample_shift` is the
+    timestep shift in sampling. `start` is a folder or file of safetensors with the first weights; None draws them.
     """
 
     name = "toy"
@@ -215,14 +213,13 @@ class ToyFamily:
         self,
         shape: ToyShape | None = None,
         *,
-        objective: Objective | None = None,
+        prediction: Prediction = "sample",
         sample_shift: float = 1.0,
         start: Path | None = None,
     ) -> None:
         self.shape = shape or ToyShape()
         self.start = start
-        self.objective = objective or build_objective("sample")
-        self.prediction: Prediction = self.objective.prediction
+        self.prediction = prediction
         self.alignment = self.shape.patch
         self.sample_shift = sample_shift
         self._device = torch.device("cpu")
@@ -255,7 +252,7 @@ class ToyFamily:
                 f"the toy model cannot draw {width}x{height} pictures",
                 fix=f"use a width and a height that are multiples of {self.alignment}, the patch size",
             )
-        sampler = Sampler(objective=self.objective, steps=request.steps, guidance=request.guidance, shift=self.sample_shift)
+        sampler = Sampler(objective=request.objective, steps=request.steps, guidance=request.guidance, shift=self.sample_shift)
         latents = sampler(
             lambda noisy, timesteps, conditioning: self.forward(model, noisy, timesteps, conditioning),
             seeded_noise(request.seeds, (3, height, width), self._device),

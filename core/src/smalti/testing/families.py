@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from smalti.diffusion.objective import STEPS, Objective, RectifiedFlow, native_objective
 from smalti.models.family import Cacheable, Conditioning, Encoding, KeepsRawLatents, ModelFamily, Prediction, SampleRequest
 from smalti.models.frames import Frame, SeesFrames, encode
 from smalti.models.weights import materialise
@@ -84,7 +85,15 @@ class FamilySubject:
     def draw(self, model: nn.Module, prompts: Sequence[str], seeds: Sequence[int], told: Conditioning | None = None) -> Tensor:
         """Pictures; `told` is the conditioning of the prompts, if the family is to draw from that."""
         width, height = self.size
-        request = SampleRequest(prompts=prompts, seeds=seeds, width=width, height=height, steps=2, guidance=2.0)
+        request = SampleRequest(
+            prompts=prompts,
+            seeds=seeds,
+            width=width,
+            height=height,
+            steps=2,
+            guidance=2.0,
+            objective=native_objective(self.family),
+        )
         if told is not None:
             request = replace(request, told=told, untold=self.family.encode_captions([""] * len(prompts)))
         with torch.no_grad():
@@ -351,6 +360,32 @@ def a_picture_depends_on_its_prompt_and_seed_alone(subject: FamilySubject) -> No
 
 
 @FAMILY.check
+def it_samples_with_the_objective_that_is_trained(subject: FamilySubject) -> None:
+    """`request.objective`: the prediction and the noise schedule of the loss. With others, weights are right and images wrong.
+
+    Say `prediction` and `beta_schedule` once, on the family, and hand `request.objective` to the sampler. Here `forward` is
+    replaced by a model that knows the image, which any sampler then finds. A family whose `sample` does not call `forward`, as
+    one that samples with a pipeline, is not judged.
+    """
+    family, objective, image, asked = subject.family, native_objective(subject.family), subject.latents[:1], []
+
+    def knowing(model: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
+        asked.append(len(noisy))
+        return _perfect(objective, image, noisy, timesteps)
+
+    model = subject.model()
+    vars(family)["forward"] = knowing
+    try:
+        drawn = subject.draw(model, subject.captions[:1], (5,))
+    finally:
+        del vars(family)["forward"]
+    if asked:
+        with torch.no_grad():
+            apart = _distance(family.decode_latents(image), drawn)
+        expect(apart < _TOLERANCE, f"sample does not undo the noise of the loss: a perfect model's image is off by {apart:.1e}")
+
+
+@FAMILY.check
 def a_picture_is_drawn_from_what_was_encoded_before(subject: FamilySubject) -> None:
     """`Cacheable`, for families that are: text encoders are gone while the model trains, and `sample` does without them.
 
@@ -418,6 +453,21 @@ def its_flops_are_those_that_torch_counts(subject: FamilySubject) -> None:
         subject.family.forward(model, noisy, torch.tensor([500.0]), conditioning)
     counted = counter.get_total_flops()
     expect(counted / 2 <= told <= counted * 2, f"flops_per_sample says {told}, torch counts {counted}")
+
+
+def _perfect(objective: Objective, image: Tensor, noisy: Tensor, timesteps: Tensor) -> Tensor:
+    """What a model predicts that knows the image (1, C, h, w) behind every row of `noisy`."""
+    t = timesteps / STEPS if isinstance(objective, RectifiedFlow) else timesteps.round().long()
+    alpha, sigma = (rate.view(-1, 1, 1, 1) for rate in objective.rates(t))
+    noise = (noisy.float() - alpha * image) / sigma
+    match objective.prediction:
+        case "epsilon":
+            return noise
+        case "sample":
+            return image.expand_as(noise)
+        case "flow_matching":
+            return noise - image
+    return alpha * noise - sigma * image
 
 
 def _descend(subject: FamilySubject, model: nn.Module, noisy: Tensor) -> None:

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smalti.diffusion.objective import build_objective
 from smalti.diffusion.sampling import Sampler, seeded_noise
 from smalti.models.family import Conditioning, Prediction, SampleRequest
 from smalti.models.weights import SeededWeights
@@ -95,7 +94,7 @@ class TinyFamily:
         return prediction
 
     def sample(self, model: nn.Module, request: SampleRequest) -> Tensor:
-        sampler = Sampler(objective=build_objective(self.prediction), steps=request.steps, guidance=request.guidance)
+        sampler = Sampler(objective=request.objective, steps=request.steps, guidance=request.guidance)
         return sampler(
             lambda noisy, timesteps, conditioning: self.forward(model, noisy, timesteps, conditioning),
             seeded_noise(request.seeds, (3, request.height, request.width), self._device),

@@ -14,9 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smalti import Config
-from smalti.diffusion.objective import Objective, build_objective
 from smalti.diffusion.sampling import Sampler, seeded_noise
-from smalti.diffusion.step import objective_of
 from smalti.models.family import Conditioning, Prediction, SampleRequest
 from smalti.models.weights import SeededWeights
 from smalti_pebble import PebbleOptions
@@ -62,11 +60,10 @@ class PebbleFamily:
 
     name = "pebble"
     alignment = 2
+    prediction: Prediction = "flow_matching"
 
-    def __init__(self, width: int, depth: int, objective: Objective | None = None) -> None:
+    def __init__(self, width: int, depth: int) -> None:
         self.width, self.depth = width, depth
-        self.objective = objective or build_objective("flow_matching")
-        self.prediction: Prediction = "flow_matching"
         self.device = "cpu"
 
     def build_model(self) -> PebbleModel:
@@ -91,7 +88,7 @@ class PebbleFamily:
         return prediction
 
     def sample(self, model: nn.Module, request: SampleRequest) -> Tensor:
-        draw = Sampler(objective=self.objective, steps=request.steps, guidance=request.guidance)
+        draw = Sampler(objective=request.objective, steps=request.steps, guidance=request.guidance)
         return draw(
             lambda noisy, timesteps, conditioning: self.forward(model, noisy, timesteps, conditioning),
             seeded_noise(request.seeds, (3, request.height, request.width), self.device),
@@ -116,4 +113,4 @@ class PebbleFamily:
 def create(config: Config) -> PebbleFamily:
     """The factory that the plugin names: a family for this configuration."""
     options = config[PebbleOptions]
-    return PebbleFamily(options.pebble_width, options.pebble_depth, objective_of(config, "flow_matching"))
+    return PebbleFamily(options.pebble_width, options.pebble_depth)

@@ -20,12 +20,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from smalti import Config, UserError
 from smalti.diffusion.objective import BetaSchedule
-from smalti.diffusion.step import objective_of
 from smalti.diffusion.timesteps import Shift
 from smalti.models.family import Conditioning, Encoding, Prediction, SampleRequest, Weights
 from smalti.models.weights import FolderWeights, SeededWeights, without_weights
 from smalti.precision import in_bf16
-from smalti.settings import LaunchOptions, ModelOptions
+from smalti.settings import LaunchOptions, ModelOptions, ObjectiveOptions
 from smalti_diffusers.adapter import AdaptedWeights, Lora, adapter_shapes, attach, export_adapter
 from smalti_diffusers.components import INDEX, Components, class_of, locate
 from smalti_diffusers.flowshift import scheduler_shift
@@ -68,7 +67,8 @@ class PipelineFamily:
         scheduler = components.config("scheduler")
         native = self.native_prediction(scheduler)
         self.beta_schedule = cast(BetaSchedule, scheduler.get("beta_schedule", "scaled_linear"))
-        self.prediction: Prediction = objective_of(config, native).prediction if config is not None else native
+        chosen = config[ObjectiveOptions].prediction_type if config is not None else None
+        self.prediction: Prediction = chosen or native
         if self.prediction not in (native, *self.predictions):
             raise UserError(
                 f"{self.name} cannot be trained with the prediction '{self.prediction}': its pipeline could not draw with it",
