@@ -87,6 +87,8 @@ def command_line(words: list[str], variables: dict[str, str], place: Path) -> tu
         if self.plan.launcher == "in-process":
             return ordinary(self)
         write_launch_files(self.directory, self.config, self.plugins, self.plan)
+        if self.live is not None:
+            self.live.close()  # the first rank takes the directory itself
         waiting.append((str(self.directory.path), len(self.plan.ranks)))
         return 0
 

@@ -64,6 +64,7 @@ def rehearse(words: Sequence[str], *, rank: int = 1, ranks: int = 8) -> Rehearsa
 
 
 def _built(words, watch, closing):
+    import smalti.opening
     import smalti.run
     from smalti.crew import Crew
     from smalti.dataplan import scan_data
@@ -74,7 +75,8 @@ def _built(words, watch, closing):
     Span.of = classmethod(_real_span)
     # Rank 0 is not there to look for these.
     smalti.run.chosen_checkpoint = lambda run, choice: None
-    smalti.run.open_data = lambda config, plugins, alignment, ranks, place: scan_data(config, plugins, alignment, place)
+    smalti.opening.from_main = lambda ranks, scan: ""
+    smalti.opening.load_data = scan_data
     invocation = Invocation.read(list(words))
     config, plugins = invocation.config(), invocation.plugins
     plan = choose_distributed(config, plugins)

@@ -86,10 +86,12 @@ class Finished:
 
 
 def words(pictures: Path, directory: Path, *, config: Path | None = None, **options) -> list[str]:
-    """What follows `smalti train`; of the toy family, where no configuration file says otherwise."""
+    """What follows `smalti train`; of the toy family, where no configuration file says otherwise. None leaves an option out."""
     values = {**(TINY if config is None else {}), "instance_data_dir": pictures, "output_dir": directory, **options}
     flags = []
     for name, value in values.items():
+        if value is None:
+            continue
         flags += [f"--{name}={each}" for each in (value if isinstance(value, list) else [value])]
     return [*([] if config is None else [str(config)]), *flags]
 
@@ -115,10 +117,10 @@ def starting(pictures: Path) -> Iterator[Callable[..., "Started"]]:
     """Start runs and return at once, to watch, ask and signal them. They are killed when this is over."""
     started = []
 
-    def begin(directory: Path, *, terminal: int | None = None, **options) -> Started:
+    def begin(directory: Path, *, terminal: int | None = None, variables: dict | None = None, **options) -> Started:
         process = subprocess.Popen(
             command(pictures, directory, **options),
-            env=environment(directory, probe=False),
+            env=environment(directory, probe=False, **(variables or {})),
             stdin=terminal,
             stdout=subprocess.PIPE if terminal is None else terminal,
             stderr=subprocess.STDOUT,

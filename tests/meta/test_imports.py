@@ -20,13 +20,14 @@ LAYERS = (
     ("errors", "packages", "files", "process", "hashing", "streams", "termination", "ending", "lastwords", "parentage"),
     ("types",),
     ("hookspecs", "factories", "returns", "accelerator"),
-    ("options", "flags", "configfile", "acceleratefile", "configsources", "settings", "events"),
+    ("options", "flags", "configfile", "acceleratefile", "configsources", "settings", "events", "phases"),
     (
         "plugins",
         "config",
         "configtext",
         "configedit",
         "rundir",
+        "heartbeat",
         "parallel",
         "ranks",
         "crew",
@@ -38,6 +39,7 @@ LAYERS = (
     ("observers",),
     ("group", "strategy", "optimizers", "pictures", "grid", "plot", "replicas", "dataplan", "families", "caches"),
     ("encoding", "resume"),
+    ("opening",),
     ("run",),
     ("faults",),
     ("attempts",),
@@ -52,7 +54,7 @@ LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 OUTSIDE = {"defaults", "__init__", "__main__", "testing"}
 
 # What a built-in plugin may import while it is loaded; anything else has to wait until a hook is called.
-PUBLIC = {"errors", "hookspecs", "types", "options", "settings", "config", "rundir", "liverun", "events", "data"}
+PUBLIC = {"errors", "hookspecs", "types", "options", "settings", "config", "rundir", "liverun", "events", "phases", "data"}
 
 TORCH_FREE = (
     "smalti",
@@ -82,6 +84,7 @@ TORCH_FREE = (
     "smalti.flags",
     "smalti.hookspecs",
     "smalti.invocation",
+    "smalti.heartbeat",
     "smalti.lastwords",
     "smalti.launch",
     "smalti.liverun",
@@ -89,6 +92,7 @@ TORCH_FREE = (
     "smalti.options",
     "smalti.packages",
     "smalti.parentage",
+    "smalti.phases",
     "smalti.plugins",
     "smalti.precision",
     "smalti.reference",

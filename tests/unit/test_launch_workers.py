@@ -233,6 +233,7 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
 pathlib.Path(sys.argv[0] + ".child").write_text(str(child.pid))
 asked = ["something"] if OBEYS != "later" else []
 run = acquire(RunDirectory(pathlib.Path(sys.argv[0]).parent / "run"))
+run.begin_training()
 pathlib.Path(sys.argv[0] + ".ready").touch()
 while True:
     time.sleep(0.02)

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from smalti.errors import ExitCode, UserError
-from smalti.liverun import LiveRun, acquire, prepare
+from smalti.liverun import ATTEMPT_VARIABLE, LiveRun, acquire, join, prepare
 from smalti.process import Process
 from smalti.rundir import STALE_SECONDS, RunDirectory, find_runs
 from smalti.types import Checkpoint, Outcome, RunState, StepResult, StopReason, ValidationImage, ValidationResult
@@ -172,6 +172,38 @@ def test_the_last_word_of_an_earlier_attempt_does_not_count_for_a_later_one(tmp_
     assert RunDirectory(tmp_path).status().condition == "failed"
 
 
+def test_a_launch_that_fails_before_its_first_step_is_told_and_leaves_a_run_with_steps_as_it_was(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    with acquire(directory) as live:
+        live.conclude(ExitCode.PREFLIGHT, "no images")
+    new = directory.status()
+    with acquire(directory) as live:
+        live.begin_training()
+        step(live, 3)
+        end(live, StopReason.COMPLETED)
+    before = directory.record()
+    with acquire(directory) as live:
+        live.conclude(ExitCode.USAGE, "another seed")
+    assert (new.condition, new.message, new.exit_code) == ("failed", "no images", 3)
+    assert (directory.status().condition, directory.record()) == ("finished", before)
+    last = directory.latest("state")
+    assert last is not None
+    assert (last.text("state"), last.text("message")) == ("refused", "another seed")
+
+
+def test_what_a_run_is_busy_with_is_told_with_how_far_it_is(tmp_path: Path) -> None:
+    with acquire(RunDirectory(tmp_path)) as live:
+        live.phases.enter("encoding", total=50_000, unit="images")
+        live.phases.advance(1200)
+        assert eventually(lambda: RunDirectory(tmp_path).phase() is not None)
+        summary = RunDirectory(tmp_path).summary()
+        assert summary is not None
+        assert str(summary.phase) == "encoding 1,200/50,000 images"
+        assert summary.seconds_left is not None
+        step(live, 1)
+        assert RunDirectory(tmp_path).phase() is None
+
+
 # --- who may be the run ---------------------------------------------------------------------------------------------
 
 
@@ -188,6 +220,21 @@ def test_a_run_is_made_ready_only_where_no_run_lives(tmp_path: Path) -> None:
 def test_the_same_process_cannot_be_two_runs_in_one_place(tmp_path: Path) -> None:
     with acquire(RunDirectory(tmp_path)), pytest.raises(UserError, match="in use"):
         acquire(RunDirectory(tmp_path))
+
+
+def test_the_main_rank_keeps_others_out_when_the_process_that_launched_it_is_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(tmp_path) as child:
+        heartbeat = RunDirectory(tmp_path).heartbeat()
+        assert heartbeat is not None
+        monkeypatch.setenv(ATTEMPT_VARIABLE, repr(heartbeat.started))
+        with join(RunDirectory(tmp_path)):
+            child.kill()
+            child.wait()
+            with pytest.raises(UserError, match=f"in use: a run lives there, process {os.getpid()} on"):
+                acquire(RunDirectory(tmp_path))
+    acquire(RunDirectory(tmp_path)).close()
 
 
 def test_a_run_that_hangs_still_keeps_others_out(tmp_path: Path) -> None:

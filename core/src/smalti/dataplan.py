@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,8 @@ from smalti.data.spec import (
     unused_caches,
 )
 from smalti.errors import ConfigError, Problem
+from smalti.files import atomic_write
+from smalti.phases import Phases
 from smalti.plugins import Plugins
 from smalti.rundir import RunDirectory
 from smalti.settings import DataOptions, LaunchOptions, RunOptions, TrainingOptions, ValidationOptions
@@ -32,6 +35,7 @@ from smalti.strategy import choose_distributed
 from smalti.types import MetadataEntry, StorageEntry
 
 Scan = Callable[[str], Progress]
+_SCAN_NOTE = "scan.json"
 
 
 def catalog_of(plugins: Plugins) -> Catalog:
@@ -139,23 +143,58 @@ def data_rules(config: Config, plugins: Plugins, alignment: int) -> DataRules:
 
 
 def scan_data(
-    config: Config, plugins: Plugins, alignment: int, directory: Path | None, progress: Scan | None = None
+    config: Config,
+    plugins: Plugins,
+    alignment: int,
+    directory: Path | None,
+    progress: Scan | None = None,
+    *,
+    attempt: float | None = None,
 ) -> PreparedData:
     """Scan the datasets and fix the order of samples. For one process: the launcher, or rank 0.
 
-    `directory` keeps the indexes, so that the next scan opens only what is new; None writes nothing.
+    `directory` keeps the indexes, so that the next scan opens only what is new; None writes nothing. `attempt` is when this
+    attempt at the run began: its ranks then find the scan with `was_scanned`.
     """
     catalog = catalog_of(plugins)
     specs = dataset_specs(config, catalog)
     rules = data_rules(config, plugins, alignment)
     data = prepare(build_datasets(specs, catalog, directory, progress), rules, notices=unused_caches(specs))
     held_out = build_datasets(specs, catalog, directory, progress, kind="eval")
+    if directory is not None and attempt is not None:
+        note = {"attempt": attempt, "indexes": _indexes(directory)}
+        atomic_write(directory / _SCAN_NOTE, json.dumps(note).encode())
     if not held_out:
         wanted = [name for name in ("eval_steps_interval", "eval_epoch_interval") if getattr(config[ValidationOptions], name)]
         told = [f"{' and '.join(wanted)} without effect: no dataset has the dataset_type eval"] if wanted else []
         return replace(data, notices=(*data.notices, *told))
     refuse_trained(data.datasets, held_out)
     return _with_held_out(data, held_out, rules)
+
+
+def scan_progress(phases: Phases) -> Scan:
+    """How far a scan is, told as a phase."""
+
+    def begin(dataset: str) -> Progress:
+        phases.enter("scanning", unit="images")
+        return phases.advance
+
+    return begin
+
+
+def was_scanned(directory: Path, attempt: float) -> bool:
+    """Whether the indexes in `directory` are, unchanged, those that this attempt at the run has made."""
+    try:
+        note: object = json.loads((directory / _SCAN_NOTE).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return note == {"attempt": attempt, "indexes": _indexes(directory)}
+
+
+def _indexes(directory: Path) -> dict[str, list[int]]:
+    """Size and time of each index."""
+    found = {path.name: path.stat() for path in sorted(directory.glob("*.arrow"))}
+    return {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()}
 
 
 def load_data(config: Config, plugins: Plugins, alignment: int, directory: Path) -> PreparedData:

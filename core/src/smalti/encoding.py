@@ -15,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
@@ -34,12 +34,15 @@ from smalti.data.pixels import Bytes, normalised
 from smalti.data.prepared import PreparedData
 from smalti.data.quarantine import BadSampleError, ErrorBudget, Quarantined
 from smalti.data.tensorstore import Entry, FolderStore, TensorStore
+from smalti.data.threads import Threads
 from smalti.dataplan import CacheFolders
 from smalti.errors import PreflightError, UserError
 from smalti.files import write_json_atomically
 from smalti.models.family import Cacheable, Conditioning, Encoding, KeepsRawLatents, ModelFamily, latents_to_keep
 from smalti.parallel import Ranks
+from smalti.phases import Phases
 from smalti.settings import DataOptions, ValidationOptions
+from smalti.termination import terminated
 from smalti.types import World
 
 T = TypeVar("T")
@@ -73,19 +76,26 @@ class Encoded:
 
 
 def encode_ahead(
-    config: Config, family: ModelFamily, data: PreparedData, ranks: Ranks, folders: CacheFolders, log: Path
+    config: Config,
+    family: ModelFamily,
+    data: PreparedData,
+    ranks: Ranks,
+    folders: CacheFolders,
+    log: Path,
+    phases: Phases | None = None,
 ) -> Encoded:
     """Encode what is missing, then release the encoders. *Collective*. Does nothing for a family that is no `Cacheable`.
 
     To be called before there is a model: encoders and it need not fit beside each other.
 
-    `log` is a folder for this rank's list of broken pictures. Raises PreflightError on all ranks when one cannot go on: no
-    room, no right to write, more broken pictures than the error budget allows.
+    `log` is a folder for this rank's list of broken pictures. What is encoded when a signal or Ctrl-C ends it is kept. Raises
+    PreflightError on all ranks when one cannot go on: no room, no right to write, more broken pictures than the error budget
+    allows.
     """
     if not isinstance(family, Cacheable):
         return Encoded()
     options, world = config[DataOptions], ranks.world
-    work = _Work(family=family, ranks=ranks, batch=options.train_batch_size)
+    work = _Work(family=family, ranks=ranks, batch=options.train_batch_size, phases=phases or Phases())
     every = [data] if data.held_out is None else [data, data.held_out]
     texts, latents = None, list[CachedLatents]()
     try:
@@ -132,6 +142,7 @@ class _Work:
     family: ModelFamily
     ranks: Ranks
     batch: int
+    phases: Phases
 
     @property
     def world(self) -> World:
@@ -223,7 +234,7 @@ class _Work:
             for one in pending.values():
                 one.flush(everything=everything)
 
-        with ThreadPoolExecutor(_DECODING_THREADS, "smalti-decode") as pool:
+        with Threads(_DECODING_THREADS, "smalti-decode") as pool:
             ready = _ahead(pool, read, batches, ahead=2 + 2 * _DECODING_THREADS // self.batch)
             self._progress("latents", len(wanted), map(encode, ready), len(mine), flush)
         self._set_aside(latents, data, broken)
@@ -256,28 +267,40 @@ class _Work:
         total = sum(map(int, together(self.ranks, lambda: str(mine))))
         if total == 0:
             return
+        self.phases.enter("encoding", total=total, unit="images" if what == "latents" else what)
         show = _Show(what=what, total=total) if self.world.is_main else None
         if show:
             there = "; the others are there already" if total < wanted else ""
             show.say(f"encoding {total:,} of {wanted:,} {what}{there}")
-        done = 0
+        done = others = 0
 
         def some() -> str:
             nonlocal done
             deadline = time.monotonic() + _ROUND_SECONDS
-            while time.monotonic() < deadline and (count := next(batches, 0)):
-                done += count
-                flush(everything=False)
+            try:
+                while time.monotonic() < deadline and (count := next(batches, 0)):
+                    done += count
+                    self.phases.advance(others + done)
+                    flush(everything=False)
+            except KeyboardInterrupt:
+                flush(everything=True)  # before the others are told, who may not be there any more
+                raise
             if done == mine:
                 flush(everything=True)
             return str(done)
 
-        while True:
-            finished = sum(map(int, together(self.ranks, some)))
-            if show:
-                show.update(finished)
-            if finished == total:
-                return
+        try:
+            with terminated():
+                while (finished := sum(map(int, together(self.ranks, some)))) < total:
+                    others = finished - done
+                    self.phases.advance(finished)
+                    if show:
+                        show.update(finished)
+        except KeyboardInterrupt:
+            flush(everything=True)
+            raise
+        if show:
+            show.update(finished)
 
     def _await(self, store: TensorStore, keys: Iterable[str]) -> None:
         """Until this rank sees what all ranks have written. *Collective*."""
@@ -371,7 +394,7 @@ def _filled(batch: list[T], size: int) -> list[T]:
     return batch + [batch[0]] * (size - len(batch))
 
 
-def _ahead(pool: ThreadPoolExecutor, function: Callable[[T], R], batches: Iterable[list[T]], ahead: int) -> Iterator[list[R]]:
+def _ahead(pool: Threads, function: Callable[[T], R], batches: Iterable[list[T]], ahead: int) -> Iterator[list[R]]:
     """The batches with `function` applied to every member, in order; so many batches are in the making at once."""
     waiting: list[list[Future[R]]] = []
     for batch in batches:

@@ -44,7 +44,7 @@ def evaluate(run: Run) -> EvaluationResult:
     assert held_out is not None, "evaluation is due only where pictures are held out"
     begin = time.perf_counter()
     levels = noise_levels(run.config[ValidationOptions].eval_timesteps)
-    with at_rest(run) as model:
+    with run.phases.during("evaluating"), at_rest(run) as model:
         table = _losses(run, model, held_out, levels)
     counted = table[table[:, -1] > 0, :-1]
     means = counted.mean(0).tolist()

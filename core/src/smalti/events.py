@@ -19,7 +19,7 @@ from pathlib import Path, PurePath
 from typing import Literal
 
 EventKind = Literal[
-    "state", "step", "metric", "sample", "eval", "checkpoint", "log", "warning", "health", "error", "control_ack"
+    "state", "phase", "step", "metric", "sample", "eval", "checkpoint", "log", "warning", "health", "error", "control_ack"
 ]
 MALFORMED = "malformed"
 """The kind that readers give to a line that is no event; its text is in the field `line`."""

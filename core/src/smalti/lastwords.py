@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from smalti.errors import ExitCode, GpuFaultError, UserError
+from smalti.termination import Terminated
 
 FOLDER_VARIABLE = "SMALTI_OUTCOME_DIR"
 """Set in all processes of a launch."""
@@ -109,4 +110,6 @@ def describe(error: BaseException) -> str:
 
 
 def code_of(error: BaseException) -> ExitCode:
+    if isinstance(error, KeyboardInterrupt):
+        return ExitCode.PREEMPTED if isinstance(error, Terminated) else ExitCode.INTERRUPTED
     return error.exit_code if isinstance(error, UserError | GpuFaultError) else ExitCode.FAILED

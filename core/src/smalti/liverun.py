@@ -1,8 +1,11 @@
-"""Being a run: the process that owns a run directory while it trains. Rank 0 only; all others read `smalti.rundir`.
+"""Being a run: the processes that own a run directory, from the first second of a launch to its end.
 
-One process at a time: it makes the file `heartbeat` exclusively, touches it as long as it lives and removes it when it leaves.
-What a dead process left behind is taken over; where its process cannot be seen (another host, another container), it counts
-as dead once its heartbeat has stood still for `STALE_SECONDS`.
+One launch at a time: its process makes the file `heartbeat` exclusively, before it looks at any data, touches it as long as it
+lives and removes it when it leaves. The main rank, where that is another process, joins it, and then either keeps others out.
+What dead processes left behind is taken over; where a process cannot be seen (another host, another container), it counts as
+dead once its heartbeat has stood still for `STALE_SECONDS`.
+
+Until the first step the launching process answers what is asked of the run, afterwards the main rank, between two steps.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -25,13 +28,15 @@ from uuid import uuid4
 from smalti.errors import ExitCode, UserError
 from smalti.events import EventWriter
 from smalti.files import atomic_write
+from smalti.heartbeat import clear_away, dead_heartbeat, in_use, take, take_part
+from smalti.phases import Phase, Phases
 from smalti.process import Process
 from smalti.rundir import (
     BEAT_SECONDS,
     POLL_SECONDS,
+    REFUSED,
     RUN_KIND,
     SCHEMA,
-    STALE_SECONDS,
     Condition,
     Heartbeat,
     Request,
@@ -50,6 +55,13 @@ from smalti.types import (
     ValidationResult,
 )
 
+ATTEMPT_VARIABLE = "SMALTI_ATTEMPT"
+"""Set in the processes of a launch: which attempt at the run they belong to."""
+PHASE_SECONDS = 1.0
+"""No more than one event in this time tells of phases; a shorter phase may stay untold."""
+
+STOPPED_EARLY = "stopped on request before the first step; what was encoded is kept"
+
 _OWN_FILES = ("run.json", "config.toml", "launch.json", "accelerate.yaml", "events.jsonl", "heartbeat")
 _log = logging.getLogger(__name__)
 
@@ -62,22 +74,21 @@ def prepare(
     world_size: int = 1,
     mixed_precision: str | None = None,
 ) -> RunRecord:
-    """Make a run directory, or make one ready to go on; its id stays, and so do name and precision unless given.
+    """Make a run directory, or make one ready to go on, and start nothing; its id, and its name unless given, stay.
 
-    For the launcher, before it writes anything there. Files of others may lie beside the run's. UserError when a run lives
-    there, or when one of the run's own files would overwrite something that is not the run's.
+    Files of others may lie beside the run's. UserError when a run lives there, or when one of the run's own files would
+    overwrite something that is not the run's.
     """
-    path = directory.path
-    try:
-        path.mkdir(parents=True, exist_ok=True)
+    with _writing_to(directory):
+        directory.path.mkdir(parents=True, exist_ok=True)
         known = directory.record()
         if known is None:
             _refuse_foreign_files(directory)
-        _dead_heartbeat(directory)
+        dead_heartbeat(directory)
         now = time.time()
         record = RunRecord(
             id=known.id if known else f"{datetime.fromtimestamp(now):%Y%m%d-%H%M%S}-{uuid4().hex[:6]}",
-            name=name or (known.name if known else path.absolute().name),
+            name=name or (known.name if known else directory.path.absolute().name),
             created=known.created if known else now,
             config_digest=config_digest,
             world_size=world_size,
@@ -86,45 +97,95 @@ def prepare(
             mixed_precision=mixed_precision or (known.mixed_precision if known else None),
         )
         _write_record(directory, record)
-    except OSError as error:
-        raise UserError(f"cannot write to {path}: {error.strerror or error}", fix="choose another --output_dir") from error
     return record
 
 
-def acquire(directory: RunDirectory, *, name: str = "", config_digest: str = "", world_size: int = 1) -> LiveRun:
+def acquire(
+    directory: RunDirectory,
+    *,
+    name: str = "",
+    config_digest: str = "",
+    world_size: int = 1,
+    mixed_precision: str | None = None,
+    on_stop: Callable[[], None] | None = None,
+) -> LiveRun:
     """Become the run in this directory. UserError when another one lives there; of several that try at once one gets through.
 
+    `on_stop` is called in a thread when a stop is asked for before the first step; without it, requests wait for the loop.
     Can take `STALE_SECONDS` when the run before died on another host just now.
     """
-    record = prepare(directory, name=name, config_digest=config_digest, world_size=world_size)
+    before = directory.record() if directory.path.is_dir() else None
+    record = prepare(directory, name=name, config_digest=config_digest, world_size=world_size, mixed_precision=mixed_precision)
     record = replace(record, started=time.time(), process=Process.current())
-    if dead := _dead_heartbeat(directory):
-        _clear_away(directory, dead)
+    with _writing_to(directory):
+        if dead := dead_heartbeat(directory):
+            clear_away(directory, dead)
+        try:
+            take(directory, record)
+        except FileExistsError:
+            raise in_use(directory, directory.heartbeat()) from None
+        _write_record(directory, record)
+        return LiveRun(directory, record, before=before, on_stop=on_stop)
+
+
+@contextmanager
+def _writing_to(directory: RunDirectory) -> Iterator[None]:
     try:
-        _write_heartbeat(directory, record)
-    except FileExistsError:
-        raise _in_use(directory, directory.heartbeat()) from None
-    _write_record(directory, record)
-    return LiveRun(directory, record)
+        yield
+    except OSError as error:
+        message = f"cannot write to {directory.path}: {error.strerror or error}"
+        raise UserError(message, fix="choose another --output_dir") from error
+
+
+def join(directory: RunDirectory, *, config_digest: str = "", world_size: int = 1) -> LiveRun:
+    """For the main rank: become the run beside the process that launched it, or alone if none did that holds the directory.
+
+    UserError when another run lives there.
+    """
+    attempt, heartbeat, record = os.environ.get(ATTEMPT_VARIABLE), directory.heartbeat(), directory.record()
+    if attempt is None or heartbeat is None or record is None or repr(heartbeat.started) != attempt:
+        return acquire(directory, config_digest=config_digest, world_size=world_size)
+    return LiveRun(directory, record, worker=Process.current())
 
 
 class LiveRun:
     """The run's own hands on its directory: events, answers to requests, the heartbeat. Leave with `close`, or use `with`.
 
-    A run that leaves without `record_end` counts as failed.
+    A run that leaves without `record_end` or `conclude` counts as failed. `phases` is what this process is busy with, and the
+    events tell of it. `stop_asked` is the request that ends the run before its first step, if there was one.
     """
 
-    def __init__(self, directory: RunDirectory, record: RunRecord) -> None:
+    def __init__(
+        self,
+        directory: RunDirectory,
+        record: RunRecord,
+        *,
+        before: RunRecord | None = None,
+        on_stop: Callable[[], None] | None = None,
+        worker: Process | None = None,
+    ) -> None:
         self.directory = directory
         self.record = record
+        self.phases = Phases()
+        self.stop_asked: Request | None = None
         self.events = EventWriter(directory.events_file)
+        self._before = before
+        self._on_stop = on_stop
+        self._worker = worker
         self._error: BaseException | None = None
         self._usurper: Heartbeat | None = None
         self._left_alone: set[Path] = set()
+        self._training = False
+        self._told: Phase | None = None
+        self._told_at = -PHASE_SECONDS
+        self._asking = threading.Lock()
         self._closing = threading.Event()
-        self._pulse = threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True)
-        self.events.append("state", state="starting", message=str(record.process), world_size=record.world_size)
-        self._refuse_requests("it was asked before this run started")
+        self._pulse = threading.Thread(target=self._keep_alive, name="heartbeat", daemon=True)
+        if worker is None:
+            self.events.append("state", state="starting", message=str(record.process), world_size=record.world_size)
+            self._refuse_requests("it was asked before this run started")
+        else:
+            take_part(directory, record, worker)
         self._pulse.start()
 
     def __enter__(self) -> LiveRun:
@@ -134,15 +195,26 @@ class LiveRun:
         self.close()
 
     def close(self) -> None:
-        """Leave the directory to others. Requests that came too late get an answer."""
+        """Leave the directory to others, unless the process that launched the run is still there.
+
+        Requests that came too late get an answer.
+        """
         if self._closing.is_set():
             return
         self._closing.set()
         self._pulse.join()
         self._refuse_requests("the run has ended")
         self.events.close()
-        if self._holds(self.directory.heartbeat()):
+        last = self._worker is None or (self.record.process is not None and self.record.process.alive() is False)
+        if last and self._holds(self.directory.heartbeat()):
             self.directory.heartbeat_file.unlink(missing_ok=True)
+
+    def begin_training(self) -> None:
+        """On the main rank, when everything is built: from now on the loop obeys what is asked of the run."""
+        with self._asking:
+            self._training = True
+            self.record = replace(self.record, training_since=time.time())
+            _write_record(self.directory, self.record)
 
     # --- what is asked of the run -----------------------------------------------------------------------------------
 
@@ -263,15 +335,39 @@ class LiveRun:
         root, path = self.directory.path.absolute(), path.absolute()
         return path.relative_to(root) if path.is_relative_to(root) else path
 
+    def conclude(self, code: ExitCode, message: str) -> None:
+        """The last word of a launch, from the process that launched it, unless the run has said it itself.
+
+        A launch that failed before its first step leaves a run that had made steps as it was.
+        """
+        if self.directory.status().ended:
+            return
+        record = self.directory.record()
+        condition: str = "failed"
+        if self.stop_asked or code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
+            condition = "stopped"
+        elif code is ExitCode.DONE:
+            condition = "finished"
+        elif (record is None or record.training_since is None) and self._before and self.directory.latest("step"):
+            condition = REFUSED
+        self.events.append("state", step=self.events.last_step or None, state=condition, message=message, exit_code=code)
+        if condition == REFUSED and self._before is not None:
+            with suppress(OSError):
+                _write_record(self.directory, self._before)
+
     # --- the heartbeat ----------------------------------------------------------------------------------------------
 
-    def _keep_beating(self) -> None:
-        failing = False
-        while not self._closing.wait(BEAT_SECONDS) and not self._usurper:
+    def _keep_alive(self) -> None:
+        failing, due = False, time.monotonic() + BEAT_SECONDS
+        while not self._closing.wait(min(POLL_SECONDS, BEAT_SECONDS)) and not (self._usurper and self._training):
             try:
-                self._beat()
-                failing = False
-            except OSError as error:
+                if time.monotonic() >= due:
+                    due = time.monotonic() + BEAT_SECONDS
+                    self._beat()
+                    failing = False
+                self._tell_phase()
+                self._answer_early()
+            except (OSError, UserError) as error:
                 if not failing:
                     _log.warning("%s: no heartbeat: %s", self.directory.heartbeat_file, error)
                 failing = True
@@ -280,15 +376,44 @@ class LiveRun:
         """One sign of life; a run that was silent for long may find that another one took its place."""
         heartbeat = self.directory.heartbeat()
         if heartbeat is None:
-            _write_heartbeat(self.directory, self.record)
-        elif self._holds(heartbeat):
-            os.utime(self.directory.heartbeat_file)
-        else:
+            with suppress(FileExistsError):  # of a run's two processes, the other one was quicker
+                take(self.directory, self.record)
+        elif not self._holds(heartbeat):
             self._usurper = heartbeat
             _log.error("%s took over %s; this run stops", heartbeat.process, self.directory.path)
+        elif self._worker is not None and heartbeat.worker is None:  # somebody removed it, and the launcher brought it back
+            take_part(self.directory, self.record, self._worker)
+        else:
+            os.utime(self.directory.heartbeat_file)
 
     def _holds(self, heartbeat: Heartbeat | None) -> bool:
         return heartbeat is not None and (heartbeat.process, heartbeat.started) == (self.record.process, self.record.started)
+
+    def _tell_phase(self) -> None:
+        phase = self.phases.current
+        if phase is None or phase == self._told or time.monotonic() - self._told_at < PHASE_SECONDS:
+            return
+        self._told, self._told_at = phase, time.monotonic()
+        self.events.append("phase", phase=phase.name, begun=phase.begun, done=phase.done, total=phase.total, unit=phase.unit)
+
+    def _answer_early(self) -> None:
+        """Before the first step there is nothing to save, and a stop need not wait for anything."""
+        if self._on_stop is None or self.stop_asked:
+            return
+        with self._asking:
+            if not self._training and (record := self.directory.record()) is not None:
+                self._training = record.training_since is not None  # the main rank is another process
+            for request in () if self._training else self.take_requests():
+                if request.kind != "stop":
+                    self.acknowledge(
+                        request, accepted=False, message=f"before its first step there is nothing to {request.kind}"
+                    )
+                    continue
+                if not self._usurper:
+                    self.acknowledge(request, message="stopping before the first step: there is nothing to save")
+                self.stop_asked = request
+                self._on_stop()
+                return
 
 
 def _condition(reason: StopReason) -> Condition:
@@ -323,60 +448,6 @@ def _refuse_foreign_files(directory: RunDirectory) -> None:
         )
 
 
-def _dead_heartbeat(directory: RunDirectory) -> Heartbeat | None:
-    """The heartbeat of a run that died here, None if there is none. UserError when the run lives."""
-    first = directory.heartbeat()
-    if first is None:
-        return None
-    waiting = False
-    while (heartbeat := directory.heartbeat()) is not None:
-        alive = heartbeat.process.alive() if heartbeat.process else None
-        if alive is False or (alive is None and heartbeat.age > STALE_SECONDS):
-            return heartbeat
-        if alive or heartbeat.touched != first.touched:
-            raise _in_use(directory, heartbeat)
-        if not waiting:
-            _log.warning("%s: waiting to see whether %s still lives", directory.path, heartbeat.process or "its run")
-        waiting = True
-        time.sleep(POLL_SECONDS)
-    return None
-
-
-def _clear_away(directory: RunDirectory, dead: Heartbeat) -> None:
-    """Remove the heartbeat of a dead run; one process at a time, lest a slow one remove what a quick one put in its place."""
-    turn = directory.path / ".takeover"
-    try:
-        turn.touch(exist_ok=False)
-    except FileExistsError:
-        raise UserError(
-            f"another process is taking over {directory.path} from a run that died",
-            fix=f"choose another --output_dir; if there is no such process, remove {turn}",
-        ) from None
-    try:
-        if directory.heartbeat() == dead:
-            directory.heartbeat_file.unlink(missing_ok=True)
-    finally:
-        turn.unlink()
-
-
-def _write_heartbeat(directory: RunDirectory, record: RunRecord) -> None:
-    """Take hold of the directory; FileExistsError when somebody else has."""
-    assert record.process is not None
-    content = json.dumps({"process": asdict(record.process), "started": record.started})
-    with directory.heartbeat_file.open("x", encoding="utf-8") as file:
-        file.write(content)
-
-
 def _write_record(directory: RunDirectory, record: RunRecord) -> None:
     content = {"kind": RUN_KIND, "schema": SCHEMA, **asdict(record)}
     atomic_write(directory.record_file, json.dumps(content, indent=2).encode() + b"\n")
-
-
-def _in_use(directory: RunDirectory, heartbeat: Heartbeat | None) -> UserError:
-    who = str(heartbeat.process) if heartbeat and heartbeat.process else "another process"
-    if heartbeat and heartbeat.age > STALE_SECONDS:
-        who += f", though without a sign of life for {heartbeat.age:.0f} s"
-        remedy = "end that process"
-    else:
-        remedy = f"stop it with `smalti run stop {directory.path}`"
-    return UserError(f"{directory.path} is in use: a run lives there, {who}", fix=f"{remedy}, or choose another --output_dir")

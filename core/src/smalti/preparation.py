@@ -8,20 +8,22 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import click
 
+from smalti import lastwords
 from smalti.checkpoint.manifest import STATE
 from smalti.checkpoint.statefile import read_state
 from smalti.checks import check_run
 from smalti.config import Config
 from smalti.configtext import as_toml
 from smalti.data.prepared import PreparedData
-from smalti.dataplan import scan_data, total_steps
+from smalti.dataplan import scan_data, scan_progress, total_steps
 from smalti.devices import ImageSize, accelerator_kind, cpu_notices, describe_devices
 from smalti.errors import ConfigError, ExitCode, GpuFaultError, PreflightError
 from smalti.launch import (
@@ -32,7 +34,7 @@ from smalti.launch import (
     write_launch_files,
     yaml_text,
 )
-from smalti.liverun import prepare
+from smalti.liverun import STOPPED_EARLY, LiveRun, acquire
 from smalti.plugins import Plugins
 from smalti.precision import choose_precision, cost_of, describe
 from smalti.resume import check_resumable
@@ -46,7 +48,7 @@ from smalti.settings import (
     warm_up_problem,
 )
 from smalti.strategy import choose_distributed
-from smalti.termination import Terminated
+from smalti.termination import Stopped, Terminated, interrupt
 
 if TYPE_CHECKING:
     from smalti.models.family import ModelFamily
@@ -61,7 +63,8 @@ class Preparation:
 
     `data` is None on machines that only join a launch: the first one has looked at it. `facts` say on which "device" the run
     computes and in which "precision"; where the data were looked at, also how many "tokens" the largest images are and at which
-    noise levels ("timesteps") they are trained.
+    noise levels ("timesteps") they are trained. `live` is the run directory, which the first machine has taken; None on the
+    others, and for a dry run.
     """
 
     config: Config
@@ -70,14 +73,16 @@ class Preparation:
     plan: LaunchPlan
     data: PreparedData | None
     facts: Mapping[str, str]
+    live: LiveRun | None
     notices: tuple[str, ...]
 
     @classmethod
     def of(cls, config: Config, plugins: Plugins, *, write: bool) -> Preparation:
         """Check the configuration, choose the backend, scan the data and check the buckets against the effective batch.
 
-        With `write`, the run directory is made and keeps the index of the data; without, nothing is written, and the launch may
-        be planned for accelerators that are not here. Raises UserError, ConfigError, PreflightError.
+        With `write`, the run directory is taken before the data are looked at, and keeps their index; without, nothing is
+        written, and the launch may be planned for accelerators that are not here. Raises UserError, ConfigError,
+        PreflightError; Stopped when that was asked for meanwhile.
         """
         checked = check_run(config, plugins, thorough=not write)
         directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
@@ -93,15 +98,20 @@ class Preparation:
         config, given = choose_precision(config, kind, directory), config
         distributed = checked.distributed if config is given else choose_distributed(config, plugins)
         plan = plan_launch(config, distributed, directory.path, kind)
-        data = None if joins else cls._look_at_data(config, plugins, checked.family.alignment, directory, write=write)
         notices += [*config.notices, *plan.notices, *cost_of(config, kind)]
         facts = {"device": describe_devices(config, kind), "precision": describe(config)}
-        if data is not None:
-            size = _largest_image(checked.family, data)
-            facts |= {"tokens": str(size), "timesteps": checked.loss.describe_timesteps(count.bucket for count in data.counts)}
-            told = _resume_notices(config, data, checked.checkpoint)
-            notices += [*(() if write else told)]  # a run tells them where it resumes
-            notices += [*_schedule_notices(config, data), *cpu_notices(config, kind, size), *data.notices]
+        live = _take(directory, config) if write and not joins else None
+        with _failures_recorded(live):
+            data = None if joins else cls._look_at_data(config, plugins, checked.family.alignment, live)
+            if data is not None:
+                size = _largest_image(checked.family, data)
+                facts |= {
+                    "tokens": str(size),
+                    "timesteps": checked.loss.describe_timesteps(count.bucket for count in data.counts),
+                }
+                told = _resume_notices(config, data, checked.checkpoint)
+                notices += [*(() if write else told)]  # a run tells them where it resumes
+                notices += [*_schedule_notices(config, data), *cpu_notices(config, kind, size), *data.notices]
         return cls(
             config=config,
             plugins=plugins,
@@ -109,22 +119,17 @@ class Preparation:
             plan=plan,
             data=data,
             facts=facts,
+            live=live,
             notices=tuple(dict.fromkeys(notices)),
         )
 
     @staticmethod
-    def _look_at_data(
-        config: Config, plugins: Plugins, alignment: int, directory: RunDirectory, *, write: bool
-    ) -> PreparedData:
-        if not write:
+    def _look_at_data(config: Config, plugins: Plugins, alignment: int, live: LiveRun | None) -> PreparedData:
+        if live is None:
             return scan_data(config, plugins, alignment, None)
-        prepare(
-            directory,
-            config_digest=config.digest,
-            world_size=config[LaunchOptions].num_processes,
-            mixed_precision=config[TrainingOptions].mixed_precision,
-        )
-        return scan_data(config, plugins, alignment, directory.data)
+        live.phases.enter("scanning")
+        progress = scan_progress(live.phases)
+        return scan_data(config, plugins, alignment, live.directory.data, progress, attempt=live.record.started)
 
     def launch(self) -> ExitCode:
         """Run to the end. The last lines printed say how it ended and how to go on."""
@@ -132,25 +137,32 @@ class Preparation:
             click.echo(f"smalti: note: {notice}", err=True)
         click.echo(f"smalti: {self.plugins.summary}", err=True)
         click.echo(f"smalti: {'; '.join(f'{name} {self.facts[name]}' for name in _FIRST if name in self.facts)}", err=True)
-        write_launch_files(self.directory, self.config, self.plugins, self.plan)
-        sys.stdout.flush()
-        code, message = self._run()
+        with _failures_recorded(self.live):
+            write_launch_files(self.directory, self.config, self.plugins, self.plan)
+            sys.stdout.flush()
+            code, message = self._run()
+        if self.live is not None:
+            self.live.conclude(code, message)
         self._say_goodbye(code, message)
+        if self.live is not None:
+            self.live.close()
         return code
 
     def _run(self) -> tuple[ExitCode, str]:
         if self.plan.launcher != "in-process":
             from smalti.workers import run_workers
 
-            return run_workers(self.plan, self.directory, digest=self.config.digest)
+            return run_workers(self.plan, self.directory, digest=self.config.digest, live=self.live)
         from smalti.rank import run_rank
 
         os.environ.update(self.plan.environment)
         try:
-            outcome = run_rank(self.config, self.plugins)
+            outcome = run_rank(self.config, self.plugins, self.live)
         except GpuFaultError as error:
             return error.exit_code, str(error)
         except KeyboardInterrupt as stop:
+            if self.live is not None and self.live.stop_asked:
+                return ExitCode.DONE, STOPPED_EARLY
             code = ExitCode.PREEMPTED if isinstance(stop, Terminated) else ExitCode.INTERRUPTED
             return code, "stopped while no step was going on; what was saved or encoded before is whole"
         return outcome.exit_code, outcome.message
@@ -230,6 +242,33 @@ def _twice_as_long(config: Config) -> str:
     return f" --num_train_epochs={2 * options.num_train_epochs}" if options.num_train_epochs is not None else ""
 
 
+def _take(directory: RunDirectory, config: Config) -> LiveRun:
+    """Become the run there. UserError when another one lives there."""
+    return acquire(
+        directory,
+        config_digest=config.digest,
+        world_size=config[LaunchOptions].num_processes,
+        mixed_precision=config[TrainingOptions].mixed_precision,
+        on_stop=interrupt,
+    )
+
+
+@contextmanager
+def _failures_recorded(live: LiveRun | None) -> Iterator[None]:
+    """An exception ends the run in the eyes of those who watch it too. It becomes `Stopped` where a stop was asked for."""
+    try:
+        yield
+    except BaseException as error:
+        if live is None:
+            raise
+        asked = isinstance(error, KeyboardInterrupt) and live.stop_asked
+        live.conclude(*((ExitCode.DONE, STOPPED_EARLY) if asked else (lastwords.code_of(error), lastwords.describe(error))))
+        live.close()
+        if asked:
+            raise Stopped from None
+        raise
+
+
 def _resume_notices(config: Config, data: PreparedData, checkpoint: Path | None) -> tuple[str, ...]:
     """What a resume from this checkpoint will say of the data. Raises CheckpointError if it is of another run."""
     if checkpoint is None:
@@ -267,17 +306,29 @@ def own_name() -> str:
 
 
 def _wait_for_first_machine(directory: RunDirectory, seconds: float) -> None:
-    """Until machine 0 has made the run directory, which this machine must be able to see."""
-    deadline = time.monotonic() + seconds
-    if directory.record() is None:
-        click.echo(f"smalti: waiting for machine 0 to make {directory.path}", err=True)
-    while directory.record() is None:
-        if time.monotonic() > deadline:
+    """Until machine 0 has taken the run directory, which this machine must be able to see, and has looked at the data."""
+    deadline, told = time.monotonic() + seconds, False
+    while (phase := _phase_of_first_machine(directory)) in (None, "scanning"):
+        if not told:
+            click.echo(f"smalti: waiting for machine 0 to take {directory.path} and to scan the data", err=True)
+            told = True
+        if phase is not None:
+            deadline = time.monotonic() + seconds
+        elif time.monotonic() > deadline:
             raise PreflightError(
-                f"machine 0 has not made the run directory {directory.path} within {seconds:.0f} s",
+                f"machine 0 has not taken the run directory {directory.path} within {seconds:.0f} s",
                 fix="start the same command there with --machine_rank=0; all machines must see one and the same --output_dir",
             )
         time.sleep(POLL_SECONDS)
+
+
+def _phase_of_first_machine(directory: RunDirectory) -> str | None:
+    """What the run there is busy with; None where none lives."""
+    heartbeat = directory.heartbeat()
+    if directory.record() is None or heartbeat is None or heartbeat.alive() is False:
+        return None
+    last = directory.latest("phase", "step")
+    return (last.text("phase") or last.kind) if last is not None and last.time >= heartbeat.started else None
 
 
 def _indented(text: str) -> list[str]:

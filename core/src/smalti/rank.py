@@ -11,6 +11,8 @@ from contextlib import ExitStack, contextmanager
 from smalti.config import Config
 from smalti.crew import Crew, LostRankError
 from smalti.lastwords import code_of, describe, launched, leave_word
+from smalti.liverun import LiveRun
+from smalti.opening import become_run
 from smalti.plugins import Plugins
 from smalti.run import build, open_parallel
 from smalti.strategy import choose_distributed
@@ -19,15 +21,21 @@ from smalti.trainer import train
 from smalti.types import Outcome, RunState, StopReason
 
 
-def run_rank(config: Config, plugins: Plugins) -> Outcome:
-    """Build and train on this rank. Every rank of the run calls it; an agreed stop returns on all of them."""
+def run_rank(config: Config, plugins: Plugins, live: LiveRun | None = None) -> Outcome:
+    """Build and train on this rank. Every rank of the run calls it; an agreed stop returns on all of them.
+
+    `live` is the run directory, if this process holds it already.
+    """
     plan = choose_distributed(config, plugins)
     with ExitStack() as signals, ExitStack() as closing:
         parallel = open_parallel(plan, config)
         closing.callback(parallel.close)
         crew = Crew.meet(parallel)
         with last_words(crew):
-            run = build(config, plugins, plan, parallel, crew, closing)
+            live = become_run(config, parallel, live, closing)
+            run = build(config, plugins, plan, parallel, crew, closing, live)
+            if live is not None:
+                live.begin_training()
             signals.enter_context(stop_signals(run.state))  # to the very end: what is said and closed last is not cut off
             outcome = train(run)
             if not run.parted:

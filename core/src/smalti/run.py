@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from smalti.checkpoint.agreement import RankError, together
+from smalti.checkpoint.agreement import RankError
 from smalti.checkpoint.background import Saver
 from smalti.checkpoint.search import find_together
 from smalti.checkpoint.snapshot import Snapshot
@@ -29,16 +29,17 @@ from smalti.data.changes import keep
 from smalti.data.heldout import HeldOut
 from smalti.data.loader import Batch, Loader
 from smalti.data.prepared import PreparedData
-from smalti.dataplan import cache_folders, load_data, scan_data, total_steps
+from smalti.dataplan import total_steps
 from smalti.diffusion.step import DenoisingLoss, denoising_loss
 from smalti.ema import Ema, build_ema
-from smalti.encoding import Encoded, encode_ahead
+from smalti.encoding import Encoded
 from smalti.errors import BrokenPlugin, CheckpointError, UserError
 from smalti.factories import create
 from smalti.families import find_family
 from smalti.gauges import Memory, Utilisation, peak_of
 from smalti.hashing import key_of
 from smalti.hookspecs import HookSpecs
+from smalti.liverun import LiveRun
 from smalti.metrics import log_metrics, metrics_of
 from smalti.models.attention import choose_attention
 from smalti.models.compilation import ensure_compiled
@@ -46,8 +47,10 @@ from smalti.models.description import config_of
 from smalti.models.family import Adaptable, ModelFamily
 from smalti.models.layout import put_channels_last, wants_channels_last
 from smalti.models.weights import without_weights
+from smalti.opening import open_data, run_info
 from smalti.optimizers import check_step_sizes, matrices, parameter_groups
 from smalti.parallel import Parallel, Ranks
+from smalti.phases import Phases
 from smalti.plugins import Plugins
 from smalti.precision import in_bf16
 from smalti.resume import Resumption, check_resumable
@@ -160,6 +163,11 @@ class Run:
             latents=self.encoded.held_out,
             texts=self.encoded.texts,
         )
+
+    @property
+    def phases(self) -> Phases:
+        """What this rank is busy with; told of on the main rank."""
+        return self.info.live.phases if self.info.live is not None else Phases()
 
     @property
     def hook(self) -> HookSpecs:
@@ -332,22 +340,6 @@ def wrap_model(
     return wrapped
 
 
-def open_data(config: Config, plugins: Plugins, alignment: int, parallel: Parallel, directory: Path) -> PreparedData:
-    """The order of samples on this rank: rank 0 scans, the others read what it wrote. *Collective*."""
-    scanned: list[PreparedData] = []
-
-    def scan() -> str:
-        if parallel.world.is_main:
-            scanned.append(scan_data(config, plugins, alignment, directory))
-        return ""
-
-    try:
-        together(parallel, scan)
-    except RankError as failure:
-        raise UserError(str(failure), fix=failure.fix) from failure
-    return scanned[0] if scanned else load_data(config, plugins, alignment, directory)
-
-
 def resume(run: Run) -> None:
     """Continue from the checkpoint that the options name, if there is one. *Collective*.
 
@@ -428,14 +420,21 @@ def check_adapter(mine: Mapping[str, object] | None, trainer: Mapping[str, objec
         )
 
 
-def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Parallel, crew: Crew, closing: ExitStack) -> Run:
+def build(
+    config: Config,
+    plugins: Plugins,
+    plan: DistributedPlan,
+    parallel: Parallel,
+    crew: Crew,
+    closing: ExitStack,
+    live: LiveRun | None = None,
+) -> Run:
     """Assemble a run on this rank. *Collective*. What has to be closed in the end is put on `closing`."""
     compare_ranks(parallel, config, plugins)
     directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
     family = find_family(config, plugins)
     family.to(parallel.world.device)
-    data = open_data(config, plugins, family.alignment, parallel, directory.data)
-    encoded = encode_ahead(config, family, data, parallel, cache_folders(config, plugins), directory.data)
+    data, encoded = open_data(config, plugins, family, parallel, directory.data, live)
     bare, blocks = build_model(config, plugins, family, parallel.world.device)
     seed = config[RunOptions].seed
     adapter = family.adapter(seed) if isinstance(family, Adaptable) else None
@@ -447,24 +446,12 @@ def build(config: Config, plugins: Plugins, plan: DistributedPlan, parallel: Par
     model, optimizer = parallel.bind(model, build_optimizer(config, plugins, parallel, model, decayed))
     model.train()
     loss = denoising_loss(config, family, parallel.world.device, encoded.conditioning([""], parallel.world.device))
-    record = directory.record()
     run = Run(
         config=config,
         plugins=plugins,
         backend=plugins.backend(plan),
         directory=directory,
-        info=RunInfo(
-            id=record.id if record else "",
-            directory=directory.path,
-            world=parallel.world,
-            config=config,
-            family=family.name,
-            strategy=plan.title,
-            **sizes,
-            effective_batch=data.order.effective_batch,
-            timesteps=loss.describe_timesteps(count.bucket for count in data.counts),
-            plugins=plugins.lines,
-        ),
+        info=run_info(config, plugins, plan, parallel.world, family, data, loss, live, **sizes),
         parallel=parallel,
         crew=crew,
         family=family,

@@ -4,13 +4,14 @@
     config.toml            the resolved configuration; with launch.json and accelerate.yaml, how the run was started
     *.next.toml, .json     those of a launch that has not got going yet; they take the others' places when it does
     events.jsonl           what happened, see `smalti.events`; events.node-K.jsonl is the health of node K
-    heartbeat              who runs now; touched every few seconds
+    heartbeat              who runs now, from the first second of a launch on; touched every few seconds
     control/*.json         what is asked of the run
     samples/STEP/          pictures
     checkpoints/, data/    the state of the run, indexes of its datasets
 
-Each file has one writer and nothing locks, so any file system will do. How the run fares is not written anywhere: it follows
-from its last word in the events, from its process and from the age of the heartbeat.
+Nothing locks, so any file system will do. Each file has one writer, but for the events of a launch of several processes: its
+launcher writes them until the main rank is there, on the same machine. How the run fares is not written anywhere: it follows
+from its last word in the events, from its processes and from the age of the heartbeat.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pydantic import TypeAdapter, ValidationError
 from smalti.errors import UserError
 from smalti.events import Event, complete_size, read_events, read_events_backwards
 from smalti.files import atomic_write
+from smalti.phases import Phase
 from smalti.process import Process
 
 SCHEMA = 1
@@ -42,6 +44,8 @@ POLL_SECONDS = 0.25
 Condition = Literal["never started", "running", "stale", "stopped", "finished", "failed"]
 RequestKind = Literal["stop", "save", "sample"]
 ENDINGS: tuple[Condition, ...] = ("stopped", "finished", "failed")
+REFUSED = "refused"
+"""The state that a launch ends in that fails before its first step, of a run that has made steps: it fares as before."""
 
 RUN_KIND = "smalti-run"
 _RATE_STEPS = 32
@@ -51,9 +55,9 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """What stands in run.json. `started` and `process` are of the latest attempt, None before the first.
-    `mixed_precision` is what machine 0 has chosen for the latest launch.
 
-    Times are unix seconds.
+    `training_since` is when its loop began, None until then; `mixed_precision` is what machine 0 has chosen for it. Times are
+    unix seconds.
     """
 
     id: str
@@ -64,22 +68,30 @@ class RunRecord:
     started: float | None = None
     process: Process | None = None
     mixed_precision: str | None = None
+    training_since: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """Who holds the directory. Written once, then only touched: that works on a full disk too, and is never half done.
+    """Who holds the directory. Mostly only touched: that works on a full disk too, and is never half done.
 
-    `touched` is the file's time. `process` is None when the content could not be read.
+    `process` is the one that launched the run, None when the content could not be read; `worker` that of the main rank, where
+    it is another one. `touched` is the file's time.
     """
 
     process: Process | None
     started: float
     touched: float
+    worker: Process | None = None
 
     @property
     def age(self) -> float:
         return max(0.0, time.time() - self.touched)
+
+    def alive(self) -> bool | None:
+        """Whether one of its processes still runs; None when that cannot be told from here."""
+        found = [process.alive() for process in (self.process, self.worker) if process is not None] or [None]
+        return True if True in found else None if None in found else False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +119,10 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A run in one row. None is for what the run has not told yet; `updated` is the time of its last event."""
+    """A run in one row. None is for what the run has not told yet; `updated` is the time of its last event.
+
+    `phase` is what a running one is busy with.
+    """
 
     path: Path
     record: RunRecord
@@ -118,6 +133,7 @@ class Summary:
     samples_per_second: float | None
     seconds_left: float | None
     updated: float | None
+    phase: Phase | None = None
 
 
 _RECORD = TypeAdapter(RunRecord)
@@ -197,13 +213,13 @@ class RunDirectory:
         if started is None:
             return Status(condition="never started", message="made ready, but not started yet")
         # No step follows the last word, and before the first step the last word is of this attempt or of an earlier one.
-        last = self.latest("state", "step")
+        last = next((event for event in read_events_backwards(self.events_file) if _tells_how_it_fares(event)), None)
         if last and last.time >= started and (ending := _ending(last)):
             return ending
         if heartbeat is None:
             return Status(condition="failed", message="it left without a last word", exit_code=1)
         who = heartbeat.process or "an unknown process"
-        if heartbeat.process and heartbeat.process.alive() is False:
+        if heartbeat.alive() is False:
             return Status(condition="failed", message=f"{who} is gone without a last word", exit_code=1)
         if heartbeat.age > STALE_SECONDS:
             return Status(condition="stale", message=f"no sign of life for {heartbeat.age:.0f} s from {who}")
@@ -232,6 +248,11 @@ class RunDirectory:
         attempt = takewhile(lambda event: event.text("state") != "starting", read_events_backwards(self.events_file))
         return list(islice((event for event in attempt if event.kind == "step"), count))[::-1]
 
+    def phase(self) -> Phase | None:
+        """What the latest attempt was busy with when it last told; None where it has not, or was between two steps."""
+        last = self.latest("phase", "step", "state")
+        return phase_of(last) if last and last.kind == "phase" else None
+
     def summary(self) -> Summary | None:
         """The run in one row; None when there is no run here."""
         if (record := self.record()) is None:
@@ -239,10 +260,11 @@ class RunDirectory:
         status, last, steps = self.status(), self.latest("step"), self.recent_steps()
         newest = next(read_events_backwards(self.events_file), None)
         step, max_steps = (last.step or 0, last.number("max_steps")) if last else (0, None)
-        rate = left = None
+        phase = self.phase() if status.condition == "running" else None
+        rate, left = None, phase.seconds_left(newest.time) if phase and newest else None
         if (pace := _pace(steps)) is not None:
             rate = (steps[-1].number("samples") or 0.0) / pace
-            left = (max_steps - step) * pace if max_steps and status.condition == "running" else None
+            left = (max_steps - step) * pace if max_steps and status.condition == "running" else left
         return Summary(
             path=self.path,
             record=record,
@@ -253,12 +275,16 @@ class RunDirectory:
             samples_per_second=rate,
             seconds_left=left,
             updated=newest.time if newest else None,
+            phase=phase,
         )
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
     def request(self, kind: RequestKind, **details: object) -> Request:
-        """Ask the run for something; it looks between two steps. UserError when there is no run that could answer."""
+        """Ask the run for something; it looks between two steps, and before the first one all the time.
+
+        UserError when there is no run that could answer.
+        """
         status = self.status()
         if status.condition == "never started" or status.ended:
             raise UserError(
@@ -318,6 +344,23 @@ def _pace(steps: list[Event]) -> float | None:
         return None
     made, seconds = (steps[-1].step or 0) - (steps[0].step or 0), steps[-1].time - steps[0].time
     return seconds / made if made > 0 and seconds > 0 else None
+
+
+def phase_of(event: Event) -> Phase:
+    """What an event of the kind "phase" tells."""
+    done, total, begun = event.number("done"), event.number("total"), event.number("begun")
+    return Phase(
+        name=event.text("phase"),
+        begun=event.time if begun is None else begun,
+        done=None if done is None else int(done),
+        total=None if total is None else int(total),
+        unit=event.text("unit"),
+    )
+
+
+def _tells_how_it_fares(event: Event) -> bool:
+    """A launch that was refused has changed nothing, nor has one that has only begun."""
+    return event.kind == "step" or (event.kind == "state" and event.text("state") not in (REFUSED, "starting"))
 
 
 def _ending(event: Event) -> Status | None:

@@ -23,9 +23,10 @@ def save(run: Run, *, last: bool) -> None:
     model = run.parallel.unwrap(run.model)
     take_first_ranks(model, run.parallel)
     buffers = [portable_name(name) for name, _ in model.named_buffers()]
-    run.saver.begin(run.snapshot(), changing=buffers, at_once=at_once)
-    if at_once:
-        announce(run, finish=True, last=last)
+    with run.phases.during("saving"):
+        run.saver.begin(run.snapshot(), changing=buffers, at_once=at_once)
+        if at_once:
+            announce(run, finish=True, last=last)
 
 
 def announce(run: Run, *, finish: bool = False, last: bool = False) -> None:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import cast
+
+
+class Stopped(KeyboardInterrupt):
+    """Somebody asked the run to stop before its first step."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -16,13 +22,21 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def terminated() -> Iterator[None]:
-    """Meanwhile the signals of `pre_emptions` raise `Terminated`, as Ctrl-C raises anyway. In the main thread."""
+    """Meanwhile the signals of `pre_emptions` raise `Terminated`, as Ctrl-C raises anyway. Nothing outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def handle(number: int, frame: object) -> None:
         raise Terminated
 
     with handled(pre_emptions(), handle):
         yield
+
+
+def interrupt() -> None:
+    """Raise `Terminated` in the main thread, from any other one. Only while `terminated` is in force there."""
+    signal.pthread_kill(cast(int, threading.main_thread().ident), signal.SIGTERM)
 
 
 def pre_emptions() -> tuple[signal.Signals, ...]:

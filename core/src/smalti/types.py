@@ -12,6 +12,7 @@ from smalti.errors import ExitCode
 
 if TYPE_CHECKING:
     from smalti.config import Config
+    from smalti.liverun import LiveRun
 
 Level = Literal["basic", "advanced", "expert"]
 
@@ -264,10 +265,11 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What an observer needs to know about a run when it starts. The same on every rank but for `world`.
+    """What an observer needs to know about a run when it starts. The same on every rank but for `world` and `live`.
 
     `parameters` and `trainable` count elements over all ranks; `timesteps` says in words at which noise levels the run trains;
-    `plugins` are "name distribution version" lines.
+    `plugins` are "name distribution version" lines. `live` is the run directory in the hands of this process: on the main rank,
+    for the plugin that writes the events there.
     """
 
     id: str
@@ -281,6 +283,7 @@ class RunInfo:
     effective_batch: int
     timesteps: str
     plugins: tuple[str, ...]
+    live: LiveRun | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,7 +98,7 @@ def validate(run: Run) -> ValidationResult:
     """
     run.state.validation_requested = False
     sizes = on_all_ranks(run.parallel, lambda: validation_sizes(run.config, run.family.alignment))
-    with at_rest(run) as model, run.parallel.autocast():
+    with run.phases.during("validating"), at_rest(run) as model, run.parallel.autocast():
         drawn = computed(run, lambda: [each for place, size in enumerate(sizes) for each in _draw(run, model, place, size)])
     folder = run.directory.samples_at(run.state.step)
     images, grid = _images(run.config, folder, sizes), folder / "grid.png"

@@ -22,6 +22,7 @@ from smalti.parentage import follow_parent
 from smalti.plugins import Plugins, Selection, load_plugins
 from smalti.rundir import RunDirectory
 from smalti.streams import outlast
+from smalti.termination import Terminated
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -49,8 +50,8 @@ def _work(directory: Path) -> None:
         outcome = run_rank(*load_run(directory))
     except BaseException as error:
         leave_word(code_of(error), describe(error))
-        if isinstance(error, UserError):
-            sys.exit(int(error.exit_code))
+        if isinstance(error, UserError | Terminated):  # the launcher says what there is to say
+            sys.exit(int(code_of(error)))
         raise
     leave_word(outcome.exit_code, outcome.message)
 

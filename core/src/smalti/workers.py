@@ -18,11 +18,15 @@ import psutil
 from smalti.errors import ExitCode, PreflightError, UserError
 from smalti.lastwords import FOLDER_VARIABLE, SIGNALLED, RankEnd, make_room, read_ends, read_killed
 from smalti.launch import DIGEST_VARIABLE, LaunchPlan
+from smalti.liverun import ATTEMPT_VARIABLE, STOPPED_EARLY, LiveRun
 from smalti.parentage import PARENT_VARIABLE
 from smalti.rundir import Request, RunDirectory
 from smalti.termination import handled, pre_emptions
 
 POLL_SECONDS = 0.1
+_LOOK_SECONDS = 1.0
+_GRACE_SECONDS = 10.0
+"""In which ranks write down what they have encoded."""
 _STOPS = (ExitCode.DONE, ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
 """How a rank ends that did what was asked of it; everything else is a failure."""
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -32,23 +36,26 @@ _STARTER = "the process that starts the ranks"
 Verdict = tuple[ExitCode, str]
 
 
-def run_workers(plan: LaunchPlan, directory: RunDirectory, *, digest: str = "") -> Verdict:
+def run_workers(plan: LaunchPlan, directory: RunDirectory, *, digest: str = "", live: LiveRun | None = None) -> Verdict:
     """Start the workers of this machine and wait; the exit code by meaning, and the sentence that goes with it.
 
-    The first Ctrl-C, SIGTERM or SIGHUP becomes a stop request that all ranks agree on, or ends a launch in which no run has
-    begun yet; the second ends every process at once. Workers refuse a configuration that has not this `digest`, if given.
+    The first Ctrl-C, SIGTERM or SIGHUP becomes a stop request that all ranks agree on, or ends a launch before its first step;
+    the second ends every process at once. Workers refuse a configuration that has not this `digest`, if given. `live` is the
+    run directory in the hands of this process, None where that of another machine has taken it.
     Raises PreflightError when the port for the other machines is taken, or when there is no room for temporary files.
     """
     if plan.port is not None:
         _check_port(plan.port)
     with _folder_for_words(plan.ranks) as ends, _signals() as received:
-        attempt = _attempt(directory)
         own = {FOLDER_VARIABLE: ends, PARENT_VARIABLE: str(os.getpid()), **({DIGEST_VARIABLE: digest} if digest else {})}
+        if live is not None:
+            own[ATTEMPT_VARIABLE] = repr(live.record.started)
+            live.phases.enter("launching")
         environment = {**os.environ, **plan.environment, **plan.secrets, **own}
         process = subprocess.Popen(_observed(plan.command), env=environment, start_new_session=True)
         launched = _Launched(process, ends)
         try:
-            verdict = _wait(launched, received, directory, attempt)
+            verdict = _wait(launched, received, directory, live)
         finally:
             launched.end()
         return verdict or judge(read_ends(Path(ends)), process.returncode, plan.ranks, read_killed(Path(ends)))
@@ -101,6 +108,9 @@ class _Launched:
     def pass_on(self, number: int) -> None:
         """A signal, which asks ranks whose run has begun to stop, and ends others."""
         self._process.send_signal(number)
+        for each in self._left or ():
+            with suppress(psutil.NoSuchProcess):
+                each.send_signal(number)
 
     def end(self) -> None:
         """At once, if they have not ended."""
@@ -156,42 +166,62 @@ def _signals() -> Iterator[list[int]]:
         yield received
 
 
-def _wait(launched: _Launched, received: list[int], directory: RunDirectory, attempt: float | None) -> Verdict | None:
+def _wait(launched: _Launched, received: list[int], directory: RunDirectory, live: LiveRun | None) -> Verdict | None:
     """Wait for the end and obey signals. A verdict if they ended the processes; None if those ended by themselves."""
     asked: Request | None = None
     passed_on = False
+    elsewhere = _Elsewhere(directory) if live is None else None
     while True:
         over = launched.over()
-        if received and _is_young(directory, attempt):
-            return _end_now(launched, received[0], "stopped before the run began; nothing was changed")
+        if received and _is_young(directory):
+            return _end_early(launched, received, live)
+        if elsewhere is not None and (verdict := elsewhere.stopped_early()):
+            _end_gently(launched, received)
+            return verdict
         if over:
             return None
         if len(received) > 1:
             return _end_now(launched, received[-1], "ended at once by a second signal; what was saved before is complete")
         if received and not passed_on and (asked is None or _refused(directory, asked)):
-            asked = _ask(directory, received[0])
+            asked = _ask(directory, received[0], on_request=live is not None and live.stop_asked is not None)
             if asked is None:
                 launched.pass_on(received[0])
                 passed_on = True
 
 
-def _is_young(directory: RunDirectory, attempt: float | None) -> bool:
-    """Whether the run that this launch is for has not begun; not known of one whose directory is gone."""
+def _is_young(directory: RunDirectory) -> bool:
+    """Whether the loop of the run that this launch is for has not begun; not known of one whose directory is gone."""
     record = directory.record()
-    return record is not None and record.started == attempt
+    return record is not None and record.training_since is None
 
 
-def _attempt(directory: RunDirectory) -> float | None:
-    """Tells one attempt at a run from the next: when the latest one began."""
-    record = directory.record()
-    return record.started if record is not None else None
+class _Elsewhere:
+    """The launch as its first machine, which is another one, tells of it in the run directory."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = directory
+        heartbeat = directory.heartbeat()
+        self._attempt = heartbeat.started if heartbeat is not None else None
+        self._looked = time.monotonic()
+
+    def stopped_early(self) -> Verdict | None:
+        """What became of it if it was stopped before its first step. Looks now and then."""
+        if self._attempt is None or time.monotonic() - self._looked < _LOOK_SECONDS:
+            return None
+        self._looked = time.monotonic()
+        record, heartbeat = self._directory.record(), self._directory.heartbeat()
+        if heartbeat is not None or record is None or record.started != self._attempt or record.training_since is not None:
+            return None
+        status = self._directory.status()
+        return (ExitCode(status.exit_code or 0), status.message) if status.condition == "stopped" else None
 
 
-def _ask(directory: RunDirectory, number: int) -> Request | None:
+def _ask(directory: RunDirectory, number: int, *, on_request: bool = False) -> Request | None:
     """Ask the run to stop; None when it cannot be asked: because of its directory, or at its very end."""
     _say("finishing the step, then saving; once more ends now")
+    reason = "requested" if on_request else "interrupted" if number == signal.SIGINT else "preempted"
     try:
-        return directory.request("stop", reason="interrupted" if number == signal.SIGINT else "preempted")
+        return directory.request("stop", reason=reason)
     except UserError:
         return None
 
@@ -200,6 +230,26 @@ def _refused(directory: RunDirectory, asked: Request) -> bool:
     """Whether the run was too young to obey, and has to be asked again."""
     answer = directory.answer(asked, timeout=0)
     return answer is not None and not answer.fields.get("accepted")
+
+
+def _end_early(launched: _Launched, received: list[int], live: LiveRun | None) -> Verdict:
+    """Before the first step there is nothing to save but what is being encoded."""
+    number = received[0]
+    _end_gently(launched, received)
+    if live is not None and live.stop_asked:
+        return ExitCode.DONE, STOPPED_EARLY
+    code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.PREEMPTED
+    return code, "stopped before the run began; nothing was changed"
+
+
+def _end_gently(launched: _Launched, received: list[int]) -> None:
+    """Soon, or at once by one more signal."""
+    _say("ending now")
+    signals, deadline = len(received), time.monotonic() + _GRACE_SECONDS
+    launched.pass_on(signal.SIGTERM)
+    while not launched.over() and len(received) == signals and time.monotonic() < deadline:
+        pass
+    launched.end()
 
 
 def _end_now(launched: _Launched, number: int, message: str) -> Verdict:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import click
 
-from smalti.defaults.console import LINE_SECONDS, Display, Progress, duration, open_display, speed
+from smalti.defaults.console import LINE_SECONDS, Display, PhaseProgress, Progress, duration, open_display, speed
 from smalti.errors import ExitCode
 from smalti.events import Event, read_events, to_json
-from smalti.rundir import POLL_SECONDS, RequestKind, RunDirectory, Status, Summary, find_runs
+from smalti.phases import Phase
+from smalti.rundir import POLL_SECONDS, RequestKind, RunDirectory, Status, Summary, find_runs, phase_of
 
 _DIRECTORY = click.argument("directory", metavar="RUN_DIR", type=click.Path(path_type=Path))
 _TIMEOUT = click.option("--timeout", default=60.0, show_default=True, help="Seconds to wait for the run's answer.")
@@ -56,8 +57,13 @@ def _row(summary: Summary) -> tuple[str, ...]:
         speed(summary.samples_per_second),
         duration(summary.seconds_left),
         duration(time.time() - since),
-        "" if summary.status.condition == "running" else summary.status.message,
+        _doing(summary.phase) if summary.status.condition == "running" else summary.status.message,
     )
+
+
+def _doing(phase: Phase | None) -> str:
+    """What a run does besides making steps."""
+    return "" if phase is None or phase.name == "training" else str(phase)
 
 
 def _print_table(rows: list[tuple[str, ...]]) -> None:
@@ -161,6 +167,10 @@ class Watcher:
     def show(self, event: Event) -> None:
         if event.kind == "step":
             self._display.update(self.take_step(event))
+            return
+        if event.kind == "phase":
+            if event.text("phase") != "training":
+                self._display.update(PhaseProgress(phase_of(event), event.time))
             return
         if event.text("state") == "starting":
             self.progress = None

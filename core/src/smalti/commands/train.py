@@ -11,7 +11,7 @@ from smalti.errors import ExitCode, UserError, problems_in
 from smalti.invocation import Invocation, take_switch
 from smalti.reference import help_text
 from smalti.streams import outlast
-from smalti.termination import Terminated, terminated
+from smalti.termination import Stopped, Terminated, terminated
 
 USAGE = """\
 Usage: smalti train [CONFIG] [--OPTION=VALUE ...]
@@ -62,6 +62,9 @@ def _train(invocation: Invocation, *, dry_run: bool, as_json: bool) -> int:
             if not dry_run:
                 outlast()
                 return int(preparation.launch())
+    except Stopped:
+        click.echo("smalti: stopped on request before the first step; the same command begins it", err=True)
+        return int(ExitCode.DONE)
     except Terminated:
         click.echo("smalti: stopped before the run began; the same command begins it", err=True)
         return int(ExitCode.PREEMPTED)

@@ -12,7 +12,6 @@ import logging
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -28,6 +27,7 @@ from smalti.data.headers import EXTENSIONS, read_header
 from smalti.data.quarantine import BadSampleError, Quarantined
 from smalti.data.sources import Listed, MetadataSource, Selective, told_of
 from smalti.data.spec import DatasetSpec
+from smalti.data.threads import Threads
 from smalti.errors import UserError
 from smalti.hashing import as_signed, key_of, text_hash
 from smalti.storage import Storage, StorageError, TransientStorageError
@@ -167,7 +167,7 @@ class _Scan:
     def batches(self, listed: list[Listed], progress: Progress | None) -> Iterator[list[Row]]:
         samples, done = iter(listed), 0
         # Mostly waiting for the disk or the network, so more threads than cores.
-        with ThreadPoolExecutor(max_workers=min(32, 4 * (os.cpu_count() or 1)), thread_name_prefix="smalti-scan") as pool:
+        with Threads(min(32, 4 * (os.cpu_count() or 1)), "smalti-scan") as pool:
             while some := list(islice(samples, _BATCH)):
                 rows = partial(self._rows, known=self._known(some[0].key, some[-1].key))
                 pieces = [some[start : start + _PIECE] for start in range(0, len(some), _PIECE)]

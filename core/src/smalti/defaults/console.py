@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from smalti.hookspecs import hookimpl
+from smalti.phases import Phase
 from smalti.types import Checkpoint, EvaluationResult, RunInfo, RunState, StepResult, ValidationResult
 
 if TYPE_CHECKING:
@@ -113,11 +114,26 @@ class Progress:
         )
 
 
+class PhaseProgress:
+    """How far a run is with something besides steps, at the time `now` in unix seconds, as a display shows it."""
+
+    def __init__(self, phase: Phase, now: float) -> None:
+        self.phase = phase
+        self.step = phase.done or 0
+        self.max_steps = phase.total or 1
+        self._now = now
+
+    def line(self) -> str:
+        left = self.phase.seconds_left(self._now)
+        gone = f"{duration(self._now - self.phase.begun)} gone"
+        return "  ".join([str(self.phase), *([] if left is None else [f"{duration(left)} left"]), gone])
+
+
 class Display(Protocol):
     """Shows one run to people."""
 
-    def update(self, progress: Progress) -> None:
-        """Called after every step; the display decides how often it shows something."""
+    def update(self, progress: Progress | PhaseProgress) -> None:
+        """Called after every step or sign of progress; the display decides how often it shows something."""
         ...
 
     def say(self, text: str) -> None:
@@ -137,11 +153,14 @@ class LineDisplay:
         self._seconds = seconds
         self._clock = clock
         self._due = -math.inf
-        self._unshown: Progress | None = None
+        self._unshown: Progress | PhaseProgress | None = None
+        self._shown = ""
 
-    def update(self, progress: Progress) -> None:
+    def update(self, progress: Progress | PhaseProgress) -> None:
         self._unshown = progress
-        if self._clock() >= self._due or progress.step >= progress.max_steps:
+        what = progress.phase.name if isinstance(progress, PhaseProgress) else ""
+        if self._clock() >= self._due or progress.step >= progress.max_steps or what != self._shown:
+            self._shown = what
             self._show(progress)
 
     def say(self, text: str) -> None:
@@ -151,7 +170,7 @@ class LineDisplay:
         if self._unshown:
             self._show(self._unshown)
 
-    def _show(self, progress: Progress) -> None:
+    def _show(self, progress: Progress | PhaseProgress) -> None:
         self.say(progress.line())
         self._due = self._clock() + self._seconds
         self._unshown = None
@@ -176,7 +195,7 @@ class BarDisplay:
         )
         self._bar.start()
 
-    def update(self, progress: Progress) -> None:
+    def update(self, progress: Progress | PhaseProgress) -> None:
         if not self._bar.tasks:
             self._bar.add_task("")
         self._bar.update(self._bar.task_ids[0], completed=progress.step, total=progress.max_steps, description=progress.line())

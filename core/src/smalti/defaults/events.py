@@ -1,4 +1,4 @@
-"""The run directory, written by rank 0: what happened, a sign of life, and answers to what is asked of the run."""
+"""The events of a run, written by rank 0: what happened in the loop, and answers to what is asked of the run there."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 
 from smalti.errors import UserError
 from smalti.hookspecs import hookimpl
-from smalti.liverun import LiveRun, acquire
-from smalti.rundir import Request, RunDirectory
-from smalti.settings import TrackingOptions, ValidationOptions
+from smalti.liverun import LiveRun
+from smalti.rundir import Request
+from smalti.settings import LaunchOptions, TrackingOptions, ValidationOptions
 from smalti.types import (
     Checkpoint,
     EvaluationResult,
@@ -27,7 +27,7 @@ _REASONS = {"interrupted": StopReason.INTERRUPTED, "preempted": StopReason.PREEM
 
 
 class Events:
-    """Owns the run directory from the start of the loop to its end."""
+    """Speaks for the run from the start of the loop to its end."""
 
     def __init__(self) -> None:
         self._live: LiveRun | None = None
@@ -37,17 +37,21 @@ class Events:
 
     @hookimpl(tryfirst=True)  # so that there are events of what others do
     def on_train_start(self, state: RunState, info: RunInfo) -> None:
-        if not info.world.is_main:
+        if info.live is None:
             return
-        self._live = acquire(RunDirectory(info.directory), config_digest=info.config.digest, world_size=info.world.size)
+        self._live = info.live
         self._draws = bool(info.config[ValidationOptions].validation_prompt)
         self._interval = info.config[TrackingOptions].log_interval
         self._live.record_start(state, info)
+        compiles = info.config[LaunchOptions].dynamo_backend is not None  # in the first step
+        self._live.phases.enter("compiling" if compiles else "training")
 
     @hookimpl
     def on_step_end(self, state: RunState, result: StepResult) -> None:
         if self._live is None:
             return
+        if (phase := self._live.phases.current) is not None and phase.name == "compiling":
+            self._live.phases.enter("training")
         if result.step % self._interval == 0 or result.skipped or result.step == state.max_steps:
             self._live.record_step(state, result)
         if time.monotonic() - self._looked > LOOK_SECONDS:
@@ -104,7 +108,6 @@ class Events:
         if self._live is None:
             return
         self._live.record_end(state, outcome)
-        self._live.close()
         self._live = None
 
 
