@@ -80,7 +80,21 @@ def test_a_launch_that_is_refused_leaves_the_configuration_of_the_run_as_it_is(r
 def test_a_run_that_goes_on_otherwise_says_so_in_its_configuration(runs, train):
     _, _, resumed = runs
     train(resumed.directory, **{**OPTIONS, "max_train_steps": 13})
-    assert "max_train_steps = 13" in (resumed.directory / "config.toml").read_text()
+    given, _, defaults = (resumed.directory / "config.toml").read_text().partition("[defaults]")
+    assert ("max_train_steps = 13" in given, "adam_beta1" in given, "adam_beta1 = 0.9" in defaults) == (True, False, True)
+
+
+def test_a_run_goes_on_with_the_defaults_with_which_it_was_begun(runs, train):
+    """As after an update to a version whose default is another one."""
+    _, _, resumed = runs
+    launched = resumed.directory / "launch.json"
+    launch = json.loads(launched.read_text())
+    launched.write_text(json.dumps(launch | {"defaults": launch["defaults"] | {"eval_timesteps": 7}}))
+    again = train(resumed.directory, **{**OPTIONS, "max_train_steps": 14})
+    assert "eval_timesteps: 7, the default when the run began; it is 5 now" in again.output
+    after = json.loads(launched.read_text())
+    assert (after["values"]["eval_timesteps"], after["defaults"]["eval_timesteps"]) == (7, 7)
+    assert train(resumed.directory, config=resumed.directory / "config.toml", max_train_steps=15).code == 0
 
 
 def test_steps_of_another_size_are_not_continued_with_the_same_name_of_an_optimizer(tmp_path, train):

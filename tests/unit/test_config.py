@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -274,3 +275,67 @@ def test_values_that_this_version_does_not_know_are_a_problem_for_a_worker(schem
 def test_the_machines_of_one_run_have_one_digest(configure):
     assert configure("--machine_rank=0").digest == configure("--machine_rank=3").digest
     assert configure("--seed=0").digest != configure("--seed=1").digest
+
+
+# --- what a run keeps of the version that began it ------------------------------------------------------------------
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """begun({...}) -> the directory of a run that has made a step, with this launch.json."""
+
+    def make(launch: dict[str, object]) -> Path:
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run/launch.json").write_text(json.dumps(launch))
+        (tmp_path / "run/events.jsonl").write_text('{"t": 1.0, "type": "step", "step": 1}\n')
+        return tmp_path / "run"
+
+    return make
+
+
+def test_a_run_keeps_the_defaults_of_the_version_that_began_it(configure, begun):
+    run = begun({"defaults": {"eval_timesteps": 7, "seed": 42, "gone": 1, "adam_beta1": 0.5}})
+    config = configure(f"--output_dir={run}", "--adam_beta1=0.6")
+    assert [config.value(name) for name in ("eval_timesteps", "seed", "adam_beta1")] == [7, 42, 0.6]
+    assert config.notices == ("eval_timesteps: 7, the default when the run began; it is 5 now",)
+    assert config.given().keys() == {"output_dir", "adam_beta1"}
+
+
+def test_a_new_run_has_the_defaults_of_this_version(configure, begun):
+    run = begun({"defaults": {"eval_timesteps": 7}})
+    (run / "events.jsonl").unlink()
+    assert configure(f"--output_dir={run}").value("eval_timesteps") == 5
+
+
+def test_a_run_of_a_version_that_kept_none_has_the_defaults_of_then(configure, begun):
+    """Such a launch.json has all values; where one is not the default of then, it was given."""
+    run = begun({"values": {"mixed_precision": "bf16", "timestep_distribution": "mode"}})
+    config = configure(f"--output_dir={run}")
+    assert config.value("mixed_precision") == "bf16"
+    assert config.value("timestep_distribution") is None
+
+
+def test_the_configuration_of_a_run_carries_its_defaults_to_other_directories(configure, begun, write, tmp_path):
+    run = begun({"defaults": {"eval_timesteps": 7}})
+    text = as_toml(configure(f"--output_dir={run}", "--seed=5"), defaults=True)
+    top, _, defaults = text.partition("[defaults]")
+    assert ("seed = 5" in top, "eval_timesteps" in top, "eval_timesteps = 7" in defaults, "\nseed =" in defaults) == (
+        1,
+        0,
+        1,
+        0,
+    )
+    again = configure(f"--output_dir={tmp_path / 'other'}", "--adam_beta1=0.6", file=write("kept.toml", text))
+    assert [again.value(name) for name in ("eval_timesteps", "seed", "adam_beta1")] == [7, 5, 0.6]
+    assert [notice for notice in again.notices if "adam_beta1" in notice] == []
+
+
+def test_kept_defaults_of_plugins_that_are_gone_do_no_harm(configure, write):
+    file = write("kept.toml", "seed = 5\n[defaults]\nfsdp_enable = false\n")
+    assert configure(file=file).value("seed") == 5
+
+
+def test_it_is_told_where_a_run_does_not_say_its_defaults_any_more(configure, begun):
+    run = begun({})
+    (run / "launch.json").write_text("{")
+    assert "launch.json is damaged" in configure(f"--output_dir={run}").notices[0]

@@ -23,6 +23,7 @@ from smalti.configfile import expand, read_mapping
 from smalti.configsources import PREFIX, Layer, accelerate_path, environment_layer, file_layer, flat, same, variable
 from smalti.errors import ConfigError, Problem, Unsettled, UserError
 from smalti.flags import parse_flags
+from smalti.keptdefaults import Kept, kept_defaults
 from smalti.options import Given, Option, OptionGroup, Options, Schema, unknown, unsettled
 from smalti.packages import package_of_accelerate, strategies
 from smalti.plugins import PluginInfo, Plugins, Selection
@@ -30,6 +31,8 @@ from smalti.settings import GROUPS, PluginOptions
 
 G = TypeVar("G", bound=Options)
 
+KEPT = "default when the run began"
+"""How the source of a value begins that is the default of the version that began the run."""
 AUTOMATIC = "auto: "
 """How the source of a value begins that took the place of "auto"."""
 PER_MACHINE = frozenset(("machine_rank", "accelerate_config"))
@@ -46,6 +49,8 @@ class Config:
     notices: tuple[str, ...] = ()
     accelerate: Mapping[str, object] = field(default_factory=dict)
     """The user's Accelerate YAML as it stands, to be merged into the launch; empty if there is none."""
+    kept: Kept = field(default_factory=Kept)
+    """The defaults of the version that began the run, where it was begun before."""
     problems: tuple[Problem, ...] = ()
     """What is wrong with it. Only a `draft` has any; reading the options that they are about raises Unsettled."""
 
@@ -87,6 +92,17 @@ class Config:
         """The values that are not defaults: what a configuration file needs to hold."""
         defaults = {name: value for kind in self.groups for name, value in kind()}
         return {name: value for name, value in self.values().items() if self.value(name) != defaults[name]}
+
+    def given(self) -> dict[str, object]:
+        """The values that are neither a default of this version nor one that the run keeps."""
+        return {name: value for name, value in self.changes().items() if not self.source(name).startswith(KEPT)}
+
+    def defaults(self) -> dict[str, object]:
+        """The default of every option in this run: as the run was begun, else as this version has it."""
+        own: dict[str, object] = {}
+        for kind in self.groups:
+            own |= kind().model_dump(mode="json")
+        return {name: self.kept.values.get(name, value) for name, value in own.items() if not self.schema.options[name].secret}
 
     def shared_values(self) -> dict[str, object]:
         """The values that are the same on every machine of a run: what its workers are given."""
@@ -225,10 +241,12 @@ def draft(
         layers["Accelerate YAML"] = acceleratefile.options_in(accelerate, schema, path)
     chosen = _merge(layers, schema, notices)
     _imply(schema, chosen, notices, problems)
+    kept = kept_defaults(chosen["output_dir"][1].value if "output_dir" in chosen else None, content, file, notices)
+    _keep(schema, chosen, kept, notices)
     groups = _validate(schema, {name: given for name, (_, given) in chosen.items()}, problems)
     problems += _at_odds(schema, groups, problems)
     sources = {name: f"{label} ({given.place})" for name, (label, given) in chosen.items()}
-    config = Config(schema=schema, groups=groups, sources=sources, accelerate=accelerate, problems=tuple(problems))
+    config = Config(schema=schema, groups=groups, sources=sources, accelerate=accelerate, kept=kept, problems=tuple(problems))
     return replace(config, notices=(*notices, *(_idle_options(config) if not problems else ())))
 
 
@@ -315,6 +333,19 @@ def _imply(schema: Schema, chosen: dict[str, tuple[str, Given]], notices: list[s
                         message=message, where=given.place, fix="say the same in both, or leave one of them out", option=name
                     )
                 )
+
+
+def _keep(schema: Schema, chosen: dict[str, tuple[str, Given]], kept: Kept, notices: list[str]) -> None:
+    """Take the default with which the run began for what nothing gives, where this version has another one."""
+    for name, value in kept.values.items():
+        option = schema.options.get(name)
+        if option is None or name in chosen or name in PER_MACHINE or option.secret:
+            continue
+        if value is None and not option.may_be_none:
+            continue  # it means nothing any more
+        if not same(option, value, option.default):
+            chosen[name] = (KEPT, Given(value=value, spelling=name, place=kept.place))
+            notices.append(f"{name}: {value!r}, the default when the run began; it is {option.default!r} now")
 
 
 def _at_odds(schema: Schema, groups: Mapping[type[Options], Options], problems: Sequence[Problem]) -> Iterator[Problem]:
@@ -413,7 +444,7 @@ def _idle_options(config: Config) -> Iterator[str]:
     changed = config.changes()
     for name in config.sources:
         option = config.schema.options[name]
-        if option.when and name in changed and not _holds(option.when, config):
+        if option.when and name in changed and not config.source(name).startswith(KEPT) and not _holds(option.when, config):
             yield f"{name} has no effect unless {option.when}"
 
 

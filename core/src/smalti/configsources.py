@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from smalti import acceleratefile
 from smalti.configfile import expand
 from smalti.errors import Problem
+from smalti.keptdefaults import TABLE
 from smalti.options import Given, Option, OptionGroup, Schema, unknown
 
 PREFIX = "SMALTI_"
@@ -68,9 +69,11 @@ def _put(layer: dict[str, Given], option: Option, given: Given, problems: list[P
 
 
 def flat(values: Mapping[str, object], groups: Sequence[OptionGroup]) -> Iterator[tuple[str, object]]:
-    """Keys at the top level, and those in tables that are named like a section: [training], [launch]."""
+    """Keys at the top level, and those in tables that are named like a section: [training], [launch]. Not [defaults]."""
     sections = {group.name for group in groups}
     for key, value in values.items():
+        if key == TABLE and isinstance(value, dict):
+            continue
         if isinstance(value, dict) and key in sections:
             yield from ((str(inner), each) for inner, each in value.items())
         else:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Collection, MutableMapping
+from importlib.metadata import version
 from typing import cast
 
 import tomlkit
 from tomlkit.items import Item
+from tomlkit.items import Table as TomlTable
 
-from smalti.config import Config
+from smalti.config import PER_MACHINE, Config
+from smalti.keptdefaults import TABLE
 
 Table = MutableMapping[str, object]
 
 
-def as_toml(config: Config, *, complete: bool = False, names: Collection[str] | None = None) -> str:
+def as_toml(config: Config, *, complete: bool = False, names: Collection[str] | None = None, defaults: bool = False) -> str:
     """The configuration as a TOML file that gives it again: what differs from the defaults, or all, or the options `names`.
 
+    With `defaults`, those of the run follow in a table of their own, for versions that have others: see `smalti.keptdefaults`.
     Tables come last: what follows one in TOML belongs to it.
     """
     document = tomlkit.document()
-    chosen = config.values() if complete or names is not None else config.changes()
+    chosen = config.values() if complete or names is not None else config.given() if defaults else config.changes()
     values = {name: value for name, value in chosen.items() if value is not None and (names is None or name in names)}
     tables = {name: cast(list[dict[str, object]], value) for name, value in values.items() if _are_tables(value)}
     for group in config.schema.groups:
@@ -38,7 +42,22 @@ def as_toml(config: Config, *, complete: bool = False, names: Collection[str] | 
         for row in rows:
             array.append(tomlkit.item(row))
         document.add(name, array)
+    if defaults:
+        document.add(TABLE, _defaults(config, values.keys()))
     return tomlkit.dumps(document)
+
+
+def _defaults(config: Config, given: Collection[str]) -> TomlTable:
+    """What holds where nothing is given. None is not written: TOML has no word for it."""
+    table = tomlkit.table()
+    table.add(
+        tomlkit.comment(f"The defaults of this run, as smalti {version('smalti')} has them. They are kept, so that a later")
+    )
+    table.add(tomlkit.comment("version with other defaults continues the same run. Values above and flags override them."))
+    for name, value in config.defaults().items():
+        if value is not None and name not in given and name not in PER_MACHINE:
+            table.add(name, toml_item(value))
+    return table
 
 
 def toml_item(value: object) -> Item:

@@ -11,13 +11,14 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
 import psutil
 
 from smalti import acceleratefile
-from smalti.config import Config
+from smalti.config import PER_MACHINE, Config
 from smalti.errors import PreflightError, UserError
 from smalti.files import atomic_write
 from smalti.plugins import Plugins
@@ -218,14 +219,16 @@ def write_launch_files(directory: RunDirectory, config: Config, plugins: Plugins
         **plan.as_json(),
         "plugins": list(plugins.lines),
         "digest": config.digest,
+        "version": version("smalti"),
         "values": config.shared_values(),
+        "defaults": {name: value for name, value in config.defaults().items() if name not in PER_MACHINE},
         "user_accelerate": dict(config.accelerate),
     }
     atomic_write(_place_for(directory.launch_file, directory), json.dumps(described, indent=2).encode())
     if config[LaunchOptions].machine_rank == 0:
         from smalti.configtext import as_toml
 
-        atomic_write(_place_for(directory.config_file, directory), as_toml(config).encode())
+        atomic_write(_place_for(directory.config_file, directory), as_toml(config, defaults=True).encode())
     if plan.accelerate_file is not None:
         atomic_write(plan.accelerate_file, yaml_text(plan.accelerate).encode())
 

@@ -200,6 +200,10 @@ class Option:
         return bool in self._types
 
     @property
+    def may_be_none(self) -> bool:
+        return type(None) in self._types
+
+    @property
     def is_list(self) -> bool:
         """Repeating the flag adds to it."""
         return any(get_origin(each) is tuple for each in self._types)
@@ -245,7 +249,7 @@ class Option:
         word = _fold(value)
         if self.choices and word in (spelled := {_fold(choice): choice for choice in self.choices}):
             return spelled[word]
-        if word in ("none", "null") and type(None) in self._types and str not in self._types:
+        if word in ("none", "null") and self.may_be_none and str not in self._types:
             return None
         if Path in self._types and value.startswith("~"):
             with suppress(RuntimeError):  # nobody has this name: then it is one like any other
@@ -353,7 +357,7 @@ def _options_of(group: OptionGroup) -> Iterable[Option]:
             accelerate=str(extra["accelerate"]),
             secret=bool(extra["secret"]),
         )
-        if type(None) in declared._types and info.get_default() is not None:
+        if declared.may_be_none and info.get_default() is not None:
             raise TypeError(f"{group.options.__name__}.{name} may be None, so None must be its default")
         yield declared
 

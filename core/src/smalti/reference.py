@@ -124,6 +124,10 @@ Case, dashes and underscores of names and choices do not matter. Options without
 with `none`. Relative paths start at the current folder, and `~` is the home folder. Secrets are taken from the environment or
 as `{env:NAME}`, and never shown.
 
+A run keeps its defaults. Once it has made a step, options that nothing gives have the default of the version that began the
+run, also after an update that changes one; a line at start says which. `config.toml` in the run directory lists them in a table
+`[defaults]`, which works in any configuration file and which every other source overrides.
+
 `smalti config show` prints the result, `smalti config explain KEY` one value and where it came from. Both take the same words
 as `smalti train`.
 """
