@@ -85,7 +85,9 @@ class Watch(FakeTensorMode):
         pin = kwargs.pop("pin_memory", None)
         _same_device(func, args)
         made = super().dispatch(func, types, args, kwargs)
-        if pin:
+        if made is NotImplemented:  # for a DTensor to do on its part
+            return made
+        if pin or (func is aten._to_copy.default and _pins_copy(args[0], made, kwargs)):
             self._pin(made)
         self._write_down(func, args, kwargs, made)
         return made
@@ -191,6 +193,11 @@ def _plain(value: object) -> object:
         return value
     with unset_fake_temporarily():
         return value.as_subclass(Tensor)
+
+
+def _pins_copy(source: Tensor, made: Tensor, kwargs) -> bool:
+    """A copy that the host is not to wait for goes to pinned memory by itself."""
+    return bool(kwargs.get("non_blocking")) and made.device.type == "cpu" and source.device.type == "cuda"
 
 
 def _same_device(func, args) -> None:

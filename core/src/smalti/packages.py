@@ -83,6 +83,7 @@ PACKAGES = (
             "fsdp_transformer_layer_cls_to_wrap",
             "fsdp_min_num_params",
             "fsdp_cpu_offload",
+            "fsdp_sync_each_batch",
             "fsdp_offload_params",
             "fsdp_limit_all_gathers",
             "fsdp_activation_checkpointing",

@@ -82,6 +82,13 @@ class FsdpOptions(Options):
         aliases=["fsdp_offload_params"],
         accelerate="fsdp_config.fsdp_offload_params",
     )
+    fsdp_sync_each_batch: bool = option(
+        True,
+        help="Reduce gradients over the ranks in every micro-batch, so that a rank holds no more than its shard of them.",
+        level="advanced",
+        when="gradient_accumulation_steps > 1",
+        trade="one reduce-scatter for each micro-batch; off: one for each step, and the whole fp32 gradient on every rank",
+    )
     fsdp_limit_all_gathers: bool = option(
         True,
         help="Gather no more blocks ahead than are used next (version 1; version 2 always limits).",

@@ -79,10 +79,18 @@ class Sharded(Group):
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
+        """Gradients of micro-batches are added up in shards; between copies of the model (HSDP) they are averaged once a step.
+
+        Or else they are added up whole, and nothing is sent before the last micro-batch.
+        """
         if last is not self._synchronised:
-            self._model.set_requires_gradient_sync(last)
+            if self._options.fsdp_sync_each_batch:
+                self._model.set_requires_all_reduce(last)
+            else:
+                self._model.set_requires_gradient_sync(last)
             self._synchronised = last
-        self._model.set_is_last_backward(last)
+        if not self._options.fsdp_sync_each_batch:
+            self._model.set_is_last_backward(last)
         yield
 
     def autocast(self) -> AbstractContextManager[None]:

@@ -70,7 +70,8 @@ class FullySharded(Group):
         self._precision = precision(self._options, bf16=self._bf16)
         # Whole gradients of micro-batches are added up in the type of gathered parameters, their shards in fp32; but torch does
         # not add to shards on the host.
-        self._adds_whole = self._offload or self._precision.param_dtype is not torch.bfloat16
+        gathers_bf16 = self._precision.param_dtype is torch.bfloat16
+        self._adds_whole = self._offload or not (gathers_bf16 or self._options.fsdp_sync_each_batch)
         for message in _EXPECTED:
             warnings.filterwarnings("ignore", message)
         if self.world.is_main:
