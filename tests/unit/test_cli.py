@@ -166,6 +166,14 @@ def test_a_dry_run_refuses_what_the_run_cannot_do(run, tmp_path, flag):
     assert (code, REFUSED[flag] in errors, "problems" in errors) == (2, True, False), errors
 
 
+def test_a_dry_run_finds_weights_that_were_cut_off(run, tmp_path):
+    (tmp_path / "weights.safetensors").write_bytes(b"cut off")
+    words = ["--without=all", "--model_family=toy", "--max_train_steps=4", f"--output_dir={tmp_path / 'run'}", "--use_cpu"]
+    start = f"--pretrained_model_name_or_path={tmp_path / 'weights.safetensors'}"
+    code, _, errors = run("train", "--dry-run", *words, start, f"--instance_data_dir={tmp_path / 'images'}")
+    assert (code, "weights.safetensors is not a sound safetensors file: too short" in errors) == (2, True), errors
+
+
 def test_problems_of_a_dry_run_are_json_if_that_is_asked_for(run):
     code, out, errors = run("train", "--dry-run", "--json", "--without=all", "--sede=1", "--model_family=toy")
     said = json.loads(out)

@@ -185,6 +185,24 @@ def test_a_file_that_the_index_names_and_is_not_there_is_told(tmp_path):
         FolderWeights(tmp_path)
 
 
+@pytest.mark.parametrize("kept", [4, 60, -8])
+def test_a_file_that_was_cut_off_is_named(tmp_path, kept):
+    save_file({"first.weight": torch.ones(4, 4)}, tmp_path / "model.safetensors")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(
+        UserError, match=r"model\.safetensors is not a sound safetensors file.*\n  fix: copy or download it again"
+    ):
+        FolderWeights(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": {"first.weight": 1}}'])
+def test_a_damaged_index_of_weights_is_named(tmp_path, text):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(UserError, match=r"model\.safetensors\.index\.json .*\n  fix: copy or download it again"):
+        FolderWeights(tmp_path)
+
+
 def test_weights_of_another_size_are_refused_by_name(tmp_path):
     saved(tmp_path, Net(width=5), "model.safetensors")
     with pytest.raises(UserError, match=r"first.weight is \[5, 5\] in the weights and \[4, 4\] in the model"):

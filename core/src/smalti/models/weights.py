@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,14 +10,15 @@ from typing import Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from smalti.checkpoint.dtypes import DTYPES
 from smalti.checkpoint.tensorfile import Piece, read_layout
 from smalti.errors import CheckpointError, UserError
+from smalti.files import parse_json
 from smalti.models.family import Weights
 
+_AGAIN = "copy or download it again"
 _SAMPLE = 64
 """Bytes that are looked at in each of three places of a tensor, to tell weights apart."""
 
@@ -92,16 +92,13 @@ class FolderWeights:
         with path.open("rb") as file:
             file.seek(position)
             if file.readinto(tensor.view(-1).view(torch.uint8).numpy().data) != piece.size:
-                raise UserError(f"{path} has become shorter", fix="copy or download the folder again")
+                raise UserError(f"{path} has become shorter", fix=_AGAIN)
         return tensor
 
     def _layout(self, path: Path) -> dict[str, tuple[Piece, int]]:
         """Where the tensors of a file are."""
         if path not in self._layouts:
-            try:
-                self._layouts[path] = read_layout(path)
-            except CheckpointError as error:
-                raise UserError(f"{path} {error.message}", fix="copy or download the folder again") from error
+            self._layouts[path] = _layout_of(path)
         return self._layouts[path]
 
     def digest(self) -> str:
@@ -123,20 +120,37 @@ class FolderWeights:
         return str(self._path)
 
 
+def _layout_of(path: Path) -> dict[str, tuple[Piece, int]]:
+    """Where the tensors of a file are. Raises UserError, which names the file, for one that is cut off or otherwise damaged."""
+    try:
+        return read_layout(path)
+    except CheckpointError as error:
+        raise UserError(f"{path} {error.message}", fix=_AGAIN) from error
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        body = parse_json(index.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{index} is not sound JSON: {error}", fix=_AGAIN) from error
+    match body:
+        case {"weight_map": dict(found)} if all(isinstance(file, str) for file in found.values()):
+            return found
+    raise UserError(f"{index} does not say in which files the weights are: it has no weight_map", fix=_AGAIN)
+
+
 def _files_by_name(path: Path) -> dict[str, Path]:
     """The file of each tensor."""
     if path.is_dir() and (indexes := sorted(path.glob("*.safetensors.index.json"))):
-        index = json.loads(indexes[0].read_text(encoding="utf-8"))
-        found = {name: path / file for name, file in index["weight_map"].items()}
+        found = {name: path / file for name, file in _weight_map(indexes[0]).items()}
     else:
         single = path.is_file()
         files = [path] if single else [each for each in sorted(path.glob("*.safetensors")) if each.name.count(".") == 1]
         found = {}
         for each in files:
-            with safe_open(each, framework="pt") as file:
-                found |= dict.fromkeys(file.keys(), each)
+            found |= dict.fromkeys(_layout_of(each), each)
     if missing := sorted({file.name for file in found.values() if not file.is_file()}):
-        raise UserError(f"{path} lacks {', '.join(missing)}, which its index names", fix="copy or download the folder again")
+        raise UserError(f"{path} lacks {', '.join(missing)}, which its index names", fix=_AGAIN)
     if not found:
         fix = "name a folder that holds *.safetensors files; weights in .bin files are pickles and have to be converted first"
         raise UserError(f"there are no safetensors weights at {path}", fix=fix)
