@@ -79,7 +79,8 @@ def test_a_launch_that_is_refused_leaves_the_configuration_of_the_run_as_it_is(r
 
 def test_a_run_that_goes_on_otherwise_says_so_in_its_configuration(runs, train):
     _, _, resumed = runs
-    train(resumed.directory, **{**OPTIONS, "max_train_steps": 13})
+    done = train(resumed.directory, **{**OPTIONS, "max_train_steps": 13}, timestep_distribution="uniform")
+    assert "timesteps were logit-normal(0, 1), are now uniform" in done.output
     given, _, defaults = (resumed.directory / "config.toml").read_text().partition("[defaults]")
     assert ("max_train_steps = 13" in given, "adam_beta1" in given, "adam_beta1 = 0.9" in defaults) == (True, False, True)
 

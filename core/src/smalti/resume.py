@@ -57,6 +57,12 @@ def check_resumable(trainer: Mapping[str, object], config: Config, data: Prepare
     return found
 
 
+def noise_level_notices(trainer: Mapping[str, object], timesteps: str) -> list[str]:
+    """What to say of the noise levels, in words `timesteps`: a resumed run may train at others, but not unseen."""
+    was = trainer.get("timesteps", timesteps)
+    return [] if was == timesteps else [f"timesteps were {was}, are now {timesteps}"]
+
+
 def _batch(trainer: Mapping[str, object], config: Config, data: PreparedData) -> tuple[str, str] | None:
     now = data.order.effective_batch
     was = cast(int, trainer.get("effective_batch", now))

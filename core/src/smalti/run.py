@@ -53,7 +53,7 @@ from smalti.parallel import Parallel, Ranks
 from smalti.phases import Phases
 from smalti.plugins import Plugins
 from smalti.precision import in_bf16
-from smalti.resume import Resumption, check_resumable
+from smalti.resume import Resumption, check_resumable, noise_level_notices
 from smalti.rundir import RunDirectory
 from smalti.schedule import Cadence, build_scheduler
 from smalti.settings import (
@@ -234,6 +234,7 @@ class Run:
                 "samples": state.samples,
                 "effective_batch": self.effective_batch,
                 "seed": self.config[RunOptions].seed,
+                "timesteps": self.info.timesteps,
                 "data": self.data.identity.as_json(),
                 **({"data_changes": self.data_changes} if self.data_changes else {}),
                 **({"adapter": self.adapter} if self.adapter is not None else {}),
@@ -371,6 +372,7 @@ def restore(run: Run, found: Path) -> None:
     elif run.ema is not None:
         run.ema.restart()
     notices = [*loaded.notices, *resumption.notices, *take_place(run, cast(dict[str, int], loaded.trainer), resumption)]
+    notices += noise_level_notices(loaded.trainer, run.info.timesteps)
     if run.world.is_main:
         for notice in notices:
             _log.warning("%s", notice)
