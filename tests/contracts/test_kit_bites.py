@@ -232,6 +232,14 @@ class Mistaken(TinyFamily):
         return super().sample(model, replace(request, objective=build_objective("epsilon")))
 
 
+class Mistargeted(TinyFamily):
+    def lora_targets(self):
+        return ("nowhere",)
+
+    def adapter(self, seed):
+        return None
+
+
 FAMILIES = {
     Skewed: "it_samples_with_the_objective_that_is_trained",
     Mistaken: "it_samples_with_the_objective_that_is_trained",
@@ -249,6 +257,7 @@ FAMILIES = {
     Unmoved: "a_picture_is_drawn_from_what_was_encoded_before",
     Unscaled: "latents_that_are_kept_become_those_of_every_step",
     Misnamed: "its_blocks_and_adapter_targets_are_in_the_model",
+    Mistargeted: "its_blocks_and_adapter_targets_are_in_the_model",
     Boasting: "its_flops_are_those_that_torch_counts",
 }
 

@@ -182,12 +182,10 @@ def test_the_flops_are_those_that_torch_counts(width: int, height: int) -> None:
     assert counter.get_total_flops() == family.flops_per_sample(width, height)
 
 
-def test_blocks_and_adapter_targets_are_found_in_the_model() -> None:
+def test_blocks_are_found_in_the_model() -> None:
     family = ToyFamily(SMALL)
     modules = dict(family.build_model().named_modules())
     assert [type(module).__name__ for module in modules.values()].count(family.block_classes()[0]) == 2
-    for target in family.lora_targets():
-        assert any(name.endswith(target) for name in modules)
 
 
 @pytest.mark.parametrize("prediction", ["sample", "flow_matching", "epsilon", "v_prediction"])

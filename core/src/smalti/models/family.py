@@ -117,10 +117,6 @@ class ModelFamily(Protocol):
         """Class names of the repeated blocks; empty lets detection find them."""
         ...
 
-    def lora_targets(self) -> tuple[str, ...]:
-        """Name endings of the modules that an adapter attaches to by default."""
-        ...
-
     def flops_per_sample(self, width: int, height: int) -> int:
         """Floating-point operations of one forward pass for one picture, attention counted. Backward costs twice that.
 
@@ -220,6 +216,10 @@ class Adaptable(Protocol):
 
     What is frozen comes from `weights` each time, and checkpoints hold what trains.
     """
+
+    def lora_targets(self) -> tuple[str, ...]:
+        """Name endings of the modules that an adapter attaches to by default."""
+        ...
 
     def adapter(self, seed: int) -> dict[str, object] | None:
         """What the adapter is, JSON-able; None when the run trains all weights.

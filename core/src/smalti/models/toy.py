@@ -273,9 +273,6 @@ class ToyFamily:
             joins=(Join(module=f"blocks.{self.shape.depth - 1}", stream="tokens", dim=1),),
         )
 
-    def lora_targets(self) -> tuple[str, ...]:
-        return ("attention_in", "attention_out", "mlp_in", "mlp_out")
-
     def flops_per_sample(self, width: int, height: int) -> int:
         """Two operations per multiplication and addition in matrices; element-wise work is not counted."""
         d, patches = self.shape.width, (width // self.shape.patch) * (height // self.shape.patch)

@@ -105,9 +105,6 @@ class TinyFamily:
     def block_classes(self) -> tuple[str, ...]:
         return (TinyBlock.__name__,)
 
-    def lora_targets(self) -> tuple[str, ...]:
-        return ("shift",)
-
     def flops_per_sample(self, width: int, height: int) -> int:
         d = self.width
         per_pixel = 2 * (3 * d) + self.depth * 9 * d * d

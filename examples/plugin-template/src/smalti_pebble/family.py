@@ -99,9 +99,6 @@ class PebbleFamily:
     def block_classes(self) -> tuple[str, ...]:
         return ("PebbleBlock",)
 
-    def lora_targets(self) -> tuple[str, ...]:
-        return ("modulation",)
-
     def flops_per_sample(self, width: int, height: int) -> int:
         per_pixel = 2 * 12 * self.width + self.depth * 9 * self.width**2
         return 2 * (width * height // 4 * per_pixel + self.depth * 2 * self.width**2)
