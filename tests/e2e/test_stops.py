@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -41,15 +42,15 @@ def test_a_process_that_is_pre_empted_before_its_run_stands_says_so_by_its_code(
     assert ended.code == 6, ended.output
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_launch_that_is_pre_empted_while_it_looks_at_the_data_says_so_by_its_code(tmp_path, start, pictures, ranks):
+@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGUSR2), (2, signal.SIGTERM)])
+def test_a_launch_that_is_pre_empted_while_it_looks_at_the_data_says_so_by_its_code(tmp_path, start, pictures, ranks, number):
     data = shutil.copytree(pictures, tmp_path / "data")
     caption = next(data.glob("*.txt"))
     caption.unlink()
     os.mkfifo(caption)
     run = start(tmp_path / "run", **ENDLESS, num_processes=ranks, instance_data_dir=data)
     with caption.open("w"):  # waits for the thread that reads it; that one then waits for the end of the file
-        run.process.send_signal(signal.SIGTERM)
+        run.process.send_signal(number)
     code, output = run.wait()
     assert (code, "the same command begins it" in output) == (6, True), output
 
@@ -91,9 +92,23 @@ def test_the_second_interrupt_ends_every_process_at_once(tmp_path, start):
     for process in family:
         process.suspend()  # so that the first signal cannot be obeyed
     run.process.send_signal(signal.SIGINT)
-    run.process.send_signal(signal.SIGTERM)
-    run.wait()
+    assert any("press Ctrl-C again" in line for line in run.process.stdout)
+    run.process.send_signal(signal.SIGINT)
+    code, _ = run.wait()
+    assert code == 130
     assert not still_there(family)
+
+
+def test_many_signals_within_moments_are_one_stop_that_saves(tmp_path, start):
+    run = start(tmp_path / "run", **ENDLESS)
+    run.wait_for_step(3)
+    for number in range(150):
+        run.process.send_signal((signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)[number % 3])
+        time.sleep(0.002)
+    code, output = run.wait()
+    latest = CheckpointStore(tmp_path / "run/checkpoints").latest()
+    assert (code, latest is not None) == (6, True), output
+    assert "ended with exit code 6: preempted at step" in output
 
 
 def test_another_shell_can_watch_save_draw_and_stop(tmp_path, start):
@@ -148,12 +163,13 @@ def test_ranks_are_waited_for_when_the_process_that_started_them_is_killed(tmp_p
     assert CheckpointStore(tmp_path / "run/checkpoints").latest() is not None
 
 
-def test_a_signal_to_every_process_of_a_run_is_one_agreed_stop(tmp_path, start):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_every_process_of_a_run_is_one_agreed_stop(tmp_path, start, number):
     run = start(tmp_path / "run", **ENDLESS, num_processes=2)
     run.wait_for_step(3)
     parent = psutil.Process(run.process.pid)
     for process in (parent, *parent.children(recursive=True)):
-        process.terminate()
+        process.send_signal(number)
     code, output = run.wait()
     latest = CheckpointStore(tmp_path / "run/checkpoints").latest()
     assert code == 6, output

@@ -214,6 +214,7 @@ Seen().close()"""
 
 HOST = """
 import json, pathlib, sys
+import smalti.termination
 from smalti.launch import LaunchPlan
 from smalti.rundir import RunDirectory
 from smalti.types import DistributedPlan
@@ -221,6 +222,7 @@ from smalti.workers import run_workers
 
 ddp = DistributedPlan(name="ddp", title="DDP", parallel="x:y", fallback=True)
 plan = LaunchPlan(launcher="elastic", distributed=ddp, command=(sys.executable, sys.argv[1]))
+smalti.termination.REPEAT_SECONDS = float(sys.argv[3])
 print(json.dumps(run_workers(plan, RunDirectory(sys.argv[2]))))
 """
 LIVING = """
@@ -257,11 +259,11 @@ time.sleep(600)
 class Host:
     """A process that runs workers, to be signalled like `smalti train`."""
 
-    def __init__(self, folder: Path, worker: str) -> None:
+    def __init__(self, folder: Path, worker: str, repeat: float) -> None:
         prepare(RunDirectory(folder / "run"))
         self.worker = folder / "worker.py"
         self.worker.write_text(LEAVE_WORD + worker)
-        command = [sys.executable, "-c", HOST, str(self.worker), str(folder / "run")]
+        command = [sys.executable, "-c", HOST, str(self.worker), str(folder / "run"), str(repeat)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def wait_until_ready(self) -> None:
@@ -286,8 +288,8 @@ class Host:
 def host(tmp_path):
     hosts = []
 
-    def start(worker: str) -> Host:
-        hosts.append(Host(tmp_path, worker))
+    def start(worker: str, repeat: float = 60) -> Host:
+        hosts.append(Host(tmp_path, worker, repeat))
         hosts[-1].wait_until_ready()
         return hosts[-1]
 
@@ -298,12 +300,15 @@ def host(tmp_path):
             each.process.communicate()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 6)])
+STOPS = [(signal.SIGINT, 130), (signal.SIGTERM, 6), (signal.SIGUSR1, 6), (signal.SIGUSR2, 6)]
+
+
+@pytest.mark.parametrize(("number", "code"), STOPS)
 def test_the_first_signal_asks_the_run_to_stop(host, number, code):
     running = host(LIVING.replace("OBEYS", "True"))
     running.process.send_signal(number)
     assert running.verdict() == (code, "stopped at step 3")
-    assert "smalti: finishing the step, then saving; once more ends now" in running.error
+    assert "smalti: finishing this step, then saving; press Ctrl-C again to end now" in running.error
 
 
 def test_a_run_that_was_too_young_to_obey_is_asked_again(host):
@@ -333,18 +338,29 @@ def test_a_signal_ends_what_a_killed_launcher_has_left_behind(host):
     assert not running.child_lives()
 
 
-def test_the_second_signal_ends_every_process_at_once(host):
-    running = host(LIVING.replace("OBEYS", "False"))
+@pytest.mark.parametrize(("second", "repeat", "code"), [(signal.SIGINT, 60, 130), (signal.SIGTERM, 0, 1)])
+def test_the_second_signal_ends_every_process_at_once_with_the_code_of_what_is_not_saved(host, second, repeat, code):
+    running = host(LIVING.replace("OBEYS", "False"), repeat)
     assert running.child_lives()
     running.process.send_signal(signal.SIGTERM)
     time.sleep(0.3)
     assert running.process.poll() is None
-    running.process.send_signal(signal.SIGINT)
-    assert running.verdict() == (130, "ended at once by a second signal; what was saved before is complete")
+    running.process.send_signal(second)
+    told = f"ended at once by {second.name}; what was saved before is complete, later steps are lost"
+    assert running.verdict() == (code, told)
     assert not running.child_lives()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 6)])
+def test_a_signal_that_is_sent_again_at_once_is_the_same_one(host):
+    running = host(LIVING.replace("OBEYS", "False"))
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        running.process.send_signal(number)
+        time.sleep(0.2)
+    assert running.process.poll() is None
+    assert running.child_lives()
+
+
+@pytest.mark.parametrize(("number", "code"), STOPS[:3])
 def test_before_the_run_has_begun_one_signal_is_enough(host, number, code):
     running = host(YOUNG)
     running.process.send_signal(number)

@@ -1,8 +1,9 @@
-"""Runs a launcher of processes, with three things that torch's own does not do for a run that loses one of them.
+"""Runs a launcher of processes, with four things that torch's own does not do for a run that loses one of them, or its time.
 
 It writes down which of its ranks were killed, which their own last words cannot tell; it gives the ranks that are left time to
 save before it kills them, where torch gives them 30 seconds and has no setting for it; and when the process that started it is
-killed, it ends as by SIGTERM, so that the ranks save and leave. When it is killed itself, they do so by themselves.
+killed, it ends as by SIGTERM, so that the ranks save and leave; SIGUSR1 and SIGUSR2 have the same effect. When it is killed
+itself, they do so by themselves.
 
 Started as `python -m smalti.agent MODULE [ARGUMENTS]`, it does what `python -m MODULE [ARGUMENTS]` does. Importing this module
 imports no torch.
@@ -41,6 +42,7 @@ def main() -> None:
     module, *arguments = sys.argv[1:]
     sys.argv = [module, *arguments]
     be_patient()
+    pass_on_notices()
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except ChildFailedError as error:
@@ -50,6 +52,13 @@ def main() -> None:
         end.code = SIGNALLED + stop.sigval
     else:
         end.code = 0
+
+
+def pass_on_notices() -> None:
+    """Take SIGUSR1 and SIGUSR2, of which torch's agent knows nothing and dies, for SIGTERM, which it passes on to its ranks."""
+    for notice in (signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(notice) is not signal.SIG_IGN:
+            signal.signal(notice, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
 
 
 def be_patient() -> None:

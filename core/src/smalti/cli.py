@@ -17,6 +17,7 @@ from smalti.errors import ExitCode, UserError
 from smalti.lastwords import describe
 from smalti.packages import package_of_command
 from smalti.streams import outlast
+from smalti.termination import live_for_one_command
 
 COMMANDS = {
     "train": ("smalti.commands.train:train", "Train, or resume; --dry-run shows what would happen."),
@@ -101,6 +102,7 @@ def main_train() -> None:
 
 def _be_the_process(arguments: list[str]) -> NoReturn:
     end = End.first()
+    live_for_one_command()
     outlast("stderr")
     end.code = _run(arguments)
     sys.exit(end.code)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -16,7 +15,7 @@ from smalti.opening import become_run
 from smalti.plugins import Plugins
 from smalti.run import build, open_parallel
 from smalti.strategy import choose_distributed
-from smalti.termination import handled, pre_emptions
+from smalti.termination import STOPPING, Demands, code_at_once, conclude, handled, pre_emptions, say
 from smalti.trainer import train
 from smalti.types import Outcome, RunState, StopReason
 
@@ -37,6 +36,7 @@ def run_rank(config: Config, plugins: Plugins, live: LiveRun | None = None) -> O
             if live is not None:
                 live.begin_training()
             signals.enter_context(stop_signals(run.state))  # to the very end: what is said and closed last is not cut off
+            signals.callback(conclude)
             outcome = train(run)
             if not run.parted:
                 parallel.barrier()  # nobody leaves the group while another still talks to it
@@ -64,21 +64,24 @@ def last_words(crew: Crew) -> Iterator[None]:
 
 @contextmanager
 def stop_signals(state: RunState) -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP ask for an agreed stop; the second one ends a process that nobody launched.
+    """Ctrl-C and the signals of `pre_emptions` ask for an agreed stop; another one that counts ends a process nobody launched.
 
     Under a launcher it is the launcher's to count: one signal from a scheduler can reach a rank twice, from the scheduler and
-    passed on by torch's agent. A terminal that is closed sends SIGHUP as often as it likes.
+    passed on by torch's agent.
     """
     counted_elsewhere = launched()
+    demands, asked = Demands(), False
 
     def handle(number: int, frame: object) -> None:
-        reason = StopReason.INTERRUPTED if number == signal.SIGINT else StopReason.PREEMPTED
-        if state.stop_reason in (StopReason.INTERRUPTED, StopReason.PREEMPTED):
-            if not counted_elsewhere and number != signal.SIGHUP:
-                os._exit(reason.exit_code)
+        nonlocal asked
+        if not demands.counts(number) or (asked and counted_elsewhere):
             return
-        print("smalti: finishing the step, then saving; once more ends now", file=sys.stderr, flush=True)
-        state.request_stop(reason)
+        if asked:
+            say("ending now: what was saved before is complete, the steps since then are lost")
+            os._exit(code_at_once(number))
+        asked = True
+        say(STOPPING)
+        state.request_stop(StopReason.INTERRUPTED if number == signal.SIGINT else StopReason.PREEMPTED)
 
     with handled((signal.SIGINT, *pre_emptions()), handle):
         yield

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import cast
+
+from smalti.errors import ExitCode
+
+REPEAT_SECONDS = 10.0
+"""In which a second SIGTERM is the first one again: a scheduler, a supervisor and a process group may each send one."""
+STOPPING = "finishing this step, then saving; press Ctrl-C again to end now"
+
+
+@dataclass
+class _Life:
+    one_command: bool = False
+    concluded: bool = False
+
+
+_life = _Life()
 
 
 class Stopped(KeyboardInterrupt):
@@ -26,9 +44,12 @@ def terminated() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    demands = Demands()
+    _life.concluded = False
 
     def handle(number: int, frame: object) -> None:
-        raise Terminated
+        if demands.counts(number) and not _life.concluded:
+            raise Terminated
 
     with handled(pre_emptions(), handle):
         yield
@@ -39,10 +60,56 @@ def interrupt() -> None:
     signal.pthread_kill(cast(int, threading.main_thread().ident), signal.SIGTERM)
 
 
+def conclude() -> None:
+    """The run has ended, and how is known: until `terminated` begins anew, its signals change nothing any more."""
+    _life.concluded = True
+
+
+def live_for_one_command() -> None:
+    """After its command this process only ends: a signal that would kill it then is ignored, lest it spoil the exit code."""
+    _life.one_command = True
+
+
 def pre_emptions() -> tuple[signal.Signals, ...]:
-    """SIGTERM, and SIGHUP of a terminal that is closed, unless the process was told to ignore it, as by `nohup`."""
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGHUP)
+    """SIGTERM; SIGHUP of a terminal that is closed; SIGUSR1 and SIGUSR2, by which schedulers say that time is running out.
+
+    But for SIGTERM, not those that the process was told to ignore, as by `nohup`.
+    """
+    notices = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    return (signal.SIGTERM, *(each for each in notices if signal.getsignal(each) is not signal.SIG_IGN))
+
+
+class Demands:
+    """Tells signals that ask for something from those that only repeat what was asked: for each process that counts them, one.
+
+    The first asks for a stop; of the later ones those that count ask for the end at once. Ctrl-C does: it is a person's
+    decision. So does SIGTERM, more than `REPEAT_SECONDS` after the first SIGTERM. The others are notices and never do.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._begun = False
+        self._terminated: float | None = None
+
+    def counts(self, number: int) -> bool:
+        first, self._begun = not self._begun, True
+        if number == signal.SIGTERM:
+            if self._terminated is None:
+                self._terminated = self._clock()
+                return first
+            return self._clock() - self._terminated > REPEAT_SECONDS
+        return first or number == signal.SIGINT
+
+
+def code_at_once(number: int) -> ExitCode:
+    """The exit code of a run that a second signal ends before it has saved: not that of one to be queued again."""
+    return ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.FAILED
+
+
+def say(text: str) -> None:
+    """To standard error, also from within a handler of a signal, where `print` may be in the middle of something."""
+    with suppress(OSError):  # nobody reads it any more
+        os.write(2, f"smalti: {text}\n".encode())
 
 
 @contextmanager
@@ -53,4 +120,7 @@ def handled(signals: Iterable[signal.Signals], handle: Callable[[int, object], N
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is signal.SIG_DFL and _life.one_command:
+                handler = signal.SIG_IGN
+            if handler is not None:  # as it is for one that was not installed from Python, which cannot be put back
+                signal.signal(number, handler)

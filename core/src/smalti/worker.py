@@ -22,7 +22,7 @@ from smalti.parentage import follow_parent
 from smalti.plugins import Plugins, Selection, load_plugins
 from smalti.rundir import RunDirectory
 from smalti.streams import outlast
-from smalti.termination import Terminated
+from smalti.termination import Terminated, live_for_one_command
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -34,6 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     end = End()
     if arguments is None:  # else this process has other things to do afterwards
         end = End.first()
+        live_for_one_command()
         follow_parent()
     from torch.distributed.elastic.multiprocessing.errors import record
 

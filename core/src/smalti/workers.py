@@ -21,7 +21,7 @@ from smalti.launch import DIGEST_VARIABLE, LaunchPlan
 from smalti.liverun import ATTEMPT_VARIABLE, STOPPED_EARLY, LiveRun
 from smalti.parentage import PARENT_VARIABLE
 from smalti.rundir import Request, RunDirectory
-from smalti.termination import handled, pre_emptions
+from smalti.termination import STOPPING, Demands, code_at_once, conclude, handled, pre_emptions
 
 POLL_SECONDS = 0.1
 _LOOK_SECONDS = 1.0
@@ -39,9 +39,9 @@ Verdict = tuple[ExitCode, str]
 def run_workers(plan: LaunchPlan, directory: RunDirectory, *, digest: str = "", live: LiveRun | None = None) -> Verdict:
     """Start the workers of this machine and wait; the exit code by meaning, and the sentence that goes with it.
 
-    The first Ctrl-C, SIGTERM or SIGHUP becomes a stop request that all ranks agree on, or ends a launch before its first step;
-    the second ends every process at once. Workers refuse a configuration that has not this `digest`, if given. `live` is the
-    run directory in the hands of this process, None where that of another machine has taken it.
+    The first Ctrl-C or signal of `pre_emptions` becomes a stop request that all ranks agree on, or ends a launch before its
+    first step; another one that counts (`Demands`) ends every process at once. Workers refuse a configuration that has not this
+    `digest`, if given. `live` is the run directory in the hands of this process, None where that of another machine has it.
     Raises PreflightError when the port for the other machines is taken, or when there is no room for temporary files.
     """
     if plan.port is not None:
@@ -58,6 +58,7 @@ def run_workers(plan: LaunchPlan, directory: RunDirectory, *, digest: str = "", 
             verdict = _wait(launched, received, directory, live)
         finally:
             launched.end()
+        conclude()
         return verdict or judge(read_ends(Path(ends)), process.returncode, plan.ranks, read_killed(Path(ends)))
 
 
@@ -155,11 +156,12 @@ def _check_port(port: int) -> None:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The signals that came in, for the waiting loop to look at."""
+    """The signals that came in, without mere repetitions (`Demands`), for the waiting loop to look at."""
     received: list[int] = []
+    demands = Demands()
 
     def handle(number: int, frame: object) -> None:
-        if not (received and number == signal.SIGHUP):  # which comes more than once when a terminal is closed
+        if demands.counts(number):
             received.append(number)
 
     with handled((signal.SIGINT, *pre_emptions()), handle):
@@ -181,7 +183,10 @@ def _wait(launched: _Launched, received: list[int], directory: RunDirectory, liv
         if over:
             return None
         if len(received) > 1:
-            return _end_now(launched, received[-1], "ended at once by a second signal; what was saved before is complete")
+            message = (
+                f"ended at once by {signal.Signals(received[-1]).name}; what was saved before is complete, later steps are lost"
+            )
+            return _end_now(launched, code_at_once(received[-1]), message)
         if received and not passed_on and (asked is None or _refused(directory, asked)):
             asked = _ask(directory, received[0], on_request=live is not None and live.stop_asked is not None)
             if asked is None:
@@ -218,7 +223,7 @@ class _Elsewhere:
 
 def _ask(directory: RunDirectory, number: int, *, on_request: bool = False) -> Request | None:
     """Ask the run to stop; None when it cannot be asked: because of its directory, or at its very end."""
-    _say("finishing the step, then saving; once more ends now")
+    _say(STOPPING)
     reason = "requested" if on_request else "interrupted" if number == signal.SIGINT else "preempted"
     try:
         return directory.request("stop", reason=reason)
@@ -252,10 +257,10 @@ def _end_gently(launched: _Launched, received: list[int]) -> None:
     launched.end()
 
 
-def _end_now(launched: _Launched, number: int, message: str) -> Verdict:
+def _end_now(launched: _Launched, code: ExitCode, message: str) -> Verdict:
     _say("ending now")
     launched.end()
-    return ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.PREEMPTED, message
+    return code, message
 
 
 def _say(text: str) -> None:

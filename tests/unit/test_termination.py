@@ -1,0 +1,62 @@
+"""Which signals ask for something, and which only repeat what was asked."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from smalti.errors import ExitCode
+from smalti.termination import REPEAT_SECONDS, Demands, code_at_once
+
+INT, TERM, HUP, USR1, USR2 = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
+LATE = REPEAT_SECONDS + 1
+
+
+@pytest.mark.parametrize(
+    ("came", "counted"),
+    [
+        ([(TERM, 0), (TERM, 1), (TERM, REPEAT_SECONDS), (TERM, LATE)], [True, False, False, True]),
+        ([(TERM, 0), (INT, 0)], [True, True]),
+        ([(INT, 0), (INT, 0)], [True, True]),
+        ([(INT, 0), (TERM, LATE), (TERM, LATE + 1), (TERM, 2 * LATE + 1)], [True, False, False, True]),
+        ([(USR1, 0), (TERM, 300), (TERM, 301)], [True, False, False]),
+        ([(HUP, 0), (HUP, LATE), (USR1, LATE), (USR2, 300)], [True, False, False, False]),
+    ],
+)
+def test_ctrl_c_counts_always_and_sigterm_again_only_when_it_comes_late(came, counted):
+    now = [0.0]
+    demands = Demands(clock=lambda: now[0])
+    answers = []
+    for number, moment in came:
+        now[0] = moment
+        answers.append(demands.counts(number))
+    assert answers == counted
+
+
+def test_what_is_ended_before_it_has_saved_is_not_to_be_queued_again():
+    assert [code_at_once(number) for number in (INT, TERM)] == [ExitCode.INTERRUPTED, ExitCode.FAILED]
+
+
+SIGNALLED = """
+import os, signal, sys, time
+from smalti.termination import Terminated, pre_emptions, terminated
+if "ignored" in sys.argv:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+try:
+    with terminated():
+        try:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            print("trained")
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            print("closed")
+except Terminated:
+    print("terminated")
+"""
+
+
+@pytest.mark.parametrize(("words", "told"), [([], ["closed", "terminated"]), (["ignored"], ["trained", "terminated"])])
+def test_a_second_signal_does_not_cut_off_what_is_closed_because_of_the_first(words, told):
+    done = subprocess.run([sys.executable, "-c", SIGNALLED, *words], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == told
