@@ -18,7 +18,8 @@ from smalti.diffusion.objective import build_objective
 from smalti.models.weights import SeededWeights
 from smalti.storage import StoredFile
 from smalti.testing import BrokenContract, MemoryStorage, TinyFamily, check_storage
-from smalti.testing.families import FAMILY, FamilySubject
+from smalti.testing.families import FAMILY
+from smalti.testing.family_subject import FamilySubject
 from smalti.testing.plugins import PLUGIN, PluginSubject
 from smalti.testing.pytest import StorageContract
 from smalti.testing.storages import STORAGE, StorageSubject

@@ -9,7 +9,7 @@ from smalti.config import resolve, schema_of
 from smalti.families import find_family
 from smalti.models.context import context_plan
 from smalti.plugins import load_plugins
-from smalti.testing.families import FamilySubject
+from smalti.testing.family_subject import FamilySubject
 from smalti_fsdp2.context import split_context
 
 KINDS = {

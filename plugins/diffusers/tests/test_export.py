@@ -26,7 +26,7 @@ from smalti.families import find_family
 from smalti.parallel import PortableState
 from smalti.pictures import picture_settings
 from smalti.plugins import load_plugins
-from smalti.testing.families import CAPTIONS, FRAME, FamilySubject
+from smalti.testing.family_subject import CAPTIONS, FRAME, FamilySubject
 from smalti.testing.strategies import Alone
 from smalti_diffusers.components import Components
 

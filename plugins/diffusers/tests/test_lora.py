@@ -21,7 +21,7 @@ from smalti.families import find_family
 from smalti.models.weights import materialise, without_weights
 from smalti.plugins import load_plugins
 from smalti.testing import check_family
-from smalti.testing.families import CAPTIONS, FamilySubject
+from smalti.testing.family_subject import CAPTIONS, FamilySubject
 from smalti_diffusers.adapter import adapter_shapes
 from smalti_diffusers.components import Components
 

@@ -20,7 +20,7 @@ from smalti.families import find_family
 from smalti.models.weights import materialise, without_weights
 from smalti.plugins import load_plugins
 from smalti.strategy import check_shares, choose_distributed
-from smalti.testing.families import CAPTIONS, FamilySubject
+from smalti.testing.family_subject import CAPTIONS, FamilySubject
 from smalti_diffusers.quantisation import QuantisedLinear, check_device
 
 pytest.importorskip("torchao")  # optional, and noisy on a CPU wherever diffusers is imported: only where it is installed

@@ -19,7 +19,8 @@ import pytest
 from smalti.models.family import ModelFamily
 from smalti.storage import Storage
 from smalti.testing.contract import Contract
-from smalti.testing.families import CAPTIONS, FAMILY, FamilySubject
+from smalti.testing.families import FAMILY
+from smalti.testing.family_subject import CAPTIONS, FamilySubject
 from smalti.testing.plugins import PLUGIN, PluginSubject
 from smalti.testing.ranks import Ranks, two_processes
 from smalti.testing.storages import STORAGE, StorageSubject
