@@ -38,13 +38,16 @@ def images(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def rehearsed(images, tmp_path_factory):
-    """rehearsed(*flags, rank=1, ranks=8, **options) -> what `rehearse` saw of a run of the toy family with these options."""
+    """rehearsed(*flags, rank=1, ranks=8, **options) -> what `rehearse` saw of a run of the toy family with these options.
 
-    def run(*flags: str, rank: int = 1, ranks: int = 8, **options):
+    `module` runs in the process that brings the devices.
+    """
+
+    def run(*flags: str, rank: int = 1, ranks: int = 8, module: str = "accelerators", **options):
         directory = tmp_path_factory.mktemp("run") / "run"
         values = {**TOY, "instance_data_dir": images, "output_dir": directory, "num_processes": ranks, **options}
         words = [*(f"--{name}={value}" for name, value in values.items()), *(f"--{flag}" for flag in flags)]
-        with forked_processes(ranks=1, group=False, module="accelerators") as process:
+        with forked_processes(ranks=1, group=False, module=module) as process:
             return process.run(rehearse, words, rank=rank, ranks=ranks)[0]
 
     return run

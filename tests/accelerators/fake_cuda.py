@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass
 from enum import IntEnum
 from importlib.util import find_spec
@@ -84,25 +85,28 @@ def load() -> None:
 
 
 def note(value: int, device: int = -1) -> None:
-    """Leave a NOTE in the trace, with the stream that is current on the device."""
-    _loaded.fake_cuda_note(device, value)
+    """Leave a NOTE in the trace, with the stream that is current on the device. Without the library there is no trace."""
+    if _loaded is not None:
+        _loaded.fake_cuda_note(device, value)
 
 
 def this_thread() -> int:
     """As entries of the trace call it."""
-    return _loaded.fake_cuda_this_thread()
+    return _loaded.fake_cuda_this_thread() if _loaded is not None else threading.get_native_id()
 
 
 def trace(since: int = 0) -> list[Entry]:
     """What has happened, in order, from the entry with this number on."""
-    count = _loaded.fake_cuda_trace_length()
+    count = trace_length()
+    if not count:
+        return []
     numbers = (ctypes.c_int64 * (5 * count))()
     _loaded.fake_cuda_trace(numbers, count)
     return [Entry(Kind(numbers[5 * n]), *numbers[5 * n + 1 : 5 * n + 5]) for n in range(since, count)]
 
 
 def trace_length() -> int:
-    return _loaded.fake_cuda_trace_length()
+    return _loaded.fake_cuda_trace_length() if _loaded is not None else 0
 
 
 # --- torch's Python side --------------------------------------------------------------------------------------------

@@ -49,11 +49,16 @@ class Rehearsal:
 
 def rehearse(words: Sequence[str], *, rank: int = 1, ranks: int = 8) -> Rehearsal:
     """Run `smalti train WORDS` as this rank of so many: steps, saves beside more steps, evaluation, sampling, resuming."""
+    import torch
+
     from accelerators import cluster
     from accelerators.watching import Watch
 
     cluster.stand(rank, ranks)
-    os.environ["DS_ACCELERATOR"] = "cuda"
+    kind = torch.accelerator.current_accelerator().type
+    os.environ["DS_ACCELERATOR"] = kind
+    if kind != "cuda":  # Accelerate knows others by the packages that bring them
+        os.environ["ACCELERATE_TORCH_DEVICE"] = f"{kind}:{rank}"
     seen, watch = Rehearsal(), Watch()
     with ExitStack() as closing:
         run = _built(words, watch, closing)
@@ -64,8 +69,11 @@ def rehearse(words: Sequence[str], *, rank: int = 1, ranks: int = 8) -> Rehearsa
 
 
 def _built(words, watch, closing):
+    import torch
+
     import smalti.opening
     import smalti.run
+    from smalti.accelerator import pins_memory
     from smalti.crew import Crew
     from smalti.dataplan import scan_data
     from smalti.invocation import Invocation
@@ -83,6 +91,7 @@ def _built(words, watch, closing):
     parallel = smalti.run.open_parallel(plan, config)
     if plan.name == "deepspeed":
         _trust_other_ranks()
+    pins_memory(torch.device(parallel.world.device).type)  # which fake memory would always be
     with watch:
         return smalti.run.build(config, plugins, plan, parallel, Crew(processes=()), closing)
 

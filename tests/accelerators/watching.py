@@ -102,7 +102,7 @@ class Watch(FakeTensorMode):
             return
         reads, writes = _accesses(func, args, kwargs, made)
         devices = {tensor.device for tensor in (*reads, *writes)}
-        places = sorted(device.index for device in devices if device.type == "cuda")
+        places = sorted(device.index or 0 for device in devices if device.type not in ("cpu", "meta"))
         if not devices - {torch.device("meta")}:
             return
         self._append(
@@ -146,7 +146,7 @@ class Watch(FakeTensorMode):
 
     def held(self) -> int:
         """Bytes that tensors hold on devices now."""
-        return sum(storage.nbytes() for storage, (_, kind) in list(self._storages.items()) if kind == "cuda")
+        return sum(storage.nbytes() for storage, (_, kind) in list(self._storages.items()) if kind not in ("cpu", "meta"))
 
     def _pin(self, tensor: Tensor) -> None:
         self._pinned.add(self._number_of(tensor))
@@ -197,7 +197,7 @@ def _plain(value: object) -> object:
 
 def _pins_copy(source: Tensor, made: Tensor, kwargs) -> bool:
     """A copy that the host is not to wait for goes to pinned memory by itself."""
-    return bool(kwargs.get("non_blocking")) and made.device.type == "cpu" and source.device.type == "cuda"
+    return bool(kwargs.get("non_blocking")) and made.device.type == "cpu" and source.device.type != "cpu"
 
 
 def _same_device(func, args) -> None:

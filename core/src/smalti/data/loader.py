@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from smalti.accelerator import pins_memory, use_device
 from smalti.data.buckets import Bucket
 from smalti.data.cached import CachedLatents, CachedTexts, Corner
 from smalti.data.order import GlobalBatch
@@ -118,13 +119,15 @@ class Loader(Iterator[Batch]):
         self._world = world
         self._micro_batch = micro_batch
         self._accumulation = accumulation
-        self._on_gpu = torch.device(world.device).type == "cuda"
+        kind = torch.device(world.device).type
+        self._on_host = kind == "cpu"
+        self._pins = pins_memory(kind)
         self._next = position
         self.waited = 0.0
         """Seconds that the last batch was waited for; near 0 as long as the threads keep up."""
         self._stopping = threading.Event()
         workers = workers or min(_MOST_WORKERS, prefetch, max(1, _cores() // world.local_size))
-        self._pool = ThreadPoolExecutor(workers, "smalti-loader", initializer=self._use_device)
+        self._pool = ThreadPoolExecutor(workers, "smalti-loader", initializer=use_device, initargs=(world.device,))
         self._ready: deque[Future[Batch]] = deque()
         for _ in range(prefetch):
             self._start_one()
@@ -141,7 +144,7 @@ class Loader(Iterator[Batch]):
         batch = self._ready.popleft().result()
         self.waited = time.perf_counter() - begin
         self._start_one()
-        return self._on_device(batch) if self._on_gpu else batch
+        return batch if self._on_host else self._on_device(batch)
 
     def close(self) -> None:
         """Stop the threads; returns when they have ended, which takes as long as one picture. May be called again."""
@@ -155,17 +158,12 @@ class Loader(Iterator[Batch]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
-    def _use_device(self) -> None:
-        """In each worker thread: pinned memory must not open a second GPU."""
-        if self._on_gpu:
-            torch.cuda.set_device(self._world.device)
-
     def _start_one(self) -> None:
         self._ready.append(self._pool.submit(self._assemble, self._next))
         self._next += 1
 
     def _assemble(self, position: int) -> Batch:
-        """In a worker thread: this rank's part of a global batch; fp32, or still bytes in pinned memory for a GPU."""
+        """In a worker thread: this rank's part of a global batch; fp32, or for an accelerator bytes, pinned if possible."""
         whole = self._order.batch(position)
         micro = tuple(self._micro(whole, index) for index in range(self._accumulation))
         return Batch(position=position, epoch=whole.epoch, bucket=whole.bucket, micro=micro)
@@ -193,11 +191,11 @@ class Loader(Iterator[Batch]):
 
     def _pixels(self, visits: Sequence[_Visit], bucket: Bucket) -> Tensor:
         shape = (self._micro_batch, 3, bucket.height, bucket.width)
-        pictures = torch.empty(shape, dtype=torch.uint8, pin_memory=self._on_gpu)
+        pictures = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pins)
         view: Bytes = pictures.numpy()
         for place, visit in enumerate(visits):
             view[place] = visit.content
-        return pictures if self._on_gpu else torch.from_numpy(_normalised(view))
+        return torch.from_numpy(_normalised(view)) if self._on_host else pictures
 
     def _latents(self, visits: Sequence[_Visit]) -> Tensor | None:
         found = [visit.content for visit in visits if isinstance(visit.content, Tensor)]
@@ -209,7 +207,7 @@ class Loader(Iterator[Batch]):
         return {name: self._pinned(rows) for name, rows in self._texts.rows(captions).items()}
 
     def _pinned(self, tensor: Tensor) -> Tensor:
-        return tensor.pin_memory() if self._on_gpu else tensor
+        return tensor.pin_memory() if self._pins else tensor
 
     def _on_device(self, batch: Batch) -> Batch:
         # Bytes cross the bus, a quarter of fp32. On the current stream, so that nothing else need be waited for.
@@ -217,7 +215,7 @@ class Loader(Iterator[Batch]):
 
     def _moved(self, one: MicroBatch) -> MicroBatch:
         def there(tensor: Tensor) -> Tensor:
-            return tensor.to(self._world.device, non_blocking=True)
+            return tensor.to(self._world.device, non_blocking=self._pins)
 
         return replace(
             one,
