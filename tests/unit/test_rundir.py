@@ -476,3 +476,30 @@ def test_a_folder_that_cannot_be_used_is_named_and_left_out(tmp_path: Path, capl
     prepare(RunDirectory(tmp_path / "b"))
     assert [directory.path.name for directory in find_runs(tmp_path)] == ["b"]
     assert "run.json is damaged" in caplog.text
+
+
+def test_a_directory_of_another_run_at_the_same_place_is_left_to_that_one(tmp_path: Path) -> None:
+    mine, other = tmp_path / "run", RunDirectory(tmp_path / "run")
+    with acquire(RunDirectory(mine)) as live:
+        live.begin_training()
+        mine.rename(tmp_path / "moved")
+        (tmp_path / "new").mkdir()
+        prepare(RunDirectory(tmp_path / "new"))
+        (tmp_path / "new").rename(mine)
+        assert eventually(lambda: [request.kind for request in live.take_requests()] == ["stop"])
+    assert sorted(path.name for path in mine.iterdir()) == ["run.json"]
+    assert other.record() != live.record
+
+
+def test_a_directory_that_cannot_be_made_again_is_made_as_soon_as_it_can(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "folder/run")
+    with acquire(directory) as live:
+        live.begin_training()
+        step(live, 1)
+        (tmp_path / "folder").rename(tmp_path / "moved")
+        (tmp_path / "folder").write_text("in its way")
+        time.sleep(0.8)
+        step(live, 2)
+        (tmp_path / "folder").unlink()
+        assert eventually(lambda: [request.kind for request in live.take_requests()] == ["save"])
+    assert [event.step for event in directory.events() if event.kind == "step"] == [1, 2]

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Literal
+from typing import BinaryIO, Literal
 
 EventKind = Literal[
     "state", "phase", "step", "metric", "sample", "eval", "checkpoint", "log", "warning", "health", "error", "control_ack"
@@ -81,6 +81,23 @@ class EventWriter:
             self._write(
                 to_json({"type": "warning", "t": time.time(), "step": step, "message": f"{lost} events before this were lost"})
             )
+
+    def move(self, path: Path, last: Mapping[str, object] | None = None) -> None:
+        """Go on in the file `path`, which gets what this one holds if it is not there yet. Raises OSError.
+
+        `last` are the fields of a `state` event that this file ends with.
+        """
+        with self._lock:
+            if not path.exists():
+                draft = path.with_name(f".{path.name}.{os.getpid()}")
+                with draft.open("wb") as copy:
+                    _copy(self._file, copy)
+                draft.replace(path)
+            if last is not None:
+                self._write(to_json({"type": "state", "t": time.time(), "step": self.last_step or None, **last}))
+            os.close(self._file)
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            self.path, self._torn = path, _ends_torn(self._file)
 
     def close(self) -> None:
         with self._lock:
@@ -181,6 +198,12 @@ def _number(value: object) -> float | None:
         return float(value)
     except OverflowError:
         return None
+
+
+def _copy(source: int, target: BinaryIO) -> None:
+    offset = 0
+    while piece := os.pread(source, 1 << 20, offset):
+        offset += target.write(piece)
 
 
 def _ends_torn(file: int) -> bool:

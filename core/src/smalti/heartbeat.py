@@ -10,10 +10,11 @@ from dataclasses import asdict
 from smalti.errors import UserError
 from smalti.files import atomic_write
 from smalti.process import Process
-from smalti.rundir import POLL_SECONDS, STALE_SECONDS, Heartbeat, RunDirectory, RunRecord
+from smalti.rundir import POLL_SECONDS, RUN_KIND, SCHEMA, STALE_SECONDS, Heartbeat, RunDirectory, RunRecord
 
 _LEAVING_SECONDS = 60.0
 """How long a launch waits for one that has said its last word, whose processes are still ending."""
+_OWN_FILES = ("run.json", "config.toml", "launch.json", "accelerate.yaml", "events.jsonl", "heartbeat")
 _log = logging.getLogger(__name__)
 
 
@@ -88,3 +89,19 @@ def in_use(directory: RunDirectory, heartbeat: Heartbeat | None) -> UserError:
     else:
         remedy = f"stop it with `smalti run stop {directory.path}`"
     return UserError(f"{directory.path} is in use: a run lives there, {who}", fix=f"{remedy}, or choose another --output_dir")
+
+
+def refuse_foreign_files(directory: RunDirectory) -> None:
+    taken = [name for name in _OWN_FILES if (directory.path / name).exists()]
+    if directory.control.is_dir() and any(directory.control.iterdir()):
+        taken.append("control/")
+    if taken:
+        raise UserError(
+            f"{directory.path} is no run directory, but has {', '.join(taken)}, which a run would overwrite",
+            fix="choose another --output_dir, or move these away",
+        )
+
+
+def write_record(directory: RunDirectory, record: RunRecord) -> None:
+    content = {"kind": RUN_KIND, "schema": SCHEMA, **asdict(record)}
+    atomic_write(directory.record_file, json.dumps(content, indent=2).encode() + b"\n")

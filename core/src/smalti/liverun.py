@@ -27,16 +27,14 @@ from uuid import uuid4
 
 from smalti.errors import ExitCode, UserError
 from smalti.events import EventWriter
-from smalti.files import atomic_write
-from smalti.heartbeat import clear_away, dead_heartbeat, in_use, take, take_part
+from smalti.heartbeat import clear_away, dead_heartbeat, in_use, refuse_foreign_files, take, take_part, write_record
 from smalti.phases import Phase, Phases
 from smalti.process import Process
+from smalti.restoring import Restorer
 from smalti.rundir import (
     BEAT_SECONDS,
     POLL_SECONDS,
     REFUSED,
-    RUN_KIND,
-    SCHEMA,
     Condition,
     Heartbeat,
     Request,
@@ -62,7 +60,6 @@ PHASE_SECONDS = 1.0
 
 STOPPED_EARLY = "stopped on request before the first step; what was encoded is kept"
 
-_OWN_FILES = ("run.json", "config.toml", "launch.json", "accelerate.yaml", "events.jsonl", "heartbeat")
 _log = logging.getLogger(__name__)
 
 
@@ -83,7 +80,7 @@ def prepare(
         directory.path.mkdir(parents=True, exist_ok=True)
         known = directory.record()
         if known is None:
-            _refuse_foreign_files(directory)
+            refuse_foreign_files(directory)
         dead_heartbeat(directory)
         now = time.time()
         record = RunRecord(
@@ -96,7 +93,7 @@ def prepare(
             process=known.process if known else None,
             mixed_precision=mixed_precision or (known.mixed_precision if known else None),
         )
-        _write_record(directory, record)
+        write_record(directory, record)
     return record
 
 
@@ -124,7 +121,7 @@ def acquire(
             take(directory, record)
         except FileExistsError:
             raise in_use(directory, directory.heartbeat()) from None
-        _write_record(directory, record)
+        write_record(directory, record)
         return LiveRun(directory, record, before=before, on_stop=on_stop)
 
 
@@ -176,8 +173,13 @@ class LiveRun:
         self._usurper: Heartbeat | None = None
         self._left_alone: set[Path] = set()
         self._training = False
+        self._joined = False
+        self._gone = False
         self._told: Phase | None = None
         self._told_at = -PHASE_SECONDS
+        self._restorer = Restorer(directory)
+        self._restoring = threading.Lock()
+        self._errands: list[Request] = []
         self._asking = threading.Lock()
         self._closing = threading.Event()
         self._pulse = threading.Thread(target=self._keep_alive, name="heartbeat", daemon=True)
@@ -205,6 +207,7 @@ class LiveRun:
         self._pulse.join()
         self._refuse_requests("the run has ended")
         self.events.close()
+        self._restorer.close()
         last = self._worker is None or (self.record.process is not None and self.record.process.alive() is False)
         if last and self._holds(self.directory.heartbeat()):
             self.directory.heartbeat_file.unlink(missing_ok=True)
@@ -214,7 +217,11 @@ class LiveRun:
         with self._asking:
             self._training = True
             self.record = replace(self.record, training_since=time.time())
-            _write_record(self.directory, self.record)
+            write_record(self.directory, self.record)
+
+    def keep_files(self) -> None:
+        """The files that say how the run is started have changed: they are those to restore if the directory is lost."""
+        self._restorer.keep()
 
     # --- what is asked of the run -----------------------------------------------------------------------------------
 
@@ -227,7 +234,7 @@ class LiveRun:
             return [
                 Request(id="", kind="stop", details={"message": f"{self._usurper.process} took over {self.directory.path}"})
             ]
-        taken = []
+        taken, self._errands = self._errands, []
         for path in sorted(self.directory.control.glob("*.json")):
             request = _read_request(path)
             if request is None:
@@ -267,6 +274,7 @@ class LiveRun:
         for file in (self.directory.config_file, self.directory.launch_file):
             with suppress(FileNotFoundError):
                 self.directory.next_of(file).replace(file)
+        self.keep_files()
         self.events.append(
             "state",
             step=state.step,
@@ -322,6 +330,7 @@ class LiveRun:
 
     def record_end(self, state: RunState, outcome: Outcome | None) -> None:
         """The last word; None is for the end by an exception. Nothing may be recorded after it."""
+        self._restore_if_lost(surely=True)
         if outcome is not None:
             condition, message, code = _condition(outcome.reason), outcome.message, outcome.exit_code
         else:
@@ -340,6 +349,7 @@ class LiveRun:
 
         A launch that failed before its first step leaves a run that had made steps as it was.
         """
+        self._restore_if_lost(surely=True)
         if self.directory.status().ended:
             return
         record = self.directory.record()
@@ -353,7 +363,7 @@ class LiveRun:
         self.events.append("state", step=self.events.last_step or None, state=condition, message=message, exit_code=code)
         if condition == REFUSED and self._before is not None:
             with suppress(OSError):
-                _write_record(self.directory, self._before)
+                write_record(self.directory, self._before)
 
     # --- the heartbeat ----------------------------------------------------------------------------------------------
 
@@ -361,6 +371,8 @@ class LiveRun:
         failing, due = False, time.monotonic() + BEAT_SECONDS
         while not self._closing.wait(min(POLL_SECONDS, BEAT_SECONDS)) and not (self._usurper and self._training):
             try:
+                self._look_for_main_rank()
+                self._restore_if_lost()
                 if time.monotonic() >= due:
                     due = time.monotonic() + BEAT_SECONDS
                     self._beat()
@@ -372,6 +384,49 @@ class LiveRun:
                     _log.warning("%s: no heartbeat: %s", self.directory.heartbeat_file, error)
                 failing = True
 
+    def _look_for_main_rank(self) -> None:
+        """Until the first step: whether it is another process, and has come."""
+        if self._worker is None and not self._joined and not self._training:
+            heartbeat = self.directory.heartbeat()
+            self._joined = heartbeat is not None and heartbeat.worker is not None
+
+    def _restore_if_lost(self, *, surely: bool = False) -> None:
+        with self._restoring:
+            if self._restorer.lost(surely=surely):
+                self._restore()
+
+    def _restore(self) -> None:
+        """The directory was removed or moved away. Of a run's two processes the main rank makes it again."""
+        if self._joined:
+            self._restorer.follow(self.events)
+            return
+        there, heartbeat = self.directory.record(), self.directory.heartbeat()
+        if (there and there.id != self.record.id) or (heartbeat and not self._holds(heartbeat)):
+            self._give_way(heartbeat)
+            return
+        try:
+            told = self._restorer.restore(self.events)
+            write_record(self.directory, self.record)
+            with suppress(FileExistsError):
+                take(self.directory, self.record)
+            if self._worker is not None:
+                take_part(self.directory, self.record, self._worker)
+        except OSError as error:
+            if not self._gone:
+                _log.warning(
+                    "%s is gone and cannot be made again: %s; nothing is saved until it can", self.directory.path, error
+                )
+            self._gone = True
+            return
+        self._gone = False
+        _log.warning("%s", told)
+        self.events.append("warning", step=self.events.last_step or None, message=told)
+        if self._restorer.lost_encoded:
+            gone = "the images and texts that were encoded ahead are gone with the run directory"
+            self._errands.append(Request(id="", kind="stop", details={"reason": "lost data", "message": gone}))
+        elif self._training:
+            self._errands.append(Request(id="", kind="save"))
+
     def _beat(self) -> None:
         """One sign of life; a run that was silent for long may find that another one took its place."""
         heartbeat = self.directory.heartbeat()
@@ -379,12 +434,15 @@ class LiveRun:
             with suppress(FileExistsError):  # of a run's two processes, the other one was quicker
                 take(self.directory, self.record)
         elif not self._holds(heartbeat):
-            self._usurper = heartbeat
-            _log.error("%s took over %s; this run stops", heartbeat.process, self.directory.path)
+            self._give_way(heartbeat)
         elif self._worker is not None and heartbeat.worker is None:  # somebody removed it, and the launcher brought it back
             take_part(self.directory, self.record, self._worker)
         else:
             os.utime(self.directory.heartbeat_file)
+
+    def _give_way(self, heartbeat: Heartbeat | None) -> None:
+        self._usurper = heartbeat or Heartbeat(process=None, started=0.0, touched=0.0)
+        _log.error("%s took over %s; this run stops", self._usurper.process or "another run", self.directory.path)
 
     def _holds(self, heartbeat: Heartbeat | None) -> bool:
         return heartbeat is not None and (heartbeat.process, heartbeat.started) == (self.record.process, self.record.started)
@@ -432,22 +490,3 @@ def _read_request(path: Path) -> Request | None:
         return None
     details = content.get("details")
     return Request(id=path.stem, kind=kind, details=details if isinstance(details, dict) else {})
-
-
-# --- who may be the run ---------------------------------------------------------------------------------------------
-
-
-def _refuse_foreign_files(directory: RunDirectory) -> None:
-    taken = [name for name in _OWN_FILES if (directory.path / name).exists()]
-    if directory.control.is_dir() and any(directory.control.iterdir()):
-        taken.append("control/")
-    if taken:
-        raise UserError(
-            f"{directory.path} is no run directory, but has {', '.join(taken)}, which a run would overwrite",
-            fix="choose another --output_dir, or move these away",
-        )
-
-
-def _write_record(directory: RunDirectory, record: RunRecord) -> None:
-    content = {"kind": RUN_KIND, "schema": SCHEMA, **asdict(record)}
-    atomic_write(directory.record_file, json.dumps(content, indent=2).encode() + b"\n")

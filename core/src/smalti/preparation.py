@@ -139,6 +139,8 @@ class Preparation:
         click.echo(f"smalti: {'; '.join(f'{name} {self.facts[name]}' for name in _FIRST if name in self.facts)}", err=True)
         with _failures_recorded(self.live):
             write_launch_files(self.directory, self.config, self.plugins, self.plan)
+            if self.live is not None:
+                self.live.keep_files()
             sys.stdout.flush()
             code, message = self._run()
         if self.live is not None:

@@ -199,7 +199,7 @@ class Run:
             message = f"{state.skipped} steps in a row had a loss or gradient that is not finite"
             state.request_stop(StopReason.NON_FINITE, message)
         if broken := self.batches.budget_exhausted:
-            state.request_stop(StopReason.ERROR_BUDGET, f"{broken}; mend or remove such files, or raise --data_error_budget")
+            state.request_stop(StopReason.ERROR_BUDGET, broken)
         self.whole = True
 
     def leave_out(self, batch: Batch) -> None:

@@ -116,6 +116,20 @@ def _check_room(room: int | None, held: Sequence[Pieces], full_weights: bool) ->
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def _blame(directory: Path, ranks: Ranks, *, unseen: bool) -> None:
+    """Raises RankError on all ranks: somebody removed the directory, or else some rank sees other storage. *Collective*."""
+
+    def look() -> str:
+        if ranks.world.is_main and not directory.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{directory}")
+        if unseen:
+            message = f"{directory} is not visible on this node"
+            raise CheckpointError(message, fix="put --output_dir on storage that all nodes share")
+        return ""
+
+    together(ranks, look)
+
+
 def _save(store: CheckpointStore, snapshot: Snapshot, ranks: Ranks, full_weights: bool, cleanup: ExitStack) -> tuple[Path, int]:
     main = ranks.world.is_main
     tensors = snapshot.tensors()
@@ -134,14 +148,15 @@ def _save(store: CheckpointStore, snapshot: Snapshot, ranks: Ranks, full_weights
     def plan() -> str:
         nonlocal room
         if not directory.is_dir():
-            raise CheckpointError(
-                f"{directory} is not visible on this node", fix="put --output_dir on storage that all nodes share"
-            )
+            return ""
         if main:
             room = files.free_bytes(directory)  # now, because no rank writes before all have planned
         return encode_pieces(local_pieces(tensors))
 
-    held = [decode_pieces(text) for text in together(ranks, plan)]
+    planned = together(ranks, plan)
+    if "" in planned:
+        _blame(directory, ranks, unseen=not planned[ranks.world.rank])
+    held = [decode_pieces(text) for text in planned]
     rank = ranks.world.rank
 
     def write() -> str:

@@ -31,6 +31,7 @@ from smalti.data.order import GlobalBatch
 from smalti.data.pixels import Bytes, crop, normalised, read_picture
 from smalti.data.prepared import PreparedData
 from smalti.data.quarantine import BadSampleError, ErrorBudget, Quarantined
+from smalti.errors import UserError
 from smalti.hashing import fraction, key_of
 from smalti.models.family import Conditioning
 from smalti.models.frames import Frame
@@ -115,6 +116,7 @@ class Loader(Iterator[Batch]):
         self.errors = errors or data.error_budget()
         self._reader = _Reader(data, self.errors, cache_bytes, latents)
         self._texts = texts
+        self._rows: dict[str, Tensor] = {}
         self._order = data.order
         self._world = world
         self._micro_batch = micro_batch
@@ -135,7 +137,7 @@ class Loader(Iterator[Batch]):
     @property
     def budget_exhausted(self) -> str | None:
         """Why the run should stop, once it should; it is known as soon as a batch is made, so before that batch is taken."""
-        return self.errors.exhausted
+        return f"{self.errors.exhausted}; {self.errors.fix}" if self.errors.exhausted else None
 
     def __next__(self) -> Batch:
         if self._stopping.is_set():
@@ -204,7 +206,15 @@ class Loader(Iterator[Batch]):
     def _conditioning(self, captions: Sequence[str]) -> Conditioning | None:
         if self._texts is None or not captions:
             return None
-        return {name: self._pinned(rows) for name, rows in self._texts.rows(captions).items()}
+        try:
+            found = self._texts.rows(captions)
+            self._rows = {name: rows[:1] for name, rows in found.items()}
+        except UserError as error:
+            if not self._rows:
+                raise
+            self.errors.exhaust(error.message, error.fix)  # see `_Reader.visit`
+            found = {name: row.expand(len(captions), *row.shape[1:]).clone() for name, row in self._rows.items()}
+        return {name: self._pinned(rows) for name, rows in found.items()}
 
     def _pinned(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory() if self._pins else tensor
@@ -244,6 +254,7 @@ class _Reader:
         self._latents = latents
         self._bad: set[int] = set(latents.broken) if latents is not None else set()
         self._cache: dict[int, Bytes] = {}
+        self._alike: dict[Bucket, tuple[Tensor, Corner]] = {}
         self._room = cache_bytes
 
     def visit(self, batch: GlobalBatch, slot: int) -> _Visit:
@@ -252,7 +263,7 @@ class _Reader:
             if sample in self._bad:
                 continue
             if self._latents is not None:
-                return self._complete(sample, *self._latents.get(sample, batch.bucket), batch)
+                return self._complete(sample, *self._encoded(sample, batch.bucket), batch)
             picture = self._try(sample, batch.bucket)
             if picture is not None:
                 return self._complete(sample, *self._cut(sample, picture, batch.bucket, number), batch)
@@ -264,6 +275,18 @@ class _Reader:
         width, height = batch.bucket.width, batch.bucket.height
         blank = np.full((3, height, width), 255, dtype=np.uint8)
         return _Visit(content=blank, caption="", key="", frame=Frame(width=width, height=height, left=0, top=0))
+
+    def _encoded(self, sample: int, bucket: Bucket) -> tuple[Tensor, Corner]:
+        """The latents of a sample; once they are lost, of another one, for the step in which the run stops by agreement."""
+        assert self._latents is not None
+        try:
+            self._alike[bucket] = found = self._latents.get(sample, bucket)
+        except UserError as error:
+            if bucket not in self._alike:
+                raise
+            self._errors.exhaust(error.message, error.fix)
+            return self._alike[bucket]
+        return found
 
     def _try(self, sample: int, bucket: Bucket) -> Bytes | None:
         """The scaled picture of a sample, or None when it is bad."""

@@ -59,6 +59,7 @@ class ErrorBudget:
         self.already = already
         self.exhausted: str | None = None
         """The sentence that says why the run should stop, once it should."""
+        self.fix = "mend or remove such files, or raise --data_error_budget"
         self._log_file = log
         self._items: dict[tuple[str, str], Quarantined] = {}
         self._lock = threading.Lock()
@@ -86,9 +87,10 @@ class ErrorBudget:
                 f" dataset {item.dataset}: {item.reason}"
             )
 
-    def exhaust(self, message: str) -> None:
-        """Ask for a stop; the first message stays."""
-        self.exhausted = self.exhausted or message
+    def exhaust(self, message: str, fix: str = "") -> None:
+        """Ask for a stop; the first message stays. `fix` is what helps, if not what helps against broken images."""
+        if self.exhausted is None:
+            self.exhausted, self.fix = message, fix or self.fix
 
 
 def _line(item: Quarantined) -> bytes:

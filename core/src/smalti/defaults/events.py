@@ -23,7 +23,11 @@ from smalti.types import (
 LOOK_SECONDS = 0.25
 """How often the folder of requests is looked at: a look costs a system call, on shared storage a round trip."""
 
-_REASONS = {"interrupted": StopReason.INTERRUPTED, "preempted": StopReason.PREEMPTED}
+_REASONS = {
+    "interrupted": StopReason.INTERRUPTED,
+    "preempted": StopReason.PREEMPTED,
+    "lost data": StopReason.ERROR_BUDGET,
+}
 
 
 class Events:
@@ -62,7 +66,7 @@ class Events:
     def _obey(self, live: LiveRun, state: RunState, request: Request) -> None:
         if request.kind == "stop":
             reason = _REASONS.get(str(request.details.get("reason")), StopReason.REQUESTED)
-            state.request_stop(reason)
+            state.request_stop(reason, str(request.details.get("message", "")))
             live.acknowledge(request, message=f"stopping after step {state.step}, with a checkpoint")
         elif request.kind == "save":
             state.request_save()
