@@ -17,7 +17,19 @@ PLUGIN_PACKAGES = ("smalti_fsdp2", "smalti_deepspeed", "smalti_storage_s3", "sma
 
 # From the ground up: a module may import from its own layer and from those below it. A name stands for a package as well.
 LAYERS = (
-    ("errors", "packages", "files", "process", "hashing", "streams", "termination", "ending", "lastwords", "parentage"),
+    (
+        "errors",
+        "packages",
+        "files",
+        "process",
+        "hashing",
+        "streams",
+        "termination",
+        "ending",
+        "lastwords",
+        "launchfolder",
+        "parentage",
+    ),
     ("types",),
     ("hookspecs", "factories", "returns", "accelerator"),
     ("options", "flags", "configfile", "acceleratefile", "settings", "events", "phases"),

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
@@ -18,6 +18,7 @@ from smalti.errors import ExitCode, PreflightError
 from smalti.lastwords import RankEnd
 from smalti.launch import LaunchPlan
 from smalti.liverun import prepare
+from smalti.process import Process
 from smalti.rundir import RunDirectory
 from smalti.types import DistributedPlan
 from smalti.workers import end_tree, judge, run_workers
@@ -151,7 +152,8 @@ def test_a_worker_that_is_killed_is_told_of(directory):
 
 def test_room_for_the_words_is_there_from_the_start(directory):
     code = """
-    sizes = [len(path.read_bytes()) for path in pathlib.Path(os.environ['SMALTI_OUTCOME_DIR']).iterdir()]
+    kept = sorted(pathlib.Path(os.environ['SMALTI_OUTCOME_DIR']).iterdir())
+    sizes = [len(path.read_bytes()) for path in kept if path.name != 'owner.json']
     leave(0, 0, ' '.join(map(str, sizes)))"""
     assert run_workers(plan(code), directory) == (ExitCode.DONE, "16384 16384")
 
@@ -365,6 +367,38 @@ def test_before_the_run_has_begun_one_signal_is_enough(host, number, code):
     running = host(YOUNG)
     running.process.send_signal(number)
     assert running.verdict() == (code, "stopped before the run began; nothing was changed")
+
+
+def test_the_folder_of_a_killed_launch_goes_with_a_later_one_and_nothing_else_does(host, directory, tmp_path, monkeypatch):
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", f"{place}")
+    monkeypatch.setattr("tempfile.tempdir", f"{place}")
+    running = host(ORPHANED)
+    [folder] = place.iterdir()
+    family = psutil.Process(running.process.pid).children(recursive=True)
+    running.process.kill()
+    running.process.wait()
+    marker = (folder / "owner.json").read_text()
+    done = plan("leave(0, 0, 'done')")
+    run_workers(done, directory)
+    used = folder.exists()
+    for each in family:
+        each.kill()
+    psutil.wait_procs(family, timeout=60)
+    running.process.communicate()
+
+    (place / "smalti-unmarked").mkdir()
+    (place / "smalti-file").write_text(marker)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/owner.json").write_text(marker)
+    (place / "smalti-link").symlink_to(tmp_path / "elsewhere")
+    (place / "smalti-living").mkdir()
+    (place / "smalti-living/owner.json").write_text(json.dumps(asdict(Process.current())))
+    run_workers(done, directory)
+    assert used
+    assert sorted(path.name for path in place.iterdir()) == ["smalti-file", "smalti-link", "smalti-living", "smalti-unmarked"]
+    assert (tmp_path / "elsewhere/owner.json").exists()
 
 
 def test_end_tree_ends_processes_that_lead_sessions_of_their_own(tmp_path):

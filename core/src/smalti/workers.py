@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -16,8 +15,9 @@ from pathlib import Path
 import psutil
 
 from smalti.errors import ExitCode, PreflightError, UserError
-from smalti.lastwords import FOLDER_VARIABLE, SIGNALLED, RankEnd, make_room, read_ends, read_killed
+from smalti.lastwords import FOLDER_VARIABLE, SIGNALLED, RankEnd, read_ends, read_killed
 from smalti.launch import DIGEST_VARIABLE, LaunchPlan
+from smalti.launchfolder import launch_folder, processes_of
 from smalti.liverun import ATTEMPT_VARIABLE, STOPPED_EARLY, LiveRun
 from smalti.parentage import PARENT_VARIABLE
 from smalti.rundir import Request, RunDirectory
@@ -46,7 +46,7 @@ def run_workers(plan: LaunchPlan, directory: RunDirectory, *, digest: str = "", 
     """
     if plan.port is not None:
         _check_port(plan.port)
-    with _folder_for_words(plan.ranks) as ends, _signals() as received:
+    with launch_folder(plan.ranks) as ends, _signals() as received:
         own = {FOLDER_VARIABLE: ends, PARENT_VARIABLE: str(os.getpid()), **({DIGEST_VARIABLE: digest} if digest else {})}
         if live is not None:
             own[ATTEMPT_VARIABLE] = repr(live.record.started)
@@ -60,18 +60,6 @@ def run_workers(plan: LaunchPlan, directory: RunDirectory, *, digest: str = "", 
             launched.end()
         conclude()
         return verdict or judge(read_ends(Path(ends)), process.returncode, plan.ranks, read_killed(Path(ends)))
-
-
-@contextmanager
-def _folder_for_words(ranks: range) -> Iterator[str]:
-    try:
-        folder = tempfile.TemporaryDirectory(prefix="smalti-", ignore_cleanup_errors=True)
-        make_room(Path(folder.name), ranks)
-    except OSError as error:
-        message = f"there is no room for temporary files in {tempfile.gettempdir()}: {error.strerror or error}"
-        raise PreflightError(message, fix="make room there, or name another folder with TMPDIR") from error
-    with folder as name:
-        yield name
 
 
 def _observed(command: Sequence[str]) -> Sequence[str]:
@@ -97,7 +85,7 @@ class _Launched:
         if self._process.returncode >= 0:
             return True
         if self._left is None:
-            self._left = self._orphans()
+            self._left = processes_of(self._ends)
             if self._left:
                 name = signal.Signals(-self._process.returncode).name
                 _say(f"{_STARTER} was killed by {name}; waiting for the ranks to save and leave")
@@ -119,19 +107,10 @@ class _Launched:
             end_tree(self._process.pid)
             self._process.wait()
         elif self._left is None and self._process.returncode < 0:
-            self._left = self._orphans()
+            self._left = processes_of(self._ends)
         for each in self._left or ():
             with suppress(psutil.NoSuchProcess):
                 each.kill()
-
-    def _orphans(self) -> list[psutil.Process]:
-        """Whatever belongs to this launch, wherever the system has put it. Those of other users cannot be looked at."""
-        found = []
-        for each in psutil.process_iter():
-            with suppress(psutil.Error):
-                if each.environ().get(FOLDER_VARIABLE) == self._ends:
-                    found.append(each)
-        return found
 
 
 def _runs(process: psutil.Process) -> bool:
