@@ -115,6 +115,7 @@ def test_machines_that_join_take_what_the_first_one_has_chosen(prepared, configu
     first = prepared(*flags, write=True)
     directory = first.directory
     assert directory.record().mixed_precision == "no"
+    first.live.close()
     prepare(directory, mixed_precision="bf16")  # as a machine with bf16 instructions would have chosen it
     joined = prepared(*flags, "--machine_rank=1", write=True)
     assert joined.config[TrainingOptions].mixed_precision == "bf16"
