@@ -1,6 +1,7 @@
 """One rank among many that are not there: collective calls return at once, and every other rank says what this one says."""
 
 import os
+from collections import Counter
 
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # noqa: F401 - what fake tensors are when a collective call returns
@@ -10,6 +11,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 groups: list[dict[str, object]] = []
 """What each process group was asked for with, the first one too."""
+
+
+messages: Counter[str] = Counter()
+"""Tensors that went to or came from a single rank, by the kind of device they are on."""
 
 
 def install() -> None:
@@ -29,7 +34,19 @@ def install() -> None:
         with unset_fake_temporarily():  # it counts ranks in a tensor
             return mesh(*arguments, **settings)
 
+    def counted(name: str):
+        own = getattr(dist, name)
+
+        def send(tensor, *arguments, **settings):
+            messages[tensor.device.type] += 1
+            return own(tensor, *arguments, **settings)
+
+        return send
+
+    for name in ("send", "isend", "recv", "irecv"):
+        setattr(dist, name, counted(name))
     dist.init_process_group, dist.new_group = init_process_group, new_group
+    device_mesh.new_group = new_group
     device_mesh.init_device_mesh = dist.init_device_mesh = init_device_mesh
 
     from smalti.ranks import GlooRanks

@@ -30,6 +30,8 @@ class Rehearsal:
     phases: dict[str, Phase] = field(default_factory=dict)
     races: list[str] = field(default_factory=list)
     groups: list[dict] = field(default_factory=list)
+    messages: Counter = field(default_factory=Counter)
+    """Tensors that went to or came from a single rank, by the kind of device they are on."""
     parameters: set[str] = field(default_factory=set)
     averages: set[str] = field(default_factory=set)
     state: set[tuple[str, str]] = field(default_factory=set)
@@ -65,6 +67,7 @@ def rehearse(words: Sequence[str], *, rank: int = 1, ranks: int = 8) -> Rehearsa
         with watch:
             _go_through(run, seen, watch)
     seen.groups = [{name: str(value) for name, value in group.items()} for group in cluster.groups]
+    seen.messages = cluster.messages
     return _judged(seen, watch)
 
 

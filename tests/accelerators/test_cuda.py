@@ -8,7 +8,12 @@ RUNS = {
     "single": {"rank": 0, "ranks": 1},
     "fsdp2": {"flags": ["fsdp_enable", "use_ema"], "gradient_accumulation_steps": 2},
     "offload": {"flags": ["fsdp_enable", "fsdp_cpu_offload", "use_ema"], "gradient_accumulation_steps": 2, "ema_device": "cpu"},
-    "hsdp": {"flags": ["fsdp_enable"], "ranks": 16, "fsdp_shard_size": 8, "gradient_accumulation_steps": 2},
+    "hsdp": {
+        "flags": ["fsdp_enable", "fsdp_cpu_ram_efficient_loading"],
+        "ranks": 16,
+        "fsdp_shard_size": 8,
+        "gradient_accumulation_steps": 2,
+    },
     **{f"zero{stage}": {"deepspeed_config": json.dumps({"zero_optimization": {"stage": stage}})} for stage in (1, 2, 3)},
 }
 
@@ -66,6 +71,17 @@ def test_the_host_waits_for_the_device_twice_a_step(seen, phase):
 def test_a_sharded_rank_never_holds_the_whole_gradient(seen):
     first, last = seen.held[:2]
     assert first == last, "bytes after the first micro-batch, and after the last one"
+
+
+@pytest.mark.parametrize("seen", ["hsdp"], indirect=True)
+def test_first_weights_travel_in_host_memory(seen):
+    """Each pair of ranks would make a communicator for devices; those that are made with a group serve all of it."""
+    assert set(seen.messages) == {"cpu"}
+
+
+@pytest.mark.parametrize("seen", ["hsdp"], indirect=True)
+def test_groups_of_ranks_that_share_a_copy_have_no_second_line(seen):
+    assert [group["backend"] for group in seen.groups if group.get("group_desc")] == ["nccl"] * (2 + 8)
 
 
 @live

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,6 +13,8 @@ from pathlib import Path
 import psutil
 
 _PROC = Path("/proc")
+_OPEN_FILES = 2**16
+"""Enough for 10,000 ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,23 @@ class Process:
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
+
+
+def raise_open_files_limit() -> None:
+    """Let this process open as many files as the system allows, up to 65,536.
+
+    Each group of gloo connects every rank with every other one, and a run has several: at some hundred ranks, the usual limit
+    of 1,024 open files is too low.
+    """
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # macOS has a lower limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @cache

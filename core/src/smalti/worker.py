@@ -20,6 +20,7 @@ from smalti.lastwords import code_of, describe, leave_word
 from smalti.launch import DIGEST_VARIABLE
 from smalti.parentage import follow_parent
 from smalti.plugins import Plugins, Selection, load_plugins
+from smalti.process import raise_open_files_limit
 from smalti.rundir import RunDirectory
 from smalti.streams import outlast
 from smalti.termination import Terminated, live_for_one_command
@@ -36,6 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
         end = End.first()
         live_for_one_command()
         follow_parent()
+        raise_open_files_limit()
     from torch.distributed.elastic.multiprocessing.errors import record
 
     outlast()

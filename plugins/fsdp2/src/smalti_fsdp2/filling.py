@@ -44,18 +44,23 @@ def fill_buffers(model: nn.Module, buffers: Mapping[str, Tensor], weights: Weigh
 
 
 def _deal(parameters: Mapping[str, Tensor], weights: Weights, ranks: Ranks) -> None:
-    """Rank 0 reads one tensor after the other and sends every rank its part."""
+    """Rank 0 reads one tensor after the other and sends every rank its part, all of them at once.
+
+    From host memory to host memory: between accelerators, each pair of ranks would get a communicator of its own, whose buffers
+    stay on the first rank's device.
+    """
     held = [decode_pieces(text) for text in ranks.share(encode_pieces(local_pieces(parameters)))]
     for name, parameter in parameters.items():
         local = _local(parameter)
         if ranks.world.is_main:
-            whole = first_weight(weights, name, parameter)
-            for rank, pieces in enumerate(held[1:], start=1):
-                if (part := _part(whole, pieces, name)).numel():
-                    dist.send(part.to(local.device, local.dtype).contiguous(), rank)
-            local.copy_(_part(whole, held[0], name))
+            whole = first_weight(weights, name, parameter).to("cpu", local.dtype)
+            parts = [_part(whole, pieces, name).contiguous() for pieces in held]
+            under_way = [dist.isend(part, rank) for rank, part in enumerate(parts) if rank > 0 and part.numel()]
+            local.copy_(parts[0])
+            for message in filter(None, under_way):
+                message.wait()
         elif local.numel():
-            received = torch.empty_like(local, memory_format=torch.contiguous_format)
+            received = torch.empty_like(local, device="cpu", memory_format=torch.contiguous_format)
             dist.recv(received, 0)
             local.copy_(received)
 

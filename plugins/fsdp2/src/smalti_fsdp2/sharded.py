@@ -38,7 +38,7 @@ class Sharded(Group):
         self._config = config
         self._options = config[FsdpOptions]
         self._bf16 = in_bf16(config)
-        self._mesh = shard_mesh(self.world, self._options.fsdp_shard_size)
+        self._mesh = shard_mesh(self.world, self._options.fsdp_shard_size, offload=self._options.fsdp_cpu_offload)
         self._shards = self._mesh.get_group("shard")
         self._synchronised = True
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -16,11 +18,14 @@ from smalti_fsdp2.wrapping import Unit, modules
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def shard_mesh(world: World, shard_size: int | None) -> DeviceMesh:
+def shard_mesh(world: World, shard_size: int | None, *, offload: bool = False) -> DeviceMesh:
     """All ranks in a row; or a table, when several groups of ranks each share one copy of the model (HSDP).
 
     Without a size, one machine shares a copy: gathering goes over its fast links, and only gradients travel between machines.
     Machines with a single rank each share one copy among all, because a rank by itself would shard nothing.
+
+    Of a table, groups are for tensors on accelerators alone, unless gradients are in host memory (`offload`): that spares
+    gloo's connections, one to every other rank of a group.
     """
     size = shard_size or (world.local_size if world.local_size > 1 else world.size)
     kind = torch.device(world.device).type
@@ -30,7 +35,11 @@ def shard_mesh(world: World, shard_size: int | None) -> DeviceMesh:
         )
     if size == world.size:
         return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
-    return init_device_mesh(kind, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
+    names = ("replicate", "shard")
+    backends: Any = None
+    if kind != "cpu" and not offload:
+        backends = dict.fromkeys(names, dist.get_default_backend_for_device(kind))
+    return init_device_mesh(kind, (world.size // size, size), mesh_dim_names=names, backend_override=backends)
 
 
 def precision(options: FsdpOptions, *, bf16: bool) -> MixedPrecisionPolicy:

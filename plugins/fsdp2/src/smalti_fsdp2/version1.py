@@ -62,7 +62,7 @@ class FullySharded(Group):
         self._config = config
         self._options = config[FsdpOptions]
         self._bf16 = in_bf16(config)
-        self._mesh = shard_mesh(self.world, self._options.fsdp_shard_size)
+        self._mesh = shard_mesh(self.world, self._options.fsdp_shard_size, offload=self._options.fsdp_cpu_offload)
         if self._mesh.ndim == 2 and self._mesh.size(1) == 1:
             fix = "--fsdp_shard_size=N above 1, or --fsdp_version=2"
             raise UserError("FSDP 1 does not average gradients over copies that are not cut", fix=fix)
