@@ -134,9 +134,9 @@ def _loss(config: Config, family: ModelFamily) -> DenoisingLoss:
 
 def _sizes(config: Config, family: ModelFamily) -> None:
     """Whether the family can sample what validation asks for."""
-    from smalti.validation import validation_sizes
-
     if config[ValidationOptions].validation_prompt:
+        from smalti.validation import validation_sizes
+
         validation_sizes(config, family.alignment)
 
 

@@ -14,6 +14,7 @@ import click
 
 from smalti.ending import End
 from smalti.errors import ExitCode, UserError
+from smalti.importing import keep_imports
 from smalti.lastwords import describe
 from smalti.packages import package_of_command
 from smalti.streams import outlast
@@ -103,6 +104,7 @@ def main_train() -> None:
 def _be_the_process(arguments: list[str]) -> NoReturn:
     end = End.first()
     live_for_one_command()
+    keep_imports()
     outlast("stderr")
     end.code = _run(arguments)
     sys.exit(end.code)

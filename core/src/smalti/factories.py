@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from importlib import import_module
 
 from smalti.errors import BrokenPlugin, MissingPlugin, UserError
+from smalti.importing import importing
 from smalti.types import Registered
 
 BLAME = "raised by "
@@ -47,7 +48,8 @@ def add_blame(error: BaseException, note: str) -> bool:
 
 def _find(entry: Registered, address: str) -> Callable[..., object]:
     module, _, attributes = address.partition(":")
-    found: object = import_module(module)
+    with importing():
+        found: object = import_module(module)
     for attribute in attributes.split("."):
         found = getattr(found, attribute, None)
     if not callable(found):

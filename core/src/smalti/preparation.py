@@ -26,6 +26,7 @@ from smalti.data.prepared import PreparedData
 from smalti.dataplan import scan_data, scan_progress, total_steps
 from smalti.devices import ImageSize, accelerator_kind, cpu_notices, describe_devices
 from smalti.errors import ConfigError, ExitCode, GpuFaultError, PreflightError
+from smalti.importing import importing
 from smalti.launch import (
     LaunchPlan,
     check_accelerators,
@@ -155,7 +156,8 @@ class Preparation:
             from smalti.workers import run_workers
 
             return run_workers(self.plan, self.directory, digest=self.config.digest, live=self.live)
-        from smalti.rank import run_rank
+        with importing():
+            from smalti.rank import run_rank
 
         os.environ.update(self.plan.environment)
         try:

@@ -16,6 +16,7 @@ from typing import cast
 from smalti.config import Config, restore, schema_of
 from smalti.ending import End
 from smalti.errors import UserError
+from smalti.importing import importing, keep_imports
 from smalti.lastwords import code_of, describe, leave_word
 from smalti.launch import DIGEST_VARIABLE
 from smalti.parentage import follow_parent
@@ -36,9 +37,11 @@ def main(arguments: list[str] | None = None) -> None:
     if arguments is None:  # else this process has other things to do afterwards
         end = End.first()
         live_for_one_command()
+        keep_imports()
         follow_parent()
         raise_open_files_limit()
-    from torch.distributed.elastic.multiprocessing.errors import record
+    with importing():
+        from torch.distributed.elastic.multiprocessing.errors import record
 
     outlast()
     logging.basicConfig(format="smalti: %(message)s", level=logging.WARNING)
@@ -47,7 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _work(directory: Path) -> None:
-    from smalti.rank import run_rank
+    with importing():
+        from smalti.rank import run_rank
 
     try:
         outcome = run_rank(*load_run(directory))

@@ -8,6 +8,7 @@ import click
 
 from smalti.checks import check_run
 from smalti.errors import ExitCode, UserError, problems_in
+from smalti.importing import importing
 from smalti.invocation import Invocation, take_switch
 from smalti.reference import help_text
 from smalti.streams import outlast
@@ -56,7 +57,8 @@ def _train(invocation: Invocation, *, dry_run: bool, as_json: bool) -> int:
         check_run(config, invocation.plugins)  # raises, with what else is wrong
     try:
         with terminated():
-            from smalti.preparation import Preparation  # imports much, so only once the options are right
+            with importing():
+                from smalti.preparation import Preparation  # imports much, so only once the options are right
 
             preparation = Preparation.of(config, invocation.plugins, write=not dry_run)
             if not dry_run:

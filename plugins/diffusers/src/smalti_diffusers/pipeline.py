@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from smalti import Config, UserError
 from smalti.diffusion.objective import BetaSchedule
 from smalti.diffusion.timesteps import Shift
+from smalti.importing import importing
 from smalti.models.family import Conditioning, Encoding, Prediction, SampleRequest, Weights
 from smalti.models.weights import FolderWeights, SeededWeights, without_weights
 from smalti.precision import in_bf16
@@ -188,7 +189,8 @@ class PipelineFamily:
         return self._pipeline(_encodes_texts)
 
     def _pipeline(self, has: Callable[[str], bool]) -> object:
-        cls = class_of("diffusers", self.pipeline)
+        with importing():  # before any weights are there
+            cls = class_of("diffusers", self.pipeline)
         frozen = {part: self._load(part) if has(part) else None for part in self.components.parts() if part != self.part}
         pipeline = cls(**frozen, **{self.part: None}, **self.components.settings)
         pipeline.set_progress_bar_config(disable=True)
