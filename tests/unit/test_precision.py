@@ -15,7 +15,7 @@ from smalti.devices import native_bf16
 from smalti.errors import UserError
 from smalti.events import EventWriter
 from smalti.launch import plan_launch
-from smalti.liverun import prepare
+from smalti.liverun import acquire, prepare
 from smalti.precision import cost_of, describe, in_bf16
 from smalti.preparation import Preparation
 from smalti.rundir import RunDirectory
@@ -113,11 +113,11 @@ def test_a_run_that_has_made_steps_keeps_its_precision_on_another_processor(prep
 def test_machines_that_join_take_what_the_first_one_has_chosen(prepared, configure, emulating, tmp_path):
     flags = ("--use_cpu", "--num_processes=2", "--num_machines=2", "--main_process_ip=h")
     first = prepared(*flags, write=True)
-    directory = first.directory
-    assert directory.record().mixed_precision == "no"
+    assert first.directory.record().mixed_precision == "no"
     first.live.close()
-    prepare(directory, mixed_precision="bf16")  # as a machine with bf16 instructions would have chosen it
-    joined = prepared(*flags, "--machine_rank=1", write=True)
+    with acquire(first.directory, mixed_precision="bf16") as live:  # as on a machine that has bf16 instructions
+        live.phases.enter("launching")
+        joined = prepared(*flags, "--machine_rank=1", write=True)
     assert joined.config[TrainingOptions].mixed_precision == "bf16"
 
 
