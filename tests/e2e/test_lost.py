@@ -84,3 +84,52 @@ def test_a_rank_that_alone_fails_to_write_a_checkpoint_ends_the_run_with_its_fai
     run = launch(tmp_path / "run", **{**ENDLESS, **options}, spoil="save:1:4")
     assert "ended with exit code 1: rank 1: ValueError: spoiled" in run.output
     assert newest(run.directory).step >= 2
+
+
+@pytest.fixture(scope="module")
+def waiting(tmp_path_factory, launch):
+    """Runs in which one rank is lost while the others wait for it in a call that does not end by itself."""
+    root = tmp_path_factory.mktemp("waiting")
+    cases = {
+        "killed": ({"num_processes": 3}, "kill:2:4,stuck:0:4,stuck:1:4"),
+        "out of memory": ({"num_processes": 2}, "memory:0:4,stuck:1:4"),
+        "sharded": (
+            {
+                "num_processes": 2,
+                "fsdp_enable": True,
+                "use_cpu": True,
+                "checkpoint_step_interval": 2,
+                "checkpoint_async": False,
+            },
+            "kill:1:4,stuck:0:4",
+        ),
+    }
+    return {
+        name: launch(root / name.replace(" ", "-"), **{**ENDLESS, "max_train_steps": 8, **options}, spoil=spoil)
+        for name, (options, spoil) in cases.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "cause", "saver"),
+    [
+        ("killed", "ended with exit code 1: rank 2 was killed by SIGKILL", 0),
+        ("out of memory", "ended with exit code 1: rank 0: OutOfMemoryError: CUDA out of memory", 1),
+    ],
+)
+def test_a_rank_that_waits_for_a_lost_one_in_a_call_without_end_saves_beside_it_and_leaves(waiting, name, cause, saver):
+    run, entry = waiting[name], newest(waiting[name].directory)
+    last = run.output[run.output.index("ended with exit code") :]
+    assert run.code == 1
+    assert cause in last
+    assert f"saved step 3 from rank {saver} before leaving: {entry.path}" in last
+    assert verify(entry.path).ok
+    assert [call["process"] for call in run.calls("on_train_end", rank=saver)]
+
+
+def test_where_ranks_hold_shards_the_last_checkpoint_is_named_and_nobody_waits(waiting):
+    run, entry = waiting["sharded"], newest(waiting["sharded"].directory)
+    last = run.output[run.output.index("ended with exit code") :]
+    assert (run.code, entry.step) == (1, 2)
+    assert "ended with exit code 1: rank 1 was killed by SIGKILL" in last
+    assert f"its last checkpoint is {entry.path}" in last

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, replace
 
@@ -13,12 +14,13 @@ import pytest
 import torch.distributed as dist
 
 from nursery import forked_processes
+from smalti.boundary import Boundary
 from smalti.config import resolve, schema_of
-from smalti.crew import Answer, Board, Crew, Roll, in_a_line
+from smalti.crew import Answer, Board, Claim, Crew, Roll, in_a_line
 from smalti.group import Group
 from smalti.plugins import Selection, load_plugins
 from smalti.process import Process
-from smalti.ranks import GlooRanks, hang_up, is_line_error
+from smalti.ranks import BrokenGroupError, GlooRanks, break_group, hang_up, is_line_error
 from smalti.types import World
 
 WHO = """import json, sys, time
@@ -107,6 +109,33 @@ def test_the_first_word_of_a_rank_counts(store):
     assert Board(store, 1).read(1)[0].failure == "first"
 
 
+def test_whatever_a_rank_posts_lets_all_know_that_one_is_lost(store):
+    assert Board(store, 1).alarmed() is False
+    Board(store, 0).post(Answer(failure="first"))
+    assert Board(store, 1).alarmed() is True
+
+
+def test_no_change_of_the_weights_begins_once_a_rank_is_known_to_be_lost():
+    boundary = Boundary(claim := Claim(), "cpu")
+    boundary.leave()
+    claim.freeze("rank 1 is gone")
+    boundary.reach()
+    with pytest.raises(BrokenGroupError, match="rank 1 is gone") as refusal:
+        boundary.leave()
+    assert boundary.whole
+    assert is_line_error(refusal.value)
+
+
+def test_one_thread_of_a_process_answers_for_the_rank(store, gone):
+    mine = crew(store, gone)
+    assert mine.call_roll(BROKEN, whole=True) is not None
+    other = threading.Thread(target=mine.call_roll, args=(BROKEN,), daemon=True)
+    other.start()
+    other.join(0.5)
+    assert other.is_alive()
+    assert mine.call_roll(BROKEN) is not None
+
+
 def test_a_single_process_has_nobody_to_ask():
     assert Crew(processes=(Process.current(),)).notice(BROKEN) is None
 
@@ -176,6 +205,7 @@ def two_lines() -> tuple[list[str], bool]:
     side, pair = group.side_channel(), dist.new_group([0, 1])
     crew = Crew.meet(group)
     if dist.get_rank() == 1:
+        break_group(5)
         roll = crew.call_roll(BROKEN)
         time.sleep(5)  # the process lives on: its end would tell the other one, too
         return [], roll.silent == {}

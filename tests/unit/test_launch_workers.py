@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from smalti.errors import ExitCode, PreflightError
-from smalti.lastwords import RankEnd
+from smalti.lastwords import RankEnd, make_room, read_ends
 from smalti.launch import LaunchPlan
 from smalti.liverun import prepare
 from smalti.process import Process
@@ -195,21 +195,45 @@ def test_a_port_that_is_taken_is_found_out_before_anything_starts(directory):
             run_workers(plan("leave(0, 0, 'ran')", port=port), directory)
 
 
-def test_the_ranks_that_are_left_have_minutes_to_save():
-    code = """
-import signal
-from torch.distributed.elastic.multiprocessing import PContext
-from smalti.agent import be_patient
-class Seen(PContext):
-    def __init__(self):
-        self._tail_logs, self.filtered_stdout, self.filtered_stderr = [], None, None
-    def _close(self, death_sig, timeout=30):
-        print(death_sig.name, timeout)
-    _start = _poll = pids = None
-be_patient()
-Seen().close()"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "SIGTERM 600"
+AGENT = """
+import signal, sys
+from smalti import agent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+
+rank = '''
+import os, signal, sys, time
+from smalti.liveness import note_progress
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.environ["RANK"] == "5":
+    sys.exit(1)
+begun = time.monotonic()
+while os.environ["RANK"] == "4" or time.monotonic() - begun < 8:
+    time.sleep(0.2)
+    if os.environ["RANK"] == "3":
+        note_progress()
+'''
+if __name__ == "__main__":
+    agent.LOST_SECONDS = 4.0
+    agent.be_patient()
+    envs = {local: {"RANK": str(3 + local)} for local in range(3)}
+    ranks = start_processes("rank", sys.executable, {local: ("-c", rank) for local in envs}, envs, DefaultLogsSpecs())
+    while ranks.wait(0) is None:
+        pass
+    handlers = ranks.subprocess_handlers
+    ranks.close()
+    print([handlers[local].proc.returncode for local in range(3)])
+"""
+
+
+def test_a_rank_that_gets_on_with_its_save_has_all_the_time_and_one_that_does_not_is_killed(tmp_path):
+    """One of three has failed; the first saves for longer than the second may do nothing."""
+    make_room(tmp_path, range(3, 6))
+    environment = {**os.environ, "SMALTI_OUTCOME_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", AGENT], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == f"[0, -{signal.SIGKILL:d}, 1]", done.stderr
+    [word] = read_ends(tmp_path)
+    assert (word.rank, word.follows) == (4, True)
+    assert word.message == "made no progress for 4 s after another rank failed, and was killed"
 
 
 # --- signals --------------------------------------------------------------------------------------------------------

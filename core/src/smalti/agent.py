@@ -1,9 +1,9 @@
 """Runs a launcher of processes, with four things that torch's own does not do for a run that loses one of them, or its time.
 
-It writes down which of its ranks were killed, which their own last words cannot tell; it gives the ranks that are left time to
-save before it kills them, where torch gives them 30 seconds and has no setting for it; and when the process that started it is
-killed, it ends as by SIGTERM, so that the ranks save and leave; SIGUSR1 and SIGUSR2 have the same effect. When it is killed
-itself, they do so by themselves.
+It writes down which of its ranks were killed, which their own last words cannot tell; it kills those that are left only when
+they make no progress any more, where torch gives them 30 seconds to save and has no setting for it; and when the process that
+started it is killed, it ends as by SIGTERM, so that the ranks save and leave; SIGUSR1 and SIGUSR2 have the same effect. When it
+is killed itself, they do so by themselves.
 
 Started as `python -m smalti.agent MODULE [ARGUMENTS]`, it does what `python -m MODULE [ARGUMENTS]` does. Importing this module
 imports no torch.
@@ -14,20 +14,23 @@ from __future__ import annotations
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import tempfile
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Mapping
 
 from smalti.ending import End
-from smalti.lastwords import FOLDER_VARIABLE, SIGNALLED, leave_killed
+from smalti.lastwords import FOLDER_VARIABLE, SIGNALLED, leave_killed, leave_word_for
+from smalti.liveness import latest_progress
 from smalti.parentage import PARENT_VARIABLE, follow_parent
 from smalti.streams import outlast
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import PContext
-
-GRACE_SECONDS = 600
-"""From the end of the first rank: enough to write what an accelerator holds to a slow disk. Only a rank that hangs takes it."""
+STOP_SECONDS = 600.0
+"""For a rank that was asked to stop, since it was asked or last got on with a save: it may have a long validation to end."""
+LOST_SECONDS = 120.0
+"""The same once another rank has failed: those that can leave do so in less than a minute (`smalti.watchdog`)."""
+_POLL_SECONDS = 0.1
 
 
 def main() -> None:
@@ -62,15 +65,35 @@ def pass_on_notices() -> None:
 
 
 def be_patient() -> None:
-    """Let torch's agent wait longer between SIGTERM and SIGKILL; it does not say how long when it closes after a failure."""
-    from torch.distributed.elastic.multiprocessing import PContext
+    """Let torch's agent kill a rank only when it makes no progress any more, however long it takes in all."""
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-    close = PContext.close
+    close = SubprocessContext._close
 
-    def patient(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        close(self, death_sig, max(timeout, GRACE_SECONDS))
+    def patient(self: SubprocessContext, death_sig: signal.Signals, timeout: int = 30) -> None:
+        ranks = {int(self.envs[local]["RANK"]): handler.proc for local, handler in self.subprocess_handlers.items()}
+        if death_sig != signal.SIGKILL:
+            for process in ranks.values():
+                if process.poll() is None:
+                    os.killpg(process.pid, death_sig)
+            wait_for(ranks)
+        close(self, signal.SIGKILL, timeout)  # those that are still there, and what torch has to close besides
 
-    PContext.close = patient  # type: ignore[method-assign]
+    SubprocessContext._close = patient  # type: ignore[method-assign]
+
+
+def wait_for(ranks: Mapping[int, subprocess.Popen[bytes]]) -> None:
+    """Until all of them have ended, or those that have not make no progress; of these it is written down."""
+    asked = time.time()
+    while running := [rank for rank, process in ranks.items() if process.poll() is None]:
+        lost = any(process.poll() for process in ranks.values())
+        patience = LOST_SECONDS if lost else STOP_SECONDS
+        if all(time.time() - max(asked, latest_progress(rank)) > patience for rank in running):
+            why = "another rank failed" if lost else "it was asked to stop"
+            for rank in running:
+                leave_word_for(rank, f"made no progress for {patience:.0f} s after {why}, and was killed")
+            return
+        time.sleep(_POLL_SECONDS)
 
 
 if __name__ == "__main__":

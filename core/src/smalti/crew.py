@@ -13,8 +13,8 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from smalti.errors import ExitCode, UserError
+from smalti.lastwords import describe, leave_word
 from smalti.parallel import Ranks
 from smalti.process import Process
-from smalti.ranks import hang_up_all, is_line_error
+from smalti.ranks import BrokenGroupError, hang_up_all, is_line_error
 
 T = TypeVar("T")
 
@@ -32,6 +33,7 @@ _PATIENCE = 10.0
 """Seconds in which a rank that can answer has done so; it may have to come out of a long computation first."""
 _BOARD_SECONDS = 5.0
 _GLANCE = 0.05
+_ALARM = "lost"
 _SOURCE = re.compile(r"^\[\S+:\d+\] ")
 
 
@@ -69,9 +71,22 @@ class Board:
         self._store = store
         self._rank = rank
 
+    def apart(self) -> Board:
+        """The same board over a connection of its own: a thread that waits on the first one does not hold up this."""
+        return Board(self._store.clone(), self._rank)  # type: ignore[attr-defined]
+
     def post(self, answer: Answer) -> None:
         """Leave word; the first one counts. Nobody will see it if the machine that has the board is gone."""
         _in_time(lambda: self._store.compare_set(str(self._rank), "", json.dumps(asdict(answer))))
+        self.alarm()
+
+    def alarm(self) -> None:
+        """Let all ranks know that one is lost."""
+        _in_time(lambda: self._store.set(_ALARM, "1"))
+
+    def alarmed(self) -> bool | None:
+        """Whether any rank has said that one is lost; None if the board is gone."""
+        return _in_time(lambda: self._store.check([_ALARM]))
 
     def read(self, size: int) -> dict[int, Answer]:
         """The answers that are there, of `size` ranks; none if the board is gone."""
@@ -95,6 +110,43 @@ def _in_time(action: Callable[[], T]) -> T | None:
     thread.start()
     thread.join(_BOARD_SECONDS)
     return found[0] if found else None
+
+
+class Claim:
+    """In one process, among its threads: which of them acts on the loss of a rank, and that the state stays as it is then."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self._loss = ""
+
+    @property
+    def taken(self) -> bool:
+        return self._owner is not None
+
+    @property
+    def loss(self) -> str:
+        """What `freeze` was told; "" before."""
+        return self._loss
+
+    def take(self) -> bool:
+        """Whether this thread is the one that calls the roll, saves and leaves: the first that asks is, from then on."""
+        with self._lock:
+            self._owner = self._owner or threading.get_ident()
+            return self._owner == threading.get_ident()
+
+    def freeze(self, loss: str) -> None:
+        """A rank is lost: no further change of weights, moments and averages may begin."""
+        with self._lock:
+            self._loss = loss
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Around what says that they are about to change. Raises BrokenGroupError when they must not any more."""
+        with self._lock:
+            if self._loss:
+                raise BrokenGroupError(self._loss)
+            yield
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +189,7 @@ class Crew:
     rank: int = 0
     board: Board | None = None
     patience: float = _PATIENCE
+    claim: Claim = field(default_factory=Claim)
 
     @classmethod
     def meet(cls, ranks: Ranks) -> Crew:
@@ -151,11 +204,13 @@ class Crew:
         """Answer for this rank, on which `error` was raised, and hear the others; None if the error is this rank's own.
 
         Each rank calls it once, when it finds that it cannot go on. Takes some seconds if others do not answer. All groups
-        of this process are broken after it.
+        of this process are broken after it. Of two threads of a process, the second one waits here for its end.
         """
         if self.board is None:
             return None
-        if not (is_line_error(error) or (isinstance(error, RuntimeError) and self._gone())):
+        if not self.claim.take():
+            threading.Event().wait()
+        if not (is_line_error(error) or (isinstance(error, RuntimeError) and (self.claim.loss or self.gone()))):
             self.board.post(Answer(failure=in_a_line(error), suspect=suspect))
             return None
         mine = Answer(whole=whole)
@@ -211,7 +266,7 @@ class Crew:
 
     def _roll(self, answers: Mapping[int, Answer]) -> Roll:
         missing = [rank for rank in range(len(self.processes)) if rank not in answers]
-        gone = self._gone()
+        gone = self.gone()
         doing = {rank: self.processes[rank].status() for rank in missing if rank not in gone}
         return Roll(
             answers=answers,
@@ -220,12 +275,17 @@ class Crew:
             silent={rank: status for rank, status in doing.items() if status not in ("stopped", "tracing-stop")},
         )
 
-    def _gone(self) -> list[int]:
-        """Whether a process still runs can be seen on this machine only."""
+    def gone(self) -> list[int]:
+        """Ranks whose processes have ended. Whether one still runs can be seen on this machine only."""
         return [rank for rank, process in enumerate(self.processes) if process.alive() is False]
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({self.processes[rank]})"
+
+
+def leave_lost_word(lost: LostRankError) -> None:
+    """The last word of a rank that only the loss of another one has ended."""
+    leave_word(lost.exit_code, describe(lost), follows=True, saved=lost.saved, ended=lost.ended)
 
 
 def in_a_line(error: BaseException) -> str:

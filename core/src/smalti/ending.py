@@ -34,8 +34,13 @@ class End:
     def __call__(self) -> None:
         if self.code is None:
             return
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:  # as it is for a process that was started without
-                with suppress(OSError, ValueError):  # nobody reads it any more
-                    stream.flush()
+        flush()
         os._exit(self.code)
+
+
+def flush() -> None:
+    """Let go of all that was printed."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # as it is for a process that was started without
+            with suppress(OSError, ValueError):  # nobody reads it any more
+                stream.flush()

@@ -51,13 +51,39 @@ def leave_word(code: int, message: str, *, follows: bool = False, saved: str = "
     """This rank's; the first word counts. Nothing is written where nobody has launched it."""
     if not launched():
         return
-    rank = int(os.environ.get("RANK", "0"))
-    path = Path(os.environ[FOLDER_VARIABLE]) / _of_rank(rank)
-    end = RankEnd(rank=rank, exit_code=int(code), message=message, time=time.time(), follows=follows, saved=saved, ended=ended)
+    _leave(
+        RankEnd(
+            rank=own_rank(),
+            exit_code=int(code),
+            message=message,
+            time=time.time(),
+            follows=follows,
+            saved=saved,
+            ended=ended,
+        )
+    )
+
+
+def leave_word_for(rank: int, message: str) -> None:
+    """By the launcher's agent: why it had to kill a rank that did not leave by itself. The rank's own word counts."""
+    _leave(RankEnd(rank=rank, exit_code=int(ExitCode.FAILED), message=message, time=time.time(), follows=True))
+
+
+def _leave(end: RankEnd) -> None:
+    path = word_file(end.rank)
     with suppress(FileNotFoundError):
         if path.read_bytes().strip():
             return
     _write(path, asdict(end))
+
+
+def own_rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def word_file(rank: int | None = None) -> Path:
+    """Where a rank of this launch leaves its word; this process's own if none is named."""
+    return Path(os.environ[FOLDER_VARIABLE]) / _of_rank(own_rank() if rank is None else rank)
 
 
 def _of_rank(rank: int) -> str:

@@ -197,7 +197,7 @@ class Parallel(Ranks, Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the process group; called once, also after an error."""
+        """Leave the process group; called once, in step with the other ranks. After an error only a single process calls it."""
         ...
 
 

@@ -8,16 +8,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from smalti.config import Config
-from smalti.crew import Crew, LostRankError
+from smalti.crew import Crew, LostRankError, leave_lost_word
 from smalti.lastwords import code_of, describe, launched, leave_word
+from smalti.liveness import leave_within
 from smalti.liverun import LiveRun
 from smalti.opening import become_run
+from smalti.parallel import Parallel
 from smalti.plugins import Plugins
 from smalti.run import build, open_parallel
 from smalti.strategy import choose_distributed
 from smalti.termination import STOPPING, Demands, code_at_once, conclude, handled, pre_emptions, say
 from smalti.trainer import train
-from smalti.types import Outcome, RunState, StopReason
+from smalti.types import DistributedPlan, Outcome, RunState, StopReason
+from smalti.watchdog import LEAVE_SECONDS, Watchdog
 
 
 def run_rank(config: Config, plugins: Plugins, live: LiveRun | None = None) -> Outcome:
@@ -26,21 +29,36 @@ def run_rank(config: Config, plugins: Plugins, live: LiveRun | None = None) -> O
     `live` is the run directory, if this process holds it already.
     """
     plan = choose_distributed(config, plugins)
-    with ExitStack() as signals, ExitStack() as closing:
-        parallel = open_parallel(plan, config)
-        closing.callback(parallel.close)
+    with ExitStack() as signals, opened(plan, config) as parallel, ExitStack() as closing:
         crew = Crew.meet(parallel)
         with last_words(crew):
-            live = become_run(config, parallel, live, closing)
-            run = build(config, plugins, plan, parallel, crew, closing, live)
-            if live is not None:
-                live.begin_training()
-            signals.enter_context(stop_signals(run.state))  # to the very end: what is said and closed last is not cut off
-            signals.callback(conclude)
-            outcome = train(run)
+            with Watchdog(crew) as watchdog:
+                live = become_run(config, parallel, live, closing)
+                run = watchdog.run = build(config, plugins, plan, parallel, crew, closing, live)
+                if live is not None:
+                    live.begin_training()
+                signals.enter_context(stop_signals(run.state))  # to the very end: what is said and closed last is not cut off
+                signals.callback(conclude)
+                outcome = train(run)
             if not run.parted:
                 parallel.barrier()  # nobody leaves the group while another still talks to it
         return outcome
+
+
+@contextmanager
+def opened(plan: DistributedPlan, config: Config) -> Iterator[Parallel]:
+    """This rank's end of the backend. After a failure on one of several ranks it is not closed, and the process has to end.
+
+    To take down a process group is one more thing that ranks do together, at least with NCCL: the others would not come.
+    """
+    parallel = open_parallel(plan, config)
+    try:
+        yield parallel
+    except BaseException:
+        if parallel.world.size == 1:
+            parallel.close()
+        raise
+    parallel.close()
 
 
 @contextmanager
@@ -53,10 +71,12 @@ def last_words(crew: Crew) -> Iterator[None]:
         yield
     except BaseException as error:
         lost = error if isinstance(error, LostRankError) else crew.notice(error)
+        if launched() and crew.board is not None:
+            leave_within(LEAVE_SECONDS, code_of(lost or error))
         if lost is None:
             leave_word(code_of(error), describe(error))
             raise
-        leave_word(lost.exit_code, describe(lost), follows=True, saved=lost.saved, ended=lost.ended)
+        leave_lost_word(lost)
         if lost is error:
             raise
         raise lost from error

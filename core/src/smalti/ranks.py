@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,10 @@ from smalti.types import World
 
 _FAREWELL = 0x5A17
 """The tag of a message that nobody sends."""
+
+
+class BrokenGroupError(dist.DistError):
+    """This rank has broken its connections to the others, because one of them is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +49,35 @@ class GlooRanks:
 
     def hang_up(self) -> None:
         hang_up(self.group)
+
+
+def break_group(seconds: float) -> None:
+    """End whatever waits for other ranks in this process, on gloo and on an accelerator. From any thread, for good.
+
+    NCCL's kernels end then with anything in their outputs, and without an error where somebody waited for them. Its abort can
+    wait for the device itself: it gets so many seconds.
+    """
+    hang_up_all()
+    aborting = threading.Thread(target=_abort_accelerators, name="smalti-abort", daemon=True)
+    aborting.start()
+    aborting.join(seconds)
+
+
+def _abort_accelerators() -> None:
+    """As `torch.distributed._abort_process_group` does, which would also make the group unknown to the main thread."""
+    backends = [backend for group in reversed(list(_world.pg_map)) for backend in _accelerators_of(group)]
+    grouped = next((each for each in backends if hasattr(each, "_group_start")), None)
+    if grouped is not None:  # else NCCL's communicators could wait for each other
+        grouped._group_start()
+    for backend in backends:
+        with suppress(RuntimeError):
+            backend.abort()
+    if grouped is not None:
+        grouped._group_end()
+
+
+def _accelerators_of(group: dist.ProcessGroup) -> list[Any]:
+    return [group._get_backend(device) for device in group._device_types if device.type != "cpu"]
 
 
 def hang_up_all() -> None:

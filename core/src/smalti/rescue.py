@@ -8,18 +8,26 @@ process would. At most the running step is lost.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from smalti.checkpoint.manifest import SUSPECT
+from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import SaveError
-from smalti.crew import Roll
+from smalti.crew import Crew, LostRankError, Roll
+from smalti.liveness import note_progress
 from smalti.observers import notify
 from smalti.parallel import Ranks
 from smalti.run import Run
 from smalti.types import StopReason
 
+_PATIENCE = 30.0
+"""Seconds for one tensor to leave an accelerator, and for a save under way to fail; many times what either takes."""
 _log = logging.getLogger(__name__)
 
 
@@ -34,40 +42,58 @@ def rescued(run: Run) -> Iterator[None]:
     except BaseException as caught:
         defect = run.saver.defect  # the others have left because of it
         error = caught if caught.__cause__ is defect else defect or caught
-        distrusted = run.state.stop_reason is StopReason.FAULT_UNSAVED
-        roll = run.crew.call_roll(error, whole=run.whole, suspect=distrusted)
-        if roll is None:
-            if error is caught:
-                raise
-            raise error from None
-        ended = run.crew.end_hanging(roll)
-        run.saver.wait()
-        saved, unsaved = "", ""
-        try:
-            saved, unsaved = last_boundary(run, roll)
-        except (SaveError, OSError) as failure:
-            unsaved = f"step {run.state.step} could not be saved: {failure}"
-        if saved or unsaved:
-            _log.warning("%s", saved or unsaved)
-        raise run.crew.explain(roll, error, saved=saved, unsaved=unsaved, ended=ended) from error
+        lost = rescue(run, error, run.crew)
+        if lost is not None:
+            raise lost from error
+        if error is caught:
+            raise
+        raise error from None
 
 
-def last_boundary(run: Run, roll: Roll) -> tuple[str, str]:
+def rescue(run: Run, error: BaseException, crew: Crew, *, aside: bool = False) -> LostRankError | None:
+    """Call the roll because of `error`, save if that falls to this rank; the error to leave with.
+
+    None if `error` is this rank's own. `aside`: in another thread than the loop's, which may be stuck in the accelerator; then
+    nothing here waits for that.
+    """
+    distrusted = run.state.stop_reason is StopReason.FAULT_UNSAVED
+    roll = crew.call_roll(error, whole=run.boundary.whole, suspect=distrusted)
+    if roll is None:
+        return None
+    ended = crew.end_hanging(roll)
+    saved, unsaved = "", ""
+    try:
+        if not run.saver.wait(_PATIENCE if aside else None):
+            raise SaveError("the save that was under way does not come to its end")
+        saved, unsaved = last_boundary(run, roll, aside=aside)
+    except (SaveError, OSError) as failure:
+        unsaved = f"step {run.state.step} could not be saved: {failure}"
+    if saved or unsaved:
+        _log.warning("%s", saved or unsaved)
+    return crew.explain(roll, error, saved=saved, unsaved=unsaved, ended=ended)
+
+
+def last_boundary(run: Run, roll: Roll, *, aside: bool = False) -> tuple[str, str]:
     """Save the last step boundary if that falls to this rank; what to tell of it, and what to tell of it if it was not saved.
 
     Raises SaveError or OSError.
     """
     alone = run.parallel.alone()
     if alone is None:
-        return "", ""
-    if not run.whole:
+        return "", f"no rank holds the whole state: {_last_checkpoint(run)}"
+    if not run.boundary.whole:
         return "", "its weights were just being changed, so it has not saved them"
     if roll.saver != run.world.rank or run.state.step == 0:
         return "", ""
-    return save_alone(run, alone, suspect=roll.suspect), ""
+    return save_alone(run, alone, suspect=roll.suspect, aside=aside), ""
 
 
-def save_alone(run: Run, alone: Ranks, *, suspect: bool) -> str:
+def _last_checkpoint(run: Run) -> str:
+    newest = run.checkpoints.latest()
+    return f"its last checkpoint is {newest}" if newest else "there is no checkpoint yet"
+
+
+def save_alone(run: Run, alone: Ranks, *, suspect: bool, aside: bool = False) -> str:
     """Write a checkpoint of the last step boundary unless there is one; returns what to tell of it.
 
     `suspect` marks it as made after a fault of the machine: it never displaces one that is not. Raises SaveError or OSError.
@@ -76,7 +102,40 @@ def save_alone(run: Run, alone: Ranks, *, suspect: bool) -> str:
     for entry in reversed(run.checkpoints.all()):
         if entry.step == step and not entry.problem:
             return f"step {step} was saved before: {entry.path}"
-    snapshot = run.snapshot()
+    snapshot = off_device(run) if aside else run.snapshot()
     checkpoint = run.write(replace(snapshot, flags=(*snapshot.flags, SUSPECT)) if suspect else snapshot, alone)
     notify(run.plugins, "on_checkpoint", run.state, checkpoint=checkpoint)
     return f"saved step {step} from rank {run.world.rank} before leaving: {checkpoint.path}"
+
+
+def off_device(run: Run) -> Snapshot:
+    """The state in host memory, copied beside all that the accelerator was asked for since the last step boundary.
+
+    Raises SaveError when it does not answer.
+    """
+    snapshot, device = run.snapshot(), torch.device(run.world.device)
+    if device.type == "cpu":
+        return snapshot
+    tensors = snapshot.tensors()
+    copies: dict[str, Tensor] = {}
+    failures: list[BaseException] = []
+
+    def copy() -> None:
+        try:
+            torch.accelerator.set_device_index(run.world.local_rank)
+            with run.boundary.stream(device):
+                for name, tensor in tensors.items():
+                    copies[name] = tensor.detach().cpu()
+                    note_progress()
+        except RuntimeError as failure:
+            failures.append(failure)
+
+    copying = threading.Thread(target=copy, name="smalti-copy", daemon=True)
+    copying.start()
+    done = -1
+    while copying.is_alive() and len(copies) > done:
+        done = len(copies)
+        copying.join(_PATIENCE)
+    if failures or copying.is_alive():
+        raise SaveError(f"the accelerator does not give it: {failures[0] if failures else 'no answer'}")
+    return snapshot.replaced(copies)

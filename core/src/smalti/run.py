@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from smalti.boundary import Boundary
 from smalti.checkpoint.agreement import RankError
 from smalti.checkpoint.background import Saver
 from smalti.checkpoint.search import find_together
@@ -111,8 +112,7 @@ class Run:
     saver: Saver = field(init=False)
     save_failure: SaveError | None = None
     """Why the latest checkpoint could not be written; None if it was."""
-    whole: bool = True
-    """Whether weights, moments and averages are those of `state`; not so from the optimizer step to `advance`."""
+    boundary: Boundary
     parted: bool = False
     """Whether this rank may be out of step with the others, so that it must not wait for them; only at the very end."""
     scheduler: LambdaLR = field(init=False)
@@ -152,6 +152,7 @@ class Run:
             peak=peak_of(self.world, self.config[TrackingOptions].device_tflops, bf16=bf16),
         )
         self.memory = Memory(self.world.device)
+        self.boundary.reach()
 
     def _held_out(self) -> HeldOut | None:
         if self.data.held_out is None:
@@ -200,7 +201,7 @@ class Run:
             state.request_stop(StopReason.NON_FINITE, message)
         if broken := self.batches.budget_exhausted:
             state.request_stop(StopReason.ERROR_BUDGET, broken)
-        self.whole = True
+        self.boundary.reach()
 
     def leave_out(self, batch: Batch) -> None:
         """Pass over a batch from which nothing was learned."""
@@ -456,6 +457,7 @@ def build(
         info=run_info(config, plugins, plan, parallel.world, family, data, loss, live, **sizes),
         parallel=parallel,
         crew=crew,
+        boundary=Boundary(crew.claim, parallel.world.device),
         family=family,
         model=model,
         model_config=model_config,

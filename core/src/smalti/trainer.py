@@ -60,6 +60,7 @@ def judge(run: Run, wish: Wish) -> list[str]:
 
 def finish(run: Run, wish: Wish, outcome: Outcome) -> Outcome:
     """Judge the model for the last time. The run is over and saved, so whatever fails now is only told with the outcome."""
+    run.boundary.final = True
     try:
         failed = judge(run, wish)
     except Exception as error:  # noqa: BLE001 - it may also be another rank that was lost; none of it undoes what was trained
@@ -87,9 +88,9 @@ def train_step(run: Run, batch: Batch) -> StepResult:
     norm = float(run.parallel.clip_gradients(run.max_grad_norm))
     finite = math.isfinite(loss_value) and math.isfinite(norm)
     learning_rate = float(run.optimizer.param_groups[0]["lr"])
-    run.saver.release()  # from here on weights, moments and averages may change
+    run.saver.release()
+    run.boundary.leave()  # from here on weights, moments and averages may change
     if finite:
-        run.whole = False
         run.parallel.step()
         run.scheduler.step()
         if run.ema is not None:

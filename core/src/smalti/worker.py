@@ -15,7 +15,7 @@ from typing import cast
 
 from smalti.config import Config, restore, schema_of
 from smalti.ending import End
-from smalti.errors import UserError
+from smalti.errors import ExitCode, UserError
 from smalti.importing import importing, keep_imports
 from smalti.lastwords import code_of, describe, leave_word
 from smalti.launch import DIGEST_VARIABLE
@@ -45,8 +45,19 @@ def main(arguments: list[str] | None = None) -> None:
 
     outlast()
     logging.basicConfig(format="smalti: %(message)s", level=logging.WARNING)
-    record(_work)(Path((arguments or sys.argv[1:])[0]))
+    try:
+        record(_work)(Path((arguments or sys.argv[1:])[0]))
+    except BaseException as error:
+        end.code = _status(error)  # what would come after Python's own end may wait for other ranks
+        raise
     end.code = 0
+
+
+def _status(error: BaseException) -> int:
+    """That of the process when this exception ends it."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(bool(error.code))
+    return int(ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else ExitCode.FAILED)
 
 
 def _work(directory: Path) -> None:

@@ -1,12 +1,15 @@
 """A third-party plugin for tests: it writes down each hook call, and can spoil a step on one rank.
 
-PROBE_CALLS names the file for the calls. PROBE_SPOIL is "KIND:RANK:STEP": "nan" makes the model's output not finite in
-that step, "fault" raises the error of a broken accelerator, once, and "faults" in each attempt; "error" raises a plain one,
-"kill" is `kill -9`, "save" fails to write the checkpoint of that step, "sample" to draw or to evaluate after it, "stop" asks
-for a stop after that step; "terminate" is SIGTERM while the run is built, at step 0. PROBE_RAISE names hooks that fail,
-PROBE_FAULT is the answer to a fault.
+PROBE_CALLS names the file for the calls. PROBE_SPOIL is "KIND:RANK:STEP", or several of them with commas: "nan" makes the
+model's output not finite in that step, "fault" raises the error of a broken accelerator, once, and "faults" in each attempt;
+"error" raises a plain one, "kill" is `kill -9`, "save" fails to write the checkpoint of that step, "sample" to draw or to
+evaluate after it, "stop" asks for a stop after that step; "terminate" is SIGTERM while the run is built, at step 0. "stuck"
+never comes back from the backward pass, as from a device that waits for another rank: a call that lets other threads run and
+minds no signal. "memory" runs out of memory, where leaving the group would wait for the others, as with NCCL. PROBE_RAISE
+names hooks that fail, PROBE_FAULT is the answer to a fault.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -15,10 +18,19 @@ from pathlib import Path
 from smalti import FaultAction, StopReason, hookimpl
 
 
+def wait_for_ever(*_):
+    """Lock what is locked already."""
+    lock = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(lock)
+
+
 class Probe:
     def __init__(self):
         self.state = None
-        self.kind, self.rank, self.step = (os.environ.get("PROBE_SPOIL") or "none:0:0").split(":")
+        spoils = [each.split(":") for each in (os.environ.get("PROBE_SPOIL") or "none:0:0").split(",")]
+        mine = [each for each in spoils if each[1] == os.environ.get("RANK", "0")]
+        self.kind, self.rank, self.step = (mine or spoils)[0]
 
     def note(self, hook, **facts):
         if path := os.environ.get("PROBE_CALLS"):
@@ -67,6 +79,11 @@ class Probe:
             raise RuntimeError("spoiled")
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind == "stuck":
+            output.register_hook(wait_for_ever)
+        if self.kind == "memory":
+            torch.distributed.destroy_process_group = wait_for_ever
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return None
 
     @hookimpl

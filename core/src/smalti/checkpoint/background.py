@@ -140,10 +140,9 @@ class Saver:
         """What failed on this rank alone as it wrote the save in flight; the others find the line broken."""
         return self._flight.defect if self._flight is not None else None
 
-    def wait(self) -> None:
-        """Until the save in flight has come to its end, if there is one, whatever it is."""
-        if self._flight is not None:
-            wait([self._flight.result])
+    def wait(self, seconds: float | None = None) -> bool:
+        """Until the save in flight has come to its end, if there is one, whatever it is; whether it did in this time."""
+        return self._flight is None or not wait([self._flight.result], timeout=seconds).not_done
 
     def close(self) -> None:
         """Let a save in flight come to its end, whatever it is."""

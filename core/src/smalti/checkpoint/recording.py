@@ -14,6 +14,7 @@ from blake3 import blake3
 
 from smalti import files
 from smalti.checkpoint.manifest import ALGORITHMS, FileRecord
+from smalti.liveness import note_progress
 
 _BLOCK = 4 * 2**20
 _PIECE = 2**18
@@ -35,6 +36,7 @@ def write_recorded(path: Path, contents: Iterable[files.Block]) -> FileRecord:
                 block = data[start : start + _BLOCK]
                 digest.update(block)
                 files.write(file, block)
+                note_progress()
         files.sync(file)
         return FileRecord(size=file.tell(), digest=digest.hexdigest())
 
@@ -45,6 +47,7 @@ def matches(path: Path, record: FileRecord) -> bool:
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(room):
             digest.update(room[:count])
+            note_progress()
     return digest.hexdigest() == record.digest
 
 

@@ -354,7 +354,7 @@ def it_goes_on_from_a_checkpoint_of_one_process(subject: StrategySubject) -> Non
 
 @STRATEGY.check
 def it_leaves_in_good_order(subject: StrategySubject) -> None:
-    """`close` is the last call, also after an error; a process that ends inside the group can take the others with it."""
+    """`close` is the last call; a process that ends inside the group can take the others with it."""
     subject.parallel.barrier()
     subject.parallel.close()
     expect(not torch.distributed.is_initialized(), "the process group is still there")
