@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -123,6 +124,9 @@ def test_another_shell_can_watch_save_draw_and_stop(tmp_path, start):
     assert len(list((directory / "checkpoints").glob("step-*"))) >= 2
     assert list((directory / "samples").glob("*/grid.png"))
     assert "running" in json.dumps(json.loads(listed.stdout))
+    *_, last = re.findall(r"^step +(\d+)/\d+  loss (\S+) .* (\S+) samples/s", output, flags=re.MULTILINE)
+    row = smalti("run", "ls", tmp_path).stdout.splitlines()[1].split()
+    assert (row[2].partition("/")[0], row[3], row[4]) == last
     assert "smalti: stopped: " in output
     assert "run the same command again" in output
     assert "train longer" not in output

@@ -33,7 +33,7 @@ LAYERS = (
     ),
     ("types", "liveness"),
     ("hookspecs", "factories", "returns", "accelerator"),
-    ("options", "flags", "configfile", "acceleratefile", "settings", "events", "phases"),
+    ("options", "flags", "configfile", "acceleratefile", "settings", "events", "phases", "recent"),
     (
         "plugins",
         "keptdefaults",
@@ -71,7 +71,20 @@ LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 OUTSIDE = {"defaults", "__init__", "__main__", "testing"}
 
 # What a built-in plugin may import while it is loaded; anything else has to wait until a hook is called.
-PUBLIC = {"errors", "hookspecs", "types", "options", "settings", "config", "rundir", "liverun", "events", "phases", "data"}
+PUBLIC = {
+    "errors",
+    "hookspecs",
+    "types",
+    "options",
+    "settings",
+    "config",
+    "rundir",
+    "liverun",
+    "events",
+    "phases",
+    "recent",
+    "data",
+}
 
 TORCH_FREE = (
     "smalti",
@@ -115,6 +128,7 @@ TORCH_FREE = (
     "smalti.phases",
     "smalti.plugins",
     "smalti.precision",
+    "smalti.recent",
     "smalti.reference",
     "smalti.resume",
     "smalti.returns",

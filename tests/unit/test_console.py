@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smalti.config import Config
-from smalti.defaults.console import Console, LineDisplay, Progress, Rate, duration, speed
+from smalti.defaults.console import Console, LineDisplay, Progress, duration, speed
 from smalti.options import Schema
+from smalti.recent import Rate, Recent, seconds_for
 from smalti.types import Checkpoint, EvaluationResult, RunInfo, RunState, StepResult, ValidationImage, ValidationResult, World
 
 _speeds = st.floats(0.001, 1000)
@@ -78,7 +79,8 @@ def test_a_line_tells_what_is_known_of_the_devices() -> None:
 
 
 def test_nothing_is_known_before_the_first_step() -> None:
-    assert (Rate().samples_per_second, Rate().seconds_for(10)) == (None, None)
+    assert Rate().samples_per_second is None
+    assert seconds_for(10, 4, None) is None
 
 
 @given(seconds=_speeds, count=st.integers(1, 50))
@@ -87,7 +89,7 @@ def test_a_steady_run_has_its_exact_speed(seconds: float, count: int) -> None:
     for _ in range(count):
         rate.update(seconds=seconds, samples=4)
     assert rate.samples_per_second == pytest.approx(4 / seconds)
-    assert rate.seconds_for(10) == pytest.approx(10 * seconds)
+    assert seconds_for(10, 4, rate.samples_per_second) == pytest.approx(10 * seconds)
 
 
 @given(times=st.lists(_speeds, min_size=3, max_size=20))
@@ -103,7 +105,7 @@ def test_a_slow_first_step_is_forgotten_with_the_second() -> None:
     rate = Rate()
     rate.update(seconds=120, samples=1)
     rate.update(seconds=1, samples=1)
-    assert rate.seconds_for(1) == pytest.approx(1)
+    assert rate.samples_per_second == pytest.approx(1)
 
 
 def test_after_a_half_life_the_new_speed_weighs_as_much_as_the_old() -> None:
@@ -115,28 +117,24 @@ def test_after_a_half_life_the_new_speed_weighs_as_much_as_the_old() -> None:
     assert rate.samples_per_second == pytest.approx(1.5, rel=0.02)
 
 
-def test_several_steps_at_once_count_as_several() -> None:
-    rate = Rate()
-    rate.update(seconds=10, samples=40, steps=5)
-    assert (rate.samples_per_second, rate.seconds_for(1)) == (4, 2)
-
-
 # --- what is shown --------------------------------------------------------------------------------------------------
 
 
 def test_a_loss_that_is_not_finite_is_shown_and_does_not_spoil_the_next_ones() -> None:
-    progress = Progress(step=0, max_steps=9, now=0)
-    shown = []
-    for step, loss in enumerate([0.5, math.nan, 0.5], start=1):
-        progress.update(step=step, loss=loss, learning_rate=0, samples=1, now=step)
-        shown.append(progress.loss)
-    assert repr(shown) == "[0.5, nan, 0.5]"
+    recent = Recent()
+    assert repr([recent.update(loss, 1)[0] for loss in (0.5, math.nan, 0.5)]) == "[0.5, nan, 0.5]"
+
+
+def test_the_loss_is_the_mean_of_about_twenty_steps() -> None:
+    recent = Recent()
+    shown = [recent.update(loss, 1)[0] for loss in [1.0] * 100 + [0.0] * 20]
+    assert (shown[99], shown[-1]) == (pytest.approx(1), pytest.approx(0.95**20, rel=0.01))
 
 
 def test_a_line_has_all_figures() -> None:
     progress = Progress(step=0, max_steps=100, now=0)
     for step in range(1, 11):
-        progress.update(step=step, loss=0.25, learning_rate=1e-4, samples=8, now=step * 2)
+        progress.update(step=step, loss=0.25, learning_rate=1e-4, samples=8, now=step * 2, samples_per_second=4)
     stream = io.StringIO()
     LineDisplay(stream).update(progress)
     assert stream.getvalue() == "step  10/100  loss 0.25     0:03:00 left  4 samples/s  lr 1.00e-04  0:00:20 gone\n"

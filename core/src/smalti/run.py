@@ -54,6 +54,7 @@ from smalti.parallel import Parallel, Ranks
 from smalti.phases import Phases
 from smalti.plugins import Plugins
 from smalti.precision import in_bf16
+from smalti.recent import Recent
 from smalti.resume import Resumption, check_resumable, noise_level_notices
 from smalti.rundir import RunDirectory
 from smalti.schedule import Cadence, build_scheduler
@@ -117,6 +118,7 @@ class Run:
     """Whether this rank may be out of step with the others, so that it must not wait for them; only at the very end."""
     scheduler: LambdaLR = field(init=False)
     batches: Loader = field(init=False)
+    recent: Recent = field(init=False)
     utilisation: Utilisation = field(init=False)
     memory: Memory = field(init=False)
     data_changes: list[object] = field(default_factory=list)
@@ -146,6 +148,7 @@ class Run:
         closing.callback(self.batches.close)
         self.held_out = self._held_out()
         bf16 = in_bf16(self.config)
+        self.recent = Recent()
         self.utilisation = Utilisation(
             family=self.family,
             trained=self.info.trainable / self.info.parameters,
@@ -210,8 +213,12 @@ class Run:
         self.state.skipped += 1
 
     def measure(self, batch: Batch, result: StepResult) -> StepResult:
-        """The step with what it says of the devices, on the main rank and at steps that are logged."""
-        if not self.world.is_main or result.step % self.config[TrackingOptions].log_interval:
+        """The step with what people are shown, on the main rank; with what it says of the devices at steps that are logged."""
+        if not self.world.is_main:
+            return result
+        loss, rate = self.recent.update(result.loss, result.samples)
+        result = replace(result, smoothed_loss=loss, recent_samples_per_second=rate)
+        if result.step % self.config[TrackingOptions].log_interval:
             return result
         mfu = self.utilisation.of(result, batch.bucket.width, batch.bucket.height)
         return replace(result, mfu=mfu, peak_memory_mb=self.memory.peak_mb())

@@ -34,6 +34,7 @@ from smalti.events import Event, complete_size, read_events, read_events_backwar
 from smalti.files import atomic_write
 from smalti.phases import Phase
 from smalti.process import Process
+from smalti.recent import seconds_for
 
 SCHEMA = 1
 BEAT_SECONDS = 5.0
@@ -121,7 +122,7 @@ class Request:
 class Summary:
     """A run in one row. None is for what the run has not told yet; `updated` is the time of its last event.
 
-    `phase` is what a running one is busy with.
+    `phase` is what a running one is busy with; loss and speed are smoothed (`smalti.recent`).
     """
 
     path: Path
@@ -257,21 +258,22 @@ class RunDirectory:
         """The run in one row; None when there is no run here."""
         if (record := self.record()) is None:
             return None
-        status, last, steps = self.status(), self.latest("step"), self.recent_steps()
+        status, last, of_attempt = self.status(), self.latest("step"), self.recent_steps(1)
         newest = next(read_events_backwards(self.events_file), None)
         step, max_steps = (last.step or 0, last.number("max_steps")) if last else (0, None)
         phase = self.phase() if status.condition == "running" else None
         rate, left = None, phase.seconds_left(newest.time) if phase and newest else None
-        if (pace := _pace(steps)) is not None:
-            rate = (steps[-1].number("samples") or 0.0) / pace
-            left = (max_steps - step) * pace if max_steps and status.condition == "running" else left
+        if of_attempt and last:
+            rate = last.number("recent_samples_per_second")
+            if max_steps and status.condition == "running":
+                left = seconds_for(int(max_steps) - step, last.number("samples") or 0.0, rate)
         return Summary(
             path=self.path,
             record=record,
             status=status,
             step=step,
             max_steps=int(max_steps) if max_steps else None,
-            loss=last.number("loss") if last else None,
+            loss=shown_loss(last) if last else None,
             samples_per_second=rate,
             seconds_left=left,
             updated=newest.time if newest else None,
@@ -338,12 +340,10 @@ def find_runs(root: Path, depth: int = 4) -> Iterator[RunDirectory]:
                 yield from find_runs(root / name, depth - 1)
 
 
-def _pace(steps: list[Event]) -> float | None:
-    """Seconds per step over these step events, which need not be of every step."""
-    if not steps:
-        return None
-    made, seconds = (steps[-1].step or 0) - (steps[0].step or 0), steps[-1].time - steps[0].time
-    return seconds / made if made > 0 and seconds > 0 else None
+def shown_loss(step: Event) -> float | None:
+    """The smoothed loss of a step event; its own in events of versions that did not write that."""
+    smoothed = step.number("smoothed_loss")
+    return step.number("loss") if smoothed is None else smoothed
 
 
 def phase_of(event: Event) -> Phase:

@@ -288,12 +288,13 @@ class RunInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One optimizer step, the same on every rank but for `mfu` and `peak_memory_mb`, which the main rank has for steps it logs.
+    """One optimizer step, the same on every rank but for what only the main rank has: the last four, two of them when it logs.
 
     `samples` is the effective batch; `seconds` is wall time. `skipped` is true when the loss was not finite and the policy was
     to skip: then nothing was changed by this step. `mfu` is the share of what all devices can make that went into the model
     (`smalti.gauges`), `peak_memory_mb` the most that the main rank's device held since the last logged step, in MiB, or on the
-    CPU its process ever; None where they are not known.
+    CPU its process ever. `smoothed_loss` and `recent_samples_per_second` are what people are shown (`smalti.recent`). None
+    where they are not known.
     """
 
     step: int
@@ -306,6 +307,8 @@ class StepResult:
     skipped: bool = False
     mfu: float | None = None
     peak_memory_mb: float | None = None
+    smoothed_loss: float | None = None
+    recent_samples_per_second: float | None = None
 
 
 @dataclass

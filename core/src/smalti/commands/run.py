@@ -14,7 +14,7 @@ from smalti.defaults.console import LINE_SECONDS, Display, PhaseProgress, Progre
 from smalti.errors import ExitCode
 from smalti.events import Event, read_events, to_json
 from smalti.phases import Phase
-from smalti.rundir import POLL_SECONDS, RequestKind, RunDirectory, Status, Summary, find_runs, phase_of
+from smalti.rundir import POLL_SECONDS, RequestKind, RunDirectory, Status, Summary, find_runs, phase_of, shown_loss
 
 _DIRECTORY = click.argument("directory", metavar="RUN_DIR", type=click.Path(path_type=Path))
 _TIMEOUT = click.option("--timeout", default=60.0, show_default=True, help="Seconds to wait for the run's answer.")
@@ -35,7 +35,10 @@ def run() -> None:
 @click.option("--depth", default=4, show_default=True, help="How many folders below each ROOT to look.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def ls(roots: tuple[Path, ...], depth: int, as_json: bool) -> None:
-    """List runs and how they fare. Looks below each ROOT, or below the current folder."""
+    """List runs and how they fare. Looks below each ROOT, or below the current folder.
+
+    Loss and samples/s are those of the console: the mean over about the last 20 steps, and the speed of about the last minute.
+    """
     found = (directory.summary() for root in roots or (Path(),) for directory in find_runs(root, depth))
     summaries = [summary for summary in found if summary is not None]
     if as_json:
@@ -67,7 +70,7 @@ def _doing(phase: Phase | None) -> str:
 
 
 def _print_table(rows: list[tuple[str, ...]]) -> None:
-    table = [("run", "status", "step", "loss", "samples/s", "left", "age", ""), *rows]
+    table = [("run", "status", "step", "smoothed loss", "samples/s", "left", "age", ""), *rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     for number, row in enumerate(table):
         cells = [
@@ -182,7 +185,7 @@ class Watcher:
         if self.progress is None:
             record, begun = self._watched.record(), event.time - (event.number("seconds") or 0.0)
             self.progress = Progress(step=step - 1, max_steps=max_steps, now=begun, begun=record.started if record else None)
-        loss = event.number("loss")
+        loss = shown_loss(event)
         self.progress.max_steps = max_steps
         self.progress.update(
             step=step,
@@ -190,6 +193,7 @@ class Watcher:
             learning_rate=event.number("learning_rate") or 0.0,
             samples=int(event.number("samples") or 0),
             now=event.time,
+            samples_per_second=event.number("recent_samples_per_second"),
             mfu=event.number("mfu"),
             peak_memory_mb=event.number("peak_memory_mb"),
         )

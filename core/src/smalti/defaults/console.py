@@ -14,42 +14,13 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from smalti.hookspecs import hookimpl
 from smalti.phases import Phase
+from smalti.recent import seconds_for
 from smalti.types import Checkpoint, EvaluationResult, RunInfo, RunState, StepResult, ValidationResult
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
 LINE_SECONDS = 10.0
-LOSS_KEPT = 0.95
-
-
-class Rate:
-    """The speed of a run in the recent past: older time counts half as much after every `half_life` seconds.
-
-    The first step also pays for compilation and warm-up, so it counts only until there is a second one.
-    """
-
-    def __init__(self, half_life: float = 30.0) -> None:
-        self._half_life = half_life
-        self._updates = 0
-        self._seconds = self._steps = self._samples = 0.0
-
-    def update(self, *, seconds: float, samples: float, steps: int = 1) -> None:
-        """So many steps with so many samples in all took so many seconds."""
-        self._updates += 1
-        keep = 0.0 if self._updates == 2 else 0.5 ** (seconds / self._half_life)
-        self._seconds = self._seconds * keep + seconds
-        self._steps = self._steps * keep + steps
-        self._samples = self._samples * keep + samples
-
-    @property
-    def samples_per_second(self) -> float | None:
-        """None before the first step."""
-        return self._samples / self._seconds if self._seconds > 0 else None
-
-    def seconds_for(self, steps: int) -> float | None:
-        """How long this many steps will take; None before the first one."""
-        return steps * self._seconds / self._steps if self._steps > 0 else None
 
 
 class Progress:
@@ -64,9 +35,9 @@ class Progress:
         self.learning_rate = 0.0
         self.mfu: float | None = None
         self.peak_memory_mb: float | None = None
-        self.rate = Rate()
-        self._loss = math.nan
-        self._sum = self._weight = 0.0
+        self.loss = math.nan
+        self.samples_per_second: float | None = None
+        self._samples = 0
         self._updated = now
         self._begun = now if begun is None else begun
 
@@ -78,34 +49,26 @@ class Progress:
         learning_rate: float,
         samples: int,
         now: float,
+        samples_per_second: float | None = None,
         mfu: float | None = None,
         peak_memory_mb: float | None = None,
     ) -> None:
-        """The run has come to `step`; every step since the last update had so many samples. What is None stays as it was."""
-        steps = max(1, step - self.step)
-        self.rate.update(seconds=now - self._updated, samples=samples * steps, steps=steps)
-        self.step, self.learning_rate, self._updated, self._loss = step, learning_rate, now, loss
-        if math.isfinite(loss):
-            self._sum = self._sum * LOSS_KEPT + loss
-            self._weight = self._weight * LOSS_KEPT + 1
+        """The run has come to `step`. Loss and speed are smoothed (`smalti.recent`); what is None of the devices stays."""
+        self.step, self.loss, self.learning_rate, self._updated = step, loss, learning_rate, now
+        self.samples_per_second, self._samples = samples_per_second, samples
         self.mfu = self.mfu if mfu is None else mfu
         self.peak_memory_mb = self.peak_memory_mb if peak_memory_mb is None else peak_memory_mb
 
-    @property
-    def loss(self) -> float:
-        """Smoothed over about twenty updates, but as it is when it is not finite: that must not be smoothed away."""
-        return self._sum / self._weight if math.isfinite(self._loss) else self._loss
-
     def line(self) -> str:
         """All of it in one line, the most important first: a narrow terminal cuts the end."""
-        left = self.rate.seconds_for(self.max_steps - self.step)
+        left = seconds_for(self.max_steps - self.step, self._samples, self.samples_per_second)
         width = len(str(self.max_steps))
         return "  ".join(
             [
                 f"step {self.step:>{width}}/{self.max_steps}",
                 f"loss {self.loss:<7.4g}",
                 f"{duration(left)} left",
-                f"{speed(self.rate.samples_per_second)} samples/s",
+                f"{speed(self.samples_per_second)} samples/s",
                 f"lr {self.learning_rate:.2e}",
                 *([] if self.mfu is None else [f"mfu {self.mfu:.1%}"]),
                 *([] if self.peak_memory_mb is None else [f"{self.peak_memory_mb / 1024:.1f} GiB"]),
@@ -255,10 +218,11 @@ class Console:
         self._progress.max_steps = state.max_steps
         self._progress.update(
             step=result.step,
-            loss=result.loss,
+            loss=result.loss if result.smoothed_loss is None else result.smoothed_loss,
             learning_rate=result.learning_rate,
             samples=result.samples,
             now=time.monotonic(),
+            samples_per_second=result.recent_samples_per_second,
             mfu=result.mfu,
             peak_memory_mb=result.peak_memory_mb,
         )
