@@ -16,6 +16,19 @@ RUNS = {
     },
     **{f"zero{stage}": {"deepspeed_config": json.dumps({"zero_optimization": {"stage": stage}})} for stage in (1, 2, 3)},
 }
+LOSS_AND_NORM = {"trainer.train_step": 2}
+WAITS = {
+    "single": LOSS_AND_NORM,
+    "fsdp2": LOSS_AND_NORM,
+    "hsdp": LOSS_AND_NORM,
+    "offload": {
+        "trainer.train_step": 1,
+        "": 31,
+    },  # torch adds up on the host what the second micro-batch gives, tensor by tensor
+    "zero1": LOSS_AND_NORM | {"zero.Stages1And2.norm": 2, "zero.Stages1And2.step": 4},  # DeepSpeed looks for overflows
+    "zero2": LOSS_AND_NORM | {"zero.Stages1And2.norm": 2, "zero.Stages1And2.step": 4},
+    "zero3": LOSS_AND_NORM | {"zero.Stage3.norm": 2, "zero.Stage3._step": 1},
+}
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +74,9 @@ def test_a_save_pins_what_it_copies_and_no_more_and_keeps_it(seen):
 
 
 @every_run
-@pytest.mark.parametrize("phase", ["second step", "save beside a step", "resume"])
-def test_the_host_waits_for_the_device_twice_a_step(seen, phase):
-    """For the loss, then for the norm of the gradient, if that is not on the host."""
-    assert seen.waits(phase)["trainer.train_step"] <= 2
+def test_the_host_waits_for_the_device_no_more_often_than_it_must(seen, request):
+    """In a step with its micro-batches, by function: a number that may not grow."""
+    assert seen.waits("second step") == WAITS[request.node.callspec.params["seen"]]
 
 
 @pytest.mark.parametrize("seen", ["fsdp2", "offload", "hsdp"], indirect=True)

@@ -4,8 +4,9 @@ What a plugin implements is described in `smalti.hookspecs`, which is the first 
 these modules and what is below them; docs/writing-a-plugin.md says what each is for. All others belong to the core alone and
 may change with any release.
 
-    smalti.settings, smalti.precision, smalti.parallel, smalti.group, smalti.replicas, smalti.ranks, smalti.models.family,
-    smalti.models.context, smalti.models.frames, smalti.models.weights, smalti.models.blocks, smalti.models.compilation,
+    smalti.settings, smalti.precision, smalti.parallel, smalti.group, smalti.replicas, smalti.ranks, smalti.accelerator,
+    smalti.models.family, smalti.models.context, smalti.models.frames, smalti.models.weights, smalti.models.blocks,
+    smalti.models.compilation,
     smalti.diffusion, smalti.optimizers, smalti.data.spec, smalti.data.sources, smalti.storage, smalti.checkpoint,
     smalti.plugins, smalti.invocation, smalti.families, smalti.run, smalti.options, smalti.caches, smalti.configedit,
     smalti.commands.table, smalti.rundir, smalti.liverun, smalti.events, smalti.files, smalti.configfile,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from torch import Tensor
 
 
 def use_device(device: str) -> None:
@@ -30,6 +31,14 @@ def pins_memory(kind: str) -> bool:
         return torch.empty(1, pin_memory=True).is_pinned()
     except (RuntimeError, NotImplementedError):
         return False
+
+
+def to_device(tensor: Tensor, device: str | torch.device) -> Tensor:
+    """A tensor in host memory, on the device; the host does not wait until the device has done all that it was asked before."""
+    place = torch.device(device)
+    if not pins_memory(place.type):
+        return tensor.to(place)
+    return tensor.pin_memory().to(place, non_blocking=True)
 
 
 def side_stream(device: str) -> torch.Stream | None:

@@ -18,7 +18,7 @@ class SampleNoise:
 
     A sample's number is unique over the run (say, its position in the order of all samples), so the same sample gets the
     same noise and the same time whichever rank draws it, in whatever batch, before or after a resume. Uniform numbers are
-    the same on every device; noise is made on `device`, and its values differ between kinds of device.
+    on the CPU; noise is made on `device`, and its values differ between kinds of device.
     """
 
     def __init__(self, seed: int, device: str | torch.device = "cpu") -> None:
@@ -38,4 +38,4 @@ class SampleNoise:
         """(B, K) numbers strictly between 0 and 1, fp32, K = `count`; the first ones do not depend on `count`."""
         # 23 bits and a half: every value is exact in fp32 and none is 0 or 1, where quantile functions have no value.
         rows = [[((key_of(self.seed, number, 1, k) >> 41) + 0.5) / (1 << 23) for k in range(count)] for number in numbers]
-        return torch.tensor(rows, dtype=torch.float32).view(len(numbers), count).to(self.device)
+        return torch.tensor(rows, dtype=torch.float32).view(len(numbers), count)

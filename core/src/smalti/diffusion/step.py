@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from smalti.accelerator import to_device
 from smalti.config import Config
 from smalti.data.buckets import Bucket
 from smalti.diffusion.noise import SampleNoise
@@ -88,7 +89,7 @@ class DenoisingLoss:
             noise = self.noise.normal(batch.numbers, latents.shape[1:])
             chance = self.noise.uniform(batch.numbers, 2)
             tokens = image_tokens(self.family, batch.bucket.width, batch.bucket.height)
-            t = self.objective.times(self.timesteps(chance[:, 0], tokens))
+            t = to_device(self.objective.times(self.timesteps(chance[:, 0], tokens)), latents.device)
             noisy = self.objective.corrupt(latents, noise, t)
             told = self._told(batch, dropped=chance[:, 1] < self.dropout)
             conditioning = with_frames(self.family, told, batch.frames, batch.bucket.width, batch.bucket.height)
@@ -102,11 +103,12 @@ class DenoisingLoss:
         return self.timesteps.describe({image_tokens(self.family, bucket.width, bucket.height) for bucket in buckets})
 
     def _told(self, batch: MicroBatch, dropped: Tensor) -> Conditioning:
-        """The conditioning of the captions, and of the empty prompt where a caption is dropped."""
+        """The conditioning of the captions, and of the empty prompt where a caption is `dropped` (in host memory)."""
         if batch.conditioning is None or self.untold is None:
             captions = ["" if drop else caption for caption, drop in zip(batch.captions, dropped.tolist(), strict=True)]
             return self.family.encode_captions(captions)
         untold = self.untold
+        dropped = to_device(dropped, self.noise.device)
         return {
             name: torch.where(dropped.view(-1, *[1] * (rows.ndim - 1)), untold[name], rows)
             for name, rows in batch.conditioning.items()

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from smalti.accelerator import to_device
 from smalti.diffusion.sampling import Sampler, seeded_noise
 from smalti.errors import UserError
 from smalti.models.context import Attention, ContextPlan, Join, Split
@@ -233,7 +234,7 @@ class ToyFamily:
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
         size, vocabulary = self.shape.max_tokens, self.shape.vocabulary
         rows = [hash_words(caption, count=size, vocabulary=vocabulary) for caption in captions]
-        return {"words": torch.tensor(rows, dtype=torch.int64, device=self._device).view(len(rows), size)}
+        return {"words": to_device(torch.tensor(rows, dtype=torch.int64), self._device).view(len(rows), size)}
 
     def encode_images(self, pixels: Tensor) -> Tensor:
         return pixels

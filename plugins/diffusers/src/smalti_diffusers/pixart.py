@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from smalti import Config
+from smalti.accelerator import to_device
 from smalti.models.context import Attention, ContextPlan, Join, Split
 from smalti.models.family import Conditioning, SampleRequest
 from smalti_diffusers.components import Components
@@ -106,9 +107,8 @@ class PixArt(PipelineFamily):
         if self.pipeline != ALPHA or self.components.config(self.part)["sample_size"] != 128:
             return {"resolution": None, "aspect_ratio": None}
         height, width = (size * self.vae_scale for size in noisy.shape[-2:])
-        size = torch.tensor([height, width], dtype=torch.float32, device=noisy.device)
-        ratio = torch.tensor([height / width], dtype=torch.float32, device=noisy.device)
-        return {"resolution": size.expand(len(noisy), 2), "aspect_ratio": ratio.expand(len(noisy), 1)}
+        told = to_device(torch.tensor([height, width, height / width], dtype=torch.float32), noisy.device)
+        return {"resolution": told[:2].expand(len(noisy), 2), "aspect_ratio": told[2:].expand(len(noisy), 1)}
 
 
 def family(config: Config) -> PixArt:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from smalti import Config, UserError
+from smalti.accelerator import to_device
 from smalti.models.family import Conditioning
 from smalti.models.frames import Frame
 from smalti.settings import ObjectiveOptions
@@ -91,7 +92,7 @@ class Sdxl(PipelineFamily):
     def encode_frames(self, frames: Sequence[Frame], width: int, height: int) -> Conditioning:
         """(B, 6): height and width of the original, top and left of the cut, height and width that are trained."""
         rows = [(frame.height, frame.width, frame.top, frame.left, height, width) for frame in frames]
-        return {"time_ids": torch.tensor(rows, dtype=torch.float32, device=self._device).view(len(rows), 6)}
+        return {"time_ids": to_device(torch.tensor(rows, dtype=torch.float32), self._device).view(len(rows), 6)}
 
     def example_conditioning(self, width: int, height: int) -> Conditioning:
         config = self.components.config(self.part)
