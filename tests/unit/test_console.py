@@ -221,7 +221,7 @@ from smalti.defaults.console import Progress, open_display
 display = open_display(sys.stderr)
 progress = Progress(step=0, max_steps=3, now=0)
 for step in (1, 2, 3):
-    progress.update(step=step, loss=0.5, learning_rate=1e-4, samples=8, now=step)
+    progress.update(step=step, loss=0.5, learning_rate=1e-4, samples=8, now=step, samples_per_second=8)
     display.update(progress)
 display.say("checkpoint [1/2] written")
 print("a result")
