@@ -90,6 +90,7 @@ TORCH_FREE = (
     "smalti",
     "smalti.acceleratefile",
     "smalti.caches",
+    "smalti.checkpoint.soundness",
     "smalti.checks",
     "smalti.cli",
     "smalti.commands.cache",

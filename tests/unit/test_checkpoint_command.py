@@ -7,6 +7,7 @@ from blake3 import blake3
 from click.testing import CliRunner
 
 from smalti.checkpoint.manifest import FileRecord, Manifest
+from smalti.checkpoint.statefile import State
 from smalti.checkpoint.store import CheckpointStore
 from smalti.checkpoint.tensorfile import Piece, encode_header
 from smalti.commands.checkpoint import checkpoint
@@ -18,7 +19,10 @@ def make(run, step, *, elements=600, flags=()):
         partial = store.prepare(step)
         pieces = [("blocks.0.weight", Piece(dtype="F32", shape=(elements, 2), offsets=(0, 0)))]
         pieces += [("step", Piece(dtype="I64", shape=(), offsets=()))]
-        files = {"model/a.safetensors": encode_header(pieces) + bytes(8 * elements + 8), "state.json": b"{}"}
+        files = {
+            "model/a.safetensors": encode_header(pieces) + bytes(8 * elements + 8),
+            "state.json": State(step=step).encode(),
+        }
         records = {}
         for name, data in files.items():
             (partial / name).write_bytes(data)
@@ -52,7 +56,7 @@ def test_the_listing_is_aligned_and_says_what_cannot_be_used(tmp_path):
     (make(tmp_path, 1500) / "manifest.json").unlink()
     assert call("ls", tmp_path).output == (
         "checkpoint        size  ranks  made\n"
-        "step-00000500  5.0 KiB      2  2025-01-02T03:04:05+00:00\n"
+        "step-00000500  5.1 KiB      2  2025-01-02T03:04:05+00:00\n"
         "step-00001000  2.3 MiB      2  2025-01-02T03:04:05+00:00  suspect\n"
         "step-00001500                                             not usable: there is no manifest.json: "
         "the save was not finished, or the file is lost\n"
@@ -94,7 +98,7 @@ def test_inspecting_what_cannot_be_read_fails_with_the_reason(tmp_path):
 def test_whole_checkpoints_verify(tmp_path):
     make(tmp_path, 500)
     done = call("verify", tmp_path)
-    assert (done.exit_code, done.output) == (0, "step-00000500  ok  5.0 KiB\n")
+    assert (done.exit_code, done.output) == (0, "step-00000500  ok  5.1 KiB\n")
 
 
 def test_damage_is_shown_and_fails_the_command(tmp_path):
@@ -103,7 +107,7 @@ def test_damage_is_shown_and_fails_the_command(tmp_path):
     done = call("verify", tmp_path)
     assert (done.exit_code, done.output) == (
         1,
-        "step-00000500  ok  5.0 KiB\n"
+        "step-00000500  ok  5.1 KiB\n"
         "step-00001000  DAMAGED\n"
         "    model/a.safetensors does not match its digest: damaged or edited\n",
     )

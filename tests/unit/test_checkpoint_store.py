@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smalti.checkpoint.manifest import SUSPECT, FileRecord, Manifest, read_manifest
+from smalti.checkpoint.statefile import State
 from smalti.checkpoint.store import CheckpointStore
 from smalti.checkpoint.tensorfile import Piece, encode_header, read_header, stored_tensors
 from smalti.checkpoint.verification import verify
@@ -22,18 +23,20 @@ from smalti.errors import CheckpointError
 
 PIECE = Piece(dtype="F32", shape=(4,), offsets=(0,))
 TENSORS = encode_header([("w", PIECE)]) + bytes(range(16))
+OTHER = State(step=1, trainer={"other": 1}).encode()
 
 
 def record(data):
     return FileRecord(size=len(data), digest=blake3(data).hexdigest())
 
 
-def make(root, step, *, flags=(), tensors=TENSORS, state=b"{}"):
+def make(root, step, *, flags=(), tensors=TENSORS, state=None):
     """A whole checkpoint, made the way the writer makes it."""
     store = CheckpointStore(root)
     with store.exclusive():
         partial = store.prepare(step)
-        files = {"model/a.safetensors": tensors, "ema/a.safetensors": tensors, "state.json": state}
+        files = {"model/a.safetensors": tensors, "ema/a.safetensors": tensors}
+        files["state.json"] = State(step=step).encode() if state is None else state
         for name, data in files.items():
             (partial / name).write_bytes(data)
         records = {name: record(data) for name, data in files.items()}
@@ -62,7 +65,7 @@ def flipped_bit(path):
 
 
 def flipped_bit_in_the_state(path):
-    (path / "state.json").write_bytes(b"[]")
+    flip(path / "state.json", 2)
 
 
 def truncated(path):
@@ -173,7 +176,7 @@ DAMAGE = {
     extra_file: "model/b.safetensors is not in the manifest",
     hidden_extra_file: "model/.b.safetensors is not in the manifest",
     extra_directory: "pickles/optimizer.pt is not in the manifest",
-    swapped_files: "ema/a.safetensors has 2 bytes",
+    swapped_files: f"ema/a.safetensors has {len(State(step=2).encode())} bytes",
     linked_file: "model/a.safetensors is a symbolic link",
     linked_directory: "model is a symbolic link",
     named_pipe: "model/a.safetensors is not a regular file",
@@ -367,7 +370,7 @@ def test_saving_the_same_again_gives_the_checkpoint_that_is_there(tmp_path):
 
 def test_saving_a_step_anew_in_another_state_makes_the_one_that_counts(tmp_path):
     old = make(tmp_path, 1)
-    new = make(tmp_path, 1, state=b'{"other": 1}')
+    new = make(tmp_path, 1, state=OTHER)
     assert (new.name, CheckpointStore(tmp_path).latest(), verify(old).ok) == ("step-00000001.2", new, True)
     assert CheckpointStore(tmp_path).resolve("1") == new
 
@@ -440,7 +443,7 @@ def test_suspect_checkpoints_do_not_displace_good_ones(tmp_path):
 def test_what_a_newer_save_of_the_same_step_replaced_goes_first(tmp_path):
     make(tmp_path, 1)
     make(tmp_path, 2)
-    make(tmp_path, 2, state=b'{"other": 1}')
+    make(tmp_path, 2, state=State(step=2, trainer={"other": 1}).encode())
     CheckpointStore(tmp_path).rotate(2)
     assert names(tmp_path) == ["step-00000001", "step-00000002.2"]
 
@@ -479,7 +482,12 @@ def test_rotation_never_takes_the_newest_good_ones_whatever_happened_before(sequ
         store = CheckpointStore(Path(directory))
         for number, (action, value, extra) in enumerate(sequence):
             if action == "save":
-                make(store.root, value, flags=(SUSPECT,) if extra else (), state=json.dumps(number).encode())
+                make(
+                    store.root,
+                    value,
+                    flags=(SUSPECT,) if extra else (),
+                    state=State(step=value, trainer={"number": number}).encode(),
+                )
             elif action == "damage" and (entries := store.all()):
                 path = entries[value % len(entries)].path
                 if verify(path).ok:

@@ -6,7 +6,7 @@ know a `Span`: that is read here. Names, shapes and types are compared before an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from smalti.checkpoint.manifest import GROUPS, STATE, Manifest, read_manifest
 from smalti.checkpoint.planning import memory
 from smalti.checkpoint.portable import regrouped
 from smalti.checkpoint.snapshot import Snapshot
+from smalti.checkpoint.soundness import WITH_MOMENTS
 from smalti.checkpoint.statefile import read_state
 from smalti.checkpoint.tensorfile import StoredTensor, stored_tensors
 from smalti.checkpoint.verification import verify
@@ -95,6 +96,9 @@ def _load(path: Path, snapshot: Snapshot) -> Loaded:
             f"this run uses {target.optimizer or 'none'}"
         )
 
+    if same and not stored["optimizer"] and manifest.step > 0 and state.optimizer in WITH_MOMENTS:
+        notices.append(f"the checkpoint has no moments of {state.optimizer}: they start afresh")
+
     if stored["ema"] and snapshot.ema is not None:
         wanted["ema"] = snapshot.ema
     elif stored["ema"]:
@@ -104,6 +108,8 @@ def _load(path: Path, snapshot: Snapshot) -> Loaded:
 
     for group, tensors in wanted.items():
         compare(group, tensors, stored[group], state.trainer)
+    if same:
+        _compare_settings(state.settings, target.settings)
     for group, tensors in wanted.items():
         _fill(path / group, tensors)
     if same:
@@ -171,6 +177,20 @@ def compare(
             f"it was made for something else; of the {group} tensors, {'; '.join(told)}",
             fix=f"give {shaped_by} as the run had them, or start afresh in a new --output_dir",
         )
+
+
+def _compare_settings(saved: Sequence[Mapping[str, object]], own: Sequence[Mapping[str, object]]) -> None:
+    """Raises CheckpointError for a saved hyper-parameter that is of another kind than the optimizer's own."""
+    for number, (there, here) in enumerate(zip(saved, own, strict=False)):
+        for key in sorted(there.keys() & here.keys()):
+            if _kind(there[key]) != _kind(here[key]) and None not in (there[key], here[key]):
+                told = f"optimizer.settings[{number}].{key} is {there[key]!r}, where the optimizer has {here[key]!r}"
+                raise CheckpointError(f"{STATE} is malformed: {told}", fix="choose another checkpoint")
+
+
+def _kind(value: object) -> type:
+    """Numbers are of one kind, switches among them."""
+    return float if isinstance(value, int | float) else list if isinstance(value, list | tuple) else type(value)
 
 
 def _new_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -55,7 +55,7 @@ def _check_together(ranks: Ranks, path: Path) -> Verification:
     mine, told = _read_share(ranks, path)
     if not any(told):
         return mine
-    whole = verify(path)
+    whole = verify(path, to_resume=True)
     if whole.ok:
         rank, problem = next((rank, problem) for rank, problem in enumerate(told) if problem)
         raise CheckpointError(
@@ -67,5 +67,5 @@ def _check_together(ranks: Ranks, path: Path) -> Verification:
 
 def _read_share(ranks: Ranks, path: Path) -> tuple[Verification, list[str]]:
     """This rank's finding, and what each rank has found wrong. *Collective*."""
-    mine = verify(path, rank=ranks.world.rank, ranks=ranks.world.size)
+    mine = verify(path, rank=ranks.world.rank, ranks=ranks.world.size, to_resume=True)
     return mine, together(ranks, lambda: "; ".join(mine.problems[:3]))

@@ -9,9 +9,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from smalti.errors import CheckpointError
 from smalti.files import parse_json
+
+T = TypeVar("T")
+
+_LARGEST = 2**53
+"""Of counts: what every reader of JSON has exactly."""
+_LONGEST = 60
+"""Characters of a wrong value that are shown."""
+_COUNTS = {"step": 0, "position": 0, "epoch": 0, "samples": 0, "effective_batch": 1}
+"""What the trainer counts, and the least that each can be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +51,71 @@ class State:
 
 
 def read_state(path: Path) -> State:
-    """What a state.json says. Raises CheckpointError for anything that `State.encode` does not write."""
+    """What a state.json says. Raises CheckpointError, which names the field, for what `State.encode` does not write."""
     try:
         body = parse_json(path.read_bytes())
     except ValueError as error:
         raise CheckpointError(f"{path.name} is damaged: {error}") from error
-    match body:
-        case {
-            "step": int(step),
-            "optimizer": {"name": str(name), "settings": list(settings)},
-            "trainer": dict(trainer),
-            **rest,
-        } if all(isinstance(group, dict) for group in settings):
-            config = rest.get("model_config")
-            if config is None or isinstance(config, dict):
-                return State(step=step, optimizer=name, settings=settings, trainer=trainer, model_config=config)
-    raise CheckpointError(f"{path.name} is malformed")
+    if not isinstance(body, dict):
+        raise CheckpointError(f"{path.name} is malformed: it is no object")
+    fields = _Fields(path.name)
+    optimizer, trainer = fields.table(body, "optimizer"), fields.table(body, "trainer")
+    state = State(
+        step=fields.count(body, "step"),
+        optimizer=fields.of(optimizer, "name", str, "optimizer."),
+        settings=fields.of(optimizer, "settings", list, "optimizer."),
+        trainer=trainer,
+        model_config=None if body.get("model_config") is None else fields.table(body, "model_config"),
+    )
+    for number, group in enumerate(state.settings):
+        fields.check_settings(group, f"optimizer.settings[{number}]")
+    for name in trainer.keys() & _COUNTS:
+        fields.count(trainer, name, "trainer.", least=_COUNTS[name])
+    if trainer.get("step", state.step) != state.step:
+        raise fields.wrong("trainer.step", f"is {trainer['step']} in a checkpoint of step {state.step}")
+    if not isinstance(trainer.get("data_changes", []), list):
+        raise fields.wrong("trainer.data_changes", "is no list")
+    return state
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """Reads fields of the file and complains about them by name."""
+
+    file: str
+
+    def wrong(self, field: str, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.file} is malformed: {field} {what}")
+
+    def of(self, table: Mapping[str, object], name: str, kind: type[T], inside: str = "") -> T:
+        if name not in table:
+            raise self.wrong(f"{inside}{name}", "is missing")
+        value = table[name]
+        if type(value) is not kind:
+            raise self.wrong(f"{inside}{name}", f"cannot be {_shown(value)}")
+        return value
+
+    def table(self, table: Mapping[str, object], name: str) -> dict[str, object]:
+        return self.of(table, name, dict)
+
+    def count(self, table: Mapping[str, object], name: str, inside: str = "", *, least: int = 0) -> int:
+        value = self.of(table, name, int, inside)
+        if not least <= value <= _LARGEST:
+            raise self.wrong(f"{inside}{name}", f"cannot be {_shown(value)}")
+        return value
+
+    def check_settings(self, group: object, field: str) -> None:
+        """One group of hyper-parameters: numbers, words and lists of them; under "values", those of single parameters."""
+        if not isinstance(group, dict):
+            raise self.wrong(field, f"cannot be {_shown(group)}")
+        if "params" in group:
+            raise self.wrong(field, "names parameters, which are not written there")
+        values = group.get("values", {})
+        if not isinstance(values, dict) or not all(isinstance(kept, dict) for kept in values.values()):
+            raise self.wrong(f"{field}.values", f"cannot be {_shown(values)}")
+
+
+def _shown(value: object) -> str:
+    """A value as JSON has it, cut short."""
+    text = json.dumps(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -154,7 +154,21 @@ def join(name: str, pieces: Sequence[Piece]) -> StoredTensor:
     whole = StoredTensor(dtype=first.dtype, shape=tuple(max(column) for column in zip(*ends, strict=True)), pieces=len(pieces))
     if sum(math.prod(piece.shape) for piece in pieces) != whole.elements:
         raise CheckpointError(f"the pieces of {name} do not fill it")
+    if _overlap(pieces):
+        raise CheckpointError(f"pieces of {name} overlap")
     return whole
+
+
+def _overlap(pieces: Sequence[Piece]) -> bool:
+    """Whether two pieces hold the same element. They are looked at in the order of their first rows."""
+    boxes = sorted(tuple(zip(piece.offsets, piece.shape, strict=True)) for piece in pieces)
+    for number, box in enumerate(boxes):
+        for other in boxes[number + 1 :]:
+            if box and other[0][0] >= sum(box[0]):
+                break  # and so do all after it
+            if all(max(one, two) < min(one + here, two + there) for (one, here), (two, there) in zip(box, other, strict=True)):
+                return True
+    return False
 
 
 def _pieces(header: object, data: int) -> dict[str, tuple[Piece, int]]:

@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from smalti.checkpoint.manifest import MANIFEST, STATE, FileRecord, Manifest, read_manifest
+from smalti.checkpoint.manifest import GROUPS, MANIFEST, STATE, FileRecord, Manifest, read_manifest
 from smalti.checkpoint.recording import matches
+from smalti.checkpoint.soundness import contradictions, not_finite, unusable
 from smalti.checkpoint.tensorfile import read_header
 from smalti.errors import CheckpointError
 from smalti.files import parse_json
@@ -39,8 +40,11 @@ class Verification:
         return self.manifest.step if self.manifest else None
 
 
-def verify(checkpoint: Path, *, rank: int = 0, ranks: int = 1) -> Verification:
+def verify(checkpoint: Path, *, rank: int = 0, ranks: int = 1, to_resume: bool = False) -> Verification:
     """Check a checkpoint directory: the manifest, names and sizes of all files, their contents, nothing else beside them.
+
+    What state.json and the headers of tensors say must make sense too. With `to_resume`, a run must be able to go on from it,
+    which takes finite numbers.
 
     With several `ranks` each reads the contents of its share of the files only; together they have read all. Reads every
     byte of that share, several files at a time; never writes. What is wrong is told in the result, not raised.
@@ -52,20 +56,28 @@ def verify(checkpoint: Path, *, rank: int = 0, ranks: int = 1) -> Verification:
     problems = _listing_problems(checkpoint, manifest)
     mine = {name: record for name, record in _share(manifest.files, rank, ranks) if name not in problems}
     with ThreadPoolExecutor(max_workers=min(_THREADS, os.cpu_count() or 1)) as pool:
-        contents = pool.map(lambda item: (item[0], _content_problem(checkpoint / item[0], *item)), mine.items())
-        problems |= {name: problem for name, problem in contents if problem}
+        told = pool.map(lambda name: _content_problem(checkpoint / name, name, mine[name], to_resume), mine)
+        problems |= {name: problem for name, problem in zip(mine, told, strict=True) if problem}
+    if not problems and rank == 0:
+        problems |= contradictions(checkpoint, manifest)
+        if not problems and to_resume and (reason := unusable(checkpoint)):
+            problems[STATE] = reason.removeprefix(f"{STATE} ")
     return Verification(path=checkpoint, manifest=manifest, problems=_told(checkpoint, manifest, problems))
 
 
 def glance(checkpoint: Path) -> Verification:
-    """The same without the contents of tensors: the manifest, names and sizes of all files, and state.json. Takes no time."""
+    """The same for a run that is to resume, without the contents of tensors. Takes no time."""
     try:
         manifest = read_manifest(checkpoint)
     except CheckpointError as error:
         return Verification(path=checkpoint, manifest=None, problems=(error.message,))
     problems = _listing_problems(checkpoint, manifest)
-    if not problems and (problem := _content_problem(checkpoint / STATE, STATE, manifest.files[STATE])):
+    if not problems and (problem := _content_problem(checkpoint / STATE, STATE, manifest.files[STATE], to_resume=True)):
         problems[STATE] = problem
+    if not problems and (reason := unusable(checkpoint)):
+        problems[STATE] = reason.removeprefix(f"{STATE} ")
+    if not problems:
+        problems |= contradictions(checkpoint, manifest)
     return Verification(path=checkpoint, manifest=manifest, problems=_told(checkpoint, manifest, problems))
 
 
@@ -133,7 +145,7 @@ def _share(files: Mapping[str, FileRecord], rank: int, ranks: int) -> list[tuple
     return given[rank]
 
 
-def _content_problem(path: Path, name: str, record: FileRecord) -> str:
+def _content_problem(path: Path, name: str, record: FileRecord, to_resume: bool) -> str:
     """What is wrong inside one file; "" when nothing is."""
     try:
         if not matches(path, record):
@@ -142,6 +154,8 @@ def _content_problem(path: Path, name: str, record: FileRecord) -> str:
             parse_json(path.read_bytes())
         else:
             read_header(path)
+            if to_resume and name.partition("/")[0] in GROUPS and (tensor := not_finite(path)):
+                return f"holds numbers that are not finite, in {tensor}"
     except CheckpointError as error:
         return error.message
     except ValueError as error:
