@@ -14,9 +14,9 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
-from importlib import invalidate_caches
+from importlib import import_module, invalidate_caches
 from pathlib import Path
 
 from nursery import forked_processes
@@ -83,21 +83,24 @@ def command_line(words: list[str], variables: dict[str, str], place: Path) -> tu
 
     waiting: list[tuple[str, int]] = []
 
-    def launch(self: Preparation) -> int:
+    def launch(self: Preparation, standby: None) -> int:
         if self.plan.launcher == "in-process":
-            return ordinary(self)
+            return ordinary(self, standby)
         write_launch_files(self.directory, self.config, self.plugins, self.plan)
         if self.live is not None:
             self.live.close()  # the first rank takes the directory itself
         waiting.append((str(self.directory.path), len(self.plan.ranks)))
         return 0
 
+    command = import_module("smalti.commands.train")
+    standing_by, command.standing_by = command.standing_by, lambda config: nullcontext()  # nothing is launched
     ordinary, Preparation.launch = Preparation.launch, launch
     try:
         with _as_if_new(variables, place / "0.log"):
             code = _exit_code(main, ["train", *words])
     finally:
         Preparation.launch = ordinary
+        command.standing_by = standing_by
     return code, *(waiting[0] if waiting else ("", 0))
 
 

@@ -5,12 +5,13 @@ they make no progress any more, where torch gives them 30 seconds to save and ha
 started it is killed, it ends as by SIGTERM, so that the ranks save and leave; SIGUSR1 and SIGUSR2 have the same effect. When it
 is killed itself, they do so by themselves.
 
-Started as `python -m smalti.agent MODULE [ARGUMENTS]`, it does what `python -m MODULE [ARGUMENTS]` does. Importing this module
-imports no torch.
+Started as `python -m smalti.agent MODULE [ARGUMENTS]`, it does what `python -m MODULE [ARGUMENTS]` does; as one that stands by
+(`smalti.standby`), when it is told to. Importing this module imports no torch.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import signal
@@ -21,11 +22,14 @@ import time
 from collections.abc import Mapping
 
 from smalti.ending import End
+from smalti.importing import importing, keep_imports
 from smalti.lastwords import FOLDER_VARIABLE, SIGNALLED, leave_killed, leave_word_for
 from smalti.liveness import latest_progress
 from smalti.parentage import PARENT_VARIABLE, follow_parent
 from smalti.streams import outlast
 
+STAND_BY = "--stand-by="
+"""The argument of one that stands by, with the number of the descriptor on which it is told what to do."""
 STOP_SECONDS = 600.0
 """For a rank that was asked to stop, since it was asked or last got on with a save: it may have a long validation to end."""
 LOST_SECONDS = 120.0
@@ -35,19 +39,27 @@ _POLL_SECONDS = 0.1
 
 def main() -> None:
     end = End.first()
+    keep_imports()
     outlast()
     follow_parent()
+    with importing():
+        import torch.distributed.launcher.api  # noqa: F401 - what all launchers need
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    words: list[str] | None = sys.argv[1:]
+    if sys.argv[1].startswith(STAND_BY):
+        words = wait_for_word(int(sys.argv[1].removeprefix(STAND_BY)))
+    if words is None:
+        end.code = 0
+        return
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     tempfile.tempdir = os.environ.get(FOLDER_VARIABLE)  # torch makes a folder for logs and leaves it behind
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    module, *arguments = sys.argv[1:]
-    sys.argv = [module, *arguments]
+    sys.argv = words
     be_patient()
     pass_on_notices()
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     except ChildFailedError as error:
         leave_killed({rank: -failure.exitcode for rank, failure in error.failures.items() if failure.exitcode < 0})
         raise
@@ -55,6 +67,18 @@ def main() -> None:
         end.code = SIGNALLED + stop.sigval
     else:
         end.code = 0
+
+
+def wait_for_word(descriptor: int) -> list[str] | None:
+    """The words to run, in whose environment this process then is; None if nothing is wanted of it."""
+    with os.fdopen(descriptor, encoding="ascii") as line:
+        told = line.read()
+    if not told.endswith("\n"):  # whoever was to say it has ended, perhaps while he said it
+        return None
+    order = json.loads(told)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    return list(order["words"])
 
 
 def pass_on_notices() -> None:

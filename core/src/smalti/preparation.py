@@ -48,6 +48,7 @@ from smalti.settings import (
     warm_up_notice,
     warm_up_problem,
 )
+from smalti.standby import Standby
 from smalti.strategy import choose_distributed
 from smalti.termination import Stopped, Terminated, interrupt
 
@@ -132,8 +133,8 @@ class Preparation:
         progress = scan_progress(live.phases)
         return scan_data(config, plugins, alignment, live.directory.data, progress, attempt=live.record.started)
 
-    def launch(self) -> ExitCode:
-        """Run to the end. The last lines printed say how it ended and how to go on."""
+    def launch(self, standby: Standby | None = None) -> ExitCode:
+        """Run to the end. The last lines printed say how it ended and how to go on. `standby` is ready to start the ranks."""
         for notice in self.notices:
             click.echo(f"smalti: note: {notice}", err=True)
         click.echo(f"smalti: {self.plugins.summary}", err=True)
@@ -143,7 +144,7 @@ class Preparation:
             if self.live is not None:
                 self.live.keep_files()
             sys.stdout.flush()
-            code, message = self._run()
+            code, message = self._run(standby)
         if self.live is not None:
             self.live.conclude(code, message)
         self._say_goodbye(code, message)
@@ -151,11 +152,11 @@ class Preparation:
             self.live.close()
         return code
 
-    def _run(self) -> tuple[ExitCode, str]:
+    def _run(self, standby: Standby | None) -> tuple[ExitCode, str]:
         if self.plan.launcher != "in-process":
             from smalti.workers import run_workers
 
-            return run_workers(self.plan, self.directory, digest=self.config.digest, live=self.live)
+            return run_workers(self.plan, self.directory, digest=self.config.digest, live=self.live, standby=standby)
         with importing():
             from smalti.rank import run_rank
 

@@ -21,6 +21,7 @@ from smalti.launchfolder import launch_folder, processes_of
 from smalti.liverun import ATTEMPT_VARIABLE, STOPPED_EARLY, LiveRun
 from smalti.parentage import PARENT_VARIABLE
 from smalti.rundir import Request, RunDirectory
+from smalti.standby import AGENT, Standby
 from smalti.termination import STOPPING, Demands, code_at_once, conclude, handled, pre_emptions
 
 POLL_SECONDS = 0.1
@@ -36,12 +37,15 @@ _STARTER = "the process that starts the ranks"
 Verdict = tuple[ExitCode, str]
 
 
-def run_workers(plan: LaunchPlan, directory: RunDirectory, *, digest: str = "", live: LiveRun | None = None) -> Verdict:
+def run_workers(
+    plan: LaunchPlan, directory: RunDirectory, *, digest: str = "", live: LiveRun | None = None, standby: Standby | None = None
+) -> Verdict:
     """Start the workers of this machine and wait; the exit code by meaning, and the sentence that goes with it.
 
     The first Ctrl-C or signal of `pre_emptions` becomes a stop request that all ranks agree on, or ends a launch before its
     first step; another one that counts (`Demands`) ends every process at once. Workers refuse a configuration that has not this
-    `digest`, if given. `live` is the run directory in the hands of this process, None where that of another machine has it.
+    `digest`, if given. `live` is the run directory in the hands of this process, None where that of another machine has it;
+    `standby` a process that is ready to start them.
     Raises PreflightError when the port for the other machines is taken, or when there is no room for temporary files.
     """
     if plan.port is not None:
@@ -52,20 +56,23 @@ def run_workers(plan: LaunchPlan, directory: RunDirectory, *, digest: str = "", 
             own[ATTEMPT_VARIABLE] = repr(live.record.started)
             live.phases.enter("launching")
         environment = {**os.environ, **plan.environment, **plan.secrets, **own}
-        process = subprocess.Popen(_observed(plan.command), env=environment, start_new_session=True)
-        launched = _Launched(process, ends)
+        launched = _Launched(_started(plan.command, environment, standby), ends)
         try:
             verdict = _wait(launched, received, directory, live)
         finally:
             launched.end()
         conclude()
-        return verdict or judge(read_ends(Path(ends)), process.returncode, plan.ranks, read_killed(Path(ends)))
+        return verdict or judge(read_ends(Path(ends)), launched.status, plan.ranks, read_killed(Path(ends)))
 
 
-def _observed(command: Sequence[str]) -> Sequence[str]:
+def _started(command: Sequence[str], environment: Mapping[str, str], standby: Standby | None) -> subprocess.Popen[bytes]:
     """`python -m LAUNCHER ...` such that it writes down which of its ranks were killed."""
     python, switch, *rest = command
-    return (python, "-m", "smalti.agent", *rest) if switch == "-m" else command
+    if switch == "-m":
+        if standby is not None and (process := standby.start(rest, environment)) is not None:
+            return process
+        command = (python, "-m", AGENT, *rest)
+    return subprocess.Popen(command, env=environment, start_new_session=True)
 
 
 class _Launched:
@@ -75,6 +82,11 @@ class _Launched:
         self._process = process
         self._ends = ends
         self._left: list[psutil.Process] | None = None
+
+    @property
+    def status(self) -> int:
+        """How the process that starts the ranks has ended."""
+        return self._process.returncode
 
     def over(self) -> bool:
         """Whether all of them have ended; waits for it a moment."""

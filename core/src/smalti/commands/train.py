@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 
 import click
 
@@ -11,6 +12,7 @@ from smalti.errors import ExitCode, UserError, problems_in
 from smalti.importing import importing
 from smalti.invocation import Invocation, take_switch
 from smalti.reference import help_text
+from smalti.standby import standing_by
 from smalti.streams import outlast
 from smalti.termination import Stopped, Terminated, terminated
 
@@ -56,14 +58,15 @@ def _train(invocation: Invocation, *, dry_run: bool, as_json: bool) -> int:
     if config.problems:
         check_run(config, invocation.plugins)  # raises, with what else is wrong
     try:
-        with terminated():
+        with terminated(), ExitStack() as closing:
+            standby = None if dry_run else closing.enter_context(standing_by(config))
             with importing():
                 from smalti.preparation import Preparation  # imports much, so only once the options are right
 
             preparation = Preparation.of(config, invocation.plugins, write=not dry_run)
             if not dry_run:
                 outlast()
-                return int(preparation.launch())
+                return int(preparation.launch(standby))
     except Stopped:
         click.echo("smalti: stopped on request before the first step; the same command begins it", err=True)
         return int(ExitCode.DONE)
