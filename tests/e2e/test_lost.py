@@ -114,7 +114,11 @@ def waiting(tmp_path_factory, launch):
     ("name", "cause", "saver"),
     [
         ("killed", "ended with exit code 1: rank 2 was killed by SIGKILL", 0),
-        ("out of memory", "ended with exit code 1: rank 0: OutOfMemoryError: CUDA out of memory", 1),
+        (
+            "out of memory",
+            "ended with exit code 1: rank 0: out of memory on cpu: no room for 2.00 GiB more in the forward pass",
+            1,
+        ),
     ],
 )
 def test_a_rank_that_waits_for_a_lost_one_in_a_call_without_end_saves_beside_it_and_leaves(waiting, name, cause, saver):
@@ -133,3 +137,14 @@ def test_where_ranks_hold_shards_the_last_checkpoint_is_named_and_nobody_waits(w
     assert (run.code, entry.step) == (1, 2)
     assert "ended with exit code 1: rank 1 was killed by SIGKILL" in last
     assert f"its last checkpoint is {entry.path}" in last
+
+
+def test_a_rank_that_is_out_of_memory_says_what_was_there_and_what_would_help(waiting):
+    last = waiting["out of memory"].output
+    last = last[last.index("ended with exit code") :]
+    assert (
+        "    weights that train        0.7 MiB\n    optimizer state           1.4 MiB\n    EMA                       0.7 MiB\n"
+        in last
+    )
+    assert "--train_batch_size=1 --gradient_accumulation_steps=2: saves 1/2 of the activations" in last
+    assert "--gradient_checkpointing: saves most of the activations" in last

@@ -13,6 +13,7 @@ from typing import TypeVar
 from smalti.errors import UserError
 from smalti.faults import is_fault
 from smalti.observers import summary, warn
+from smalti.outofmemory import memory_explained
 from smalti.parallel import Ranks
 from smalti.run import Run
 
@@ -52,8 +53,13 @@ def computed(run: Run, compute: Callable[[], T]) -> T:
 
     Raises as `on_all_ranks` where each rank makes its own: neither weights nor tokens are spread over them.
     """
+
+    def explained() -> T:
+        with memory_explained(run.config, run.world, run):
+            return compute()
+
     together = run.world.size > 1 and (run.world.context > 1 or run.parallel.alone() is None)
-    return compute() if together else on_all_ranks(run.parallel, compute)
+    return explained() if together else on_all_ranks(run.parallel, explained)
 
 
 def attempt(run: Run, what: str, action: Callable[[Run], object]) -> str:

@@ -11,6 +11,7 @@ import torch
 from smalti.data.loader import Batch
 from smalti.errors import GpuFaultError
 from smalti.observers import consult, warn
+from smalti.outofmemory import is_out_of_memory
 from smalti.run import Run
 from smalti.settings import RunOptions
 from smalti.types import FaultAction, GpuFault, StopReason, World
@@ -25,7 +26,7 @@ def is_fault(error: BaseException) -> bool:
     Errors of the device runtime (an illegal address, a lost device, an uncorrectable ECC error) come as AcceleratorError.
     Running out of memory is no fault of the device, and a failed collective is none of this rank's.
     """
-    return isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError)
+    return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)
 
 
 def fault_of(error: BaseException, world: World) -> GpuFault:

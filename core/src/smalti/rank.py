@@ -13,6 +13,7 @@ from smalti.lastwords import code_of, describe, launched, leave_word
 from smalti.liveness import leave_within
 from smalti.liverun import LiveRun
 from smalti.opening import become_run
+from smalti.outofmemory import memory_explained
 from smalti.parallel import Parallel
 from smalti.plugins import Plugins
 from smalti.run import build, open_parallel
@@ -34,7 +35,8 @@ def run_rank(config: Config, plugins: Plugins, live: LiveRun | None = None) -> O
         with last_words(crew):
             with Watchdog(crew) as watchdog:
                 live = become_run(config, parallel, live, closing)
-                run = watchdog.run = build(config, plugins, plan, parallel, crew, closing, live)
+                with memory_explained(config, parallel.world):
+                    run = watchdog.run = build(config, plugins, plan, parallel, crew, closing, live)
                 if live is not None:
                     live.begin_training()
                 signals.enter_context(stop_signals(run.state))  # to the very end: what is said and closed last is not cut off

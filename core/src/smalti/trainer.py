@@ -14,6 +14,7 @@ from smalti.evaluation import evaluate
 from smalti.faults import faults_answered, faults_end
 from smalti.models.attention import attention_kernel
 from smalti.observers import observed, summary, warn
+from smalti.outofmemory import memory_explained
 from smalti.rescue import rescued
 from smalti.run import Run, reseed
 from smalti.saving import announce, save, settle
@@ -24,7 +25,12 @@ from smalti.validation import validate
 
 def train(run: Run) -> Outcome:
     """Train until the step budget is spent or something asks to stop. Every rank returns the same outcome."""
-    with observed(run.plugins, run.state, run.info) as ended, rescued(run), faults_end(run):
+    with (
+        observed(run.plugins, run.state, run.info) as ended,
+        rescued(run),
+        faults_end(run),
+        memory_explained(run.config, run.world, run),
+    ):
         outcome = loop(run)
         ended.append(outcome)
     return outcome
