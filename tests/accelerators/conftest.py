@@ -1,18 +1,17 @@
 """A small data set, and rehearsals of runs on it, each in a process of its own."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from accelerators.rehearsal import rehearse
+from accelerators.rehearsal import encoded, rehearse
 from nursery import forked_processes
 
-TOY = {
-    "model_family": "toy",
-    "toy_width": 32,
-    "toy_depth": 2,
-    "toy_heads": 2,
+PIPELINES = Path(__file__).parents[2] / "plugins/diffusers/tests/tiny.py"
+TOY = {"model_family": "toy", "toy_width": 32, "toy_depth": 2, "toy_heads": 2}
+COMMON = {
     "resolution": 16,
     "resolution_type": "pixel",
     "mixed_precision": "bf16",
@@ -45,9 +44,37 @@ def rehearsed(images, tmp_path_factory):
 
     def run(*flags: str, rank: int = 1, ranks: int = 8, module: str = "accelerators", **options):
         directory = tmp_path_factory.mktemp("run") / "run"
-        values = {**TOY, "instance_data_dir": images, "output_dir": directory, "num_processes": ranks, **options}
-        words = [*(f"--{name}={value}" for name, value in values.items()), *(f"--{flag}" for flag in flags)]
+        values = {**COMMON, "instance_data_dir": images, "output_dir": directory, "num_processes": ranks}
+        words = as_words(values | (options if "model_family" in options else TOY | options), flags)
         with forked_processes(ranks=1, group=False, module=module) as process:
             return process.run(rehearse, words, rank=rank, ranks=ranks)[0]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def pipeline(images, tmp_path_factory):
+    """pipeline(name) -> the options of a family of diffusers at its tiniest, whose images and captions were encoded before."""
+    known = {}
+
+    def make(name: str) -> dict[str, object]:
+        if name not in known:
+            folder = tmp_path_factory.mktemp(name)
+            known[name] = {
+                "model_family": name,
+                "pretrained_model_name_or_path": folder / "pipeline",
+                "cache_dir": folder / "cache",
+                "tokenizer_max_length": 32,
+                "vae_dtype": "fp32",
+                "text_encoder_dtype": "fp32",
+            }
+            values = {**COMMON, **known[name], "instance_data_dir": images, "output_dir": folder / "run"}
+            with forked_processes(ranks=1, group=False, module="accelerators") as process:
+                process.run(encoded, as_words(values), PIPELINES, name, folder / "pipeline")
+        return known[name]
+
+    return make
+
+
+def as_words(values: dict[str, object], flags: Sequence[str] = ()) -> list[str]:
+    return [*(f"--{name}={value}" for name, value in values.items()), *(f"--{flag}" for flag in flags)]

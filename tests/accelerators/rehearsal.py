@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(kw_only=True)
@@ -71,6 +72,34 @@ def rehearse(words: Sequence[str], *, rank: int = 1, ranks: int = 8) -> Rehearsa
     return _judged(seen, watch)
 
 
+def encoded(words: Sequence[str], pipelines: Path, name: str, folder: Path) -> None:
+    """Make the tiny pipeline of this name in `folder`, and encode for real, on the CPU, what `smalti train WORDS` would encode.
+
+    `pipelines` is the file that makes it.
+    """
+    import importlib.util
+
+    from smalti.data.prepared import PreparedData
+    from smalti.dataplan import cache_folders, scan_data
+    from smalti.encoding import encode_ahead
+    from smalti.families import find_family
+    from smalti.invocation import Invocation
+    from smalti.ranks import GlooRanks
+    from smalti.types import World
+
+    spec = importlib.util.spec_from_file_location("tiny", pipelines)
+    tiny = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tiny)
+    getattr(tiny, name)(folder)
+    invocation = Invocation.read([*words, "--use_cpu"])
+    config, plugins = invocation.config(), invocation.plugins
+    family = find_family(config, plugins)
+    family.to("cpu")
+    data: PreparedData = scan_data(config, plugins, family.alignment, None)
+    ranks = GlooRanks(world=World(), group=None)
+    encode_ahead(config, family, data, ranks, cache_folders(config, plugins), folder)
+
+
 def _built(words, watch, closing):
     import torch
 
@@ -94,9 +123,26 @@ def _built(words, watch, closing):
     parallel = smalti.run.open_parallel(plan, config)
     if plan.name == "deepspeed":
         _trust_other_ranks()
+    if config.values()["model_family"] != "toy":
+        _load_for_real()
     pins_memory(torch.device(parallel.world.device).type)  # which fake memory would always be
     with watch:
         return smalti.run.build(config, plugins, plan, parallel, Crew(processes=()), closing)
+
+
+def _load_for_real() -> None:
+    """Parts of pipelines are read from files that no fake tensor could read; they are fake once they go to the device."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    from smalti_diffusers.components import Components
+
+    own = Components.load
+
+    def load(self, *arguments):
+        with unset_fake_temporarily():
+            return own(self, *arguments)
+
+    Components.load = load
 
 
 def _trust_other_ranks() -> None:

@@ -24,7 +24,7 @@ from smalti_fsdp2.context import context_group, split_context
 from smalti_fsdp2.filling import fill
 from smalti_fsdp2.options import ContextOptions, FsdpOptions
 from smalti_fsdp2.recomputation import recompute
-from smalti_fsdp2.sharding import shard, shard_mesh
+from smalti_fsdp2.sharding import prefetch, shard, shard_mesh
 from smalti_fsdp2.wrapping import units
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,10 @@ class Sharded(Group):
             mode, every = options.fsdp_activation_checkpointing_mode, options.fsdp_activation_checkpointing_every
             recompute(model, blocks, mode=mode, every=every)
         compile_blocks(model, blocks, self._config)
-        shard(model, units(model, blocks, options), self._mesh, options, bf16=self._bf16)
+        chosen = units(model, blocks, options)
+        shard(model, chosen, self._mesh, options, bf16=self._bf16)
+        self._groups = [model.get_submodule(unit.path) for unit in chosen]
+        self._prefetch(model)
         fill(
             model,
             weights,
@@ -122,10 +125,21 @@ class Sharded(Group):
         self._optimizer.zero_grad()
 
     def refresh(self, model: nn.Module) -> None:
-        """Let go of gathered parameters: a forward pass without backward leaves some, and the next would use them."""
+        """Let go of gathered parameters: a forward pass without backward leaves some, and the next would use them.
+
+        A model that is judged gathers nothing ahead, because that would be left too, where nobody can let go of it.
+        """
+        self._prefetch(model)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def _prefetch(self, model: nn.Module) -> None:
+        prefetch(
+            self._groups,
+            ahead=self._options.fsdp_forward_prefetch if model.training else 0,
+            behind=self._options.fsdp_backward_prefetch,
+        )
 
     def portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
         self.refresh(model)

@@ -64,13 +64,14 @@ def shard(model: nn.Module, chosen: Sequence[Unit], mesh: DeviceMesh, options: F
     for unit, module in modules(model, chosen):
         fully_shard(module, mesh=mesh, reshard_after_forward=unit.reshard, mp_policy=policy, offload_policy=offload)
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    _prefetch(
-        [model.get_submodule(unit.path) for unit in chosen], options.fsdp_forward_prefetch, options.fsdp_backward_prefetch
-    )
 
 
-def _prefetch(groups: Sequence[nn.Module], ahead: int, behind: int) -> None:
-    """While one group computes, the next ones are gathered: in the order of the forward pass, and back."""
+def prefetch(groups: Sequence[nn.Module], ahead: int, behind: int) -> None:
+    """While one group computes, the next ones are gathered: in the order of the forward pass, and back.
+
+    A model may compute in another order than it lists its groups. What it gathers ahead and does not use waits for the next
+    pass; a backward pass lets go of it.
+    """
     for place, group in enumerate(groups):
         assert isinstance(group, FSDPModule)
         group.set_modules_to_forward_prefetch(_sharded(groups[place + 1 : place + 1 + ahead]))
