@@ -109,7 +109,8 @@ def test_an_option_of_a_choice_that_is_left_to_the_family_may_have_an_effect(con
 )
 def test_one_configuration_can_be_written_in_many_ways(configure, write, name, text):
     config = configure(file=write(name, text), environment={"SEED": "7", "LETTER": "a"})
-    assert config.changes() == {"seed": 7, "use_ema": True, "validation_prompt": ["a, b"]}
+    values = {name: config.value(name) for name in config.changes()}
+    assert values == {"seed": 7, "use_ema": True, "validation_prompt": ("a, b",)}
 
 
 def test_the_text_false_switches_off(configure, write):
@@ -275,6 +276,56 @@ def test_values_that_this_version_does_not_know_are_a_problem_for_a_worker(schem
 def test_the_machines_of_one_run_have_one_digest(configure):
     assert configure("--machine_rank=0").digest == configure("--machine_rank=3").digest
     assert configure("--seed=0").digest != configure("--seed=1").digest
+
+
+# --- what the environment has ---------------------------------------------------------------------------------------
+
+SECRET = {"TOKEN": "a-secret-token", "WHO": "bob"}
+
+
+@pytest.mark.parametrize("source", ["file", "flag", "environment"])
+def test_what_the_environment_has_is_used_and_written_nowhere(configure, schema, write, source):
+    text = "{env:TOKEN} of {env:WHO}"
+    given = {
+        "file": {"file": write("a.json", json.dumps({"tracker_project_name": text}))},
+        "flag": {},
+        "environment": {"environment": {**SECRET, "SMALTI_TRACKER_PROJECT_NAME": text}},
+    }[source]
+    flags = [f"--tracker_project_name={text}"] if source == "flag" else []
+    config = configure(*flags, **{"environment": SECRET, **given})
+    assert config.value("tracker_project_name") == "a-secret-token of bob"
+    written = json.dumps([config.values(), config.flags(), config.notices, dict(config.sources)]) + as_toml(config)
+    assert ("a-secret-token" in written, "{env:TOKEN} of {env:WHO}" in written) == (False, True)
+    on_rank = restore(schema, json.loads(json.dumps(config.shared_values())), {}, environment=SECRET)
+    assert (on_rank.value("tracker_project_name"), on_rank.digest) == ("a-secret-token of bob", config.digest)
+
+
+def test_a_rank_without_the_variable_names_it(configure, schema):
+    config = configure("--tracker_project_name={env:TOKEN}", environment=SECRET)
+    with pytest.raises(ConfigError, match=r"launch\.json: \{env:TOKEN\}: the environment has no TOKEN"):
+        restore(schema, config.shared_values(), {}, environment={})
+
+
+def test_the_digest_does_not_depend_on_what_the_environment_has(configure):
+    flag = "--tracker_project_name={env:TOKEN}"
+    digests = {configure(flag, environment={"TOKEN": token}).digest for token in ("one-secret-token", "another-one")}
+    assert len(digests) == 1
+
+
+def test_messages_show_what_was_written(configure, write):
+    file = write("a.json", '{"resume_from_checkpoint": "{env:TOKEN}", "tracker_project_name": "{env:TOKEN}"}')
+    assert "a-secret-token" not in str(configure("--tracker_project_name=x", file=file, environment=SECRET).notices)
+    long = {"TOKEN": "a-secret-token" * 30}
+    told = problems(configure, file=file, environment=long)
+    assert ("a-secret-token" in told, "resume_from_checkpoint cannot be '{env:TOKEN}'" in told) == (False, True)
+
+
+def test_what_is_said_is_masked_and_short_words_are_not(configure):
+    config = configure("--validation_prompt={env:TOKEN} {env:WHO}", environment=SECRET)
+    assert config.masked({"a": ["bob said a-secret-token"], "path": Path("/x/a-secret-token")}) == {
+        "a": ["bob said {env:TOKEN}"],
+        "path": "/x/{env:TOKEN}",
+    }
 
 
 # --- what a run keeps of the version that began it ------------------------------------------------------------------

@@ -105,12 +105,12 @@ def _datasets(config: Config, plugins: Plugins) -> None:
 
 def _checkpoint(config: Config) -> Path | None:
     """What the run is to resume from, if it is to. Raises CheckpointError if its files are not there, or of other sizes."""
-    from smalti.checkpoint.store import CheckpointStore
-    from smalti.checkpoint.verification import glance
-
     folder = config[RunOptions].output_dir
     if folder is None:
         return None
+    from smalti.checkpoint.store import CheckpointStore
+    from smalti.checkpoint.verification import glance
+
     return CheckpointStore(RunDirectory(folder).checkpoints).resolve(config[RunOptions].resume_from_checkpoint, check=glance)
 
 

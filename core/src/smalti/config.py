@@ -20,13 +20,24 @@ from pydantic import ValidationError
 
 from smalti import acceleratefile
 from smalti.configfile import expand, read_mapping
-from smalti.configsources import PREFIX, Layer, accelerate_path, environment_layer, file_layer, flat, same, variable
+from smalti.configsources import (
+    PREFIX,
+    Layer,
+    accelerate_path,
+    environment_layer,
+    file_layer,
+    flat,
+    same,
+    variable,
+    with_variables,
+)
 from smalti.errors import ConfigError, Problem, Unsettled, UserError
 from smalti.flags import parse_flags
 from smalti.keptdefaults import Kept, kept_defaults
 from smalti.options import Given, Option, OptionGroup, Options, Schema, unknown, unsettled
 from smalti.packages import package_of_accelerate, strategies
 from smalti.plugins import PluginInfo, Plugins, Selection
+from smalti.references import References
 from smalti.settings import GROUPS, PluginOptions
 
 G = TypeVar("G", bound=Options)
@@ -51,6 +62,7 @@ class Config:
     """The user's Accelerate YAML as it stands, to be merged into the launch; empty if there is none."""
     kept: Kept = field(default_factory=Kept)
     """The defaults of the version that began the run, where it was begun before."""
+    references: References = field(default_factory=References)
     problems: tuple[Problem, ...] = ()
     """What is wrong with it. Only a `draft` has any; reading the options that they are about raises Unsettled."""
 
@@ -80,18 +92,33 @@ class Config:
         return replace(self, groups=_without_values(self.groups, problems))
 
     def values(self) -> dict[str, object]:
-        """Every option's value, as JSON would hold it. Secrets are left out."""
+        """Every option's value, as JSON would hold it, with {env:NAME} where it was written. Secrets are left out."""
         found: dict[str, object] = {}
         for group in self.groups.values():
             if unsettled := type(group).model_fields.keys() - vars(group).keys():
                 raise Unsettled(*sorted(unsettled))
             found |= group.model_dump(mode="json")
+        found |= self.references.values
         return {name: value for name, value in found.items() if not self.schema.options[name].secret}
 
     def changes(self) -> dict[str, object]:
         """The values that are not defaults: what a configuration file needs to hold."""
         defaults = {name: value for kind in self.groups for name, value in kind()}
         return {name: value for name, value in self.values().items() if self.value(name) != defaults[name]}
+
+    def shown(self, name: str) -> object:
+        """The value with {env:NAME} where it was written: for files, names and messages."""
+        written = self.references.values.get(name)
+        if written is None:
+            return self.value(name)
+        try:
+            return self.schema.options[name].check(written)
+        except ValidationError:
+            return written  # what it stands for would do
+
+    def masked(self, value: object) -> object:
+        """Text, at any depth, in which {env:NAME} stands for what the environment has for it, where the options use it."""
+        return self.references.masked(value)
 
     def given(self) -> dict[str, object]:
         """The values that are neither a default of this version nor one that the run keeps."""
@@ -168,7 +195,7 @@ def selection_of(arguments: Sequence[str], file: Path | None, environment: Mappi
     layers: list[list[tuple[str, object, str]]] = [
         [(flag, value, flag) for flag, value in _flags_among(arguments, schema)],
         [(name.removeprefix(PREFIX), value, name) for name, value in environment.items() if name.startswith(PREFIX) and value],
-        [(key, expand(value, environment, key, problems), f"{key} in {file}") for key, value in flat(content, GROUPS)],
+        [(key, value, f"{key} in {file}") for key, value in flat(content, GROUPS)],
     ]
     chosen: dict[str, tuple[str, ...]] = {}
     for layer in layers:
@@ -176,7 +203,7 @@ def selection_of(arguments: Sequence[str], file: Path | None, environment: Mappi
         for spelling, value, place in layer:
             if (option := schema.find(spelling)) is not None and value is not None:
                 try:
-                    words = cast(tuple[str, ...], option.check(value))
+                    words = cast(tuple[str, ...], option.check(expand(value, environment, place, problems)))
                 except ValidationError:
                     fix = "give names, separated by commas"
                     problems.append(Problem(message=f"{option.name} cannot be {value!r}", where=place, fix=fix))
@@ -230,23 +257,26 @@ def draft(
         "flag": parse_flags(arguments, schema, problems),
         "environment": environment_layer(schema, environment, problems),
         "Accelerate YAML": {},
-        "file": {} if is_accelerate else file_layer(schema, content, str(file), environment, problems),
+        "file": {} if is_accelerate else file_layer(schema, content, str(file), problems),
     }
+    layers = {label: with_variables(layer, environment, problems) for label, layer in layers.items()}
     path = accelerate_path(layers, file if is_accelerate else None, environment, problems)
     accelerate = content if is_accelerate else read_mapping(path) if path is not None else {}
     notices: list[str] = []
     if path is not None:
         problems += acceleratefile.problems_of(accelerate, schema, path)
         notices += acceleratefile.notices_of(accelerate, schema, path)
-        layers["Accelerate YAML"] = acceleratefile.options_in(accelerate, schema, path)
+        layers["Accelerate YAML"] = with_variables(acceleratefile.options_in(accelerate, schema, path), environment, problems)
     chosen = _merge(layers, schema, notices)
     _imply(schema, chosen, notices, problems)
     kept = kept_defaults(chosen["output_dir"][1].value if "output_dir" in chosen else None, content, file, notices)
     _keep(schema, chosen, kept, notices)
-    groups = _validate(schema, {name: given for name, (_, given) in chosen.items()}, problems)
+    values = {name: given for name, (_, given) in chosen.items()}
+    groups = _validate(schema, values, problems)
     problems += _at_odds(schema, groups, problems)
     sources = {name: f"{label} ({given.place})" for name, (label, given) in chosen.items()}
     config = Config(schema=schema, groups=groups, sources=sources, accelerate=accelerate, kept=kept, problems=tuple(problems))
+    config = replace(config, references=References.of(schema, values, environment))
     return replace(config, notices=(*notices, *(_idle_options(config) if not problems else ())))
 
 
@@ -267,10 +297,11 @@ def restore(
     for option in schema.options.values():
         if option.secret and (value := environment.get(variable(option.name))) is not None:
             layer[option.name] = Given(value=value, spelling=option.name, place=variable(option.name))
+    layer = dict(with_variables(layer, environment, problems))
     groups = _validate(schema, layer, problems)
     if problems:
         raise ConfigError(problems)
-    config = Config(schema=schema, groups=groups, accelerate=accelerate)
+    config = Config(schema=schema, groups=groups, accelerate=accelerate, references=References.of(schema, layer, environment))
     # What has its default value is as good as not given: it came from nowhere, or changed nothing.
     return replace(config, sources=dict.fromkeys(config.changes(), "launch"))
 
@@ -309,7 +340,7 @@ def _merge(layers: Mapping[str, Layer], schema: Schema, notices: list[str]) -> d
                 notices.append(f"{spelling} is called {name} here")
             _, winner = chosen.setdefault(name, (label, given))
             if winner is not given and not same(option, winner.value, given.value):
-                values = ("", "") if option.secret else (f"{winner.value!r} from ", f"{given.value!r} from ")
+                values = ("", "") if option.secret else (f"{winner.shown!r} from ", f"{given.shown!r} from ")
                 notices.append(f"{name}: {values[0]}{winner.place} wins over {values[1]}{given.place}")
     return chosen
 
@@ -327,7 +358,7 @@ def _imply(schema: Schema, chosen: dict[str, tuple[str, Given]], notices: list[s
             inner = Given(value=value, spelling=name, place=f"{key} in {mine[0]}")
             _, given = chosen.setdefault(name, (group.title, inner))
             if given is not inner and not same(schema.options[name], given.value, value):
-                message = f"{name} is {given.value!r}, and {inner.place} says {value!r}"
+                message = f"{name} is {given.shown!r}, and {inner.place} says {value!r}"
                 problems.append(
                     Problem(
                         message=message, where=given.place, fix="say the same in both, or leave one of them out", option=name
@@ -430,9 +461,11 @@ _WANTED = {
 
 
 def _bad_value(option: Option, given: Given, reason: str) -> Problem:
-    shown = "what it is" if option.secret else repr(given.value)
-    near = get_close_matches(str(given.value).lower(), option.choices, n=1)
+    shown = "what it is" if option.secret else repr(given.shown)
+    near = get_close_matches(str(given.shown).lower(), option.choices, n=1)
     hint = f"did you mean {near[0]}? " if near and not option.secret else ""
+    if (option.secret or given.written is not None) and str(given.value) in reason:
+        reason = "its value does not fit"
     wanted = f"one of {', '.join(option.choices)}" if option.choices else _WANTED.get(option.kind, option.kind)
     bounds = f" {option.bounds}" if option.bounds else ""
     message, fix = f"{option.name} cannot be {shown}: {reason}", f"{hint}give {wanted}{bounds}"

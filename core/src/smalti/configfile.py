@@ -85,6 +85,15 @@ def _parse_yaml(path: Path, text: str) -> object:
     return {} if value is None else value
 
 
+def variables_in(value: object) -> frozenset[str]:
+    """The NAMEs of all {env:NAME} in a value, at any depth."""
+    if isinstance(value, dict):
+        return frozenset().union(*map(variables_in, value.values()))
+    if isinstance(value, list | tuple):
+        return frozenset().union(*map(variables_in, value))
+    return frozenset(_PLACEHOLDER.findall(value)) if isinstance(value, str) else frozenset()
+
+
 def expand(value: object, environment: Mapping[str, str], where: str, problems: list[Problem]) -> object:
     """The value with every {env:NAME} in it replaced, at any depth; names that are not set become problems."""
     if isinstance(value, dict):

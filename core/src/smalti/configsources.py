@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from smalti import acceleratefile
-from smalti.configfile import expand
+from smalti.configfile import expand, variables_in
 from smalti.errors import Problem
 from smalti.keptdefaults import TABLE
 from smalti.options import Given, Option, OptionGroup, Schema, unknown
@@ -41,23 +42,30 @@ def environment_layer(schema: Schema, environment: Mapping[str, str], problems: 
     return layer
 
 
-def file_layer(
-    schema: Schema, content: Mapping[str, object], file: str, environment: Mapping[str, str], problems: list[Problem]
-) -> Layer:
+def file_layer(schema: Schema, content: Mapping[str, object], file: str, problems: list[Problem]) -> Layer:
     layer: dict[str, Given] = {}
     for key, raw in flat(content, schema.groups):
         option = schema.find(key)
         if option is None:
             problems.append(_unknown_key(key, raw, schema, file))
             continue
-        value = expand(raw, environment, f"{key} in {file}", problems)
-        if option.secret and value == raw and value is not None:
-            problems.append(
-                Problem(message=f"{key} is a secret", where=file, fix=f'write "{{env:{option.name.upper()}}}" instead')
-            )
-        elif value is not None:  # null means "not given"
-            _put(layer, option, Given(value=value, spelling=key, place=f"{key} in {file}"), problems)
+        if option.secret and raw is not None and not variables_in(raw):
+            fix = f'write "{{env:{option.name.upper()}}}" instead'
+            problems.append(Problem(message=f"{key} is a secret", where=file, fix=fix, option=option.name))
+        elif raw is not None:  # null means "not given"
+            _put(layer, option, Given(value=raw, spelling=key, place=f"{key} in {file}"), problems)
     return layer
+
+
+def with_variables(layer: Layer, environment: Mapping[str, str], problems: list[Problem]) -> Layer:
+    """The layer with every {env:NAME} replaced, from whatever source."""
+    found: dict[str, Given] = {}
+    for name, given in layer.items():
+        missing: list[Problem] = []
+        value = expand(given.value, environment, given.place, missing) if variables_in(given.value) else given.value
+        problems += [replace(problem, option=name) for problem in missing]
+        found[name] = given if value == given.value else replace(given, value=value, written=given.value)
+    return found
 
 
 def _put(layer: dict[str, Given], option: Option, given: Given, problems: list[Problem]) -> None:

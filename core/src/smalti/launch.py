@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import psutil
 
@@ -216,7 +216,7 @@ def write_launch_files(directory: RunDirectory, config: Config, plugins: Plugins
     (`LiveRun.record_start`). So a launch that is refused, because its options do not fit the checkpoint say, changes nothing.
     """
     described = {
-        **plan.as_json(),
+        **cast(dict[str, object], config.masked(plan.as_json())),
         "plugins": list(plugins.lines),
         "digest": config.digest,
         "version": version("smalti"),

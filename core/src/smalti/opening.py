@@ -35,6 +35,7 @@ def become_run(config: Config, ranks: Ranks, live: LiveRun | None, closing: Exit
             directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
             taken.append(join(directory, config_digest=config.digest, world_size=ranks.world.size))
             closing.callback(taken[0].close)
+            taken[0].events.mask = config.masked
         return ""
 
     try:

@@ -200,6 +200,11 @@ class Option:
         return bool in self._types
 
     @property
+    def holds_text(self) -> bool:
+        """Whether the value is what somebody has written, rather than a number, a switch or a choice."""
+        return not self.choices and (self.is_list or str in self._types or Path in self._types)
+
+    @property
     def may_be_none(self) -> bool:
         return type(None) in self._types
 
@@ -275,11 +280,20 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """One value as a source gave it: `spelling` is the name it used there, `place` says where, for people."""
+    """One value as a source gave it: `spelling` is the name it used there, `place` says where, for people.
+
+    `written` is the value with {env:NAME} in it, where the environment had a part in it; else None.
+    """
 
     value: object
     spelling: str
     place: str
+    written: object = None
+
+    @property
+    def shown(self) -> object:
+        """The value for messages and files."""
+        return self.value if self.written is None else self.written
 
 
 def no_path(text: str) -> str:

@@ -203,7 +203,7 @@ class Preparation:
     def describe(self) -> dict[str, object]:
         """What a launch would do, as JSON."""
         assert self.data is not None, "a dry run looks at the data, on every machine"
-        return {
+        said = {
             "launch": self.plan.as_json(),
             **self.facts,
             "config": {"digest": self.config.digest, "changes": self.config.changes()},
@@ -216,6 +216,7 @@ class Preparation:
             "buckets": [{"size": str(count.bucket), "samples": count.total} for count in self.data.counts],
             "quarantined": [{"key": item.key, "reason": item.reason} for item in self.data.quarantined],
         }
+        return cast(dict[str, object], self.config.masked(said))
 
     def as_text(self) -> str:
         """The same for people, with the files that a launch would write."""
@@ -236,7 +237,7 @@ class Preparation:
             lines += ["", f"{plan.accelerate_file}:", *_indented(yaml_text(plan.accelerate))]
         if plan.distributed.settings:
             lines += ["", f"{plan.distributed.title}:", *_indented(json.dumps(plan.distributed.settings, indent=2))]
-        return "\n".join(lines)
+        return str(self.config.masked("\n".join(lines)))
 
 
 def _twice_as_long(config: Config) -> str:
@@ -249,13 +250,15 @@ def _twice_as_long(config: Config) -> str:
 
 def _take(directory: RunDirectory, config: Config) -> LiveRun:
     """Become the run there. UserError when another one lives there."""
-    return acquire(
+    live = acquire(
         directory,
         config_digest=config.digest,
         world_size=config[LaunchOptions].num_processes,
         mixed_precision=config[TrainingOptions].mixed_precision,
         on_stop=interrupt,
     )
+    live.events.mask = config.masked
+    return live
 
 
 @contextmanager

@@ -117,12 +117,17 @@ Every option can be given in four ways; the strongest wins, and a line at start 
 3. an Accelerate YAML (`--accelerate_config FILE`, or the user's default one), for the options that name a key of it below;
    what else stands in it reaches `accelerate launch` unchanged;
 4. a configuration file, TOML, JSON or YAML: `learning_rate = 1e-4`. In JSON, `"--learning_rate"` works as well. Keys may
-   stand in a table that is named like their section (`[optimizer]`). `{env:NAME}` in a text is replaced by that variable,
-   `null` means "not given", and the texts "true" and "false" are as good as the words.
+   stand in a table that is named like their section (`[optimizer]`). `null` means "not given", and the texts "true" and
+   "false" are as good as the words.
 
 Case, dashes and underscores of names and choices do not matter. Options without a default, other than texts, can be taken back
-with `none`. Relative paths start at the current folder, and `~` is the home folder. Secrets are taken from the environment or
-as `{env:NAME}`, and never shown.
+with `none`. Relative paths start at the current folder, and `~` is the home folder.
+
+`{env:NAME}` in a text stands for that environment variable, in any of the four ways. Files, events, file names, the metadata
+of images and messages keep `{env:NAME}`; what it stands for (from 8 characters on) is masked there. Each rank takes it from its
+own environment, so on several machines it must be set on each; one that lacks it says so. The digest of the configuration is
+that of `{env:NAME}`. Two things are not hidden: the place of a file or folder that is named so, and captions, which are data.
+Options that are secrets are taken from the environment or as `{env:NAME}` only.
 
 A run keeps its defaults. Once it has made a step, options that nothing gives have the default of the version that began the
 run, also after an update that changes one; a line at start says which. `config.toml` in the run directory lists them in a table

@@ -148,7 +148,7 @@ def _draw(run: Run, model: nn.Module, place: int, size: Bucket) -> Iterator[tupl
 
 def _images(config: Config, folder: Path, sizes: Sequence[Bucket]) -> tuple[ValidationImage, ...]:
     """All prompts at the first size, then at the next. Files are named by their size where there are several."""
-    options = config[ValidationOptions]
+    options, prompts = config[ValidationOptions], shown_prompts(config)
     return tuple(
         ValidationImage(
             prompt=prompt,
@@ -156,8 +156,16 @@ def _images(config: Config, folder: Path, sizes: Sequence[Bucket]) -> tuple[Vali
             path=folder / f"{_file_name(number, prompt)}{f'-{size}' if len(sizes) > 1 else ''}.png",
         )
         for size in sizes
-        for number, prompt in enumerate(options.validation_prompt)
+        for number, prompt in enumerate(prompts)
     )
+
+
+def shown_prompts(config: Config) -> tuple[str, ...]:
+    """The prompts as files, events and names have them: with {env:NAME} where that was written."""
+    prompts, shown = config[ValidationOptions].validation_prompt, config.shown("validation_prompt")
+    if isinstance(shown, tuple) and len(shown) == len(prompts):
+        return shown
+    return tuple(f"prompt {number}" for number in range(len(prompts)))  # a variable holds them all
 
 
 def _file_name(number: int, prompt: str) -> str:

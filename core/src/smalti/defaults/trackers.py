@@ -51,7 +51,9 @@ class Trackers:
         for name in options.report_to:
             kind = LOGGER_TYPE_TO_CLASS["comet_ml" if name == "comet" else name]
             settings = {"logging_dir": info.directory / "trackers"} if kind.requires_logging_directory else {}
-            tracker = kind(options.tracker_project_name, **settings)
+            # Those that write into a folder of the run name one by it.
+            project = info.config.shown("tracker_project_name") if settings else options.tracker_project_name
+            tracker = kind(str(project), **settings)
             tracker.start()
             tracker.store_init_configuration(_flat(info.config.values()))
             self._trackers.append(tracker)
