@@ -21,7 +21,7 @@ demo: $(VENV)/demo.done
 	@echo; echo "What a checkpoint of two sharded ranks holds:"
 	$(BIN)/smalti checkpoint inspect demo/run
 	@echo; echo "The same run goes on in one process, unsharded, for twenty steps:"
-	$(BIN)/smalti train examples/emoji/config.toml $(ARGS) --no_fsdp_enable --num_processes=1 --train_batch_size=32 --max_train_steps=1020
+	$(BIN)/smalti train examples/emoji/config.toml $(ARGS) --no_fsdp_enable --num_processes=1 --train_batch_size=16 --max_train_steps=920
 
 demo-flux: $(VENV)/demo-flux.done
 	$(BIN)/python examples/emoji/prepare.py demo/faces

@@ -37,7 +37,7 @@ def test_preparing_again_changes_nothing(faces):
     assert {path: path.stat().st_mtime_ns for path in faces.iterdir()} == before
 
 
-def test_the_configuration_trains_thirty_two_faces_a_step_on_two_processes(faces, tmp_path):
+def test_the_configuration_trains_sixteen_faces_a_step_on_two_processes(faces, tmp_path):
     words = [EXAMPLE / "config.toml", f"--instance_data_dir={faces}", f"--output_dir={tmp_path / 'run'}"]
     done = subprocess.run(
         [sys.executable, "-m", "smalti", "train", *map(str, words), "--dry-run", "--json"],
@@ -46,5 +46,5 @@ def test_the_configuration_trains_thirty_two_faces_a_step_on_two_processes(faces
         text=True,
     )
     plan = json.loads(done.stdout)
-    assert (plan["effective_batch"], plan["launch"]["launcher"], plan["samples"]) == (32, "elastic", 165)
+    assert (plan["effective_batch"], plan["launch"]["launcher"], plan["samples"]) == (16, "elastic", 165)
     assert not (tmp_path / "run").exists()
