@@ -154,6 +154,9 @@ REFUSED = {
     f"--resume_from_checkpoint={'n' * 3000}": "more than 255 bytes",
     f"--output_dir={'n' * 3000}": "more than 255 bytes",
     "--output_dir=\udcff": "not valid UTF-8",
+    "--output_dir=~nobody-at-all/run": "there is no user nobody-at-all",
+    "--resume_from_checkpoint=~nobody-at-all": "there is no user nobody-at-all",
+    "--accelerate_config=~nobody-at-all/a.yaml": "there is no user nobody-at-all",
     "--model_family=" + "n" * 3000: "Unknown model_family",
 }
 

@@ -13,7 +13,7 @@ from smalti import acceleratefile
 from smalti.configfile import expand, variables_in
 from smalti.errors import Problem
 from smalti.keptdefaults import TABLE
-from smalti.options import Given, Option, OptionGroup, Schema, unknown
+from smalti.options import Given, Option, OptionGroup, Schema, no_path, unknown
 
 PREFIX = "SMALTI_"
 RESERVED = frozenset({"SMALTI_OUTCOME_DIR", "SMALTI_PARENT", "SMALTI_DIGEST", "SMALTI_CONTEXT_PARALLEL_ON_CPU"})
@@ -107,7 +107,8 @@ def accelerate_path(
             problems.append(Problem(message=message, where=given.place, fix="give one of the two"))
         return itself
     if given is not None:
-        return None if str(given.value).lower() == "none" else Path(str(given.value)).expanduser()
+        text = str(given.value)
+        return None if text.lower() == "none" or no_path(text) else Path(text).expanduser()  # validation complains
     return acceleratefile.default_file(environment)
 
 

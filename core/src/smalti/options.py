@@ -6,6 +6,7 @@ A group of options is a pydantic model; a plugin declares it and reads it back, 
 from __future__ import annotations
 
 import json
+import os
 import types as python_types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -257,7 +258,7 @@ class Option:
         if word in ("none", "null") and self.may_be_none and str not in self._types:
             return None
         if Path in self._types and value.startswith("~"):
-            with suppress(RuntimeError):  # nobody has this name: then it is one like any other
+            with suppress(RuntimeError):  # nobody has this name: `no_path` says so
                 return str(Path(value).expanduser())
         return value
 
@@ -302,6 +303,8 @@ def no_path(text: str) -> str:
         return "it holds a zero byte"
     if any(len(name.encode()) > LONGEST_NAME for name in text.split("/")):
         return f"no file has a name of more than {LONGEST_NAME} bytes"
+    if text.startswith("~") and os.path.expanduser(text) == text:  # noqa: PTH111 - which raises for nobody
+        return f"there is no user {text.partition('/')[0][1:]}"
     return ""
 
 

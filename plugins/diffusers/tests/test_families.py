@@ -374,3 +374,10 @@ TestAuraFlow = contract("auraflow")
 TestLumina2 = contract("lumina2", 240)  # which the instruction is a part of
 TestQwenImage = contract("qwen image")
 TestZImage = contract("z image")
+
+
+def test_a_flavour_that_the_family_does_not_have_is_refused_beside_a_path_too(tmp_path):
+    plugins = load_plugins()
+    flags = ["--model_family=flux", "--model_flavour=nonsense", f"--pretrained_model_name_or_path={tmp_path}"]
+    with pytest.raises(UserError, match="flux has no flavour 'nonsense'"):
+        find_family(resolve(schema_of(plugins), flags, environment={}), plugins)

@@ -382,12 +382,10 @@ def _precision(config: Config | None) -> Precision:
 def create(family: type[PipelineFamily], config: Config, flavours: dict[str, str]) -> PipelineFamily:
     """The family over the pipeline that the options name: a path or hub id, or a flavour's."""
     model = config[ModelOptions]
-    name = model.pretrained_model_name_or_path
-    if name is None:
-        flavour = model.model_flavour or next(iter(flavours))
-        if flavour not in flavours:
-            raise UserError(f"{family.name} has no flavour {flavour!r}", fix=f"one of {', '.join(flavours)}")
-        name = flavours[flavour]
+    flavour = model.model_flavour or next(iter(flavours))
+    if flavour not in flavours:
+        raise UserError(f"{family.name} has no flavour {flavour!r}", fix=f"one of {', '.join(flavours)}")
+    name = model.pretrained_model_name_or_path or flavours[flavour]
     options = config[DiffusersOptions]
     return family(Components(locate(name, options.revision)), options, config)
 
