@@ -122,7 +122,6 @@ def alone_and_together(root) -> tuple[dict, dict]:
     flags = ("--learning_rate=0", "--sdpa_backend=math", f"--pretrained_model_name_or_path={root / 'first.safetensors'}")
     alone = train(root / "alone", [TRAINED, HELD_OUT], *flags, "--train_batch_size=2")
     together = (*flags, "--num_processes=2", "--fsdp_enable")
-    Preparation.of(*configured(root / "together", [TRAINED, HELD_OUT], *together), write=True)
     with forked_processes(group=False) as pair:
         pair.run(train_as_rank, root / "together", [TRAINED, HELD_OUT], *together)
     return evaluations(alone)[-1], evaluations(events(root / "together"))[-1]
