@@ -33,16 +33,15 @@ def small_disk(tmp_path):
 def test_a_run_trains_on_when_the_disk_is_full_and_fails_in_the_end(small_disk, launch, ranks):
     run = launch(small_disk / "run", **{**OPTIONS, "train_batch_size": 4 // ranks}, num_processes=ranks, probe=False)
     last = next(line for line in run.output.splitlines() if "ended with exit code 1" in line)
-    assert len(run.losses) == 8
     assert "No space left on device" in last
     assert "MiB needed, " in last
     (entry,) = CheckpointStore(run.directory / "checkpoints").all()
     assert verify(entry.path).ok
     assert f"the last good checkpoint is {entry.path}" in last
     assert "make room there" in run.output
-    failed = {event["message"].partition(" in ")[0] for event in run.events("warning")}
     assert entry.step == 2  # it has room, whatever the ranks have written by the time the first of them looks
-    assert failed == {f"cannot save step {step}" for step in (4, 6, 8)}
+    # Not from the events: while a save fills the disk, a line of theirs may have no room either.
+    assert [step for step in range(1, 9) if f"cannot save step {step} " in run.output] == [4, 6, 8]
     [final] = (line for line in run.output.splitlines() if "cannot save step 8" in line and "last good" not in line)
     assert "training goes on" not in final
 
