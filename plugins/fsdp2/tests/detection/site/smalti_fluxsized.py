@@ -29,6 +29,8 @@ def create(config):
 
 class Family:
     name = "fluxsized"
+    alignment = 16
+    prediction = "flow_matching"
 
     def __init__(self, depth):
         self.depth = depth
@@ -38,6 +40,11 @@ class Family:
 
     def block_classes(self):
         return ()
+
+    def only_looked_at(self, *arguments):
+        raise NotImplementedError
+
+    weights = encode_captions = encode_images = decode_latents = forward = sample = flops_per_sample = to = only_looked_at
 
 
 def build(num_layers=19, num_single_layers=38, width=3072):
