@@ -201,11 +201,15 @@ from smalti import agent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
 rank = '''
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
 from smalti.liveness import note_progress
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+ready = pathlib.Path(os.environ["SMALTI_OUTCOME_DIR"])
 if os.environ["RANK"] == "5":
+    while len(list(ready.glob("ready-*"))) < 2:
+        time.sleep(0.05)
     sys.exit(1)
+(ready / ("ready-" + os.environ["RANK"])).touch()
 begun = time.monotonic()
 while os.environ["RANK"] == "4" or time.monotonic() - begun < 8:
     time.sleep(0.2)

@@ -11,6 +11,7 @@ from smalti.checkpoint.background import Saver
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save as write_checkpoint
 from smalti.parallel import Ranks
+from smalti.phases import Phases
 from smalti.saving import save
 from smalti.testing import TinyFamily, two_processes
 from smalti.testing.strategy_subject import open_family
@@ -45,6 +46,7 @@ def statistics(act: str, folder: Path) -> tuple[dict[str, list], dict[str, list]
         return write_checkpoint(folder, snapshot, ranks)
 
     run = SimpleNamespace(parallel=parallel, world=parallel.world, model=subject.model, config=subject.config, ema=None)
+    run.phases = Phases()
     run.saver = Saver(write=write, ranks=parallel, side=parallel.side_channel())
     if act == "judged":
         with at_rest(run):
