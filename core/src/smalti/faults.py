@@ -65,11 +65,11 @@ def faults_end(run: Run) -> Iterator[None]:
     try:
         yield
     except torch.AcceleratorError as error:
-        if not is_fault(error):
-            raise
-        fault = fault_of(error, run.world)
-        answer(run, fault)
-        raise _left_by(fault) from error
+        if is_fault(error):
+            fault = fault_of(error, run.world)
+            answer(run, fault)
+            raise _left_by(fault) from error
+        raise
 
 
 def answer(run: Run, fault: GpuFault) -> FaultAction:
