@@ -11,6 +11,7 @@ import click
 from smalti.config import Config
 from smalti.data.index import Progress
 from smalti.data.prepared import Dataset, PreparedData, build_datasets
+from smalti.data.reference import dataset_reference
 from smalti.dataplan import Scan, catalog_of, dataset_specs, scan_data
 from smalti.errors import UserError
 from smalti.invocation import Invocation, take_switch
@@ -26,7 +27,7 @@ _WORDS = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
 def dataset() -> None:
     """Scan datasets and check them against the batch size.
 
-    Both commands take what `smalti train` takes: a configuration file first, then flags. With --output_dir they use the
+    `scan` and `check` take what `smalti train` takes: a configuration file first, then flags. With --output_dir they use the
     indexes of that run and bring them up to date; without it nothing is written.
     """
 
@@ -68,6 +69,12 @@ def check(words: tuple[str, ...]) -> None:
     data = scan_data(config, plugins, alignment, _directory(config), _progress())
     notices += [*config.notices, *data.notices]
     click.echo(json.dumps(_buckets(data, notices), indent=2, ensure_ascii=False) if as_json else _as_text(data, notices))
+
+
+@dataset.command()
+def reference() -> None:
+    """Print all keys of a dataset entry, as Markdown: the end of docs/datasets.md."""
+    click.echo(dataset_reference(), nl=False)
 
 
 def _asked(words: tuple[str, ...]) -> tuple[Config, Plugins, bool]:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -23,32 +23,32 @@ from smalti.files import parse_json
 from smalti.packages import package_of_storage
 
 # Keys of the reference trainer that need no counterpart here, and why.
-_WITHOUT_EFFECT: Mapping[str, str] = {
+WITHOUT_EFFECT: Mapping[str, str] = {
     "preserve_data_backend_cache": "listings are compared by etag, and only what changed is read again",
     "skip_file_discovery": "listings are compared by etag, and only what changed is read again",
     "metadata_update_interval": "the index is written once, when the scan ends",
     "scan_for_errors": "every scan looks for errors",
-    "delete_problematic_images": "nothing is ever deleted; broken pictures are set aside in a quarantine list",
-    "delete_unwanted_images": "nothing is ever deleted; pictures that are too small are left out",
-    "read_batch_size": "reading is spread over threads by itself",
-    "write_batch_size": "writing is batched by itself",
-    "vae_batch_size": "encoding is batched by itself",
-    "text_encoder_batch_size": "encoding is batched by itself",
+    "delete_problematic_images": "nothing is ever deleted; unreadable images are listed in a quarantine file",
+    "delete_unwanted_images": "nothing is ever deleted; images that are too small are left out",
+    "read_batch_size": "reading uses several threads automatically",
+    "write_batch_size": "writing is batched automatically",
+    "vae_batch_size": "encoding is batched automatically",
+    "text_encoder_batch_size": "encoding is batched automatically",
     "hash_filenames": "cache entries are named by their content",
 }
 
 # Keys that change what is trained on: ignoring them would be worse than refusing them.
-_REFUSED: Mapping[str, str] = {
+REFUSED: Mapping[str, str] = {
     "train_batch_size": "all datasets share one batch size; set the option train_batch_size instead",
-    "probability": "datasets are sampled in proportion to their size; use repeats to weigh them",
-    "vae_cache_disable": "pictures of all datasets are encoded alike; set the option vae_cache_disable instead",
-    "text_cache_disable": "texts of all datasets are encoded alike; set the option text_cache_disable instead",
-    "video": "only pictures are trained on; remove this dataset or disable it",
+    "probability": "datasets are sampled in proportion to their size; use repeats to weight them",
+    "vae_cache_disable": "all datasets are cached alike; set the option vae_cache_disable instead",
+    "text_cache_disable": "all datasets are cached alike; set the option text_cache_disable instead",
+    "video": "videos cannot be trained on; remove this dataset or disable it",
 }
 
 _WITH_PICTURES = ("image", "eval")
 
-_SWITCHES = ("disabled", "disable")
+SWITCHES = ("disabled", "disable")
 
 _CROP_ALONE: Mapping[str, object] = {"crop_style": "random", "crop_aspect": "square"}
 """What the reference trainer understands by `crop` alone."""
@@ -74,21 +74,24 @@ Word = Annotated[str, BeforeValidator(_lowered)]
 Folder = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 
 
-class JsonTable(BaseModel):
-    """The `json` block: a JSON-lines table with one picture per line.
+def _key(default: Any = ..., *, help: str, **checks: Any) -> Any:
+    """Declare one key. `help` is its entry in the reference of dataset keys, in Markdown."""
+    return Field(default, description=help, **checks)
 
-    `path` is a file (relative to the current directory); without it, metadata.jsonl inside the dataset. The columns for width
-    and height may be absent from a line; then the picture's header is read. They give the size as it is seen, after EXIF
-    rotation. The caption may be a text or a list of texts.
-    """
+
+class JsonTable(BaseModel):
+    """The `json` block: a JSON-lines table with one image per line."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    path: Folder | None = None
-    filename_column: str = "filename"
-    caption_column: str = "caption"
-    width_column: str = "width"
-    height_column: str = "height"
+    path: Folder | None = _key(None, help="The table. Default: `metadata.jsonl` in the dataset's folder.")
+    filename_column: str = _key("filename", help="Path of the image, relative to the dataset's folder.")
+    caption_column: str = _key("caption", help="The caption, or a list of captions.")
+    width_column: str = _key(
+        "width",
+        help="Width in pixels, after EXIF rotation. A line may leave it out; the width is then read from the image's header.",
+    )
+    height_column: str = _key("height", help="Height in pixels, likewise.")
 
 
 class DatasetSpec(BaseModel):
@@ -96,49 +99,88 @@ class DatasetSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
 
-    id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Names files of the run directory, hence letters, digits, dot, dash and underscore only."""
-    type: str = "local"
-    """The storage by name."""
-    dataset_type: Literal["image", "eval", "text_embeds", "image_embeds"] = "image"
-    """What it holds. Only "image" datasets are trained on; the loss is measured on "eval" datasets; the others say where
-    caches live."""
+    id: str = _key(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        help="Unique name of the dataset: letters, digits, dot, dash, underscore. Files of the run are named after it.",
+    )
+    type: str = _key("local", help="The storage.")
+    dataset_type: Literal["image", "eval", "text_embeds", "image_embeds"] = _key(
+        "image",
+        help="`image`: trained on. `eval`: the evaluation loss is measured on it. `text_embeds`, `image_embeds`: no images; the"
+        " entry says where a cache is kept.",
+    )
 
-    instance_data_dir: Folder | None = None
-    metadata_backend: Word = "discovery"
-    """Where names, sizes and captions come from: the folder itself, or a table."""
-    json_table: JsonTable = Field(JsonTable(), alias="json")
+    instance_data_dir: Folder | None = _key(
+        None, help="The folder of images. Subfolders are read too; hidden files and folders are not."
+    )
+    metadata_backend: Word = _key(
+        "discovery",
+        help="Where names, sizes and captions come from. `discovery`: the folder itself. `json`: a JSON-lines table.",
+    )
+    json_table: JsonTable = _key(
+        JsonTable(), alias="json", help="Describes the table, see below. Only with `metadata_backend: json`."
+    )
 
-    caption_strategy: Word = "textfile"
-    """textfile: NAME.txt beside the picture. filename: its name. instanceprompt: one prompt for all. Or the name of a
-    metadata backend that has captions."""
-    disable_multiline_split: bool = False
-    """Take a text file of several lines as one caption; otherwise each line is a caption of its own."""
-    instance_prompt: str | None = None
-    prepend_instance_prompt: bool = False
-    only_instance_prompt: bool = False
+    caption_strategy: Word = _key(
+        "textfile",
+        help="`textfile`: `NAME.txt` beside the image. `filename`: the name of the file, underscores read as spaces."
+        " `instanceprompt`: `instance_prompt` for all images. `json`: the caption column of the table. Default: the option"
+        " `caption_strategy`; with a table, the table.",
+    )
+    disable_multiline_split: bool = _key(
+        False,
+        help="Take a text file of several lines as one caption. Otherwise each line is a caption; each visit draws one.",
+    )
+    instance_prompt: str | None = _key(
+        None, help="The caption of all images, or their common beginning, such as `a photo of zwx cat`."
+    )
+    prepend_instance_prompt: bool = _key(False, help="Put `instance_prompt` in front of every caption.")
+    only_instance_prompt: bool = _key(False, help="Use `instance_prompt` alone, whatever the caption strategy finds.")
 
-    resolution: float = Field(1024.0, gt=0)
-    resolution_type: Annotated[ResolutionType, BeforeValidator(_lowered)] = "pixel_area"
-    crop: bool = True
-    """Crop what juts out of a bucket of an image's own aspect ratio; otherwise the image is stretched to that bucket. An entry
-    that says `crop = true` and nothing else about it means a square at a random place, as in SimpleTuner."""
-    crop_style: Annotated[CropStyle, BeforeValidator(_crop_style)] = "center"
-    crop_aspect: Annotated[CropAspect, BeforeValidator(_lowered)] = "preserve"
-    minimum_image_size: float = Field(0.0, ge=0)
+    resolution: float = _key(
+        1024.0,
+        gt=0,
+        help="Size of the training images: pixels, or megapixels with `resolution_type: area`. Default: the option.",
+    )
+    resolution_type: Annotated[ResolutionType, BeforeValidator(_lowered)] = _key(
+        "pixel_area",
+        help="What `resolution` measures. `pixel_area`: the edge of a square of equal area. `pixel`: the shorter edge. `area`:"
+        " megapixels. Default: the option.",
+    )
+    crop: bool = _key(
+        True,
+        help="Scale the image until it covers its bucket, and crop the rest. `false` stretches it to the bucket. `crop: true`"
+        " with neither `crop_style` nor `crop_aspect` means a square at a random place, as in SimpleTuner.",
+    )
+    crop_style: Annotated[CropStyle, BeforeValidator(_crop_style)] = _key(
+        "center",
+        help="Which part is kept. `corner` is the top left. `random` is drawn once per image where latents are cached.",
+    )
+    crop_aspect: Annotated[CropAspect, BeforeValidator(_lowered)] = _key(
+        "preserve", help="`preserve`: buckets near the image's own aspect ratio. `square`: one square bucket."
+    )
+    minimum_image_size: float = _key(
+        0.0,
+        ge=0,
+        help="Leave out smaller images. In the unit of `resolution`; 0 keeps all. With `pixel`, the shorter edge counts.",
+    )
 
-    repeats: int = Field(0, ge=0)
-    """How often a picture is seen in an epoch besides the first time."""
-    max_num_samples: int | None = Field(None, ge=1)
-    """Use only this many pictures, always the same ones for the same id."""
+    repeats: int = _key(
+        0,
+        ge=0,
+        help="How often an image is seen in an epoch **in addition** to the first time: 9 means ten times, kohya's `10_`.",
+    )
+    max_num_samples: int | None = _key(
+        None, ge=1, help="Use only this many images. The choice depends on `id` alone, so it stays the same. Default: all."
+    )
 
-    cache_dir_vae: str | None = None
-    image_embeds: str | None = None
-    text_embeds: str | None = None
-    """Ids of the image_embeds and text_embeds entries that hold this dataset's caches."""
-    default: bool = False
-    cache_dir: str | None = None
-    """Where latents of this dataset (`cache_dir_vae`) and all texts (`cache_dir` of a text_embeds entry) are kept."""
+    cache_dir_vae: str | None = _key(
+        None, help="Folder for the latents of this dataset. Default: the option `cache_dir`, else `cache` in the run directory."
+    )
+    image_embeds: str | None = _key(None, help="Id of the `image_embeds` entry of this dataset.")
+    text_embeds: str | None = _key(None, help="Id of the `text_embeds` entry of this dataset.")
+    default: bool = _key(False, help="Mark the `text_embeds` entry that holds the texts of all datasets.")
+    cache_dir: str | None = _key(None, help="Folder for the encoded texts. Only in a `text_embeds` entry.")
 
     storage_options: Mapping[str, object] = Field(default={}, repr=False)
     """The storage's own keys (`StorageEntry.keys`), for it to check the values. Never shown: they may hold secrets."""
@@ -158,12 +200,12 @@ class DatasetSpec(BaseModel):
         return self.has_pictures and (strategy or self.prepend_instance_prompt or self.only_instance_prompt)
 
 
-# What may stand in a file: every field but those that `parse_datasets` fills itself.
-_FILE_KEYS = tuple(
-    info.alias or name
+FILE_KEYS = {
+    info.alias or name: info
     for name, info in DatasetSpec.model_fields.items()
     if name not in ("storage_options", "metadata_options", "notices")
-)
+}
+"""What may stand in a file, by name: every field but those that `parse_datasets` fills itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,18 +347,18 @@ class _Reader:
         options: dict[str, object] = {}
         notices: list[str] = []
         for key, value in entry.items():
-            if key in _FILE_KEYS:
+            if key in FILE_KEYS:
                 values[key] = value
             elif key in own_keys:
                 options[key] = value
             elif key == metadata:
                 values["metadata_options"] = value
-            elif key in _WITHOUT_EFFECT:
-                notices.append(f"{place}: {key} has no effect: {_WITHOUT_EFFECT[key]}")
-            elif key in _REFUSED:
-                self._complain(place, f"{key} is not supported for a dataset", _REFUSED[key])
-            elif key not in _SWITCHES and not (storage not in self.catalog.storages and key.startswith(f"{storage}_")):
-                self._complain(place, f"unknown key {key!r}", _nearest(key, (*_FILE_KEYS, *own_keys)))
+            elif key in WITHOUT_EFFECT:
+                notices.append(f"{place}: {key} has no effect: {WITHOUT_EFFECT[key]}")
+            elif key in REFUSED:
+                self._complain(place, f"{key} is not supported for a dataset", REFUSED[key])
+            elif key not in SWITCHES and not (storage not in self.catalog.storages and key.startswith(f"{storage}_")):
+                self._complain(place, f"unknown key {key!r}", _nearest(key, (*FILE_KEYS, *own_keys)))
         if _is_on(entry.get("crop", False)):
             values = {**_CROP_ALONE, **values}
         self._check_choice(place, "type", storage, self.catalog.storages)
@@ -366,7 +408,7 @@ class _Reader:
 
 def _disabled(entry: Mapping[str, object]) -> bool:
     """Whether an entry is switched off."""
-    return any(_is_on(entry.get(key, False)) for key in _SWITCHES)
+    return any(_is_on(entry.get(key, False)) for key in SWITCHES)
 
 
 def _is_on(value: object) -> bool:
