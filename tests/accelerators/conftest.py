@@ -76,5 +76,14 @@ def pipeline(images, tmp_path_factory):
     return make
 
 
+@pytest.fixture(scope="module")
+def seen(request, rehearsed):
+    """What was seen of a run of the module's `RUNS`, by name; each is rehearsed once. `family` is one of diffusers'."""
+    options = dict(request.module.RUNS[request.param])
+    if "family" in options:
+        options |= request.getfixturevalue("pipeline")(options.pop("family"))
+    return rehearsed(*options.pop("flags", ()), **options)
+
+
 def as_words(values: dict[str, object], flags: Sequence[str] = ()) -> list[str]:
     return [*(f"--{name}={value}" for name, value in values.items()), *(f"--{flag}" for flag in flags)]

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from accelerators.orderly import Orderly
+
 RUNS = {
     "single": {"rank": 0, "ranks": 1},
     "fsdp2": {"flags": ["fsdp_enable", "use_ema"], "gradient_accumulation_steps": 2},
@@ -31,13 +33,6 @@ WAITS = {
 }
 
 
-@pytest.fixture(scope="module")
-def seen(request, rehearsed):
-    """What was seen of the run of this name; each is rehearsed once."""
-    options = dict(RUNS[request.param])
-    return rehearsed(*options.pop("flags", ()), **options)
-
-
 every_run = pytest.mark.parametrize("seen", RUNS, indirect=True)
 live = pytest.mark.parametrize("seen", ["single", "fsdp2", "hsdp"], indirect=True)
 """Runs whose saves copy the live tensors; ZeRO's ranks have exchanged theirs in host memory before."""
@@ -56,13 +51,8 @@ def test_moments_are_where_they_were_after_resuming(seen):
 
 
 @every_run
-def test_streams_wait_for_each_other(seen):
-    assert seen.races == []
-
-
-@every_run
-def test_no_thread_turns_to_the_device_of_another_rank(seen):
-    assert seen.switches == {}
+class TestOrder(Orderly):
+    """Of all of them."""
 
 
 @live

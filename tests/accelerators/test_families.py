@@ -2,18 +2,13 @@
 
 import pytest
 
+from accelerators.orderly import Orderly
+
 RUNS = {
     "sdxl": {"family": "sdxl", "flags": ["fsdp_enable", "use_ema"]},
     "flux adapter": {"family": "flux", "flags": ["fsdp_enable"], "model_type": "lora", "lora_rank": 4},
     "flux context": {"family": "flux", "context_parallel_size": 2, "context_parallel_comm_strategy": "alltoall"},
 }
-
-
-@pytest.fixture(scope="module")
-def seen(request, rehearsed, pipeline):
-    """What was seen of the run of this name; each is rehearsed once."""
-    options = dict(RUNS[request.param])
-    return rehearsed(*options.pop("flags", ()), **pipeline(options.pop("family")), **options)
 
 
 every_run = pytest.mark.parametrize("seen", RUNS, indirect=True)
@@ -27,14 +22,8 @@ def test_everything_is_on_the_device_of_the_rank(seen):
 
 
 @every_run
-def test_streams_wait_for_each_other(seen):
+class TestOrder(Orderly):
     """SDXL lists its blocks in another order than they compute: what is gathered ahead for the last one is not for any."""
-    assert seen.races == []
-
-
-@every_run
-def test_no_thread_turns_to_the_device_of_another_rank(seen):
-    assert seen.switches == {}
 
 
 @every_run
