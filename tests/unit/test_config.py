@@ -328,6 +328,13 @@ def test_what_is_said_is_masked_and_short_words_are_not(configure):
     }
 
 
+def test_what_the_file_of_the_datasets_refers_to_is_masked_too(configure, schema, write):
+    entries = '[{"id": "a", "type": "s3", "aws_secret_access_key": "{env:TOKEN}"}]'
+    config = configure(f"--data_backend_config={write('data.json', entries)}", environment=SECRET)
+    on_rank = restore(schema, config.shared_values(), {}, environment=SECRET)
+    assert [each.masked("s3 said a-secret-token") for each in (config, on_rank)] == ["s3 said {env:TOKEN}"] * 2
+
+
 # --- what a run keeps of the version that began it ------------------------------------------------------------------
 
 

@@ -118,3 +118,27 @@ def test_what_the_compiler_says_is_told(source, built):
         load(source, built)
     source.write_text(SOURCE)
     load(source, built)
+
+
+@pytest.mark.parametrize(
+    ("nvcc", "reason"),
+    [
+        ("", "CUDA_HOME does not exist"),
+        ("Cuda compilation tools, release 9.1, V9.1.85", "Installed CUDA version 9.1 does not match"),
+    ],
+    ids=["missing", "another version"],
+)
+def test_a_cuda_toolkit_that_is_missing_or_another_is_an_error_with_a_fix(tmp_path, monkeypatch, nvcc, reason):
+    """DeepSpeed's own checks, of a torch that was built for CUDA 12.8."""
+    from deepspeed.ops.op_builder.builder import assert_no_cuda_mismatch
+
+    home = tmp_path if nvcc else None
+    if home is not None:
+        (home / "bin").mkdir()
+        (home / "bin/nvcc").write_text(f"#!/bin/sh\necho '{nvcc}'\n")
+        (home / "bin/nvcc").chmod(0o755)
+    monkeypatch.setattr(extension, "CUDA_HOME", home and str(home))
+    monkeypatch.setattr("torch.version.cuda", "12.8")
+    with pytest.raises(UserError, match=reason) as refused, compiled_in_turn():
+        assert_no_cuda_mismatch("async_io")
+    assert refused.value.fix.startswith("set CUDA_HOME to a CUDA toolkit (with nvcc) of version 12.8,")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 import psutil
+import torch
 from torch.utils.file_baton import FileBaton
 
 from smalti import UserError
@@ -29,6 +31,8 @@ _STILL_SECONDS = 600.0
 """A folder in which nothing changes for so long is not being compiled in: one source takes a minute or two."""
 _SILENT_SECONDS = 5.0
 """Loading what was compiled before takes less."""
+_BUILDER = ">- DeepSpeed Op Builder: "
+"""What some of DeepSpeed's messages begin with."""
 _log = logging.getLogger(__name__)
 
 
@@ -42,15 +46,28 @@ def compiled_in_turn() -> Iterator[None]:
     try:
         with replaced(extension, "FileBaton", _Turn):
             yield
-    except RuntimeError as error:
-        if not str(error).startswith("Error building extension"):
+    except Exception as error:
+        if (explained := _explained(error)) is None:
             raise
+        raise explained from error
+
+
+def _explained(error: Exception) -> UserError | None:
+    """What to do about something that cannot be compiled; None for other errors."""
+    cannot = "DeepSpeed cannot compile what this run needs"
+    if isinstance(error, RuntimeError) and str(error).startswith("Error building extension"):
         lines = [line for line in str(error).splitlines() if line.strip()]
         reason = next((line for line in lines if "rror:" in line or "not found" in line), lines[-1])
-        raise UserError(
-            f"DeepSpeed cannot compile what this run needs: {reason.strip()}",
-            fix="install a C++ compiler and Python's headers (g++, python3-dev), or leave out offload_optimizer",
-        ) from error
+        fix = "install a C++ compiler and Python's headers (g++, python3-dev), or leave out offload_optimizer"
+        return UserError(f"{cannot}: {reason.strip()}", fix=fix)
+    builder = sys.modules.get("deepspeed.ops.op_builder.builder")  # there if one of its errors is
+    if builder is None or not isinstance(error, builder.MissingCUDAException | builder.CUDAMismatchException):
+        return None
+    fix = (
+        f"set CUDA_HOME to a CUDA toolkit (with nvcc) of version {torch.version.cuda}, for which torch was built; or leave out "
+        "what needs it: offloading to nvme, and DeepSpeed's own optimizers on accelerators"
+    )
+    return UserError(f"{cannot} with the CUDA toolkit of this machine: {str(error).removeprefix(_BUILDER)}", fix=fix)
 
 
 class _Turn(FileBaton):
