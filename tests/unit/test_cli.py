@@ -219,11 +219,12 @@ def test_explain_tells_value_source_meaning_and_default(run):
     assert lines == [
         "ema_decay    0.9",
         "source       flag (--ema_decay)",
-        "meaning      Decay of the average; it warms up from (1+step)/(10+step).",
-        "value        number, >= 0, < 1",
+        "meaning      Decay of the EMA, warmed up from (1+step)/(10+step).",
+        "type         number, >= 0, < 1",
         "default      0.995",
+        "only with    --use_ema",
+        "environment  SMALTI_EMA_DECAY",
         "section      Training",
-        "only with    use_ema",
         "note         ema_decay has no effect unless use_ema",
     ]
 

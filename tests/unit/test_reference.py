@@ -26,7 +26,7 @@ def test_defaults_are_told_as_one_would_write_them(name, text):
 def test_a_row_of_the_reference_page_tells_everything():
     page = reference_page(SAMPLE)
     assert "| `small` | number (> 0, <= 1) | 1e-08 | A \\| B. |" in page
-    told = "Any. Trade: more for less. Only with `whole`. Also accepted: `old`. Accelerate YAML: `key`."
+    told = "Any. Only with `--whole`. Trade-off: more for less. Also accepted: `old`. Accelerate YAML: `key`."
     assert f"| `sign` | integer | 0 | {told} |" in page
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import textwrap
 from collections.abc import Iterator
 from pathlib import PurePath
 
 from smalti.options import Option, Schema
+from smalti.packages import package_of_option
 
 
 def default_text(option: Option) -> str:
@@ -56,25 +58,35 @@ def _help_entry(option: Option, width: int) -> Iterator[str]:
         yield " " * 34 + line
 
 
+def condition(option: Option) -> str:
+    """What the option has an effect with, as a flag: "--use_ema", "--optimizer=adamw"; empty if always."""
+    return f"--{option.when.replace(' == ', '=')}" if option.when else ""
+
+
 def reference_page(schema: Schema) -> str:
     """The options of every section as a page of Markdown."""
-    lines = [_INTRODUCTION]
+    lines = [_INTRODUCTION, " · ".join(f"[{group.title}](#{_anchor(group.title)})" for group in schema.groups), ""]
     for group in schema.groups:
-        lines += [f"## {group.title}", "", "| option | value | default | meaning |", "|---|---|---|---|"]
-        for option in schema.options.values():
-            if option.group is group:
-                lines.append(_reference_row(option))
-        lines.append("")
+        lines += [f"## {group.title}", ""]
+        options = [option for option in schema.options.values() if option.group is group]
+        if package := package_of_option(options[0].name) if options else None:
+            lines += [f"With the package `{package.distribution}`.", ""]
+        lines += ["| option | value | default | meaning |", "|---|---|---|---|", *map(_reference_row, options), ""]
     return "\n".join(lines)
+
+
+def _anchor(title: str) -> str:
+    """What a heading is linked by."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
 def _reference_row(option: Option) -> str:
     kind = option.kind.replace("|", " | ") + (f" ({option.bounds})" if option.bounds else "")
     notes = [option.help]
-    if option.trade:
-        notes.append(f"Trade: {option.trade}.")
     if option.when:
-        notes.append(f"Only with `{option.when}`.")
+        notes.append(f"Only with `{condition(option)}`.")
+    if option.trade:
+        notes.append(f"Trade-off: {option.trade}.")
     if option.aliases:
         notes.append(f"Also accepted: {', '.join(f'`{alias}`' for alias in option.aliases)}.")
     if option.accelerate:
@@ -104,35 +116,40 @@ def describe(option: Option) -> dict[str, object]:
 
 
 _INTRODUCTION = """\
-# Configuration
+# Options
 
-This page is generated from the options that the core declares: `smalti config reference --without all > docs/configuration.md`.
-Plugins add sections; without `--without all` the command shows those of the installed ones too.
+For everyone who looks up an option: all options of `smalti train`, with those of the official plugins. In a terminal,
+`smalti train --help lora` shows a section and `smalti train --help lora_rank` one option. `smalti config explain KEY` shows
+the value in your run and its source. This page is generated: `smalti config reference > docs/configuration.md`.
 
-Every option can be given in four ways; the strongest wins, and a line at start says so when two differ:
+## How to give options
 
-1. a flag: `--learning_rate=1e-4` or `--learning-rate 1e-4`; a switch also as `--use_ema` and `--no_use_ema`. A value that
-   begins with `--` needs the `=`. Flags are not abbreviated. A list is one flag with commas, or the flag repeated;
-2. the environment: `SMALTI_LEARNING_RATE=1e-4`; an empty variable counts as not set;
-3. an Accelerate YAML (`--accelerate_config FILE`, or the user's default one), for the options that name a key of it below;
-   what else stands in it reaches `accelerate launch` unchanged;
-4. a configuration file, TOML, JSON or YAML: `learning_rate = 1e-4`. In JSON, `"--learning_rate"` works as well. Keys may
-   stand in a table that is named like their section (`[optimizer]`). `null` means "not given", and the texts "true" and
-   "false" are as good as the words.
+There are four ways. If they disagree, the first of this list wins and a line at start says so:
 
-Case, dashes and underscores of names and choices do not matter. Options without a default, other than texts, can be taken back
-with `none`. Relative paths start at the current folder, and `~` is the home folder.
+1. a flag: `--learning_rate=1e-4` or `--learning-rate 1e-4`. A switch is `--use_ema` or `--no_use_ema`. A value that begins
+   with `--` needs the `=`. Flags cannot be abbreviated. A list is one flag with commas, or the flag repeated;
+2. the environment: `SMALTI_LEARNING_RATE=1e-4`. An empty variable counts as not set;
+3. an Accelerate YAML (`--accelerate_config FILE`, or your default one), for the options below that name a key of it. Its
+   other keys reach `accelerate launch` unchanged;
+4. a configuration file in TOML, JSON or YAML: `learning_rate = 1e-4`. JSON may say `"--learning_rate"`. Keys may stand in a
+   table named like their section (`[optimizer]`). `null` means "not given". The texts "true" and "false" are accepted for
+   switches.
 
-`{env:NAME}` in a text stands for that environment variable, in any of the four ways. Files, events, file names, the metadata
-of images and messages keep `{env:NAME}`; what it stands for (from 8 characters on) is masked there. Each rank takes it from its
-own environment, so on several machines it must be set on each; one that lacks it says so. The digest of the configuration is
-that of `{env:NAME}`. Two things are not hidden: the place of a file or folder that is named so, and captions, which are data.
-Options that are secrets are taken from the environment or as `{env:NAME}` only.
+Case, dashes and underscores in names and choices do not matter. `none` unsets an option that has no default, unless it is a
+text. Relative paths start at the current folder, and `~` is the home folder.
 
-A run keeps its defaults. Once it has made a step, options that nothing gives have the default of the version that began the
-run, also after an update that changes one; a line at start says which. `config.toml` in the run directory lists them in a table
-`[defaults]`, which works in any configuration file and which every other source overrides.
+`{env:NAME}` in a text stands for that environment variable, in any of the four ways. It keeps secrets out of files: events,
+file names, image metadata and messages show `{env:NAME}`, and a value of 8 or more characters is masked wherever it
+appears. Each rank reads the variable from its own environment, so set it on every node; a rank without it says so. The
+digest of the configuration is computed with `{env:NAME}`. Two things are not hidden: paths that are named so, and captions,
+which are data. Secret options are accepted only from the environment or as `{env:NAME}`.
 
-`smalti config show` prints the result, `smalti config explain KEY` one value and where it came from. Both take the same words
-as `smalti train`.
+A run keeps its defaults. After its first step, options that you do not give keep the default of the version that began the
+run, even after an update that changes it; a line at start says which. `mixed_precision=auto` keeps the precision that it
+chose. `config.toml` in the run directory lists these values in a table `[defaults]`, which works in any configuration file
+and which every other source overrides.
+
+`smalti config show` prints the resolved configuration. It takes the same arguments as `smalti train`.
+
+## Sections
 """

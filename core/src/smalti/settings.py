@@ -77,201 +77,204 @@ Place = Annotated[str | None, AfterValidator(_names_a_place)]
 
 
 class RunOptions(Options):
-    output_dir: Path | None = option(
-        None, help="The run directory: checkpoints, pictures, metrics. Shared by all nodes. A run resumes into the same one."
-    )
-    seed: int = option(42, help="Seeds weights, data order, noise and timesteps.", ge=0)
-    max_train_steps: int | None = option(None, help="Optimizer steps in all, over every resume.", ge=1)
-    num_train_epochs: int | None = option(
-        None, help="Passes over the data in all; used when max_train_steps is not given.", ge=1
-    )
+    output_dir: Path | None = option(None, help="Run directory, shared by all nodes. The same command resumes the run in it.")
+    seed: int = option(42, help="Seed of weights, data order, noise and timesteps.", ge=0)
+    max_train_steps: int | None = option(None, help="Total optimizer steps, across resumes.", ge=1)
+    num_train_epochs: int | None = option(None, help="Total epochs, across resumes. Ignored with --max_train_steps.", ge=1)
     resume_from_checkpoint: Annotated[str, BeforeValidator(_or_none), AfterValidator(_names_a_place)] = option(
         "latest",
-        help='"latest" in the run directory if there is one, "none", a step, or the path of a checkpoint or run directory.',
+        help='Checkpoint to resume from: "latest", "none", a step, or the path of a checkpoint or run directory.',
     )
     nonfinite_loss: Literal["stop", "skip"] = option(
         "stop",
-        help="What to do when the loss is not finite on any rank: stop the run, or leave the step out.",
+        help="What to do when the loss is NaN or infinite on any rank: stop the run, or skip the step.",
         level="advanced",
     )
     max_skipped_steps: int = option(
         10,
-        help="Stop when this many steps in a row were left out: their loss was not finite, or the accelerator failed.",
+        help="Stop after this many skipped steps in a row. Steps are skipped for a non-finite loss or an accelerator fault.",
         level="advanced",
         ge=1,
     )
 
 
 class ModelOptions(Options):
-    model_family: str | None = option(None, help="The architecture; `smalti plugins` lists the families that are installed.")
-    model_type: Literal["full", "lora"] = option("full", help="Train all weights, or an adapter.")
+    model_family: str | None = option(None, help="Model architecture. `smalti plugins` lists the installed families.")
+    model_type: Literal["full", "lora"] = option("full", help="Train all weights (full) or a LoRA adapter (lora).")
     model_flavour: str | None = option(
-        None, help="A variant of the family, such as a size or a release.", aliases=["model_flavor"]
+        None, help="Variant of the family, such as a size or a release.", aliases=["model_flavor"]
     )
     pretrained_model_name_or_path: Place = option(
-        None, help="Weights to start from: a folder in the diffusers layout, or a hub id.", aliases=["pretrained_model"]
+        None,
+        help="Weights to start from: a folder in diffusers layout, or a Hugging Face Hub id.",
+        aliases=["pretrained_model"],
     )
     gradient_checkpointing: bool = option(
-        False, help="Recompute activations in the backward pass.", trade="much less memory, about 30 % slower"
+        False, help="Recompute activations in the backward pass.", trade="much less memory, slower steps"
     )
 
 
 class DataOptions(Options):
-    data_backend_config: Path | None = option(None, help="A multidatabackend.json with the datasets.")
-    datasets: Tables = option((), help="The datasets themselves: [[datasets]] tables in a TOML file, with the same keys.")
+    data_backend_config: Path | None = option(None, help="JSON file with the datasets (multidatabackend.json).")
+    datasets: Tables = option((), help="Datasets in the configuration file itself, as [[datasets]] tables with the same keys.")
     instance_data_dir: Path | None = option(
-        None, help="A folder of pictures, each with its caption in a .txt file beside it: the short way to name one dataset."
+        None, help="Folder of images, each with its caption in NAME.txt. Replaces a dataset file for a single dataset."
     )
     caption_strategy: str = option(
         "textfile",
-        help="Where captions come from, unless a dataset says otherwise: textfile (NAME.txt beside each image), filename, "
-        "instanceprompt (one caption for all images), or the metadata backend of the dataset.",
+        help="Source of captions: textfile (NAME.txt), filename, instanceprompt, or the metadata backend of the "
+        "dataset. A dataset can override it.",
     )
     instance_prompt: str | None = option(
-        None, help="The caption of all images with caption_strategy=instanceprompt, such as 'a photo of zwx cat'."
+        None, help="Caption of every image, such as 'a photo of zwx cat'. Only with --caption_strategy=instanceprompt."
     )
-    train_batch_size: int = option(1, help="Pictures per rank and micro-batch.", ge=1, le=65_536)
+    train_batch_size: int = option(1, help="Images per rank and micro-batch.", ge=1, le=65_536)
     resolution: float = option(
-        1024, help="Size of training pictures: pixels, or megapixels with resolution_type=area.", gt=0, le=65_536
+        1024, help="Size of training images in pixels. In megapixels with --resolution_type=area.", gt=0, le=65_536
     )
     resolution_type: Literal["pixel", "area", "pixel_area"] = option(
         "pixel_area",
-        help="Whether resolution is the shorter edge, an area in megapixels, or the edge of a square of that area.",
+        help="Meaning of resolution. pixel: shorter edge, area: megapixels, pixel_area: edge of the square of equal area.",
     )
     crop: bool | None = option(
         None,
-        help="Scale images until they cover their bucket and crop what juts out; --no_crop stretches them to the bucket, which "
-        "bends aspect ratios by up to 13 %. On if not given, unless a dataset says otherwise.",
+        help="Scale images to cover their bucket and crop the rest; --no_crop stretches them. Default: on, unless "
+        "a dataset overrides it.",
     )
     crop_style: Literal["center", "random", "corner"] | None = option(
-        None, help="Where images are cropped: center if not given, unless a dataset says otherwise.", level="advanced"
+        None, help="Crop position. Default: center, unless a dataset overrides it.", level="advanced"
     )
     crop_aspect: Literal["preserve", "square"] | None = option(
         None,
-        help="Aspect ratio of the buckets: that of each image or a square; preserve if not given, unless a dataset says "
-        "otherwise.",
+        help="Aspect ratio of buckets: that of each image, or square. Default: preserve, unless a dataset overrides it.",
         level="advanced",
     )
-    aspect_bucket_rounding: int = option(2, help="Decimals to which aspect ratios are rounded.", level="expert", ge=0, le=9)
+    aspect_bucket_rounding: int = option(2, help="Decimal places of bucket aspect ratios.", level="expert", ge=0, le=9)
     aspect_bucket_alignment: int | None = option(
         None,
-        help="Widths and heights are multiples of this many pixels; the family knows a good value.",
+        help="Make bucket widths and heights multiples of this many pixels. Default: set by the model family.",
         level="advanced",
         ge=1,
     )
     allow_dataset_oversubscription: bool = option(
-        False, help="Raise the repeats of buckets that hold fewer pictures than one effective batch.", level="advanced"
+        False, help="Raise the repeats of buckets that hold fewer images than one effective batch.", level="advanced"
     )
     caption_dropout_probability: float = option(
-        0.1, help="Share of samples trained with the empty prompt, for classifier-free guidance.", ge=0, le=1
+        0.1, help="Share of captions replaced by the empty prompt, for classifier-free guidance.", ge=0, le=1
     )
     dataloader_prefetch: int = option(
-        4, help="Batches kept ready in memory.", level="advanced", aliases=["dataloader_prefetch_qlen"], ge=1, le=1_000
+        4, help="Number of batches to prefetch.", level="advanced", aliases=["dataloader_prefetch_qlen"], ge=1, le=1_000
     )
     dataset_cache_mb: int = option(
-        512, help="Decoded pictures kept in memory per rank, in MiB; 0 decodes every time.", level="advanced", ge=0
+        512, help="Cache this many MiB of decoded images in memory per rank. 0 disables the cache.", level="advanced", ge=0
     )
     vae_cache_disable: bool = option(
         False,
-        help="Encode pictures in every step, rather than once before training.",
+        help="Encode images in every step instead of once before training.",
         level="advanced",
-        trade="no disk space and random crops anew at each visit, for slower steps and the autoencoder in memory",
+        trade="no disk space and new random crops every time, slower steps and the VAE in memory",
     )
     text_cache_disable: bool = option(
         False,
-        help="Encode captions in every step, rather than once before training.",
+        help="Encode captions in every step instead of once before training.",
         level="advanced",
-        trade="no disk space, for slower steps and the text encoders in memory",
+        trade="no disk space, slower steps and the text encoders in memory",
     )
     cache_dir: Path | None = option(
         None,
-        help="Where latents and encoded texts are kept, for any number of runs; `cache` in the run directory if not given.",
+        help="Folder of cached latents and text embeddings, which runs can share. Default: `cache` in the run directory.",
     )
     data_error_budget: Annotated[float, BeforeValidator(_count_or_share), AfterValidator(_whole_above_one)] = option(
         0.01,
-        help='Broken pictures to put up with before the run stops: a share such as 0.01 or "1%", or a count.',
+        help='Maximum share (0.01 or "1%") or number of unreadable images before the run stops.',
         level="advanced",
         ge=0,
     )
     on_changed_data: Literal["refuse", "continue"] = option(
         "refuse",
-        help="When images, captions or how they are cropped have changed since the checkpoint: refuse to resume and say what "
-        "changed, or continue with what is there now.",
+        help="What to do on resume when images, captions or crops have changed: refuse, or continue with the new data.",
         level="advanced",
     )
 
 
 class TrainingOptions(Options):
     gradient_accumulation_steps: int = option(1, help="Micro-batches per optimizer step.", ge=1, le=65_536)
-    max_grad_norm: float = option(1.0, help="Clip gradients to this global norm; 0 does not clip.", ge=0)
+    max_grad_norm: float = option(1.0, help="Clip gradients to this global norm. 0 disables clipping.", ge=0)
     mixed_precision: Literal["auto", "no", "bf16"] = option(
         "auto",
-        help="Precision of the computation; weights and optimizer state stay in fp32. "
-        "auto: bf16 where the device computes it natively, else fp32 (no); a run keeps what it became.",
+        help="Compute precision; weights and optimizer state stay in fp32. auto: bf16 where the device has it "
+        "natively, else fp32.",
         accelerate="mixed_precision",
     )
     channels_last: bool | None = option(
         None,
-        help="Let convolutions compute with channels last, which tensor cores want; "
-        "on for families of convolutions (U-Nets) on CUDA devices if not given.",
+        help="Use the channels-last memory format for convolutions. Default: on for U-Nets on CUDA devices.",
         level="advanced",
     )
     sdpa_backend: Literal["auto", "flash", "efficient", "cudnn", "math"] = option(
         "auto",
-        help="Kernel for the attention of the trained model, where torch's scaled_dot_product_attention computes it; "
-        "efficient and cudnn need CUDA devices.",
+        help="Kernel of scaled_dot_product_attention in the trained model. efficient and cudnn need a CUDA device.",
         level="advanced",
     )
-    use_ema: bool = option(False, help="Keep an exponential moving average of the weights, in fp32.")
-    ema_decay: float = option(
-        0.995, help="Decay of the average; it warms up from (1+step)/(10+step).", when="use_ema", ge=0, lt=1
-    )
+    use_ema: bool = option(False, help="Keep an exponential moving average (EMA) of the weights in fp32.")
+    ema_decay: float = option(0.995, help="Decay of the EMA, warmed up from (1+step)/(10+step).", when="use_ema", ge=0, lt=1)
     ema_device: Literal["accelerator", "cpu"] = option(
         "accelerator",
-        help="Where the average is kept.",
+        help="Device that holds the EMA.",
         level="advanced",
         when="use_ema",
-        trade="cpu: no memory on the accelerator, slower steps",
+        trade="cpu uses no accelerator memory, slower steps",
     )
 
 
 class OptimizerOptions(Options):
-    optimizer: str = option("adamw", help="Optimizer: adafactor, adafactor_scaled, adagrad, adamw, muon, sgd, or a plugin's.")
+    optimizer: str = option(
+        "adamw", help="Optimizer: adafactor, adafactor_scaled, adagrad, adamw, muon, sgd, or one from a plugin."
+    )
     learning_rate: float = option(1e-4, help="Peak learning rate.", ge=0)
-    adam_beta1: float = option(0.9, help="First-moment decay.", level="advanced", ge=0, lt=1)
-    adam_beta2: float = option(0.999, help="Second-moment decay.", level="advanced", ge=0, lt=1)
-    adam_epsilon: float = option(1e-8, help="Added to the denominator.", level="advanced", gt=0)
+    adam_beta1: float = option(0.9, help="Decay rate of the first moment.", level="advanced", ge=0, lt=1)
+    adam_beta2: float = option(0.999, help="Decay rate of the second moment.", level="advanced", ge=0, lt=1)
+    adam_epsilon: float = option(1e-8, help="Term added to the denominator for numerical stability.", level="advanced", gt=0)
     adam_weight_decay: float = option(
-        0.01, help="Decoupled weight decay; norms and biases are left out.", level="advanced", ge=0
+        0.01, help="Decoupled weight decay, not applied to norms and biases.", level="advanced", ge=0
     )
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "polynomial", "warmup_stable_decay"] = option(
-        "constant_with_warmup", help="How the learning rate moves; every one begins with lr_warmup_steps of linear warm-up."
+        "constant_with_warmup", help="Learning rate schedule. Each begins with lr_warmup_steps of linear warm-up."
     )
-    lr_warmup_steps: int = option(0, help="Steps over which the learning rate rises from zero.", ge=0)
+    lr_warmup_steps: int = option(0, help="Steps of linear warm-up from zero.", ge=0)
     lr_decay_share: float = option(
         0.4,
-        help="Share of the run at its end over which the rate falls.",
+        help="Share of the run, at its end, over which the learning rate decays.",
         when="lr_scheduler == warmup_stable_decay",
         gt=0,
         le=1,
     )
-    lr_end_ratio: float = option(0.0, help="Learning rate at the end, as a share of the peak.", level="advanced", ge=0, le=1)
-    lr_power: float = option(1.0, help="Exponent of the decay.", level="advanced", when="lr_scheduler == polynomial", gt=0)
+    lr_end_ratio: float = option(0.0, help="Final learning rate, as a share of the peak.", level="advanced", ge=0, le=1)
+    lr_power: float = option(
+        1.0, help="Exponent of the polynomial decay.", level="advanced", when="lr_scheduler == polynomial", gt=0
+    )
 
 
 class ObjectiveOptions(Options):
     prediction_type: Literal["epsilon", "v_prediction", "sample", "flow_matching"] | None = option(
-        None, help="What the model predicts; the family's own choice if not given."
+        None, help="What the model predicts. Default: set by the model family."
     )
-    loss_type: Literal["l2", "huber", "smooth_l1"] = option("l2", help="How a mistake is measured.", level="advanced")
-    huber_c: float = option(0.1, help="Where the Huber losses turn from square to linear.", level="expert", gt=0)
+    loss_type: Literal["l2", "huber", "smooth_l1"] = option("l2", help="Loss function.", level="advanced")
+    huber_c: float = option(
+        0.1, help="Threshold between the quadratic and the linear part of the Huber losses.", level="expert", gt=0
+    )
     snr_gamma: float | None = option(
-        None, help="Min-SNR weighting for epsilon and v_prediction; 5 is the published value.", level="advanced", ge=0
+        None,
+        help="Gamma of min-SNR weighting for epsilon and v_prediction; 5 is the published value. Default: no weighting.",
+        level="advanced",
+        ge=0,
     )
     beta_schedule: Literal["linear", "scaled_linear", "squaredcos_cap_v2"] | None = option(
-        None, help="Noise schedule of DDPM; the family's own choice if not given.", level="expert"
+        None, help="Noise schedule of DDPM. Default: set by the model family.", level="expert"
     )
-    rescale_betas_zero_snr: bool = option(False, help="Make the last DDPM step pure noise.", level="advanced")
+    rescale_betas_zero_snr: bool = option(
+        False, help="Rescale the DDPM schedule so that its last step is pure noise.", level="advanced"
+    )
     timestep_distribution: Literal["uniform", "logit_normal", "mode", "beta"] | None = option(
         None,
         help="Timestep sampling distribution. Default: logit_normal for rectified flow, uniform for DDPM.",
@@ -281,95 +284,107 @@ class ObjectiveOptions(Options):
         0.0, help="Mean of the logit-normal distribution.", level="expert", when="timestep_distribution == logit_normal"
     )
     flow_sigmoid_scale: float = option(
-        1.0, help="Spread of the logit-normal distribution.", level="expert", when="timestep_distribution == logit_normal", gt=0
+        1.0,
+        help="Standard deviation of the logit-normal distribution.",
+        level="expert",
+        when="timestep_distribution == logit_normal",
+        gt=0,
     )
     flow_mode_scale: float = option(
         1.29, help="Scale of the mode distribution.", level="expert", when="timestep_distribution == mode", ge=-1, le=1.75
     )
     flow_beta_alpha: float = option(
-        2.0, help="First parameter of the beta distribution.", level="expert", when="timestep_distribution == beta", ge=1
+        2.0, help="Alpha of the beta distribution.", level="expert", when="timestep_distribution == beta", ge=1
     )
     flow_beta_beta: float = option(
-        2.0, help="Second parameter of the beta distribution.", level="expert", when="timestep_distribution == beta", ge=1
+        2.0, help="Beta of the beta distribution.", level="expert", when="timestep_distribution == beta", ge=1
     )
     flow_schedule_shift: float | None = option(
         None,
-        help="Moves flow times towards noise, as larger pictures want; 1 leaves them. The family's own choice if not given.",
+        help="Timestep shift; raise it for larger images, 1 disables it. Default: set by the model family.",
         level="advanced",
         gt=0,
     )
     flow_schedule_auto_shift: bool = option(
-        False, help="Choose the shift by the size of the picture, instead of flow_schedule_shift.", level="advanced"
+        False, help="Compute the shift from the image size, instead of --flow_schedule_shift.", level="advanced"
     )
     flow_weighting: Literal["none", "sigma_sqrt", "cosmap"] = option(
-        "none", help="Weight of each noise level in the flow loss.", level="expert"
+        "none", help="Loss weighting over noise levels, for flow matching.", level="expert"
     )
 
 
 class ValidationOptions(Options):
     validation_prompt: Texts = option(
-        (), help="A prompt to draw while training; repeat the flag for several.", aliases=["validation_prompts"]
+        (), help="Prompt of a validation image. Repeat the flag for several.", aliases=["validation_prompts"]
     )
     validation_step_interval: int = option(
-        0, help="Draw every so many steps, and at the end; 0 draws only at the end.", aliases=["validation_steps"], ge=0
+        0,
+        help="Generate validation images every N steps and at the end. 0: only at the end.",
+        aliases=["validation_steps"],
+        ge=0,
     )
-    validation_seed: int = option(42, help="Seed of the first picture; the next ones count up.", ge=0)
+    validation_seed: int = option(42, help="Seed of the first validation image; the next ones count up.", ge=0)
     validation_resolution: Annotated[str | None, AfterValidator(_sizes)] = option(
         None,
-        help="Sizes of validation images, as 512 or 512x768, with commas between them: every prompt is sampled at each. The "
-        "training resolution if not given.",
+        help="Sizes of validation images, such as 512 or 512x768,768x512. Default: the training resolution.",
     )
-    validation_num_inference_steps: int = option(25, help="Denoising steps.", ge=1, le=1_000)
-    validation_guidance: float = option(3.0, help="Strength of classifier-free guidance; 1 switches it off.", ge=0)
-    validation_batch_size: int = option(8, help="Pictures drawn or evaluated at once on a rank.", level="advanced", ge=1)
+    validation_num_inference_steps: int = option(25, help="Denoising steps per validation image.", ge=1, le=1_000)
+    validation_guidance: float = option(
+        3.0, help="Classifier-free guidance scale of validation images. 1 disables guidance.", ge=0
+    )
+    validation_batch_size: int = option(8, help="Images to sample or evaluate at once per rank.", level="advanced", ge=1)
     eval_steps_interval: int = option(
-        0, help="Measure the loss on datasets of the type eval every so many steps, and at the end; 0 only at the end.", ge=0
+        0, help="Measure the loss on eval datasets every N steps and at the end. 0: only at the end.", ge=0
     )
-    eval_epoch_interval: int = option(0, help="Measure it after every so many epochs besides; 0 does not.", ge=0)
+    eval_epoch_interval: int = option(0, help="Also evaluate every N epochs. 0: never.", ge=0)
     eval_timesteps: int = option(
-        5, help="At how many noise levels, equally spaced, every picture is evaluated.", level="advanced", ge=1, le=500
+        5, help="Number of equally spaced noise levels per evaluated image.", level="advanced", ge=1, le=500
     )
     num_eval_images: int | None = option(
-        None, help="Evaluate on this many pictures of each eval dataset, always the same ones; on all if not given.", ge=1
+        None, help="Evaluate on this many images of each eval dataset, always the same ones. Default: all.", ge=1
     )
 
 
 class CheckpointOptions(Options):
     checkpoint_step_interval: int = option(
-        500, help="Save every so many steps, and at the end; 0 saves only at the end.", aliases=["checkpointing_steps"], ge=0
+        500, help="Save a checkpoint every N steps and at the end. 0: only at the end.", aliases=["checkpointing_steps"], ge=0
     )
     checkpoints_total_limit: int = option(
-        5, help="Keep this many verified checkpoints; 0 keeps all.", aliases=["save_total_limit"], ge=0
+        5, help="Keep this many verified checkpoints. 0 keeps all.", aliases=["save_total_limit"], ge=0
     )
     checkpoint_async: bool = option(
         True,
-        help="Write checkpoints beside training, from a copy in host memory.",
+        help="Write checkpoints in the background, from a copy in host memory.",
         level="advanced",
-        trade="training hardly stops, for host memory of the size of what a rank writes, pinned at the first save",
+        trade="training hardly pauses, pinned host memory for the state of the rank",
     )
     on_save_error: Literal["continue", "stop"] = option(
         "continue",
-        help="When the system refuses a checkpoint (disk full, no right to write): train on and try again, or stop.",
+        help="What to do when a checkpoint cannot be written (disk full, no permission): continue and retry, or stop.",
         level="advanced",
     )
 
 
 class LaunchOptions(Options):
-    num_processes: int = option(1, help="Ranks in all, over all machines.", accelerate="num_processes", ge=1, le=65_536)
-    num_machines: int = option(1, help="Machines.", accelerate="num_machines", ge=1)
-    machine_rank: int = option(0, help="Which machine this is, from 0.", accelerate="machine_rank", ge=0)
-    main_process_ip: str | None = option(None, help="Address of machine 0.", accelerate="main_process_ip")
+    num_processes: int = option(1, help="Total number of ranks, over all nodes.", accelerate="num_processes", ge=1, le=65_536)
+    num_machines: int = option(1, help="Number of nodes.", accelerate="num_machines", ge=1)
+    machine_rank: int = option(0, help="Index of this node, from 0.", accelerate="machine_rank", ge=0)
+    main_process_ip: str | None = option(None, help="Address of node 0.", accelerate="main_process_ip")
     main_process_port: int | None = option(
-        None, help="Port on machine 0; a free one on a single machine.", accelerate="main_process_port", ge=1, le=65535
+        None,
+        help="Port on node 0. Default: a free port on a single node, else 29500.",
+        accelerate="main_process_port",
+        ge=1,
+        le=65535,
     )
-    use_cpu: bool = option(False, help="Train on the CPU even where there is an accelerator.", accelerate="use_cpu")
+    use_cpu: bool = option(False, help="Train on the CPU even if there is an accelerator.", accelerate="use_cpu")
     accelerate_config: Place = option(
         None,
-        help='An Accelerate YAML to start from; "none" ignores the user\'s default one.',
+        help='Accelerate YAML to start from. "none" ignores the default one of the user.',
         aliases=["accelerate_config_file"],
     )
     process_group_timeout: int = option(
-        600, help="Seconds after which a rank that waits for a lost one gives up.", level="advanced", ge=1, le=31_536_000
+        600, help="Seconds that a rank waits for a lost one before it gives up.", level="advanced", ge=1, le=31_536_000
     )
     dynamo_backend: Annotated[str | None, BeforeValidator(_backend_name)] = option(
         None,
@@ -382,7 +397,7 @@ class LaunchOptions(Options):
     )
     dynamo_recompile_limit: int = option(
         16,
-        help="Shapes for which a block is compiled; it runs uncompiled for others.",
+        help="Number of input shapes compiled per block. Other shapes run uncompiled.",
         level="expert",
         when="dynamo_backend",
         ge=1,
@@ -429,21 +444,22 @@ def launch_problems(launch: LaunchOptions) -> list[Problem]:
 
 
 class TrackingOptions(Options):
-    report_to: Names = option((), help="Trackers besides events.jsonl: tensorboard, wandb and others that Accelerate knows.")
-    tracker_project_name: str = option("smalti", help="Project under which trackers file the run.", level="advanced")
-    log_interval: int = option(1, help="Write metrics every so many steps.", level="advanced", ge=1)
+    report_to: Names = option(
+        (), help="Trackers in addition to events.jsonl: tensorboard, wandb and others that Accelerate supports."
+    )
+    tracker_project_name: str = option("smalti", help="Project of the run in the trackers.", level="advanced")
+    log_interval: int = option(1, help="Log metrics every N steps.", level="advanced", ge=1)
     device_tflops: float | None = option(
         None,
-        help="TFLOP/s that one device can make in the precision of the run, dense, for the utilisation in the log (mfu); "
-        "known by itself for common accelerators.",
+        help="Dense TFLOP/s of one device in the precision of the run, for mfu. Default: detected for common GPUs.",
         level="advanced",
         gt=0,
     )
 
 
 class PluginOptions(Options):
-    plugins: Names = option((), help="Use only these plugins, besides the built-in ones.", aliases=["plugin"])
-    without: Names = option((), help='Leave these plugins out, without importing them; "all" keeps the built-in ones.')
+    plugins: Names = option((), help="Use only these plugins, in addition to the built-in ones.", aliases=["plugin"])
+    without: Names = option((), help='Disable these plugins without importing them. "all" keeps only the built-in ones.')
 
 
 GROUPS = (

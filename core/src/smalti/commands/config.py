@@ -12,6 +12,7 @@ import click
 from smalti import acceleratefile
 from smalti.config import Config, check, resolve
 from smalti.configfile import read_mapping
+from smalti.configsources import PREFIX
 from smalti.configtext import as_toml, put_into
 from smalti.errors import ConfigError, UserError
 from smalti.files import atomic_write
@@ -19,7 +20,7 @@ from smalti.invocation import Invocation, take_switch, take_value
 from smalti.launch import expected_kind, merged_yaml, yaml_text
 from smalti.options import unknown
 from smalti.plugins import BUILT_IN
-from smalti.reference import default_text, describe, reference_page
+from smalti.reference import condition, default_text, describe, reference_page
 from smalti.settings import LaunchOptions, launch_problems
 from smalti.strategy import choose_distributed
 
@@ -72,11 +73,12 @@ def explain(key: str, words: tuple[str, ...]) -> None:
         option.name: json.dumps(value),
         "source": resolved.source(option.name),
         "meaning": option.help,
-        "value": option.kind + (f", {option.bounds}" if option.bounds else ""),
+        "type": option.kind + (f", {option.bounds}" if option.bounds else ""),
         "default": default_text(option) or "none",
+        "only with": condition(option),
+        "trade-off": option.trade,
+        "environment": f"{PREFIX}{option.name.upper()}",
         "section": option.group.title,
-        "trade": option.trade,
-        "only with": option.when,
         "also called": ", ".join(option.aliases),
     }
     for name, text in lines.items():

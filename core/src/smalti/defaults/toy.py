@@ -20,12 +20,10 @@ if TYPE_CHECKING:
 class ToyOptions(Options):
     toy_width: int = option(192, help="Width of the tokens, a multiple of 4.", level="advanced", ge=8, le=16_384)
     toy_depth: int = option(6, help="Number of blocks.", level="advanced", ge=1, le=1_000)
-    toy_heads: int = option(6, help="Attention heads; they divide the width.", level="advanced", ge=1)
-    toy_patch: int = option(
-        4, help="Edge of a patch in pixels; picture sizes are multiples of it.", level="advanced", ge=1, le=1_024
-    )
+    toy_heads: int = option(6, help="Number of attention heads, a divisor of the width.", level="advanced", ge=1)
+    toy_patch: int = option(4, help="Patch size in pixels. Image sizes are multiples of it.", level="advanced", ge=1, le=1_024)
     toy_sample_shift: float = option(
-        1.0, help="Spend more of the denoising steps near noise (above 1).", level="advanced", gt=0
+        1.0, help="Timestep shift of validation images; above 1 spends more steps near noise.", level="advanced", gt=0
     )
 
 

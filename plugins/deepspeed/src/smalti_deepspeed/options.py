@@ -31,12 +31,12 @@ def _or_none(value: object) -> object:
 class DeepSpeedOptions(Options):
     deepspeed_config: Annotated[str | None, BeforeValidator(_as_document)] = option(
         None,
-        help="Train with DeepSpeed: its configuration as JSON, or the path of a JSON file; none switches it off.",
+        help="Train with DeepSpeed: its configuration as JSON, or the path of a JSON file. none disables it.",
         accelerate="deepspeed_config",
     )
     offload_param_path: Annotated[str | None, BeforeValidator(_or_none)] = option(
         None,
-        help="Folder on an NVMe drive of each machine, for what the DeepSpeed configuration offloads to nvme.",
+        help="Folder on a local NVMe drive of each node, for what the DeepSpeed configuration offloads to nvme.",
         when="deepspeed_config",
     )
 

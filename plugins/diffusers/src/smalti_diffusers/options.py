@@ -13,37 +13,43 @@ Precision = Literal["no_change", "int8-torchao", "fp8-torchao", "nf4-torchao"]
 
 
 class DiffusersOptions(Options):
-    revision: str | None = option(None, help="Revision of a model on the hub: a branch, a tag or a commit.")
+    revision: str | None = option(None, help="Revision of a Hub model: a branch, a tag or a commit.")
     init_from_config: bool = option(
-        False, help="Draw the trained model's first weights at random; only its configuration is read.", level="advanced"
+        False, help="Initialise the trained model at random; read only its configuration.", level="advanced"
     )
     vae_dtype: FrozenType = option(
-        "auto", help="Type in which the autoencoder computes; auto is what the family needs.", level="advanced"
+        "auto", help="Compute dtype of the VAE. auto: what the model family needs.", level="advanced"
     )
     text_encoder_dtype: FrozenType = option(
         "auto",
-        help="Type in which text encoders compute; auto is mixed_precision on an accelerator, fp32 on the CPU.",
+        help="Compute dtype of the text encoders. auto: as mixed_precision on an accelerator, fp32 on the CPU.",
         level="advanced",
     )
     tokenizer_max_length: int | None = option(
-        None, help="Tokens of a caption, where the family lets one choose; it knows a good value.", level="advanced", ge=1
+        None,
+        help="Maximum caption length in tokens, where the family lets you choose. Default: set by the model family.",
+        level="advanced",
+        ge=1,
     )
     sdxl_empty_prompt: EmptyPrompt = option(
         "auto",
-        help="Embeddings of dropped captions and of the negative prompt of validation images: zeros, or the encoded empty one; "
-        "auto is what the pipeline's force_zeros_for_empty_prompt says.",
+        help="Embeddings of dropped captions and of the negative prompt. auto: as force_zeros_for_empty_prompt of "
+        "the pipeline.",
         level="advanced",
         when="model_family == sdxl",
     )
     flux_guidance_value: float = option(
-        1.0, help="Guidance that a distilled Flux (1 or 2, dev) is told while it trains.", level="advanced", ge=0
+        1.0,
+        help="Guidance scale given to a guidance-distilled Flux (FLUX.1-dev, FLUX.2-dev) in training.",
+        level="advanced",
+        ge=0,
     )
     flux_true_cfg_scale: float = option(
         1.0,
-        help="Strength of guidance away from the empty prompt in validation pictures of Flux; 1 switches it off.",
+        help="True classifier-free guidance scale in validation images of Flux. 1 disables it.",
         level="advanced",
         when="model_family == flux",
-        trade="above 1 two passes for each step; for models that were trained with caption dropout",
+        trade="two passes per step above 1, for models trained with caption dropout",
         ge=1,
     )
 
@@ -51,33 +57,36 @@ class DiffusersOptions(Options):
 class LoraOptions(Options):
     lora_rank: int = option(16, help="Rank of the adapter's matrices.", when="model_type == lora", ge=1)
     lora_alpha: float | None = option(
-        None, help="The adapter is added with the weight alpha / rank; without a value, 1.", when="model_type == lora", gt=0
+        None,
+        help="Alpha of the adapter, which is scaled by alpha / rank. Default: the rank (scale 1.0).",
+        when="model_type == lora",
+        gt=0,
     )
     lora_dropout: float = option(
-        0.0, help="Share of an adapter's inputs that are left out in training.", when="model_type == lora", ge=0, lt=1
+        0.0, help="Dropout probability on the adapter's input in training.", when="model_type == lora", ge=0, lt=1
     )
     lora_targets: Names = option(
-        (), help="Ends of the names of the layers that get an adapter; the family knows good ones.", when="model_type == lora"
+        (), help="Layers to adapt, by name suffix. Default: set by the model family.", when="model_type == lora"
     )
     lora_init: Literal["kaiming", "gaussian"] = option(
         "kaiming",
-        help="How the first of the two matrices is drawn; the second is zero.",
+        help="Initialisation of the first matrix; the second is zero.",
         level="advanced",
         when="model_type == lora",
         aliases=["lora_init_type"],
     )
     lora_base_dtype: FrozenType = option(
         "auto",
-        help="Type in which the frozen weights are kept; auto is the type in which the run computes.",
+        help="Dtype of the frozen weights. auto: the compute precision of the run.",
         level="advanced",
         when="model_type == lora",
-        trade="bf16: half the memory of fp32",
+        trade="bf16 takes half the memory of fp32",
     )
     base_model_precision: Precision = option(
         "no_change",
-        help="Keep the frozen weights of the blocks' linear layers quantised; the rest as lora_base_dtype says.",
+        help="Quantise the frozen linear layers of the blocks. Other weights follow lora_base_dtype.",
         when="model_type == lora",
-        trade="8 bits: half the memory of bf16, nf4: a quarter; restored for each product, which takes time",
+        trade="8 bits take half the memory of bf16, nf4 a quarter; slower steps",
     )
 
 

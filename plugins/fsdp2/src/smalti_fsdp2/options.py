@@ -37,39 +37,39 @@ class FsdpOptions(Options):
         accelerate="distributed_type=FSDP",
     )
     fsdp_version: int = option(
-        2, help="2, or 1, which is deprecated.", level="advanced", accelerate="fsdp_config.fsdp_version", ge=1, le=2
+        2, help="FSDP version: 2, or 1 (deprecated).", level="advanced", accelerate="fsdp_config.fsdp_version", ge=1, le=2
     )
     fsdp_reshard_after_forward: bool = option(
         True,
         help="Free gathered parameters between forward and backward.",
-        trade="less memory, for one more gather per block",
+        trade="less memory, one more all-gather per block",
         accelerate="fsdp_config.fsdp_reshard_after_forward",
     )
     fsdp_state_dict_type: Annotated[StateDictType, BeforeValidator(_state_dict_type)] = option(
         "SHARDED_STATE_DICT",
-        help="What a checkpoint holds: shards, or (FULL_STATE_DICT) a copy of the weights in one file for other tools as well.",
+        help="Content of a checkpoint: shards, or also the full weights in one file for other tools.",
         accelerate="fsdp_config.fsdp_state_dict_type",
     )
     fsdp_cpu_ram_efficient_loading: bool = option(
         False,
-        help="Read first weights on one rank only, which sends the others their shards.",
-        trade="the model exists whole on no rank but the first, for a slower start",
+        help="Load initial weights on rank 0 and scatter the shards.",
+        trade="only rank 0 ever holds the full model, slower start",
         accelerate="fsdp_config.fsdp_cpu_ram_efficient_loading",
     )
     fsdp_auto_wrap_policy: Annotated[str, AfterValidator(_policy)] = option(
         "TRANSFORMER_BASED_WRAP",
-        help="What is gathered together: TRANSFORMER_BASED_WRAP (each block), SIZE_BASED_WRAP, NO_WRAP, or module.callable.",
+        help="Wrapping policy: TRANSFORMER_BASED_WRAP (each block), SIZE_BASED_WRAP, NO_WRAP, or module.callable.",
         accelerate="fsdp_config.fsdp_auto_wrap_policy",
     )
     fsdp_transformer_layer_cls_to_wrap: Names = option(
         (),
-        help="Classes of the blocks; detected if not given (`smalti detect-blocks`).",
+        help="Block classes to wrap. Default: detected (see `smalti detect-blocks`).",
         when="fsdp_auto_wrap_policy == TRANSFORMER_BASED_WRAP",
         accelerate="fsdp_config.fsdp_transformer_layer_cls_to_wrap",
     )
     fsdp_min_num_params: int = option(
         100_000_000,
-        help="Parameters in each group.",
+        help="Parameters per wrapped group.",
         level="advanced",
         when="fsdp_auto_wrap_policy == SIZE_BASED_WRAP",
         accelerate="fsdp_config.fsdp_min_num_params",
@@ -78,52 +78,52 @@ class FsdpOptions(Options):
     fsdp_cpu_offload: bool = option(
         False,
         help="Keep parameters, gradients and optimizer state in host memory.",
-        trade="much less memory on the accelerator, much slower",
+        trade="much less accelerator memory, much slower steps",
         aliases=["fsdp_offload_params"],
         accelerate="fsdp_config.fsdp_offload_params",
     )
     fsdp_sync_each_batch: bool = option(
         True,
-        help="Reduce gradients over the ranks in every micro-batch, so that a rank holds no more than its shard of them.",
+        help="Reduce gradients over the ranks in every micro-batch, so that each rank holds only its shard.",
         level="advanced",
         when="gradient_accumulation_steps > 1",
-        trade="one reduce-scatter for each micro-batch; off: one for each step, and the whole fp32 gradient on every rank",
+        trade="less memory, one reduce-scatter per micro-batch instead of one per step",
     )
     fsdp_limit_all_gathers: bool = option(
         True,
-        help="Gather no more blocks ahead than are used next (version 1; version 2 always limits).",
+        help="Limit how many blocks are gathered ahead. Version 2 always does.",
         level="expert",
         accelerate="fsdp_config.fsdp_limit_all_gathers",
     )
     fsdp_activation_checkpointing: bool = option(
         False,
         help="Recompute the activations of blocks in the backward pass.",
-        trade="much less memory, about 30 % slower",
+        trade="much less memory, slower steps",
         accelerate="fsdp_config.fsdp_activation_checkpointing",
     )
     fsdp_activation_checkpointing_mode: Literal["full", "selective"] = option(
         "full",
-        help="Recompute everything in a block, or all but matrix products and attention.",
+        help="What to recompute: the full block, or all but matrix products and attention.",
         level="advanced",
         when="fsdp_activation_checkpointing",
     )
     fsdp_activation_checkpointing_every: int = option(
-        1, help="Recompute every n-th block.", level="advanced", when="fsdp_activation_checkpointing", ge=1
+        1, help="Recompute every N-th block.", level="advanced", when="fsdp_activation_checkpointing", ge=1
     )
     fsdp_param_dtype: Precision = option(
-        "auto", help="Type in which parameters are gathered; auto follows mixed_precision.", level="advanced"
+        "auto", help="Dtype of gathered parameters. auto: as mixed_precision.", level="advanced"
     )
-    fsdp_reduce_dtype: Precision = option("auto", help="Type in which gradients are averaged; auto is fp32.", level="advanced")
-    fsdp_output_dtype: Precision = option("auto", help="Type of the model's output; auto leaves it.", level="expert")
+    fsdp_reduce_dtype: Precision = option("auto", help="Dtype of gradient reduction. auto: fp32.", level="advanced")
+    fsdp_output_dtype: Precision = option("auto", help="Dtype of the model's output. auto: unchanged.", level="expert")
     fsdp_forward_prefetch: int = option(
-        1, help="Blocks gathered ahead in the forward pass.", level="advanced", trade="speed for memory", ge=0
+        1, help="Blocks to gather ahead in the forward pass.", level="advanced", trade="faster steps, more memory", ge=0
     )
     fsdp_backward_prefetch: int = option(
-        1, help="Blocks gathered ahead in the backward pass.", level="advanced", trade="speed for memory", ge=0
+        1, help="Blocks to gather ahead in the backward pass.", level="advanced", trade="faster steps, more memory", ge=0
     )
     fsdp_shard_size: int | None = option(
         None,
-        help="Ranks that share one copy of the model; copies are kept in step. One machine each if there are several machines.",
+        help="Ranks per model replica; replicas stay synchronised. Default: one replica per node.",
         level="advanced",
         ge=1,
     )
@@ -132,14 +132,14 @@ class FsdpOptions(Options):
 class ContextOptions(Options):
     context_parallel_size: int = option(
         1,
-        help="Split the tokens of each picture over this many ranks; switches FSDP 2 on.",
+        help="Split the tokens of each image over this many ranks. Enables FSDP 2.",
         level="advanced",
         accelerate="parallelism_config.parallelism_config_cp_size",
         ge=1,
     )
     context_parallel_comm_strategy: Literal["allgather", "alltoall"] = option(
         "allgather",
-        help="How attention sees all tokens: keys and values are gathered, or heads are exchanged for tokens.",
+        help="Attention over all tokens: gather keys and values (allgather), or exchange heads for tokens (alltoall).",
         level="advanced",
         when="context_parallel_size > 1",
         accelerate="parallelism_config.parallelism_config_cp_comm_strategy",
