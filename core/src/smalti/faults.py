@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import cast
@@ -18,20 +19,56 @@ from smalti.types import FaultAction, GpuFault, StopReason, World
 
 _DEFAULT = "core"
 """The plugin whose answer counts only where no other has one."""
+_FAILED_CALL = re.compile(r"\bCU(BLAS|DNN|SOLVER|SPARSE)_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR)")
+"""What libraries beside the runtime return when the device has failed below them; other codes tell of wrong arguments."""
+_TOLD = re.compile(r"(CUDA error|CUDA driver error|Triton Error \[CUDA\]): |Cuda failure( \d+)? '")
+"""What comes before the words of CUDA in a message of an extension, of the driver's wrapper, of Triton, of NCCL."""
+_FAULTS = (
+    "an illegal memory access was encountered",
+    "an illegal instruction was encountered",
+    "misaligned address",
+    "invalid program counter",
+    "hardware stack error",
+    "unspecified launch failure",
+    "the launch timed out and was terminated",
+    "uncorrectable ECC error encountered",
+    "uncorrectable NVLink error detected during the execution",
+    "Invalid access of peer GPU memory over nvlink or a hardware error",
+    "unknown error",
+)
+"""CUDA's words (`cudaGetErrorString`) for what a device does not recover from; the driver, Triton and NCCL pass them on."""
 
 
 def is_fault(error: BaseException) -> bool:
     """Whether an exception tells of a failing accelerator.
 
-    Errors of the device runtime (an illegal address, a lost device, an uncorrectable ECC error) come as AcceleratorError.
-    Running out of memory is no fault of the device, and a failed collective is none of this rank's.
+    Errors of the device runtime (an illegal address, a lost device, an uncorrectable ECC error) come as AcceleratorError, those
+    of cuBLAS, cuDNN, the driver and Triton as plain RuntimeErrors. NCCL's are faults if a CUDA call of this rank failed in it;
+    other failures of a collective are those of another rank or of the network. Running out of memory is no fault.
     """
-    return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)
+    if not isinstance(error, RuntimeError) or is_out_of_memory(error):
+        return False
+    return isinstance(error, torch.AcceleratorError) or _cause(str(error)) is not None
 
 
 def fault_of(error: BaseException, world: World) -> GpuFault:
     """The fault that such an exception stands for."""
-    return GpuFault(kind="cuda_error", message=str(error).partition("\n")[0], device=world.device, rank=world.rank)
+    told = str(error)
+    message = told.partition("\n")[0]
+    if (cause := _cause(told)) is not None and cause not in message:
+        message = f"{message}: {cause}"
+    return GpuFault(kind="cuda_error", message=message, device=world.device, rank=world.rank)
+
+
+def _cause(message: str) -> str | None:
+    """The words in the message of a plain RuntimeError that tell of a failing accelerator."""
+    if (call := _FAILED_CALL.search(message)) is not None:
+        return call[0]
+    for place in _TOLD.finditer(message):
+        words = next((each for each in _FAULTS if message.startswith(each, place.end())), None)
+        if words is not None:
+            return words
+    return None
 
 
 @contextmanager
@@ -43,7 +80,7 @@ def faults_answered(run: Run, batch: Batch) -> Iterator[None]:
     """
     try:
         yield
-    except torch.AcceleratorError as error:
+    except RuntimeError as error:
         if not is_fault(error):
             raise
         fault = fault_of(error, run.world)
@@ -64,7 +101,7 @@ def faults_end(run: Run) -> Iterator[None]:
     """Around the loop: a fault that is met between two steps, as in a save, ends the run as a fault."""
     try:
         yield
-    except torch.AcceleratorError as error:
+    except RuntimeError as error:
         if is_fault(error):
             fault = fault_of(error, run.world)
             answer(run, fault)

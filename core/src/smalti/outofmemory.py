@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,6 +35,12 @@ _OPTIONS = (
     "model_type",
     "lora_rank",
 )
+_NO_ROOM = re.compile(
+    r"DefaultCPUAllocator: "
+    r"|(CUDA error|CUDA driver error|Triton Error \[CUDA\]): out of memory"
+    r"|Cuda failure( \d+)? 'out of memory'"  # NCCL's
+    r"|CU[A-Z]+_STATUS_(\w+_)?ALLOC(ATION)?_FAILED"  # cuBLAS, cuDNN, cuSOLVER
+)
 _PHASES = {
     "smalti.encoding": "encoding of images and captions",
     "smalti.validation": "sampling of validation images",
@@ -60,9 +67,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory ran out, on an accelerator or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(
-        each in str(error) for each in ("DefaultCPUAllocator: ", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    )
+    return isinstance(error, RuntimeError) and _NO_ROOM.search(str(error)) is not None
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """A third-party plugin for tests: it writes down each hook call, and can spoil a step on one rank.
 
 PROBE_CALLS names the file for the calls. PROBE_SPOIL is "KIND:RANK:STEP", or several of them with commas: "nan" makes the
-model's output not finite in that step, "fault" raises the error of a broken accelerator, once, and "faults" in each attempt;
+model's output not finite in that step, "fault" raises the error of a broken accelerator, once, "faults" that of cuBLAS, always;
 "error" raises a plain one, "kill" is `kill -9`, "save" fails to write the checkpoint of that step, "sample" to draw or to
 evaluate after it, "stop" asks for a stop after that step; "terminate" is SIGTERM while the run is built, at step 0. "stuck"
 never comes back from the backward pass, as from a device that waits for another rank: a call that lets other threads run and
@@ -73,7 +73,11 @@ class Probe:
         if self.kind == "nan":
             return output * float("nan")
         if self.kind in ("fault", "faults"):
-            self.kind = "faults" if self.kind == "faults" else "none"
+            if self.kind == "faults":
+                raise RuntimeError(
+                    "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle, opa, opb, m)`"
+                )
+            self.kind = "none"
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
         if self.kind == "error":
             raise RuntimeError("spoiled")
