@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from smalti.config import resolve, schema_of
+from smalti.config import resolve
 from smalti.ema import Ema
 from smalti.models.toy import ToyFamily, ToyShape
 from smalti.optimizers import matrices
 from smalti.parallel import Parallel
 from smalti.plugins import load_plugins
 from smalti.run import build_model, build_optimizer, open_parallel
+from smalti.schema import schema_of
 from smalti.strategy import choose_distributed
 from smalti.testing import two_processes
 

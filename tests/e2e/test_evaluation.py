@@ -10,13 +10,14 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from nursery import forked_processes
-from smalti.config import resolve, schema_of
+from smalti.config import resolve
 from smalti.errors import PreflightError
 from smalti.hookspecs import hookimpl
 from smalti.models.toy import ToyShape, ToyTransformer
 from smalti.plugins import PluginInfo, Selection, load_plugins
 from smalti.preparation import Preparation
 from smalti.rank import run_rank
+from smalti.schema import schema_of
 
 FLAGS = (
     "--model_family=toy",

@@ -36,6 +36,7 @@ LAYERS = (
     ("options", "flags", "configfile", "acceleratefile", "settings", "events", "phases", "recent"),
     (
         "plugins",
+        "schema",
         "keptdefaults",
         "configsources",
         "references",
@@ -139,6 +140,7 @@ TORCH_FREE = (
     "smalti.references",
     "smalti.resume",
     "smalti.returns",
+    "smalti.schema",
     "smalti.restoring",
     "smalti.rundir",
     "smalti.settings",

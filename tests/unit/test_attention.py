@@ -7,11 +7,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from smalti.config import check
 from smalti.errors import ConfigError, PreflightError, UserError
 from smalti.launch import check_accelerators
 from smalti.models.attention import attention_kernel, choose_attention
 from smalti.models.toy import ToyShape, ToyTransformer
+from smalti.schema import check
 
 
 class Flashes(TorchDispatchMode):

@@ -15,12 +15,13 @@ import torch.distributed as dist
 
 from nursery import forked_processes
 from smalti.boundary import Boundary
-from smalti.config import resolve, schema_of
+from smalti.config import resolve
 from smalti.crew import Answer, Board, Claim, Crew, Roll, in_a_line
 from smalti.group import Group
 from smalti.plugins import Selection, load_plugins
 from smalti.process import Process
 from smalti.ranks import BrokenGroupError, GlooRanks, break_group, hang_up, is_line_error
+from smalti.schema import schema_of
 from smalti.types import World
 
 WHO = """import json, sys, time

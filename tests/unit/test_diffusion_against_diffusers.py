@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from smalti.diffusion.objective import BetaSchedule, RectifiedFlow, build_objective
+from smalti.diffusion.objective import BetaSchedule, Conditioning, Prediction, RectifiedFlow, build_objective
 from smalti.diffusion.sampling import Sampler, seeded_noise
 from smalti.diffusion.timesteps import LogitNormal, Mode, ResolutionShift
 from smalti.diffusion.weighting import cosmap, sigma_sqrt
-from smalti.models.family import Conditioning, Prediction
 
 diffusers = pytest.importorskip("diffusers")
 SHAPE = (3, 4, 4)

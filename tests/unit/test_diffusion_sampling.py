@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from smalti.diffusion.objective import Objective, RectifiedFlow, build_objective
+from smalti.diffusion.objective import Conditioning, Objective, RectifiedFlow, build_objective
 from smalti.diffusion.sampling import Denoise, Sampler, seeded_noise
 from smalti.errors import UserError
-from smalti.models.family import Conditioning
 
 OBJECTIVES: dict[str, Objective] = {
     "epsilon": build_objective("epsilon"),

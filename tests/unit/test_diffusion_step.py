@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from smalti.config import resolve, schema_of
+from smalti.config import resolve
 from smalti.data.buckets import Bucket
 from smalti.data.loader import MicroBatch
 from smalti.diffusion.step import denoising_loss
@@ -14,6 +14,7 @@ from smalti.diffusion.timesteps import LogitNormal, Uniform
 from smalti.models.frames import Frame
 from smalti.models.weights import materialise
 from smalti.plugins import load_plugins
+from smalti.schema import schema_of
 from smalti.testing import TinyFamily
 
 WIDTH, HEIGHT = 12, 8

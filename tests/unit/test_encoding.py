@@ -17,7 +17,7 @@ from PIL import Image
 import smalti.encoding
 from nursery import forked_processes
 from smalti.checkpoint.tensorfile import read_header
-from smalti.config import resolve, schema_of
+from smalti.config import resolve
 from smalti.data.catalog import Catalog
 from smalti.data.check import BatchShape
 from smalti.data.loader import Loader
@@ -29,6 +29,7 @@ from smalti.encoding import Encoded, encode_ahead
 from smalti.errors import PreflightError, UserError
 from smalti.plugins import Selection, load_plugins
 from smalti.ranks import GlooRanks
+from smalti.schema import schema_of
 from smalti.testing.tiny import TinyFamily
 from smalti.types import World
 

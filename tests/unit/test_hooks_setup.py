@@ -6,10 +6,11 @@ import pytest
 import smalti
 from smalti import hookimpl
 from smalti.caches import find_cache
-from smalti.config import check, resolve, schema_of
+from smalti.config import resolve
 from smalti.dataplan import catalog_of
 from smalti.errors import ConfigError, UserError
 from smalti.plugins import PluginInfo
+from smalti.schema import check, schema_of
 from smalti.strategy import choose_distributed
 from smalti.types import OptimizerEntry
 

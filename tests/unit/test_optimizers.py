@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from smalti import CheckpointError, OptimizerEntry, UserError
-from smalti.config import resolve, schema_of
+from smalti.config import resolve
 from smalti.defaults.core import OPTIMIZERS
 from smalti.optimizers import (
     AdamW,
@@ -20,6 +20,7 @@ from smalti.optimizers import (
     sgd,
 )
 from smalti.plugins import load_plugins
+from smalti.schema import schema_of
 from smalti.strategy import find_optimizer
 
 

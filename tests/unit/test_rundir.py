@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from smalti.defaults.events import RunEvents
 from smalti.errors import ExitCode, UserError
 from smalti.liverun import ATTEMPT_VARIABLE, LiveRun, acquire, join, prepare
 from smalti.process import Process
@@ -72,11 +73,11 @@ def eventually(holds: Callable[[], bool]) -> bool:
 
 def step(live: LiveRun, number: int, loss: float = 0.5, max_steps: int = 10) -> None:
     result = StepResult(step=number, loss=loss, grad_norm=1.0, learning_rate=1e-4, samples=8, seconds=0.1)
-    live.record_step(RunState(max_steps=max_steps, step=number), result)
+    RunEvents(live).step(RunState(max_steps=max_steps, step=number), result)
 
 
 def end(live: LiveRun, reason: StopReason) -> None:
-    live.record_end(RunState(max_steps=10, step=3), Outcome(reason=reason, message="said why"))
+    RunEvents(live).end(RunState(max_steps=10, step=3), Outcome(reason=reason, message="said why"))
 
 
 # --- how a run fares ------------------------------------------------------------------------------------------------
@@ -143,8 +144,9 @@ def test_the_last_word_tells_how_a_run_ended(tmp_path: Path, reason: StopReason,
 @pytest.mark.parametrize(("error", "code"), [(ValueError("bad"), 1), (UserError("bad"), 2)])
 def test_a_run_that_an_exception_ended_has_failed_with_it(tmp_path: Path, error: Exception, code: int) -> None:
     with acquire(RunDirectory(tmp_path)) as live:
-        live.record_error(RunState(max_steps=10), error)
-        live.record_end(RunState(max_steps=10), None)
+        events = RunEvents(live)
+        events.error(RunState(max_steps=10), error)
+        events.end(RunState(max_steps=10), None)
     status = RunDirectory(tmp_path).status()
     assert (status.condition, status.message, status.exit_code) == ("failed", f"{type(error).__name__}: bad", code)
 
@@ -350,9 +352,9 @@ def test_what_lies_in_the_directory_is_told_by_its_place_there(tmp_path: Path) -
     directory = RunDirectory(tmp_path)
     image = ValidationImage(prompt="a fox", seed=7, path=directory.samples_at(5) / "0.png")
     with acquire(directory) as live:
-        live.record_validation(ValidationResult(step=5, images=(image,), grid=directory.samples_at(5) / "grid.png"))
-        live.record_checkpoint(Checkpoint(step=5, path=directory.checkpoints / "step-5", size=10, seconds=0.5))
-        live.record_checkpoint(Checkpoint(step=6, path=Path("/elsewhere/step-6"), size=10, seconds=0.5))
+        RunEvents(live).validation(ValidationResult(step=5, images=(image,), grid=directory.samples_at(5) / "grid.png"))
+        RunEvents(live).checkpoint(Checkpoint(step=5, path=directory.checkpoints / "step-5", size=10, seconds=0.5))
+        RunEvents(live).checkpoint(Checkpoint(step=6, path=Path("/elsewhere/step-6"), size=10, seconds=0.5))
     _, sample, inside, outside = directory.events()
     assert sample.fields == {
         "grid": "samples/00000005/grid.png",

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from smalti.commands.run import run
+from smalti.defaults.events import RunEvents
 from smalti.errors import ExitCode, UserError
 from smalti.events import EventKind
 from smalti.liverun import acquire, prepare
@@ -22,6 +23,7 @@ from smalti.types import Outcome, RunState, StopReason
 
 _RUN = """
 import sys, time
+from smalti.defaults.events import RunEvents
 from smalti.liverun import acquire
 from smalti.rundir import RunDirectory
 from smalti.types import Outcome, RunState, StepResult, StopReason
@@ -30,7 +32,7 @@ with acquire(RunDirectory(sys.argv[1])) as live:
     for step in range(1, 1001):
         state.step = step
         loss = float("nan") if step == 2 else 0.5
-        live.record_step(state, StepResult(step=step, loss=loss, grad_norm=1, learning_rate=1e-4, samples=8, seconds=0.02))
+        RunEvents(live).step(state, StepResult(step=step, loss=loss, grad_norm=1, learning_rate=1e-4, samples=8, seconds=0.02))
         print(step, flush=True)
         time.sleep(0.02)
         for request in live.take_requests():
@@ -43,7 +45,7 @@ with acquire(RunDirectory(sys.argv[1])) as live:
                 state.request_stop(StopReason.INTERRUPTED, "it was asked to")
         if state.stop_reason:
             break
-    live.record_end(state, Outcome(reason=state.stop_reason, message=state.stop_message))
+    RunEvents(live).end(state, Outcome(reason=state.stop_reason, message=state.stop_message))
 """
 
 
@@ -151,7 +153,7 @@ def test_watching_a_run_that_has_ended_shows_where_it_came_to(tmp_path: Path) ->
     with acquire(RunDirectory(tmp_path)) as live:
         for step in (1, 2):
             live.events.append("step", step=step, max_steps=9, loss=0.5, samples=8, seconds=0.1, learning_rate=1e-4)
-        live.record_end(RunState(max_steps=9, step=2), Outcome(reason=StopReason.PREEMPTED, message="preempted"))
+        RunEvents(live).end(RunState(max_steps=9, step=2), Outcome(reason=StopReason.PREEMPTED, message="preempted"))
     result = smalti_run("watch", tmp_path)
     assert result.stdout.startswith("step 2/9  loss 0.5 ")
     assert (result.stderr, result.exit_code) == (f"{tmp_path}: stopped: preempted\n", ExitCode.PREEMPTED)

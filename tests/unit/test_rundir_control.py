@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from smalti.defaults.events import RunEvents
 from smalti.errors import UserError
 from smalti.liverun import LiveRun, acquire, prepare
 from smalti.rundir import RunDirectory
@@ -66,7 +67,7 @@ def test_a_run_that_ends_answers_what_it_cannot_do_any_more(tmp_path: Path) -> N
     directory = RunDirectory(tmp_path)
     with acquire(directory) as live:
         request = directory.request("save")
-        live.record_end(RunState(max_steps=1), Outcome(reason=StopReason.COMPLETED, message=""))
+        RunEvents(live).end(RunState(max_steps=1), Outcome(reason=StopReason.COMPLETED, message=""))
     event = directory.answer(request, timeout=10)
     assert event is not None
     assert event.text("message") == "the run has ended"
@@ -87,7 +88,7 @@ def test_nothing_can_be_asked_of_a_run_that_is_not_there(tmp_path: Path, ended: 
     directory = RunDirectory(tmp_path)
     if ended:
         with acquire(directory) as live:
-            live.record_end(RunState(max_steps=1), Outcome(reason=StopReason.COMPLETED, message="trained 1 steps"))
+            RunEvents(live).end(RunState(max_steps=1), Outcome(reason=StopReason.COMPLETED, message="trained 1 steps"))
     with pytest.raises(UserError, match="nobody is there to stop"):
         directory.request("stop")
     assert not directory.control.exists()

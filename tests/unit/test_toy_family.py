@@ -9,9 +9,9 @@ from accelerate import init_empty_weights
 from torch.utils.flop_counter import FlopCounterMode
 
 from smalti.diffusion.noise import SampleNoise
-from smalti.diffusion.objective import build_objective, native_objective
+from smalti.diffusion.objective import build_objective
 from smalti.errors import UserError
-from smalti.models.family import ModelFamily, SampleRequest
+from smalti.models.family import ModelFamily, SampleRequest, native_objective
 from smalti.models.toy import ToyFamily, ToyShape, ToyTransformer, hash_words
 
 SMALL = ToyShape(width=32, depth=2, heads=2, max_tokens=6, vocabulary=64)

@@ -13,10 +13,11 @@ from smalti import UserError
 from smalti.checkpoint.background import Saver
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
-from smalti.config import resolve, schema_of
+from smalti.config import resolve
 from smalti.ema import Ema
 from smalti.plugins import load_plugins
 from smalti.ranks import GlooRanks
+from smalti.schema import schema_of
 from smalti.testing import TinyFamily
 from smalti.testing.strategy_subject import open_family
 from smalti.validation import at_rest, shares, validation_sizes

@@ -10,12 +10,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Protocol, cast
 
-from smalti.config import Config, resolve, schema_of
+from smalti.config import Config, resolve
 from smalti.errors import UserError
 from smalti.factories import create
 from smalti.files import parse_json, remove_file, write_json_atomically
 from smalti.packages import package_of_cache
 from smalti.plugins import Plugins
+from smalti.schema import schema_of
 from smalti.types import CacheEntry, Cleared
 
 _log = logging.getLogger(__name__)

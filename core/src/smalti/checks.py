@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from smalti.config import Config, complaints
+from smalti.config import Config
 from smalti.errors import CheckpointError, ConfigError, Problem, Unsettled, UserError, problems_in
 from smalti.factories import create
 from smalti.families import family_entry, find_family
 from smalti.plugins import Plugins
 from smalti.rundir import RunDirectory
+from smalti.schema import complaints
 from smalti.settings import DataOptions, ModelOptions, OptimizerOptions, RunOptions, ValidationOptions
 from smalti.strategy import check_shares, check_strategy, choose_distributed, find_optimizer
 from smalti.types import DistributedPlan, OptimizerEntry

@@ -70,8 +70,8 @@ class Commands(click.Group):
 
     def _from_plugins(self) -> dict[str, click.Command]:
         """The commands that installed plugins add; those left out by the environment are not imported."""
-        from smalti.config import selection_of
         from smalti.plugins import load_plugins
+        from smalti.schema import selection_of
 
         group = Additions()
         plugins = load_plugins(selection_of((), None, os.environ), strict=False)

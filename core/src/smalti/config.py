@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -19,26 +19,22 @@ from typing import TypeVar, cast
 from pydantic import ValidationError
 
 from smalti import acceleratefile
-from smalti.configfile import expand, read_mapping
+from smalti.configfile import read_mapping
 from smalti.configsources import (
-    PREFIX,
     Layer,
     accelerate_path,
     environment_layer,
     file_layer,
-    flat,
     same,
     variable,
     with_variables,
 )
-from smalti.errors import ConfigError, Problem, Unsettled, UserError
+from smalti.errors import ConfigError, Problem, Unsettled
 from smalti.flags import parse_flags
 from smalti.keptdefaults import Kept, kept_defaults
 from smalti.options import Given, Option, OptionGroup, Options, Schema, unknown, unsettled
 from smalti.packages import package_of_accelerate, strategies
-from smalti.plugins import PluginInfo, Plugins, Selection
 from smalti.references import References
-from smalti.settings import GROUPS, PluginOptions
 
 G = TypeVar("G", bound=Options)
 
@@ -163,67 +159,6 @@ def _as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-# --- what there is to configure -------------------------------------------------------------------------------------
-
-
-def schema_of(plugins: Plugins) -> Schema:
-    """The options of the core and of all active plugins; the core's sections come first.
-
-    Raises UserError when two plugins declare the same option.
-    """
-    groups = plugins.gather("declare_options", OptionGroup)
-    owners: dict[str, PluginInfo] = {}
-    for plugin, answer in plugins.answers("declare_options"):
-        mine = plugins.infos[plugin]
-        for option in Schema(tuple(cast(list[OptionGroup], answer))).options.values():
-            for name in (option.name, *option.aliases):
-                if (other := owners.setdefault(name, mine)) is not mine:
-                    raise UserError(
-                        f"the option {name!r} is declared by plugin {other.name!r} ({other.source}) "
-                        f"and by plugin {mine.name!r} ({mine.source})",
-                        fix=f"leave one of them out, for example with --without {mine.name}",
-                    )
-    order = {group.name: index for index, group in enumerate(GROUPS)}
-    return Schema(tuple(sorted(groups, key=lambda group: (order.get(group.name, len(order)), group.name))))
-
-
-def selection_of(arguments: Sequence[str], file: Path | None, environment: Mapping[str, str]) -> Selection:
-    """Which plugins were asked for, before any of them is imported: flags, then environment, then the file."""
-    schema = Schema(tuple(group for group in GROUPS if group.options is PluginOptions))
-    content = read_mapping(file) if file is not None else {}
-    problems: list[Problem] = []
-    layers: list[list[tuple[str, object, str]]] = [
-        [(flag, value, flag) for flag, value in _flags_among(arguments, schema)],
-        [(name.removeprefix(PREFIX), value, name) for name, value in environment.items() if name.startswith(PREFIX) and value],
-        [(key, value, f"{key} in {file}") for key, value in flat(content, GROUPS)],
-    ]
-    chosen: dict[str, tuple[str, ...]] = {}
-    for layer in layers:
-        found: dict[str, tuple[str, ...]] = {}
-        for spelling, value, place in layer:
-            if (option := schema.find(spelling)) is not None and value is not None:
-                try:
-                    words = cast(tuple[str, ...], option.check(expand(value, environment, place, problems)))
-                except ValidationError:
-                    fix = "give names, separated by commas"
-                    problems.append(Problem(message=f"{option.name} cannot be {value!r}", where=place, fix=fix))
-                else:
-                    found[option.name] = (*found.get(option.name, ()), *words)
-        chosen = found | chosen
-    if problems:
-        raise ConfigError(problems)
-    return Selection(only=chosen.get("plugins", ()), without=chosen.get("without", ()))
-
-
-def _flags_among(arguments: Sequence[str], schema: Schema) -> Iterator[tuple[str, str]]:
-    """The flags of these options and their values; all other words are left for later."""
-    for index, word in enumerate(arguments):
-        flag, joined, text = word.partition("=")
-        following = arguments[index + 1] if index + 1 < len(arguments) else ""
-        if word.startswith("--") and schema.find(flag) and (joined or not following.startswith("--")):
-            yield flag, text if joined else following
-
-
 # --- resolving ------------------------------------------------------------------------------------------------------
 
 
@@ -304,26 +239,6 @@ def restore(
     config = Config(schema=schema, groups=groups, accelerate=accelerate, references=References.of(schema, layer, environment))
     # What has its default value is as good as not given: it came from nowhere, or changed nothing.
     return replace(config, sources=dict.fromkeys(config.changes(), "launch"))
-
-
-def complaints(config: Config, plugins: Plugins, *, without: Collection[str] = ()) -> list[Problem]:
-    """What every plugin, `without` these, says is wrong with the whole configuration.
-
-    A plugin that needs an option whose value is not known says nothing.
-    """
-    found: list[Problem] = []
-    for name, info in plugins.infos.items():
-        if "check_config" in info.hooks and name not in without:
-            with suppress(Unsettled):
-                for answer in plugins.call_only(name, "check_config", config=config):
-                    found += cast(list[Problem], answer or [])
-    return found
-
-
-def check(config: Config, plugins: Plugins, *, without: Collection[str] = ()) -> None:
-    """Raises ConfigError with all complaints, if there are any."""
-    if problems := complaints(config, plugins, without=without):
-        raise ConfigError(problems)
 
 
 # --- merging and validating -----------------------------------------------------------------------------------------

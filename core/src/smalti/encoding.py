@@ -36,9 +36,10 @@ from smalti.data.quarantine import BadSampleError, ErrorBudget, Quarantined
 from smalti.data.tensorstore import Entry, FolderStore, TensorStore
 from smalti.data.threads import Threads
 from smalti.dataplan import CacheFolders
+from smalti.diffusion.objective import Conditioning
 from smalti.errors import PreflightError, UserError
 from smalti.files import write_json_atomically
-from smalti.models.family import Cacheable, Conditioning, Encoding, KeepsRawLatents, ModelFamily, latents_to_keep
+from smalti.models.family import Cacheable, Encoding, KeepsRawLatents, ModelFamily, latents_to_keep
 from smalti.parallel import Ranks
 from smalti.phases import Phases
 from smalti.settings import DataOptions, ValidationOptions

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from smalti.attempts import computed
 from smalti.data.heldout import HeldOut, HeldOutPictures
 from smalti.diffusion.noise import SampleNoise
-from smalti.diffusion.objective import STEPS
+from smalti.diffusion.objective import STEPS, Conditioning
 from smalti.metrics import log_metrics
-from smalti.models.family import Conditioning, ModelFamily, latents_of
+from smalti.models.family import ModelFamily, latents_of
 from smalti.models.frames import with_frames
 from smalti.observers import notify
 from smalti.settings import ValidationOptions

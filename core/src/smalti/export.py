@@ -13,7 +13,7 @@ from smalti.checkpoint.formats import OwnCheckpoint
 from smalti.checkpoint.manifest import FileRecord
 from smalti.checkpoint.portable import model_tensors
 from smalti.checkpoint.store import CheckpointStore
-from smalti.config import Config, restore, schema_of
+from smalti.config import Config, restore
 from smalti.errors import CheckpointError, UserError
 from smalti.families import find_family
 from smalti.files import parse_json
@@ -21,6 +21,7 @@ from smalti.models.family import Exporter, ModelFamily
 from smalti.models.weights import without_weights
 from smalti.plugins import Plugins
 from smalti.rundir import RunDirectory
+from smalti.schema import schema_of
 
 
 @dataclass(frozen=True, kw_only=True)

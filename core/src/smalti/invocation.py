@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from smalti.config import Config, draft, resolve, schema_of, selection_of
+from smalti.config import Config, draft, resolve
 from smalti.errors import UserError
 from smalti.options import Schema
 from smalti.plugins import Plugins, load_plugins
+from smalti.schema import schema_of, selection_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,9 @@ import logging
 import os
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -41,16 +40,6 @@ from smalti.rundir import (
     RequestKind,
     RunDirectory,
     RunRecord,
-)
-from smalti.types import (
-    Checkpoint,
-    EvaluationResult,
-    Outcome,
-    RunInfo,
-    RunState,
-    StepResult,
-    StopReason,
-    ValidationResult,
 )
 
 ATTEMPT_VARIABLE = "SMALTI_ATTEMPT"
@@ -148,7 +137,7 @@ def join(directory: RunDirectory, *, config_digest: str = "", world_size: int = 
 class LiveRun:
     """The run's own hands on its directory: events, answers to requests, the heartbeat. Leave with `close`, or use `with`.
 
-    A run that leaves without `record_end` or `conclude` counts as failed. `phases` is what this process is busy with, and the
+    A run that leaves without `end` or `conclude` counts as failed. `phases` is what this process is busy with, and the
     events tell of it. `stop_asked` is the request that ends the run before its first step, if there was one.
     """
 
@@ -169,7 +158,6 @@ class LiveRun:
         self._before = before
         self._on_stop = on_stop
         self._worker = worker
-        self._error: BaseException | None = None
         self._usurper: Heartbeat | None = None
         self._left_alone: set[Path] = set()
         self._training = False
@@ -269,80 +257,17 @@ class LiveRun:
 
     # --- what the run says ------------------------------------------------------------------------------------------
 
-    def record_start(self, state: RunState, info: RunInfo) -> None:
-        """The loop begins: what trains, and how far it is to go. From here on the launch's configuration is the run's."""
+    def take_launch_files(self) -> None:
+        """The loop begins: from here on the configuration of the launch is that of the run."""
         for file in (self.directory.config_file, self.directory.launch_file):
             with suppress(FileNotFoundError):
                 self.directory.next_of(file).replace(file)
         self.keep_files()
-        self.events.append(
-            "state",
-            step=state.step,
-            state="running",
-            max_steps=state.max_steps,
-            family=info.family,
-            strategy=info.strategy,
-            parameters=info.parameters,
-            trainable=info.trainable,
-            effective_batch=info.effective_batch,
-            plugins=info.plugins,
-        )
 
-    def record_step(self, state: RunState, result: StepResult) -> None:
-        """One step, without what is not known. `max_steps` is in every line: the last one alone tells how far the run is."""
-        known = {name: value for name, value in asdict(result).items() if value is not None}
-        self.events.append("step", max_steps=state.max_steps, epoch=state.epoch, **known)
-
-    def record_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        self.events.append("metric", step=step, metrics=metrics)
-
-    def record_validation(self, result: ValidationResult) -> None:
-        """Pictures, by their paths in the run directory."""
-        images = [{"prompt": image.prompt, "seed": image.seed, "path": self._inside(image.path)} for image in result.images]
-        self.events.append("sample", step=result.step, grid=self._inside(result.grid), images=images)
-
-    def record_evaluation(self, result: EvaluationResult) -> None:
-        """The loss on held-out pictures, in all and by timestep."""
-        fields = {name: value for name, value in asdict(result).items() if name != "step"}
-        self.events.append("eval", step=result.step, **fields)
-
-    def record_checkpoint(self, checkpoint: Checkpoint) -> None:
-        self.events.append(
-            "checkpoint",
-            step=checkpoint.step,
-            path=self._inside(checkpoint.path),
-            size=checkpoint.size,
-            seconds=checkpoint.seconds,
-            blocked=checkpoint.blocked,
-        )
-
-    def record_warning(self, state: RunState, message: str, error: Exception | None = None) -> None:
-        """Something that the run goes on without; with the traceback, unless the user or the system is to blame for it."""
-        known = error is None or isinstance(error, UserError | OSError)
-        trace = {} if known else {"traceback": "".join(traceback.format_exception(error))}
-        self.events.append("warning", step=state.step, message=message, **trace)
-
-    def record_error(self, state: RunState, error: BaseException) -> None:
-        """An exception that is leaving the loop, with its traceback."""
-        self._error = error
-        trace = "".join(traceback.format_exception(error))
-        self.events.append("error", step=state.step, error=type(error).__name__, message=str(error), traceback=trace)
-
-    def record_end(self, state: RunState, outcome: Outcome | None) -> None:
-        """The last word; None is for the end by an exception. Nothing may be recorded after it."""
+    def end(self, step: int, condition: Condition, message: str, code: ExitCode) -> None:
+        """The last word of the loop. Nothing may be recorded after it."""
         self._restore_if_lost(surely=True)
-        if outcome is not None:
-            condition, message, code = _condition(outcome.reason), outcome.message, outcome.exit_code
-        else:
-            condition = "failed"
-            message = f"{type(self._error).__name__}: {self._error}" if self._error else "an exception ended it"
-            code = self._error.exit_code if isinstance(self._error, UserError) else ExitCode.FAILED
-        self.events.append("state", step=state.step, state=condition, message=message, exit_code=code)
-
-    def _inside(self, path: Path) -> Path:
-        """Relative to the run directory where it lies there, so that the directory can be moved or mounted elsewhere."""
-        root, path = self.directory.path.absolute(), path.absolute()
-        return path.relative_to(root) if path.is_relative_to(root) else path
+        self.events.append("state", step=step, state=condition, message=message, exit_code=code)
 
     def conclude(self, code: ExitCode, message: str) -> None:
         """The last word of a launch, from the process that launched it, unless the run has said it itself.
@@ -472,12 +397,6 @@ class LiveRun:
                 self.stop_asked = request
                 self._on_stop()
                 return
-
-
-def _condition(reason: StopReason) -> Condition:
-    if reason is StopReason.COMPLETED:
-        return "finished"
-    return "stopped" if reason in (StopReason.REQUESTED, StopReason.PREEMPTED, StopReason.INTERRUPTED) else "failed"
 
 
 def _read_request(path: Path) -> Request | None:

@@ -20,12 +20,13 @@ from pydantic.fields import FieldInfo
 
 from smalti.errors import Problem, Unsettled, UserError
 from smalti.packages import package_of_option
-from smalti.types import Level
 
 LARGEST = 2**63 - 1
 """Of the integers that options may have."""
 LONGEST_NAME = 255
 """Bytes of a file's name, on all file systems in use."""
+Level = Literal["basic", "advanced", "expert"]
+"""Who an option is for: at which level of help it is shown."""
 JsonValue = str | int | float | bool | None | list["JsonValue"] | dict[str, "JsonValue"]
 
 

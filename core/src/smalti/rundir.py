@@ -157,6 +157,11 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.data = self.path / "data"
 
+    def relative(self, path: Path) -> Path:
+        """A path relative to the run directory where it lies there, so that the directory can be moved or mounted elsewhere."""
+        root, path = self.path.absolute(), path.absolute()
+        return path.relative_to(root) if path.is_relative_to(root) else path
+
     def next_of(self, file: Path) -> Path:
         """Where a launch of a run that has made steps keeps its config.toml or launch.json until it gets going."""
         return file.with_name(f"{file.stem}.next{file.suffix}")

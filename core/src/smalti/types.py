@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from smalti.errors import ExitCode
 
 if TYPE_CHECKING:
     from smalti.config import Config
     from smalti.liverun import LiveRun
-
-Level = Literal["basic", "advanced", "expert"]
 
 
 # --- what plugins register ------------------------------------------------------------------------------------------

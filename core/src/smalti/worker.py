@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from smalti.config import Config, restore, schema_of
+from smalti.config import Config, restore
 from smalti.ending import End
 from smalti.errors import ExitCode, UserError
 from smalti.importing import importing, keep_imports
@@ -23,6 +23,7 @@ from smalti.parentage import follow_parent
 from smalti.plugins import Plugins, Selection, load_plugins
 from smalti.process import raise_open_files_limit
 from smalti.rundir import RunDirectory
+from smalti.schema import schema_of
 from smalti.streams import outlast
 from smalti.termination import Terminated, live_for_one_command
 

@@ -13,10 +13,11 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
 from smalti import Cleared, Config, OptimizerEntry, PreflightError, UserError, World, hookimpl
 from smalti.caches import clear_cache, list_caches
-from smalti.config import resolve, schema_of
+from smalti.config import resolve
 from smalti.launch import plan_launch, yaml_text
 from smalti.plugins import PluginInfo, Selection, load_plugins
 from smalti.preparation import Preparation
+from smalti.schema import schema_of
 from smalti.strategy import check_strategy, choose_distributed
 from smalti_deepspeed import checks, offloadfolder
 from smalti_deepspeed.document import resolved

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smalti import Config, ConfigError, UserError
-from smalti.config import resolve, restore, schema_of
+from smalti.config import resolve, restore
 from smalti.plugins import Selection, load_plugins
+from smalti.schema import schema_of
 from smalti.strategy import choose_distributed
 from smalti_deepspeed.document import resolved, sized
 from smalti_deepspeed.optimizers import NAMES, normalised

@@ -18,7 +18,7 @@ from smalti.checkpoint.formats import OwnCheckpoint
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.commands.checkpoint import checkpoint
-from smalti.config import resolve, schema_of
+from smalti.config import resolve
 from smalti.data.buckets import Bucket
 from smalti.data.loader import MicroBatch
 from smalti.diffusion.step import denoising_loss
@@ -26,6 +26,7 @@ from smalti.families import find_family
 from smalti.parallel import PortableState
 from smalti.pictures import picture_settings
 from smalti.plugins import load_plugins
+from smalti.schema import schema_of
 from smalti.testing.family_subject import CAPTIONS, FRAME, FamilySubject
 from smalti.testing.strategies import Alone
 from smalti_diffusers.components import Components

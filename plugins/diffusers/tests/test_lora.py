@@ -16,10 +16,11 @@ from smalti import UserError
 from smalti.checkpoint.exportfolder import Trained
 from smalti.checkpoint.formats import OwnCheckpoint
 from smalti.commands.checkpoint import checkpoint
-from smalti.config import resolve, schema_of
+from smalti.config import resolve
 from smalti.families import find_family
 from smalti.models.weights import materialise, without_weights
 from smalti.plugins import load_plugins
+from smalti.schema import schema_of
 from smalti.testing import check_family
 from smalti.testing.family_subject import CAPTIONS, FamilySubject
 from smalti_diffusers.adapter import adapter_shapes

@@ -15,10 +15,11 @@ from smalti import ConfigError, UserError
 from smalti.checkpoint.exportfolder import Trained
 from smalti.checkpoint.formats import OwnCheckpoint
 from smalti.commands.checkpoint import checkpoint
-from smalti.config import check, resolve, schema_of
+from smalti.config import resolve
 from smalti.families import find_family
 from smalti.models.weights import materialise, without_weights
 from smalti.plugins import load_plugins
+from smalti.schema import check, schema_of
 from smalti.strategy import check_shares, choose_distributed
 from smalti.testing.family_subject import CAPTIONS, FamilySubject
 from smalti_diffusers.quantisation import QuantisedLinear, check_device

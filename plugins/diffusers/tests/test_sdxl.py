@@ -10,7 +10,7 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 
 from smalti import UserError
-from smalti.config import resolve, schema_of
+from smalti.config import resolve
 from smalti.diffusion.objective import build_objective
 from smalti.models.blocks import describe_blocks, find_blocks
 from smalti.models.family import SampleRequest, image_tokens
@@ -18,6 +18,7 @@ from smalti.models.frames import Frame, encode
 from smalti.models.layout import put_channels_last
 from smalti.models.weights import materialise
 from smalti.plugins import Selection, load_plugins
+from smalti.schema import schema_of
 from smalti.testing.pytest import FamilyContract
 from smalti_diffusers.components import Components
 from smalti_diffusers.options import DiffusersOptions

@@ -20,10 +20,11 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 import smalti_fsdp2
 from smalti import Config, ConfigError, UserError
-from smalti.config import check, resolve, restore, schema_of
+from smalti.config import resolve, restore
 from smalti.errors import PreflightError
 from smalti.launch import LaunchPlan, check_accelerators, expected_kind, plan_launch, yaml_text
 from smalti.plugins import BUILT_IN, Selection, load_plugins
+from smalti.schema import check, schema_of
 from smalti.strategy import choose_distributed
 from smalti_fsdp2.options import FsdpOptions, enabled
 from smalti_fsdp2.translation import KEYS, PARALLELISM_KEYS, STRATEGIES

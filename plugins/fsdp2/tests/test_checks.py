@@ -3,9 +3,10 @@
 import pytest
 
 from smalti import Config, UserError
-from smalti.config import resolve, restore, schema_of
+from smalti.config import resolve, restore
 from smalti.plugins import Selection, load_plugins
 from smalti.preparation import Preparation
+from smalti.schema import schema_of
 from smalti.strategy import check_strategy, choose_distributed
 
 PLUGINS = load_plugins(Selection(only=("fsdp2",)))

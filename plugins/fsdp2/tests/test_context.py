@@ -11,9 +11,8 @@ from torch import nn
 
 from nursery import forked_processes
 from smalti import Block, UserError
-from smalti.diffusion.objective import native_objective
 from smalti.models.context import Attention, ContextPlan, Join, Split, context_plan
-from smalti.models.family import SampleRequest
+from smalti.models.family import SampleRequest, native_objective
 from smalti.models.toy import ToyFamily, ToyShape
 from smalti.testing import RankFailed, TinyFamily
 from smalti_fsdp2.context import split_context

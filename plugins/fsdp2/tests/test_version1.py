@@ -8,10 +8,11 @@ from torch import nn
 
 from nursery import ForkedContract, forked_processes
 from smalti import Block
-from smalti.config import resolve, schema_of
+from smalti.config import resolve
 from smalti.models.weights import without_weights
 from smalti.optimizers import matrices, parameter_groups
 from smalti.plugins import load_plugins
+from smalti.schema import schema_of
 from smalti.testing.strategies import run_check
 from smalti.testing.strategy_subject import FLAGS, open_strategy, whole_state
 from smalti_fsdp2.checks import problems

@@ -11,9 +11,10 @@ import click
 
 from smalti.caches import find_cache, list_caches
 from smalti.commands.table import counted, in_bytes, print_table
-from smalti.config import Config, selection_of
+from smalti.config import Config
 from smalti.invocation import Invocation
 from smalti.plugins import Plugins, load_plugins
+from smalti.schema import selection_of
 
 _SETTINGS: dict[str, object] = {"ignore_unknown_options": True}
 _WORDS = click.argument("words", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)

@@ -24,9 +24,9 @@ from smalti.checkpoint.store import CheckpointStore, Entry
 from smalti.checkpoint.tensorfile import StoredTensor, stored_tensors
 from smalti.checkpoint.verification import Verification, verify
 from smalti.commands.table import counted, in_bytes, print_table
-from smalti.config import selection_of
 from smalti.errors import CheckpointError
 from smalti.plugins import load_plugins
+from smalti.schema import selection_of
 from smalti.types import CheckpointFormat
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from smalti import acceleratefile
-from smalti.config import Config, check, resolve
+from smalti.config import Config, resolve
 from smalti.configfile import read_mapping
 from smalti.configsources import PREFIX
 from smalti.configtext import as_toml, put_into
@@ -21,6 +21,7 @@ from smalti.launch import expected_kind, merged_yaml, yaml_text
 from smalti.options import unknown
 from smalti.plugins import BUILT_IN
 from smalti.reference import condition, default_text, describe, reference_page
+from smalti.schema import check
 from smalti.settings import LaunchOptions, launch_problems
 from smalti.strategy import choose_distributed
 

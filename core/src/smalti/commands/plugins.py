@@ -8,8 +8,8 @@ from dataclasses import asdict
 
 import click
 
-from smalti.config import selection_of
 from smalti.plugins import PluginInfo, load_plugins
+from smalti.schema import selection_of
 from smalti.types import FamilyEntry
 
 

@@ -19,8 +19,8 @@ from smalti.data.buckets import Bucket
 from smalti.data.pixels import Bytes, crop, read_picture
 from smalti.data.prepared import PreparedData
 from smalti.data.tensorstore import Entry, TensorStore
+from smalti.diffusion.objective import Conditioning
 from smalti.hashing import fraction, key_of
-from smalti.models.family import Conditioning
 
 Corner = tuple[int, int]
 """Left and top of a cut, in pixels of the scaled picture."""

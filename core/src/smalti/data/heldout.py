@@ -22,8 +22,8 @@ from smalti.data.cached import CachedLatents, CachedTexts, Corner, cut_for_good
 from smalti.data.pixels import normalised
 from smalti.data.prepared import PreparedData
 from smalti.data.quarantine import BadSampleError
+from smalti.diffusion.objective import Conditioning
 from smalti.hashing import key_of, text_hash
-from smalti.models.family import Conditioning
 from smalti.models.frames import Frame
 
 _READERS = 4

@@ -31,9 +31,9 @@ from smalti.data.order import GlobalBatch
 from smalti.data.pixels import Bytes, crop, normalised, read_picture
 from smalti.data.prepared import PreparedData
 from smalti.data.quarantine import BadSampleError, ErrorBudget, Quarantined
+from smalti.diffusion.objective import Conditioning
 from smalti.errors import UserError
 from smalti.hashing import fraction, key_of
-from smalti.models.family import Conditioning
 from smalti.models.frames import Frame
 from smalti.types import World
 

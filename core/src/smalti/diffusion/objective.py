@@ -11,17 +11,16 @@ Shapes: B batch, latents (B, C, h, w) or any (B, ...); times (B,).
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from smalti.errors import UserError
-from smalti.models.family import Prediction
 
-if TYPE_CHECKING:
-    from smalti.models.family import ModelFamily
-
+Prediction = Literal["epsilon", "v_prediction", "sample", "flow_matching"]
+Conditioning = dict[str, Tensor]
+"""What a model is given beside the noisy latents, by name; each with a leading dimension of B."""
 LossType = Literal["l2", "huber", "smooth_l1"]
 BetaSchedule = Literal["linear", "scaled_linear", "squaredcos_cap_v2"]
 
@@ -92,16 +91,6 @@ def build_objective(
         return RectifiedFlow(prediction, cost=cost)
     betas = beta_table(beta_schedule, start=beta_start, end=beta_end)
     return Ddpm(prediction, betas=zero_terminal_snr(betas) if rescale_betas_zero_snr else betas, cost=cost)
-
-
-def native_schedule(family: ModelFamily) -> BetaSchedule:
-    """The noise schedule that the model of a family of DDPM was trained with."""
-    return cast(BetaSchedule, getattr(family, "beta_schedule", "scaled_linear"))
-
-
-def native_objective(family: ModelFamily) -> Objective:
-    """What a family trains unless the options say otherwise."""
-    return build_objective(family.prediction, native=family.prediction, beta_schedule=native_schedule(family))
 
 
 # --- what a mistake costs -------------------------------------------------------------------------------------------

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smalti.diffusion.objective import Objective
+from smalti.diffusion.objective import Conditioning, Objective
 from smalti.diffusion.timesteps import shift_times
 from smalti.errors import UserError
-from smalti.models.family import Conditioning
 
 Denoise = Callable[[Tensor, Tensor, Conditioning], Tensor]
 """(noisy latents (B, C, h, w), timesteps (B,) in [0, 1000], conditioning) -> the raw prediction."""

@@ -17,10 +17,10 @@ from smalti.accelerator import to_device
 from smalti.config import Config
 from smalti.data.buckets import Bucket
 from smalti.diffusion.noise import SampleNoise
-from smalti.diffusion.objective import Objective, RectifiedFlow, build_objective, native_schedule
+from smalti.diffusion.objective import Conditioning, Objective, RectifiedFlow, build_objective
 from smalti.diffusion.timesteps import Distribution, TimestepSampler, build_timesteps
 from smalti.diffusion.weighting import Weighting, build_weighting
-from smalti.models.family import Conditioning, ModelFamily, image_tokens, latents_of
+from smalti.models.family import ModelFamily, image_tokens, latents_of, native_schedule
 from smalti.models.frames import Frame, with_frames
 from smalti.settings import DataOptions, ObjectiveOptions, RunOptions
 

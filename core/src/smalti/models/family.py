@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
 
+from smalti.diffusion.objective import BetaSchedule, Conditioning, Objective, Prediction, build_objective
+
 if TYPE_CHECKING:
     from smalti.checkpoint.exportfolder import ExportFolder
-    from smalti.diffusion.objective import Objective
 
-Prediction = Literal["epsilon", "v_prediction", "sample", "flow_matching"]
-Conditioning = dict[str, Tensor]
 Encoding = Literal["latents", "texts"]
 """What the two kinds of encoders make: latents of pictures, conditioning of texts."""
 
@@ -134,6 +133,16 @@ def lacking(family: object) -> list[str]:
     """The attributes and methods of a `ModelFamily` that an object does not have."""
     methods = [name for name, value in vars(ModelFamily).items() if callable(value) and not name.startswith("_")]
     return [name for name in (*ModelFamily.__annotations__, *methods) if not hasattr(family, name)]
+
+
+def native_schedule(family: ModelFamily) -> BetaSchedule:
+    """The noise schedule that the model of a family of DDPM was trained with."""
+    return cast(BetaSchedule, getattr(family, "beta_schedule", "scaled_linear"))
+
+
+def native_objective(family: ModelFamily) -> Objective:
+    """What a family trains unless the options say otherwise."""
+    return build_objective(family.prediction, native=family.prediction, beta_schedule=native_schedule(family))
 
 
 @runtime_checkable

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from smalti.models.family import Conditioning, ModelFamily
+from smalti.diffusion.objective import Conditioning
+from smalti.models.family import ModelFamily
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from smalti.accelerator import to_device
+from smalti.diffusion.objective import Conditioning, Prediction
 from smalti.diffusion.sampling import Sampler, seeded_noise
 from smalti.errors import UserError
 from smalti.models.context import Attention, ContextPlan, Join, Split
-from smalti.models.family import Conditioning, Prediction, SampleRequest, Weights
+from smalti.models.family import SampleRequest, Weights
 from smalti.models.weights import FolderWeights, SeededWeights
 
 if TYPE_CHECKING:

@@ -16,16 +16,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from smalti.diffusion.objective import STEPS, Objective, RectifiedFlow, native_objective
-from smalti.models.family import (
-    Adaptable,
-    Cacheable,
-    Conditioning,
-    Encoding,
-    KeepsRawLatents,
-    ModelFamily,
-    Prediction,
-)
+from smalti.diffusion.objective import STEPS, Conditioning, Objective, Prediction, RectifiedFlow
+from smalti.models.family import Adaptable, Cacheable, Encoding, KeepsRawLatents, ModelFamily, native_objective
 from smalti.models.frames import SeesFrames
 from smalti.testing.contract import BrokenContract, Contract, expect
 from smalti.testing.family_subject import CAPTIONS, FRAME, FamilySubject

@@ -13,8 +13,8 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
-from smalti.diffusion.objective import native_objective
-from smalti.models.family import Conditioning, ModelFamily, SampleRequest
+from smalti.diffusion.objective import Conditioning
+from smalti.models.family import ModelFamily, SampleRequest, native_objective
 from smalti.models.frames import Frame, encode
 from smalti.models.weights import materialise
 

@@ -22,13 +22,14 @@ from typing import cast, get_args
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from smalti.config import Config, resolve, schema_of
+from smalti.config import Config, resolve
 from smalti.errors import Problem
 from smalti.hookspecs import PROJECT, HookSpecs
-from smalti.options import Option, OptionGroup, Schema
+from smalti.options import Level, Option, OptionGroup, Schema
 from smalti.plugins import BUILT_IN, PluginInfo, Plugins, Selection, load_plugins
+from smalti.schema import schema_of
 from smalti.testing.contract import BrokenContract, Contract, expect
-from smalti.types import CacheEntry, DistributedPlan, FamilyEntry, Level, MetadataEntry, OptimizerEntry, StorageEntry
+from smalti.types import CacheEntry, DistributedPlan, FamilyEntry, MetadataEntry, OptimizerEntry, StorageEntry
 
 Entry = FamilyEntry | StorageEntry | MetadataEntry | OptimizerEntry | CacheEntry
 

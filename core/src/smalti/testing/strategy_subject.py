@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from smalti.checkpoint.portable import capture, restore
-from smalti.config import Config, resolve, schema_of
+from smalti.config import Config, resolve
 from smalti.hookspecs import HookSpecs
 from smalti.models.weights import materialise
 from smalti.optimizers import matrices
 from smalti.parallel import Parallel, PortableState
 from smalti.plugins import BUILT_IN, Plugins, Selection, load_plugins
 from smalti.run import build_model, build_optimizer, open_parallel, wrap_model
+from smalti.schema import schema_of
 from smalti.strategy import choose_distributed
 from smalti.testing.contract import expect
 from smalti.testing.tiny import TinyFamily

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smalti import Config
+from smalti.diffusion.objective import Conditioning, Prediction
 from smalti.diffusion.sampling import Sampler, seeded_noise
-from smalti.models.family import Conditioning, Prediction, SampleRequest
+from smalti.models.family import SampleRequest
 from smalti.models.weights import SeededWeights
 from smalti_pebble import PebbleOptions
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from smalti import Config
+from smalti.diffusion.objective import Conditioning
 from smalti.models.context import Attention, ContextPlan, Join, Split
-from smalti.models.family import Conditioning, SampleRequest
+from smalti.models.family import SampleRequest
 from smalti_diffusers.pipeline import PipelineFamily, create
 
 FLAVOURS = {"dev": "black-forest-labs/FLUX.1-dev", "schnell": "black-forest-labs/FLUX.1-schnell"}

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from smalti import Config, UserError
+from smalti.diffusion.objective import Conditioning
 from smalti.models.context import Attention, ContextPlan, Join, Split
-from smalti.models.family import Conditioning, SampleRequest
+from smalti.models.family import SampleRequest
 from smalti_diffusers.components import Components
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily, create

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from smalti import Config, UserError
-from smalti.diffusion.objective import BetaSchedule
+from smalti.diffusion.objective import BetaSchedule, Conditioning, Prediction
 from smalti.diffusion.timesteps import Shift
 from smalti.importing import importing
-from smalti.models.family import Conditioning, Encoding, Prediction, SampleRequest, Weights
+from smalti.models.family import Encoding, SampleRequest, Weights
 from smalti.models.weights import FolderWeights, SeededWeights, without_weights
 from smalti.precision import in_bf16
 from smalti.settings import LaunchOptions, ModelOptions, ObjectiveOptions

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from smalti import Config
+from smalti.diffusion.objective import Conditioning
 from smalti.models.context import Attention, ContextPlan, Join, Split
-from smalti.models.family import Conditioning, SampleRequest
+from smalti.models.family import SampleRequest
 from smalti_diffusers.flux import pack, unpack
 from smalti_diffusers.pipeline import PipelineFamily, create
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from smalti import Config, UserError
+from smalti.diffusion.objective import Conditioning
 from smalti.models.context import Attention, ContextPlan, Join, Split
-from smalti.models.family import Conditioning, SampleRequest
+from smalti.models.family import SampleRequest
 from smalti.models.weights import FolderWeights, SeededWeights
 from smalti_diffusers.components import Components
 from smalti_diffusers.options import DiffusersOptions

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from smalti import Config, UserError
 from smalti.accelerator import to_device
-from smalti.models.family import Conditioning
+from smalti.diffusion.objective import Conditioning
 from smalti.models.frames import Frame
 from smalti.settings import ObjectiveOptions
 from smalti_diffusers.components import Components

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from smalti.cli import main
-from smalti.config import Config, resolve, schema_of
+from smalti.config import Config, resolve
 from smalti.plugins import Plugins, Selection, load_plugins
+from smalti.schema import schema_of
 
 SITE = Path(__file__).parent / "site"
 

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from smalti import UserError
-from smalti.config import check
 from smalti.families import find_family
 from smalti.run import build_model
+from smalti.schema import check
 from smalti_fsdp2.checks import problems
 from smalti_fsdp2.detection import Detection, block_cache, detect, detected
 
