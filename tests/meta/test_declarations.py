@@ -12,11 +12,12 @@ import pytest
 
 import smalti
 from smalti.cli import Additions
-from smalti.config import PER_MACHINE, schema_of
+from smalti.config import PER_MACHINE
 from smalti.options import OptionGroup, Schema
 from smalti.packages import PACKAGES, PLUGINS
 from smalti.plugins import BUILT_IN, Selection, load_plugins
 from smalti.reference import reference_page
+from smalti.schema import schema_of
 from smalti.testing.plugins import PluginSubject
 from smalti.types import CheckpointFormat, Registered
 
