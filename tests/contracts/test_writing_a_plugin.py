@@ -2,25 +2,36 @@
 
 import re
 import zipfile
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 import pages
 
 BLOCKS = pages.blocks("writing-a-plugin.md")
-ROOT = pages.DOCS.parent
-EXCERPTS = "examples/plugin-template/"
+GENERATED = "smalti-pebble/"
+"""The folder that a command of the page creates, and from which the page quotes."""
+
+
+@dataclass(frozen=True)
+class Followed:
+    """Every command of the page, and the folder in which they were typed."""
+
+    folder: Path
+    typed: list[pages.Typed]
 
 
 @pytest.fixture(scope="module")
-def followed(tmp_path_factory) -> list[pages.Typed]:
-    """Every command of the page, with pictures in a folder and the same in a zip file."""
+def followed(tmp_path_factory) -> Followed:
+    """With images in a folder and the same in a zip file."""
     folder = tmp_path_factory.mktemp("cookbook")
     pages.photos(folder / "photos")
     with zipfile.ZipFile(folder / "photos.zip", "w") as archive:
         for path in sorted((folder / "photos").iterdir()):
             archive.write(path, path.name)
-    return pages.follow(BLOCKS, folder, pages.account(tmp_path_factory.mktemp("account")), leave=(EXCERPTS,))
+    typed = pages.follow(BLOCKS, folder, pages.account(tmp_path_factory.mktemp("account")), leave=(GENERATED,))
+    return Followed(folder, typed)
 
 
 COMMANDS = pages.commands(BLOCKS)
@@ -28,14 +39,14 @@ COMMANDS = pages.commands(BLOCKS)
 
 @pytest.mark.parametrize("number", range(len(COMMANDS)), ids=lambda number: COMMANDS[number])
 def test_a_command_of_the_page_does_what_the_page_shows(followed, number):
-    typed = followed[number]
+    typed = followed.typed[number]
     assert typed.status == 0, typed.output
     assert typed.as_shown(), typed.output
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.file.startswith(EXCERPTS)], ids=lambda block: block.file)
-def test_an_excerpt_stands_in_the_template(block):
-    assert block.body in (ROOT / block.file).read_text(encoding="utf-8")
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.file.startswith(GENERATED)], ids=lambda block: block.file)
+def test_what_the_page_quotes_was_generated(followed, block):
+    assert block.body in (followed.folder / block.file).read_text(encoding="utf-8")
 
 
 def test_every_block_of_the_page_is_a_file_or_commands():

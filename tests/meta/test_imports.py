@@ -102,6 +102,7 @@ TORCH_FREE = (
     "smalti.commands.checkpoint",
     "smalti.commands.config",
     "smalti.commands.dataset",
+    "smalti.commands.plugin",
     "smalti.commands.plugins",
     "smalti.commands.run",
     "smalti.commands.train",
@@ -271,10 +272,11 @@ def test_a_public_module_exists(name):
     assert importlib.util.find_spec(name) is not None
 
 
-def test_plugins_and_the_template_take_only_what_is_public(root):
-    paths = [*root.glob("plugins/*/src/**/*.py"), *root.glob("examples/plugin-template/**/*.py")]
-    found = [f"{path.name}: {name}" for path in paths for name in taken(path.read_text()) if not is_public(name)]
-    assert found == []
+def test_plugins_and_the_templates_take_only_what_is_public(root):
+    paths = [*root.glob("plugins/*/src/**/*.py"), *root.glob("core/src/smalti/commands/templates/**/*.py.tmpl")]
+    assert len(paths) > 10
+    sources = [(path.name, path.read_text().replace("$package", "smalti_name").replace("${name}", "name")) for path in paths]
+    assert [f"{path}: {name}" for path, text in sources for name in taken(text) if not is_public(name)] == []
 
 
 @pytest.mark.parametrize("page", ["hooks.md", "writing-a-plugin.md"])

@@ -23,6 +23,7 @@ from smalti.termination import live_for_one_command
 COMMANDS = {
     "train": ("smalti.commands.train:train", "Train, or resume; --dry-run shows what would happen."),
     "plugins": ("smalti.commands.plugins:plugins", "List the installed plugins and what each of them adds."),
+    "plugin": ("smalti.commands.plugin:plugin", "Start a package with a plugin of your own: plugin new."),
     "config": ("smalti.commands.config:config", "Show, explain and document the configuration."),
     "dataset": ("smalti.commands.dataset:dataset", "Scan datasets and check them against the batch size."),
     "cache": ("smalti.commands.cache:cache", "List and clear what plugins keep between runs."),

@@ -1,0 +1,121 @@
+"""What `smalti plugin new` writes, as its author meets it: installed with pip, listed, tested by its own tests, trained."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from smalti.cli import main
+from smalti.commands.plugin import KINDS
+from standing import standing
+
+ROOT = Path(__file__).parents[2]
+LONGEST = "n" * 24
+
+
+@dataclass(frozen=True)
+class Account:
+    """An environment of its own, on top of this one, with one package of each kind in it, named `my_KIND`."""
+
+    python: Path
+    site: Path
+    packages: Path
+
+    def run(self, *words: object) -> subprocess.CompletedProcess:
+        offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}  # pip reads 0 as: without isolation
+        environment = {**os.environ, **offline, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [self.python, *map(str, words)]
+        return subprocess.run(command, env=environment, cwd=self.packages, capture_output=True, text=True, timeout=480)
+
+
+def create(folder: Path, name: str, kind: str) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["plugin", "new", name, "--kind", kind, "--to", str(folder)])
+
+
+@pytest.fixture(scope="module")
+def account(tmp_path_factory) -> Account:
+    packages, folder = tmp_path_factory.mktemp("packages"), tmp_path_factory.mktemp("account")
+    for kind in KINDS:
+        create(packages / kind, f"my-{kind}", kind)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    [site] = folder.glob("lib/python*/site-packages")
+    above = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "above.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in above))
+    account = Account(folder / "bin" / "python", site, packages)
+    installed = account.run("-m", "pip", "install", *(word for kind in KINDS for word in ("-e", f"./{kind}[test]")))
+    assert installed.returncode == 0, installed.stdout + installed.stderr
+    return account
+
+
+def test_pip_install_makes_the_plugins_available(account):
+    listing = json.loads(account.run("-m", "smalti", "plugins", "--json").stdout)
+    states = {each["name"]: (each["distribution"], each["state"]) for each in listing["plugins"]}
+    wanted = {f"my_{kind}": (f"smalti-my-{kind}", "active") for kind in KINDS}
+    assert {name: states.get(name) for name in wanted} == wanted
+    assert "my_family" in [family["name"] for family in listing["model_families"]]
+
+
+def test_their_own_tests_pass(account):
+    """With the kit's strategy contract on two processes."""
+    files = [account.packages / kind / "tests" for kind in KINDS]
+    done = account.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *files)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_family_trains_resumes_and_samples(account, pictures, tmp_path):
+    flags = (
+        *("--model_family=my_family", "--my_family_width=16", "--my_family_depth=2", "--resolution=16"),
+        *("--resolution_type=pixel", f"--instance_data_dir={pictures}", f"--output_dir={tmp_path / 'run'}"),
+        *("--train_batch_size=4", "--learning_rate=1e-3", "--optimizer=my-optimizer", "--validation_prompt=circle number 1"),
+        *("--gradient_accumulation_steps=2", "--use_ema", "--use_cpu"),
+    )
+    sources = [account.packages / kind / "src" for kind in KINDS]
+    installed = {"PYTHONPATH": os.pathsep.join(map(str, (account.site, *sources))), "HF_HOME": str(tmp_path / "hf")}
+    for steps in (4, 6):
+        code, output = standing().train([*flags, f"--max_train_steps={steps}"], installed)
+        assert code == 0, output
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    assert [event["step"] for event in map(json.loads, lines) if event["type"] == "step"] == [1, 2, 3, 4, 5, 6]
+    assert (tmp_path / "run" / "samples" / "00000006" / "grid.png").is_file()
+
+
+def test_what_the_family_cannot_do_is_refused_with_what_to_do(account, pictures, tmp_path):
+    flags = ("--model_family=my_family", "--model_type=lora", "--max_train_steps=1", f"--instance_data_dir={pictures}")
+    refused = account.run("-m", "smalti", "train", *flags, f"--output_dir={tmp_path / 'run'}")
+    assert refused.returncode == 2
+    assert "--model_type=full" in refused.stderr
+
+
+@pytest.mark.parametrize("name", ["q", LONGEST])
+def test_the_code_is_formatted_and_sound_whatever_the_name(name, tmp_path):
+    for kind in KINDS:
+        create(tmp_path / kind, name, kind)
+    ruff = [sys.executable, "-m", "ruff"]
+    for words in (["format", "--isolated", "--diff"], ["check", "--isolated", "--select", "E4,E7,E9,F,I,UP,B,W"]):
+        for kind in KINDS:
+            done = subprocess.run([*ruff, *words, "."], cwd=tmp_path / kind, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_types_are_complete(account):
+    paths = (*(f"{kind}/src" for kind in KINDS), str(ROOT / "core" / "src"), ".")
+    settings = ("--strict", "--namespace-packages", "--explicit-package-bases", "--config-file", ROOT / "pyproject.toml")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *settings, "--cache-dir", ROOT / ".mypy_cache", *KINDS],
+        env={**os.environ, "MYPYPATH": os.pathsep.join(paths)},
+        cwd=account.packages,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_family_stays_short(tmp_path):
+    create(tmp_path / "family", "short", "family")
+    texts = [path.read_text() for path in (tmp_path / "family").glob("src/**/*.py")]
+    assert sum(bool(line.strip()) for text in texts for line in text.splitlines()) <= 150

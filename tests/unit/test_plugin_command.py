@@ -1,0 +1,101 @@
+"""`smalti plugin new`: what it prints, what it writes, and the names and folders that it refuses."""
+
+import json
+import subprocess
+import sys
+from importlib.resources import files
+
+import pytest
+
+from smalti.cli import main
+from smalti.commands.plugin import KINDS
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def new(capsys, *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as left:
+        main(["plugin", "new", *words])
+    said = capsys.readouterr()
+    return int(left.value.code or 0), said.out, said.err
+
+
+def test_every_kind_has_templates_and_the_other_way_round():
+    folders = {each.name for each in (files("smalti.commands") / "templates").iterdir()}
+    assert folders == {*KINDS, "every"}
+
+
+def test_it_says_what_it_wrote_and_what_to_type_next(capsys, folder):
+    code, out, err = new(capsys, "Red-Pebble", "--kind", "family")
+    assert (code, err) == (0, "")
+    assert out.startswith("created smalti-red-pebble: the plugin 'red_pebble', a model family\n  README.md\n")
+    assert "  cd smalti-red-pebble\n  pip install -e '.[test]'\n  pytest\n  smalti train --model_family=red_pebble " in out
+    assert 'red_pebble = "smalti_red_pebble:plugin"' in (folder / "smalti-red-pebble/pyproject.toml").read_text()
+    assert len((folder / "smalti-red-pebble/README.md").read_text().splitlines()) <= 12
+
+
+def test_json_names_folder_files_and_commands(capsys, folder):
+    code, out, _ = new(capsys, "pebble", "--kind=observer", "--to=deep/er", "--json")
+    said = json.loads(out)
+    assert code == 0
+    assert (said["name"], said["kind"], said["folder"]) == ("pebble", "observer", str(folder / "deep/er"))
+    found = sorted(str(path.relative_to(folder / "deep/er")) for path in (folder / "deep/er").rglob("*") if path.is_file())
+    assert said["files"] == found
+    assert said["next"][0] == "cd deep/er"
+
+
+def test_it_needs_no_torch(folder):
+    code = "import sys\nfrom smalti.cli import main\ntry: main(['plugin', 'new', 'pebble', '--kind=strategy'])\n"
+    code += "except SystemExit as left: assert left.code == 0\nassert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+NAMES = {
+    "1x": "a letter first",
+    "hello world": "hello-world",
+    "größe": "gr-e",
+    "a" * 25: "24 characters at most",
+    "trailing-": "trailing",
+    "smalti-pebble": "leave the prefix out: pebble",
+    "toy": "my_toy",
+    "flux": "my_flux",
+    "fsdp2": "my_fsdp2",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_cannot_be_used_or_is_taken_is_refused(capsys, folder, name):
+    code, out, err = new(capsys, name, "--kind", "family")
+    assert (code, out) == (2, "")
+    assert "fix: " in err
+    assert NAMES[name] in err
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(("kind", "name"), [("optimizer", "adamw"), ("storage", "local"), ("storage", "aws")])
+def test_a_name_that_is_registered_already_is_refused(capsys, kind, name):
+    assert new(capsys, name, "--kind", kind)[0] == 2
+    assert new(capsys, name, "--kind", "observer")[0] == 0
+
+
+def test_a_folder_that_exists_is_left_alone(capsys, folder):
+    (folder / "smalti-pebble").mkdir()
+    code, _, err = new(capsys, "pebble", "--kind", "family")
+    assert (code, list((folder / "smalti-pebble").iterdir())) == (2, [])
+    assert "--to=FOLDER" in err
+
+
+def test_a_folder_that_cannot_be_made_is_told_with_the_reason(capsys, folder):
+    (folder / "file").touch()
+    code, _, err = new(capsys, "pebble", "--kind", "family", "--to", "file/below")
+    assert code == 2
+    assert "file/below: Not a directory" in err
+
+
+@pytest.mark.parametrize("words", [("pebble",), ("pebble", "--kind", "fammily"), ("--kind", "family")])
+def test_what_is_missing_or_unknown_is_a_usage_error(capsys, words):
+    assert new(capsys, *words)[0] == 2
