@@ -95,8 +95,22 @@ def test_cores_are_shared_out_over_the_ranks_of_a_machine_unless_the_user_says_s
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
     config = configure("--num_processes=8", "--num_machines=2", "--main_process_ip=h")
     assert plan(config).environment == {"OMP_NUM_THREADS": "3"}
-    assert plan(config, kind="cuda").environment == {"OMP_NUM_THREADS": "3"}
+    assert plan(config, kind="cuda").environment["OMP_NUM_THREADS"] == "3"
     assert plan(config, environment={"OMP_NUM_THREADS": "5"}).environment == {}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("named", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", None])
+def test_segments_of_device_memory_can_grow_unless_the_user_says_anything_of_the_allocator(configure, ranks, named):
+    said = {named: "max_split_size_mb:128"} if named else {}
+    config, setting = configure(f"--num_processes={ranks}"), ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    assert (setting in plan(config, kind="cuda", environment=said).environment.items()) is (named is None)
+    assert setting not in plan(config, kind="cpu").environment.items()
+
+
+def test_segments_do_not_grow_where_cuda_cannot_map_them(configure, monkeypatch):
+    monkeypatch.setattr("platform.release", lambda: "5.15.153.1-microsoft-standard-WSL2")
+    assert "PYTORCH_ALLOC_CONF" not in plan(configure(), kind="cuda").environment
 
 
 def test_the_backends_environment_is_added(configure):

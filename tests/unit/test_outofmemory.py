@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from smalti.errors import ExitCode
+from smalti.errors import ExitCode, UserError
 from smalti.faults import is_fault
 from smalti.outofmemory import OutOfMemory, is_out_of_memory, memory_explained
 from smalti.types import World
@@ -29,6 +29,13 @@ def test_the_host_without_room_is_an_answer_instead_of_a_traceback(configure):
 def test_what_other_allocators_say_is_known_and_no_fault_of_the_device(error):
     assert is_out_of_memory(error)
     assert not is_fault(error)
+
+
+def test_a_driver_that_refuses_what_the_allocator_is_told_to_do_names_the_way_out(configure, monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(UserError, match="refuses expandable segments") as answer, memory_explained(configure(), World()):
+        raise RuntimeError("CUDA driver error: operation not supported")
+    assert answer.value.fix.startswith("PYTORCH_ALLOC_CONF=expandable_segments:False")
 
 
 def test_other_errors_stay_what_they_are(configure):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from smalti import acceleratefile
 from smalti.config import PER_MACHINE, Config
 from smalti.errors import PreflightError, UserError
 from smalti.files import atomic_write
+from smalti.memoryuse import ALLOCATOR_VARIABLES
 from smalti.plugins import Plugins
 from smalti.precision import in_bf16
 from smalti.rundir import RunDirectory
@@ -95,9 +97,13 @@ def plan_launch(
     local = options.num_processes // options.num_machines
     several = options.num_machines > 1
     gpus = _chosen_gpus(config, kind, local)
+    allocator = allocator_settings(kind, environment)
     if local == 1 and not several and not gpus:
         return LaunchPlan(
-            launcher="in-process", distributed=distributed, environment=distributed.environment, secrets=config.secrets()
+            launcher="in-process",
+            distributed=distributed,
+            environment={**allocator, **distributed.environment},
+            secrets=config.secrets(),
         )
     if kind not in ("cpu", *_KINDS) and options.num_processes > 1:
         raise UserError(f"{kind} devices train in one process only", fix="--num_processes=1, or --use_cpu")
@@ -115,6 +121,7 @@ def plan_launch(
         environment={
             **_threads(local, environment),
             **({} if several else _loopback(environment)),
+            **allocator,
             **distributed.environment,
         },
         secrets=config.secrets(),
@@ -132,6 +139,18 @@ def _threads(local: int, environment: Mapping[str, str]) -> dict[str, str]:
         return {}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {"OMP_NUM_THREADS": str(max(1, cores // local))}
+
+
+def allocator_settings(kind: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """How torch allocates memory of devices of this kind on this machine, unless the user has said anything about that.
+
+    Images of many sizes leave gaps of many sizes; segments that can grow leave few. CUDA under Windows, WSL and on Jetson
+    devices maps no memory that way, or fails as it does, and torch for ROCm warns that it cannot.
+    """
+    lacking = platform.system() != "Linux" or "microsoft" in platform.release() or Path("/etc/nv_tegra_release").exists()
+    if kind != "cuda" or lacking or "rocm" in version("torch") or any(name in environment for name in ALLOCATOR_VARIABLES):
+        return {}
+    return {ALLOCATOR_VARIABLES[0]: "expandable_segments:True"}
 
 
 def _loopback(environment: Mapping[str, str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from smalti.config import Config
 from smalti.errors import ExitCode, UserError
-from smalti.memoryuse import MemoryUse, amounts, remedies, told
+from smalti.memoryuse import ALLOCATOR_VARIABLES, MemoryUse, amounts, remedies, told
 from smalti.models.family import Adaptable
 from smalti.run import Run
 from smalti.types import World
@@ -41,6 +41,7 @@ _NO_ROOM = re.compile(
     r"|Cuda failure( \d+)? 'out of memory'"  # NCCL's
     r"|CU[A-Z]+_STATUS_(\w+_)?ALLOC(ATION)?_FAILED"  # cuBLAS, cuDNN, cuSOLVER
 )
+_DRIVER = "CUDA driver error: "
 _PHASES = {
     "smalti.encoding": "encoding of images and captions",
     "smalti.validation": "sampling of validation images",
@@ -72,14 +73,27 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_explained(config: Config, world: World, run: Run | None = None) -> Iterator[None]:
-    """An exception that says that memory ran out becomes an OutOfMemory; without a `run`, as it is built, it knows less."""
+    """An exception that says that memory ran out becomes an OutOfMemory; without a `run`, as it is built, it knows less.
+
+    A driver that cannot map memory as the allocator is told to becomes a UserError: it shows with the first allocation.
+    """
     try:
         yield
     except Exception as error:
+        if run is None and not is_out_of_memory(error) and _DRIVER in str(error) and _expandable():
+            first = str(error).partition("\n")[0]
+            raise UserError(
+                f"the driver of {world.device} refuses expandable segments of memory ({first})",
+                fix=f"{ALLOCATOR_VARIABLES[0]}=expandable_segments:False in the environment",
+            ) from error
         if not is_out_of_memory(error):
             raise
         use = memory_use(error, config, world, run)
         raise OutOfMemory(told(use), fix=remedies(use)) from error
+
+
+def _expandable() -> bool:
+    return any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)
 
 
 def memory_use(error: BaseException, config: Config, world: World, run: Run | None) -> MemoryUse:
@@ -93,7 +107,7 @@ def memory_use(error: BaseException, config: Config, world: World, run: Run | No
             phase=_phase(frames),
             ranks=world.size,
             total=psutil.virtual_memory().total if host else None,
-            expandable="expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", ""),
+            expandable=_expandable(),
             options={name: config.value(name) for name in _OPTIONS if name in config.schema.options},
         ),
         **amounts(str(error)),  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ from smalti.errors import ConfigError, ExitCode, GpuFaultError, PreflightError
 from smalti.importing import importing
 from smalti.launch import (
     LaunchPlan,
+    allocator_settings,
     check_accelerators,
     expected_kind,
     plan_launch,
@@ -88,8 +89,9 @@ class Preparation:
         """
         checked = check_run(config, plugins, thorough=not write)
         directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
-        kind, notices = accelerator_kind(config), []
+        kind, notices, environment = accelerator_kind(config), [], dict(os.environ)
         if write:
+            os.environ.update(allocator_settings(kind, environment))  # which torch reads once, with the first look at a device
             check_accelerators(config, kind)
         elif kind == "cpu" and (expected := expected_kind(config)) is not None:
             kind = expected
@@ -99,7 +101,7 @@ class Preparation:
             _wait_for_first_machine(directory, config[LaunchOptions].process_group_timeout)
         config, given = choose_precision(config, kind, directory), config
         distributed = checked.distributed if config is given else choose_distributed(config, plugins)
-        plan = plan_launch(config, distributed, directory.path, kind)
+        plan = plan_launch(config, distributed, directory.path, kind, environment)
         notices += [*config.notices, *plan.notices, *cost_of(config, kind)]
         facts = {"device": describe_devices(config, kind), "precision": describe(config)}
         live = _take(directory, config) if write and not joins else None
