@@ -104,6 +104,7 @@ TORCH_FREE = (
     "smalti.commands.dataset",
     "smalti.commands.plugin",
     "smalti.commands.plugins",
+    "smalti.commands.protocols",
     "smalti.commands.run",
     "smalti.commands.train",
     "smalti.config",

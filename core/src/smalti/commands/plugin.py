@@ -17,6 +17,7 @@ from string import Template
 import click
 from packaging.version import Version
 
+from smalti.commands.protocols import page
 from smalti.errors import UserError
 from smalti.packages import PLUGINS, package_of_family, package_of_storage
 from smalti.plugins import Plugins, load_plugins
@@ -97,6 +98,12 @@ def new(name: str, kind: str, folder: Path | None, as_json: bool) -> None:
     click.echo(f"created {folder}: the plugin {word!r}, {KINDS[kind].title}")
     click.echo("".join(f"  {path}\n" for path in written))
     click.echo("next:\n" + "\n".join(f"  {step}" for step in steps))
+
+
+@plugin.command()
+def reference() -> None:
+    """Print the reference page of the protocols, as Markdown: what the classes of a plugin must have."""
+    click.echo(page(), nl=False)
 
 
 def _checked(name: str, kind: str) -> str:

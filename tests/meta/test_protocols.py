@@ -1,0 +1,64 @@
+"""docs/protocols.md has every protocol that a plugin may implement, as the code has it."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+from pkgutil import resolve_name
+
+from smalti import types
+from smalti.commands.protocols import CHAPTERS, page
+
+NOT_FOR_PLUGINS = {
+    "Display",  # the console's own
+    "MicroBatch",
+    "Named",
+    "Precision",
+    "Quantile",
+    "TensorStore",
+}
+"""Protocols that only the core implements and uses. Any other belongs on the page."""
+
+ADDRESSES = [address for chapter in CHAPTERS for address in (*chapter.classes, *chapter.optional, *chapter.given)]
+
+
+def protocols(path: Path) -> list[str]:
+    """The protocols that a file defines, but for private ones."""
+    classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+    return [each.name for each in classes if "Protocol" in map(ast.unparse, each.bases) and not each.name.startswith("_")]
+
+
+def test_the_page_is_up_to_date(root):
+    assert (root / "docs" / "protocols.md").read_text() == page(), "smalti plugin reference > docs/protocols.md"
+
+
+def test_every_protocol_of_the_core_is_on_the_page_or_the_cores_own(root):
+    found = {name for path in (root / "core" / "src").rglob("*.py") for name in protocols(path)}
+    shown = {address.partition(":")[2] for address in ADDRESSES}
+    assert found - shown == NOT_FOR_PLUGINS
+    assert len(shown) == len(ADDRESSES)
+
+
+def test_every_record_that_a_plugin_registers_is_on_the_page():
+    registered = {
+        name for name, value in vars(types).items() if isinstance(value, type) and types.Registered in value.__bases__
+    }
+    assert registered <= {address.partition(":")[2] for address in ADDRESSES}
+
+
+def test_every_method_of_a_protocol_is_on_the_page():
+    """The page is made from the source without importing it; here the classes are imported."""
+    sections = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^###? |\Z)", page(), flags=re.MULTILINE | re.DOTALL))
+    for kind in (resolve_name(address) for address in ADDRESSES):
+        if getattr(kind, "_is_protocol", False):
+            members = {name for name, value in vars(kind).items() if inspect.isfunction(value) or isinstance(value, property)}
+            shown = re.findall(r"^#### `(\w+)", sections[kind.__name__], flags=re.MULTILINE)
+            assert set(shown) == {name for name in members if not name.startswith("_")}, kind
+
+
+def test_a_base_gives_the_defaults_that_the_page_says():
+    for chapter in CHAPTERS:
+        for base in chapter.bases:
+            kind = resolve_name(base)
+            for method in re.findall(rf"^\| `(\w+)` \| default in `{kind.__name__}` \|", page(), flags=re.MULTILINE):
+                assert callable(getattr(kind, method)), (base, method)
