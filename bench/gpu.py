@@ -123,7 +123,7 @@ def measure(case: Case, *, tiny: bool) -> dict[str, object]:
             seconds = list(steps(subject, device))
         except torch.OutOfMemoryError:
             return {"out_of_memory": True}
-        peak = peak_of(subject.parallel.world, None, bf16=True)
+        peak = peak_of(subject.parallel.world, None, "bf16")
         flops = case.batch * subject.family.flops_per_sample(case.edge, case.edge) * (2 + subject.trained)
     median = statistics.median(seconds)
     return {

@@ -16,12 +16,14 @@ class Phase:
     """What was seen in one part of a run.
 
     `waits` counts by function how often the host waited for the device. `switches` are devices other than the rank's own that
-    became current. `staging` are the sizes of host memory that the saver's thread has pinned, in bytes.
+    became current. `staging` are the sizes of host memory that the saver's thread has pinned, in bytes. `tf32` counts the
+    products of matrices that may and that may not be computed in TF32.
     """
 
     waits: Counter = field(default_factory=Counter)
     switches: list[int] = field(default_factory=list)
     staging: list[int] = field(default_factory=list)
+    tf32: Counter = field(default_factory=Counter)
 
 
 @dataclass(kw_only=True)
@@ -254,10 +256,12 @@ def _phase(seen: Rehearsal, name: str, watch, home: int) -> Iterator[None]:
     operations, pinned, begin = len(watch.operations), len(watch.pinned), fake_cuda.trace_length()
     yield
     trace = fake_cuda.trace(begin)
+    seen_here = watch.operations[operations:]
     pins = [*watch.pinned[pinned:], *((entry.thread, entry.value) for entry in trace if entry.kind is Kind.PIN)]
     seen.phases[name] = Phase(
-        waits=Counter(operation.where for operation in watch.operations[operations:] if operation.waits),
+        waits=Counter(operation.where for operation in seen_here if operation.waits),
         switches=[entry.device for entry in trace if entry.kind is Kind.SET_DEVICE and entry.device != home],
+        tf32=Counter(operation.tf32 for operation in seen_here if operation.name in ("mm", "addmm", "bmm")),
         staging=[size for thread, size in pins if watch.threads.get(thread, "").startswith("smalti-save")],
     )
 

@@ -89,3 +89,11 @@ def test_groups_of_ranks_that_share_a_copy_have_no_second_line(seen):
 @live
 def test_copies_of_a_save_do_not_make_the_loop_wait(seen):
     assert seen.waits("save") == {}
+
+
+def test_a_run_in_fp32_multiplies_in_tf32_forward_and_backward(rehearsed):
+    seen = rehearsed("gradient_checkpointing", rank=0, ranks=1, mixed_precision="no")
+    assert {name: set(seen.phases[name].tf32) for name in ("second step", "sample")} == {
+        "second step": {True},
+        "sample": {True},
+    }

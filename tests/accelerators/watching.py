@@ -28,7 +28,7 @@ class Operation:
     """One operation, on the stream that the trace's NOTE of the same number tells; on the host if `device` is None.
 
     `reads` and `writes` are numbers of storages. `waits`: the host goes on only when the stream has come so far. `where` is the
-    function of smalti that asked for it, "" for none.
+    function of smalti that asked for it, "" for none. `tf32`: products of fp32 matrices may be computed in TF32.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Operation:
     writes: tuple[int, ...]
     waits: bool
     where: str
+    tf32: bool
 
 
 class Watch(FakeTensorMode):
@@ -132,6 +133,7 @@ class Watch(FakeTensorMode):
             writes=tuple(map(self._number_of, writes)),
             waits=waits,
             where=_where(),
+            tf32=torch.backends.cuda.matmul.allow_tf32,
         )
         self.operations.append(operation)
         fake_cuda.note(len(self.operations) - 1, -1 if device is None else device)

@@ -26,19 +26,24 @@ def step(samples: int = 8, seconds: float = 0.5, waited: float = 0.0) -> StepRes
     ],
 )
 def test_the_peak_of_a_common_device_is_known_by_its_name(name, teraflops):
-    assert known_peak(name, bf16=True) == pytest.approx(teraflops * 1e12)
+    assert known_peak(name, "bf16") == pytest.approx(teraflops * 1e12)
 
 
 @pytest.mark.parametrize(
     "name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA A1000", ""]
 )
 def test_a_device_that_is_only_called_alike_is_not_taken_for_one_that_is_known(name):
-    assert known_peak(name, bf16=True) is None
+    assert known_peak(name, "bf16") is None
+
+
+def test_products_that_are_not_in_bf16_have_peaks_of_their_own():
+    peaks = [known_peak("NVIDIA A100-SXM4-80GB", products) for products in ("bf16", "tf32", "fp32")]
+    assert peaks == [312e12, 156e12, 19.5e12]
 
 
 def test_the_cpu_has_a_peak_only_if_it_is_given_and_every_rank_counts():
     world = World(rank=0, size=2)
-    assert (peak_of(world, None, bf16=True), peak_of(world, 0.5, bf16=True)) == (None, 1e12)
+    assert (peak_of(world, None, "bf16"), peak_of(world, 0.5, "bf16")) == (None, 1e12)
 
 
 @pytest.mark.parametrize(("trained", "passes"), [(1.0, 3.0), (0.01, 2.01)])
@@ -50,7 +55,7 @@ def test_a_step_counts_forward_and_backward_of_what_trains(trained, passes):
 
 
 def test_ranks_that_share_a_sample_count_as_devices_but_not_as_samples():
-    alone, shared = (peak_of(World(rank=0, size=4, context=context), 1.0, bf16=True) for context in (1, 2))
+    alone, shared = (peak_of(World(rank=0, size=4, context=context), 1.0, "bf16") for context in (1, 2))
     assert alone == shared
 
 

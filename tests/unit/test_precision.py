@@ -125,4 +125,4 @@ def test_what_auto_became_is_in_the_files_of_the_run_with_its_reason(prepared, c
     config = prepared("--use_cpu").config
     assert "ONEDNN_MAX_CPU_ISA" in as_toml(config).partition('mixed_precision = "no" # auto: ')[2]
     assert config.shared_values()["mixed_precision"] == "no"
-    assert describe(config).startswith("fp32: ONEDNN_MAX_CPU_ISA=AVX2")
+    assert describe(config, "cpu").startswith("fp32: ONEDNN_MAX_CPU_ISA=AVX2")

@@ -15,37 +15,38 @@ from dataclasses import dataclass, field
 import torch
 
 from smalti.models.family import ModelFamily
+from smalti.precision import Products
 from smalti.types import StepResult, World
 
 _log = logging.getLogger(__name__)
 
-PEAKS: tuple[tuple[str, float, float], ...] = (
-    (r"H100 (64|80|96)GB HBM[23]e?|H100 SXM.*|H200|H200 SXM.*|GH200 .*", 989.4, 494.7),
-    (r"H100 PCIe", 756.0, 378.0),
-    (r"H100 NVL|H200 NVL", 835.0, 417.5),
-    (r"B200", 2250.0, 1125.0),
-    (r"A100[- ].*", 312.0, 156.0),
-    (r"A10", 125.0, 62.5),
-    (r"A40", 149.7, 74.8),
-    (r"L40S", 362.0, 183.0),
-    (r"L40", 181.0, 90.5),
-    (r"L4", 121.0, 60.0),
-    (r"GeForce RTX 3090", 71.0, 35.6),
-    (r"GeForce RTX 4090", 165.2, 82.6),
-    (r"Instinct MI300X.*", 1307.4, 653.7),
+PEAKS: tuple[tuple[str, float, float, float], ...] = (
+    (r"H100 (64|80|96)GB HBM[23]e?|H100 SXM.*|H200|H200 SXM.*|GH200 .*", 989.4, 494.7, 66.9),
+    (r"H100 PCIe", 756.0, 378.0, 51.2),
+    (r"H100 NVL|H200 NVL", 835.0, 417.5, 60.0),
+    (r"B200", 2250.0, 1125.0, 75.0),
+    (r"A100[- ].*", 312.0, 156.0, 19.5),
+    (r"A10", 125.0, 62.5, 31.2),
+    (r"A40", 149.7, 74.8, 37.4),
+    (r"L40S", 362.0, 183.0, 91.6),
+    (r"L40", 181.0, 90.5, 90.5),
+    (r"L4", 121.0, 60.0, 30.3),
+    (r"GeForce RTX 3090", 71.0, 35.6, 35.6),
+    (r"GeForce RTX 4090", 165.2, 82.6, 82.6),
+    (r"Instinct MI300X.*", 1307.4, 653.7, 163.4),
 )
-"""The device's name without its maker, as a pattern for all of it, and its peaks in TFLOP/s: bf16, and fp32 as TF32."""
+"""The device's name without its maker, as a pattern for all of it, and its peaks in TFLOP/s: bf16, TF32, fp32."""
 
 
-def known_peak(device_name: str, *, bf16: bool) -> float | None:
-    """FLOP/s that a device can make at most, by its name as torch gives it; None where that is not known.
+def known_peak(device_name: str, products: Products) -> float | None:
+    """FLOP/s that a device can make at most of such products, by its name as torch gives it; None where that is not known.
 
     A slice of a device (MIG) and a mobile one have other names than the whole and the large one, and are not known.
     """
     name = re.sub(r"^(NVIDIA|AMD) ", "", device_name)
-    for pattern, half, single in PEAKS:
+    for pattern, bf16, tf32, fp32 in PEAKS:
         if re.fullmatch(pattern, name) and " MIG " not in name:
-            return 1e12 * (half if bf16 else single)
+            return 1e12 * {"bf16": bf16, "tf32": tf32, "fp32": fp32}[products]
     return None
 
 
@@ -87,13 +88,13 @@ class Utilisation:
         return self._counted.get((width, height))
 
 
-def peak_of(world: World, given: float | None, *, bf16: bool) -> float | None:
+def peak_of(world: World, given: float | None, products: Products) -> float | None:
     """FLOP/s of all devices of a run at most: as `given` for one in TFLOP/s, or by this rank's device; None if not known."""
     if given is not None:
         return given * 1e12 * world.size
     if torch.device(world.device).type != "cuda":
         return None
-    one = known_peak(torch.cuda.get_device_name(world.device), bf16=bf16)
+    one = known_peak(torch.cuda.get_device_name(world.device), products)
     return None if one is None else one * world.size
 
 

@@ -20,6 +20,7 @@ import psutil
 
 from smalti import acceleratefile
 from smalti.config import PER_MACHINE, Config
+from smalti.devices import is_rocm
 from smalti.errors import PreflightError, UserError
 from smalti.files import atomic_write
 from smalti.memoryuse import ALLOCATOR_VARIABLES
@@ -148,7 +149,7 @@ def allocator_settings(kind: str, environment: Mapping[str, str]) -> dict[str, s
     devices maps no memory that way, or fails as it does, and torch for ROCm warns that it cannot.
     """
     lacking = platform.system() != "Linux" or "microsoft" in platform.release() or Path("/etc/nv_tegra_release").exists()
-    if kind != "cuda" or lacking or "rocm" in version("torch") or any(name in environment for name in ALLOCATOR_VARIABLES):
+    if kind != "cuda" or lacking or is_rocm() or any(name in environment for name in ALLOCATOR_VARIABLES):
         return {}
     return {ALLOCATOR_VARIABLES[0]: "expandable_segments:True"}
 

@@ -7,15 +7,18 @@ resumed. Importing this module imports no torch.
 from __future__ import annotations
 
 import json
-from typing import cast
+import os
+from typing import Literal, cast
 
 from smalti.config import AUTOMATIC, Config
-from smalti.devices import accelerator_kind, native_bf16
+from smalti.devices import accelerator_kind, is_rocm, native_bf16
 from smalti.errors import UserError
 from smalti.rundir import RunDirectory
 from smalti.settings import LaunchOptions, TrainingOptions
 
 NAME = "mixed_precision"
+Products = Literal["bf16", "tf32", "fp32"]
+"""In what a device multiplies matrices. TF32 has the range of fp32, and 10 of its 23 bits of mantissa."""
 _COST = "a matrix product takes up to 35 times as long as in fp32"
 """Measured on a processor with AVX2 only: 1.3 GFLOP/s a core against 44."""
 
@@ -27,6 +30,17 @@ def in_bf16(config: Config, kind: str | None = None) -> bool:
     """
     wanted = config[TrainingOptions].mixed_precision
     return native_bf16(kind or accelerator_kind(config)).native if wanted == "auto" else wanted == "bf16"
+
+
+def products(config: Config, kind: str) -> Products:
+    """How devices of this kind compute the matrix products of the trained model. Those without TF32 compute in fp32 instead.
+
+    torch for ROCm takes TF32 from hipBLASLt only where a variable allows it.
+    """
+    if in_bf16(config, kind):
+        return "bf16"
+    lacking = is_rocm() and os.environ.get("HIPBLASLT_ALLOW_TF32") != "1"
+    return "tf32" if kind == "cuda" and config[TrainingOptions].allow_tf32 and not lacking else "fp32"
 
 
 def choose_precision(config: Config, kind: str, directory: RunDirectory) -> Config:
@@ -50,11 +64,12 @@ def _of_run(directory: RunDirectory, *, several: bool) -> str | None:
     return record.mixed_precision if record is not None else None
 
 
-def describe(config: Config) -> str:
+def describe(config: Config, kind: str) -> str:
     """The precision of a decided configuration with the reason: "bf16: this CPU computes it natively (amx_bf16)"."""
     source = config.source(NAME)
     why = source.removeprefix(AUTOMATIC) if source.startswith(AUTOMATIC) else f"from {source}"
-    return f"{'bf16' if in_bf16(config) else 'fp32'}: {why}"
+    names = {"bf16": "bf16", "tf32": "fp32 with TF32 products", "fp32": "fp32"}
+    return f"{names[products(config, kind)]}: {why}"
 
 
 def cost_of(config: Config, kind: str) -> list[str]:

@@ -103,7 +103,7 @@ class Preparation:
         distributed = checked.distributed if config is given else choose_distributed(config, plugins)
         plan = plan_launch(config, distributed, directory.path, kind, environment)
         notices += [*config.notices, *plan.notices, *cost_of(config, kind)]
-        facts = {"device": describe_devices(config, kind), "precision": describe(config)}
+        facts = {"device": describe_devices(config, kind), "precision": describe(config, kind)}
         live = _take(directory, config) if write and not joins else None
         with _failures_recorded(live):
             data = None if joins else cls._look_at_data(config, plugins, checked.family.alignment, live)

@@ -47,13 +47,14 @@ from smalti.models.compilation import ensure_compiled
 from smalti.models.description import config_of
 from smalti.models.family import Adaptable, ModelFamily
 from smalti.models.layout import put_channels_last, wants_channels_last
+from smalti.models.tf32 import choose_tf32, tf32_choice
 from smalti.models.weights import without_weights
 from smalti.opening import open_data, run_info
 from smalti.optimizers import check_step_sizes, matrices, parameter_groups
 from smalti.parallel import Parallel, Ranks
 from smalti.phases import Phases
 from smalti.plugins import Plugins
-from smalti.precision import in_bf16
+from smalti.precision import products
 from smalti.recent import Recent
 from smalti.resume import Resumption, check_resumable, noise_level_notices
 from smalti.rundir import RunDirectory
@@ -147,12 +148,11 @@ class Run:
         )
         closing.callback(self.batches.close)
         self.held_out = self._held_out()
-        bf16 = in_bf16(self.config)
-        self.recent = Recent()
+        self.recent, kind = Recent(), torch.device(self.world.device).type
         self.utilisation = Utilisation(
             family=self.family,
             trained=self.info.trainable / self.info.parameters,
-            peak=peak_of(self.world, self.config[TrackingOptions].device_tflops, bf16=bf16),
+            peak=peak_of(self.world, self.config[TrackingOptions].device_tflops, products(self.config, kind)),
         )
         self.memory = Memory(self.world.device)
         self.boundary.reach()
@@ -319,6 +319,7 @@ def build_model(config: Config, plugins: Plugins, family: ModelFamily, device: s
     if wants_channels_last(config[TrainingOptions].channels_last, family, device):
         put_channels_last(model)
     choose_attention(model, config[TrainingOptions].sdpa_backend, device)
+    choose_tf32(model, tf32_choice(config, device))
     return model, plugins.hook.detect_blocks(model=model, family=family, config=config) or []
 
 

@@ -206,6 +206,13 @@ class TrainingOptions(Options):
         "natively, else fp32.",
         accelerate="mixed_precision",
     )
+    allow_tf32: bool = option(
+        True,
+        help="Compute fp32 matrix products and convolutions of the trained model in TF32 on CUDA devices that can. "
+        "Only with --mixed_precision=no.",
+        level="advanced",
+        trade="several times faster; products have 10 bits of mantissa, bf16 has 7, fp32 23",
+    )
     channels_last: bool | None = option(
         None,
         help="Use the channels-last memory format for convolutions. Default: on for U-Nets on CUDA devices.",

@@ -13,6 +13,7 @@ from smalti.data.loader import Batch
 from smalti.evaluation import evaluate
 from smalti.faults import faults_answered, faults_end
 from smalti.models.attention import attention_kernel
+from smalti.models.tf32 import products_in_tf32, tf32_choice
 from smalti.observers import observed, summary, warn
 from smalti.outofmemory import memory_explained
 from smalti.rescue import rescued
@@ -84,10 +85,11 @@ def train_step(run: Run, batch: Batch) -> StepResult:
     begin = time.perf_counter()
     reseed(run, batch.position)
     total = torch.zeros((), device=run.world.device)
+    kernel, tf32 = run.config[TrainingOptions].sdpa_backend, tf32_choice(run.config, run.world.device)
     for number, micro in enumerate(batch.micro, start=1):
         with run.parallel.accumulate(last=number == len(batch.micro)):
             loss = run.loss(run.model, micro, run.parallel) / len(batch.micro)
-            with attention_kernel(run.config[TrainingOptions].sdpa_backend):  # recomputation is part of it
+            with attention_kernel(kernel), products_in_tf32(tf32):  # recomputation is part of it
                 run.parallel.backward(loss)
         total += loss.detach()
     loss_value = float(run.parallel.mean(total))
