@@ -37,7 +37,7 @@ ALONE = {"num_processes": 1, "fsdp_enable": False}
 ON_CPU = {"SMALTI_CONTEXT_PARALLEL_ON_CPU": "1"}
 
 
-@pytest.mark.parametrize("example", [FLUX, SD3, PIXART])
+@pytest.mark.parametrize("example", ["flux-fsdp2", FLUX, SD3, PIXART])
 def test_both_spellings_of_an_example_say_the_same(example):
     schema = schema_of(load_plugins())
     toml, json = (resolve(schema, file=EXAMPLES / f"{example}.{kind}", environment={}) for kind in ("toml", "config.json"))
