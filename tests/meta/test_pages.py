@@ -2,16 +2,24 @@
 
 import json
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from smalti.config import resolve
 from smalti.data.reference import SECTIONS, dataset_reference
 from smalti.data.spec import FILE_KEYS, DataDefaults, parse_datasets
+from smalti.errors import ConfigError
+from smalti.plugins import load_plugins
+from smalti.schema import schema_of
 
 _LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+_SWITCHES = ("...", "--dry-run", "--json", "--help", "--help-all")
+_OF_THEIR_OWN = ("writing-a-plugin.md", "hooks.md", "protocols.md")
+"""Pages with options of plugins that they write themselves; a test follows them."""
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -42,6 +50,30 @@ def test_the_examples_of_datasets_are_accepted(root):
     for entries in (json.loads(examples["json"]), tomllib.loads(examples["toml"])["datasets"]):
         specs, problems = parse_datasets(entries, where="docs/datasets.md", defaults=DataDefaults())
         assert (len(specs), problems) == (len(entries), ())
+
+
+def trainings(text: str) -> list[list[str]]:
+    """The words after `smalti train` in the blocks of a page, without what is not meant to be typed."""
+    lines = "\n".join(body for _, body in _FENCE.findall(text)).replace("\\\n", " ").splitlines()
+    found = [line.removeprefix("$ ") for line in lines if re.match(r"(\$ )?smalti train ", line)]
+    return [[word for word in shlex.split(line, comments=True)[2:] if word not in _SWITCHES] for line in found]
+
+
+def test_the_commands_have_options_that_exist_and_values_that_they_take(pages, root, tmp_path, monkeypatch):
+    (tmp_path / "examples").symlink_to(root / "examples")
+    for name, file in (("accelerate.yaml", "accelerate-fsdp.yaml"), ("zero2.json", "config-zero2.json")):
+        (tmp_path / name).symlink_to(root / "tests" / "data" / file)
+    monkeypatch.chdir(tmp_path)
+    schema = schema_of(load_plugins())
+    wrong = []
+    for path, text in pages.items():
+        for words in trainings(text) if path.name not in _OF_THEIR_OWN else ():
+            file = Path(words.pop(0)) if words and not words[0].startswith("-") else None
+            try:
+                resolve(schema, words, file=file if file and file.exists() else None, environment={})
+            except ConfigError as error:
+                wrong.append(f"{path.name}: {words}: {error}")
+    assert wrong == []
 
 
 def test_links_lead_to_files_and_headings_that_are_there(pages):

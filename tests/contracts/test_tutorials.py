@@ -1,0 +1,46 @@
+"""The tutorials, typed from top to bottom. Where one needs published weights, tiny ones are there under their name."""
+
+import shutil
+
+import pytest
+import tiny
+
+import pages
+
+TUTORIALS = sorted(path.stem for path in (pages.DOCS / "tutorials").glob("*.md"))
+
+
+def blocks(tutorial: str) -> list[pages.Block]:
+    """What a reader writes and types. Blocks of shell commands whose output is not shown need GPUs or downloads."""
+    shown = [block for block in pages.blocks(f"tutorials/{tutorial}.md") if block.kind != "sh"]
+    return [block for block in shown if block.kind == "console" or block.text.startswith("# ")]
+
+
+@pytest.fixture(scope="module")
+def follow(tmp_path_factory):
+    """Type a tutorial, once; the commands with what came of them."""
+    environment = pages.account(tmp_path_factory.mktemp("account"))
+    done: dict[str, list[pages.Typed]] = {}
+
+    def follow(tutorial: str) -> list[pages.Typed]:
+        if tutorial not in done:
+            folder = tmp_path_factory.mktemp(tutorial)
+            pages.photos(folder / "photos")
+            if tutorial == "eight-gpus":
+                shutil.copytree(pages.DOCS.parent / "examples", folder / "examples", ignore=shutil.ignore_patterns("emoji*"))
+                tiny.flux(folder / "FLUX.1-dev")
+            done[tutorial] = pages.follow(blocks(tutorial), folder, {**environment, "SMALTI_WITHOUT": "plot"})
+        return done[tutorial]
+
+    return follow
+
+
+@pytest.mark.parametrize(
+    ("tutorial", "number"),
+    [(name, number) for name in TUTORIALS for number in range(len(pages.commands(blocks(name))))],
+    ids=lambda part: str(part),
+)
+def test_a_command_of_a_tutorial_does_what_the_page_shows(follow, tutorial, number):
+    typed = follow(tutorial)[number]
+    assert typed.status == 0, typed.output
+    assert typed.as_shown(), typed.output
