@@ -2,16 +2,20 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import cast
 
+import click
 import pytest
 
 import smalti
-from smalti.cli import Additions
+from smalti import cli
+from smalti.commands.help import Additions, Command
 from smalti.config import PER_MACHINE
 from smalti.options import OptionGroup, Schema
 from smalti.packages import PACKAGES, PLUGINS
@@ -80,6 +84,47 @@ def test_help_is_at_most_two_short_sentences_in_the_usual_words(official):
     assert {name: text for name, text in texts.items() if any(len(each.split()) > 20 for each in sentences(text))} == {}
     everything = texts | {f"{each.name}, trade-off": each.trade for each in official.options.values()}
     assert {name: text for name, text in everything.items() if RETIRED.search(text)} == {}
+
+
+def commands(context: click.Context) -> Iterator[click.Context]:
+    """Every command of smalti and of the official plugins, by the context in which it would be called."""
+    yield context
+    if isinstance(context.command, click.Group):
+        for name in context.command.list_commands(context):
+            command = context.command.get_command(context, name)
+            assert command is not None
+            yield from commands(click.Context(command, info_name=name, parent=context))
+
+
+COMMANDS = {context.command_path: context for context in commands(click.Context(cli.smalti, info_name="smalti"))}
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_every_command_has_help_with_examples_that_fit_80_columns(monkeypatch, path):
+    monkeypatch.setenv("COLUMNS", "80")
+    command, text = COMMANDS[path].command, click.unstyle(COMMANDS[path].get_help())
+    assert isinstance(command, Command)
+    assert command.examples
+    if path != "smalti train":  # whose page has the options as well
+        assert ("Examples:\n" in text, max(map(len, text.splitlines())) <= 80) == (True, True)
+    summary = sentences((command.help or "").partition("\n\n")[0])
+    assert [each for each in summary if len(each.split()) > 20 or RETIRED.search(each)] == []
+    helps = {param.name: param.help for param in command.params if isinstance(param, click.Option) and param.help}
+    assert {name: text for name, text in helps.items() if RETIRED.search(text)} == {}
+    assert {name: text for name, text in helps.items() if any(len(each.split()) > 20 for each in sentences(text))} == {}
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_examples_call_the_command_with_options_that_exist(official, path):
+    command = COMMANDS[path].command
+    assert isinstance(command, Command)
+    for example in command.examples:
+        words = shlex.split(example.replace("\\\n", " "))
+        called = max((name for name in COMMANDS if words[: len(name.split())] == name.split()), key=len)
+        assert called.startswith(path), example
+        own = {flag for param in COMMANDS[called].command.params for flag in param.opts} | {"--help", "--config"}
+        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+        assert [flag for flag in flags if flag not in own and official.find(flag) is None] == [], example
 
 
 def test_the_reference_page_is_up_to_date(root, official):

@@ -35,7 +35,7 @@ def test_an_import_prints_every_option_with_its_place_and_what_has_no_counterpar
     code, text, _ = run("import-accelerate", path)
     assert (code, tomllib.loads(text)) == (0, {"num_processes": 8, "mixed_precision": "no"})
     assert f"num_processes = 8 # Accelerate YAML (num_processes in {path})" in text
-    assert text.startswith(f'# gpu_ids: "0,1,2,3,4,5,6,7" has no option; accelerate_config = "{path}" keeps it in force\n')
+    assert text.startswith(f'# gpu_ids: "0,1,2,3,4,5,6,7" has no option; keep it with accelerate_config = "{path}"\n')
 
 
 def test_flags_go_before_what_is_imported(run, write):
@@ -51,7 +51,7 @@ def test_settings_from_elsewhere_are_not_imported(run, write, monkeypatch):
 def test_the_default_file_of_accelerate_goes_before_what_was_imported_from_it_and_that_is_told(run, write, monkeypatch):
     path = write("user.yaml", MINIMAL)
     monkeypatch.setenv("ACCELERATE_CONFIG_PATH", str(path))
-    assert 'goes before this file unless accelerate_config = "none"' in run("import-accelerate", path)[1]
+    assert 'overrides this one; accelerate_config = "none" ignores it' in run("import-accelerate", path)[1]
 
 
 def test_an_import_for_machines_has_values_and_notices(run, write):
@@ -62,7 +62,7 @@ def test_an_import_for_machines_has_values_and_notices(run, write):
 def test_an_import_never_overwrites_unasked(run, write, tmp_path):
     path, target = write("user.yaml", MINIMAL), write("mine.toml", "seed = 3 # lucky\n")
     code, _, told = run("import-accelerate", path, "--to", target)
-    assert (code, "mine.toml exists already" in told, target.read_text()) == (2, True, "seed = 3 # lucky\n")
+    assert (code, "mine.toml already exists" in told, target.read_text()) == (2, True, "seed = 3 # lucky\n")
     assert run("import-accelerate", path, f"--to={target}", "--force")[0] == 0
     assert tomllib.loads(target.read_text()) == {"num_processes": 8, "mixed_precision": "no"}
     assert sorted(each.name for each in tmp_path.iterdir()) == ["mine.toml", "user.yaml"]
@@ -90,8 +90,8 @@ def test_options_without_a_section_in_the_file_go_before_its_tables(schema):
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
-        ("a.yaml", "num_processes: 2\n", "is no Accelerate configuration"),
-        ("a.toml", "seed = 3\n", "is no Accelerate configuration"),
+        ("a.yaml", "num_processes: 2\n", "is not an Accelerate configuration"),
+        ("a.toml", "seed = 3\n", "is not an Accelerate configuration"),
         ("a.yaml", "- 1\n", "holds a list, not a table"),
         ("a.yaml", "a: [\n", "is not valid YAML"),
         ("a.yaml", "distributed_type: XLA\n", "smalti does not train on TPUs"),
@@ -111,9 +111,9 @@ def test_the_package_that_a_file_needs_is_named(run, data):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["import-accelerate"], "no Accelerate YAML is given"),
+        (["import-accelerate"], "no Accelerate YAML given"),
         (["import-accelerate", "nowhere.yaml"], "there is no file nowhere.yaml"),
-        (["import-accelerate", "a.yaml", "--to"], "--to needs a value"),
+        (["import-accelerate", "a.yaml", "--to"], "Option '--to' requires an argument"),
         (["import-accelerate", "a.yaml", "--to=b.yaml"], "b.yaml does not end in .toml"),
         (["export-accelerate", "--to", "b.toml"], "b.toml does not end in .yaml or .yml"),
         (["export-accelerate", "--use_cpu"], "a launch on CPUs uses no Accelerate YAML"),
@@ -150,7 +150,7 @@ def test_an_export_needs_no_model_and_no_data(run):
 def test_an_export_never_overwrites_unasked(run, write):
     target = write("out.yaml", "mine: true\n")
     code, _, told = run("export-accelerate", "--to", target)
-    assert (code, "exists already" in told, target.read_text()) == (2, True, "mine: true\n")
+    assert (code, "already exists" in told, target.read_text()) == (2, True, "mine: true\n")
     assert run("export-accelerate", "--to", target, "--force")[0] == 0
     assert "mine" not in yaml.safe_load(target.read_text())
 

@@ -35,7 +35,7 @@ def run(*words: object) -> Result:
 def test_a_scan_counts_pictures_and_tells_what_is_wrong(config: Path) -> None:
     told = run("scan", "--data_backend_config", config).output
 
-    assert "pets: 9 images, 1 set aside" in told
+    assert "pets: 9 images, 1 unusable" in told
     assert "9.png: no caption: there is no 9.txt" in told
 
 
@@ -103,11 +103,11 @@ def test_a_check_takes_the_words_of_train_and_answers_for_its_run(tmp_path: Path
 def test_a_check_without_a_family_says_what_it_takes_for_granted(config: Path) -> None:
     told = run("check", "--data_backend_config", config).output
 
-    assert "note: no --model_family is given: sides of buckets are taken to be multiples of 64" in told
+    assert "note: --model_family is not given: assuming bucket sizes in multiples of 64" in told
 
 
 def test_nothing_to_look_at_is_an_error() -> None:
-    assert "no dataset is given" in str(run("scan").exception)
+    assert "no dataset given" in str(run("scan").exception)
 
 
 def test_problems_of_the_file_are_reported(config: Path) -> None:

@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from smalti.commands.train import USAGE
 from smalti.options import OptionGroup, Options, Schema, option
-from smalti.reference import default_text, describe, help_text, reference_page
+from smalti.reference import default_text, describe, facts, matching, reference_page
 
 
 class Sample(Options):
@@ -26,24 +25,43 @@ def test_defaults_are_told_as_one_would_write_them(name, text):
 def test_a_row_of_the_reference_page_tells_everything():
     page = reference_page(SAMPLE)
     assert "| `small` | number (> 0, <= 1) | 1e-08 | A \\| B. |" in page
-    told = "Any. Only with `--whole`. Trade-off: more for less. Also accepted: `old`. Accelerate YAML: `key`."
+    told = "Any. Only with `--whole`. Effect: more for less. Also accepted: `old`. Accelerate YAML: `key`."
     assert f"| `sign` | integer | 0 | {told} |" in page
 
 
-def test_help_leaves_out_what_few_need():
-    assert "--sign" not in help_text(SAMPLE, everything=False)
-    assert "--sign" in help_text(SAMPLE, everything=True)
+@pytest.mark.parametrize(
+    ("whole", "text"), [(False, "Only with --whole. Effect: more for less."), (True, "Accelerate YAML: key.")]
+)
+def test_facts_are_sentences(whole, text):
+    assert text in " ".join(facts(SAMPLE.options["sign"], choices=False, whole=whole))
 
 
-def test_help_says_how_to_turn_a_switch_off(schema):
-    text = help_text(schema, everything=True)
-    assert "--[no_]use_ema" in text
-    assert "--[no_]seed" not in text
+def test_facts_of_a_number_have_its_range_only_if_all_is_wanted():
+    assert ["Range: > 0, <= 1." in facts(SAMPLE.options["small"], choices=False, whole=whole) for whole in (True, False)] == [
+        True,
+        False,
+    ]
 
 
-def test_help_fits_the_terminal(monkeypatch, schema):
-    monkeypatch.setenv("COLUMNS", "80")
-    assert max(map(len, (USAGE + help_text(schema, everything=True)).splitlines())) <= 80
+FOUND = {
+    "ema": ["use_ema", "ema_decay", "ema_device"],
+    "--seed": ["seed", "validation_seed"],
+    "max-train": ["max_train_steps"],
+    "Toy family": ["toy_width", "toy_depth", "toy_heads", "toy_patch", "toy_sample_shift"],
+    "toy": ["toy_width", "toy_depth", "toy_heads", "toy_patch", "toy_sample_shift"],
+    "plugin": ["plugins"],
+    "training_step": [],
+}
+
+
+@pytest.mark.parametrize("topic", FOUND)
+def test_a_topic_is_a_section_or_a_part_of_names(schema, topic):
+    assert [option.name for option in matching(schema, topic)] == FOUND[topic]
+
+
+def test_a_section_as_a_topic_has_all_its_options(schema):
+    names = {option.name for option in matching(schema, "optimizer")}
+    assert names == set(next(group for group in schema.groups if group.name == "optimizer").options.model_fields)
 
 
 def test_every_option_can_be_described_in_json(schema):

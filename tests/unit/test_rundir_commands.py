@@ -83,7 +83,7 @@ def test_runs_are_listed_with_how_they_fare(tmp_path: Path) -> None:
     prepare(RunDirectory(tmp_path / "idle"))
     with running(tmp_path / "busy"):
         lines = smalti_run("ls", tmp_path).stdout.splitlines()
-    assert lines[0].split() == ["run", "status", "step", "smoothed", "loss", "samples/s", "left", "age"]
+    assert lines[0].split() == ["run", "status", "step", "smoothed", "loss", "samples/s", "eta", "age"]
     assert lines[1].split()[:2] == [str(tmp_path / "busy"), "running"]
     assert lines[1].split()[2].endswith("/1000")
     idle = lines[2].split()[1:]
@@ -100,7 +100,7 @@ def test_the_listing_for_machines_is_strict_json(tmp_path: Path) -> None:
 
 def test_a_folder_without_runs_says_so(tmp_path: Path) -> None:
     result = smalti_run("ls", tmp_path)
-    assert (result.stdout, result.stderr) == ("", f"no runs below {tmp_path}\n")
+    assert (result.stdout, result.stderr) == ("", f"no runs found below {tmp_path}\n")
 
 
 def test_a_run_can_be_asked_to_stop_and_says_when_it_will(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_refusal_is_an_error(tmp_path: Path) -> None:
 def test_a_run_need_not_be_waited_for(tmp_path: Path) -> None:
     with acquire(RunDirectory(tmp_path)) as live:
         result = smalti_run("save", tmp_path, "--no-wait")
-        assert (result.exit_code, result.stdout) == (0, f"{tmp_path}: asked to save\n")
+        assert (result.exit_code, result.stdout) == (0, f"{tmp_path}: requested to save\n")
         assert [request.kind for request in live.take_requests()] == ["save"]
 
 
@@ -128,7 +128,7 @@ def test_a_run_that_does_not_answer_in_time_is_told_about(tmp_path: Path) -> Non
         result = smalti_run("save", tmp_path, "--timeout", "0.1")
     assert (result.exit_code, result.stderr) == (
         1,
-        f"{tmp_path}: asked to save, but there is no answer: none within 0.1 s; it looks after each step\n",
+        f"{tmp_path}: no answer to the request to save: none within 0.1 s; runs answer after a step\n",
     )
 
 
@@ -183,7 +183,7 @@ def test_ctrl_c_ends_the_watching_and_not_the_run(tmp_path: Path) -> None:
         watcher.send_signal(signal.SIGINT)
         _, stderr = watcher.communicate(timeout=60)
         assert (watcher.returncode, child.poll()) == (130, None)
-    assert stderr == f"watching ended; the run goes on. To stop it: smalti run stop {tmp_path}\n"
+    assert stderr == f"stopped watching; the run continues. To stop it: smalti run stop {tmp_path}\n"
 
 
 def test_events_are_passed_through_from_the_first_to_the_last(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_what_other_nodes_report_is_shown_too(tmp_path: Path) -> None:
     ("kind", "fields", "text"),
     [
         ("checkpoint", {"path": "checkpoints/step-1"}, "checkpoint of step 1: {}/checkpoints/step-1"),
-        ("sample", {"grid": "samples/1/grid.png"}, "pictures of step 1: {}/samples/1/grid.png"),
+        ("sample", {"grid": "samples/1/grid.png"}, "images of step 1: {}/samples/1/grid.png"),
         ("warning", {"message": "hm"}, "warning: hm"),
         ("error", {"error": "ValueError", "message": "bad"}, "error: ValueError: bad"),
         ("control_ack", {"kind": "save", "accepted": False, "message": "no"}, "save refused: no"),

@@ -9,7 +9,7 @@ may change with any release.
     smalti.models.compilation,
     smalti.diffusion, smalti.optimizers, smalti.data.spec, smalti.data.sources, smalti.storage, smalti.checkpoint,
     smalti.plugins, smalti.invocation, smalti.families, smalti.run, smalti.options, smalti.caches, smalti.configedit,
-    smalti.commands.table, smalti.rundir, smalti.liverun, smalti.events, smalti.files, smalti.configfile,
+    smalti.commands.table, smalti.commands.help, smalti.rundir, smalti.liverun, smalti.events, smalti.files, smalti.configfile,
     smalti.acceleratefile, smalti.importing, smalti.testing
 """
 

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import click
 
+from smalti.commands.help import Additions, Group, colour
 from smalti.ending import End
 from smalti.errors import ExitCode, UserError
 from smalti.importing import keep_imports
@@ -21,27 +22,29 @@ from smalti.streams import outlast
 from smalti.termination import live_for_one_command
 
 COMMANDS = {
-    "train": ("smalti.commands.train:train", "Train, or resume; --dry-run shows what would happen."),
-    "plugins": ("smalti.commands.plugins:plugins", "List the installed plugins and what each of them adds."),
-    "plugin": ("smalti.commands.plugin:plugin", "Start a package with a plugin of your own: plugin new."),
-    "config": ("smalti.commands.config:config", "Show, explain and document the configuration."),
+    "train": ("smalti.commands.train:train", "Train a model, or resume its training."),
+    "plugins": ("smalti.commands.plugins:plugins", "List plugins and what each adds."),
+    "plugin": ("smalti.commands.plugin:plugin", "Create a plugin package."),
+    "config": ("smalti.commands.config:config", "Show, explain and convert the configuration."),
     "dataset": ("smalti.commands.dataset:dataset", "Scan datasets and check them against the batch size."),
-    "cache": ("smalti.commands.cache:cache", "List and clear what plugins keep between runs."),
+    "cache": ("smalti.commands.cache:cache", "List and clear caches."),
     "checkpoint": ("smalti.commands.checkpoint:checkpoint", "List, inspect, verify, convert and export checkpoints."),
 }
+SECTIONS = {
+    "Training": ("train", "run", "checkpoint"),
+    "Data": ("dataset", "cache"),
+    "Configuration": ("config", "plugins", "plugin"),
+}
+"""The commands by what they are about, in the order of the help; all others come from plugins."""
+EXAMPLES = (
+    "smalti train config.toml",
+    "smalti train --help lora",
+    "smalti run ls",
+    "smalti checkpoint export runs/first --to=model",
+)
 
 
-class Additions(click.Group):
-    """What `register_commands` is handed: a group that takes each name once."""
-
-    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        name = name or cmd.name
-        if name in COMMANDS or name in self.commands:
-            raise UserError(f"there is a command {name!r} already", fix="leave the plugin out with --without")
-        super().add_command(cmd, name)
-
-
-class Commands(click.Group):
+class Commands(Group):
     """The built-in commands and those of plugins. Plugins are loaded only when no built-in command is meant."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -60,34 +63,39 @@ class Commands(click.Group):
         if package := package_of_command(name):
             raise package.error(f"the command {name!r} belongs to {package.distribution}")
         near = get_close_matches(name, self.list_commands(ctx), n=2)
-        fix = f"did you mean {' or '.join(near)}?" if near else "smalti --help lists the commands"
+        fix = f"did you mean {' or '.join(near)}?" if near else "list the commands with smalti --help"
         raise UserError(f"unknown command {name!r}", fix=fix)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = [(name, text) for name, (_, text) in COMMANDS.items()]
-        rows += [(name, command.get_short_help_str(80)) for name, command in sorted(self._from_plugins().items())]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
+        texts = {name: text for name, (_, text) in COMMANDS.items()}
+        texts |= {name: command.get_short_help_str(80) for name, command in sorted(self._from_plugins().items())}
+        named = {name for names in SECTIONS.values() for name in names}
+        sections = {**SECTIONS, "From plugins": tuple(name for name in texts if name not in named)}
+        width = max(map(len, texts))
+        for title, names in sections.items():
+            if rows := [(f"{name:<{width}}", texts[name]) for name in names if name in texts]:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
     def _from_plugins(self) -> dict[str, click.Command]:
         """The commands that installed plugins add; those left out by the environment are not imported."""
         from smalti.plugins import load_plugins
         from smalti.schema import selection_of
 
-        group = Additions()
+        group = Additions(tuple(COMMANDS))
         plugins = load_plugins(selection_of((), None, os.environ), strict=False)
         for name in sorted(plugins.claims("register_commands")):
             try:
                 plugins.call_only(name, "register_commands", commands=group)
             except Exception as error:  # noqa: BLE001 - one plugin's defect must not take the other commands away
-                click.echo(f"smalti: warning: commands of the plugin {name!r} are left out: {describe(error)}", err=True)
+                click.echo(f"smalti: warning: ignoring the commands of plugin {name!r}: {describe(error)}", err=True)
         return dict(group.commands)
 
 
-@click.group(cls=Commands, epilog="smalti train --help shows the options of a run; every command has --help.")
+@click.group(cls=Commands, examples=EXAMPLES, epilog="Every command has --help.")
 @click.version_option(version("smalti"), prog_name="smalti")
 def smalti() -> None:
-    """Train diffusion models in shards, from one CPU to many GPU nodes."""
+    """Train diffusion models on one GPU or many nodes."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -113,7 +121,7 @@ def _be_the_process(arguments: list[str]) -> NoReturn:
 
 def _run(arguments: list[str]) -> int:
     try:
-        code = smalti.main(args=arguments, prog_name="smalti", standalone_mode=False)
+        code = smalti.main(args=arguments, prog_name="smalti", standalone_mode=False, color=colour())
     except UserError as error:
         _tell(str(error), error)
         return error.exit_code
@@ -132,6 +140,6 @@ def _run(arguments: list[str]) -> int:
 
 def _tell(message: str, error: BaseException) -> None:
     """The last lines of output name the cause, and the plugin that raised it if one did."""
-    click.echo(f"smalti: error: {message}", err=True)
+    click.echo(f"{click.style('smalti: error:', fg='red', bold=True)} {message}", err=True, color=colour())
     for note in getattr(error, "__notes__", ()):
         click.echo(f"  {note}", err=True)

@@ -62,19 +62,6 @@ def _split_file(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     return (Path(files[0]).expanduser() if files else None), flags
 
 
-def take_value(words: list[str], name: str) -> str | None:
-    """What follows this flag, or is joined to it by =, if it is among the words; both are removed."""
-    for index, word in enumerate(words):
-        flag, joined, text = word.partition("=")
-        if flag == name:
-            value = text if joined else "".join(words[index + 1 : index + 2])
-            if not value or (not joined and value.startswith("--")):
-                raise UserError(f"{name} needs a value", fix=f"{name}=FILE")
-            del words[index : index + (1 if joined else 2)]
-            return value
-    return None
-
-
 def take_switch(words: list[str], *names: str) -> bool:
     """Whether one of these switches is among the words; it is removed."""
     found = [word for word in words if word.replace("_", "-") in names]

@@ -386,6 +386,8 @@ def unknown(spelling: str, schema: Schema, *, where: str) -> Problem:
         return package.problem(f"{spelling} belongs to {package.distribution}", where)
     prefix = "--" if spelling.startswith("-") else ""
     near = [f"{prefix}{name}" for name in schema.near(spelling)]
-    fix = f"did you mean {' or '.join(near)}?" if near else "smalti train --help-all lists every option"
+    fix = (
+        f"did you mean {' or '.join(near)}?" if near else "remove it, or search the options by a word: smalti train --help WORD"
+    )
     meant = schema.near(spelling)[:1]
     return Problem(message=f"unknown option {spelling}", where=where, fix=fix, option=meant[0] if meant else "")

@@ -181,6 +181,12 @@ def package_of_option(name: str) -> Package | None:
     return next((package for package in PACKAGES if name in package.options), None)
 
 
+def package_of_topic(word: str) -> Package | None:
+    """The package in whose options' names this word begins a part."""
+    part = f"_{word.lower().replace('-', '_')}"
+    return next((each for each in PACKAGES if any(part in f"_{name}" for name in each.options)), None)
+
+
 def package_of_family(name: str) -> Package | None:
     """The package that has this model family."""
     return next((package for package in PACKAGES if name.lower().replace("-", "_") in package.families), None)

@@ -1,15 +1,13 @@
-"""Every option in words: the help of `smalti train`, and the reference page. Both come from the declared fields."""
+"""Every option in words, for help, reference page and JSON. All come from the declared fields."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
-import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 
-from smalti.options import Option, Schema
+from smalti.options import Option, OptionGroup, Schema
 from smalti.packages import package_of_option
 
 
@@ -23,39 +21,53 @@ def default_text(option: Option) -> str:
     return repr(default).removesuffix(".0") if isinstance(default, float) else str(default)
 
 
-def help_text(schema: Schema, *, everything: bool) -> str:
-    """The options by section, for a terminal; only the basic ones unless `everything`."""
-    width = min(shutil.get_terminal_size().columns, 120)
-    lines = []
-    for group in schema.groups:
-        options = [each for each in schema.options.values() if each.group is group and (everything or each.level == "basic")]
-        if not options:
-            continue
-        lines += ["", f"{group.title}:"]
-        for option in options:
-            lines += _help_entry(option, width)
-    return "\n".join(lines)
-
-
-def _help_entry(option: Option, width: int) -> Iterator[str]:
-    head = f"  --[no_]{option.name}" if option.is_flag else f"  --{option.name}={option.kind}"
-    facts = [option.help.rstrip(".")]
-    if option.choices and len(head) > 32:
-        head = f"  --{option.name}=word"
-        facts.append(f"one of {', '.join(option.choices)}")
-    if option.trade:
-        facts.append(option.trade)
+def facts(option: Option, *, choices: bool, whole: bool) -> Iterator[str]:
+    """What the help says of an option, in sentences; with `choices` also its choices, with `whole` all that is known of it."""
+    yield option.help
+    if choices:
+        yield f"One of: {', '.join(option.choices)}."
+    if whole and option.bounds:
+        yield f"Range: {option.bounds}."
     if (default := default_text(option)) != "":
-        facts.append(f"default {default}")
+        yield f"Default: {_off_or_on(default) if option.is_flag else default}."
     if option.when:
-        facts.append(f"with {option.when}")
-    body = textwrap.wrap("; ".join(facts), width - 34)
-    if len(head) > 32:
-        yield head
-        head = ""
-    yield f"{head:<34}{body[0]}"
-    for line in body[1:]:
-        yield " " * 34 + line
+        yield f"Only with {condition(option)}."
+    if option.trade:
+        yield f"Effect: {option.trade}."
+    if whole and option.aliases:
+        yield f"Also accepted: {', '.join(f'--{alias}' for alias in option.aliases)}."
+    if whole and option.accelerate:
+        yield f"Accelerate YAML: {option.accelerate}."
+
+
+def _off_or_on(word: str) -> str:
+    return {"false": "off", "true": "on"}.get(word, word)
+
+
+def sections(schema: Schema, options: Iterable[Option]) -> dict[OptionGroup, list[Option]]:
+    """These options by their groups, in the order of the schema; groups without any are left out."""
+    wanted = {option.name for option in options}
+    found = {
+        group: [each for each in schema.options.values() if each.group is group and each.name in wanted]
+        for group in schema.groups
+    }
+    return {group: members for group, members in found.items() if members}
+
+
+def matching(schema: Schema, topic: str) -> list[Option]:
+    """The options that a word means: those of a section, else those in whose names it begins a part.
+
+    "ema" means use_ema and ema_decay.
+    """
+    word = topic.strip().lstrip("-").lower().replace("-", "_").replace(" ", "_")
+    named = [
+        group
+        for group in schema.groups
+        if word in (group.name, *group.title.lower().split(), group.title.lower().replace(" ", "_"))
+    ]
+    if named:
+        return [each for each in schema.options.values() if each.group in named or each.name.startswith(f"{word}_")]
+    return [each for each in schema.options.values() if any(f"_{word}" in f"_{name}" for name in (each.name, *each.aliases))]
 
 
 def condition(option: Option) -> str:
@@ -86,7 +98,7 @@ def _reference_row(option: Option) -> str:
     if option.when:
         notes.append(f"Only with `{condition(option)}`.")
     if option.trade:
-        notes.append(f"Trade-off: {option.trade}.")
+        notes.append(f"Effect: {option.trade}.")
     if option.aliases:
         notes.append(f"Also accepted: {', '.join(f'`{alias}`' for alias in option.aliases)}.")
     if option.accelerate:

@@ -296,7 +296,7 @@ class RunDirectory:
         if status.condition == "never started" or status.ended:
             raise UserError(
                 f"{self.path}: nobody is there to {kind}: {status.condition} ({status.message})",
-                fix="`smalti run ls` lists the runs and how they fare",
+                fix="`smalti run ls` lists runs and their status",
             )
         request = Request(
             id=f"{time.time_ns()}-{uuid4().hex[:8]}", kind=kind, details=details, asked_at=complete_size(self.events_file)

@@ -107,7 +107,7 @@ def test_flags_make_json_on_the_screen_or_in_a_new_file(run, tmp_path):
     assert run("deepspeed", "build", *flags, "--to", file)[:2] == (0, "")
     assert json.loads(file.read_text()) == document
     code, _, complaint = run("deepspeed", "build", "--stage=1", "--to", file)
-    assert (code, "exists already" in complaint, json.loads(file.read_text())) == (2, True, document)
+    assert (code, "already exists" in complaint, json.loads(file.read_text())) == (2, True, document)
     assert run("deepspeed", "build", "--stage=1", "--to", file, "--force")[0] == 0
     assert json.loads(file.read_text())["zero_optimization"] == {"stage": 1}
 

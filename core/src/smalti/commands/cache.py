@@ -1,4 +1,4 @@
-"""`smalti cache`: what plugins keep between runs, and how to be rid of it."""
+"""`smalti cache`: list and clear what plugins keep between runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import asdict
 import click
 
 from smalti.caches import find_cache, list_caches
+from smalti.commands.help import Group
 from smalti.commands.table import counted, in_bytes, print_table
 from smalti.config import Config
 from smalti.invocation import Invocation
@@ -21,37 +22,37 @@ _WORDS = click.argument("words", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-@click.group()
+@click.group(cls=Group, examples=("smalti cache ls", "smalti cache clear fsdp-blocks"))
 def cache() -> None:
-    """List and clear what plugins keep between runs. All of it can be made again.
+    """List and clear caches. Everything in a cache can be computed again.
 
-    Some caches lie where the configuration says: for those give a configuration file, or flags, as to `smalti train`.
+    Some caches lie where the configuration says. For those give the same arguments as to `smalti train`.
     """
 
 
-@cache.command(context_settings=_SETTINGS)
+@cache.command(context_settings=_SETTINGS, examples=("smalti cache ls", "smalti cache ls config.toml --json"))
 @_WORDS
 @_JSON
 def ls(words: tuple[str, ...], as_json: bool) -> None:
-    """List all caches with their size and place."""
+    """List all caches with their size and location."""
     reports = list_caches(*_asked(words))
     if as_json:
         click.echo(json.dumps({"caches": [asdict(report) for report in reports]}, indent=2))
         return
     if not reports:
-        click.echo("no plugin keeps anything", err=True)
+        click.echo("no plugin has a cache", err=True)
         return
     rows = [(report.name, f"{report.entries:,}", in_bytes(report.bytes), report.title, report.place) for report in reports]
     print_table(("cache", "entries", "size", "what", "where"), rows, right=(1, 2))
 
 
-@cache.command(context_settings=_SETTINGS)
+@cache.command(context_settings=_SETTINGS, examples=("smalti cache clear fsdp-blocks", "smalti cache clear fsdp-blocks --yes"))
 @click.argument("name")
 @_WORDS
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @_JSON
 def clear(name: str, words: tuple[str, ...], yes: bool, as_json: bool) -> None:
-    """Remove everything in the cache NAME. On a terminal it asks first."""
+    """Remove everything in the cache NAME. Asks first on a terminal."""
     plugins, config = _asked(words)
     found = find_cache(plugins, name, config)
     if not yes and sys.stdin.isatty() and (size := found.size()):

@@ -1,8 +1,8 @@
-"""`smalti checkpoint`: look at checkpoints, check them, convert and export them; without changing any.
+"""`smalti checkpoint`: list, inspect, verify, convert and export checkpoints. None of it changes a checkpoint.
 
 Importing this module imports no torch; of the commands, `export` alone needs it.
 
-`verify` exits with 1 when anything is damaged; all of them with 2 when there is nothing to look at.
+`verify` exits with 1 if anything is damaged. All of them exit with 2 if there is no checkpoint.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from smalti.checkpoint.manifest import GROUPS, MANIFEST, WEIGHTS, Manifest, read
 from smalti.checkpoint.store import CheckpointStore, Entry
 from smalti.checkpoint.tensorfile import StoredTensor, stored_tensors
 from smalti.checkpoint.verification import Verification, verify
+from smalti.commands.help import Group
 from smalti.commands.table import counted, in_bytes, print_table
 from smalti.errors import CheckpointError
 from smalti.plugins import load_plugins
@@ -34,19 +35,27 @@ if TYPE_CHECKING:
 
 _DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 _NEW = click.Path(path_type=Path)
-_as_json = click.option("--json", "as_json", is_flag=True, help="For machines.")
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-@click.group("checkpoint")
+@click.group(
+    "checkpoint",
+    cls=Group,
+    examples=(
+        "smalti checkpoint ls runs/first",
+        "smalti checkpoint verify runs/first",
+        "smalti checkpoint export runs/first --to=model --ema",
+    ),
+)
 def checkpoint() -> None:
     """List, inspect, verify, convert and export checkpoints."""
 
 
-@checkpoint.command("ls")
+@checkpoint.command("ls", examples=("smalti checkpoint ls runs/first",))
 @click.argument("run_dir", type=_DIRECTORY)
 @_as_json
 def list_checkpoints(run_dir: Path, as_json: bool) -> None:
-    """The checkpoints of RUN_DIR. Reads their manifests only; `verify` reads everything."""
+    """List the checkpoints of RUN_DIR. Reads only their manifests; `verify` reads everything."""
     entries = _entries(run_dir)
     if as_json:
         _print_json([_entry_as_json(entry) for entry in entries])
@@ -60,13 +69,19 @@ def list_checkpoints(run_dir: Path, as_json: bool) -> None:
     print_table(("checkpoint", "size", "ranks", "made", ""), rows, right=(1, 2))
 
 
-@checkpoint.command("inspect")
+@checkpoint.command(
+    "inspect",
+    examples=(
+        "smalti checkpoint inspect runs/first",
+        "smalti checkpoint inspect runs/first/checkpoints/step-00001000 --tensors",
+    ),
+)
 @click.argument("path", type=_DIRECTORY)
-@click.option("--tensors", is_flag=True, help="Every tensor with its shape.")
+@click.option("--tensors", is_flag=True, help="List every tensor with its shape.")
 @_as_json
 @click.pass_context
 def inspect_checkpoint(context: click.Context, path: Path, tensors: bool, as_json: bool) -> None:
-    """Show what a checkpoint holds. PATH is one, or a run directory, whose newest it is then. Contents are not checked."""
+    """Show what a checkpoint contains. PATH is a checkpoint, or a run directory (its newest). Contents are not verified."""
     path = _one(path)
     try:
         manifest = read_manifest(path)
@@ -99,14 +114,14 @@ def inspect_checkpoint(context: click.Context, path: Path, tensors: bool, as_jso
             print_table(("name", "type", "shape", "size"), rows, right=(3,))
 
 
-@checkpoint.command("verify")
+@checkpoint.command("verify", examples=("smalti checkpoint verify runs/first", "smalti checkpoint verify runs/first --json"))
 @click.argument("path", type=_DIRECTORY)
 @_as_json
 @click.pass_context
 def verify_checkpoints(context: click.Context, path: Path, as_json: bool) -> None:
-    """Compare every byte with the digests. PATH is a checkpoint, or a run directory, of which all are read then.
+    """Verify every byte against the digests.
 
-    Exits with 1 when anything is damaged.
+    PATH is a checkpoint, or a run directory (verifies all of them). Exits with 1 if anything is damaged.
     """
     paths = [path] if _is_checkpoint(path) else [entry.path for entry in _entries(path)]
     results = []
@@ -119,27 +134,33 @@ def verify_checkpoints(context: click.Context, path: Path, as_json: bool) -> Non
     context.exit(0 if all(result.ok for result in results) else 1)
 
 
-@checkpoint.command("convert")
+@checkpoint.command(
+    "convert",
+    examples=(
+        "smalti checkpoint convert deepspeed-run/global_step500 --to=converted",
+        "smalti checkpoint convert runs/first --to=weights --format=safetensors --ema",
+    ),
+)
 @click.argument("source", type=_DIRECTORY)
-@click.option("--to", "target", required=True, metavar="FOLDER", type=_NEW, help="What to make; it must not be there yet.")
+@click.option("--to", "target", required=True, metavar="FOLDER", type=_NEW, help="Folder to create. It must not exist yet.")
 @click.option(
     "--format",
     "kind",
     type=click.Choice(get_args(Target)),
     default="smalti",
     show_default=True,
-    help="A checkpoint to resume from, or the weights alone for diffusers and transformers.",
+    help="smalti: a checkpoint to resume from. safetensors: only the weights, for diffusers and transformers.",
 )
-@click.option("--ema", is_flag=True, help="With --format=safetensors: the averaged weights.")
+@click.option("--ema", is_flag=True, help="Take the EMA weights. Only with --format=safetensors.")
 @_as_json
 def convert_checkpoint(source: Path, target: Path, kind: Target, ema: bool, as_json: bool) -> None:
-    """Make a checkpoint, or plain safetensors, of any checkpoint.
+    """Convert a checkpoint to smalti's format or to safetensors.
 
-    SOURCE may be in any format that an installed plugin reads (`smalti plugins`), or a run directory, whose newest checkpoint
-    it is then. It is not changed. Foreign pickles are read in a process of their own, which lets nothing in them run.
+    SOURCE is a checkpoint in any format that an installed plugin reads (see `smalti plugins`), or a run directory (its newest
+    checkpoint). It is not changed. Pickles are read in a separate process that cannot run code from them.
     """
     if ema and kind != "safetensors":
-        raise click.UsageError("--ema needs --format=safetensors: a checkpoint keeps both")
+        raise click.UsageError("--ema needs --format=safetensors: a checkpoint keeps both weights")
     formats = load_plugins(selection_of((), None, os.environ), strict=False).gather(
         "register_checkpoint_formats", CheckpointFormat
     )
@@ -149,29 +170,35 @@ def convert_checkpoint(source: Path, target: Path, kind: Target, ema: bool, as_j
         _print_json(vars(done) | {"path": str(done.path)})
         return
     size = f"{counted(done.tensors, 'tensor')}, {in_bytes(done.size)} in {counted(len(done.files), 'file')}"
-    click.echo(f"{done.path}: step {done.step} from {done.source_format}, {size}, read back and whole")
+    click.echo(f"{done.path}: step {done.step} from {done.source_format}, {size}, verified")
     for notice in done.notices:
         click.echo(f"note: {notice}")
     if kind == "smalti":
-        click.echo(f"to go on from it: smalti train ... --resume_from_checkpoint={done.path}")
+        click.echo(f"resume from it with: smalti train ... --resume_from_checkpoint={done.path}")
 
 
-@checkpoint.command("export")
+@checkpoint.command(
+    "export",
+    examples=(
+        "smalti checkpoint export runs/first --to=model",
+        "smalti checkpoint export runs/first --to=model --step=1000 --ema --dtype=bf16",
+    ),
+)
 @click.argument("path", type=_DIRECTORY)
-@click.option("--to", "target", required=True, metavar="FOLDER", type=_NEW, help="What to make; it must not be there yet.")
-@click.option("--step", type=click.IntRange(min=0), help="The checkpoint of this step; the newest whole one without.")
-@click.option("--ema", is_flag=True, help="The averaged weights.")
+@click.option("--to", "target", required=True, metavar="FOLDER", type=_NEW, help="Folder to create. It must not exist yet.")
+@click.option("--step", type=click.IntRange(min=0), help="Step of the checkpoint. Default: the newest one that is intact.")
+@click.option("--ema", is_flag=True, help="Export the EMA weights.")
 @click.option(
     "--dtype",
     "precision",
     type=click.Choice(("fp32", "bf16", "fp16")),
-    help="What the trained tensors become; without, as they are. All other parts are copied as they are.",
+    help="Dtype of the trained tensors. Default: unchanged, like all other parts.",
 )
 @click.option(
     "--pretrained_model_name_or_path",
     "pretrained",
     metavar="FOLDER",
-    help="Where the model that the run started from lies now, if it has moved.",
+    help="New path of the model that the run started from, if it has moved.",
 )
 @_as_json
 def export_checkpoint(
@@ -183,11 +210,11 @@ def export_checkpoint(
     pretrained: str | None,
     as_json: bool,
 ) -> None:
-    """Make what inference loads of a run or a checkpoint.
+    """Export a run or checkpoint for inference.
 
-    PATH is a run directory or one of its checkpoints. What is made, the model family says: a whole pipeline, or the file of an
-    adapter. Works for checkpoints of any strategy and any number of ranks, without accelerators, in the memory of one tensor.
-    The checkpoint is read in full and compared with its digests first; what is made is read back and appears by one rename.
+    PATH is a run directory or one of its checkpoints. The model family decides what is written: a complete pipeline, or an
+    adapter file. Works for any strategy and number of ranks, without an accelerator, with one tensor in memory at a time.
+    The checkpoint is verified first, and the export is read back before it appears under its name.
     """
     from smalti.export import export
 
@@ -208,9 +235,7 @@ def export_checkpoint(
         _print_json(vars(done) | {"path": str(done.path), "checkpoint": str(done.checkpoint)})
         return
     what = f"{counted(done.tensors, 'averaged tensor' if ema else 'trained tensor')}, {in_bytes(done.size)}"
-    click.echo(
-        f"{done.path}: {done.family} at step {done.step}, {what} in {counted(len(done.files), 'file')}, read back and whole"
-    )
+    click.echo(f"{done.path}: {done.family} at step {done.step}, {what} in {counted(len(done.files), 'file')}, verified")
 
 
 @contextmanager
@@ -236,7 +261,7 @@ def _entries(path: Path) -> list[Entry]:
     for root in (path / "checkpoints", path):
         if entries := CheckpointStore(root).all():
             return entries
-    raise click.BadParameter(f"there is no checkpoint in {path}", param_hint="PATH")
+    raise click.BadParameter(f"no checkpoint found in {path}", param_hint="PATH")
 
 
 def _source(path: Path) -> Path:

@@ -1,49 +1,68 @@
-"""`smalti config`: what the configuration is, and why."""
+"""`smalti config`: show, explain and convert the configuration."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import click
 
 from smalti import acceleratefile
+from smalti.commands.help import Formatter, Group, on_terminal, show_page, write_options
 from smalti.config import Config, resolve
 from smalti.configfile import read_mapping
 from smalti.configsources import PREFIX
 from smalti.configtext import as_toml, put_into
 from smalti.errors import ConfigError, UserError
 from smalti.files import atomic_write
-from smalti.invocation import Invocation, take_switch, take_value
+from smalti.invocation import Invocation
 from smalti.launch import expected_kind, merged_yaml, yaml_text
 from smalti.options import unknown
 from smalti.plugins import BUILT_IN
-from smalti.reference import condition, default_text, describe, reference_page
+from smalti.reference import condition, default_text, describe, reference_page, sections
 from smalti.schema import check
 from smalti.settings import LaunchOptions, launch_problems
 from smalti.strategy import choose_distributed
 
 _WORDS = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
+_ARGUMENTS = click.argument("words", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_FORCE = click.option("--force", is_flag=True, help="Replace the file of --to if it exists.")
 
 
-@click.group()
+def _to(ending: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The option that names the file to write."""
+    text = f"Write a new file, whose name ends in {ending}."
+    return click.option("--to", "given", metavar="FILE", help=text)
+
+
+@click.group(
+    cls=Group,
+    examples=(
+        "smalti config show runs/first/config.toml",
+        "smalti config explain learning_rate",
+        "smalti config import-accelerate accelerate.yaml --to=config.toml",
+    ),
+)
 def config() -> None:
-    """Show, explain and document the configuration."""
+    """Show, explain and convert the configuration."""
 
 
-@config.command(context_settings=_WORDS)
-@click.argument("words", nargs=-1, type=click.UNPROCESSED)
-def show(words: tuple[str, ...]) -> None:
-    """Print as TOML the configuration that WORDS give.
+@config.command(
+    context_settings=_WORDS,
+    examples=("smalti config show config.toml --seed=3", "smalti config show --all --model_family=toy > config.toml"),
+)
+@_ARGUMENTS
+@click.option("--all", "complete", is_flag=True, help="Print defaults too.")
+@_JSON
+def show(words: tuple[str, ...], complete: bool, as_json: bool) -> None:
+    """Print the resolved configuration as TOML.
 
-    WORDS are those of `smalti train`: a configuration file first, then flags. --all prints defaults too, --json every value
-    with its source.
+    Takes the same arguments as `smalti train`. --json prints every value with its source.
     """
-    rest = list(words)
-    as_json, complete = take_switch(rest, "--json"), take_switch(rest, "--all")
-    resolved = Invocation.read(rest).config()
+    resolved = Invocation.read(words).config()
     if as_json:
         values = {name: {"value": value, "source": resolved.source(name)} for name, value in resolved.values().items()}
         click.echo(json.dumps({"digest": resolved.digest, "values": values, "notices": list(resolved.notices)}, indent=2))
@@ -53,14 +72,19 @@ def show(words: tuple[str, ...]) -> None:
     click.echo(as_toml(resolved, complete=complete), nl=False)
 
 
-@config.command(context_settings=_WORDS)
+@config.command(
+    context_settings=_WORDS,
+    examples=("smalti config explain learning_rate", "smalti config explain seed config.toml --seed=3"),
+)
 @click.argument("key")
-@click.argument("words", nargs=-1, type=click.UNPROCESSED)
-def explain(key: str, words: tuple[str, ...]) -> None:
-    """Say what KEY means, what it is, and where from. WORDS are those of `smalti train`."""
-    rest = list(words)
-    as_json = take_switch(rest, "--json")
-    invocation = Invocation.read(rest)
+@_ARGUMENTS
+@_JSON
+def explain(key: str, words: tuple[str, ...], as_json: bool) -> None:
+    """Show an option's meaning, value and source.
+
+    After KEY, takes the same arguments as `smalti train`.
+    """
+    invocation = Invocation.read(words)
     option = invocation.schema.find(key)
     if option is None:
         problem = unknown(key, invocation.schema, where="")
@@ -77,7 +101,7 @@ def explain(key: str, words: tuple[str, ...]) -> None:
         "type": option.kind + (f", {option.bounds}" if option.bounds else ""),
         "default": default_text(option) or "none",
         "only with": condition(option),
-        "trade-off": option.trade,
+        "effect": option.trade,
         "environment": f"{PREFIX}{option.name.upper()}",
         "section": option.group.title,
         "also called": ", ".join(option.aliases),
@@ -90,33 +114,57 @@ def explain(key: str, words: tuple[str, ...]) -> None:
             click.echo(f"{'note':<12} {notice}")
 
 
-@config.command(context_settings=_WORDS)
-@click.argument("words", nargs=-1, type=click.UNPROCESSED)
-def reference(words: tuple[str, ...]) -> None:
-    """Print the reference page of all options, as Markdown. WORDS may select plugins: --plugin, --without."""
+@config.command(
+    context_settings=_WORDS,
+    examples=("smalti config reference", "smalti config reference --without=all > options.md"),
+)
+@_ARGUMENTS
+@_JSON
+def reference(words: tuple[str, ...], as_json: bool) -> None:
+    """List every option: as text on a terminal, else as Markdown.
+
+    --plugins and --without select plugins, as in `smalti train`.
+    """
     invocation = Invocation.read(words)
     invocation.config()
-    click.echo(reference_page(invocation.schema), nl=False)
+    schema = invocation.schema
+    if as_json:
+        click.echo(json.dumps({"options": [describe(option) for option in schema.options.values()]}, indent=2))
+    elif on_terminal():
+        formatter = Formatter()
+        write_options(formatter, sections(schema, schema.options.values()), whole=True)
+        show_page(formatter.getvalue().strip())
+    else:
+        click.echo(reference_page(schema), nl=False)
 
 
-@config.command("import-accelerate", context_settings=_WORDS)
-@click.argument("words", nargs=-1, type=click.UNPROCESSED)
-def import_accelerate(words: tuple[str, ...]) -> None:
-    """Say in TOML what an Accelerate YAML says. What has no counterpart gets a remark.
+@config.command(
+    "import-accelerate",
+    context_settings=_WORDS,
+    examples=(
+        "smalti config import-accelerate accelerate.yaml",
+        "smalti config import-accelerate accelerate.yaml --to=config.toml --merge",
+    ),
+)
+@click.argument("words", metavar="FILE [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
+@_to(".toml")
+@click.option("--merge", is_flag=True, help="Set the options in the file of --to, and keep the rest of it.")
+@_FORCE
+@_JSON
+def import_accelerate(words: tuple[str, ...], given: str | None, merge: bool, force: bool, as_json: bool) -> None:
+    """Convert an Accelerate YAML to a configuration file.
 
-    WORDS are the YAML file, then flags that are to go before it. --to FILE.toml writes a file that is new; --merge sets the
-    options in one that exists and leaves the rest of it alone, --force replaces it. --json prints values, sources and notices.
+    FILE is the YAML file; flags override it. Keys without a counterpart are listed as notes. --json prints values, sources and
+    notices.
     """
-    rest = list(words)
-    as_json, merge, force = (take_switch(rest, name) for name in ("--json", "--merge", "--force"))
-    target = _target(rest, ".toml")
-    invocation = Invocation.read(rest)
+    target = _target(given, ".toml")
+    invocation = Invocation.read(words)
     file = invocation.file
     if file is None:
-        raise UserError("no Accelerate YAML is given", fix="smalti config import-accelerate FILE")
+        raise UserError("no Accelerate YAML given", fix="smalti config import-accelerate FILE")
     content = read_mapping(file)
     if not acceleratefile.is_accelerate(content):
-        raise UserError(f"{file} is no Accelerate configuration", fix="give a file that `accelerate config` wrote")
+        raise UserError(f"{file} is not an Accelerate configuration", fix="give a file written by `accelerate config`")
     resolved = resolve(invocation.schema, invocation.flags, file=file, environment={})
     notices = [*resolved.notices, *_left_over(content, resolved, file)]
     if as_json:
@@ -124,41 +172,46 @@ def import_accelerate(words: tuple[str, ...]) -> None:
         click.echo(json.dumps({"values": values, "notices": notices}, indent=2))
         return
     if merge and target is not None and target.exists():
-        read_mapping(target)  # complains about what is no TOML
+        read_mapping(target)  # complains about what is not TOML
         _tell_notices(notices)
         _write(target, put_into(target.read_text(encoding="utf-8"), resolved, resolved.sources))
         return
     text = "".join(f"# {notice}\n" for notice in notices) + as_toml(resolved, names=resolved.sources)
-    _put_out(text, target, replace=force, ways="--merge keeps what else is in it, --force replaces it")
+    _put_out(text, target, replace=force, ways="--merge keeps its other options, --force replaces it")
 
 
 def _left_over(content: Mapping[str, object], resolved: Config, file: Path) -> Iterator[str]:
-    """What a configuration file of ours cannot say."""
+    """Notes on what a configuration file of smalti cannot express."""
     for key, value in acceleratefile.uncovered(content, resolved.schema).items():
-        kept = f"accelerate_config = {json.dumps(str(file))} keeps it in force"
+        kept = f"keep it with accelerate_config = {json.dumps(str(file))}"
         yield f"{key}: {json.dumps(value, default=str)} has no option; {kept}"
     default = acceleratefile.default_file(os.environ)
     if default is not None and default.exists() and default.samefile(file):
-        yield f'{file} is the default of Accelerate, and goes before this file unless accelerate_config = "none"'
+        yield f'{file} is Accelerate\'s default file and overrides this one; accelerate_config = "none" ignores it'
 
 
-@config.command("export-accelerate", context_settings=_WORDS)
-@click.argument("words", nargs=-1, type=click.UNPROCESSED)
-def export_accelerate(words: tuple[str, ...]) -> None:
+@config.command(
+    "export-accelerate",
+    context_settings=_WORDS,
+    examples=("smalti config export-accelerate config.toml --to=accelerate.yaml",),
+)
+@_ARGUMENTS
+@_to(".yaml")
+@_FORCE
+@_JSON
+def export_accelerate(words: tuple[str, ...], given: str | None, force: bool, as_json: bool) -> None:
     """Print the Accelerate YAML of a launch on accelerators.
 
-    WORDS are those of `smalti train`. --to FILE.yaml writes a file that is new, --force replaces one. --json prints JSON.
+    Takes the same arguments as `smalti train`.
     """
-    rest = list(words)
-    as_json, force = take_switch(rest, "--json"), take_switch(rest, "--force")
-    target = _target(rest, ".yaml", ".yml")
-    invocation = Invocation.read(rest)
+    target = _target(given, ".yaml", ".yml")
+    invocation = Invocation.read(words)
     resolved = invocation.config()
     if resolved[LaunchOptions].use_cpu:
-        raise UserError("a launch on CPUs uses no Accelerate YAML", fix="--no_use_cpu for the one of a launch on accelerators")
+        raise UserError("use_cpu is set: a launch on CPUs uses no Accelerate YAML", fix="--no_use_cpu")
     if problems := launch_problems(resolved[LaunchOptions]):
         raise ConfigError(problems)
-    check(resolved, invocation.plugins, without=BUILT_IN)  # those want a model and data, of which such a file says nothing
+    check(resolved, invocation.plugins, without=BUILT_IN)  # those check model and data, which the file does not have
     distributed = choose_distributed(resolved, invocation.plugins)
     merged = merged_yaml(resolved, distributed, expected_kind(resolved) or "cuda")
     notices = [*resolved.notices, *acceleratefile.differences(resolved.accelerate, merged, resolved.schema)]
@@ -170,9 +223,8 @@ def export_accelerate(words: tuple[str, ...]) -> None:
     _put_out(text, target, replace=force, ways="--force replaces it")
 
 
-def _target(words: list[str], *endings: str) -> Path | None:
-    """The file after --to, which must have one of these endings: files are read by theirs."""
-    given = take_value(words, "--to")
+def _target(given: str | None, *endings: str) -> Path | None:
+    """The file of --to, which must have one of these endings: files are read by theirs."""
     target = Path(given).expanduser() if given is not None else None
     if target is not None and target.suffix.lower() not in endings:
         raise UserError(f"{target} does not end in {' or '.join(endings)}", fix=f"--to={target.with_suffix(endings[0])}")
@@ -185,12 +237,12 @@ def _tell_notices(notices: list[str]) -> None:
 
 
 def _put_out(text: str, target: Path | None, *, replace: bool, ways: str) -> None:
-    """Print the text, or write it to a file that must be new unless it may be replaced. `ways` says how it may."""
+    """Print the text, or write it to a file that must be new unless `replace`. `ways` is the fix if it is not."""
     if target is None:
         click.echo(text, nl=False)
         return
     if target.exists() and not replace:
-        raise UserError(f"{target} exists already", fix=ways)
+        raise UserError(f"{target} already exists", fix=ways)
     _write(target, text)
 
 
@@ -198,5 +250,7 @@ def _write(target: Path, text: str) -> None:
     try:
         atomic_write(target.resolve(), text.encode())
     except OSError as error:
-        raise UserError(f"cannot write {target}: {error.strerror}", fix="check the folder and its permissions") from None
+        raise UserError(
+            f"cannot write {target}: {error.strerror}", fix="check that the folder exists and is writable"
+        ) from None
     click.echo(f"smalti: wrote {target}", err=True)

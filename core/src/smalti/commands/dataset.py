@@ -1,4 +1,4 @@
-"""`smalti dataset`: what is in the datasets of a run, and whether the run can use them."""
+"""`smalti dataset`: scan the datasets of a run and check that the run can use them."""
 
 from __future__ import annotations
 
@@ -8,35 +8,48 @@ from pathlib import Path
 
 import click
 
+from smalti.commands.help import Group
 from smalti.config import Config
 from smalti.data.index import Progress
 from smalti.data.prepared import Dataset, PreparedData, build_datasets
 from smalti.data.reference import dataset_reference
 from smalti.dataplan import Scan, catalog_of, dataset_specs, scan_data
 from smalti.errors import UserError
-from smalti.invocation import Invocation, take_switch
+from smalti.invocation import Invocation
 from smalti.plugins import Plugins
 from smalti.settings import DataOptions, ModelOptions, RunOptions
 
 _SHOWN = 10  # broken samples per dataset, in text
 _USUAL_ALIGNMENT = 64
 _WORDS = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
+_ARGUMENTS = click.argument("words", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-@click.group()
+@click.group(
+    cls=Group,
+    examples=(
+        "smalti dataset scan --instance_data_dir=photos",
+        "smalti dataset check config.toml --train_batch_size=4",
+    ),
+)
 def dataset() -> None:
     """Scan datasets and check them against the batch size.
 
-    `scan` and `check` take what `smalti train` takes: a configuration file first, then flags. With --output_dir they use the
-    indexes of that run and bring them up to date; without it nothing is written.
+    `scan` and `check` take the same arguments as `smalti train`. With --output_dir they use and update the indexes of that
+    run; without it nothing is written.
     """
 
 
-@dataset.command(context_settings=_WORDS)
-@click.argument("words", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
-def scan(words: tuple[str, ...]) -> None:
-    """List what the datasets hold, and what of it cannot be used and why. --json prints JSON. Opens headers only."""
-    config, plugins, as_json = _asked(words)
+@dataset.command(
+    context_settings=_WORDS,
+    examples=("smalti dataset scan --instance_data_dir=photos", "smalti dataset scan config.toml --json"),
+)
+@_ARGUMENTS
+@_JSON
+def scan(words: tuple[str, ...], as_json: bool) -> None:
+    """List images per dataset, unusable files and the reason. Reads only image headers."""
+    config, plugins = _asked(words)
     catalog = catalog_of(plugins)
     specs, directory = dataset_specs(config, catalog), _directory(config)
     found = [
@@ -48,7 +61,7 @@ def scan(words: tuple[str, ...]) -> None:
         return
     for one in found:
         broken = one.index.quarantined
-        click.echo(f"{one.spec.id}: {len(one.index.healthy)} images, {len(broken)} set aside ({one.storage.location})")
+        click.echo(f"{one.spec.id}: {len(one.index.healthy)} images, {len(broken)} unusable ({one.storage.location})")
         for item in broken[:_SHOWN]:
             click.echo(f"    {item.key}: {item.reason}")
         if len(broken) > _SHOWN:
@@ -57,48 +70,53 @@ def scan(words: tuple[str, ...]) -> None:
             click.echo(f"    note: {notice}")
 
 
-@dataset.command(context_settings=_WORDS)
-@click.argument("words", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
-def check(words: tuple[str, ...]) -> None:
-    """Say whether every bucket of the run fills a batch, and how many steps an epoch has. --json prints JSON.
+@dataset.command(
+    context_settings=_WORDS,
+    examples=(
+        "smalti dataset check config.toml",
+        "smalti dataset check --model_family=toy --instance_data_dir=photos",
+    ),
+)
+@_ARGUMENTS
+@_JSON
+def check(words: tuple[str, ...], as_json: bool) -> None:
+    """Check that every bucket fills a batch, and count the steps of an epoch.
 
-    Buckets are those of --model_family. Exits with 3 if a bucket is too small.
+    Takes the same arguments as `smalti train`. Buckets are those of --model_family. Exits with 3 if a bucket is too small.
     """
-    config, plugins, as_json = _asked(words)
+    config, plugins = _asked(words)
     alignment, notices = _alignment(config, plugins)
     data = scan_data(config, plugins, alignment, _directory(config), _progress())
     notices += [*config.notices, *data.notices]
     click.echo(json.dumps(_buckets(data, notices), indent=2, ensure_ascii=False) if as_json else _as_text(data, notices))
 
 
-@dataset.command()
+@dataset.command(examples=("smalti dataset reference",))
 def reference() -> None:
-    """Print all keys of a dataset entry, as Markdown: the end of docs/datasets.md."""
+    """Print all keys of a dataset entry as Markdown."""
     click.echo(dataset_reference(), nl=False)
 
 
-def _asked(words: tuple[str, ...]) -> tuple[Config, Plugins, bool]:
-    """The configuration, the plugins, and whether JSON is wanted."""
-    rest = list(words)
-    as_json = take_switch(rest, "--json")
-    invocation = Invocation.read(rest)
+def _asked(words: tuple[str, ...]) -> tuple[Config, Plugins]:
+    """The configuration and the plugins."""
+    invocation = Invocation.read(words)
     config = invocation.config()
     options = config[DataOptions]
     if not (options.data_backend_config or options.datasets or options.instance_data_dir):
         fix = "--instance_data_dir=FOLDER, --data_backend_config=FILE, or the configuration file of a run"
-        raise UserError("no dataset is given", fix=fix)
-    return config, invocation.plugins, as_json
+        raise UserError("no dataset given", fix=fix)
+    return config, invocation.plugins
 
 
 def _alignment(config: Config, plugins: Plugins) -> tuple[int, list[str]]:
-    """What sides of buckets are multiples of where the options do not say, and what to tell of it."""
+    """What bucket sizes are multiples of unless the options say, and notices about it."""
     if config[ModelOptions].model_family is not None:
         from smalti.families import find_family
 
         return find_family(config, plugins).alignment, []
     if config[DataOptions].aspect_bucket_alignment is not None:
         return _USUAL_ALIGNMENT, []
-    return _USUAL_ALIGNMENT, [f"no --model_family is given: sides of buckets are taken to be multiples of {_USUAL_ALIGNMENT}"]
+    return _USUAL_ALIGNMENT, [f"--model_family is not given: assuming bucket sizes in multiples of {_USUAL_ALIGNMENT}"]
 
 
 def _directory(config: Config) -> Path | None:
@@ -107,7 +125,7 @@ def _directory(config: Config) -> Path | None:
 
 
 def _progress() -> Scan | None:
-    """How far a scan is, where somebody watches."""
+    """The progress of a scan, on a terminal."""
 
     def of(name: str) -> Progress:
         return lambda done, total: click.echo(f"{name}: {done} of {total}", err=True)

@@ -17,6 +17,7 @@ from string import Template
 import click
 from packaging.version import Version
 
+from smalti.commands.help import Group
 from smalti.commands.protocols import page
 from smalti.errors import UserError
 from smalti.packages import PLUGINS, package_of_family, package_of_storage
@@ -70,12 +71,14 @@ KINDS = {
 }
 
 
-@click.group()
+@click.group(cls=Group, examples=("smalti plugin new my-model --kind=family",))
 def plugin() -> None:
-    """Write a plugin of your own. `smalti plugins` lists those that are installed."""
+    """Create a plugin package, or print the protocols of plugins. `smalti plugins` lists the installed plugins."""
 
 
-@plugin.command()
+@plugin.command(
+    examples=("smalti plugin new my-model --kind=family", "smalti plugin new my-store --kind=storage --to=my-store")
+)
 @click.argument("name")
 @click.option("--kind", type=click.Choice(list(KINDS)), required=True, help="What the plugin adds.")
 @click.option("--to", "folder", type=click.Path(path_type=Path), help="The folder to create. Default: smalti-NAME.")
@@ -100,9 +103,9 @@ def new(name: str, kind: str, folder: Path | None, as_json: bool) -> None:
     click.echo("next:\n" + "\n".join(f"  {step}" for step in steps))
 
 
-@plugin.command()
+@plugin.command(examples=("smalti plugin reference > protocols.md",))
 def reference() -> None:
-    """Print the reference page of the protocols, as Markdown: what the classes of a plugin must have."""
+    """Print the protocols that the classes of a plugin implement, as Markdown."""
     click.echo(page(), nl=False)
 
 

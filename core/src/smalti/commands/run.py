@@ -1,4 +1,4 @@
-"""`smalti run`: look at runs and ask things of them. Only reads run directories and writes requests; needs no torch."""
+"""`smalti run`: list, watch and control runs. Only reads run directories and writes requests; needs no torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from smalti.commands.help import Group
 from smalti.defaults.console import LINE_SECONDS, Display, PhaseProgress, Progress, duration, open_display, speed
 from smalti.errors import ExitCode
 from smalti.events import Event, read_events, to_json
@@ -22,22 +23,23 @@ _NO_WAIT = click.option("--no-wait", is_flag=True, help="Do not wait for the ans
 _COLOURS = {"running": "green", "stale": "yellow", "failed": "red", "finished": "blue"}
 
 
-@click.group()
+@click.group(cls=Group, examples=("smalti run ls runs", "smalti run watch runs/first", "smalti run stop runs/first"))
 def run() -> None:
-    """List, watch and stop runs; ask one to save or to draw."""
+    """List, watch and control runs."""
 
 
 # --- ls -------------------------------------------------------------------------------------------------------------
 
 
-@run.command()
+@run.command(examples=("smalti run ls", "smalti run ls /data/runs --depth=2 --json"))
 @click.argument("roots", metavar="[ROOT]...", nargs=-1, type=click.Path(path_type=Path, exists=True, file_okay=False))
-@click.option("--depth", default=4, show_default=True, help="How many folders below each ROOT to look.")
+@click.option("--depth", default=4, show_default=True, help="Folder levels to search below each ROOT.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def ls(roots: tuple[Path, ...], depth: int, as_json: bool) -> None:
-    """List runs and how they fare. Looks below each ROOT, or below the current folder.
+    """List runs and their status.
 
-    Loss and samples/s are those of the console: the mean over about the last 20 steps, and the speed of about the last minute.
+    Searches below each ROOT, or below the current folder. As on the console, the loss is the mean of about 20 steps, and
+    samples/s the speed of about the last minute.
     """
     found = (directory.summary() for root in roots or (Path(),) for directory in find_runs(root, depth))
     summaries = [summary for summary in found if summary is not None]
@@ -46,7 +48,7 @@ def ls(roots: tuple[Path, ...], depth: int, as_json: bool) -> None:
     elif summaries:
         _print_table([_row(summary) for summary in summaries])
     else:
-        click.echo(f"no runs below {', '.join(str(root) for root in roots) or 'the current folder'}", err=True)
+        click.echo(f"no runs found below {', '.join(str(root) for root in roots) or 'the current folder'}", err=True)
 
 
 def _row(summary: Summary) -> tuple[str, ...]:
@@ -70,7 +72,7 @@ def _doing(phase: Phase | None) -> str:
 
 
 def _print_table(rows: list[tuple[str, ...]]) -> None:
-    table = [("run", "status", "step", "smoothed loss", "samples/s", "left", "age", ""), *rows]
+    table = [("run", "status", "step", "smoothed loss", "samples/s", "eta", "age", ""), *rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     for number, row in enumerate(table):
         cells = [
@@ -85,15 +87,17 @@ def _print_table(rows: list[tuple[str, ...]]) -> None:
 # --- watch ----------------------------------------------------------------------------------------------------------
 
 
-@run.command()
+@run.command(examples=("smalti run watch runs/first", "smalti run watch runs/first --json > events.jsonl"))
 @_DIRECTORY
-@click.option("--interval", default=LINE_SECONDS, show_default=True, help="Seconds between lines, where there is no terminal.")
-@click.option("--patience", default=600.0, show_default=True, help="Leave after so many seconds without a sign of life.")
-@click.option("--json", "as_json", is_flag=True, help="Print the events themselves, one a line.")
-@click.option("--offset", default=0, help="With --json: start at this byte of events.jsonl.")
+@click.option(
+    "--interval", default=LINE_SECONDS, show_default=True, help="Seconds between lines, if the output is not a terminal."
+)
+@click.option("--patience", default=600.0, show_default=True, help="Give up after this many seconds without a heartbeat.")
+@click.option("--json", "as_json", is_flag=True, help="Print the events as JSON, one per line.")
+@click.option("--offset", default=0, help="Start at this byte of events.jsonl. Only with --json.")
 @click.pass_context
 def watch(context: click.Context, directory: Path, interval: float, patience: float, as_json: bool, offset: int) -> None:
-    """Follow a run until it ends, and exit as it does. Ctrl-C leaves the run alone."""
+    """Follow a run until it ends, then exit with its exit code. Ctrl-C does not stop the run."""
     watched = RunDirectory(directory)
     try:
         if as_json:
@@ -101,7 +105,7 @@ def watch(context: click.Context, directory: Path, interval: float, patience: fl
         else:
             status = _show(watched, open_display(sys.stdout, interval), patience)
     except KeyboardInterrupt:
-        click.echo(f"watching ended; the run goes on. To stop it: smalti run stop {directory}", err=True)
+        click.echo(f"stopped watching; the run continues. To stop it: smalti run stop {directory}", err=True)
         context.exit(ExitCode.INTERRUPTED)
     click.echo(f"{directory}: {status.condition}: {status.message}", err=True)
     context.exit(ExitCode.FAILED if status.exit_code is None else status.exit_code)
@@ -118,7 +122,7 @@ def _pass_through(watched: RunDirectory, offset: int, patience: float) -> Status
 
 
 def _show(watched: RunDirectory, display: Display, patience: float) -> Status:
-    """Begin with where the run stands, then tell what comes."""
+    """Show the current state of the run, then what happens."""
     recent, status = watched.recent_steps(), watched.status()
     watcher = Watcher(watched, display)
     for event in recent:
@@ -208,9 +212,9 @@ class Watcher:
             case "checkpoint":
                 return f"checkpoint of step {event.step}: {self._watched.path / event.text('path')}"
             case "sample":
-                return f"pictures of step {event.step}: {self._watched.path / event.text('grid')}"
+                return f"images of step {event.step}: {self._watched.path / event.text('grid')}"
             case "eval":
-                return f"evaluation of step {event.step}: loss {event.number('loss') or 0.0:.4g} on held-out pictures"
+                return f"evaluation of step {event.step}: loss {event.number('loss') or 0.0:.4g} on held-out images"
             case "error":
                 return f"error: {event.text('error')}: {message}"
             case "control_ack":
@@ -229,44 +233,48 @@ def _ask(directory: Path, kind: RequestKind, timeout: float, *, wait: bool) -> E
     asked = RunDirectory(directory)
     request = asked.request(kind)
     if not wait:
-        click.echo(f"{directory}: asked to {kind}")
+        click.echo(f"{directory}: requested to {kind}")
         return ExitCode.DONE
     answer = asked.answer(request, timeout)
     if answer is None:
         status = asked.status()
-        why = f"it has ended ({status.condition})" if status.ended else f"none within {timeout:g} s; it looks after each step"
-        click.echo(f"{directory}: asked to {kind}, but there is no answer: {why}", err=True)
+        why = (
+            f"the run has ended ({status.condition})"
+            if status.ended
+            else f"none within {timeout:g} s; runs answer after a step"
+        )
+        click.echo(f"{directory}: no answer to the request to {kind}: {why}", err=True)
         return ExitCode.FAILED
     accepted = answer.fields.get("accepted") is True
     click.echo(f"{directory}: {'' if accepted else 'refused: '}{answer.text('message')}", err=not accepted)
     return ExitCode.DONE if accepted else ExitCode.FAILED
 
 
-@run.command()
+@run.command(examples=("smalti run stop runs/first", "smalti run stop runs/first --no-wait"))
 @_DIRECTORY
 @_TIMEOUT
 @_NO_WAIT
 @click.pass_context
 def stop(context: click.Context, directory: Path, timeout: float, no_wait: bool) -> None:
-    """Ask a run to finish its step, save and leave."""
+    """Ask a run to finish its step, save a checkpoint and stop."""
     context.exit(_ask(directory, "stop", timeout, wait=not no_wait))
 
 
-@run.command()
+@run.command(examples=("smalti run save runs/first --timeout=300",))
 @_DIRECTORY
 @_TIMEOUT
 @_NO_WAIT
 @click.pass_context
 def save(context: click.Context, directory: Path, timeout: float, no_wait: bool) -> None:
-    """Ask a run to write a checkpoint after its step."""
+    """Ask a run to save a checkpoint after its step."""
     context.exit(_ask(directory, "save", timeout, wait=not no_wait))
 
 
-@run.command()
+@run.command(examples=("smalti run sample runs/first",))
 @_DIRECTORY
 @_TIMEOUT
 @_NO_WAIT
 @click.pass_context
 def sample(context: click.Context, directory: Path, timeout: float, no_wait: bool) -> None:
-    """Ask a run to draw its validation pictures after its step."""
+    """Ask a run to generate its validation images after its step."""
     context.exit(_ask(directory, "sample", timeout, wait=not no_wait))

@@ -1,4 +1,4 @@
-"""`smalti deepspeed`: make, check and keep configurations of DeepSpeed. Imports no torch, no DeepSpeed."""
+"""`smalti deepspeed`: build, check and store DeepSpeed configurations. Imports no torch, no DeepSpeed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,26 @@ from pathlib import Path
 import click
 
 from smalti import ConfigError, ExitCode, UserError
+from smalti.commands.help import Group
 from smalti.commands.table import counted, print_table
 from smalti.files import atomic_write
 from smalti_deepspeed.builder import FIELDS, Field, build, choices_of
 from smalti_deepspeed.parsing import Document, parse
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-_FORCE = click.option("--force", is_flag=True, help="Replace what is there.")
+_FORCE = click.option("--force", is_flag=True, help="Replace what exists.")
 
 
-@click.group(short_help="Make, check and keep configurations of DeepSpeed.")
+@click.group(
+    cls=Group,
+    examples=(
+        "smalti deepspeed build --stage=2 --to=zero2.json",
+        "smalti deepspeed check zero2.json config.toml",
+        "smalti deepspeed templates save zero2 zero2.json",
+    ),
+)
 def deepspeed() -> None:
-    """Make, check and keep configurations of DeepSpeed, for --deepspeed_config."""
+    """Build, check and store DeepSpeed configurations."""
 
 
 # --- build ----------------------------------------------------------------------------------------------------------
@@ -35,16 +43,14 @@ def _choices(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@deepspeed.command("build")
+@deepspeed.command("build", examples=("smalti deepspeed build --stage=3 --offload_param=cpu --to=zero3.json",))
 @_choices
-@click.option("--to", "target", type=click.Path(path_type=Path, dir_okay=False), help="Write this file, which must be new.")
+@click.option("--to", "target", type=click.Path(path_type=Path, dir_okay=False), help="Write a new file instead of printing.")
 @_FORCE
 def build_command(target: Path | None, force: bool, **given: str | None) -> None:
-    """Make a configuration from a few choices and print it, as JSON.
+    """Build a DeepSpeed configuration from a few choices and print it as JSON.
 
-    On a terminal and without any of them, it asks. What is left open is "auto", and comes from the options of the run.
-
-    smalti deepspeed build --stage=3 --offload_param=cpu --to=zero3.json
+    Without choices, it asks on a terminal. Whatever is left out is "auto" and follows the options of the run.
     """
     answers = {name: value for name, value in given.items() if value is not None}
     if not answers and sys.stdin is not None and sys.stdin.isatty():
@@ -55,11 +61,13 @@ def build_command(target: Path | None, force: bool, **given: str | None) -> None
         click.echo(text, nl=False)
         return
     if target.exists() and not force:
-        raise UserError(f"{target} exists already", fix="--force replaces it, or name another file")
+        raise UserError(f"{target} already exists", fix="--force replaces it, or choose another file")
     try:
         atomic_write(target.resolve(), text.encode())
     except OSError as error:
-        raise UserError(f"cannot write {target}: {error.strerror}", fix="check the folder and its permissions") from None
+        raise UserError(
+            f"cannot write {target}: {error.strerror}", fix="check that the folder exists and is writable"
+        ) from None
     click.echo(f"smalti: wrote {target}", err=True)
 
 
@@ -93,17 +101,21 @@ def _reader(field: Field) -> Callable[[str], str]:
 # --- check ----------------------------------------------------------------------------------------------------------
 
 
-@deepspeed.command("check", context_settings={"ignore_unknown_options": True})
+@deepspeed.command(
+    "check",
+    context_settings={"ignore_unknown_options": True},
+    examples=("smalti deepspeed check zero3.json", "smalti deepspeed check zero3.json config.toml --json"),
+)
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("words", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
 @_JSON
 @click.pass_context
 def check_command(context: click.Context, file: Path, words: tuple[str, ...], as_json: bool) -> int:
-    """Check the configuration in FILE: syntax, keys, values, what smalti does otherwise.
+    """Check a DeepSpeed configuration: syntax, keys and values.
 
-    With a configuration of smalti's, or with flags as to `smalti train`, also whether the two contradict each other, and
-    whether the run could be launched; then the complete configuration that DeepSpeed would get is printed as well. Ends with
-    exit code 2 if something is wrong.
+    FILE is a JSON file, or - for standard input. With the arguments of `smalti train` after it, also checks whether the two
+    contradict each other and whether the run could be launched, and prints the complete configuration that DeepSpeed would get.
+    Exits with 2 if something is wrong.
     """
     from smalti_deepspeed.verdict import judge, judge_in_run
 
@@ -130,7 +142,7 @@ def _read(file: Path) -> str:
     """The text of a file, or of standard input for "-"."""
     if str(file) == "-":
         if sys.stdin is None:
-            raise UserError("standard input is closed", fix="name a file, or hand the text on with a pipe")
+            raise UserError("standard input is closed", fix="name a file, or pipe the text in")
         return sys.stdin.read()
     from smalti.configfile import read_text
 
@@ -140,12 +152,15 @@ def _read(file: Path) -> str:
 # --- templates ------------------------------------------------------------------------------------------------------
 
 
-@deepspeed.group("templates")
+@deepspeed.group(
+    "templates",
+    examples=("smalti deepspeed templates save zero3 zero3.json", "smalti deepspeed templates apply zero3 config.toml"),
+)
 def templates_group() -> None:
-    """Keep configurations under names, and put them into configuration files."""
+    """Store configurations under names and apply them to configuration files."""
 
 
-@templates_group.command("ls")
+@templates_group.command("ls", examples=("smalti deepspeed templates ls --json",))
 @_JSON
 def templates_ls(as_json: bool) -> None:
     """List the templates."""
@@ -160,11 +175,11 @@ def templates_ls(as_json: bool) -> None:
         click.echo(f"no templates in {folder()}", err=True)
 
 
-@templates_group.command("show")
+@templates_group.command("show", examples=("smalti deepspeed templates show zero3",))
 @click.argument("name")
 @_JSON
 def templates_show(name: str, as_json: bool) -> None:
-    """Print the template NAME: its configuration, or with --json also its place."""
+    """Print the template NAME. --json adds its path."""
     from smalti_deepspeed.templates import template
 
     found = template(name)
@@ -172,12 +187,12 @@ def templates_show(name: str, as_json: bool) -> None:
     click.echo(json.dumps(shown, indent=2))
 
 
-@templates_group.command("save")
+@templates_group.command("save", examples=("smalti deepspeed templates save zero3 zero3.json",))
 @click.argument("name")
 @click.argument("file", type=click.Path(path_type=Path))
 @_FORCE
 def templates_save(name: str, file: Path, force: bool) -> None:
-    """Keep the configuration in FILE as NAME. "-" reads standard input, such as what `smalti deepspeed build` prints."""
+    """Store the configuration in FILE as NAME. FILE may be - for standard input."""
     from smalti_deepspeed.templates import save_template
     from smalti_deepspeed.verdict import judge
 
@@ -186,15 +201,15 @@ def templates_save(name: str, file: Path, force: bool) -> None:
         raise ConfigError(problems)
     document: Document = parse(text, str(file))
     saved = save_template(name, document, replace=force)
-    click.echo(f"smalti: {saved.name}: {saved.summary}; kept as {saved.path}", err=True)
+    click.echo(f"smalti: {saved.name}: {saved.summary}; saved to {saved.path}", err=True)
 
 
-@templates_group.command("apply")
+@templates_group.command("apply", examples=("smalti deepspeed templates apply zero3 config.toml",))
 @click.argument("name")
 @click.argument("file", type=click.Path(path_type=Path))
 @_JSON
 def templates_apply(name: str, file: Path, as_json: bool) -> None:
-    """Make the template NAME the deepspeed_config of the configuration FILE, of which all else stays as it is."""
+    """Set deepspeed_config in the configuration FILE to the template NAME."""
     from smalti.invocation import Invocation
     from smalti_deepspeed.templates import apply_template
 
@@ -203,10 +218,10 @@ def templates_apply(name: str, file: Path, as_json: bool) -> None:
         shown = {"file": str(edit.path), "key": edit.key, "old": edit.old, "new": edit.new, "written": edit.written}
         click.echo(json.dumps(shown, indent=2))
         return
-    click.echo(f"{edit.path}: {edit.key} {f'is now template {name}' if edit.written else 'says so already'}")
+    click.echo(f"{edit.path}: {edit.key} {f'set to template {name}' if edit.written else 'unchanged'}")
 
 
-@templates_group.command("rm")
+@templates_group.command("rm", examples=("smalti deepspeed templates rm zero3",))
 @click.argument("name")
 def templates_rm(name: str) -> None:
     """Remove the template NAME."""

@@ -1,4 +1,4 @@
-"""`smalti detect-blocks`: what a model repeats, and what to wrap of it. Imports torch only when the answer is not known yet."""
+"""`smalti detect-blocks`: the repeated blocks of a model. Imports torch only when the answer is not cached."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from smalti import Config, UserError
+from smalti.commands.help import Command
 from smalti.commands.table import counted, in_bytes, print_table
 from smalti.invocation import Invocation
 from smalti.models.blocks import BlockClass, Structure, unknown_classes
@@ -19,25 +20,22 @@ from smalti_fsdp2.options import FsdpOptions
 
 @click.command(
     "detect-blocks",
-    short_help="Find the repeated blocks of a model: what FSDP should wrap.",
+    cls=Command,
     context_settings={"ignore_unknown_options": True},
+    examples=("smalti detect-blocks --model_family=toy --toy_depth=12", "smalti detect-blocks config.toml --apply config.toml"),
 )
 @click.argument("words", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
-@click.option("--refresh", is_flag=True, help="Look anew, even if the answer is known.")
-@click.option("--apply", "file", type=click.Path(path_type=Path), help="Write the classes into this configuration file.")
+@click.option("--refresh", is_flag=True, help="Ignore the cached answer.")
+@click.option("--apply", "file", type=click.Path(path_type=Path), help="Write the block classes to this configuration file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def detect_blocks(words: tuple[str, ...], refresh: bool, file: Path | None, as_json: bool) -> None:
-    """Find the repeated blocks of a model, count them, and suggest what FSDP should wrap.
+    """Find the repeated blocks of a model that FSDP should wrap.
 
-    The model is built from its configuration alone: no weights, no memory. Give --model_family and whatever else shapes the
-    model, as to `smalti train`; a configuration file works too. The answer is kept for the next time.
+    Takes the same arguments as `smalti train`; --model_family is enough for most models. The model is built without weights,
+    from its configuration. The answer is cached.
 
-    \b
-      smalti detect-blocks --model_family=toy --toy_depth=12
-      smalti detect-blocks config.toml --apply config.toml
-
-    --apply writes the suggested classes, or those that --fsdp_transformer_layer_cls_to_wrap on the command line names.
-    """  # noqa: D301 - the sign that makes click keep the lines must be itself
+    --apply writes the suggested classes, or those given with --fsdp_transformer_layer_cls_to_wrap.
+    """
     invocation = Invocation.read(words)
     config = invocation.config()
     for notice in config.notices:
@@ -50,7 +48,7 @@ def detect_blocks(words: tuple[str, ...], refresh: bool, file: Path | None, as_j
     _print(detection)
     if applied:
         old = "" if applied["old"] is None else f" (before: {json.dumps(applied['old'])})"
-        said = f"= {json.dumps(applied['new'])}{old}" if applied["written"] else "says so already"
+        said = f"= {json.dumps(applied['new'])}{old}" if applied["written"] else "unchanged"
         click.echo(f"\n{applied['file']}: {applied['key']} {said}")
 
 
@@ -93,7 +91,7 @@ def _head(detection: Detection) -> Iterator[tuple[str, str]]:
     source = " ".join(filter(None, (detection.model_flavour, detection.pretrained_model)))
     yield "model", f"{detection.model_family} {source}".rstrip()
     yield "parameters", f"{structure.parameters:,}; {counted(structure.buffers, 'element')} in buffers"
-    how = "known from before; --refresh looks anew" if detection.cached else "just now"
+    how = "cached; --refresh ignores the cache" if detection.cached else "just now"
     yield "looked at", f"{detection.detected_at}, without weights ({how})"
 
 
