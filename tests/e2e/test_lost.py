@@ -148,3 +148,19 @@ def test_a_rank_that_is_out_of_memory_says_what_was_there_and_what_would_help(wa
     )
     assert "--train_batch_size=1 --gradient_accumulation_steps=2: saves 1/2 of the activations" in last
     assert "--gradient_checkpointing: saves most of the activations" in last
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "saver"),
+    [("collective", "rank 0 was killed by SIGABRT", 1), ("hang", "the main thread does not come back", 0)],
+)
+def test_a_plugin_whose_hook_does_not_come_back_is_named(tmp_path, launch, kind, how, saver):
+    """On one of two ranks: a collective call of its own, which meets one of the loop's, and one that waits for ever."""
+    options = {**ENDLESS, "num_processes": 2, "max_train_steps": 8, "process_group_timeout": 5}
+    run = launch(tmp_path / "run", **options, spoil=f"{kind}:0:3")
+    last = run.output[run.output.index("ended with exit code 1: ") :]
+    assert how in last
+    blame = "  rank 0 did not come back from hook 'on_step_end' of plugin 'probe' (smalti-probe 1.0)"
+    assert f"{blame}\n  fix: update smalti-probe, or leave the plugin out with --without probe\n" in last
+    assert "dmesg" not in last
+    assert f"step 3 from rank {saver}" in last

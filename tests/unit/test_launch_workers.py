@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from smalti.errors import ExitCode, PreflightError
-from smalti.lastwords import RankEnd, make_room, read_ends
+from smalti.lastwords import HookEnd, RankEnd, make_room, read_ends
 from smalti.launch import LaunchPlan
 from smalti.liverun import prepare
 from smalti.process import Process
@@ -107,6 +107,19 @@ def test_a_rank_that_was_ended_because_another_one_was_killed_is_not_named():
     )
 
 
+def test_the_hooks_that_ranks_did_not_come_back_from_are_named_where_no_rank_failed_by_itself():
+    hooks = {0: HookEnd(hook="hook 'on_step_end' of plugin 'x' (x 1.0)", fix="update x"), 1: HookEnd(hook="hook 'y'")}
+    lost = replace(end(1, ExitCode.FAILED, 1, "rank 0 is gone\n  fix: see dmesg"), follows=True, saved="saved step 3")
+    assert judge([lost], 1, range(2), {0: "SIGABRT"}, {0: hooks[0]})[1].splitlines() == [
+        "rank 0 was killed by SIGABRT; rank 1: rank 0 is gone",
+        "  rank 0 did not come back from hook 'on_step_end' of plugin 'x' (x 1.0)",
+        "  fix: update x",
+        "  saved step 3",
+    ]
+    assert judge([], 1, range(2), {0: "SIGABRT", 1: "SIGTERM"}, hooks)[1].count("did not come back") == 1
+    assert "did not come back" not in judge([end(1, ExitCode.FAILED, 1, "broken")], 1, range(2), {0: "SIGABRT"}, hooks)[1]
+
+
 def test_only_silence_is_a_failure():
     assert judge([], 137, range(4, 5)) == (
         ExitCode.FAILED,
@@ -155,7 +168,7 @@ def test_room_for_the_words_is_there_from_the_start(directory):
     kept = sorted(pathlib.Path(os.environ['SMALTI_OUTCOME_DIR']).iterdir())
     sizes = [len(path.read_bytes()) for path in kept if path.name != 'owner.json']
     leave(0, 0, ' '.join(map(str, sizes)))"""
-    assert run_workers(plan(code), directory) == (ExitCode.DONE, "16384 16384")
+    assert run_workers(plan(code), directory) == (ExitCode.DONE, "256 16384 16384")
 
 
 def test_the_first_word_counts(directory):

@@ -245,7 +245,8 @@ class Crew:
             fix = "the first rank that failed tells why; a killed one cannot: dmesg tells whether memory ran out"
         else:
             fix = "look after that machine and what its process waited for: storage, network, a debugger or a stop signal"
-        told = [f"{who}, so this rank cannot go on", f"it noticed by {in_a_line(error)}", *([unsaved] if unsaved else [])]
+        noticed = f"it noticed by {in_a_line(error)}{_where(error)}"
+        told = [f"{who}, so this rank cannot go on", noticed, *([unsaved] if unsaved else [])]
         return LostRankError("; ".join(told), fix=fix, saved=saved, ended=ended)
 
     def end_hanging(self, roll: Roll) -> tuple[int, ...]:
@@ -294,3 +295,8 @@ def in_a_line(error: BaseException) -> str:
     if is_line_error(error):
         told = _SOURCE.sub("", told).partition(". ")[0]
     return f"{type(error).__name__}: {told}"
+
+
+def _where(error: BaseException) -> str:
+    """In which hook of which plugin, if it was raised in one."""
+    return "".join(f" ({note})" for note in getattr(error, "__notes__", ()) if not note.startswith("fix: "))

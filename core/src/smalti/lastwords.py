@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from smalti.current_hook import ROOM as HOOK_ROOM
 from smalti.errors import ExitCode, GpuFaultError, UserError
 from smalti.termination import Terminated
 
@@ -90,10 +91,21 @@ def _of_rank(rank: int) -> str:
     return f"rank-{rank}.json"
 
 
+def hook_file(rank: int | None = None) -> Path:
+    """Where a rank of this launch keeps the hook that it is in (`smalti.current_hook`); this process's own if none is named."""
+    return Path(os.environ[FOLDER_VARIABLE]) / _hook_of(own_rank() if rank is None else rank)
+
+
+def _hook_of(rank: int) -> str:
+    return f"hook-{rank}"
+
+
 def make_room(folder: Path, ranks: Iterable[int]) -> None:
     """Keep room for all these words: a disk that fills up meanwhile does not make a good end look like none."""
-    for name in (_KILLED, *map(_of_rank, ranks)):
-        (folder / name).write_bytes(b" " * _ROOM)
+    for rank in ranks:
+        (folder / _hook_of(rank)).write_bytes(b" " * HOOK_ROOM)
+        (folder / _of_rank(rank)).write_bytes(b" " * _ROOM)
+    (folder / _KILLED).write_bytes(b" " * _ROOM)
 
 
 def _write(path: Path, content: object) -> None:
@@ -125,6 +137,25 @@ def read_killed(folder: Path) -> dict[int, str]:
     except (FileNotFoundError, ValueError):
         return {}
     return {int(rank): signal.Signals(number).name for rank, number in killed.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookEnd:
+    """The hook in which a rank ended without coming back from it, in words, and what to do about its plugin, if anything."""
+
+    hook: str
+    fix: str = ""
+
+
+def read_hooks(folder: Path, ranks: Iterable[int]) -> dict[int, HookEnd]:
+    """By rank; without those that ended outside of hooks."""
+    found: dict[int, HookEnd] = {}
+    for rank in ranks:
+        with suppress(OSError):
+            hook, _, fix = (folder / _hook_of(rank)).read_text(encoding="utf-8", errors="replace").strip().partition("\n")
+            if hook:
+                found[rank] = HookEnd(hook=hook, fix=fix)
+    return found
 
 
 def describe(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from typing import Literal, Protocol, TypeVar, cast
 
 import pluggy
 
+from smalti.current_hook import noted
 from smalti.errors import BrokenPlugin, MissingPlugin, UserError
 from smalti.factories import BLAME, add_blame
 from smalti.hookspecs import PROJECT, HookSpecs
@@ -125,15 +126,19 @@ class Plugins:
         if not info.hooks:
             self._forget(plugin)
             raise TypeError("it implements no hook; mark its functions with @smalti.hookimpl")
-        self._check_answers(plugin, info)
+        self._watch_calls(plugin, info)
         self.infos[info.name] = info
 
-    def _check_answers(self, plugin: object, info: PluginInfo) -> None:
-        """Have what this plugin returns from its hooks checked, each time they are called."""
+    def _watch_calls(self, plugin: object, info: PluginInfo) -> None:
+        """Have it noted which hook of this plugin runs, and what it returns checked, each time it is called."""
+        origin = info.origin
+        fix = "" if origin.built_in else origin.way_round
         for caller in self._manager.get_hookcallers(plugin) or ():
             for implementation in caller.get_hookimpls():
-                if implementation.plugin is plugin and caller.name in ANSWERS:
-                    call = checked(implementation.function, caller.name, info.origin)
+                if implementation.plugin is plugin:
+                    call = noted(implementation.function, f"hook {caller.name!r} of {origin}", fix=fix)
+                    if caller.name in ANSWERS:
+                        call = checked(call, caller.name, origin)
                     implementation.function = call  # type: ignore[misc]  # pluggy asks the plugin for it only once
 
     def _forget(self, plugin: object) -> None:

@@ -10,14 +10,16 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import cast
 
 from smalti.config import Config, restore
+from smalti.current_hook import kept_in
 from smalti.ending import End
 from smalti.errors import ExitCode, UserError
 from smalti.importing import importing, keep_imports
-from smalti.lastwords import code_of, describe, leave_word
+from smalti.lastwords import code_of, describe, hook_file, launched, leave_word
 from smalti.launch import DIGEST_VARIABLE
 from smalti.parentage import follow_parent
 from smalti.plugins import Plugins, Selection, load_plugins
@@ -66,7 +68,8 @@ def _work(directory: Path) -> None:
         from smalti.rank import run_rank
 
     try:
-        outcome = run_rank(*load_run(directory))
+        with kept_in(hook_file()) if launched() else nullcontext():
+            outcome = run_rank(*load_run(directory))
     except BaseException as error:
         leave_word(code_of(error), describe(error))
         if isinstance(error, UserError | Terminated):  # the launcher says what there is to say

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from smalti.errors import ExitCode, PreflightError, UserError
-from smalti.lastwords import FOLDER_VARIABLE, SIGNALLED, RankEnd, read_ends, read_killed
+from smalti.lastwords import FOLDER_VARIABLE, SIGNALLED, HookEnd, RankEnd, read_ends, read_hooks, read_killed
 from smalti.launch import DIGEST_VARIABLE, LaunchPlan
 from smalti.launchfolder import launch_folder, processes_of
 from smalti.liverun import ATTEMPT_VARIABLE, STOPPED_EARLY, LiveRun
@@ -62,7 +62,10 @@ def run_workers(
         finally:
             launched.end()
         conclude()
-        return verdict or judge(read_ends(Path(ends)), launched.status, plan.ranks, read_killed(Path(ends)))
+        folder = Path(ends)
+        if verdict is not None:
+            return verdict
+        return judge(read_ends(folder), launched.status, plan.ranks, read_killed(folder), read_hooks(folder, plan.ranks))
 
 
 def _started(command: Sequence[str], environment: Mapping[str, str], standby: Standby | None) -> subprocess.Popen[bytes]:
@@ -276,13 +279,20 @@ def end_tree(pid: int) -> None:
 # --- the verdict ----------------------------------------------------------------------------------------------------
 
 
-def judge(ends: list[RankEnd], status: int, ranks: range, killed: Mapping[int, str] | None = None) -> Verdict:
+def judge(
+    ends: list[RankEnd],
+    status: int,
+    ranks: range,
+    killed: Mapping[int, str] | None = None,
+    hooks: Mapping[int, HookEnd] | None = None,
+) -> Verdict:
     """One verdict for the launch from the last words of its ranks and the launcher's own exit status.
 
     A failure outweighs a clean stop, and the earliest failure of a rank's own is the cause: the others are what it led to. A
     rank that was killed (by the system, out of memory) leaves no word; `killed` tells the signals where they are known, and
     such a rank is the cause if all that the others tell is that it is gone. Of those, the one that saved is asked what it
-    found, or else the last, who had most time to look.
+    found, or else the last, who had most time to look. Where no rank tells of a failure of its own, the `hooks` that ranks did
+    not come back from are named.
     """
     silent = sorted(set(ranks) - {end.rank for end in ends} - {rank for end in ends for rank in end.ended})
     by_signal = {rank: name for rank, name in (killed or {}).items() if rank in silent}
@@ -294,15 +304,18 @@ def judge(ends: list[RankEnd], status: int, ranks: range, killed: Mapping[int, s
     if failures or len(ended) < len(by_signal):
         by_signal = {rank: name for rank, name in by_signal.items() if rank not in ended}
         silent = [rank for rank in silent if rank not in ended]
+    in_hooks = {rank: end for rank, end in (hooks or {}).items() if rank not in ended}
     lost = f"{_names(silent)} ended without a word, as when killed (out of memory?)" if silent else ""
     saved = [end.saved for end in failures if end.saved]
     if by_signal and all(end.follows for end in failures):
         told = ", ".join(f"rank {rank} was killed by {name}" for rank, name in sorted(by_signal.items()))
         hint = " (the system does that when memory runs out)" if "SIGKILL" in by_signal.values() else ""
         causes = "; ".join([f"{told}{hint}", *(f"rank {end.rank}: {end.message}" for end in failures[:1])])
-        return ExitCode.FAILED, "\n  ".join([causes, *saved])
+        return ExitCode.FAILED, "\n  ".join([_with_hooks(causes, in_hooks), *saved])
     if failures:
         causes = "; ".join([f"rank {failures[0].rank}: {failures[0].message}", *([lost] if lost else [])])
+        if failures[0].follows:
+            causes = _with_hooks(causes, in_hooks)
         return ExitCode(failures[0].exit_code), "\n  ".join([causes, *saved])
     if status < 0:
         told = lost or ends[0].message
@@ -312,8 +325,16 @@ def judge(ends: list[RankEnd], status: int, ranks: range, killed: Mapping[int, s
     if status - SIGNALLED in _STOPPING:
         return ExitCode(ends[0].exit_code), ends[0].message
     if status != 0 or not ends:
-        return ExitCode.FAILED, f"{lost or 'every rank ended well, and the launcher did not'} (launcher status {status})"
+        causes = f"{lost or 'every rank ended well, and the launcher did not'} (launcher status {status})"
+        return ExitCode.FAILED, _with_hooks(causes, in_hooks)
     return ExitCode(ends[0].exit_code), ends[0].message
+
+
+def _with_hooks(causes: str, hooks: Mapping[int, HookEnd]) -> str:
+    """With the hooks that ranks did not come back from; what to do about their plugins replaces what others advise."""
+    lines = [f"rank {rank} did not come back from {end.hook}" for rank, end in sorted(hooks.items())]
+    fixes = list(dict.fromkeys(f"fix: {end.fix}" for end in hooks.values() if end.fix))
+    return "\n  ".join([causes.partition("\n  fix: ")[0] if fixes else causes, *lines, *fixes])
 
 
 def _names(ranks: list[int]) -> str:

@@ -5,7 +5,8 @@ model's output not finite in that step, "fault" raises the error of a broken acc
 "error" raises a plain one, "kill" is `kill -9`, "save" fails to write the checkpoint of that step, "sample" to draw or to
 evaluate after it, "stop" asks for a stop after that step; "terminate" is SIGTERM while the run is built, at step 0. "stuck"
 never comes back from the backward pass, as from a device that waits for another rank: a call that lets other threads run and
-minds no signal. "memory" runs out of memory, where leaving the group would wait for the others, as with NCCL. PROBE_RAISE
+minds no signal; "hang" does so in the hook `on_step_end`, where "collective" makes a collective call of its own. "memory" runs
+out of memory, where leaving the group would wait for the others, as with NCCL. PROBE_RAISE
 names hooks that fail, PROBE_FAULT is the answer to a fault.
 """
 
@@ -100,6 +101,12 @@ class Probe:
         self.note("on_step_end", step=result.step, loss=repr(result.loss), skipped=result.skipped)
         if self.kind == "stop" and self.due(result.step):
             state.request_stop(StopReason.REQUESTED, f"asked at step {result.step}")
+        if self.kind == "hang" and self.due(result.step):
+            wait_for_ever()
+        if self.kind == "collective" and self.due(result.step):
+            import torch
+
+            torch.distributed.all_reduce(torch.ones(1))
 
     @hookimpl
     def on_validation(self, state, result):
