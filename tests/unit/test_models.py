@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from smalti import types
+from smalti.defaults.core import Core
 from smalti.errors import UserError
 from smalti.models.blocks import BlockClass, blocks_named, describe_blocks, find_blocks
 from smalti.models.compilation import compile_blocks, ensure_compiled
@@ -258,6 +259,13 @@ def test_what_a_strategy_has_compiled_is_not_compiled_again(compiled):
     compile_blocks(model, BLOCKS[:1], compiled)
     ensure_compiled(model, lambda wrapped: wrapped, BLOCKS, compiled, "Mine")
     assert ["forward" in vars(block) for block in model.blocks[:2]] == [True, False]
+
+
+@pytest.mark.parametrize(("flags", "refused"), [(("--gradient_checkpointing",), 1), ((), 0)])
+def test_cuda_graphs_are_refused_beside_recomputation_only(configure, flags, refused):
+    config = configure("--dynamo_backend=inductor", "--dynamo_mode=reduce-overhead", *flags)
+    told = [problem for problem in Core().check_config(config) if "CUDA graphs" in problem.message]
+    assert [problem.fix for problem in told] == ["--dynamo_mode=default"] * refused
 
 
 def test_a_strategy_that_hides_the_blocks_and_compiles_nothing_is_refused(compiled):

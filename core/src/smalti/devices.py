@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
 from inspect import signature
 
 from smalti.config import Config
@@ -52,12 +51,6 @@ def accelerator_kind(config: Config) -> str:
 
     device = torch.accelerator.current_accelerator(check_available=True)
     return device.type if device is not None else "cpu"
-
-
-@cache
-def is_rocm() -> bool:
-    """Whether torch was built for AMD's devices, which it calls "cuda" too."""
-    return "rocm" in version("torch")
 
 
 @cache

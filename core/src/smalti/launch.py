@@ -20,12 +20,11 @@ import psutil
 
 from smalti import acceleratefile
 from smalti.config import PER_MACHINE, Config
-from smalti.devices import is_rocm
 from smalti.errors import PreflightError, UserError
 from smalti.files import atomic_write
 from smalti.memoryuse import ALLOCATOR_VARIABLES
 from smalti.plugins import Plugins
-from smalti.precision import in_bf16
+from smalti.precision import in_bf16, is_rocm
 from smalti.rundir import RunDirectory
 from smalti.settings import ONLY_ON_CUDA, LaunchOptions, TrainingOptions
 from smalti.types import DistributedPlan

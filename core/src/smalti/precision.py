@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal, cast
 
 from smalti.config import AUTOMATIC, Config
-from smalti.devices import accelerator_kind, is_rocm, native_bf16
+from smalti.devices import accelerator_kind, native_bf16
 from smalti.errors import UserError
 from smalti.rundir import RunDirectory
 from smalti.settings import LaunchOptions, TrainingOptions
@@ -30,6 +34,14 @@ def in_bf16(config: Config, kind: str | None = None) -> bool:
     """
     wanted = config[TrainingOptions].mixed_precision
     return native_bf16(kind or accelerator_kind(config)).native if wanted == "auto" else wanted == "bf16"
+
+
+@cache
+def is_rocm() -> bool:
+    """Whether the torch that is installed is one for AMD's accelerators; found out without importing it."""
+    spec = find_spec("torch")
+    file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    return file is not None and file.is_file() and re.search(r"^hip\b.*=\s*['\"]", file.read_text(), re.MULTILINE) is not None
 
 
 def products(config: Config, kind: str) -> Products:

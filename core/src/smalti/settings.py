@@ -415,6 +415,17 @@ FLAT = ("constant", "constant_with_warmup")
 """Values of lr_scheduler that do not depend on the length of the run."""
 ONLY_ON_CUDA = ("efficient", "cudnn")
 """Values of sdpa_backend that are nothing on the CPU."""
+_WITH_CUDA_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+"""Values of dynamo_mode that replay CUDA graphs, each with the nearest one that does not."""
+
+
+def cuda_graph_problem(options: LaunchOptions, reason: str) -> Problem | None:
+    """If what is compiled is to replay CUDA graphs, in a run in which that does not work for this `reason`."""
+    mode = options.dynamo_mode
+    if options.use_cpu or options.dynamo_backend != "inductor" or mode not in _WITH_CUDA_GRAPHS:
+        return None
+    message = f"--dynamo_mode={mode} replays CUDA graphs, which does not work {reason}"
+    return Problem(message=message, where="dynamo_mode", fix=f"--dynamo_mode={_WITH_CUDA_GRAPHS[mode]}")
 
 
 def warm_up_problem(options: OptimizerOptions, steps: int) -> Problem | None:

@@ -69,6 +69,13 @@ def test_room_for_what_is_swapped_is_looked_for_before_the_launch(tmp_path, monk
         Preparation.of(asked, PLUGINS, write=False)
 
 
+@pytest.mark.parametrize(("stage", "refused"), [(2, 0), (3, 1)])
+def test_cuda_graphs_are_refused_where_parameters_are_gathered_in_every_pass(stage, refused):
+    document = {"zero_optimization": {"stage": stage}}
+    told = complaints(document, "--dynamo_backend=inductor", "--dynamo_mode=reduce-overhead")
+    assert [message.partition(",")[0] for message in told] == ["--dynamo_mode=reduce-overhead replays CUDA graphs"] * refused
+
+
 def test_a_sound_configuration_has_none_and_works_with_adapters_too():
     assert complaints(ZERO2, "--model_type=lora") == []
     check_strategy(choose_distributed(configure(ZERO2), PLUGINS), configure(ZERO2), PLUGINS)
@@ -100,6 +107,7 @@ def test_deepspeed_is_refused_on_macos_and_on_rocm(tmp_path, monkeypatch, platfo
         (tmp_path / "torch" / "version.py").write_text("cuda: Optional[str] = None\nhip: Optional[str] = '6.4.1'\n")
         monkeypatch.delitem(sys.modules, "torch", raising=False)
         monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.setattr(checks, "is_rocm", checks.is_rocm.__wrapped__)  # which remembers what it found in this process
     name = {"darwin": "macOS", "rocm": "ROCm"}[platform]
     (told,) = complaints(ZERO2)
     assert name in told

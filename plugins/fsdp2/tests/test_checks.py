@@ -98,6 +98,22 @@ def test_an_optimizer_that_needs_shapes_is_refused_where_parameters_are_flat_sli
     assert "muon" not in raised.value.fix
 
 
+GRAPHS = ("--num_processes=2", "--fsdp_enable", "--dynamo_backend=inductor")
+
+
+@pytest.mark.parametrize(("mode", "fix"), [("reduce-overhead", "default"), ("max-autotune", "max-autotune-no-cudagraphs")])
+def test_cuda_graphs_are_refused_with_the_nearest_mode_without(mode, fix):
+    answers = PLUGINS.answers("check_config", config=config(*GRAPHS, f"--dynamo_mode={mode}"))
+    [problem] = [problem for plugin, problems in answers if plugin == "fsdp2" for problem in problems]
+    assert "CUDA graphs, which does not work with FSDP" in problem.message
+    assert problem.fix == f"--dynamo_mode={fix}"
+
+
+@pytest.mark.parametrize("flags", [("--dynamo_mode=max-autotune-no-cudagraphs",), ("--dynamo_mode=max-autotune", "--use_cpu")])
+def test_what_replays_no_cuda_graphs_is_compiled_under_fsdp(flags):
+    assert complaints(*GRAPHS, *flags) == []
+
+
 @pytest.mark.parametrize("word", ["sharded", "SHARDED_STATE_DICT", "Sharded-State-Dict"])
 def test_state_dict_types_are_read_in_any_spelling(word):
     assert config(f"--fsdp_state_dict_type={word}").value("fsdp_state_dict_type") == "SHARDED_STATE_DICT"

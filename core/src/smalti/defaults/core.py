@@ -18,6 +18,7 @@ from smalti.settings import (
     OptimizerOptions,
     RunOptions,
     TrainingOptions,
+    cuda_graph_problem,
     launch_problems,
     warm_up_problem,
 )
@@ -146,11 +147,19 @@ def _kernel(config: Config) -> Iterator[Problem]:
         yield Problem(message=message, where="sdpa_backend", fix="--sdpa_backend=auto, flash or math")
 
 
+def _graphs(config: Config) -> Iterator[Problem]:
+    """Recomputed blocks free other tensors than when the graph was recorded (pytorch/pytorch#154306)."""
+    reason = "with --gradient_checkpointing: blocks run a second time in the backward pass"
+    problem = cuda_graph_problem(config[LaunchOptions], reason)
+    if config[ModelOptions].gradient_checkpointing and problem is not None:
+        yield problem
+
+
 def _launch(config: Config) -> list[Problem]:
     return launch_problems(config[LaunchOptions])
 
 
-CHECKS = (_family, _directory, _datasets, _length, _warm_up, _kernel, _launch)
+CHECKS = (_family, _directory, _datasets, _length, _warm_up, _kernel, _graphs, _launch)
 
 
 plugin = Core()

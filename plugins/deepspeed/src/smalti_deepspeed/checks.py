@@ -6,15 +6,13 @@ What is wrong with the JSON by itself is told as soon as options are read, in `i
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterator
 from ctypes.util import find_library
-from importlib.util import find_spec
-from pathlib import Path
 
 from smalti import Config, Problem
-from smalti.settings import LaunchOptions, OptimizerOptions
+from smalti.precision import is_rocm
+from smalti.settings import LaunchOptions, OptimizerOptions, cuda_graph_problem
 from smalti_deepspeed.document import given, offload_folders, resolved
 from smalti_deepspeed.optimizers import ENTRIES, ON_CPU, deepspeed_name, needs_accelerator, refusal
 from smalti_deepspeed.options import enabled
@@ -27,7 +25,7 @@ def problems(config: Config) -> list[Problem]:
         return list(_optimizer_without(config))
     if (platform := platform_problem()) is not None:
         return [platform]
-    return config.separately(_context, _batch, _optimizer, _folders)
+    return config.separately(_context, _batch, _optimizer, _graphs, _folders)
 
 
 def platform_problem() -> Problem | None:
@@ -42,13 +40,6 @@ def platform_problem() -> Problem | None:
             message="smalti does not run DeepSpeed on ROCm", where="deepspeed_config", fix=f"{fix}; or --fsdp_enable"
         )
     return None
-
-
-def is_rocm() -> bool:
-    """Whether the torch that is installed is one for AMD's accelerators; found out without importing it."""
-    spec = find_spec("torch")
-    file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
-    return file is not None and file.is_file() and re.search(r"^hip\b.*=\s*['\"]", file.read_text(), re.MULTILINE) is not None
 
 
 def _context(config: Config) -> Iterator[Problem]:
@@ -92,6 +83,15 @@ def _optimizer_without(config: Config) -> Iterator[Problem]:
     if any(entry.name == chosen for entry in ENTRIES):
         fix = "--deepspeed_config=..., or another optimizer, such as adamw"
         yield Problem(message=f"{chosen} trains under DeepSpeed only", where=config.source("optimizer"), fix=fix)
+
+
+def _graphs(config: Config) -> Iterator[Problem]:
+    """A graph reads parameters where they were when it was recorded."""
+    stage = section(resolved(config, world_size=1), "zero_optimization").get("stage")
+    reason = "with stage 3 of ZeRO: parameters are gathered into other memory in every pass"
+    problem = cuda_graph_problem(config[LaunchOptions], reason)
+    if stage == 3 and problem is not None:
+        yield problem
 
 
 def _folders(config: Config) -> Iterator[Problem]:

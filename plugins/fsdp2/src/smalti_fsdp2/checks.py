@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from smalti import Config, Problem
 from smalti.precision import in_bf16
-from smalti.settings import LaunchOptions, ModelOptions, TrainingOptions
+from smalti.settings import LaunchOptions, ModelOptions, TrainingOptions, cuda_graph_problem
 from smalti_fsdp2.options import (
     CONTEXT_ON_CPU,
     ContextOptions,
@@ -29,7 +29,7 @@ def problems(config: Config) -> list[Problem]:
         return [Problem(message="Context parallelism requires FSDP2.", where=config.source("context_parallel_size"), fix=fix)]
     if not enabled(config):
         return []
-    return config.separately(_sizes, _classes, _recomputation, _beyond_version1)
+    return config.separately(_sizes, _classes, _recomputation, _graphs, _beyond_version1)
 
 
 def _sizes(config: Config) -> list[Problem]:
@@ -66,6 +66,12 @@ def _recomputation(config: Config) -> list[Problem]:
         fix = "--fsdp_activation_checkpointing_mode=full, or --fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP"
         found.append(Problem(message=message, fix=fix))
     return found
+
+
+def _graphs(config: Config) -> list[Problem]:
+    """A graph reads parameters where they were when it was recorded."""
+    problem = cuda_graph_problem(config[LaunchOptions], "with FSDP: parameters are gathered into other memory in every pass")
+    return [] if problem is None else [problem]
 
 
 def _classes(config: Config) -> list[Problem]:
