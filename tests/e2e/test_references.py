@@ -41,4 +41,4 @@ def test_it_is_what_the_image_is_of(run, train, tmp_path):
 
 def test_the_configuration_of_the_run_needs_the_variable_again(run, train):
     again = train(run.directory, config=run.directory / "config.toml", max_train_steps=3)
-    assert (again.code, "{env:TOKEN}: the environment has no TOKEN" in again.output) == (2, True)
+    assert (again.code, "{env:TOKEN}: this environment variable is not set" in again.output) == (2, True)

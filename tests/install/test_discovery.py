@@ -205,7 +205,7 @@ def test_a_plugin_adds_a_command(site):
 
 def test_a_plugin_cannot_replace_a_command(site):
     done = site.run("usurping commanding", "--help")
-    assert "there is a command 'train' already" in done.error
+    assert "the command 'train' already exists" in done.error
     assert "raised by plugin 'usurping'" in done.error
     assert (done.code, "Say hello." in done.out) == (0, True)
 

@@ -96,7 +96,7 @@ def test_processes_that_write_at_the_same_time_lose_nothing(kept):
 def test_a_broken_file_is_told_and_replaced(kept, notes, text):
     kept.put("one", 1)
     kept.path.write_text(text)
-    assert (kept.get("one"), len(notes), "is broken and will be replaced" in notes[0]) == (None, 1, True)
+    assert (kept.get("one"), len(notes), "is damaged and will be replaced" in notes[0]) == (None, 1, True)
     kept.put("two", 2)
     assert (kept.get("two"), len(notes)) == (2, 1)
 
@@ -105,7 +105,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_stops_nobody(kept, notes, h
     home.parent.write_text("a file where the folder should be")
     kept.put("one", 1)
     assert (kept.get("one"), kept.entries()) == (None, 0)
-    assert "not kept for the next time" in notes[0]
+    assert "not cached" in notes[0]
 
 
 def test_clearing_takes_the_entries_and_tells_their_bytes(kept):

@@ -142,7 +142,7 @@ def test_a_misspelled_section_gets_the_nearest_one(configure, write):
 
 def test_a_placeholder_without_its_variable_is_a_problem(configure, write):
     told = problems(configure, file=write("a.json", '{"model_family": "{env:FAMILY}"}'))
-    assert "{env:FAMILY}: the environment has no FAMILY" in told
+    assert "{env:FAMILY}: this environment variable is not set" in told
 
 
 # --- problems -------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_all_problems_of_all_sources_are_told_at_once_with_their_places(configur
         "SMALTI_SEED: seed cannot be 'x': input should be a valid integer, unable to parse string as an integer",
         "fix: give an integer >= 0",
         "--adam_beta1: adam_beta1 cannot be '2': input should be less than 1",
-        f"lr_scheduler in {file}: lr_scheduler cannot be 'cosin': it is none of the choices",
+        f"lr_scheduler in {file}: lr_scheduler cannot be 'cosin': not a valid choice",
         "did you mean cosine? give one of constant, constant_with_warmup, linear,",
     ):
         assert line in told
@@ -185,7 +185,7 @@ def test_problems_exit_with_code_2_and_with_code_4_if_only_packages_are_missing(
         ('{"learning_rate": "nan"}', "learning_rate cannot be 'nan': input should be a finite number"),
         ('{"validation_prompt": ["a", 3, {}]}', "validation_prompt cannot be ['a', 3, {}]: entry 2:"),
         ('{"data_error_budget": "150 %"}', "data_error_budget cannot be '150 %': a share must be below 100 %"),
-        ('{"data_error_budget": 1.5}', "from 1 on it is a count, a whole number"),
+        ('{"data_error_budget": 1.5}', "a value of 1 or more is a count and must be a whole number"),
         ('{"model_family": ["toy"]}', "model_family cannot be ['toy']"),
         ('{"datasets": ["a"]}', "datasets cannot be ['a']: entry 0:"),
     ],
@@ -302,7 +302,7 @@ def test_what_the_environment_has_is_used_and_written_nowhere(configure, schema,
 
 def test_a_rank_without_the_variable_names_it(configure, schema):
     config = configure("--tracker_project_name={env:TOKEN}", environment=SECRET)
-    with pytest.raises(ConfigError, match=r"launch\.json: \{env:TOKEN\}: the environment has no TOKEN"):
+    with pytest.raises(ConfigError, match=r"launch\.json: \{env:TOKEN\}: this environment variable is not set"):
         restore(schema, config.shared_values(), {}, environment={})
 
 

@@ -92,7 +92,7 @@ def test_options_without_a_section_in_the_file_go_before_its_tables(schema):
     [
         ("a.yaml", "num_processes: 2\n", "is not an Accelerate configuration"),
         ("a.toml", "seed = 3\n", "is not an Accelerate configuration"),
-        ("a.yaml", "- 1\n", "holds a list, not a table"),
+        ("a.yaml", "- 1\n", "contains a list, not a table"),
         ("a.yaml", "a: [\n", "is not valid YAML"),
         ("a.yaml", "distributed_type: XLA\n", "smalti does not train on TPUs"),
         ("a.json", '{"distributed_type": "NO", "mixed_precision": "fp8"}', "mixed_precision cannot be 'fp8'"),

@@ -76,7 +76,7 @@ def test_what_cannot_be_changed_in_one_place_is_refused_with_the_line_to_write(w
     path = write(name, text)
     with pytest.raises(UserError) as raised:
         set_option(path, schema, "report_to", WORDS)
-    assert (raised.value.fix, path.read_text()) == (f"write this into it: {line}", text)
+    assert (raised.value.fix, path.read_text()) == (f"add this to it: {line}", text)
 
 
 @pytest.mark.parametrize("text", ['{"report_to": "a, b"}', '{"report_to": ["a", "b"]}'])

@@ -29,12 +29,12 @@ def test_the_ending_says_how_a_file_is_read(write, name, text):
         ("a.json", '{"seed": 1, "seed": 2}', "the key 'seed' occurs twice"),
         ("a.json", '{"a": {"b": 1, "b": 2}}', "the key 'b' occurs twice"),
         ("a.json", '{"seed": NaN}', "NaN is not a number that JSON knows"),
-        ("a.json", "[1]", "holds a list, not a table"),
+        ("a.json", "[1]", "contains a list, not a table"),
         ("a.json", "", "is not valid JSON"),
         ("a.yaml", "seed: [", "is not valid YAML"),
         ("a.yaml", "seed: 1\nseed: 2", "the key 'seed' occurs twice"),
         ("a.yaml", "a: {b: 1, b: 2}", "the key 'b' occurs twice"),
-        ("a.yaml", "- 1", "holds a list, not a table"),
+        ("a.yaml", "- 1", "contains a list, not a table"),
         ("a.yaml", "!!python/object/apply:os.getcwd []", "is not valid YAML"),
         ("a.ini", "seed = 1", "unknown kind of configuration file '.ini'"),
     ],
@@ -71,4 +71,4 @@ def test_placeholders_are_replaced_at_any_depth():
 def test_a_placeholder_for_a_variable_that_is_not_set_is_a_problem():
     problems: list[Problem] = []
     expand("{env:NOT_SET}", {}, "key in file", problems)
-    assert str(problems[0]) == "key in file: {env:NOT_SET}: the environment has no NOT_SET\n    fix: export NOT_SET=..."
+    assert str(problems[0]) == "key in file: {env:NOT_SET}: this environment variable is not set\n    fix: export NOT_SET=..."

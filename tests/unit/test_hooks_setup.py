@@ -88,7 +88,7 @@ def test_hook_check_config_complaints_come_together_with_the_cores(sparkling, co
     with pytest.raises(ConfigError) as raised:
         check(configured("--glitter_size=5"), sparkling)
     assert "glitter_size: 5 is too large\n    fix: take 4" in str(raised.value)
-    assert "no model family is given" in str(raised.value)
+    assert "no model family given" in str(raised.value)
 
 
 def test_hook_register_commands_adds_a_command(sparkling):

@@ -119,7 +119,7 @@ def test_the_backends_environment_is_added(configure):
 
 def test_a_kind_of_device_without_collectives_trains_in_one_process(configure):
     assert plan(configure(), kind="mps").launcher == "in-process"
-    with pytest.raises(UserError, match="mps devices train in one process only"):
+    with pytest.raises(UserError, match="mps devices support only one process"):
         plan(configure("--num_processes=2"), kind="mps")
 
 
@@ -187,12 +187,12 @@ def test_a_launch_for_accelerators_that_are_not_there_is_refused(configure, writ
     yaml = write("a.yaml", "distributed_type: MULTI_GPU\nnum_processes: 2\n")
     config = configure("--accelerate_config", str(yaml))
     assert expected_kind(config) == "cuda"
-    with pytest.raises(PreflightError, match="says MULTI_GPU, and this machine has no usable cuda device"):
+    with pytest.raises(PreflightError, match="says MULTI_GPU, but this node has no usable cuda device"):
         check_accelerators(config, "cpu")
     check_accelerators(configure("--accelerate_config", str(yaml), "--use_cpu"), "cpu")
 
 
 def test_more_ranks_than_accelerators_are_refused(configure):
     present = torch.accelerator.device_count()
-    with pytest.raises(PreflightError, match=f"and has {present} of them"):
+    with pytest.raises(PreflightError, match=f"cuda devices, but it has {present}"):
         check_accelerators(configure(f"--num_processes={present + 1}"), "cuda")

@@ -123,7 +123,7 @@ def test_one_chosen_device_is_the_visible_one_for_a_single_rank(planned):
 
 
 def test_fewer_chosen_devices_than_ranks_are_refused(planned):
-    with pytest.raises(UserError, match=r"gpu_ids in the Accelerate YAML names 2 devices \(4,5\), for 8 processes"):
+    with pytest.raises(UserError, match=r"gpu_ids in the Accelerate YAML lists 2 devices \(4,5\) for 8 processes"):
         planned(MINIMAL + "gpu_ids: 4,5\n")
 
 
@@ -198,7 +198,7 @@ def test_a_strategy_of_a_plugin_that_is_not_installed_names_its_package(configur
 
 
 def test_a_file_that_is_no_accelerate_configuration_is_refused(configure, write):
-    assert "this is no Accelerate configuration" in refused(configure, write, "num_processes: 2\n")
+    assert "this is not an Accelerate configuration" in refused(configure, write, "num_processes: 2\n")
 
 
 def test_an_accelerate_yaml_can_be_the_configuration_itself_but_not_twice(configure, write):

@@ -120,7 +120,7 @@ def test_a_tilde_is_the_home_folder(monkeypatch):
 
 
 def test_a_secret_is_refused_on_the_command_line():
-    assert "--password: everyone on this machine could read it" in complaints("--password=abc")
+    assert "--password: other users can read secrets" in complaints("--password=abc")
 
 
 @pytest.mark.parametrize("spelling", ["--cuont", "--coun", "--number_of_thing"])

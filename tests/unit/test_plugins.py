@@ -81,7 +81,7 @@ def test_a_plugin_that_is_no_backend_may_take_a_backend_role_first(plugins):
 
 
 def test_a_plan_must_carry_the_name_of_its_plugin(plugins):
-    with pytest.raises(UserError, match="which is no plugin's name"):
+    with pytest.raises(UserError, match="which is not the name of a plugin"):
         plugins.backend(DistributedPlan(name="nobody", title="Nobody", parallel="nowhere:at_all"))
 
 

@@ -99,7 +99,7 @@ def problems_of(values: Mapping[str, object], schema: Schema, path: Path) -> Ite
     leave = "or another file with --accelerate_config, or none with --accelerate_config=none"
     if not is_accelerate(values):
         fix = "give a file that `accelerate config` wrote"
-        yield Problem(message="this is no Accelerate configuration: it has no distributed_type", where=str(path), fix=fix)
+        yield Problem(message="this is not an Accelerate configuration: it has no distributed_type", where=str(path), fix=fix)
         return
     if (place := values.get("compute_environment", "LOCAL_MACHINE")) != "LOCAL_MACHINE":
         yield Problem(message=f"smalti does not launch on {place}", where=str(path), fix=f"LOCAL_MACHINE, {leave}")
@@ -121,7 +121,7 @@ def problems_of(values: Mapping[str, object], schema: Schema, path: Path) -> Ite
         asked |= set() if asked or _SECTIONS[kind] in covered else {kind}
     for key in sorted(asked):
         package = package_of_accelerate(key)
-        assert package is not None, "every strategy of Accelerate's has a package"
+        assert package is not None, "each strategy of Accelerate has a package"
         problem = package.problem(f"{key} needs {package.distribution}", str(path))
         yield replace(problem, fix=f"{problem.fix}, {leave}")
     for key in values:

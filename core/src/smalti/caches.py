@@ -131,7 +131,7 @@ class CacheFile:
                 entries, _ = self._read()
                 write_json_atomically(self.path, {"format": _FORMAT, "entries": entries | {key: value}})
         except OSError as error:
-            self._report(f"not kept for the next time: {error}")
+            self._report(f"not cached: {error}")
 
     def entries(self) -> int:
         return len(self._tell())
@@ -147,7 +147,7 @@ class CacheFile:
                 cleared = Cleared(count=len(self._read()[0]), bytes=self.size())
                 remove_file(self.path)
         except OSError as error:
-            raise UserError(f"cannot clear {self.path}: {error}", fix="see whose file it is") from error
+            raise UserError(f"cannot clear {self.path}: {error}", fix="check the file's owner and permissions") from error
         return cleared
 
     def _tell(self) -> dict[str, object]:
@@ -165,10 +165,10 @@ class CacheFile:
         except OSError as error:
             return {}, f"the cache cannot be read: {error}"
         except ValueError as error:
-            return {}, f"{self.path} is broken and will be replaced: {error}"
+            return {}, f"{self.path} is damaged and will be replaced: {error}"
         entries = content.get("entries") if isinstance(content, dict) and content.get("format") == _FORMAT else None
         if not isinstance(entries, dict):
-            return {}, f"{self.path} is broken and will be replaced: it holds something else"
+            return {}, f"{self.path} is damaged and will be replaced: unexpected content"
         return entries, ""
 
     @contextmanager

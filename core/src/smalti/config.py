@@ -276,7 +276,10 @@ def _imply(schema: Schema, chosen: dict[str, tuple[str, Given]], notices: list[s
                 message = f"{name} is {given.shown!r}, and {inner.place} says {value!r}"
                 problems.append(
                     Problem(
-                        message=message, where=given.place, fix="say the same in both, or leave one of them out", option=name
+                        message=message,
+                        where=given.place,
+                        fix="give the same value in both, or leave one of them out",
+                        option=name,
                     )
                 )
 
@@ -358,11 +361,11 @@ def _problem(group: OptionGroup, schema: Schema, chosen: Mapping[str, Given], er
     inside = ".".join(str(part) for part in place[1:] if isinstance(part, int))
     given = chosen.get(option.name, Given(value=option.default, spelling=option.name, place=option.name))
     if error["type"] == "literal_error":
-        message = "it is none of the choices"
+        message = "not a valid choice"
     problem = _bad_value(option, given, f"entry {inside}: {message}" if inside else message)
     if error["type"] != "value_error" or option.kind not in ("text", "list"):
         return problem
-    return replace(problem, fix=f"`smalti config explain {option.name}` says what it may be")
+    return replace(problem, fix=f"see `smalti config explain {option.name}`")
 
 
 _WANTED = {
@@ -380,7 +383,7 @@ def _bad_value(option: Option, given: Given, reason: str) -> Problem:
     near = get_close_matches(str(given.shown).lower(), option.choices, n=1)
     hint = f"did you mean {near[0]}? " if near and not option.secret else ""
     if (option.secret or given.written is not None) and str(given.value) in reason:
-        reason = "its value does not fit"
+        reason = "the value has the wrong type"
     wanted = f"one of {', '.join(option.choices)}" if option.choices else _WANTED.get(option.kind, option.kind)
     bounds = f" {option.bounds}" if option.bounds else ""
     message, fix = f"{option.name} cannot be {shown}: {reason}", f"{hint}give {wanted}{bounds}"

@@ -60,12 +60,12 @@ def set_option(path: Path, schema: Schema, name: str, value: Value) -> Edit:
     cast(dict[str, object], wanted[section] if section else wanted)[key] = new
     if changed is None or _meaning(path, changed) != wanted:
         line = _line(path, section, key, new)
-        raise UserError(f"{path} cannot be changed without touching the rest of it", fix=f"write this into it: {line}")
+        raise UserError(f"{path} cannot be edited without changing the rest of it", fix=f"add this to it: {line}")
     mark = "\ufeff" if path.read_bytes().startswith(b"\xef\xbb\xbf") else ""
     try:
         atomic_write(path, f"{mark}{changed}".encode(), mode=stat.S_IMODE(path.stat().st_mode))
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error}", fix="see whose file it is, and the room on its disk") from error
+        raise UserError(f"cannot write {path}: {error}", fix="check the file's permissions and the free disk space") from error
     return Edit(path=path, key=key, old=old, new=new, written=True)
 
 
@@ -74,7 +74,9 @@ def _place_of(content: Mapping[str, object], schema: Schema, option: Option, pat
     if is_accelerate(content):
         section, _, key = option.accelerate.partition("=")[0].rpartition(".")
         if not option.accelerate or "=" in option.accelerate or (section and not isinstance(content.get(section), dict)):
-            raise UserError(f"{path} is an Accelerate configuration, with no place for {option.name}", fix="name another file")
+            raise UserError(
+                f"{path} is an Accelerate configuration, with no place for {option.name}", fix="choose another file"
+            )
         return section, key
     named = option.group.name
     inner = content.get(named)

@@ -29,7 +29,7 @@ def read_text(path: Path) -> str:
     except FileNotFoundError:
         raise UserError(f"there is no file {path}", fix="check the path; relative paths start at the current folder") from None
     except IsADirectoryError:
-        raise UserError(f"{path} is a folder, not a configuration file", fix="name the file in it") from None
+        raise UserError(f"{path} is a folder, not a configuration file", fix="give the path of a file in it") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}", fix="check that it is a readable text file in UTF-8") from None
 
@@ -38,7 +38,7 @@ def parse_mapping(path: Path, text: str) -> dict[str, object]:
     """`read_mapping` for a text that has been read; `path` says what kind it is, and where."""
     value = _parse(path, text)
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds a {type(value).__name__}, not a table of options", fix='write {"option": value, ...}')
+        raise UserError(f"{path} contains a {type(value).__name__}, not a table of options", fix='write {"option": value, ...}')
     return {str(key): each for key, each in value.items()}
 
 
@@ -48,7 +48,7 @@ def _parse(path: Path, text: str) -> object:
         try:
             return tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise UserError(f"{path} is not valid TOML: {error}", fix="mend that place") from None
+            raise UserError(f"{path} is not valid TOML: {error}", fix="fix the syntax error") from None
     if ending == ".json":
         return _parse_json(path, text)
     if ending in (".yaml", ".yml"):
@@ -61,9 +61,9 @@ def _parse_json(path: Path, text: str) -> object:
         return parse_json(text.encode())
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
-        raise UserError(f"{path} is not valid JSON: {error.msg} at {place}", fix="mend that place") from None
+        raise UserError(f"{path} is not valid JSON: {error.msg} at {place}", fix="fix the syntax error") from None
     except ValueError as error:
-        raise UserError(f"{path}: {error}", fix="mend that entry") from None
+        raise UserError(f"{path}: {error}", fix="fix that entry") from None
 
 
 def _parse_yaml(path: Path, text: str) -> object:
@@ -81,7 +81,7 @@ def _parse_yaml(path: Path, text: str) -> object:
     try:
         value: object = yaml.load(text, Loader)
     except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {error}", fix="mend that place") from None
+        raise UserError(f"{path} is not valid YAML: {error}", fix="fix the syntax error") from None
     return {} if value is None else value
 
 
@@ -107,7 +107,7 @@ def expand(value: object, environment: Mapping[str, str], where: str, problems: 
         name = match.group(1)
         if name not in environment:
             problems.append(
-                Problem(message=f"{{env:{name}}}: the environment has no {name}", where=where, fix=f"export {name}=...")
+                Problem(message=f"{{env:{name}}}: this environment variable is not set", where=where, fix=f"export {name}=...")
             )
         return environment.get(name, "")
 

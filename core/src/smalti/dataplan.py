@@ -101,7 +101,7 @@ def _mixed_up_folders(config: Config, specs: Sequence[DatasetSpec]) -> list[Prob
         )
         if searched:
             message = f"the output directory {run.path} lies in the folder of the dataset {spec.id!r}, {folder}"
-            fix = "choose an --output_dir outside of it: images of validation and plots would become samples"
+            fix = "choose an --output_dir outside of it: validation images and plots would become training images"
             problems.append(Problem(message=message, where="output_dir", fix=fix))
         elif any(folder.is_relative_to(place) for place in own):
             message = f"the dataset {spec.id!r} lies in {folder}, where the run keeps its own files"

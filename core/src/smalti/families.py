@@ -22,7 +22,7 @@ def family_entry(config: Config, plugins: Plugins) -> FamilyEntry:
     entries = {entry.name: entry for entry in plugins.gather("register_model_families", FamilyEntry)}
     name = config[ModelOptions].model_family
     if name is None:
-        raise UserError("no model family is given", fix=f"--model_family=NAME; known: {', '.join(entries)}")
+        raise UserError("no model family given", fix=f"--model_family=NAME; known: {', '.join(entries)}")
     entry = entries.get(name.lower().replace("-", "_"))
     if entry is not None:
         return entry
@@ -50,5 +50,5 @@ def find_family(config: Config, plugins: Plugins) -> ModelFamily:
         )
     family = cast("ModelFamily", created)
     if config[ModelOptions].model_type == "lora" and not isinstance(family, Adaptable):
-        raise UserError(f"the family {family.name} has no adapters", fix="--model_type=full")
+        raise UserError(f"the model family {family.name} does not support LoRA", fix="--model_type=full")
     return family

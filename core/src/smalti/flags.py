@@ -38,9 +38,7 @@ def parse_flags(arguments: Sequence[str], schema: Schema, problems: list[Problem
             continue
         if option.secret:
             fix = f"give it in the environment, as SMALTI_{option.name.upper()}, or as {{env:NAME}} in a file"
-            problems.append(
-                Problem(message="everyone on this machine could read it from the command line", where=flag, fix=fix)
-            )
+            problems.append(Problem(message="other users can read secrets on the command line", where=flag, fix=fix))
         value = text if joined else _next_value(option, negated, words)
         if value is None or (negated and joined):
             problems.append(_bad_form(flag, option, negated))
@@ -97,7 +95,7 @@ def _bad_form(flag: str, option: Option, negated: bool) -> Problem:
 
 
 def _unexpected(word: str) -> Problem:
-    fix = "options begin with --, and a text with blanks needs quotes"
+    fix = "options begin with --, and a value with spaces needs quotes"
     if word.endswith((".toml", ".json", ".yaml", ".yml")):
         fix = f"put the configuration file first: smalti train {word} ..."
     return Problem(message=f"unexpected word {word!r}", where=_WHERE, fix=fix)

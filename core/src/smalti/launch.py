@@ -106,7 +106,7 @@ def plan_launch(
             secrets=config.secrets(),
         )
     if kind not in ("cpu", *_KINDS) and options.num_processes > 1:
-        raise UserError(f"{kind} devices train in one process only", fix="--num_processes=1, or --use_cpu")
+        raise UserError(f"{kind} devices support only one process", fix="--num_processes=1, or --use_cpu")
     worker = ("-m", "smalti.worker", str(directory))
     yaml_file = directory / _name_for(options.machine_rank, "accelerate.yaml") if kind != "cpu" else None
     merged = merged_yaml(config, distributed, kind) if yaml_file else {}
@@ -175,8 +175,8 @@ def _chosen_gpus(config: Config, kind: str, local: int) -> list[str]:
     chosen = [each.strip() for each in given.split(",")]
     if len(chosen) < local:
         raise UserError(
-            f"gpu_ids in the Accelerate YAML names {len(chosen)} devices ({given}), for {local} processes on this machine",
-            fix=f"gpu_ids: all, or name {local}; or --num_processes={len(chosen) * config[LaunchOptions].num_machines}",
+            f"gpu_ids in the Accelerate YAML lists {len(chosen)} devices ({given}) for {local} processes on this node",
+            fix=f"gpu_ids: all, or list {local} devices; or --num_processes={len(chosen) * config[LaunchOptions].num_machines}",
         )
     return chosen
 
@@ -276,13 +276,13 @@ def check_accelerators(config: Config, kind: str) -> None:
         if expected is not None:
             said = config.accelerate["distributed_type"]
             raise PreflightError(
-                f"the Accelerate YAML says {said}, and this machine has no usable {expected} device",
-                fix="look after its driver; or --use_cpu to train on the processor; or --accelerate_config=none",
+                f"the Accelerate YAML says {said}, but this node has no usable {expected} device",
+                fix="check the GPU driver (nvidia-smi); or --use_cpu to train on the CPU; or --accelerate_config=none",
             )
         if (kernel := config[TrainingOptions].sdpa_backend) in ONLY_ON_CUDA:
             raise PreflightError(
-                f"the attention kernel '{kernel}' needs CUDA devices, and this machine has none that is usable",
-                fix="look after its driver; or --sdpa_backend=auto",
+                f"the attention kernel '{kernel}' needs CUDA devices, but this node has no usable one",
+                fix="check the GPU driver (nvidia-smi); or --sdpa_backend=auto",
             )
         return
     import torch
@@ -290,6 +290,6 @@ def check_accelerators(config: Config, kind: str) -> None:
     local, present = options.num_processes // options.num_machines, torch.accelerator.device_count()
     if local > present:
         raise PreflightError(
-            f"this machine would run {local} processes, one for each of its {kind} devices, and has {present} of them",
-            fix=f"--num_processes={present * options.num_machines} (all machines together), or --use_cpu",
+            f"{local} processes on this node need {local} {kind} devices, but it has {present}",
+            fix=f"--num_processes={present * options.num_machines} (over all nodes), or --use_cpu",
         )

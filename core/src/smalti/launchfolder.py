@@ -34,8 +34,8 @@ def launch_folder(ranks: Iterable[int]) -> Iterator[str]:
         (Path(folder.name) / _OWNER).write_text(json.dumps(asdict(Process.current())))
         make_room(Path(folder.name), ranks)
     except OSError as error:
-        message = f"there is no room for temporary files in {tempfile.gettempdir()}: {error.strerror or error}"
-        raise PreflightError(message, fix="make room there, or name another folder with TMPDIR") from error
+        message = f"cannot create temporary files in {tempfile.gettempdir()}: {error.strerror or error}"
+        raise PreflightError(message, fix="free space there, or set TMPDIR to another folder") from error
     with folder as name:
         yield name
 

@@ -186,7 +186,7 @@ class Plugins:
     def owner_of_plan(self, plan: DistributedPlan) -> str:
         """The plugin whose plan this is; a plan carries the name of its plugin."""
         if plan.name not in self.infos:
-            raise UserError(f"the plan {plan.title!r} carries the name {plan.name!r}, which is no plugin's name")
+            raise UserError(f"the plan {plan.title!r} carries the name {plan.name!r}, which is not the name of a plugin")
         return plan.name
 
     def claims(self, hook: str) -> set[str]:
@@ -249,7 +249,7 @@ class _BackendHooks:
 
     def __getattr__(self, hook: str) -> Callable[..., object]:
         if hook not in self.ROLES:
-            raise AttributeError(f"{hook!r} is no backend role")
+            raise AttributeError(f"{hook!r} is not a backend role")
         backends = self._plugins.claims("configure_distributed") - {self._owner}
         others = {name for name in self._plugins.infos if name not in backends}
         return self._plugins._only(hook, others)
@@ -381,7 +381,7 @@ def _load(plugins: Plugins, entry: EntryPoint, distribution: Distribution, info:
         plugins.infos[entry.name] = info
         if strict:
             message = f"plugin {entry.name!r} ({info.source}) cannot be loaded: {info.reason}"
-            raise BrokenPlugin(message, fix=f"mend or update {distribution.name}, or {way_round}") from error
+            raise BrokenPlugin(message, fix=f"fix or update {distribution.name}, or {way_round}") from error
 
 
 def _what_happened(error: BaseException) -> str:

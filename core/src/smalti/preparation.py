@@ -95,7 +95,7 @@ class Preparation:
             check_accelerators(config, kind)
         elif kind == "cpu" and (expected := expected_kind(config)) is not None:
             kind = expected
-            notices.append(f"planned for {kind} devices, as the Accelerate YAML says; this machine has none")
+            notices.append(f"planned for {kind} devices, from the Accelerate YAML; this node has none")
         joins = write and config[LaunchOptions].machine_rank > 0
         if joins:
             _wait_for_first_machine(directory, config[LaunchOptions].process_group_timeout)
@@ -171,7 +171,7 @@ class Preparation:
             if self.live is not None and self.live.stop_asked:
                 return ExitCode.DONE, STOPPED_EARLY
             code = ExitCode.PREEMPTED if isinstance(stop, Terminated) else ExitCode.INTERRUPTED
-            return code, "stopped while no step was going on; what was saved or encoded before is whole"
+            return code, "stopped outside of a training step; saved checkpoints and caches are intact"
         return outcome.exit_code, outcome.message
 
     def _say_goodbye(self, code: ExitCode, message: str) -> None:
@@ -204,7 +204,7 @@ class Preparation:
 
     def describe(self) -> dict[str, object]:
         """What a launch would do, as JSON."""
-        assert self.data is not None, "a dry run looks at the data, on every machine"
+        assert self.data is not None, "a dry run reads the data, on every node"
         said = {
             "launch": self.plan.as_json(),
             **self.facts,
@@ -222,7 +222,7 @@ class Preparation:
 
     def as_text(self) -> str:
         """The same for people, with the files that a launch would write."""
-        assert self.data is not None, "a dry run looks at the data, on every machine"
+        assert self.data is not None, "a dry run reads the data, on every node"
         plan = self.plan
         lines = [f"strategy      {plan.distributed.title}", f"launcher      {plan.launcher}"]
         if plan.command:
@@ -320,14 +320,14 @@ def _wait_for_first_machine(directory: RunDirectory, seconds: float) -> None:
     deadline, told = time.monotonic() + seconds, False
     while (phase := _phase_of_first_machine(directory)) in (None, "scanning"):
         if not told:
-            click.echo(f"smalti: waiting for machine 0 to take {directory.path} and to scan the data", err=True)
+            click.echo(f"smalti: waiting for node 0 to create {directory.path} and to scan the data", err=True)
             told = True
         if phase is not None:
             deadline = time.monotonic() + seconds
         elif time.monotonic() > deadline:
             raise PreflightError(
-                f"machine 0 has not taken the run directory {directory.path} within {seconds:.0f} s",
-                fix="start the same command there with --machine_rank=0; all machines must see one and the same --output_dir",
+                f"node 0 did not create the run directory {directory.path} within {seconds:.0f} s",
+                fix="start the same command there with --machine_rank=0; all nodes must share the same --output_dir",
             )
         time.sleep(POLL_SECONDS)
 

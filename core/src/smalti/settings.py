@@ -30,7 +30,7 @@ def _count_or_share(value: object) -> object:
 
 def _whole_above_one(value: float) -> float:
     if value >= 1 and value != int(value):
-        raise ValueError("from 1 on it is a count, a whole number")
+        raise ValueError("a value of 1 or more is a count and must be a whole number")
     return value
 
 
@@ -52,7 +52,7 @@ def sizes_in(text: str) -> tuple[tuple[int, int], ...]:
     for word in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,9})(?:\s*[xX]\s*(\d{1,9}))?\s*", word)
         if match is None:
-            raise ValueError("write 512, or 512x768 for width and height; several with commas between them")
+            raise ValueError("write 512, or 512x768 for width and height; separate several with commas")
         width, height = int(match[1]), int(match[2] or match[1])
         if not 0 < width * height <= LARGEST_IMAGE:
             raise ValueError(f"an image has at least one pixel and at most {LARGEST_IMAGE // 1_000_000} million")
@@ -452,12 +452,12 @@ def launch_problems(launch: LaunchOptions) -> list[Problem]:
     problems = []
     if launch.num_processes % launch.num_machines:
         message = f"num_processes={launch.num_processes} does not divide over num_machines={launch.num_machines}"
-        problems.append(Problem(message=message, fix="num_processes counts the ranks of all machines together"))
+        problems.append(Problem(message=message, fix="num_processes counts the ranks of all nodes"))
     if launch.machine_rank >= launch.num_machines:
         message = f"machine_rank={launch.machine_rank} does not exist with num_machines={launch.num_machines}"
-        problems.append(Problem(message=message, fix="machines are counted from 0"))
+        problems.append(Problem(message=message, fix="nodes are counted from 0"))
     if launch.num_machines > 1 and not launch.main_process_ip:
-        problems.append(Problem(message="several machines need the address of the first", fix="--main_process_ip=ADDRESS"))
+        problems.append(Problem(message="several nodes need the address of node 0", fix="--main_process_ip=ADDRESS"))
     return problems
 
 

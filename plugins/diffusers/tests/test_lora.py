@@ -212,5 +212,5 @@ def test_targets_that_cannot_be_adapted_are_refused(base, targets, reason):
 def test_a_family_without_adapters_says_so():
     plugins = load_plugins()
     config = resolve(schema_of(plugins), ["--model_family=toy", "--model_type=lora"], environment={})
-    with pytest.raises(UserError, match="the family toy has no adapters"):
+    with pytest.raises(UserError, match="the model family toy does not support LoRA"):
         find_family(config, plugins)

@@ -360,7 +360,7 @@ def test_on_cpus_there_is_no_accelerate_launcher(read, tmp_path):
 def test_a_file_for_fsdp_does_not_train_on_cpus_unasked(read):
     config = read(START)
     assert expected_kind(config) == "cuda"
-    with pytest.raises(PreflightError, match="the Accelerate YAML says FSDP, and this machine has no usable cuda device"):
+    with pytest.raises(PreflightError, match="the Accelerate YAML says FSDP, but this node has no usable cuda device"):
         check_accelerators(config, "cpu")
     check_accelerators(read(START, "--use_cpu"), "cpu")
 

@@ -187,7 +187,7 @@ def _write(folder: Path, contents: Mapping[str, str]) -> list[str]:
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
-        raise UserError(f"{folder} exists already", fix="choose another folder with --to=FOLDER, or move that one") from None
+        raise UserError(f"{folder} already exists", fix="choose another folder with --to=FOLDER, or move that one") from None
     except OSError as error:
         raise UserError(f"cannot create {folder}: {error.strerror}", fix="choose another folder with --to=FOLDER") from None
     try:

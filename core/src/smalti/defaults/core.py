@@ -112,7 +112,7 @@ class Core:
 
 def _family(config: Config) -> Iterator[Problem]:
     if config[ModelOptions].model_family is None:
-        yield Problem(message="no model family is given", fix="--model_family=NAME; `smalti plugins` lists them")
+        yield Problem(message="no model family given", fix="--model_family=NAME; `smalti plugins` lists them")
 
 
 def _directory(config: Config) -> Iterator[Problem]:
@@ -125,7 +125,7 @@ def _datasets(config: Config) -> Iterator[Problem]:
     given = [name for name in ("data_backend_config", "datasets", "instance_data_dir") if getattr(data, name)]
     if not given:
         fix = "--instance_data_dir=FOLDER of captioned pictures, or --data_backend_config=FILE, or [[datasets]] in a TOML file"
-        yield Problem(message="no dataset is given", fix=fix)
+        yield Problem(message="no dataset given", fix=fix)
     elif len(given) > 1:
         yield Problem(message=f"{' and '.join(given)} both name datasets", fix="keep one of them")
 

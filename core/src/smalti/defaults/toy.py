@@ -62,7 +62,7 @@ def _is_toy(config: Config) -> bool:
 
 def _adapter(config: Config) -> Iterator[Problem]:
     if config[ModelOptions].model_type == "lora":
-        message = "the toy family has no adapters"
+        message = "the model family toy does not support LoRA"
         yield Problem(message=message, where="model_type", fix="--model_type=full", option="model_type")
 
 

@@ -156,7 +156,7 @@ class _Reader:
         for name, path in swapping.items():
             key = f"zero_optimization.{name}.nvme_path"
             if not is_open(path) and place(str(path)) != place(str(folder)):
-                fix = "say the same in both, or leave one of them out"
+                fix = "give the same value in both, or leave one of them out"
                 self._refuse(key, f"is {path!r}, and offload_param_path is {str(folder)!r}", fix)
 
     def _say(self, option: str, key: str, value: object) -> None:

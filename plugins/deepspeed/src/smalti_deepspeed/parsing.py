@@ -61,10 +61,10 @@ def parse(text: str, name: str) -> Document:
         place = f"{name}:{error.lineno}:{error.colno}"
         raise UserError(f"{place}: this is not JSON: {error.msg}", fix=_hint(text, error.pos)) from None
     except ValueError as error:
-        raise UserError(f"{name}: {error}", fix="mend that entry") from None
+        raise UserError(f"{name}: {error}", fix="fix that entry") from None
     if not isinstance(value, dict):
         fix = 'write {"zero_optimization": {"stage": 2}}'
-        raise UserError(f"{name} holds a {type(value).__name__}, not a table of settings", fix=fix)
+        raise UserError(f"{name} contains a {type(value).__name__}, not a table of settings", fix=fix)
     return value
 
 
@@ -98,4 +98,4 @@ def _hint(text: str, position: int) -> str:
         return "JSON spells them true, false and null"
     if text[position : position + 2] in ("//", "/*") or text[position : position + 1] == "#":
         return "JSON has no comments"
-    return "mend that place"
+    return "fix the syntax error"

@@ -27,7 +27,7 @@ class SwapError(UserError):
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(
             f"cannot swap to {path}: {reason}",
-            fix="look after that drive and its room, then start the run again: it goes on from its last checkpoint",
+            fix="check that drive and its free space, then run the same command to resume",
         )
 
 

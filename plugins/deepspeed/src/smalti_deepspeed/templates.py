@@ -95,7 +95,7 @@ def remove_template(name: str) -> Path:
     try:
         remove_file(path)
     except OSError as error:
-        raise UserError(f"cannot remove {path}: {error.strerror}", fix="see whose file it is") from error
+        raise UserError(f"cannot remove {path}: {error.strerror}", fix="check the file's owner and permissions") from error
     return path
 
 

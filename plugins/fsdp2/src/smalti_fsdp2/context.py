@@ -37,7 +37,7 @@ def context_group(world: World, timeout: timedelta) -> dist.ProcessGroup:
     if kind != "cuda" and not (kind == "cpu" and os.environ.get(CONTEXT_ON_CPU)):
         raise UserError(
             f"context parallelism needs CUDA devices, and rank {world.rank} is on {world.device}",
-            fix="--context_parallel_size=1, or look after the driver of the GPUs",
+            fix="--context_parallel_size=1, or check the GPU driver (nvidia-smi)",
         )
     group: dist.ProcessGroup = dist.new_subgroups(world.context, timeout=timeout)[0]  # type: ignore[no-untyped-call]
     return group

@@ -56,7 +56,7 @@ def test_the_second_time_says_that_it_was_known_and_refresh_looks_anew(detect):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "no model family is given\n  fix: --model_family=NAME; known: "),
+        ([], "no model family given\n  fix: --model_family=NAME; known: "),
         (["--model_family=toi"], "Unknown model_family 'toi'.\n  fix: did you mean toy? known: "),
         (["--model_family=toy", "--toy_dept=3"], "unknown option --toy_dept\n    fix: did you mean --toy_depth"),
         (["--model_family=toy", "--toy_width=31"], "toy_width=31 does not fit toy_heads=6"),
@@ -78,7 +78,7 @@ def test_a_model_in_which_nothing_repeats_has_no_suggestion(detect, checkpoint):
 def test_a_place_that_cannot_be_written_is_told_and_the_answer_given(detect, cache_home):
     cache_home.write_text("a file where the folder should be")
     code, out, errors = detect("--model_family=toy")
-    assert (code, "ToyBlock" in out, "smalti: note: not kept for the next time" in errors) == (0, True, True)
+    assert (code, "ToyBlock" in out, "smalti: note: not cached" in errors) == (0, True, True)
 
 
 def test_clearing_says_how_many_answers_and_bytes_went(run, cache_home):
