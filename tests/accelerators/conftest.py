@@ -21,7 +21,7 @@ COMMON = {
     "validation_prompt": "a circle",
     "validation_num_inference_steps": 2,
     "checkpoint_step_interval": 0,
-    "without": "plot",
+    "without": "plots",
 }
 
 

@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def followed(folder, tmp_path_factory) -> list[pages.Typed]:
     environment = pages.account(tmp_path_factory.mktemp("account"))
-    return pages.follow(BLOCKS, folder, {**environment, "SMALTI_WITHOUT": "plot"})  # which takes long to import
+    return pages.follow(BLOCKS, folder, {**environment, "SMALTI_WITHOUT": "plots"})  # which takes long to import
 
 
 @pytest.mark.parametrize("number", range(len(COMMANDS)), ids=lambda number: COMMANDS[number].partition(" --")[0])

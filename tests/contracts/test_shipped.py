@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from nursery import ForkedContract
-from smalti.models.toy import ToyFamily, ToyShape
 from smalti.plugins import BUILT_IN
 from smalti.storage.local import LocalStorage
-from smalti.testing import MemoryStorage, TinyFamily
-from smalti.testing.plugins import PLUGIN, PluginSubject
-from smalti.testing.pytest import FamilyContract, StorageContract
+from smalti_testing import MemoryStorage, TinyFamily
+from smalti_testing.plugins import PLUGIN, PluginSubject
+from smalti_testing.pytest import FamilyContract, StorageContract
+from smalti_toy.family import ToyFamily, ToyShape
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 def shipped() -> list[str]:
     """The built-in plugins, and the entry points of all packages of this repository."""
     projects = [tomllib.loads(path.read_text())["project"] for path in sorted(ROOT.glob("plugins/*/pyproject.toml"))]
-    return [*BUILT_IN, *(name for project in projects for name in project["entry-points"]["smalti.plugins"])]
+    return [*BUILT_IN, *(name for project in projects for name in project.get("entry-points", {}).get("smalti.plugins", ()))]
 
 
 @cache

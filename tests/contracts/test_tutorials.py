@@ -29,7 +29,7 @@ def follow(tmp_path_factory):
             if tutorial == "eight-gpus":
                 shutil.copytree(pages.DOCS.parent / "examples", folder / "examples", ignore=shutil.ignore_patterns("emoji*"))
                 tiny.flux(folder / "FLUX.1-dev")
-            done[tutorial] = pages.follow(blocks(tutorial), folder, {**environment, "SMALTI_WITHOUT": "plot"})
+            done[tutorial] = pages.follow(blocks(tutorial), folder, {**environment, "SMALTI_WITHOUT": "plots"})
         return done[tutorial]
 
     return follow

@@ -31,7 +31,7 @@ TINY = {
     "mixed_precision": "no",
     "learning_rate": 1e-3,
     "checkpoint_step_interval": 0,
-    "without": "plot",  # which takes longer to import than these runs train
+    "without": "plots",  # which takes longer to import than these runs train
 }
 
 

@@ -31,7 +31,7 @@ SMALL = {
     "validation_prompt": PROMPTS,
     "validation_num_inference_steps": 2,
     "allow_dataset_oversubscription": True,
-    "without": "plot",
+    "without": "plots",
 }
 ALONE = {"num_processes": 1, "fsdp_enable": False}
 ON_CPU = {"SMALTI_CONTEXT_PARALLEL_ON_CPU": "1"}

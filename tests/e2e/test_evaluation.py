@@ -13,11 +13,11 @@ from nursery import forked_processes
 from smalti.config import resolve
 from smalti.errors import PreflightError
 from smalti.hookspecs import hookimpl
-from smalti.models.toy import ToyShape, ToyTransformer
 from smalti.plugins import PluginInfo, Selection, load_plugins
 from smalti.preparation import Preparation
 from smalti.rank import run_rank
 from smalti.schema import schema_of
+from smalti_toy.family import ToyShape, ToyTransformer
 
 FLAGS = (
     "--model_family=toy",
@@ -38,7 +38,7 @@ HELD_OUT = {"id": "held-out", "instance_data_dir": "held-out", "caption_strategy
 
 
 def configured(directory: Path, datasets: list[dict], *flags: str):
-    plugins = load_plugins(Selection(only=("fsdp2",), without=("plot", "console")))
+    plugins = load_plugins(Selection(only=("fsdp2", "toy"), without=("console",)))
     places = [{**dataset, "instance_data_dir": str(directory.parent / dataset["instance_data_dir"])} for dataset in datasets]
     file = directory.with_suffix(".json")
     file.write_text(json.dumps(places))

@@ -17,7 +17,7 @@ from smalti.checkpoint.writer import save
 from smalti.commands.checkpoint import checkpoint
 from smalti.errors import CheckpointError, UserError
 from smalti.parallel import PortableState
-from smalti.testing.strategies import Alone
+from smalti_testing.strategies import Alone
 
 OPTIONS = {"max_train_steps": 2, "train_batch_size": 4, "use_ema": True, "checkpoint_step_interval": 1}
 

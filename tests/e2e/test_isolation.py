@@ -56,7 +56,7 @@ def test_pictures_and_a_plot_that_cannot_be_written_are_a_line_each(tmp_path, tr
     assert saved(run) == [4, 8]
     assert "Traceback" not in run.output
     assert sum("validation of step" in line and "samples" in line for line in warnings(run)) == 2
-    [line] = [line for line in run.output.splitlines() if "plugin 'plot'" in line]
+    [line] = [line for line in run.output.splitlines() if "plugin 'plots'" in line]
     assert "failed in hook 'on_train_end'" in line
 
 

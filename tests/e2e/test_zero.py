@@ -93,7 +93,7 @@ SMALL = {
     "tokenizer_max_length": 32,
     "use_ema": True,
     "validation_num_inference_steps": 2,
-    "without": "plot",
+    "without": "plots",
     "probe": False,
 }
 ALONE = {"deepspeed_config": "none", "num_processes": 1, "use_cpu": True, "train_batch_size": 4}

@@ -22,8 +22,8 @@ from smalti.packages import PACKAGES, PLUGINS
 from smalti.plugins import BUILT_IN, Selection, load_plugins
 from smalti.reference import reference_page
 from smalti.schema import schema_of
-from smalti.testing.plugins import PluginSubject
 from smalti.types import CheckpointFormat, Registered
+from smalti_testing.plugins import PluginSubject
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +168,11 @@ def test_all_packages_have_one_version_and_their_official_names(root):
     found = {path.parent.name: tomllib.loads(path.read_text())["project"] for path in root.glob("plugins/*/pyproject.toml")}
     core = tomllib.loads((root / "core" / "pyproject.toml").read_text())["project"]
     assert {project["version"] for project in found.values()} <= {core["version"]}
-    assert {name: project["name"] for name, project in found.items()} == {name: PLUGINS[name].distribution for name in found}
-    assert {package.folder for package in PLUGINS.values() if package.folder} == found.keys()
+    assert {name: project["name"] for name, project in found.items()} == {name: f"smalti-{name}" for name in found}
+    entered = {name for name, project in found.items() if "smalti.plugins" in project.get("entry-points", {})}
+    assert {package.folder: package.distribution for package in PLUGINS.values() if package.folder} == {
+        name: f"smalti-{name}" for name in entered
+    }
 
 
 @pytest.mark.parametrize("package", [each for each in PLUGINS.values() if each.folder], ids=lambda each: each.plugin)

@@ -31,7 +31,7 @@ def sections(root) -> dict[str, str]:
 def shipped(root) -> Plugins:
     """The built-in plugins and those of the packages in this repository."""
     projects = [tomllib.loads(path.read_text())["project"] for path in root.glob("plugins/*/pyproject.toml")]
-    own = tuple(name for project in projects for name in project["entry-points"]["smalti.plugins"])
+    own = tuple(name for project in projects for name in project.get("entry-points", {}).get("smalti.plugins", ()))
     plugins = load_plugins(Selection(only=own))
     assert {name for name, info in plugins.infos.items() if info.state == "active"} == {*BUILT_IN, *own}
     return plugins

@@ -13,7 +13,10 @@ import pytest
 
 import smalti
 
-PLUGIN_PACKAGES = ("smalti_fsdp2", "smalti_deepspeed", "smalti_storage_s3", "smalti_health", "smalti_diffusers", "smalti_webui")
+PLUGIN_PACKAGES = (
+    *("smalti_fsdp2", "smalti_deepspeed", "smalti_diffusers", "smalti_toy", "smalti_plots", "smalti_testing"),
+    *("smalti_storage_s3", "smalti_health", "smalti_webui"),
+)
 
 # From the ground up: a module may import from its own layer and from those below it. A name stands for a package as well.
 LAYERS = (
@@ -57,7 +60,7 @@ LAYERS = (
     ),
     ("liverun", "storage", "diffusion", "models", "data", "checkpoint", "ema", "schedule", "metrics", "gauges", "statistics"),
     ("observers",),
-    ("group", "strategy", "optimizers", "pictures", "grid", "plot", "replicas", "dataplan", "families", "caches"),
+    ("group", "strategy", "optimizers", "pictures", "replicas", "dataplan", "families", "caches"),
     ("encoding", "resume"),
     ("opening",),
     ("run",),
@@ -74,7 +77,7 @@ LAYERS = (
     ("cli",),
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
-OUTSIDE = {"defaults", "__init__", "__main__", "testing"}
+OUTSIDE = {"defaults", "__init__", "__main__"}
 
 # What a built-in plugin may import while it is loaded; anything else has to wait until a hook is called.
 PUBLIC = {

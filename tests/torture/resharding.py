@@ -17,8 +17,8 @@ from smalti.checkpoint.verification import verify
 from smalti.checkpoint.writer import save
 from smalti.parallel import PortableState
 from smalti.ranks import GlooRanks
-from smalti.testing import two_processes
 from smalti.types import World
+from smalti_testing import two_processes
 
 from .subject import Report
 

@@ -50,7 +50,7 @@ def pictures(place: Path) -> Path:
 
 def start(place: Path, name: str, ranks: int, steps: int, *, sharded: bool = False) -> subprocess.Popen[bytes]:
     words = [f"--instance_data_dir={pictures(place)}", f"--output_dir={place / name}", f"--max_train_steps={steps}"]
-    words += [f"--num_processes={ranks}", f"--train_batch_size={4 // ranks}", "--without=plot"]
+    words += [f"--num_processes={ranks}", f"--train_batch_size={4 // ranks}", "--without=plots"]
     words += ["--fsdp_enable"] if sharded else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(place / "hf")}
     with (place / f"{name}.log").open("ab") as log:

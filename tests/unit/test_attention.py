@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from smalti.errors import ConfigError, PreflightError, UserError
 from smalti.launch import check_accelerators
 from smalti.models.attention import attention_kernel, choose_attention
-from smalti.models.toy import ToyShape, ToyTransformer
 from smalti.schema import check
+from smalti_toy.family import ToyShape, ToyTransformer
 
 
 class Flashes(TorchDispatchMode):

@@ -123,7 +123,7 @@ MANY = {
 def test_every_kind_of_problem_is_told_in_one_round(run, write, tmp_path, way):
     data = write("data.json", json.dumps([{"id": "a", "instance_data_dir": "x", "croop": True}, {"id": "b", "type": "nfs"}]))
     told = (*filter(None, MANY.values()), "unknown key 'croop'", "type: 'nfs' is not known")
-    words = ["train", *way, "--without=all", "--model_family=toy", "--max_train_steps=100", f"--output_dir={tmp_path / 'run'}"]
+    words = ["train", *way, "--plugins=toy", "--model_family=toy", "--max_train_steps=100", f"--output_dir={tmp_path / 'run'}"]
     code, _, errors = run(*words, f"--data_backend_config={data}", *MANY)
     assert (code, [each for each in told if each not in errors]) == (2, [])
     assert f"the configuration has {len(told) + 1} problems" in errors  # several machines need an address as well
@@ -131,7 +131,7 @@ def test_every_kind_of_problem_is_told_in_one_round(run, write, tmp_path, way):
 
 
 def test_what_depends_on_something_wrong_is_not_complained_about(run, tmp_path):
-    words = ["--without=all", "--model_family=toy", "--max_train_steps=many", "--output_dir", f"--instance_data_dir={tmp_path}"]
+    words = ["--plugins=toy", "--model_family=toy", "--max_train_steps=many", "--output_dir", f"--instance_data_dir={tmp_path}"]
     code, _, errors = run("train", *words, "--toy_width=wide", "--toy_heads=7", "--lr_warmup_steps=9")
     assert (code, errors.count("\n  - ")) == (2, 3), errors
 
@@ -163,7 +163,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("flag", REFUSED, ids=[flag[:40].encode(errors="replace").decode() for flag in REFUSED])
 def test_a_dry_run_refuses_what_the_run_cannot_do(run, tmp_path, flag):
-    words = ["--without=all", "--model_family=toy", "--max_train_steps=4", f"--output_dir={tmp_path / 'run'}", "--use_cpu"]
+    words = ["--plugins=toy", "--model_family=toy", "--max_train_steps=4", f"--output_dir={tmp_path / 'run'}", "--use_cpu"]
     images = [f"--instance_data_dir={tmp_path / 'images'}", "--validation_prompt=a cat", "--resolution=32"]
     code, _, errors = run("train", "--dry-run", *words, *images, flag)
     assert (code, REFUSED[flag] in errors, "problems" in errors) == (2, True, False), errors
@@ -171,14 +171,14 @@ def test_a_dry_run_refuses_what_the_run_cannot_do(run, tmp_path, flag):
 
 def test_a_dry_run_finds_weights_that_were_cut_off(run, tmp_path):
     (tmp_path / "weights.safetensors").write_bytes(b"cut off")
-    words = ["--without=all", "--model_family=toy", "--max_train_steps=4", f"--output_dir={tmp_path / 'run'}", "--use_cpu"]
+    words = ["--plugins=toy", "--model_family=toy", "--max_train_steps=4", f"--output_dir={tmp_path / 'run'}", "--use_cpu"]
     start = f"--pretrained_model_name_or_path={tmp_path / 'weights.safetensors'}"
     code, _, errors = run("train", "--dry-run", *words, start, f"--instance_data_dir={tmp_path / 'images'}")
     assert (code, "weights.safetensors is not a sound safetensors file: too short" in errors) == (2, True), errors
 
 
 def test_problems_of_a_dry_run_are_json_if_that_is_asked_for(run):
-    code, out, errors = run("train", "--dry-run", "--json", "--without=all", "--sede=1", "--model_family=toy")
+    code, out, errors = run("train", "--dry-run", "--json", "--plugins=toy", "--sede=1", "--model_family=toy")
     said = json.loads(out)
     assert (code, said["exit_code"]) == (2, 2)
     assert said["problems"][0] == {

@@ -15,7 +15,7 @@ from smalti.models.frames import Frame
 from smalti.models.weights import materialise
 from smalti.plugins import load_plugins
 from smalti.schema import schema_of
-from smalti.testing import TinyFamily
+from smalti_testing import TinyFamily
 
 WIDTH, HEIGHT = 12, 8
 

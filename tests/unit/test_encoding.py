@@ -30,8 +30,8 @@ from smalti.errors import PreflightError, UserError
 from smalti.plugins import Selection, load_plugins
 from smalti.ranks import GlooRanks
 from smalti.schema import schema_of
-from smalti.testing.tiny import TinyFamily
 from smalti.types import World
+from smalti_testing.tiny import TinyFamily
 
 BATCH = 4
 

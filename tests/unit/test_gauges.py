@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from smalti.gauges import Memory, Utilisation, known_peak, peak_of
-from smalti.testing.tiny import TinyFamily
 from smalti.types import StepResult, World
+from smalti_testing.tiny import TinyFamily
 
 
 def step(samples: int = 8, seconds: float = 0.5, waited: float = 0.0) -> StepResult:

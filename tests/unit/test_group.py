@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from nursery import forked_processes
-from smalti.testing.strategy_subject import open_strategy
+from smalti_testing.strategy_subject import open_strategy
 
 
 def part_with_words_under_way():

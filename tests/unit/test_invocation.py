@@ -47,10 +47,10 @@ def test_the_home_folder_may_be_written_as_a_tilde(tmp_path, monkeypatch):
 
 
 def test_plugins_are_selected_before_options_are_read():
-    invocation = Invocation.read(["--without", "toy", "--without=plot", "--seed=3"])
-    assert [name for name, info in invocation.plugins.infos.items() if info.state == "blocked"] == ["plot", "toy"]
+    invocation = Invocation.read(["--without", "toy", "--without=plots", "--seed=3"])
+    assert [name for name, info in invocation.plugins.infos.items() if info.state == "blocked"] == ["plots", "toy"]
     assert "toy_width" not in invocation.schema.options
-    assert invocation.config().value("without") == ("toy", "plot")
+    assert invocation.config().value("without") == ("toy", "plots")
 
 
 @pytest.mark.parametrize("spelling", ["--dry-run", "--dry_run"])

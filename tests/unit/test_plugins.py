@@ -104,7 +104,7 @@ def test_one_name_from_two_plugins_is_an_error_that_names_both_distributions(plu
     plugins.register(info("families"), Families("toy"))
     with pytest.raises(UserError) as raised:
         plugins.gather("register_model_families", FamilyEntry)
-    assert "'toy' is provided twice: by plugin 'toy' (smalti " in str(raised.value)
+    assert "'toy' is provided twice: by plugin 'toy' (smalti-toy " in str(raised.value)
     assert "and by plugin 'families' (dist-families 1.0)" in str(raised.value)
     assert "--without families" in str(raised.value)
 

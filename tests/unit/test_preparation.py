@@ -11,7 +11,7 @@ from smalti.dataplan import CacheFolders, cache_folders
 from smalti.errors import ConfigError, PreflightError, UserError
 from smalti.plugins import PluginInfo
 from smalti.preparation import Preparation
-from smalti.testing import TinyFamily
+from smalti_testing import TinyFamily
 
 
 class Sharing:

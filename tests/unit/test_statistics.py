@@ -13,10 +13,10 @@ from smalti.checkpoint.writer import save as write_checkpoint
 from smalti.parallel import Ranks
 from smalti.phases import Phases
 from smalti.saving import save
-from smalti.testing import TinyFamily, two_processes
-from smalti.testing.strategy_subject import open_family
 from smalti.types import Checkpoint, RunState
 from smalti.validation import at_rest
+from smalti_testing import TinyFamily, two_processes
+from smalti_testing.strategy_subject import open_family
 
 
 class Normed(TinyFamily):

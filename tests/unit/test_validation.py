@@ -18,9 +18,9 @@ from smalti.ema import Ema
 from smalti.plugins import load_plugins
 from smalti.ranks import GlooRanks
 from smalti.schema import schema_of
-from smalti.testing import TinyFamily
-from smalti.testing.strategy_subject import open_family
 from smalti.validation import at_rest, shares, validation_sizes
+from smalti_testing import TinyFamily
+from smalti_testing.strategy_subject import open_family
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 5))

@@ -10,7 +10,8 @@ may change with any release.
     smalti.diffusion, smalti.optimizers, smalti.data.spec, smalti.data.sources, smalti.storage, smalti.checkpoint,
     smalti.plugins, smalti.invocation, smalti.families, smalti.run, smalti.options, smalti.caches, smalti.configedit,
     smalti.commands.table, smalti.commands.help, smalti.rundir, smalti.liverun, smalti.events, smalti.files, smalti.configfile,
-    smalti.acceleratefile, smalti.importing, smalti.testing
+    smalti.acceleratefile, smalti.importing, smalti.pictures, smalti.hookspecs, smalti.types, smalti.config, smalti.schema,
+    smalti.strategy, smalti.cli
 """
 
 from __future__ import annotations

@@ -144,6 +144,13 @@ PACKAGES = (
         families=("auraflow", "flux", "flux2", "lumina2", "pixart", "qwen_image", "sana", "sd3", "sdxl", "z_image"),
     ),
     Package(
+        plugin="toy",
+        folder="toy",
+        options=("toy_width", "toy_depth", "toy_heads", "toy_patch", "toy_sample_shift"),
+        families=("toy",),
+    ),
+    Package(plugin="plots", folder="plots"),
+    Package(
         plugin="storage_s3",
         options=("aws_bucket_name", "aws_endpoint_url", "aws_region_name"),
         storages=("aws", "parquet"),
@@ -190,6 +197,11 @@ def package_of_topic(word: str) -> Package | None:
 def package_of_family(name: str) -> Package | None:
     """The package that has this model family."""
     return next((package for package in PACKAGES if name.lower().replace("-", "_") in package.families), None)
+
+
+def packages_with_families() -> str:
+    """What to install, for when there is no model family at all."""
+    return "; or ".join(f"{', '.join(package.families)}: {package.fix}" for package in PACKAGES if package.families)
 
 
 def package_of_command(name: str) -> Package | None:

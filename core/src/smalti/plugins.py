@@ -31,9 +31,7 @@ BUILT_IN = {
     "events": "smalti.defaults.events",
     "console": "smalti.defaults.console",
     "folders": "smalti.defaults.folders",
-    "plot": "smalti.defaults.plot",
     "runs": "smalti.defaults.runs",
-    "toy": "smalti.defaults.toy",
     "trackers": "smalti.defaults.trackers",
 }
 ESSENTIAL = frozenset({"core", "ddp", "events"})

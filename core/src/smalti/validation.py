@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from smalti.attempts import AttemptFailed, computed, on_all_ranks
 from smalti.data.buckets import Bucket
 from smalti.errors import UserError
-from smalti.grid import picture_grid
 from smalti.models.family import SampleRequest, TellsSettings
 from smalti.observers import notify
 from smalti.pictures import save_picture
 from smalti.settings import DataOptions, ValidationOptions, sizes_in
 from smalti.statistics import take_first_ranks
 from smalti.types import ValidationImage, ValidationResult
+from smalti_plots.grid import picture_grid
 
 if TYPE_CHECKING:
     from PIL.Image import Image

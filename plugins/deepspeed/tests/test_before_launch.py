@@ -24,7 +24,7 @@ from smalti_deepspeed.document import resolved
 from smalti_deepspeed.offloadfolder import LOCK, Claim, Leftovers, claim_together, swap_bytes
 from smalti_deepspeed.translation import KEYS
 
-PLUGINS = load_plugins(Selection(only=("deepspeed", "fsdp2")))
+PLUGINS = load_plugins(Selection(only=("deepspeed", "fsdp2", "toy")))
 SCHEMA = schema_of(PLUGINS)
 ZERO2 = {"zero_optimization": {"stage": 2}}
 NO_LIBAIO = "DeepSpeed swaps to a drive with libaio, which is not here"

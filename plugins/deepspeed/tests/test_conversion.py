@@ -14,11 +14,11 @@ from smalti import CheckpointError, World
 from smalti.checkpoint.conversion import convert
 from smalti.checkpoint.verification import verify
 from smalti.ranks import GlooRanks
-from smalti.testing import TinyFamily, two_processes
-from smalti.testing.strategy_subject import whole_state
 from smalti_deepspeed.conversion import open_deepspeed
 from smalti_deepspeed.formats import FORMATS
 from smalti_deepspeed.importing import start_deepspeed, stop_deepspeed
+from smalti_testing import TinyFamily, two_processes
+from smalti_testing.strategy_subject import whole_state
 
 KINDS = {(stage, ranks) for stage in (1, 2, 3) for ranks in (1, 2, 3)} - {(1, 1), (1, 3), (2, 2)}
 """Stage and number of ranks. Hardly a size of the model divides by two or three."""

@@ -11,10 +11,10 @@ from smalti.checkpoint.conversion import convert
 from smalti.checkpoint.portable import capture
 from smalti.ema import Ema
 from smalti.optimizers import decouple_decay, matrices, parameter_groups
-from smalti.testing import RankFailed, TinyFamily, two_processes
-from smalti.testing.strategies import run_check
-from smalti.testing.strategy_subject import Reference, open_family, open_strategy, whole_state
 from smalti_deepspeed.formats import FORMATS
+from smalti_testing import RankFailed, TinyFamily, two_processes
+from smalti_testing.strategies import run_check
+from smalti_testing.strategy_subject import Reference, open_family, open_strategy, whole_state
 
 STEPS = 20
 ALL_CUT = {"stage3_param_persistence_threshold": 0}

@@ -28,7 +28,7 @@ def typed(tmp_path_factory) -> list[subprocess.CompletedProcess]:
     pages.photos(folder / "photos")
     (folder / "config.toml").write_text(CONFIG)
     (folder / "scratch").mkdir()
-    environment = {**pages.account(folder / "account"), "XDG_CONFIG_HOME": str(folder / "settings"), "SMALTI_WITHOUT": "plot"}
+    environment = {**pages.account(folder / "account"), "XDG_CONFIG_HOME": str(folder / "settings"), "SMALTI_WITHOUT": "plots"}
 
     def run(command: str) -> subprocess.CompletedProcess:
         if command.startswith("pip install "):

@@ -1,6 +1,6 @@
 """ZeRO keeps the contract of a distribution strategy. What it keeps of it when offloaded, and in bf16: `test_engine.py`."""
 
-from smalti.testing.pytest import ParallelContract
+from smalti_testing.pytest import ParallelContract
 
 
 class TestStage2(ParallelContract):

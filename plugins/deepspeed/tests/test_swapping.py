@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smalti.testing import TinyFamily, two_processes
 from smalti_deepspeed.swapping import cut_at_pages, swap_whole_pages
+from smalti_testing import TinyFamily, two_processes
 
 
 @given(offset=st.integers(0, 10_000), length=st.integers(1, 10_000), page=st.sampled_from((1, 64, 1024)))
@@ -59,7 +59,7 @@ def train_with_a_folder(offloaded: tuple[str, ...], folder: Path) -> tuple[set[s
 
     The state after three steps is compared with that of one process, which makes them too.
     """
-    from smalti.testing.strategy_subject import open_family
+    from smalti_testing.strategy_subject import open_family
 
     subject = open_family("deepspeed", (swapping(offloaded, folder),), 2, TinyFamily(width=WIDTH))
     reference = subject.reference()
@@ -87,8 +87,8 @@ def test_what_lies_in_a_folder_is_trained_as_by_one_process(tmp_path, offloaded)
 
 def train_without_its_folder(folder: Path) -> str:
     """What a step says after the folder was removed by somebody."""
-    from smalti.testing.strategy_subject import open_family
     from smalti_deepspeed.swapfiles import SwapError
+    from smalti_testing.strategy_subject import open_family
 
     subject = open_family("deepspeed", (swapping(("param", "optimizer"), folder),), 2, TinyFamily(width=WIDTH))
     subject.step(0)

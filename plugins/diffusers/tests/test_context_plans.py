@@ -10,8 +10,8 @@ from smalti.families import find_family
 from smalti.models.context import context_plan
 from smalti.plugins import load_plugins
 from smalti.schema import schema_of
-from smalti.testing.family_subject import FamilySubject
 from smalti_fsdp2.context import split_context
+from smalti_testing.family_subject import FamilySubject
 
 KINDS = {
     "flux": ("flux", {}),

@@ -27,9 +27,9 @@ from smalti.parallel import PortableState
 from smalti.pictures import picture_settings
 from smalti.plugins import load_plugins
 from smalti.schema import schema_of
-from smalti.testing.family_subject import CAPTIONS, FRAME, FamilySubject
-from smalti.testing.strategies import Alone
 from smalti_diffusers.components import Components
+from smalti_testing.family_subject import CAPTIONS, FRAME, FamilySubject
+from smalti_testing.strategies import Alone
 
 IN_PROCESS = ("auraflow", "flux2", "lumina2", "qwen_image", "z_image")
 """Families that are trained and exported here in this process; Flux is, too, but as a user does it."""

@@ -21,7 +21,6 @@ from smalti.families import find_family
 from smalti.models.family import SampleRequest, image_tokens, native_objective
 from smalti.plugins import load_plugins
 from smalti.schema import schema_of
-from smalti.testing.pytest import FamilyContract
 from smalti_diffusers.components import Components
 from smalti_diffusers.flux import pack, unpack
 from smalti_diffusers.flux2 import Flux2
@@ -29,6 +28,7 @@ from smalti_diffusers.lumina2 import Lumina2
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily
 from smalti_diffusers.sana import Sana
+from smalti_testing.pytest import FamilyContract
 
 MAKERS = {
     "flux": ("flux", tiny.flux, {}),

@@ -21,10 +21,10 @@ from smalti.families import find_family
 from smalti.models.weights import materialise, without_weights
 from smalti.plugins import load_plugins
 from smalti.schema import schema_of
-from smalti.testing import check_family
-from smalti.testing.family_subject import CAPTIONS, FamilySubject
 from smalti_diffusers.adapter import adapter_shapes
 from smalti_diffusers.components import Components
+from smalti_testing import check_family
+from smalti_testing.family_subject import CAPTIONS, FamilySubject
 
 LORA = {
     "model_family": "flux",

@@ -21,8 +21,8 @@ from smalti.models.weights import materialise, without_weights
 from smalti.plugins import load_plugins
 from smalti.schema import check, schema_of
 from smalti.strategy import check_shares, choose_distributed
-from smalti.testing.family_subject import CAPTIONS, FamilySubject
 from smalti_diffusers.quantisation import QuantisedLinear, check_device
+from smalti_testing.family_subject import CAPTIONS, FamilySubject
 
 pytest.importorskip("torchao")  # optional, and noisy on a CPU wherever diffusers is imported: only where it is installed
 

@@ -19,10 +19,10 @@ from smalti.models.layout import put_channels_last
 from smalti.models.weights import materialise
 from smalti.plugins import Selection, load_plugins
 from smalti.schema import schema_of
-from smalti.testing.pytest import FamilyContract
 from smalti_diffusers.components import Components
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.sdxl import Sdxl, family
+from smalti_testing.pytest import FamilyContract
 
 
 @pytest.fixture(scope="module")

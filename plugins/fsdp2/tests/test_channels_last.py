@@ -6,8 +6,8 @@ import torch
 from nursery import forked_processes
 from smalti.errors import UserError
 from smalti.models.layout import put_channels_last, wants_channels_last
-from smalti.testing import TinyFamily
-from smalti.testing.strategy_subject import open_strategy, whole_state
+from smalti_testing import TinyFamily
+from smalti_testing.strategy_subject import open_strategy, whole_state
 
 STRATEGIES = {"ddp": (), "fsdp2": ("--fsdp_enable",)}
 

@@ -9,7 +9,7 @@ from smalti.preparation import Preparation
 from smalti.schema import schema_of
 from smalti.strategy import check_strategy, choose_distributed
 
-PLUGINS = load_plugins(Selection(only=("fsdp2",)))
+PLUGINS = load_plugins(Selection(only=("fsdp2", "toy")))
 
 
 def config(*flags: str) -> Config:

@@ -13,10 +13,10 @@ from nursery import forked_processes
 from smalti import Block, UserError
 from smalti.models.context import Attention, ContextPlan, Join, Split, context_plan
 from smalti.models.family import SampleRequest, native_objective
-from smalti.models.toy import ToyFamily, ToyShape
-from smalti.testing import RankFailed, TinyFamily
 from smalti_fsdp2.context import split_context
 from smalti_fsdp2.recomputation import recompute
+from smalti_testing import RankFailed, TinyFamily
+from smalti_toy.family import ToyFamily, ToyShape
 
 TOY = ToyFamily(ToyShape(width=32, depth=2, heads=4, max_tokens=4, vocabulary=64))
 STRATEGIES = ("allgather", "alltoall")

@@ -31,13 +31,13 @@ from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.statefile import read_state
 from smalti.checkpoint.verification import verify
 from smalti.checkpoint.writer import save
-from smalti.models.toy import ToyShape, ToyTransformer
 from smalti.optimizers import matrices, parameter_groups
 from smalti.plugins import load_plugins
 from smalti.ranks import GlooRanks
 from smalti.types import World
 from smalti_fsdp2.conversion import open_accelerate, open_dcp
 from smalti_fsdp2.metadata import read_metadata
+from smalti_toy.family import ToyShape, ToyTransformer
 
 STEPS = 3
 TOY = {"toy_width": 32, "toy_depth": 1, "toy_heads": 2}

@@ -19,12 +19,12 @@ from smalti.checkpoint.writer import save
 from smalti.models.blocks import find_blocks
 from smalti.models.weights import FolderWeights, SeededWeights, without_weights
 from smalti.ranks import GlooRanks
-from smalti.testing import two_processes
 from smalti_fsdp2.filling import fill
 from smalti_fsdp2.options import FsdpOptions
 from smalti_fsdp2.recomputation import recompute
 from smalti_fsdp2.sharding import shard, shard_mesh
 from smalti_fsdp2.wrapping import units
+from smalti_testing import two_processes
 
 WIDTH, LAYERS = 1448, 16
 WEIGHTS_MB = LAYERS * WIDTH * WIDTH * 4 / 2**20  # 128

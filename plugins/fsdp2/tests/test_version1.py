@@ -13,10 +13,10 @@ from smalti.models.weights import without_weights
 from smalti.optimizers import matrices, parameter_groups
 from smalti.plugins import load_plugins
 from smalti.schema import schema_of
-from smalti.testing.strategies import run_check
-from smalti.testing.strategy_subject import FLAGS, open_strategy, whole_state
 from smalti_fsdp2.checks import problems
 from smalti_fsdp2.version1 import FullySharded
+from smalti_testing.strategies import run_check
+from smalti_testing.strategy_subject import FLAGS, open_strategy, whole_state
 
 VERSION1 = ("--fsdp_enable", "--fsdp_version=1")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from smalti import FamilyEntry, StorageEntry, hookimpl
 from smalti.storage.local import LocalStorage
-from smalti.testing import TinyFamily
+from smalti_testing import TinyFamily
 
 
 def wait_at(phase):

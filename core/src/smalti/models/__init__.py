@@ -1,1 +1,1 @@
-"""Model families: the protocol, block detection, and the toy family that needs torch alone."""
+"""Model families: the protocol, and block detection."""

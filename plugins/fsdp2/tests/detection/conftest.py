@@ -38,7 +38,7 @@ def site(monkeypatch, tmp_path) -> Path:
 
 @pytest.fixture
 def plugins(site) -> Plugins:
-    return load_plugins(Selection(only=("fsdp2", "fluxsized")))
+    return load_plugins(Selection(only=("fsdp2", "fluxsized", "toy")))
 
 
 @pytest.fixture

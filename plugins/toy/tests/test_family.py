@@ -12,7 +12,7 @@ from smalti.diffusion.noise import SampleNoise
 from smalti.diffusion.objective import build_objective
 from smalti.errors import UserError
 from smalti.models.family import ModelFamily, SampleRequest, native_objective
-from smalti.models.toy import ToyFamily, ToyShape, ToyTransformer, hash_words
+from smalti_toy.family import ToyFamily, ToyShape, ToyTransformer, hash_words
 
 SMALL = ToyShape(width=32, depth=2, heads=2, max_tokens=6, vocabulary=64)
 
@@ -82,7 +82,7 @@ def test_a_weight_that_is_not_there_is_a_key_error() -> None:
 
 
 def test_words_have_the_same_numbers_in_every_process() -> None:
-    code = "from smalti.models.toy import hash_words; print(hash_words('Grinning FACE', count=3, vocabulary=4096))"
+    code = "from smalti_toy.family import hash_words; print(hash_words('Grinning FACE', count=3, vocabulary=4096))"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == str(hash_words("grinning face!", count=3, vocabulary=4096))
 

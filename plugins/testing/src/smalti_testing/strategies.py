@@ -26,10 +26,10 @@ from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.parallel import PortableState
-from smalti.testing.contract import Contract, expect
-from smalti.testing.ranks import Ranks, two_processes
-from smalti.testing.strategy_subject import SEED, StrategySubject, open_strategy, whole_state
 from smalti.types import Checkpoint, World
+from smalti_testing.contract import Contract, expect
+from smalti_testing.ranks import Ranks, two_processes
+from smalti_testing.strategy_subject import SEED, StrategySubject, open_strategy, whole_state
 
 
 class Alone:

@@ -1,4 +1,4 @@
-"""What a plugin does to a process that only sets up: run as `python -m smalti.testing.start NAME`, it prints a line of JSON.
+"""What a plugin does to a process that only sets up: run as `python -m smalti_testing.start NAME`, it prints a line of JSON.
 
 A process of its own, because what was imported before cannot be told from what the plugin imports.
 """

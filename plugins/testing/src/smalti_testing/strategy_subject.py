@@ -25,9 +25,9 @@ from smalti.plugins import BUILT_IN, Plugins, Selection, load_plugins
 from smalti.run import build_model, build_optimizer, open_parallel, wrap_model
 from smalti.schema import schema_of
 from smalti.strategy import choose_distributed
-from smalti.testing.contract import expect
-from smalti.testing.tiny import TinyFamily
 from smalti.types import DistributedPlan
+from smalti_testing.contract import expect
+from smalti_testing.tiny import TinyFamily
 
 FLAGS = ("--mixed_precision=no", "--use_cpu", "--learning_rate=0.01", "--adam_epsilon=1e-3", "--accelerate_config=none")
 """A large epsilon, because Adam makes a whole step of a rounding error in a gradient that is nearly zero."""

@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from smalti.diffusion.objective import STEPS, Conditioning, Objective, Prediction, RectifiedFlow
 from smalti.models.family import Adaptable, Cacheable, Encoding, KeepsRawLatents, ModelFamily, native_objective
 from smalti.models.frames import SeesFrames
-from smalti.testing.contract import BrokenContract, Contract, expect
-from smalti.testing.family_subject import CAPTIONS, FRAME, FamilySubject
+from smalti_testing.contract import BrokenContract, Contract, expect
+from smalti_testing.family_subject import CAPTIONS, FRAME, FamilySubject
 
 _ALLOWED_BUFFERS = 64 * 2**20
 _TOLERANCE = 1e-3

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from smalti.testing import RankFailed, two_processes
+from smalti_testing import RankFailed, two_processes
 
 
 def add_over_ranks(number):
@@ -116,7 +116,7 @@ def test_nothing_is_left_running_when_whoever_started_it_is_killed(tmp_path):
         from importlib.util import spec_from_file_location, module_from_spec
         spec = spec_from_file_location("given", {str(Path(__file__))!r})
         given = module_from_spec(spec); spec.loader.exec_module(given)
-        from smalti.testing import two_processes
+        from smalti_testing import two_processes
         with two_processes(group=False) as pair:
             print(*pair.run(given.process_id), flush=True)
             pair.attempt(given.wait_for_ever)

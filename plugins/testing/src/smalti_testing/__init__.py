@@ -6,7 +6,7 @@
     check_parallel("my_plugin", "--my_enable")    a distribution strategy, on two real processes
 
 Each raises `BrokenContract`, or what the checked code raised, with a note that says what the check is for and how to mend
-it. `smalti.testing.pytest` has the same checks as classes to inherit from, one test a check. `two_processes` runs any function
+it. `smalti_testing.pytest` has the same checks as classes to inherit from, one test a check. `two_processes` runs any function
 on several ranks; `MemoryStorage` and `TinyFamily` are small implementations that keep the contracts, for tests that need one.
 
 Importing this module imports neither torch nor pytest. It is for tests; nothing in a run uses it.
@@ -18,14 +18,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from smalti.testing.contract import BrokenContract, Contract
-    from smalti.testing.families import check_family
-    from smalti.testing.memory import MemoryStorage
-    from smalti.testing.plugins import check_plugin
-    from smalti.testing.ranks import RankFailed, Ranks, two_processes
-    from smalti.testing.storages import check_storage
-    from smalti.testing.strategies import check_parallel
-    from smalti.testing.tiny import TinyFamily
+    from smalti_testing.contract import BrokenContract, Contract
+    from smalti_testing.families import check_family
+    from smalti_testing.memory import MemoryStorage
+    from smalti_testing.plugins import check_plugin
+    from smalti_testing.ranks import RankFailed, Ranks, two_processes
+    from smalti_testing.storages import check_storage
+    from smalti_testing.strategies import check_parallel
+    from smalti_testing.tiny import TinyFamily
 
 __all__ = [
     "BrokenContract",
@@ -42,14 +42,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "smalti.testing.contract": ("BrokenContract", "Contract"),
-    "smalti.testing.families": ("check_family",),
-    "smalti.testing.memory": ("MemoryStorage",),
-    "smalti.testing.plugins": ("check_plugin",),
-    "smalti.testing.ranks": ("RankFailed", "Ranks", "two_processes"),
-    "smalti.testing.storages": ("check_storage",),
-    "smalti.testing.strategies": ("check_parallel",),
-    "smalti.testing.tiny": ("TinyFamily",),
+    "smalti_testing.contract": ("BrokenContract", "Contract"),
+    "smalti_testing.families": ("check_family",),
+    "smalti_testing.memory": ("MemoryStorage",),
+    "smalti_testing.plugins": ("check_plugin",),
+    "smalti_testing.ranks": ("RankFailed", "Ranks", "two_processes"),
+    "smalti_testing.storages": ("check_storage",),
+    "smalti_testing.strategies": ("check_parallel",),
+    "smalti_testing.tiny": ("TinyFamily",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -1,4 +1,4 @@
-"""One of the processes that `smalti.testing.ranks` starts: it takes functions off a line and sends back what they gave."""
+"""One of the processes that `smalti_testing.ranks` starts: it takes functions off a line and sends back what they gave."""
 
 from __future__ import annotations
 

@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from smalti import UserError
 from smalti.accelerator import to_device
 from smalti.diffusion.objective import Conditioning, Prediction
 from smalti.diffusion.sampling import Sampler, seeded_noise
-from smalti.errors import UserError
 from smalti.models.context import Attention, ContextPlan, Join, Split
 from smalti.models.family import SampleRequest, Weights
 from smalti.models.weights import FolderWeights, SeededWeights

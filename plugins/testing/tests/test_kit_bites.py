@@ -17,25 +17,25 @@ from nursery import forked_processes
 from smalti.diffusion.objective import build_objective
 from smalti.models.weights import SeededWeights
 from smalti.storage import StoredFile
-from smalti.testing import BrokenContract, MemoryStorage, TinyFamily, check_storage
-from smalti.testing.families import FAMILY
-from smalti.testing.family_subject import FamilySubject
-from smalti.testing.plugins import PLUGIN, PluginSubject
-from smalti.testing.pytest import StorageContract
-from smalti.testing.storages import STORAGE, StorageSubject
-from smalti.testing.strategies import on_rank
-from smalti.testing.tiny import TinyModel
+from smalti_testing import BrokenContract, MemoryStorage, TinyFamily, check_storage
+from smalti_testing.families import FAMILY
+from smalti_testing.family_subject import FamilySubject
+from smalti_testing.plugins import PLUGIN, PluginSubject
+from smalti_testing.pytest import StorageContract
+from smalti_testing.storages import STORAGE, StorageSubject
+from smalti_testing.strategies import on_rank
+from smalti_testing.tiny import TinyModel
 
 
 def test_the_kit_is_imported_without_torch_and_pytest_and_shows_its_names():
-    script = "import sys, smalti.testing as kit; print(sorted({'torch', 'pytest'} & set(sys.modules)), dir(kit) == kit.__all__)"
+    script = "import sys, smalti_testing as kit; print(sorted({'torch', 'pytest'} & set(sys.modules)), dir(kit) == kit.__all__)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[] True"
 
 
 def test_a_storage_is_checked_without_torch_and_pytest():
     script = """import sys
-from smalti.testing import MemoryStorage, check_storage
+from smalti_testing import MemoryStorage, check_storage
 check_storage(lambda files, folder: MemoryStorage(files))
 print(sorted({"torch", "pytest"} & set(sys.modules)))"""
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -18,13 +18,13 @@ import pytest
 
 from smalti.models.family import ModelFamily
 from smalti.storage import Storage
-from smalti.testing.contract import Contract
-from smalti.testing.families import FAMILY
-from smalti.testing.family_subject import CAPTIONS, FamilySubject
-from smalti.testing.plugins import PLUGIN, PluginSubject
-from smalti.testing.ranks import Ranks, two_processes
-from smalti.testing.storages import STORAGE, StorageSubject
-from smalti.testing.strategies import STRATEGY, run_check
+from smalti_testing.contract import Contract
+from smalti_testing.families import FAMILY
+from smalti_testing.family_subject import CAPTIONS, FamilySubject
+from smalti_testing.plugins import PLUGIN, PluginSubject
+from smalti_testing.ranks import Ranks, two_processes
+from smalti_testing.storages import STORAGE, StorageSubject
+from smalti_testing.strategies import STRATEGY, run_check
 
 S = TypeVar("S")
 C = TypeVar("C", bound="type[ContractTests]")

@@ -6,15 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smalti.errors import Problem
-from smalti.hookspecs import hookimpl
-from smalti.options import OptionGroup, Options, option
+from smalti import FamilyEntry, OptionGroup, Options, Problem, hookimpl, option
 from smalti.settings import ModelOptions, ObjectiveOptions
-from smalti.types import FamilyEntry
 
 if TYPE_CHECKING:
-    from smalti.config import Config
-    from smalti.models.toy import ToyFamily
+    from smalti import Config
+    from smalti_toy.family import ToyFamily
 
 
 class ToyOptions(Options):
@@ -38,11 +35,11 @@ class Toy:
 
     @hookimpl
     def register_model_families(self) -> list[FamilyEntry]:
-        return [FamilyEntry(name="toy", title="a small transformer on pixels", factory="smalti.defaults.toy:create")]
+        return [FamilyEntry(name="toy", title="a small transformer on pixels", factory="smalti_toy.plugin:create")]
 
 
 def create(config: Config) -> ToyFamily:
-    from smalti.models.toy import ToyFamily, ToyShape
+    from smalti_toy.family import ToyFamily, ToyShape
 
     options = config[ToyOptions]
     shape = ToyShape(width=options.toy_width, depth=options.toy_depth, heads=options.toy_heads, patch=options.toy_patch)

@@ -26,7 +26,7 @@ class Plot:
         events = list(RunDirectory(self._directory).events())
         if not any(event.kind == "step" for event in events):
             return
-        from smalti.plot import plot_losses
+        from smalti_plots.loss import plot_losses
 
         plot_losses(events, self._directory / "loss.png", title=self._directory.name)
 

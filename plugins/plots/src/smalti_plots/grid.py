@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smalti.errors import UserError
+from smalti import UserError
 from smalti.pictures import write_png
 
 if TYPE_CHECKING:

@@ -22,14 +22,14 @@ from typing import cast, get_args
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from smalti import Problem
 from smalti.config import Config, resolve
-from smalti.errors import Problem
 from smalti.hookspecs import PROJECT, HookSpecs
 from smalti.options import Level, Option, OptionGroup, Schema
 from smalti.plugins import BUILT_IN, PluginInfo, Plugins, Selection, load_plugins
 from smalti.schema import schema_of
-from smalti.testing.contract import BrokenContract, Contract, expect
 from smalti.types import CacheEntry, DistributedPlan, FamilyEntry, MetadataEntry, OptimizerEntry, StorageEntry
+from smalti_testing.contract import BrokenContract, Contract, expect
 
 Entry = FamilyEntry | StorageEntry | MetadataEntry | OptimizerEntry | CacheEntry
 
@@ -83,11 +83,11 @@ class PluginSubject:
 
     @cached_property
     def start(self) -> dict[str, object]:
-        """What `smalti.testing.start` saw of this plugin in a process of its own."""
+        """What `smalti_testing.start` saw of this plugin in a process of its own."""
         left_in = {"SMALTI_WITHOUT": "all"} if self.name in BUILT_IN else {"SMALTI_PLUGINS": self.name}
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SMALTI_")}
         done = subprocess.run(
-            [sys.executable, "-m", "smalti.testing.start", self.name],
+            [sys.executable, "-m", "smalti_testing.start", self.name],
             env={**kept, **left_in},
             capture_output=True,
             text=True,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from smalti.storage import InvalidKeyError, MissingFileError, Storage, StorageError
-from smalti.testing.contract import BrokenContract, Contract, expect
+from smalti_testing.contract import BrokenContract, Contract, expect
 
 Make = Callable[[Mapping[str, bytes], Path], Storage]
 """(the files that it shall hold, a new empty folder for storages that need one) -> a storage with exactly these files."""

@@ -12,7 +12,7 @@ from PIL import Image
 
 from smalti.errors import UserError
 from smalti.events import Event, EventWriter, read_events
-from smalti.plot import MAX_POINTS, Curve, History, plot_losses
+from smalti_plots.loss import MAX_POINTS, Curve, History, plot_losses
 
 
 def _event(kind: str, step: int | None, **fields: object) -> Event:

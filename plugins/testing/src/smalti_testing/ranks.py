@@ -160,7 +160,7 @@ class Ranks:
     def _open(self, environment: Mapping[str, str], line: int, output: int) -> subprocess.Popen[bytes]:
         """A new rank in a session of its own: it takes orders from the descriptor `line` and prints to `output`."""
         return subprocess.Popen(
-            [sys.executable, "-m", "smalti.testing.rank", str(line), "group" if self._group else "no-group"],
+            [sys.executable, "-m", "smalti_testing.rank", str(line), "group" if self._group else "no-group"],
             env=environment,
             pass_fds=(line,),
             stdin=subprocess.DEVNULL,
