@@ -66,6 +66,14 @@ def test_a_run_draws_its_losses_in_the_end(run):
     assert (run.directory / "loss.png").is_file()
 
 
+def test_each_validation_has_a_contact_sheet_which_the_console_and_the_events_name(run):
+    for event in run.events("sample"):
+        sheet = run.directory / "samples" / f"{event['step']:08d}" / "grid.png"
+        assert sheet.is_file()
+        assert run.directory / event["overview"] == sheet
+        assert f"2 pictures of step {event['step']}: {sheet}\n" in run.output
+
+
 def test_hook_on_checkpoint_failed_tells_why_nothing_was_saved(tmp_path, train):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("a file where the folder should be")

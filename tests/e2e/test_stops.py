@@ -122,7 +122,7 @@ def test_another_shell_can_watch_save_draw_and_stop(tmp_path, start):
     code, output = run.wait()
     assert (saved.returncode, drawn.returncode, stopped.returncode, code) == (0, 0, 0, 0), output + saved.stderr
     assert len(list((directory / "checkpoints").glob("step-*"))) >= 2
-    assert list((directory / "samples").glob("*/grid.png"))
+    assert list((directory / "samples").glob("*/00-*.png"))
     assert "running" in json.dumps(json.loads(listed.stdout))
     *_, last = re.findall(r"^step +(\d+)/\d+  loss (\S+) .* (\S+) samples/s", output, flags=re.MULTILINE)
     row = smalti("run", "ls", tmp_path).stdout.splitlines()[1].split()

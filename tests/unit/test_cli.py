@@ -1,6 +1,7 @@
 """The command line as a user meets it: real processes, exit codes, and what is not imported."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -85,8 +86,17 @@ def test_a_command_of_a_plugin_that_is_left_out_names_its_package(run, monkeypat
     assert (code, "the plugin 'fsdp2' is installed but left out" in errors, "pip install" in errors) == (4, True, False)
 
 
+def test_without_any_family_the_packages_that_have_some_are_named(run, monkeypatch):
+    monkeypatch.setenv("SMALTI_WITHOUT", "all")
+    monkeypatch.setattr("smalti.packages.installed", lambda name: False)
+    refused, listed = run("train", "--dry-run", "--output_dir=run")[2], run("plugins")[1]
+    assert "no model family installed" in refused
+    for said in (refused, listed):
+        assert re.search(r"sdxl, z_image: pip install \S*diffusers; or toy: pip install \S*toy$", said, flags=re.MULTILINE)
+
+
 def test_short_help_has_the_options_that_most_runs_need_and_full_help_all(run, schema):
-    short, full = (run("train", each, "--without=all")[1].replace("--[no_]", "--") for each in ("--help", "--help-all"))
+    short, full = (run("train", each, "--plugins=toy")[1].replace("--[no_]", "--") for each in ("--help", "--help-all"))
     levels = {option.name: option.level for option in schema.options.values()}
     assert [name for name, level in levels.items() if (f"  --{name}" in short) != (level == "basic")] == []
     assert [name for name in levels if f"  --{name}" not in full] == []
@@ -205,7 +215,7 @@ def test_show_prints_toml_with_sources_and_differences(run, write, monkeypatch):
 
 
 def test_show_has_every_value_with_its_source_for_machines(run, schema):
-    shown = json.loads(run("config", "show", "--json", "--seed=5", "--without=all")[1])
+    shown = json.loads(run("config", "show", "--json", "--seed=5", "--plugins=toy")[1])
     assert shown["values"]["seed"] == {"value": 5, "source": "flag (--seed)"}
     assert shown["values"].keys() == schema.options.keys()
 

@@ -202,13 +202,13 @@ def test_checkpoints_pictures_left_out_steps_and_errors_are_told() -> None:
     console.on_step_end(state, _result(5, loss=math.inf, skipped=True))
     console.on_checkpoint(Checkpoint(step=5, path=Path("out/step-5"), size=3 << 20, seconds=0.25))
     image = ValidationImage(prompt="a fox", seed=1, path=Path("out/a.png"))
-    console.on_validation(ValidationResult(step=5, images=(image,), grid=Path("out/grid.png")))
+    console.on_validation(ValidationResult(step=5, images=(image,), folder=Path("out")))
     console.on_error(state, ValueError("bad"))
     console.on_train_end()
     assert stream.getvalue().splitlines()[3:] == [
         "step 6 was left out: its loss was inf",
         "checkpoint of step 5: out/step-5 (3.0 MiB in 0.2 s)",
-        "1 picture of step 5: out/grid.png",
+        "1 picture of step 5: out",
         "ValueError after step 5",
     ]
 

@@ -160,7 +160,7 @@ def test_the_files_of_a_launch_give_the_configuration_again(configure, plugins, 
 
 
 def test_a_worker_refuses_what_another_launch_has_left_meanwhile(configure, plugins, tmp_path, monkeypatch):
-    ours, theirs = (configure(f"--seed={seed}", "--without=all") for seed in (5, 6))
+    ours, theirs = (configure(f"--seed={seed}", "--plugins=toy") for seed in (5, 6))
     directory = RunDirectory(tmp_path)
     monkeypatch.setenv("SMALTI_DIGEST", ours.digest)
     write_launch_files(directory, ours, plugins, plan(ours))

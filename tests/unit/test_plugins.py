@@ -59,7 +59,7 @@ def test_the_built_in_plugins_come_first_and_in_a_fixed_order(plugins):
 
 def test_the_line_at_start_names_plugins_of_other_packages_alone(plugins):
     plugins.register(info("mine"), Families("first"))
-    assert plugins.summary.endswith("plugins: mine 1.0")
+    assert plugins.summary.endswith("plugins: toy, mine 1.0")
 
 
 def test_only_the_chosen_backend_is_asked_for_a_backend_role(plugins):

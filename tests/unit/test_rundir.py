@@ -352,12 +352,12 @@ def test_what_lies_in_the_directory_is_told_by_its_place_there(tmp_path: Path) -
     directory = RunDirectory(tmp_path)
     image = ValidationImage(prompt="a fox", seed=7, path=directory.samples_at(5) / "0.png")
     with acquire(directory) as live:
-        RunEvents(live).validation(ValidationResult(step=5, images=(image,), grid=directory.samples_at(5) / "grid.png"))
+        RunEvents(live).validation(ValidationResult(step=5, images=(image,), folder=directory.samples_at(5)))
         RunEvents(live).checkpoint(Checkpoint(step=5, path=directory.checkpoints / "step-5", size=10, seconds=0.5))
         RunEvents(live).checkpoint(Checkpoint(step=6, path=Path("/elsewhere/step-6"), size=10, seconds=0.5))
     _, sample, inside, outside = directory.events()
     assert sample.fields == {
-        "grid": "samples/00000005/grid.png",
+        "overview": "samples/00000005",
         "images": [{"prompt": "a fox", "seed": 7, "path": "samples/00000005/0.png"}],
     }
     assert inside.fields == {"path": "checkpoints/step-5", "size": 10, "seconds": 0.5, "blocked": 0.0}

@@ -219,7 +219,7 @@ def test_what_other_nodes_report_is_shown_too(tmp_path: Path) -> None:
     ("kind", "fields", "text"),
     [
         ("checkpoint", {"path": "checkpoints/step-1"}, "checkpoint of step 1: {}/checkpoints/step-1"),
-        ("sample", {"grid": "samples/1/grid.png"}, "images of step 1: {}/samples/1/grid.png"),
+        ("sample", {"overview": "samples/1/grid.png"}, "images of step 1: {}/samples/1/grid.png"),
         ("warning", {"message": "hm"}, "warning: hm"),
         ("error", {"error": "ValueError", "message": "bad"}, "error: ValueError: bad"),
         ("control_ack", {"kind": "save", "accepted": False, "message": "no"}, "save refused: no"),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from smalti.config import Config
 from smalti.errors import CheckpointError, ConfigError, Problem, Unsettled, UserError, problems_in
 from smalti.factories import create
-from smalti.families import family_entry, find_family
+from smalti.families import family_entry, find_family, known_families
 from smalti.plugins import Plugins
 from smalti.rundir import RunDirectory
 from smalti.schema import complaints
@@ -118,7 +118,7 @@ def _checkpoint(config: Config) -> Path | None:
 def _family(config: Config, plugins: Plugins, *, fetch: bool) -> ModelFamily | None:
     """The family to train; None where none is named, or where to make it could `fetch` gigabytes and must not."""
     options = config[ModelOptions]
-    if options.model_family is None:
+    if options.model_family is None and known_families(plugins):
         return None
     start = options.pretrained_model_name_or_path
     if family_entry(config, plugins).downloads and not fetch and not (start and Path(start).expanduser().is_dir()):

@@ -6,9 +6,9 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, cast
 
 from smalti.config import Config
-from smalti.errors import BrokenPlugin, UserError
+from smalti.errors import BrokenPlugin, MissingPlugin, UserError
 from smalti.factories import create
-from smalti.packages import package_of_family
+from smalti.packages import package_of_family, packages_with_families
 from smalti.plugins import Plugins
 from smalti.settings import ModelOptions
 from smalti.types import FamilyEntry
@@ -18,20 +18,26 @@ if TYPE_CHECKING:
 
 
 def family_entry(config: Config, plugins: Plugins) -> FamilyEntry:
-    """The entry that `--model_family` names. Raises UserError with the known ones."""
-    entries = {entry.name: entry for entry in plugins.gather("register_model_families", FamilyEntry)}
+    """The entry that `--model_family` names. Raises UserError with the known ones, or with what to install if there is none."""
+    entries = known_families(plugins)
     name = config[ModelOptions].model_family
-    if name is None:
-        raise UserError("no model family given", fix=f"--model_family=NAME; known: {', '.join(entries)}")
-    entry = entries.get(name.lower().replace("-", "_"))
-    if entry is not None:
+    if name is not None and (entry := entries.get(name.lower().replace("-", "_"))) is not None:
         return entry
     message = f"Unknown model_family '{name}'."
-    if package := package_of_family(name):
+    if name is not None and (package := package_of_family(name)):
         raise package.error(message)
+    if not entries:
+        raise MissingPlugin("no model family installed", fix=packages_with_families())
+    if name is None:
+        raise UserError("no model family given", fix=f"--model_family=NAME; known: {', '.join(entries)}")
     near = get_close_matches(name, entries, n=3)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise UserError(message, fix=f"{hint}known: {', '.join(entries)}")
+
+
+def known_families(plugins: Plugins) -> dict[str, FamilyEntry]:
+    """The families on offer, by name."""
+    return {entry.name: entry for entry in plugins.gather("register_model_families", FamilyEntry)}
 
 
 def find_family(config: Config, plugins: Plugins) -> ModelFamily:

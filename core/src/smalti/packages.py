@@ -200,7 +200,7 @@ def package_of_family(name: str) -> Package | None:
 
 
 def packages_with_families() -> str:
-    """What to install, for when there is no model family at all."""
+    """The families of each package that has some and how to get it, for when there is none at all."""
     return "; or ".join(f"{', '.join(package.families)}: {package.fix}" for package in PACKAGES if package.families)
 
 

@@ -40,7 +40,7 @@ from smalti.liverun import STOPPED_EARLY, LiveRun, acquire
 from smalti.plugins import Plugins
 from smalti.precision import choose_precision, cost_of, describe
 from smalti.resume import check_resumable
-from smalti.rundir import POLL_SECONDS, RunDirectory
+from smalti.rundir import POLL_SECONDS, RunDirectory, overview
 from smalti.settings import (
     LaunchOptions,
     OptimizerOptions,
@@ -192,8 +192,8 @@ class Preparation:
         from smalti.checkpoint.store import CheckpointStore
 
         found = {}
-        if grids := sorted(self.directory.samples.glob("*/grid.png")):
-            found["pictures"] = grids[-1]
+        if samples := sorted(self.directory.samples.glob("*/")):
+            found["pictures"] = overview(samples[-1])
         if (plot := self.directory.path / "loss.png").exists():
             found["loss plot"] = plot
         if entries := CheckpointStore(self.directory.checkpoints).all():

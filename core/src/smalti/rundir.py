@@ -6,7 +6,7 @@
     events.jsonl           what happened, see `smalti.events`; events.node-K.jsonl is the health of node K
     heartbeat              who runs now, from the first second of a launch on; touched every few seconds
     control/*.json         what is asked of the run
-    samples/STEP/          pictures
+    samples/STEP/          the images of a validation, and a contact sheet of them where a plugin draws one
     checkpoints/, data/    the state of the run, indexes of its datasets
 
 Nothing locks, so any file system will do. Each file has one writer, but for the events of a launch of several processes: its
@@ -41,6 +41,8 @@ BEAT_SECONDS = 5.0
 STALE_SECONDS = 30.0
 """Without a heartbeat for this long, a run whose process cannot be seen from here counts as dead."""
 POLL_SECONDS = 0.25
+CONTACT_SHEET = "grid.png"
+"""The file beside the images of a validation that shows all of them; a plugin may draw it."""
 
 Condition = Literal["never started", "running", "stale", "stopped", "finished", "failed"]
 RequestKind = Literal["stop", "save", "sample"]
@@ -326,6 +328,12 @@ class RunDirectory:
 
     def _damaged(self, error: ValueError) -> UserError:
         return UserError(f"{self.record_file} is damaged: {error}", fix="choose another --output_dir")
+
+
+def overview(samples: Path) -> Path:
+    """What to open to see the images of a validation: the contact sheet in their folder, or the folder if there is none."""
+    sheet = samples / CONTACT_SHEET
+    return sheet if sheet.is_file() else samples
 
 
 def find_runs(root: Path, depth: int = 4) -> Iterator[RunDirectory]:

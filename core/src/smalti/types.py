@@ -366,11 +366,11 @@ class ValidationImage:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationResult:
-    """The pictures of one validation; `grid` is all of them on one sheet."""
+    """The images of one validation, all of them in `folder`."""
 
     step: int
     images: tuple[ValidationImage, ...]
-    grid: Path
+    folder: Path
 
 
 @dataclass(frozen=True, kw_only=True)

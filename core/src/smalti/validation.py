@@ -20,7 +20,6 @@ from smalti.pictures import save_picture
 from smalti.settings import DataOptions, ValidationOptions, sizes_in
 from smalti.statistics import take_first_ranks
 from smalti.types import ValidationImage, ValidationResult
-from smalti_plots.grid import picture_grid
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -92,7 +91,7 @@ def at_rest(run: Run) -> Iterator[nn.Module]:
 
 
 def validate(run: Run) -> ValidationResult:
-    """Draw every prompt once at every size, write the pictures and a grid, tell the observers. *Collective*.
+    """Draw every prompt once at every size, write the pictures, tell the observers. *Collective*.
 
     Raises AttemptFailed, on every rank.
     """
@@ -101,20 +100,15 @@ def validate(run: Run) -> ValidationResult:
     with run.phases.during("validating"), at_rest(run) as model, run.parallel.autocast():
         drawn = computed(run, lambda: [each for place, size in enumerate(sizes) for each in _draw(run, model, place, size)])
     folder = run.directory.samples_at(run.state.step)
-    images, grid = _images(run.config, folder, sizes), folder / "grid.png"
+    images = _images(run.config, folder, sizes)
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for number, picture, settings in drawn if run.world.rank % run.world.context == 0 else ():
             _write(run, images[number], picture, settings)
 
-    def write_grid() -> None:
-        if run.world.is_main:
-            picture_grid([image.path for image in images], [image.prompt for image in images], grid)
-
     on_all_ranks(run.parallel, write)
-    on_all_ranks(run.parallel, write_grid)
-    result = ValidationResult(step=run.state.step, images=images, grid=grid)
+    result = ValidationResult(step=run.state.step, images=images, folder=folder)
     notify(run.plugins, "on_validation", run.state, result=result)
     return result
 

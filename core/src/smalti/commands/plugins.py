@@ -15,6 +15,7 @@ import click
 from smalti.commands.help import Additions, Command, on_terminal
 from smalti.commands.table import counted
 from smalti.options import OptionGroup
+from smalti.packages import packages_with_families
 from smalti.plugins import BUILT_IN, PluginInfo, Plugins, load_plugins
 from smalti.schema import selection_of
 from smalti.types import FamilyEntry, Registered
@@ -54,6 +55,8 @@ def plugins(hooks: bool, as_json: bool, only: tuple[str, ...], without: tuple[st
         click.echo(json.dumps(listing, indent=2))
         return
     _print_rows([(info, _last(info, added[info.name], hooks=hooks)) for info in loaded.infos.values()])
+    if not families:
+        click.echo(f"\nno model family installed: {packages_with_families()}")
 
 
 def _added(name: str, loaded: Plugins) -> dict[str, list[str]]:

@@ -212,7 +212,7 @@ class Watcher:
             case "checkpoint":
                 return f"checkpoint of step {event.step}: {self._watched.path / event.text('path')}"
             case "sample":
-                return f"images of step {event.step}: {self._watched.path / event.text('grid')}"
+                return f"images of step {event.step}: {self._watched.path / (event.text('overview') or event.text('grid'))}"
             case "eval":
                 return f"evaluation of step {event.step}: loss {event.number('loss') or 0.0:.4g} on held-out images"
             case "error":

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 from smalti.hookspecs import hookimpl
 from smalti.phases import Phase
 from smalti.recent import seconds_for
+from smalti.rundir import overview
 from smalti.types import Checkpoint, EvaluationResult, RunInfo, RunState, StepResult, ValidationResult
 
 if TYPE_CHECKING:
@@ -236,7 +237,7 @@ class Console:
     @hookimpl
     def on_validation(self, result: ValidationResult) -> None:
         if self._display is not None:
-            self._display.say(f"{_count(len(result.images), 'picture')} of step {result.step}: {result.grid}")
+            self._display.say(f"{_count(len(result.images), 'picture')} of step {result.step}: {overview(result.folder)}")
 
     @hookimpl
     def on_evaluation(self, result: EvaluationResult) -> None:

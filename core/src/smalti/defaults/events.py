@@ -9,7 +9,7 @@ from dataclasses import asdict
 from smalti.errors import ExitCode, UserError
 from smalti.hookspecs import hookimpl
 from smalti.liverun import LiveRun
-from smalti.rundir import Condition, Request
+from smalti.rundir import Condition, Request, overview
 from smalti.settings import LaunchOptions, TrackingOptions, ValidationOptions
 from smalti.types import (
     Checkpoint,
@@ -64,7 +64,7 @@ class RunEvents:
         """Images, by their paths in the run directory."""
         inside = self._live.directory.relative
         images = [{"prompt": image.prompt, "seed": image.seed, "path": inside(image.path)} for image in result.images]
-        self._live.events.append("sample", step=result.step, grid=inside(result.grid), images=images)
+        self._live.events.append("sample", step=result.step, overview=inside(overview(result.folder)), images=images)
 
     def evaluation(self, result: EvaluationResult) -> None:
         """The loss on held-out images, in all and by timestep."""

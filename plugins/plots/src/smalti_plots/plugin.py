@@ -1,16 +1,15 @@
-"""The loss plot at the end of a run."""
+"""The loss plot at the end of a run, and the contact sheet of each validation."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from smalti.hookspecs import hookimpl
-from smalti.rundir import RunDirectory
-from smalti.types import Outcome, RunInfo, RunState
+from smalti import Outcome, RunInfo, RunState, ValidationResult, hookimpl
+from smalti.rundir import CONTACT_SHEET, RunDirectory
 
 
-class Plot:
-    """Draws loss.png from the events file when a run ends, however it ends."""
+class Plots:
+    """Draws loss.png from the events file when a run ends, however it ends, and the images of each validation on one sheet."""
 
     def __init__(self) -> None:
         self._directory: Path | None = None
@@ -18,6 +17,16 @@ class Plot:
     @hookimpl
     def on_train_start(self, state: RunState, info: RunInfo) -> None:
         self._directory = info.directory if info.world.is_main else None
+
+    @hookimpl
+    def on_validation(self, result: ValidationResult) -> None:
+        if self._directory is None:
+            return
+        # Plugins are told before the core, which names the sheet if there is one.
+        from smalti_plots.grid import picture_grid
+
+        paths, prompts = [image.path for image in result.images], [image.prompt for image in result.images]
+        picture_grid(paths, prompts, result.folder / CONTACT_SHEET)
 
     @hookimpl
     def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:
@@ -31,4 +40,4 @@ class Plot:
         plot_losses(events, self._directory / "loss.png", title=self._directory.name)
 
 
-plugin = Plot()
+plugin = Plots()
