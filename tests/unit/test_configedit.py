@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from smalti.configedit import set_option
@@ -124,6 +124,7 @@ values = st.recursive(
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(content={"run": {}}, indent=None, ascii_=True)
 @given(
     content=st.dictionaries(st.text(max_size=8), values, max_size=5),
     indent=st.sampled_from([None, 2, "\t"]),
@@ -132,5 +133,7 @@ values = st.recursive(
 def test_any_json_keeps_its_other_values(tmp_path, schema, content, indent, ascii_):
     path = tmp_path / "a.json"
     path.write_text(json.dumps(content, indent=indent, ensure_ascii=ascii_), encoding="utf-8")
-    edit = set_option(path, schema, "seed", 77)
-    assert read_mapping(path) == {**content, edit.key: 77}
+    set_option(path, schema, "seed", 77)
+    section = content.get("run")  # the section of the option, which an object of that name is
+    expected = {**content, "run": {**section, "seed": 77}} if isinstance(section, dict) else {**content, "seed": 77}
+    assert read_mapping(path) == expected

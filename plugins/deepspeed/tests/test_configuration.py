@@ -185,7 +185,7 @@ def test_auto_and_missing_values_are_those_of_the_run():
 
 
 def test_without_optimizer_and_scheduler_it_is_adamw_and_warmup():
-    told = complete(ZERO2)
+    told = complete(ZERO2, "--mixed_precision=bf16")
     assert (told["optimizer"]["type"], told["scheduler"]["type"]) == ("AdamW", "WarmupLR")
     assert (told["gradient_clipping"], told["bf16"]) == (1.0, {"enabled": True})
     assert "zero_allow_untested_optimizer" not in told
