@@ -25,9 +25,9 @@ SECONDS, MEGABYTES = 0.5, 50.0
 CODE = """
 import json, resource, time
 import torch
-import smalti.run, smalti.models.weights
+import smalti.training.run, smalti.models.weights
 import smalti_fluxsized
-from smalti.invocation import Invocation
+from smalti.cli.arguments import Invocation
 from smalti_fsdp2.detection import detect
 
 invocation = Invocation.read(["--model_family=fluxsized"])

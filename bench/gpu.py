@@ -114,7 +114,7 @@ def measure(case: Case, *, tiny: bool) -> dict[str, object]:
     """The figures of a case, in this process. Too little memory is a result, too."""
     import torch
 
-    from smalti.gauges import Memory, peak_of
+    from smalti.training.utilization import Memory, peak_of
 
     with tempfile.TemporaryDirectory() as folder, ExitStack() as closing:
         try:
@@ -154,13 +154,13 @@ def build(case: Case, folder: Path, directory: Path, closing: ExitStack) -> Simp
     """Model, optimizer and loss as a run has them, and one batch."""
     import torch
 
-    from smalti.diffusion.step import denoising_loss
-    from smalti.families import find_family
-    from smalti.invocation import Invocation
-    from smalti.optimizers import matrices
-    from smalti.run import build_model, build_optimizer, open_parallel
-    from smalti.settings import TrainingOptions
-    from smalti.strategy import choose_distributed
+    from smalti.cli.arguments import Invocation
+    from smalti.config.core_options import TrainingOptions
+    from smalti.plugins.families import find_family
+    from smalti.plugins.lookup import choose_distributed
+    from smalti.training.loss import denoising_loss
+    from smalti.training.optim.optimizers import matrices
+    from smalti.training.run import build_model, build_optimizer, open_parallel
 
     words = [f"--model_family={case.family}", f"--pretrained_model_name_or_path={folder}", "--init_from_config"]
     words += [f"--output_dir={directory}", f"--train_batch_size={case.batch}", "--mixed_precision=bf16", *case.flags]
@@ -197,7 +197,7 @@ def batch_of(case: Case, family, told, device: str) -> SimpleNamespace:
     import torch
 
     from smalti.data.buckets import Bucket
-    from smalti.models.frames import Frame
+    from smalti.models.size_conditioning import Frame
 
     size = case.edge // family.vae_scale
     return SimpleNamespace(

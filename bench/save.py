@@ -27,11 +27,11 @@ from run import Result, paired
 from step import ROOT, make_pictures
 from torch import nn
 
-from smalti.checkpoint.background import Saver
-from smalti.checkpoint.portable import capture
+from smalti.checkpoint.async_saver import Saver
+from smalti.checkpoint.format.verification import verify
 from smalti.checkpoint.snapshot import Snapshot
-from smalti.checkpoint.verification import verify
 from smalti.checkpoint.writer import save
+from smalti.parallel.state import capture
 from smalti.types import World
 
 WIDTH, LAYERS, BATCH = 1024, 24, 96

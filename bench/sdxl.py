@@ -22,7 +22,7 @@ from run import Result, paired
 from step import ROOT, ROUND, alternated, opened
 
 from smalti.models.family import latents_of
-from smalti.run import Run
+from smalti.training.run import Run
 
 ROUNDS, BATCH, EDGE = 20, 8, 64
 

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from smalti.config import resolve
-from smalti.ema import Ema
-from smalti.optimizers import matrices
-from smalti.parallel import Parallel
-from smalti.plugins import load_plugins
-from smalti.run import build_model, build_optimizer, open_parallel
-from smalti.schema import schema_of
-from smalti.strategy import choose_distributed
+from smalti.config.resolution import resolve
+from smalti.parallel.protocol import Parallel
+from smalti.plugins.lookup import choose_distributed
+from smalti.plugins.registry import load_plugins
+from smalti.plugins.schema import schema_of
+from smalti.training.optim.ema import Ema
+from smalti.training.optim.optimizers import matrices
+from smalti.training.run import build_model, build_optimizer, open_parallel
 from smalti_testing import two_processes
 from smalti_toy.family import ToyFamily, ToyShape
 
@@ -176,9 +176,9 @@ def resident(key: str) -> int:
 
 def checkpoint_times(stage: int, folder: Path) -> dict[str, tuple[list[float], list[float]]]:
     """Seconds to save and to load, ours and DeepSpeed's, pair by pair."""
+    from smalti.checkpoint.format.store import CheckpointStore
     from smalti.checkpoint.search import find_together
     from smalti.checkpoint.snapshot import Snapshot
-    from smalti.checkpoint.store import CheckpointStore
 
     found = subject(2, LARGE, zero(stage))
     found.step()
@@ -220,7 +220,7 @@ def checkpoint_times(stage: int, folder: Path) -> dict[str, tuple[list[float], l
 
 def save_waits(folder: Path) -> tuple[list[float], list[float]]:
     """Seconds that the loop stands still for an asynchronous and for a synchronous save, pair by pair."""
-    from smalti.checkpoint.background import Saver
+    from smalti.checkpoint.async_saver import Saver
     from smalti.checkpoint.snapshot import Snapshot
 
     found = subject(2, LARGE, "--fsdp_enable")

@@ -17,13 +17,13 @@ import torch
 from run import Result, paired
 
 from smalti import RunState, StepResult, hookimpl
-from smalti.crew import Crew
-from smalti.invocation import Invocation
-from smalti.plugins import PluginInfo
-from smalti.preparation import Preparation
-from smalti.run import Run, build, open_parallel
-from smalti.strategy import choose_distributed
-from smalti.trainer import loop
+from smalti.cli.arguments import Invocation
+from smalti.launch.preflight import Preparation
+from smalti.parallel.failure_detection import Crew
+from smalti.plugins.lookup import choose_distributed
+from smalti.plugins.registry import PluginInfo
+from smalti.training.run import Run, build, open_parallel
+from smalti.training.trainer import loop
 
 ROUND, ROUNDS = 5, 30
 ROOT = Path(__file__).parents[1]

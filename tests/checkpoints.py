@@ -8,10 +8,10 @@ import struct
 
 from blake3 import blake3
 
-from smalti.checkpoint.manifest import FileRecord, Manifest, read_manifest
-from smalti.checkpoint.statefile import State
-from smalti.checkpoint.store import CheckpointStore
-from smalti.checkpoint.tensorfile import Piece, encode_header
+from smalti.checkpoint.format.manifest import FileRecord, Manifest, read_manifest
+from smalti.checkpoint.format.safetensors_layout import Piece, encode_header
+from smalti.checkpoint.format.statefile import State
+from smalti.checkpoint.format.store import CheckpointStore
 
 PIECE = Piece(dtype="F32", shape=(4,), offsets=(0,))
 TENSORS = encode_header([("w", PIECE)]) + bytes(range(16))

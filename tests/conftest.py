@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from smalti.config import Config, resolve
-from smalti.options import Schema
-from smalti.plugins import Plugins, Selection, load_plugins
-from smalti.schema import schema_of
+from smalti.config.options import Schema
+from smalti.config.resolution import Config, resolve
+from smalti.plugins.registry import Plugins, Selection, load_plugins
+from smalti.plugins.schema import schema_of
 
 DATA = Path(__file__).parent / "data"
 LONGEST_FIRST = ("plugins/deepspeed", "tests/e2e", "tests/contracts", "tests/unit/test_torture.py", "plugins", "tests/install")

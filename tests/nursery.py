@@ -28,11 +28,11 @@ from smalti_testing.pytest import ParallelContract
 from smalti_testing.ranks import Ranks
 
 HEAVY = (
-    "smalti.replicas",
+    "smalti.training.ddp",
     "smalti_testing.rank",
     "smalti_testing.strategies",
-    "smalti.rank",
-    "smalti.worker",
+    "smalti.launch.rank",
+    "smalti.launch.worker",
     "torch._dynamo",  # which optimizers import when they are first used
     "torch.distributed.fsdp",
 )
@@ -70,7 +70,7 @@ def forked_processes(
 
 
 class Alone:
-    """`smalti.parallel.Ranks` of one process."""
+    """`smalti.parallel.protocol.Ranks` of one process."""
 
     world = World()
 
@@ -79,7 +79,7 @@ class Alone:
 
 
 class Pair:
-    """`smalti.parallel.Ranks` of one of two processes in a group."""
+    """`smalti.parallel.protocol.Ranks` of one of two processes in a group."""
 
     def __init__(self, rank: int) -> None:
         self.world = World(rank=rank, size=2)

@@ -78,8 +78,8 @@ def command_line(words: list[str], variables: dict[str, str], place: Path) -> tu
     """
     if _PLACE > 0:
         return 0, "", 0
-    from smalti.cli import main
-    from smalti.preparation import Preparation, write_launch_files
+    from smalti.cli.entry import main
+    from smalti.launch.preflight import Preparation, write_launch_files
 
     waiting: list[tuple[str, int]] = []
 
@@ -92,7 +92,7 @@ def command_line(words: list[str], variables: dict[str, str], place: Path) -> tu
         waiting.append((str(self.directory.path), len(self.plan.ranks)))
         return 0
 
-    command = import_module("smalti.commands.train")
+    command = import_module("smalti.cli.train")
     standing_by, command.standing_by = command.standing_by, lambda config: nullcontext()  # nothing is launched
     ordinary, Preparation.launch = Preparation.launch, launch
     try:
@@ -108,7 +108,7 @@ def rank(directory: str, variables: dict[str, str], place: Path, ranks: int, por
     """In each process: one of the ranks that were launched."""
     if ranks <= _PLACE:
         return
-    from smalti.worker import main
+    from smalti.launch.worker import main
 
     values = map(str, (_PLACE, _PLACE, ranks, ranks, "127.0.0.1", port))
     launched = dict(zip(_OF_A_RANK, values, strict=True)) | {"SMALTI_OUTCOME_DIR": str(place)}

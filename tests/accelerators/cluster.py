@@ -49,7 +49,7 @@ def install() -> None:
     device_mesh.new_group = new_group
     device_mesh.init_device_mesh = dist.init_device_mesh = init_device_mesh
 
-    from smalti.ranks import GlooRanks
+    from smalti.parallel.gloo import GlooRanks
 
     GlooRanks.agree = lambda self, code: code
     GlooRanks.share = lambda self, value: [value] * self.world.size

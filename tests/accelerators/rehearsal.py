@@ -81,12 +81,12 @@ def encoded(words: Sequence[str], pipelines: Path, name: str, folder: Path) -> N
     """
     import importlib.util
 
+    from smalti.cli.arguments import Invocation
+    from smalti.data.cache.encode_ahead import encode_ahead
+    from smalti.data.from_options import cache_folders, scan_data
     from smalti.data.prepared import PreparedData
-    from smalti.dataplan import cache_folders, scan_data
-    from smalti.encoding import encode_ahead
-    from smalti.families import find_family
-    from smalti.invocation import Invocation
-    from smalti.ranks import GlooRanks
+    from smalti.parallel.gloo import GlooRanks
+    from smalti.plugins.families import find_family
     from smalti.types import World
 
     spec = importlib.util.spec_from_file_location("tiny", pipelines)
@@ -105,31 +105,31 @@ def encoded(words: Sequence[str], pipelines: Path, name: str, folder: Path) -> N
 def _built(words, watch, closing):
     import torch
 
-    import smalti.opening
-    import smalti.run
-    from smalti.accelerator import pins_memory
-    from smalti.crew import Crew
-    from smalti.dataplan import scan_data
-    from smalti.invocation import Invocation
-    from smalti.parallel import Span
-    from smalti.strategy import choose_distributed
+    import smalti.training.opening
+    import smalti.training.run
+    from smalti.cli.arguments import Invocation
+    from smalti.data.from_options import scan_data
+    from smalti.parallel.accelerator import pins_memory
+    from smalti.parallel.failure_detection import Crew
+    from smalti.parallel.protocol import Span
+    from smalti.plugins.lookup import choose_distributed
 
     Span.of = classmethod(_real_span)
     # Rank 0 is not there to look for these.
-    smalti.run.chosen_checkpoint = lambda run, choice: None
-    smalti.opening.from_main = lambda ranks, scan: ""
-    smalti.opening.load_data = scan_data
+    smalti.training.run.chosen_checkpoint = lambda run, choice: None
+    smalti.training.opening.from_main = lambda ranks, scan: ""
+    smalti.training.opening.load_data = scan_data
     invocation = Invocation.read(list(words))
     config, plugins = invocation.config(), invocation.plugins
     plan = choose_distributed(config, plugins)
-    parallel = smalti.run.open_parallel(plan, config)
+    parallel = smalti.training.run.open_parallel(plan, config)
     if plan.name == "deepspeed":
         _trust_other_ranks()
     if config.values()["model_family"] != "toy":
         _load_for_real()
     pins_memory(torch.device(parallel.world.device).type)  # which fake memory would always be
     with watch:
-        return smalti.run.build(config, plugins, plan, parallel, Crew(processes=()), closing)
+        return smalti.training.run.build(config, plugins, plan, parallel, Crew(processes=()), closing)
 
 
 def _load_for_real() -> None:
@@ -168,13 +168,13 @@ def _real_span(cls, elements, whole, begin):
 def _go_through(run, seen, watch) -> None:
     import torch
 
-    from smalti.checkpoint.background import Saver
-    from smalti.evaluation import evaluate
-    from smalti.ranks import GlooRanks
-    from smalti.saving import announce, save
-    from smalti.trainer import agree, train_step
+    from smalti.checkpoint.async_saver import Saver
+    from smalti.parallel.gloo import GlooRanks
+    from smalti.training.checkpointing import announce, save
+    from smalti.training.trainer import agree, train_step
+    from smalti.training.validation.evaluation import evaluate
+    from smalti.training.validation.validation import validate
     from smalti.types import Checkpoint, World
-    from smalti.validation import validate
 
     def write(snapshot, ranks):
         tensors = [tensor for tensor in snapshot.tensors().values() if not tensor.is_meta]
@@ -233,9 +233,9 @@ def _go_through(run, seen, watch) -> None:
 def _resume(run) -> None:
     """Load what a checkpoint of this run would give, as far as places, shapes and types go."""
     from smalti.checkpoint.dtypes import NAMES
+    from smalti.checkpoint.format.safetensors_layout import StoredTensor
     from smalti.checkpoint.reader import _with_room
-    from smalti.checkpoint.tensorfile import StoredTensor
-    from smalti.parallel import named_state, shape_of
+    from smalti.parallel.protocol import named_state, shape_of
 
     saved, blank = run.snapshot(), run.blank()
     stored = {

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from nursery import ForkedContract
-from smalti.plugins import BUILT_IN
-from smalti.storage.local import LocalStorage
+from smalti.data.storage.local import LocalStorage
+from smalti.plugins.registry import BUILT_IN
 from smalti_testing import MemoryStorage, TinyFamily
 from smalti_testing.plugins import PLUGIN, PluginSubject
 from smalti_testing.pytest import FamilyContract, StorageContract

@@ -16,8 +16,8 @@ import psutil
 import pytest
 from PIL import Image, ImageDraw
 
-from smalti.rundir import RunDirectory
-from smalti.workers import end_tree
+from smalti.launch.launcher import end_tree
+from smalti.rundir.directory import RunDirectory
 from standing import standing
 
 PROBE = Path(__file__).parent / "probe"
@@ -185,7 +185,9 @@ class Started:
     def workers(self) -> dict[int, psutil.Process]:
         """The processes of the ranks, by rank."""
         family = psutil.Process(self.process.pid).children(recursive=True)
-        ranks = [each for each in family if "smalti.worker" in each.cmdline() and "smalti.agent" not in each.cmdline()]
+        ranks = [
+            each for each in family if "smalti.launch.worker" in each.cmdline() and "smalti.launch.agent" not in each.cmdline()
+        ]
         return {int(each.environ()["RANK"]): each for each in ranks}
 
     def wait(self) -> tuple[int, str]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from nursery import forked_processes
 from smalti.checkpoint.snapshot import Snapshot
-from smalti.ema import Ema
+from smalti.training.optim.ema import Ema
 from smalti_testing.strategy_subject import open_strategy, whole_tensor
 
 SHARDED = ("--fsdp_enable", "--optimizer=adamw")

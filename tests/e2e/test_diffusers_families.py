@@ -10,9 +10,9 @@ import pytest
 import tiny
 from PIL import Image, ImageChops
 
-from smalti.config import resolve
-from smalti.plugins import load_plugins
-from smalti.schema import schema_of
+from smalti.config.resolution import resolve
+from smalti.plugins.registry import load_plugins
+from smalti.plugins.schema import schema_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FLUX, SD3, PIXART = "flux-fsdp2-context", "sd3-fsdp2-offload", "pixart-lora"

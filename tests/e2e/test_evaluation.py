@@ -10,13 +10,13 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from nursery import forked_processes
-from smalti.config import resolve
+from smalti.config.resolution import resolve
 from smalti.errors import PreflightError
 from smalti.hookspecs import hookimpl
-from smalti.plugins import PluginInfo, Selection, load_plugins
-from smalti.preparation import Preparation
-from smalti.rank import run_rank
-from smalti.schema import schema_of
+from smalti.launch.preflight import Preparation
+from smalti.launch.rank import run_rank
+from smalti.plugins.registry import PluginInfo, Selection, load_plugins
+from smalti.plugins.schema import schema_of
 from smalti_toy.family import ToyShape, ToyTransformer
 
 FLAGS = (

@@ -10,13 +10,13 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from smalti.checkpoint.exportfolder import Trained
-from smalti.checkpoint.formats import OwnCheckpoint
+from smalti.checkpoint.conversion.export_folder import Trained
+from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
-from smalti.commands.checkpoint import checkpoint
+from smalti.cli.checkpoint import checkpoint
 from smalti.errors import CheckpointError, UserError
-from smalti.parallel import PortableState
+from smalti.parallel.protocol import PortableState
 from smalti_testing.strategies import Alone
 
 OPTIONS = {"max_train_steps": 2, "train_batch_size": 4, "use_ema": True, "checkpoint_step_interval": 1}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from smalti.checkpoint.store import CheckpointStore
+from smalti.checkpoint.format.store import CheckpointStore
 
 OPTIONS = {"max_train_steps": 6, "train_batch_size": 4}
 

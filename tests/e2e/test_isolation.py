@@ -2,7 +2,7 @@
 
 import pytest
 
-from smalti.checkpoint.store import CheckpointStore
+from smalti.checkpoint.format.store import CheckpointStore
 
 OPTIONS = {
     "max_train_steps": 8,

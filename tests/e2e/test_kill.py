@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 
-from smalti.checkpoint.store import CheckpointStore
-from smalti.checkpoint.verification import verify
+from smalti.checkpoint.format.store import CheckpointStore
+from smalti.checkpoint.format.verification import verify
 
 SAVES_OFTEN = {
     "max_train_steps": 14,

@@ -5,9 +5,9 @@ import signal
 import psutil
 import pytest
 
-from smalti.checkpoint.manifest import SUSPECT
-from smalti.checkpoint.store import CheckpointStore
-from smalti.checkpoint.verification import verify
+from smalti.checkpoint.format.manifest import SUSPECT
+from smalti.checkpoint.format.store import CheckpointStore
+from smalti.checkpoint.format.verification import verify
 
 ENDLESS = {"max_train_steps": 100_000, "train_batch_size": 2, "use_ema": True, "checkpoints_total_limit": 2}
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from smalti.checkpoint.store import CheckpointStore
-from smalti.rundir import RunDirectory
+from smalti.checkpoint.format.store import CheckpointStore
+from smalti.rundir.directory import RunDirectory
 
 GATED = Path(__file__).parent / "gated"
 ENDLESS = {"max_train_steps": 100_000, "train_batch_size": 4, "checkpoint_step_interval": 2, "without": []}

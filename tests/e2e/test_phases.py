@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from smalti.checkpoint.store import CheckpointStore
-from smalti.checkpoint.tensorfile import read_header
-from smalti.rundir import RunDirectory
+from smalti.checkpoint.format.safetensors_layout import read_header
+from smalti.checkpoint.format.store import CheckpointStore
+from smalti.rundir.directory import RunDirectory
 
 GATED = Path(__file__).parent / "gated"
 

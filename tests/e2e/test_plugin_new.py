@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from smalti.cli import main
-from smalti.commands.plugin import KINDS
+from smalti.cli.entry import main
+from smalti.cli.plugin import KINDS
 from standing import standing
 
 ROOT = Path(__file__).parents[2]

@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from smalti.checkpoint.store import CheckpointStore
-from smalti.checkpoint.verification import verify
+from smalti.checkpoint.format.store import CheckpointStore
+from smalti.checkpoint.format.verification import verify
 
 MIB = 2**20
 OPTIONS = {

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import tiny
 
-from smalti.config import resolve
-from smalti.plugins import Selection, load_plugins
-from smalti.schema import schema_of
+from smalti.config.resolution import resolve
+from smalti.plugins.registry import Selection, load_plugins
+from smalti.plugins.schema import schema_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FLAGS = (

@@ -6,7 +6,7 @@ So is one in which ranks share the tokens of a picture.
 import pytest
 import torch
 
-from smalti.checkpoint.assembly import TensorFiles
+from smalti.checkpoint.format.safetensors_reader import TensorFiles
 
 SHARDED = {"fsdp_enable": True, "use_ema": True, "allow_dataset_oversubscription": True, "max_grad_norm": 0.05}
 OPTIONS = {**SHARDED, "max_train_steps": 20, "validation_step_interval": 10}

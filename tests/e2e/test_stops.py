@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from smalti.checkpoint.store import CheckpointStore
+from smalti.checkpoint.format.store import CheckpointStore
 
 ENDLESS = {"max_train_steps": 100_000, "train_batch_size": 4, "validation_prompt": "circle number 1"}
 
@@ -159,7 +159,7 @@ def test_ranks_are_waited_for_when_the_process_that_started_them_is_killed(tmp_p
     run = start(tmp_path / "run", **ENDLESS, num_processes=2)
     run.wait_for_step(3)
     family = psutil.Process(run.process.pid).children(recursive=True)
-    next(each for each in family if "smalti.agent" in each.cmdline()).kill()
+    next(each for each in family if "smalti.launch.agent" in each.cmdline()).kill()
     code, output = run.wait()
     assert code == 1, output
     assert "the process that starts the ranks was killed by SIGKILL; preempted at step" in output

@@ -13,11 +13,11 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from smalti.checkpoint.assembly import TensorFiles
-from smalti.commands.checkpoint import checkpoint
-from smalti.config import resolve
-from smalti.plugins import load_plugins
-from smalti.schema import schema_of
+from smalti.checkpoint.format.safetensors_reader import TensorFiles
+from smalti.cli.checkpoint import checkpoint
+from smalti.config.resolution import resolve
+from smalti.plugins.registry import load_plugins
+from smalti.plugins.schema import schema_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sd3-zero2-offload.config.json"
 TWO = {"num_processes": 2, "use_cpu": True, "allow_dataset_oversubscription": True}

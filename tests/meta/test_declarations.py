@@ -14,14 +14,14 @@ import click
 import pytest
 
 import smalti
-from smalti import cli
-from smalti.commands.help import Additions, Command
-from smalti.config import PER_MACHINE
-from smalti.options import OptionGroup, Schema
-from smalti.packages import PACKAGES, PLUGINS
-from smalti.plugins import BUILT_IN, Selection, load_plugins
-from smalti.reference import reference_page
-from smalti.schema import schema_of
+from smalti.cli import entry
+from smalti.cli.pages.help import Additions, Command
+from smalti.cli.pages.options import reference_page
+from smalti.config.known_packages import PACKAGES, PLUGINS
+from smalti.config.options import OptionGroup, Schema
+from smalti.config.resolution import PER_MACHINE
+from smalti.plugins.registry import BUILT_IN, Selection, load_plugins
+from smalti.plugins.schema import schema_of
 from smalti.types import CheckpointFormat, Registered
 from smalti_testing.plugins import PluginSubject
 
@@ -96,7 +96,7 @@ def commands(context: click.Context) -> Iterator[click.Context]:
             yield from commands(click.Context(command, info_name=name, parent=context))
 
 
-COMMANDS = {context.command_path: context for context in commands(click.Context(cli.smalti, info_name="smalti"))}
+COMMANDS = {context.command_path: context for context in commands(click.Context(entry.smalti, info_name="smalti"))}
 
 
 @pytest.mark.parametrize("path", COMMANDS)
@@ -196,7 +196,7 @@ def test_the_table_of_packages_says_what_each_of_them_adds(package):
 
 def test_every_built_in_plugin_is_a_module_of_the_defaults(root):
     folder = root / "core" / "src" / "smalti" / "defaults"
-    assert {f"smalti.defaults.{path.stem}" for path in folder.glob("*.py")} - {"smalti.defaults.__init__"} == set(
+    assert {f"smalti.builtin.{path.stem}" for path in folder.glob("*.py")} - {"smalti.builtin.__init__"} == set(
         BUILT_IN.values()
     )
 

@@ -8,7 +8,7 @@ import pluggy
 import pytest
 
 from smalti.hookspecs import PROJECT, HookSpecs
-from smalti.plugins import BUILT_IN, PluginInfo, Plugins, Selection, load_plugins
+from smalti.plugins.registry import BUILT_IN, PluginInfo, Plugins, Selection, load_plugins
 
 MANAGER = pluggy.PluginManager(PROJECT)
 MANAGER.add_hookspecs(HookSpecs)

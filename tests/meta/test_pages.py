@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from smalti.config import resolve
-from smalti.data.reference import SECTIONS, dataset_reference
-from smalti.data.spec import FILE_KEYS, DataDefaults, parse_datasets
+from smalti.config.resolution import resolve
+from smalti.data.datasets.reference import SECTIONS, dataset_reference
+from smalti.data.datasets.spec import FILE_KEYS, DataDefaults, parse_datasets
 from smalti.errors import ConfigError
-from smalti.plugins import load_plugins
-from smalti.schema import schema_of
+from smalti.plugins.registry import load_plugins
+from smalti.plugins.schema import schema_of
 
 _LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)

@@ -7,7 +7,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from smalti import types
-from smalti.commands.protocols import CHAPTERS, page
+from smalti.cli.pages.protocols import CHAPTERS, page
 
 NOT_FOR_PLUGINS = {
     "Display",  # the console's own

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 from random import Random
 
-from smalti.checkpoint.manifest import SUSPECT
-from smalti.checkpoint.store import CheckpointStore
-from smalti.checkpoint.verification import verify
+from smalti.checkpoint.format.manifest import SUSPECT
+from smalti.checkpoint.format.store import CheckpointStore
+from smalti.checkpoint.format.verification import verify
 from smalti.checkpoint.writer import SaveError, save
 
 from .saves import _refusing

@@ -13,9 +13,9 @@ from random import Random
 
 from blake3 import blake3
 
-from smalti.checkpoint.manifest import FileRecord, Manifest
+from smalti.checkpoint.format.manifest import FileRecord, Manifest
+from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.reader import load
-from smalti.checkpoint.store import CheckpointStore
 from smalti.checkpoint.writer import save
 from smalti.errors import CheckpointError
 
@@ -118,7 +118,7 @@ def _forged(master: Path, place: Path, contents: dict[str, bytes]) -> Path:
 
 
 def _rewrite_manifest(path: Path, records: dict[str, FileRecord]) -> None:
-    from smalti.checkpoint.manifest import read_manifest
+    from smalti.checkpoint.format.manifest import read_manifest
 
     old = read_manifest(path)
     (path / "manifest.json").write_bytes(Manifest(step=2, world_size=1, files={**old.files, **records}).encode())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from smalti.checkpoint.store import CheckpointStore
+from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.writer import save
 
 from .seam import through

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from smalti.checkpoint.format.verification import verify
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
-from smalti.checkpoint.verification import verify
 from smalti.checkpoint.writer import save
-from smalti.parallel import PortableState
-from smalti.ranks import GlooRanks
+from smalti.parallel.gloo import GlooRanks
+from smalti.parallel.protocol import PortableState
 from smalti.types import World
 from smalti_testing import two_processes
 

@@ -13,10 +13,10 @@ from random import Random
 
 import psutil
 
-from smalti.checkpoint.assembly import TensorFiles
-from smalti.checkpoint.store import CheckpointStore
-from smalti.checkpoint.verification import verify
-from smalti.workers import end_tree
+from smalti.checkpoint.format.safetensors_reader import TensorFiles
+from smalti.checkpoint.format.store import CheckpointStore
+from smalti.checkpoint.format.verification import verify
+from smalti.launch.launcher import end_tree
 
 from .subject import Report
 
@@ -120,7 +120,9 @@ def kill(chance: Random, process: subprocess.Popen[bytes], ranks: int) -> None:
     """SIGKILL to everything of a run, or to one of several ranks, after which the others have to end by themselves."""
     try:
         family = psutil.Process(process.pid).children(recursive=True)
-        workers = [each for each in family if "smalti.worker" in each.cmdline() and "smalti.agent" not in each.cmdline()]
+        workers = [
+            each for each in family if "smalti.launch.worker" in each.cmdline() and "smalti.launch.agent" not in each.cmdline()
+        ]
         if ranks > 1 and workers and chance.random() < 0.5:
             chance.choice(workers).kill()
             process.wait(120)

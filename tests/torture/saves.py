@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from smalti import files
-from smalti.checkpoint.background import Saver
-from smalti.checkpoint.store import CheckpointStore
+from smalti.checkpoint.async_saver import Saver
+from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.writer import SaveError, save
+from smalti.system import files
 from smalti.types import Checkpoint
 
 from .seam import publishes, through

@@ -1,4 +1,4 @@
-"""The operations of `smalti.files`, watched, counted and made to fail."""
+"""The operations of `smalti.system.files`, watched, counted and made to fail."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from smalti import files
+from smalti.system import files
 
 OPERATIONS = ("create", "write", "sync", "fsync_directory", "rename", "make_directory", "remove_file", "remove_directory")
 

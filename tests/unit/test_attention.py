@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from smalti.errors import ConfigError, PreflightError, UserError
-from smalti.launch import check_accelerators
+from smalti.launch.plan import check_accelerators
 from smalti.models.attention import attention_kernel, choose_attention
-from smalti.schema import check
+from smalti.plugins.schema import check
 from smalti_toy.family import ToyShape, ToyTransformer
 
 

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from smalti.caches import CacheFile, clear_cache, list_caches
-from smalti.cli import main
+from smalti.cli.entry import main
 from smalti.errors import UserError
+from smalti.plugins.caches import CacheFile, clear_cache, list_caches
 from smalti.types import Cleared
 
 
@@ -38,7 +38,7 @@ def attic(monkeypatch, tmp_path):
     (info / "entry_points.txt").write_text("[smalti.plugins]\nattic = smalti_attic:plugin\n")
     (tmp_path / "site" / "smalti_attic.py").write_text(
         "import smalti\n"
-        "from smalti.caches import CacheFile\n"
+        "from smalti.plugins.caches import CacheFile\n"
         "class Attic:\n"
         "    @smalti.hookimpl\n"
         "    def register_caches(self):\n"
@@ -82,9 +82,7 @@ def test_looking_makes_nothing(kept, home):
 
 
 def test_processes_that_write_at_the_same_time_lose_nothing(kept):
-    code = (
-        "import sys\nfrom smalti.caches import CacheFile\nfor n in range(25): CacheFile('attic').put(f'{sys.argv[1]}-{n}', n)"
-    )
+    code = "import sys\nfrom smalti.plugins.caches import CacheFile\nfor n in range(25): CacheFile('attic').put(f'{sys.argv[1]}-{n}', n)"
     processes = [subprocess.Popen([sys.executable, "-c", code, name]) for name in "abc"]
     assert [process.wait(60) for process in processes] == [0, 0, 0]
     assert kept.entries() == 75

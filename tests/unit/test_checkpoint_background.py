@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smalti.checkpoint.background import Saver
-from smalti.checkpoint.portable import capture
+from smalti.checkpoint.async_saver import Saver
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.staging import Staging
 from smalti.checkpoint.writer import SaveError, save
-from smalti.parallel import PortableState
+from smalti.parallel.protocol import PortableState
+from smalti.parallel.state import capture
 from smalti.types import Checkpoint, World
 
 

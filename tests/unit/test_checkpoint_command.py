@@ -6,11 +6,11 @@ import pytest
 from blake3 import blake3
 from click.testing import CliRunner
 
-from smalti.checkpoint.manifest import FileRecord, Manifest
-from smalti.checkpoint.statefile import State
-from smalti.checkpoint.store import CheckpointStore
-from smalti.checkpoint.tensorfile import Piece, encode_header
-from smalti.commands.checkpoint import checkpoint
+from smalti.checkpoint.format.manifest import FileRecord, Manifest
+from smalti.checkpoint.format.safetensors_layout import Piece, encode_header
+from smalti.checkpoint.format.statefile import State
+from smalti.checkpoint.format.store import CheckpointStore
+from smalti.cli.checkpoint import checkpoint
 
 
 def make(run, step, *, elements=600, flags=()):
@@ -127,5 +127,5 @@ def test_where_there_is_no_checkpoint_the_call_was_wrong(tmp_path, command):
 
 
 def test_looking_at_checkpoints_needs_no_torch():
-    code = "import sys, smalti.commands.checkpoint as c; sys.exit('torch' in sys.modules)"
+    code = "import sys, smalti.cli.checkpoint as c; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -18,19 +18,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from nursery import forked_processes
-from smalti.checkpoint.agreement import RankError, from_main
-from smalti.checkpoint.assembly import TensorFiles
-from smalti.checkpoint.consolidated import write_weights
-from smalti.checkpoint.manifest import read_manifest
+from smalti.checkpoint.format.full_weights import write_weights
+from smalti.checkpoint.format.manifest import read_manifest
+from smalti.checkpoint.format.safetensors_reader import TensorFiles
+from smalti.checkpoint.format.statefile import read_state
+from smalti.checkpoint.format.verification import verify
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
-from smalti.checkpoint.statefile import read_state
-from smalti.checkpoint.verification import verify
 from smalti.checkpoint.writer import SaveError, save
 from smalti.errors import CheckpointError
 from smalti.models.description import config_of
-from smalti.parallel import PortableState
-from smalti.ranks import GlooRanks
+from smalti.parallel.collective import RankError, from_main
+from smalti.parallel.gloo import GlooRanks
+from smalti.parallel.protocol import PortableState
 from smalti.types import World
 
 COPY = "weights/diffusion_pytorch_model.safetensors"

@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from smalti import CheckpointFormat, hookimpl
-from smalti.checkpoint.conversion import ConversionError, convert
-from smalti.checkpoint.formats import Contents, optimizer_of, recognise
-from smalti.checkpoint.manifest import SUSPECT, read_manifest
-from smalti.checkpoint.portable import capture, regrouped, restore
+from smalti.checkpoint.conversion.convert import ConversionError, convert
+from smalti.checkpoint.conversion.formats import Contents, optimizer_of, recognise
+from smalti.checkpoint.format.manifest import SUSPECT, read_manifest
+from smalti.checkpoint.format.safetensors_layout import StoredTensor
+from smalti.checkpoint.format.verification import verify
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
-from smalti.checkpoint.tensorfile import StoredTensor
-from smalti.checkpoint.verification import verify
 from smalti.checkpoint.writer import save
-from smalti.commands.checkpoint import checkpoint
+from smalti.cli.checkpoint import checkpoint
 from smalti.errors import CheckpointError, ExitCode, MissingPlugin
-from smalti.parallel import PortableState
-from smalti.plugins import PluginInfo
-from smalti.ranks import GlooRanks
+from smalti.parallel.gloo import GlooRanks
+from smalti.parallel.protocol import PortableState
+from smalti.parallel.state import capture, regrouped, restore
+from smalti.plugins.registry import PluginInfo
 from smalti.types import World
 
 ALONE = GlooRanks(world=World(), group=None)
@@ -148,7 +148,7 @@ def test_what_no_format_recognises_is_told_with_what_was_looked_for(tmp_path, fo
 
 @pytest.mark.parametrize("mark", [".metadata", "pytorch_model_fsdp.bin", "step_3/mp_rank_00_model_states.pt"])
 def test_a_format_whose_package_is_not_installed_names_the_package(tmp_path, formats, mark, monkeypatch):
-    monkeypatch.setattr("smalti.packages.installed", lambda name: False)
+    monkeypatch.setattr("smalti.config.known_packages.installed", lambda name: False)
     (tmp_path / mark).parent.mkdir(exist_ok=True)
     (tmp_path / mark).touch()
     with pytest.raises(MissingPlugin) as caught:
@@ -169,8 +169,8 @@ def test_a_folder_of_two_formats_is_taken_for_neither(tmp_path):
 READER = """
 import os
 from smalti import CheckpointError
-from smalti.checkpoint.formats import Contents
-from smalti.checkpoint.tensorfile import StoredTensor
+from smalti.checkpoint.conversion.formats import Contents
+from smalti.checkpoint.format.safetensors_layout import StoredTensor
 
 
 class Reader:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from blake3 import blake3
 
-from smalti.checkpoint.manifest import FileRecord
-from smalti.checkpoint.recording import matches, write_recorded
-from smalti.files import atomic_write, parse_json, write_json_atomically
+from smalti.checkpoint.format.digests import matches, write_recorded
+from smalti.checkpoint.format.manifest import FileRecord
+from smalti.system.files import atomic_write, parse_json, write_json_atomically
 
 
 def test_an_atomic_write_replaces_the_whole_file_and_leaves_no_draft(tmp_path):

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
-from smalti.checkpoint.store import CheckpointStore
 from smalti.checkpoint.writer import save
-from smalti.parallel import PortableState
+from smalti.parallel.protocol import PortableState
 from smalti.types import World
 
 KILLS = 20

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smalti.checkpoint.manifest import FileRecord, Manifest, decode_manifest, read_manifest
+from smalti.checkpoint.format.manifest import FileRecord, Manifest, decode_manifest, read_manifest
 from smalti.errors import CheckpointError
 
 RECORD = FileRecord(size=3, digest="ab" * 32)

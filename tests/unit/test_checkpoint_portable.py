@@ -4,12 +4,12 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from nursery import Alone
-from smalti.checkpoint.portable import capture, named_parameters, optimizer_moments, restore
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.errors import CheckpointError
-from smalti.optimizers import FixedRateAdafactor, sgd
+from smalti.parallel.state import capture, named_parameters, optimizer_moments, restore
+from smalti.training.optim.optimizers import FixedRateAdafactor, sgd
 
 
 class Net(nn.Module):

@@ -14,15 +14,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from nursery import Alone, Pair, forked_processes
-from smalti.checkpoint.manifest import read_manifest
-from smalti.checkpoint.portable import capture, restore
+from smalti.checkpoint.format.manifest import read_manifest
+from smalti.checkpoint.format.store import CheckpointStore
+from smalti.checkpoint.format.verification import verify
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
-from smalti.checkpoint.store import CheckpointStore
-from smalti.checkpoint.verification import verify
 from smalti.checkpoint.writer import SaveError, save
 from smalti.errors import CheckpointError
-from smalti.parallel import PortableState
+from smalti.parallel.protocol import PortableState
+from smalti.parallel.state import capture, restore
 
 
 def net():

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from nursery import Alone, Pair, forked_processes
-from smalti.checkpoint.agreement import RankError
+from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.search import find_together
 from smalti.checkpoint.snapshot import Snapshot
-from smalti.checkpoint.store import CheckpointStore
 from smalti.checkpoint.writer import save
-from smalti.parallel import PortableState
+from smalti.parallel.collective import RankError
+from smalti.parallel.protocol import PortableState
 
 
 def found_in(folders, choice):

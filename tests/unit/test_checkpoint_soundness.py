@@ -9,19 +9,19 @@ from blake3 import blake3
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from smalti.checkpoint.agreement import RankError
-from smalti.checkpoint.manifest import FileRecord, Manifest, read_manifest
+from smalti.checkpoint.format.manifest import FileRecord, Manifest, read_manifest
+from smalti.checkpoint.format.safetensors_layout import Piece, join
+from smalti.checkpoint.format.soundness import not_finite
+from smalti.checkpoint.format.store import CheckpointStore
+from smalti.checkpoint.format.verification import verify
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.search import find_together
 from smalti.checkpoint.snapshot import Snapshot
-from smalti.checkpoint.soundness import not_finite
-from smalti.checkpoint.store import CheckpointStore
-from smalti.checkpoint.tensorfile import Piece, join
-from smalti.checkpoint.verification import verify
 from smalti.checkpoint.writer import save
 from smalti.errors import CheckpointError
-from smalti.parallel import PortableState
-from smalti.ranks import GlooRanks
+from smalti.parallel.collective import RankError
+from smalti.parallel.gloo import GlooRanks
+from smalti.parallel.protocol import PortableState
 from smalti.types import World
 
 ALONE = GlooRanks(world=World(), group=None)

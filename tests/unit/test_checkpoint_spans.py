@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nursery import Alone
-from smalti.checkpoint.assembly import TensorFiles
+from smalti.checkpoint.format.safetensors_layout import Piece, encode_header
+from smalti.checkpoint.format.safetensors_reader import TensorFiles
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
-from smalti.checkpoint.tensorfile import Piece, encode_header
 from smalti.checkpoint.writer import save
 from smalti.errors import CheckpointError
-from smalti.parallel import PortableState, Span
+from smalti.parallel.protocol import PortableState, Span
 
 
 @given(data=st.data(), shape=st.lists(st.integers(0, 5), max_size=3).map(tuple))

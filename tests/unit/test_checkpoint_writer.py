@@ -11,16 +11,16 @@ from safetensors.torch import load_file
 
 from nursery import Alone
 from smalti.checkpoint.dtypes import NAMES
-from smalti.checkpoint.manifest import read_manifest
+from smalti.checkpoint.format.manifest import read_manifest
+from smalti.checkpoint.format.safetensors_layout import Piece
+from smalti.checkpoint.format.store import CheckpointStore
+from smalti.checkpoint.format.verification import verify
 from smalti.checkpoint.planning import check_whole, divide
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
-from smalti.checkpoint.store import CheckpointStore
-from smalti.checkpoint.tensorfile import Piece
-from smalti.checkpoint.verification import verify
 from smalti.checkpoint.writer import SaveError, save
 from smalti.errors import CheckpointError, ExitCode
-from smalti.parallel import PortableState
+from smalti.parallel.protocol import PortableState
 
 ALONE = Alone()
 

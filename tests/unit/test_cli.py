@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from smalti.cli import main
+from smalti.cli.entry import main
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ WITHOUT_TORCH = {
 def test_what_only_reads_and_checks_options_imports_nothing_heavy(words):
     code = f"""
 import sys
-from smalti.cli import main
+from smalti.cli.entry import main
 try:
     main({words!r})
 except SystemExit:
@@ -88,7 +88,7 @@ def test_a_command_of_a_plugin_that_is_left_out_names_its_package(run, monkeypat
 
 def test_without_any_family_the_packages_that_have_some_are_named(run, monkeypatch):
     monkeypatch.setenv("SMALTI_WITHOUT", "all")
-    monkeypatch.setattr("smalti.packages.installed", lambda name: False)
+    monkeypatch.setattr("smalti.config.known_packages.installed", lambda name: False)
     refused, listed = run("train", "--dry-run", "--output_dir=run")[2], run("plugins")[1]
     assert "no model family installed" in refused
     for said in (refused, listed):
@@ -260,8 +260,8 @@ def test_an_unknown_flag_of_plugins_is_refused(run):
 
 
 def test_a_defect_ends_with_its_traceback_and_one_last_line(smalti, tmp_path):
-    (tmp_path / "click_breaker.py").write_text("import smalti.commands.plugins as p\np.load_plugins = None\n")
-    code = "import click_breaker\nfrom smalti.cli import main\nmain(['plugins'])"
+    (tmp_path / "click_breaker.py").write_text("import smalti.cli.plugins as p\np.load_plugins = None\n")
+    code = "import click_breaker\nfrom smalti.cli.entry import main\nmain(['plugins'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
@@ -269,8 +269,8 @@ def test_a_defect_ends_with_its_traceback_and_one_last_line(smalti, tmp_path):
 
 
 def test_ctrl_c_during_a_command_exits_with_130(smalti):
-    code = "import smalti.commands.plugins as p\ndef wait(*a, **k):\n    raise KeyboardInterrupt\np.load_plugins = wait\n"
-    code += "from smalti.cli import main\nmain(['plugins'])"
+    code = "import smalti.cli.plugins as p\ndef wait(*a, **k):\n    raise KeyboardInterrupt\np.load_plugins = wait\n"
+    code += "from smalti.cli.entry import main\nmain(['plugins'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.strip()) == (130, "smalti: interrupted")
 
@@ -305,7 +305,7 @@ def test_a_command_whose_output_nobody_takes_ends_without_complaint(smalti, end)
 
 
 def test_what_a_library_would_do_at_the_very_end_cannot_change_how_a_process_ended():
-    code = "import atexit, os, sys\natexit.register(os.abort)\nfrom smalti.cli import main\nsys.argv[1:] = [{word!r}]\nmain()"
+    code = "import atexit, os, sys\natexit.register(os.abort)\nfrom smalti.cli.entry import main\nsys.argv[1:] = [{word!r}]\nmain()"
     ends = []
     for word in ("--version", "nonsense"):
         done = subprocess.run([sys.executable, "-c", code.format(word=word)], capture_output=True, text=True, timeout=60)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from smalti.config import resolve, restore
-from smalti.configtext import as_toml
+from smalti.config.core_options import CheckpointOptions, DataOptions, OptimizerOptions, RunOptions, TrainingOptions
+from smalti.config.options import OptionGroup, Options, Schema, option
+from smalti.config.resolution import resolve, restore
+from smalti.config.toml import as_toml
 from smalti.errors import ConfigError, ExitCode
-from smalti.options import OptionGroup, Options, Schema, option
-from smalti.settings import CheckpointOptions, DataOptions, OptimizerOptions, RunOptions, TrainingOptions
 
 ACCELERATE = "distributed_type: 'NO'\nmixed_precision: {}\nnum_processes: 1\n"
 

@@ -6,9 +6,9 @@ import tomllib
 import pytest
 import yaml
 
-from smalti.cli import main
-from smalti.config import resolve
-from smalti.configtext import put_into
+from smalti.cli.entry import main
+from smalti.config.resolution import resolve
+from smalti.config.toml import put_into
 
 MINIMAL = "distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: 'no'\ngpu_ids: 0,1,2,3,4,5,6,7\ndebug: false\n"
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from smalti.config import Config, resolve
-from smalti.configtext import as_toml
-from smalti.options import Option
-from smalti.plugins import Selection, load_plugins
-from smalti.schema import schema_of
+from smalti.config.options import Option
+from smalti.config.resolution import Config, resolve
+from smalti.config.toml import as_toml
+from smalti.plugins.registry import Selection, load_plugins
+from smalti.plugins.schema import schema_of
 
 SCHEMA = schema_of(load_plugins(Selection(without=("all",))))
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12) | st.sampled_from(

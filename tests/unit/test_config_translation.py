@@ -2,11 +2,11 @@
 
 import pytest
 
-from smalti.acceleratefile import merge, uncovered
-from smalti.config import resolve
+from smalti.config.accelerate_yaml import merge, uncovered
+from smalti.config.core_options import GROUPS
+from smalti.config.options import OptionGroup, Options, Schema, Translation, option
+from smalti.config.resolution import resolve
 from smalti.errors import ConfigError, Problem
-from smalti.options import OptionGroup, Options, Schema, Translation, option
-from smalti.settings import GROUPS
 
 
 class Glaze(Options):

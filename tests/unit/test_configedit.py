@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from smalti.configedit import set_option
-from smalti.configfile import read_mapping
+from smalti.config.edit import set_option
+from smalti.config.files import read_mapping
 from smalti.errors import UserError
 
 WORDS = ["a", "b"]

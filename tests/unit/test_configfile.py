@@ -2,7 +2,7 @@
 
 import pytest
 
-from smalti.configfile import expand, read_mapping
+from smalti.config.files import expand, read_mapping
 from smalti.errors import Problem, UserError
 
 

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smalti.config import Config
-from smalti.defaults.console import Console, LineDisplay, Progress, duration, speed
-from smalti.options import Schema
-from smalti.recent import Rate, Recent, seconds_for
+from smalti.builtin.console import Console, LineDisplay, Progress, duration, speed
+from smalti.config.options import Schema
+from smalti.config.resolution import Config
+from smalti.rundir.recent import Rate, Recent, seconds_for
 from smalti.types import Checkpoint, EvaluationResult, RunInfo, RunState, StepResult, ValidationImage, ValidationResult, World
 
 _speeds = st.floats(0.001, 1000)
@@ -217,7 +217,7 @@ def test_checkpoints_pictures_left_out_steps_and_errors_are_told() -> None:
 
 _SCRIPT = """
 import sys
-from smalti.defaults.console import Progress, open_display
+from smalti.builtin.console import Progress, open_display
 display = open_display(sys.stderr)
 progress = Progress(step=0, max_steps=3, now=0)
 for step in (1, 2, 3):

@@ -14,19 +14,19 @@ import pytest
 import torch.distributed as dist
 
 from nursery import forked_processes
-from smalti.boundary import Boundary
-from smalti.config import resolve
-from smalti.crew import Answer, Board, Claim, Crew, Roll, in_a_line
-from smalti.group import Group
-from smalti.plugins import Selection, load_plugins
-from smalti.process import Process
-from smalti.ranks import BrokenGroupError, GlooRanks, break_group, hang_up, is_line_error
-from smalti.schema import schema_of
+from smalti.config.resolution import resolve
+from smalti.parallel.failure_detection import Answer, Board, Claim, Crew, Roll, in_a_line
+from smalti.parallel.gloo import BrokenGroupError, GlooRanks, break_group, hang_up, is_line_error
+from smalti.parallel.process_group import Group
+from smalti.parallel.step_boundary import Boundary
+from smalti.plugins.registry import Selection, load_plugins
+from smalti.plugins.schema import schema_of
+from smalti.system.process import Process
 from smalti.types import World
 
 WHO = """import json, sys, time
 from dataclasses import asdict
-from smalti.process import Process
+from smalti.system.process import Process
 print(json.dumps(asdict(Process.current())), flush=True)
 time.sleep(float(sys.argv[1]))"""
 BROKEN = RuntimeError(

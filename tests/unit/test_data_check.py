@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from smalti.data.batch_check import BatchShape, BucketCount, Share, check_batches, describe_raised
 from smalti.data.buckets import Bucket
-from smalti.data.check import BatchShape, BucketCount, Share, check_batches, describe_raised
 from smalti.errors import ExitCode, PreflightError
 
 settings.register_profile("no hurry", deadline=None)

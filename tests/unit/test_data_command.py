@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner, Result
 from PIL import Image
 
-from smalti.commands.dataset import dataset
+from smalti.cli.arguments import Invocation
+from smalti.cli.dataset import dataset
 from smalti.errors import ConfigError, PreflightError
-from smalti.invocation import Invocation
-from smalti.preparation import Preparation
+from smalti.launch.preflight import Preparation
 
 
 @pytest.fixture

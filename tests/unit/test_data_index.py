@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from smalti.data.catalog import Catalog
-from smalti.data.headers import read_header
-from smalti.data.index import DatasetIndex, build_index, load_index
+from smalti.data.datasets.catalog import Catalog
+from smalti.data.datasets.spec import DataDefaults, DatasetSpec, parse_datasets
 from smalti.data.prepared import build_datasets
-from smalti.data.quarantine import BadSampleError
-from smalti.data.spec import DataDefaults, DatasetSpec, parse_datasets
+from smalti.data.scan.image_headers import read_header
+from smalti.data.scan.index import DatasetIndex, build_index, load_index
+from smalti.data.scan.quarantine import BadSampleError
+from smalti.data.storage.local import LocalStorage
+from smalti.data.storage.protocol import TransientStorageError
 from smalti.errors import ConfigError, UserError
-from smalti.storage import TransientStorageError
-from smalti.storage.local import LocalStorage
 
 
 def picture(path: Path, width: int = 12, height: int = 8, caption: str | None = "a thing", exif: bytes = b"") -> None:
@@ -402,6 +402,6 @@ def test_a_storage_that_does_not_answer_stops_the_scan_and_gives_no_sample_up(tm
 
 
 def test_checking_data_imports_no_torch() -> None:
-    code = "import sys, smalti.data.prepared, smalti.storage.local; sys.exit('torch' in sys.modules)"
+    code = "import sys, smalti.data.prepared, smalti.data.storage.local; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

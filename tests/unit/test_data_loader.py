@@ -14,16 +14,16 @@ import pytest
 import torch
 from PIL import Image
 
-from smalti.data.catalog import Catalog
-from smalti.data.check import BatchShape
+from smalti.data.batch_check import BatchShape
+from smalti.data.datasets.catalog import Catalog
+from smalti.data.datasets.spec import DataDefaults, DatasetSpec, parse_datasets
 from smalti.data.loader import Batch, Loader
 from smalti.data.prepared import DataRules, Dataset, PreparedData, build_datasets, load_datasets, prepare
-from smalti.data.quarantine import allowed_errors
-from smalti.data.spec import DataDefaults, DatasetSpec, parse_datasets
+from smalti.data.scan.quarantine import allowed_errors
+from smalti.data.storage.local import LocalStorage
+from smalti.data.storage.protocol import TransientStorageError
 from smalti.errors import PreflightError
-from smalti.models.frames import Frame
-from smalti.storage import TransientStorageError
-from smalti.storage.local import LocalStorage
+from smalti.models.size_conditioning import Frame
 from smalti.types import World
 
 

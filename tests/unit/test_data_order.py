@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from smalti.data.buckets import Bucket
 from smalti.data.order import BucketSamples, Order
-from smalti.hashing import fraction, key_of, permutation
+from smalti.system.stateless_random import fraction, key_of, permutation
 
 settings.register_profile("no hurry", deadline=None)
 settings.load_profile("no hurry")

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 
 from smalti.data.buckets import Bucket, Framing
-from smalti.data.headers import read_header
-from smalti.data.pixels import crop, decode, normalised
-from smalti.data.quarantine import BadSampleError
-from smalti.storage.local import LocalStorage
+from smalti.data.images import crop, decode, normalised
+from smalti.data.scan.image_headers import read_header
+from smalti.data.scan.quarantine import BadSampleError
+from smalti.data.storage.local import LocalStorage
 
 SAME = Framing(resolution=8, alignment=8)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from smalti.data.catalog import Catalog
-from smalti.data.check import BatchShape
+from smalti.data.batch_check import BatchShape
+from smalti.data.datasets.catalog import Catalog
+from smalti.data.datasets.spec import DataDefaults, DatasetSpec, load_backend_config, parse_datasets
 from smalti.data.prepared import DataRules, framing_of
-from smalti.data.spec import DataDefaults, DatasetSpec, load_backend_config, parse_datasets
 from smalti.errors import ConfigError
 from smalti.types import MetadataEntry, StorageEntry
 

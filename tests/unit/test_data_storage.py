@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smalti.storage import InvalidKeyError, MissingFileError, checked_key
-from smalti.storage.local import LocalStorage
+from smalti.data.storage.local import LocalStorage
+from smalti.data.storage.protocol import InvalidKeyError, MissingFileError, checked_key
 
 settings.register_profile("no hurry", deadline=None)
 settings.load_profile("no hurry")

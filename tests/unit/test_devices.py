@@ -2,7 +2,7 @@
 
 import pytest
 
-from smalti.devices import ImageSize, cpu_notices, describe_devices
+from smalti.parallel.devices import ImageSize, cpu_notices, describe_devices
 
 SMALL = ImageSize(tokens=256, width=64, height=64)
 LARGE = ImageSize(tokens=65_536, width=1024, height=1024)

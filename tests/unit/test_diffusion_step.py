@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from smalti.config import resolve
+from smalti.config.resolution import resolve
 from smalti.data.buckets import Bucket
 from smalti.data.loader import MicroBatch
-from smalti.diffusion.step import denoising_loss
 from smalti.diffusion.timesteps import LogitNormal, Uniform
-from smalti.models.frames import Frame
+from smalti.models.size_conditioning import Frame
 from smalti.models.weights import materialise
-from smalti.plugins import load_plugins
-from smalti.schema import schema_of
+from smalti.plugins.registry import load_plugins
+from smalti.plugins.schema import schema_of
+from smalti.training.loss import denoising_loss
 from smalti_testing import TinyFamily
 
 WIDTH, HEIGHT = 12, 8

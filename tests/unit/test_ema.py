@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from smalti.ema import Ema
-from smalti.group import Group
+from smalti.parallel.process_group import Group
+from smalti.training.optim.ema import Ema
 
 
 def test_the_average_follows_the_formula_with_its_warm_up():

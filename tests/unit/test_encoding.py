@@ -14,22 +14,22 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-import smalti.encoding
+import smalti.data.cache.encode_ahead
 from nursery import forked_processes
-from smalti.checkpoint.tensorfile import read_header
-from smalti.config import resolve
-from smalti.data.catalog import Catalog
-from smalti.data.check import BatchShape
+from smalti.checkpoint.format.safetensors_layout import read_header
+from smalti.config.resolution import resolve
+from smalti.data.batch_check import BatchShape
+from smalti.data.cache.encode_ahead import Encoded, encode_ahead
+from smalti.data.cache.tensor_store import FolderStore
+from smalti.data.datasets.catalog import Catalog
+from smalti.data.datasets.spec import DataDefaults, parse_datasets
+from smalti.data.from_options import CacheFolders
 from smalti.data.loader import Loader
 from smalti.data.prepared import DataRules, build_datasets, prepare
-from smalti.data.spec import DataDefaults, parse_datasets
-from smalti.data.tensorstore import FolderStore
-from smalti.dataplan import CacheFolders
-from smalti.encoding import Encoded, encode_ahead
 from smalti.errors import PreflightError, UserError
-from smalti.plugins import Selection, load_plugins
-from smalti.ranks import GlooRanks
-from smalti.schema import schema_of
+from smalti.parallel.gloo import GlooRanks
+from smalti.plugins.registry import Selection, load_plugins
+from smalti.plugins.schema import schema_of
 from smalti.types import World
 from smalti_testing.tiny import TinyFamily
 
@@ -194,7 +194,7 @@ def test_a_folder_that_cannot_be_written_to_and_a_full_disk_are_told_with_the_wa
 
 def encode_on_two_ranks(folder: Path, cache: Path, stop_after: int) -> tuple[int, list]:
     """Pictures encoded here, and what this rank then sees of its batches. Parts are written after every batch."""
-    smalti.encoding._PART_BYTES = 1
+    smalti.data.cache.encode_ahead._PART_BYTES = 1
     world = World(rank=dist.get_rank(), size=2)
     family, data = Encoding(stop_after=stop_after), data_of(folder)
     encoded = encode(family, data, cache, GlooRanks(world=world, group=dist.group.WORLD))

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from smalti.errors import BrokenPlugin, MissingPlugin, UserError
-from smalti.factories import create
-from smalti.families import find_family
-from smalti.optimizers import build_registered
-from smalti.strategy import choose_distributed
+from smalti.plugins.factories import create
+from smalti.plugins.families import find_family
+from smalti.plugins.lookup import choose_distributed
+from smalti.training.optim.optimizers import build_registered
 from smalti.types import DistributedPlan, FamilyEntry, OptimizerEntry, Origin
 
 ORIGIN = Origin(plugin="old", distribution="smalti-old", version="1.2", built_in=False)
@@ -80,7 +80,7 @@ def test_what_a_factory_tells_the_user_is_passed_on(module):
 
 def register(plugins, **hooks):
     from smalti import hookimpl
-    from smalti.plugins import PluginInfo
+    from smalti.plugins.registry import PluginInfo
 
     implementations = {name: hookimpl(lambda value=value: value) for name, value in hooks.items()}
     info = PluginInfo(name="old", distribution="smalti-old", version="1.2")

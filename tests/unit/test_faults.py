@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.distributed import DistBackendError
 
-from smalti.faults import fault_of, is_fault
-from smalti.outofmemory import is_out_of_memory
+from smalti.training.failures.faults import fault_of, is_fault
+from smalti.training.failures.out_of_memory import is_out_of_memory
 from smalti.types import World
 
 NCCL = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, {}, NCCL version 2.26.2

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smalti.hashing import key_of
+from smalti.system.stateless_random import key_of
 
 words = st.integers(min_value=0, max_value=2**64 - 1)
 

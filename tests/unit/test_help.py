@@ -9,7 +9,7 @@ import termios
 
 import pytest
 
-from smalti.cli import main
+from smalti.cli.entry import main
 
 ESCAPE = "\x1b["
 

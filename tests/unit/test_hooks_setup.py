@@ -5,13 +5,13 @@ import pytest
 
 import smalti
 from smalti import hookimpl
-from smalti.caches import find_cache
-from smalti.config import resolve
-from smalti.dataplan import catalog_of
+from smalti.config.resolution import resolve
+from smalti.data.from_options import catalog_of
 from smalti.errors import ConfigError, UserError
-from smalti.plugins import PluginInfo
-from smalti.schema import check, schema_of
-from smalti.strategy import choose_distributed
+from smalti.plugins.caches import find_cache
+from smalti.plugins.lookup import choose_distributed
+from smalti.plugins.registry import PluginInfo
+from smalti.plugins.schema import check, schema_of
 from smalti.types import OptimizerEntry
 
 
@@ -98,7 +98,7 @@ def test_hook_register_commands_adds_a_command(sparkling):
 
 
 def test_hook_register_model_families_makes_a_family_known(sparkling):
-    from smalti.families import find_family
+    from smalti.plugins.families import find_family
 
     config = resolve(schema_of(sparkling), ["--model_family=gliter"], environment={})
     with pytest.raises(UserError) as raised:

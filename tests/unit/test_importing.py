@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from smalti import importing
-from smalti.importing import importing as importing_block
+from smalti.system import imports
+from smalti.system.imports import importing as importing_block
 
 
 @pytest.fixture
 def nothing_kept() -> Iterator[None]:
-    before = importing._kept
+    before = imports._kept
     yield
-    importing._kept = before
+    imports._kept = before
     gc.unfreeze()
 
 
@@ -44,7 +44,7 @@ def test_nothing_is_collected_during_imports_and_everything_works_as_before_afte
 
 
 def test_a_process_of_its_own_does_not_look_through_imports_again(module, nothing_kept):
-    importing.keep_imports()
+    imports.keep_imports()
     with importing_block():
         pass
     assert gc.get_freeze_count() == 0, "nothing was imported"
@@ -75,13 +75,13 @@ def test_a_launcher_that_checks_a_run_does_not_import_what_trains_it(tmp_path):
     words += ["--max_train_steps=1", "--num_processes=2", "--use_cpu"]
     code = """
         import sys
-        from smalti.invocation import Invocation
-        from smalti.preparation import Preparation
-        from smalti.checks import check_run
+        from smalti.cli.arguments import Invocation
+        from smalti.launch.preflight import Preparation
+        from smalti.launch.checks import check_run
         invocation = Invocation.read(sys.argv[1:])
         check_run(invocation.draft(), invocation.plugins)
         assert "torch" in sys.modules
-        print(*({"smalti.run", "torch.distributed.checkpoint", "torch.distributed.tensor", "sympy"} & set(sys.modules)))
+        print(*({"smalti.training.run", "torch.distributed.checkpoint", "torch.distributed.tensor", "sympy"} & set(sys.modules)))
     """
     ran = subprocess.run([sys.executable, "-c", textwrap.dedent(code), *words], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == []

@@ -2,9 +2,9 @@
 
 import pytest
 
+from smalti.cli.arguments import Invocation, take_switch
+from smalti.config.core_options import DataOptions, RunOptions
 from smalti.errors import UserError
-from smalti.invocation import Invocation, take_switch
-from smalti.settings import DataOptions, RunOptions
 
 
 @pytest.mark.parametrize(

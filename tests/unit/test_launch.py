@@ -10,18 +10,18 @@ import torch.distributed.run
 from torch.distributed.run import config_from_args, parse_args
 
 from smalti import hookimpl
-from smalti.config import restore
-from smalti.configfile import read_mapping
+from smalti.config.files import read_mapping
+from smalti.config.resolution import restore
 from smalti.errors import PreflightError, UserError
-from smalti.launch import LaunchPlan, check_accelerators, expected_kind, plan_launch, write_launch_files
-from smalti.plugins import PluginInfo
-from smalti.rundir import RunDirectory
-from smalti.strategy import choose_distributed
+from smalti.launch.plan import LaunchPlan, check_accelerators, expected_kind, plan_launch, write_launch_files
+from smalti.launch.worker import load_run
+from smalti.plugins.lookup import choose_distributed
+from smalti.plugins.registry import PluginInfo
+from smalti.rundir.directory import RunDirectory
 from smalti.types import DistributedPlan
-from smalti.worker import load_run
 
 RUN = Path("/shared/a run")
-DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.replicas:Replicas", fallback=True)
+DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.training.ddp:Replicas", fallback=True)
 FSDP = DistributedPlan(
     name="fsdp2",
     title="FSDP",
@@ -51,7 +51,11 @@ def test_several_ranks_on_cpus_are_started_by_torchs_launcher(configure):
     found = plan(configure("--num_processes=3"))
     launch, arguments = elastic(found)
     assert (found.launcher, launch.nproc_per_node, launch.max_nodes) == ("elastic", 3, 1)
-    assert (arguments.module, arguments.training_script, arguments.training_script_args) == (True, "smalti.worker", [str(RUN)])
+    assert (arguments.module, arguments.training_script, arguments.training_script_args) == (
+        True,
+        "smalti.launch.worker",
+        [str(RUN)],
+    )
 
 
 def test_two_runs_on_one_machine_do_not_share_a_port(configure):

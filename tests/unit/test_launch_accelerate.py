@@ -11,12 +11,12 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
-from smalti.acceleratefile import KEYS
+from smalti.config.accelerate_yaml import KEYS
 from smalti.errors import ConfigError, UserError
-from smalti.launch import LaunchPlan, plan_launch, yaml_text
+from smalti.launch.plan import LaunchPlan, plan_launch, yaml_text
 from smalti.types import DistributedPlan
 
-DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.replicas:Replicas", fallback=True)
+DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.training.ddp:Replicas", fallback=True)
 FSDP = DistributedPlan(
     name="fsdp2",
     title="FSDP",
@@ -62,7 +62,7 @@ def test_four_machines_with_eight_devices_are_launched_as_the_file_says(planned,
             monkeypatch.delenv(name)
     plan = planned(data / "accelerate-4x8.yaml", "--machine_rank=2")
     arguments = understood(plan)
-    assert (arguments.module, arguments.training_script) == (True, "smalti.worker")
+    assert (arguments.module, arguments.training_script) == (True, "smalti.launch.worker")
     assert arguments.training_script_args == [str(plan.accelerate_file.parent)]
     environment = prepare_multi_gpu_env(arguments)
     assert (arguments.nnodes, arguments.nproc_per_node, arguments.node_rank) == ("4", "8", 2)
@@ -119,7 +119,7 @@ def test_one_chosen_device_is_the_visible_one_for_a_single_rank(planned):
     plan = planned("distributed_type: 'NO'\nnum_processes: 1\ngpu_ids: '3'\n")
     command, environment = prepare_simple_launcher_cmd_env(understood(plan))
     assert (plan.launcher, environment["CUDA_VISIBLE_DEVICES"]) == ("accelerate", "3")
-    assert command[1:3] == ["-m", "smalti.worker"]
+    assert command[1:3] == ["-m", "smalti.launch.worker"]
 
 
 def test_fewer_chosen_devices_than_ranks_are_refused(planned):

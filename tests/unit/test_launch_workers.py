@@ -15,15 +15,15 @@ import psutil
 import pytest
 
 from smalti.errors import ExitCode, PreflightError
-from smalti.lastwords import HookEnd, RankEnd, make_room, read_ends
-from smalti.launch import LaunchPlan
-from smalti.liverun import prepare
-from smalti.process import Process
-from smalti.rundir import RunDirectory
+from smalti.launch.launcher import end_tree, judge, run_workers
+from smalti.launch.plan import LaunchPlan
+from smalti.rundir.directory import RunDirectory
+from smalti.rundir.writer import prepare
+from smalti.system.exit_reports import HookEnd, RankEnd, make_room, read_ends
+from smalti.system.process import Process
 from smalti.types import DistributedPlan
-from smalti.workers import end_tree, judge, run_workers
 
-DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.replicas:Replicas", fallback=True)
+DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.training.ddp:Replicas", fallback=True)
 LEAVE_WORD = """
 import json, os, pathlib, time
 def leave(rank, code, message):
@@ -172,12 +172,14 @@ def test_room_for_the_words_is_there_from_the_start(directory):
 
 
 def test_the_first_word_counts(directory):
-    code = "from smalti.lastwords import leave_word; leave_word(0, 'first, and longer'); leave_word(1, 'second')"
+    code = "from smalti.system.exit_reports import leave_word; leave_word(0, 'first, and longer'); leave_word(1, 'second')"
     assert run_workers(plan(code), directory) == (ExitCode.DONE, "first, and longer")
 
 
 def test_a_word_that_cannot_be_left_is_no_reason_to_fail(directory):
-    code = "os.environ['SMALTI_OUTCOME_DIR'] += '/gone'\nfrom smalti.lastwords import leave_word\nleave_word(0, 'done')"
+    code = (
+        "os.environ['SMALTI_OUTCOME_DIR'] += '/gone'\nfrom smalti.system.exit_reports import leave_word\nleave_word(0, 'done')"
+    )
     assert run_workers(plan(code), directory)[1].endswith("(launcher status 0)")
 
 
@@ -210,12 +212,12 @@ def test_a_port_that_is_taken_is_found_out_before_anything_starts(directory):
 
 AGENT = """
 import signal, sys
-from smalti import agent
+from smalti.launch import agent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
 rank = '''
 import os, pathlib, signal, sys, time
-from smalti.liveness import note_progress
+from smalti.system.liveness import note_progress
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 ready = pathlib.Path(os.environ["SMALTI_OUTCOME_DIR"])
 if os.environ["RANK"] == "5":
@@ -257,21 +259,21 @@ def test_a_rank_that_gets_on_with_its_save_has_all_the_time_and_one_that_does_no
 
 HOST = """
 import json, pathlib, sys
-import smalti.termination
-from smalti.launch import LaunchPlan
-from smalti.rundir import RunDirectory
+import smalti.system.signals
+from smalti.launch.plan import LaunchPlan
+from smalti.rundir.directory import RunDirectory
 from smalti.types import DistributedPlan
-from smalti.workers import run_workers
+from smalti.launch.launcher import run_workers
 
 ddp = DistributedPlan(name="ddp", title="DDP", parallel="x:y", fallback=True)
 plan = LaunchPlan(launcher="elastic", distributed=ddp, command=(sys.executable, sys.argv[1]))
-smalti.termination.REPEAT_SECONDS = float(sys.argv[3])
+smalti.system.signals.REPEAT_SECONDS = float(sys.argv[3])
 print(json.dumps(run_workers(plan, RunDirectory(sys.argv[2]))))
 """
 LIVING = """
 import signal, subprocess, sys, time
-from smalti.liverun import acquire
-from smalti.rundir import RunDirectory
+from smalti.rundir.writer import acquire
+from smalti.rundir.directory import RunDirectory
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from smalti.memoryuse import MemoryUse, amounts, remedies, told
+from smalti.training.failures.memory_use import MemoryUse, amounts, remedies, told
 
 GIB = 2**30
 SAID = (

@@ -9,10 +9,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from smalti import types
-from smalti.defaults.core import Core
+from smalti.builtin.core import Core
 from smalti.errors import UserError
 from smalti.models.blocks import BlockClass, blocks_named, describe_blocks, find_blocks
-from smalti.models.compilation import compile_blocks, ensure_compiled
+from smalti.models.compile import compile_blocks, ensure_compiled
 from smalti.models.weights import FolderWeights, materialise, without_weights
 
 

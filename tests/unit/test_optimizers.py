@@ -8,9 +8,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from smalti import CheckpointError, OptimizerEntry, UserError
-from smalti.config import resolve
-from smalti.defaults.core import OPTIMIZERS
-from smalti.optimizers import (
+from smalti.builtin.core import OPTIMIZERS
+from smalti.config.resolution import resolve
+from smalti.plugins.lookup import find_optimizer
+from smalti.plugins.registry import load_plugins
+from smalti.plugins.schema import schema_of
+from smalti.training.optim.optimizers import (
     AdamW,
     FixedRateAdafactor,
     build_registered,
@@ -19,9 +22,6 @@ from smalti.optimizers import (
     parameter_groups,
     sgd,
 )
-from smalti.plugins import load_plugins
-from smalti.schema import schema_of
-from smalti.strategy import find_optimizer
 
 
 def model() -> nn.Module:

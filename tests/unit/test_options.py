@@ -5,9 +5,9 @@ from typing import Literal
 
 import pytest
 
+from smalti.config.flags import parse_flags
+from smalti.config.options import Names, OptionGroup, Options, Schema, Tables, Texts, option, unknown
 from smalti.errors import Problem, UserError
-from smalti.flags import parse_flags
-from smalti.options import Names, OptionGroup, Options, Schema, Tables, Texts, option, unknown
 
 
 class Sample(Options):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from smalti.errors import ExitCode, UserError
-from smalti.faults import is_fault
-from smalti.outofmemory import OutOfMemory, is_out_of_memory, memory_explained
+from smalti.training.failures.faults import is_fault
+from smalti.training.failures.out_of_memory import OutOfMemory, is_out_of_memory, memory_explained
 from smalti.types import World
 
 

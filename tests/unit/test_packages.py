@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from smalti import packages
+from smalti.config import known_packages
+from smalti.config.known_packages import PLUGINS
 from smalti.errors import ConfigError, MissingPlugin
-from smalti.packages import PLUGINS
 
 
 @pytest.fixture
 def nothing_installed(monkeypatch):
-    monkeypatch.setattr(packages, "installed", lambda name: False)
+    monkeypatch.setattr(known_packages, "installed", lambda name: False)
 
 
 def test_a_package_is_installed_from_the_clone_that_smalti_came_from(nothing_installed):
@@ -19,7 +19,7 @@ def test_a_package_is_installed_from_the_clone_that_smalti_came_from(nothing_ins
 
 
 def test_without_a_clone_it_is_installed_by_name(nothing_installed, monkeypatch):
-    monkeypatch.setattr(packages, "_clone", lambda: None)
+    monkeypatch.setattr(known_packages, "_clone", lambda: None)
     assert PLUGINS["fsdp2"].fix == "pip install smalti-fsdp2"
 
 

@@ -7,8 +7,8 @@ from importlib.resources import files
 
 import pytest
 
-from smalti.cli import main
-from smalti.commands.plugin import KINDS
+from smalti.cli.entry import main
+from smalti.cli.plugin import KINDS
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def new(capsys, *words: str) -> tuple[int, str, str]:
 
 
 def test_every_kind_has_templates_and_the_other_way_round():
-    folders = {each.name for each in (files("smalti.commands") / "templates").iterdir()}
+    folders = {each.name for each in (files("smalti.cli") / "templates").iterdir()}
     assert folders == {*KINDS, "every"}
 
 
@@ -49,7 +49,7 @@ def test_json_names_folder_files_and_commands(capsys, folder):
 
 
 def test_it_needs_no_torch(folder):
-    code = "import sys\nfrom smalti.cli import main\ntry: main(['plugin', 'new', 'pebble', '--kind=strategy'])\n"
+    code = "import sys\nfrom smalti.cli.entry import main\ntry: main(['plugin', 'new', 'pebble', '--kind=strategy'])\n"
     code += "except SystemExit as left: assert left.code == 0\nassert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 

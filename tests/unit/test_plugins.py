@@ -9,7 +9,7 @@ from torch import nn
 from smalti import hookimpl
 from smalti.errors import Problem, UserError
 from smalti.hookspecs import HookSpecs
-from smalti.plugins import BUILT_IN, PluginInfo, Selection, load_plugins
+from smalti.plugins.registry import BUILT_IN, PluginInfo, Selection, load_plugins
 from smalti.types import Block, Checkpoint, DistributedPlan, FamilyEntry
 
 

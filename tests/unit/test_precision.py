@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from smalti.configtext import as_toml
-from smalti.devices import native_bf16
+from smalti.config.core_options import TrainingOptions
+from smalti.config.toml import as_toml
 from smalti.errors import UserError
-from smalti.events import EventWriter
-from smalti.launch import plan_launch
-from smalti.liverun import acquire, prepare
-from smalti.precision import cost_of, describe, in_bf16
-from smalti.preparation import Preparation
-from smalti.rundir import RunDirectory
-from smalti.settings import TrainingOptions
+from smalti.launch.plan import plan_launch
+from smalti.launch.preflight import Preparation
+from smalti.parallel.devices import native_bf16
+from smalti.parallel.precision import cost_of, describe, in_bf16
+from smalti.rundir.directory import RunDirectory
+from smalti.rundir.events import EventWriter
+from smalti.rundir.writer import acquire, prepare
 from smalti.types import DistributedPlan
 
-DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.replicas:Replicas", fallback=True)
-PRINT_NATIVE = "from smalti.devices import native_bf16; print(native_bf16('cpu').native)"
+DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.training.ddp:Replicas", fallback=True)
+PRINT_NATIVE = "from smalti.parallel.devices import native_bf16; print(native_bf16('cpu').native)"
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
 

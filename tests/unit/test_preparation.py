@@ -7,10 +7,10 @@ import pytest
 from PIL import Image
 
 from smalti import DistributedPlan, FamilyEntry, hookimpl
-from smalti.dataplan import CacheFolders, cache_folders
+from smalti.data.from_options import CacheFolders, cache_folders
 from smalti.errors import ConfigError, PreflightError, UserError
-from smalti.plugins import PluginInfo
-from smalti.preparation import Preparation
+from smalti.launch.preflight import Preparation
+from smalti.plugins.registry import PluginInfo
 from smalti_testing import TinyFamily
 
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from smalti.options import OptionGroup, Options, Schema, option
-from smalti.reference import default_text, describe, facts, matching, reference_page
+from smalti.cli.pages.options import default_text, describe, facts, matching, reference_page
+from smalti.config.options import OptionGroup, Options, Schema, option
 
 
 class Sample(Options):

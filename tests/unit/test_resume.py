@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from smalti.config import Config
-from smalti.data.changes import keep
-from smalti.data.identity import first_digest
+from smalti.config.resolution import Config
+from smalti.data.from_options import scan_data
 from smalti.data.prepared import PreparedData
-from smalti.dataplan import scan_data
+from smalti.data.scan.changes import keep
+from smalti.data.scan.identity import first_digest
 from smalti.errors import CheckpointError
-from smalti.plugins import Plugins
-from smalti.resume import Resumption, check_resumable
+from smalti.plugins.registry import Plugins
+from smalti.training.resume_checks import Resumption, check_resumable
 
 FIRST_DIGEST = "47f49a90682c2fa2937d090e72178c6203b593d175ded3824c20c1cefda7eb8a"
 """Of the images below, as checkpoints held it that were written at bb9dd29."""

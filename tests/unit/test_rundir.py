@@ -18,17 +18,17 @@ from pathlib import Path
 
 import pytest
 
-from smalti.defaults.events import RunEvents
+from smalti.builtin.run_directory import RunEvents
 from smalti.errors import ExitCode, UserError
-from smalti.liverun import ATTEMPT_VARIABLE, LiveRun, acquire, join, prepare
-from smalti.process import Process
-from smalti.rundir import STALE_SECONDS, RunDirectory, find_runs
+from smalti.rundir.directory import STALE_SECONDS, RunDirectory, find_runs
+from smalti.rundir.writer import ATTEMPT_VARIABLE, LiveRun, acquire, join, prepare
+from smalti.system.process import Process
 from smalti.types import Checkpoint, Outcome, RunState, StepResult, StopReason, ValidationImage, ValidationResult
 
 _RUN = """
 import sys, time
-from smalti.liverun import acquire
-from smalti.rundir import RunDirectory
+from smalti.rundir.writer import acquire
+from smalti.rundir.directory import RunDirectory
 with acquire(RunDirectory(sys.argv[1])):
     print("ready", flush=True)
     time.sleep(60)
@@ -274,8 +274,8 @@ _RACE = """
 import sys, time
 from pathlib import Path
 from smalti.errors import UserError
-from smalti.liverun import acquire
-from smalti.rundir import RunDirectory
+from smalti.rundir.writer import acquire
+from smalti.rundir.directory import RunDirectory
 start, won, held = float(sys.argv[2]), [], []
 for number, path in enumerate(sorted(Path(sys.argv[1]).iterdir())):
     while time.time() < start + number * 0.05:
@@ -307,7 +307,7 @@ def test_of_several_runs_that_start_at_once_after_a_crash_one_gets_through(tmp_p
 
 
 def test_a_run_that_was_thought_dead_and_replaced_is_told_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smalti.liverun.BEAT_SECONDS", 0.02)
+    monkeypatch.setattr("smalti.rundir.writer.BEAT_SECONDS", 0.02)
     with acquire(RunDirectory(tmp_path)) as live:
         elsewhere_process = replace(Process.current(), host="other-host")
         heartbeat = {"process": asdict(elsewhere_process), "started": time.time()}
@@ -317,14 +317,14 @@ def test_a_run_that_was_thought_dead_and_replaced_is_told_to_stop(tmp_path: Path
 
 
 def test_the_heartbeat_goes_on_during_a_long_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smalti.liverun.BEAT_SECONDS", 0.02)
+    monkeypatch.setattr("smalti.rundir.writer.BEAT_SECONDS", 0.02)
     with acquire(RunDirectory(tmp_path)):
         beat(RunDirectory(tmp_path), 1000)
         assert eventually(lambda: RunDirectory(tmp_path).status().condition == "running")
 
 
 def test_a_heartbeat_that_somebody_removed_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smalti.liverun.BEAT_SECONDS", 0.02)
+    monkeypatch.setattr("smalti.rundir.writer.BEAT_SECONDS", 0.02)
     with acquire(RunDirectory(tmp_path)):
         RunDirectory(tmp_path).heartbeat_file.unlink()
         assert eventually(RunDirectory(tmp_path).heartbeat_file.exists)

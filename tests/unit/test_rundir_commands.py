@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from smalti.commands.run import run
-from smalti.defaults.events import RunEvents
+from smalti.builtin.run_directory import RunEvents
+from smalti.cli.run import run
 from smalti.errors import ExitCode, UserError
-from smalti.events import EventKind
-from smalti.liverun import acquire, prepare
-from smalti.rundir import RunDirectory
+from smalti.rundir.directory import RunDirectory
+from smalti.rundir.events import EventKind
+from smalti.rundir.writer import acquire, prepare
 from smalti.types import Outcome, RunState, StopReason
 
 _RUN = """
 import sys, time
-from smalti.defaults.events import RunEvents
-from smalti.liverun import acquire
-from smalti.rundir import RunDirectory
+from smalti.builtin.run_directory import RunEvents
+from smalti.rundir.writer import acquire
+from smalti.rundir.directory import RunDirectory
 from smalti.types import Outcome, RunState, StepResult, StopReason
 state = RunState(max_steps=1000)
 with acquire(RunDirectory(sys.argv[1])) as live:
@@ -68,7 +68,7 @@ def smalti_run(*arguments: object) -> Result:
 
 @contextmanager
 def watching(path: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", "from smalti.commands.run import run; run()", "watch", str(path), *options]
+    command = [sys.executable, "-c", "from smalti.cli.run import run; run()", "watch", str(path), *options]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with child:
         assert child.stdout is not None

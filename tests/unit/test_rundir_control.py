@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from smalti.defaults.events import RunEvents
+from smalti.builtin.run_directory import RunEvents
 from smalti.errors import UserError
-from smalti.liverun import LiveRun, acquire, prepare
-from smalti.rundir import RunDirectory
+from smalti.rundir.directory import RunDirectory
+from smalti.rundir.writer import LiveRun, acquire, prepare
 from smalti.types import Outcome, RunState, StopReason
 
 

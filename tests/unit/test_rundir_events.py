@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smalti.events import MALFORMED, EventWriter, complete_size, read_events, read_events_backwards
+from smalti.rundir.events import MALFORMED, EventWriter, complete_size, read_events, read_events_backwards
 
 _numbers = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 _fields = st.dictionaries(
@@ -151,7 +151,7 @@ def test_events_lost_on_a_full_disk_are_counted_once_there_is_room(tmp_path: Pat
     script = """
 import resource, sys
 from pathlib import Path
-from smalti.events import EventWriter
+from smalti.rundir.events import EventWriter
 writer = EventWriter(Path(sys.argv[1]))
 writer.append("metric", step=1)
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]

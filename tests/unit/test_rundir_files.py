@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from smalti.errors import UserError
-from smalti.liverun import acquire, prepare
-from smalti.rundir import RunDirectory
+from smalti.rundir.directory import RunDirectory
+from smalti.rundir.writer import acquire, prepare
 
 
 def test_a_run_may_live_beside_the_files_of_others(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from smalti.errors import UserError
-from smalti.pictures import picture_settings, save_picture
+from smalti.rundir.png import picture_settings, save_picture
 
 
 def _save(path: Path, prompt: str, colour: str = "red") -> None:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from smalti.process import Process
+from smalti.system.process import Process
 
 
 def test_this_process_is_alive() -> None:
@@ -22,7 +22,7 @@ def test_a_process_of_another_host_cannot_be_judged() -> None:
 
 
 def test_a_process_that_was_killed_is_dead_even_before_its_parent_looks() -> None:
-    script = "from smalti.process import Process; print(repr(Process.current()), flush=True); input()"
+    script = "from smalti.system.process import Process; print(repr(Process.current()), flush=True); input()"
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
     with child:
         assert child.stdout is not None
@@ -38,7 +38,7 @@ def test_a_rank_may_open_as_many_files_as_the_system_allows():
     script = "\n".join(
         (
             "import resource",
-            "from smalti.process import raise_open_files_limit",
+            "from smalti.system.process import raise_open_files_limit",
             "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]",
             "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))",
             "raise_open_files_limit()",

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smalti import RunState
-from smalti.schedule import Cadence, build_scheduler, learning_rate
-from smalti.settings import OptimizerOptions
+from smalti.config.core_options import OptimizerOptions
+from smalti.training.optim.lr_schedule import Cadence, build_scheduler, learning_rate
 
 SHAPES = ["constant", "constant_with_warmup", "linear", "cosine", "polynomial", "warmup_stable_decay"]
 

@@ -9,8 +9,8 @@ import sys
 import psutil
 import pytest
 
-from smalti.parentage import PARENT_VARIABLE
-from smalti.standby import Standby
+from smalti.launch.standby import Standby
+from smalti.system.parent import PARENT_VARIABLE
 
 MODULE = """
 import json, os, sys
@@ -21,7 +21,7 @@ raise SystemExit(3)
 
 
 def agents(process: psutil.Process) -> list[psutil.Process]:
-    return [each for each in process.children(recursive=True) if "smalti.agent" in each.cmdline()]
+    return [each for each in process.children(recursive=True) if "smalti.launch.agent" in each.cmdline()]
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_one_that_is_not_wanted_is_gone_and_one_that_has_ended_starts_nothing(st
 
 
 def test_it_ends_with_a_process_that_is_killed_and_says_nothing():
-    code = "import time; from smalti.standby import Standby; held = Standby(); print(flush=True); time.sleep(600)"
+    code = "import time; from smalti.launch.standby import Standby; held = Standby(); print(flush=True); time.sleep(600)"
     starter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     starter.stdout.readline()
     (agent,) = agents(psutil.Process(starter.pid))

@@ -7,14 +7,14 @@ import pytest
 from safetensors.torch import load_file
 from torch import nn
 
-from smalti.checkpoint.background import Saver
+from smalti.checkpoint.async_saver import Saver
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save as write_checkpoint
-from smalti.parallel import Ranks
-from smalti.phases import Phases
-from smalti.saving import save
+from smalti.parallel.protocol import Ranks
+from smalti.rundir.phases import Phases
+from smalti.training.checkpointing import save
+from smalti.training.validation.validation import at_rest
 from smalti.types import Checkpoint, RunState
-from smalti.validation import at_rest
 from smalti_testing import TinyFamily, two_processes
 from smalti_testing.strategy_subject import open_family
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from smalti.errors import ExitCode
-from smalti.termination import REPEAT_SECONDS, Demands, code_at_once
+from smalti.system.signals import REPEAT_SECONDS, Demands, code_at_once
 
 INT, TERM, HUP, USR1, USR2 = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 LATE = REPEAT_SECONDS + 1
@@ -40,7 +40,7 @@ def test_what_is_ended_before_it_has_saved_is_not_to_be_queued_again():
 
 SIGNALLED = """
 import os, signal, sys, time
-from smalti.termination import Terminated, pre_emptions, terminated
+from smalti.system.signals import Terminated, pre_emptions, terminated
 if "ignored" in sys.argv:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 try:

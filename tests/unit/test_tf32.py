@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from smalti.models.tf32 import choose_tf32, products_in_tf32, tf32_choice
-from smalti.precision import products
+from smalti.parallel.precision import products
 
 
 def switches() -> tuple[bool, bool]:
@@ -55,7 +55,7 @@ def test_fp32_runs_on_cuda_devices_use_tf32_unless_told_otherwise(configure, fla
 
 
 def test_on_rocm_a_variable_decides(configure, monkeypatch):
-    monkeypatch.setattr("smalti.precision.is_rocm", lambda: True)
+    monkeypatch.setattr("smalti.parallel.precision.is_rocm", lambda: True)
     monkeypatch.delenv("HIPBLASLT_ALLOW_TF32", raising=False)
     assert products(configure("--mixed_precision=no"), "cuda") == "fp32"
     monkeypatch.setenv("HIPBLASLT_ALLOW_TF32", "1")

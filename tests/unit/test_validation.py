@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from smalti import UserError
-from smalti.checkpoint.background import Saver
+from smalti.checkpoint.async_saver import Saver
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
-from smalti.config import resolve
-from smalti.ema import Ema
-from smalti.plugins import load_plugins
-from smalti.ranks import GlooRanks
-from smalti.schema import schema_of
-from smalti.validation import at_rest, shares, validation_sizes
+from smalti.config.resolution import resolve
+from smalti.parallel.gloo import GlooRanks
+from smalti.plugins.registry import load_plugins
+from smalti.plugins.schema import schema_of
+from smalti.training.optim.ema import Ema
+from smalti.training.validation.validation import at_rest, shares, validation_sizes
 from smalti_testing import TinyFamily
 from smalti_testing.strategy_subject import open_family
 

@@ -4,14 +4,14 @@ What a plugin implements is described in `smalti.hookspecs`, which is the first 
 these modules and what is below them; docs/writing-a-plugin.md says what each is for. All others belong to the core alone and
 may change with any release.
 
-    smalti.settings, smalti.precision, smalti.parallel, smalti.group, smalti.replicas, smalti.ranks, smalti.accelerator,
-    smalti.models.family, smalti.models.context, smalti.models.frames, smalti.models.weights, smalti.models.blocks,
-    smalti.models.compilation,
-    smalti.diffusion, smalti.optimizers, smalti.data.spec, smalti.data.sources, smalti.storage, smalti.checkpoint,
-    smalti.plugins, smalti.invocation, smalti.families, smalti.run, smalti.options, smalti.caches, smalti.configedit,
-    smalti.commands.table, smalti.commands.help, smalti.rundir, smalti.liverun, smalti.events, smalti.files, smalti.configfile,
-    smalti.acceleratefile, smalti.importing, smalti.pictures, smalti.hookspecs, smalti.types, smalti.config, smalti.schema,
-    smalti.strategy, smalti.cli
+    smalti.config.core_options, smalti.parallel.precision, smalti.parallel.protocol, smalti.parallel.process_group, smalti.training.ddp, smalti.parallel.gloo, smalti.parallel.accelerator,
+    smalti.models.family, smalti.models.context_parallel, smalti.models.size_conditioning, smalti.models.weights, smalti.models.blocks,
+    smalti.models.compile,
+    smalti.diffusion, smalti.training.optim.optimizers, smalti.data.datasets.spec, smalti.data.datasets.sources, smalti.data.storage.protocol, smalti.checkpoint,
+    smalti.plugins, smalti.cli.arguments, smalti.plugins.families, smalti.training.run, smalti.config.options, smalti.plugins.caches, smalti.config.edit,
+    smalti.cli.output, smalti.cli.pages.help, smalti.rundir.directory, smalti.rundir.writer, smalti.rundir.events, smalti.system.files, smalti.config.files,
+    smalti.config.accelerate_yaml, smalti.system.imports, smalti.rundir.png, smalti.hookspecs, smalti.types, smalti.config.resolution, smalti.plugins.schema,
+    smalti.plugins.lookup, smalti.cli.entry
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from smalti.config import Config
+    from smalti.config.options import Names, OptionGroup, Options, Tables, Texts, Translation, option
+    from smalti.config.resolution import Config
     from smalti.errors import CheckpointError, ConfigError, ExitCode, MissingPlugin, PreflightError, Problem, UserError
     from smalti.hookspecs import HookSpecs, hookimpl
-    from smalti.options import Names, OptionGroup, Options, Tables, Texts, Translation, option
     from smalti.types import (
         Block,
         CacheEntry,
@@ -94,12 +94,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "smalti.config": ("Config",),
+    "smalti.config.resolution": ("Config",),
     "smalti.errors": (
         *("CheckpointError", "ConfigError", "ExitCode", "MissingPlugin", "PreflightError", "Problem", "UserError"),
     ),
     "smalti.hookspecs": ("HookSpecs", "hookimpl"),
-    "smalti.options": ("Names", "OptionGroup", "Options", "Tables", "Texts", "Translation", "option"),
+    "smalti.config.options": ("Names", "OptionGroup", "Options", "Tables", "Texts", "Translation", "option"),
 }
 _HOME = dict.fromkeys(__all__, "smalti.types") | {name: home for home, names in _HOMES.items() for name in names}
 

@@ -1,5 +1,5 @@
 """`python -m smalti`."""
 
-from smalti.cli import main
+from smalti.cli.entry import main
 
 main()

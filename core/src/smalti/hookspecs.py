@@ -82,10 +82,10 @@ if TYPE_CHECKING:
 
     from smalti.checkpoint.reader import Loaded
     from smalti.checkpoint.snapshot import Snapshot
-    from smalti.config import Config
+    from smalti.config.options import OptionGroup
+    from smalti.config.resolution import Config
     from smalti.models.family import ModelFamily, Weights
-    from smalti.options import OptionGroup
-    from smalti.parallel import Parallel, Ranks
+    from smalti.parallel.protocol import Parallel, Ranks
 
 PROJECT = "smalti"
 hookimpl = pluggy.HookimplMarker(PROJECT)

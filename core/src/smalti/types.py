@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 from smalti.errors import ExitCode
 
 if TYPE_CHECKING:
-    from smalti.config import Config
-    from smalti.liverun import LiveRun
+    from smalti.config.resolution import Config
+    from smalti.rundir.writer import LiveRun
 
 
 # --- what plugins register ------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ class FamilyEntry(Registered):
 class StorageEntry(Registered):
     """A place where datasets can live. `name` is the `type` of a dataset ("local", "aws").
 
-    `factory` is "module:callable"; the callable takes the `DatasetSpec` and returns a `smalti.storage.Storage`. `keys` are
+    `factory` is "module:callable"; the callable takes the `DatasetSpec` and returns a `smalti.data.storage.protocol.Storage`. `keys` are
     what a dataset of this type may say besides what every dataset may; the factory finds them in `storage_options`.
     """
 
@@ -82,7 +82,7 @@ class MetadataEntry(Registered):
     """A way to learn names, sizes and captions. `name` is the `metadata_backend` of a dataset ("discovery", "json").
 
     `factory` is "module:callable"; the callable takes the `DatasetSpec` and the `Storage` and returns a
-    `smalti.data.sources.MetadataSource`.
+    `smalti.data.datasets.sources.MetadataSource`.
     """
 
     kind = "the metadata backend"
@@ -110,7 +110,7 @@ class OptimizerEntry(Registered):
 class CacheEntry(Registered):
     """Something that a plugin keeps between runs and can make again: `smalti cache ls`, `smalti cache clear NAME`.
 
-    `factory` is "module:callable", called without arguments; it gives a `smalti.caches.Cache`. `name` may have dashes. If the
+    `factory` is "module:callable", called without arguments; it gives a `smalti.plugins.caches.Cache`. `name` may have dashes. If the
     configuration says where the cache is, `configured` is set and the factory is called with the `Config`.
     """
 
@@ -133,7 +133,7 @@ class CheckpointFormat(Registered):
 
     `marks` are patterns for paths in a checkpoint's folder ("manifest.json", "*/model_states.pt"): a folder in which a file
     fits any of them is taken for this format. `factory` is "module:callable", imported only in the process that reads such a
-    checkpoint; the callable takes its folder, a `Path`, and returns a `smalti.checkpoint.formats.Source`.
+    checkpoint; the callable takes its folder, a `Path`, and returns a `smalti.checkpoint.conversion.formats.Source`.
     """
 
     kind = "the checkpoint format"
@@ -290,8 +290,8 @@ class StepResult:
 
     `samples` is the effective batch; `seconds` is wall time. `skipped` is true when the loss was not finite and the policy was
     to skip: then nothing was changed by this step. `mfu` is the share of what all devices can make that went into the model
-    (`smalti.gauges`), `peak_memory_mb` the most that the main rank's device held since the last logged step, in MiB, or on the
-    CPU its process ever. `smoothed_loss` and `recent_samples_per_second` are what people are shown (`smalti.recent`). None
+    (`smalti.training.utilization`), `peak_memory_mb` the most that the main rank's device held since the last logged step, in MiB, or on the
+    CPU its process ever. `smoothed_loss` and `recent_samples_per_second` are what people are shown (`smalti.rundir.recent`). None
     where they are not known.
     """
 

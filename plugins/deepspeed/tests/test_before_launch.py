@@ -12,13 +12,13 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
 from smalti import Cleared, Config, OptimizerEntry, PreflightError, UserError, World, hookimpl
-from smalti.caches import clear_cache, list_caches
-from smalti.config import resolve
-from smalti.launch import plan_launch, yaml_text
-from smalti.plugins import PluginInfo, Selection, load_plugins
-from smalti.preparation import Preparation
-from smalti.schema import schema_of
-from smalti.strategy import check_strategy, choose_distributed
+from smalti.config.resolution import resolve
+from smalti.launch.plan import plan_launch, yaml_text
+from smalti.launch.preflight import Preparation
+from smalti.plugins.caches import clear_cache, list_caches
+from smalti.plugins.lookup import check_strategy, choose_distributed
+from smalti.plugins.registry import PluginInfo, Selection, load_plugins
+from smalti.plugins.schema import schema_of
 from smalti_deepspeed import checks, offloadfolder
 from smalti_deepspeed.document import resolved
 from smalti_deepspeed.offloadfolder import LOCK, Claim, Leftovers, claim_together, swap_bytes
@@ -317,7 +317,7 @@ def test_accelerate_starts_the_ranks_with_torchs_launcher_and_knows_what_is_trai
     plan = plan_launch(config, choose_distributed(config, PLUGINS), tmp_path, "cuda", {})
     file = tmp_path / "accelerate.yaml"
     file.write_text(yaml_text(plan.accelerate))
-    arguments = launch_command_parser().parse_args(["--config_file", str(file), "-m", "smalti.worker", str(tmp_path)])
+    arguments = launch_command_parser().parse_args(["--config_file", str(file), "-m", "smalti.launch.worker", str(tmp_path)])
     arguments, defaults, _ = _validate_launch_command(arguments)
     assert arguments.use_deepspeed
     arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)

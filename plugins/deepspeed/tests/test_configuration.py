@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smalti import Config, ConfigError, UserError
-from smalti.config import resolve, restore
-from smalti.plugins import Selection, load_plugins
-from smalti.schema import schema_of
-from smalti.strategy import choose_distributed
+from smalti.config.resolution import resolve, restore
+from smalti.plugins.lookup import choose_distributed
+from smalti.plugins.registry import Selection, load_plugins
+from smalti.plugins.schema import schema_of
 from smalti_deepspeed.document import resolved, sized
 from smalti_deepspeed.optimizers import NAMES, normalised
 

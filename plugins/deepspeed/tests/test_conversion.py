@@ -11,9 +11,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from smalti import CheckpointError, World
-from smalti.checkpoint.conversion import convert
-from smalti.checkpoint.verification import verify
-from smalti.ranks import GlooRanks
+from smalti.checkpoint.conversion.convert import convert
+from smalti.checkpoint.format.verification import verify
+from smalti.parallel.gloo import GlooRanks
 from smalti_deepspeed.conversion import open_deepspeed
 from smalti_deepspeed.formats import FORMATS
 from smalti_deepspeed.importing import start_deepspeed, stop_deepspeed

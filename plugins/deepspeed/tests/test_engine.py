@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smalti.checkpoint.conversion import convert
-from smalti.checkpoint.portable import capture
-from smalti.ema import Ema
-from smalti.optimizers import decouple_decay, matrices, parameter_groups
+from smalti.checkpoint.conversion.convert import convert
+from smalti.parallel.state import capture
+from smalti.training.optim.ema import Ema
+from smalti.training.optim.optimizers import decouple_decay, matrices, parameter_groups
 from smalti_deepspeed.formats import FORMATS
 from smalti_testing import RankFailed, TinyFamily, two_processes
 from smalti_testing.strategies import run_check

@@ -15,9 +15,9 @@ from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerC
 from pydantic import BaseModel
 
 from smalti import ConfigError
-from smalti.config import resolve
-from smalti.plugins import Selection, load_plugins
-from smalti.schema import schema_of
+from smalti.config.resolution import resolve
+from smalti.plugins.registry import Selection, load_plugins
+from smalti.plugins.schema import schema_of
 from smalti_deepspeed.builder import FIELDS, build, choices_of
 from smalti_deepspeed.document import resolved, sized
 from smalti_deepspeed.implications import ONLY_OF, OTHER_SCHEDULERS, SCHEDULERS

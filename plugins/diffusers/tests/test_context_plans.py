@@ -5,11 +5,11 @@ import torch
 import torch.distributed as dist
 
 from nursery import forked_processes
-from smalti.config import resolve
-from smalti.families import find_family
-from smalti.models.context import context_plan
-from smalti.plugins import load_plugins
-from smalti.schema import schema_of
+from smalti.config.resolution import resolve
+from smalti.models.context_parallel import context_plan
+from smalti.plugins.families import find_family
+from smalti.plugins.registry import load_plugins
+from smalti.plugins.schema import schema_of
 from smalti_fsdp2.context import split_context
 from smalti_testing.family_subject import FamilySubject
 

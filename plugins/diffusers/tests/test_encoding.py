@@ -10,18 +10,18 @@ import tiny
 import torch
 from PIL import Image
 
-from smalti.config import Config, resolve
+from smalti.config.resolution import Config, resolve
+from smalti.data.cache.encode_ahead import Encoded, encode_ahead
+from smalti.data.from_options import cache_folders, scan_data
 from smalti.data.loader import Loader
 from smalti.data.prepared import PreparedData
-from smalti.dataplan import cache_folders, scan_data
-from smalti.diffusion.step import denoising_loss
-from smalti.encoding import Encoded, encode_ahead
 from smalti.models.family import SampleRequest, native_objective
 from smalti.models.weights import materialise
-from smalti.plugins import load_plugins
-from smalti.replicas import Replicas
-from smalti.run import find_family
-from smalti.schema import schema_of
+from smalti.plugins.registry import load_plugins
+from smalti.plugins.schema import schema_of
+from smalti.training.ddp import Replicas
+from smalti.training.loss import denoising_loss
+from smalti.training.run import find_family
 from smalti.types import World
 from smalti_diffusers.components import Components
 from smalti_diffusers.flux import Flux

@@ -13,20 +13,20 @@ from safetensors.torch import load_file
 from tiny import flux
 
 from smalti import UserError
-from smalti.checkpoint.exportfolder import ExportFolder, Trained
-from smalti.checkpoint.formats import OwnCheckpoint
+from smalti.checkpoint.conversion.export_folder import ExportFolder, Trained
+from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
-from smalti.commands.checkpoint import checkpoint
-from smalti.config import resolve
+from smalti.cli.checkpoint import checkpoint
+from smalti.config.resolution import resolve
 from smalti.data.buckets import Bucket
 from smalti.data.loader import MicroBatch
-from smalti.diffusion.step import denoising_loss
-from smalti.families import find_family
-from smalti.parallel import PortableState
-from smalti.pictures import picture_settings
-from smalti.plugins import load_plugins
-from smalti.schema import schema_of
+from smalti.parallel.protocol import PortableState
+from smalti.plugins.families import find_family
+from smalti.plugins.registry import load_plugins
+from smalti.plugins.schema import schema_of
+from smalti.rundir.png import picture_settings
+from smalti.training.loss import denoising_loss
 from smalti_diffusers.components import Components
 from smalti_testing.family_subject import CAPTIONS, FRAME, FamilySubject
 from smalti_testing.strategies import Alone

@@ -13,14 +13,14 @@ from diffusers import DiffusionPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
 from smalti import UserError
-from smalti.config import resolve
+from smalti.config.resolution import resolve
 from smalti.diffusion.objective import RectifiedFlow
-from smalti.diffusion.step import denoising_loss
 from smalti.diffusion.timesteps import shift_times
-from smalti.families import find_family
 from smalti.models.family import SampleRequest, image_tokens, native_objective
-from smalti.plugins import load_plugins
-from smalti.schema import schema_of
+from smalti.plugins.families import find_family
+from smalti.plugins.registry import load_plugins
+from smalti.plugins.schema import schema_of
+from smalti.training.loss import denoising_loss
 from smalti_diffusers.components import Components
 from smalti_diffusers.flux import pack, unpack
 from smalti_diffusers.flux2 import Flux2

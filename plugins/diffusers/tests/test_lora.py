@@ -13,14 +13,14 @@ from pictured import difference
 from safetensors import safe_open
 
 from smalti import UserError
-from smalti.checkpoint.exportfolder import Trained
-from smalti.checkpoint.formats import OwnCheckpoint
-from smalti.commands.checkpoint import checkpoint
-from smalti.config import resolve
-from smalti.families import find_family
+from smalti.checkpoint.conversion.export_folder import Trained
+from smalti.checkpoint.conversion.formats import OwnCheckpoint
+from smalti.cli.checkpoint import checkpoint
+from smalti.config.resolution import resolve
 from smalti.models.weights import materialise, without_weights
-from smalti.plugins import load_plugins
-from smalti.schema import schema_of
+from smalti.plugins.families import find_family
+from smalti.plugins.registry import load_plugins
+from smalti.plugins.schema import schema_of
 from smalti_diffusers.adapter import adapter_shapes
 from smalti_diffusers.components import Components
 from smalti_testing import check_family

@@ -12,15 +12,15 @@ from safetensors import safe_open
 from torch import nn
 
 from smalti import ConfigError, UserError
-from smalti.checkpoint.exportfolder import Trained
-from smalti.checkpoint.formats import OwnCheckpoint
-from smalti.commands.checkpoint import checkpoint
-from smalti.config import resolve
-from smalti.families import find_family
+from smalti.checkpoint.conversion.export_folder import Trained
+from smalti.checkpoint.conversion.formats import OwnCheckpoint
+from smalti.cli.checkpoint import checkpoint
+from smalti.config.resolution import resolve
 from smalti.models.weights import materialise, without_weights
-from smalti.plugins import load_plugins
-from smalti.schema import check, schema_of
-from smalti.strategy import check_shares, choose_distributed
+from smalti.plugins.families import find_family
+from smalti.plugins.lookup import check_shares, choose_distributed
+from smalti.plugins.registry import load_plugins
+from smalti.plugins.schema import check, schema_of
 from smalti_diffusers.quantisation import QuantisedLinear, check_device
 from smalti_testing.family_subject import CAPTIONS, FamilySubject
 

@@ -10,15 +10,15 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 
 from smalti import UserError
-from smalti.config import resolve
+from smalti.config.resolution import resolve
 from smalti.diffusion.objective import build_objective
 from smalti.models.blocks import describe_blocks, find_blocks
 from smalti.models.family import SampleRequest, image_tokens
-from smalti.models.frames import Frame, encode
-from smalti.models.layout import put_channels_last
+from smalti.models.memory_format import put_channels_last
+from smalti.models.size_conditioning import Frame, encode
 from smalti.models.weights import materialise
-from smalti.plugins import Selection, load_plugins
-from smalti.schema import schema_of
+from smalti.plugins.registry import Selection, load_plugins
+from smalti.plugins.schema import schema_of
 from smalti_diffusers.components import Components
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.sdxl import Sdxl, family

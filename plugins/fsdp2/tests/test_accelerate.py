@@ -20,12 +20,12 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 import smalti_fsdp2
 from smalti import Config, ConfigError, UserError
-from smalti.config import resolve, restore
+from smalti.config.resolution import resolve, restore
 from smalti.errors import PreflightError
-from smalti.launch import LaunchPlan, check_accelerators, expected_kind, plan_launch, yaml_text
-from smalti.plugins import BUILT_IN, Selection, load_plugins
-from smalti.schema import check, schema_of
-from smalti.strategy import choose_distributed
+from smalti.launch.plan import LaunchPlan, check_accelerators, expected_kind, plan_launch, yaml_text
+from smalti.plugins.lookup import choose_distributed
+from smalti.plugins.registry import BUILT_IN, Selection, load_plugins
+from smalti.plugins.schema import check, schema_of
 from smalti_fsdp2.options import FsdpOptions, enabled
 from smalti_fsdp2.translation import KEYS, PARALLELISM_KEYS, STRATEGIES
 
@@ -431,7 +431,7 @@ def test_a_callable_policy_is_for_version_1_because_accelerate_wraps_nothing_wit
 
 def test_neither_the_package_nor_reading_a_file_imports_torch():
     code = (
-        "import sys, smalti_fsdp2, smalti_fsdp2.plugin\nfrom smalti.cli import main\n"
+        "import sys, smalti_fsdp2, smalti_fsdp2.plugin\nfrom smalti.cli.entry import main\n"
         "try:\n    main(['config', 'export-accelerate', sys.argv[1]])\nexcept SystemExit as left:\n    assert left.code == 0\n"
         "assert not {'torch', 'accelerate'} & sys.modules.keys()\n"
     )

@@ -5,7 +5,7 @@ import torch
 
 from nursery import forked_processes
 from smalti.errors import UserError
-from smalti.models.layout import put_channels_last, wants_channels_last
+from smalti.models.memory_format import put_channels_last, wants_channels_last
 from smalti_testing import TinyFamily
 from smalti_testing.strategy_subject import open_strategy, whole_state
 

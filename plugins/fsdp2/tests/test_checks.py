@@ -3,11 +3,11 @@
 import pytest
 
 from smalti import Config, UserError
-from smalti.config import resolve, restore
-from smalti.plugins import Selection, load_plugins
-from smalti.preparation import Preparation
-from smalti.schema import schema_of
-from smalti.strategy import check_strategy, choose_distributed
+from smalti.config.resolution import resolve, restore
+from smalti.launch.preflight import Preparation
+from smalti.plugins.lookup import check_strategy, choose_distributed
+from smalti.plugins.registry import Selection, load_plugins
+from smalti.plugins.schema import schema_of
 
 PLUGINS = load_plugins(Selection(only=("fsdp2", "toy")))
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from nursery import forked_processes
 from smalti import Block, UserError
-from smalti.models.context import Attention, ContextPlan, Join, Split, context_plan
+from smalti.models.context_parallel import Attention, ContextPlan, Join, Split, context_plan
 from smalti.models.family import SampleRequest, native_objective
 from smalti_fsdp2.context import split_context
 from smalti_fsdp2.recomputation import recompute

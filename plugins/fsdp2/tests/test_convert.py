@@ -24,16 +24,16 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from nursery import forked_processes
 from smalti import CheckpointError, CheckpointFormat
-from smalti.checkpoint.assembly import TensorFiles
-from smalti.checkpoint.conversion import convert
-from smalti.checkpoint.portable import capture
+from smalti.checkpoint.conversion.convert import convert
+from smalti.checkpoint.format.safetensors_reader import TensorFiles
+from smalti.checkpoint.format.statefile import read_state
+from smalti.checkpoint.format.verification import verify
 from smalti.checkpoint.snapshot import Snapshot
-from smalti.checkpoint.statefile import read_state
-from smalti.checkpoint.verification import verify
 from smalti.checkpoint.writer import save
-from smalti.optimizers import matrices, parameter_groups
-from smalti.plugins import load_plugins
-from smalti.ranks import GlooRanks
+from smalti.parallel.gloo import GlooRanks
+from smalti.parallel.state import capture
+from smalti.plugins.registry import load_plugins
+from smalti.training.optim.optimizers import matrices, parameter_groups
 from smalti.types import World
 from smalti_fsdp2.conversion import open_accelerate, open_dcp
 from smalti_fsdp2.metadata import read_metadata

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from smalti.cli import main
+from smalti.cli.entry import main
 
 DATA = Path(__file__).parents[3] / "tests" / "data"
 

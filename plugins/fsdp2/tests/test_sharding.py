@@ -12,13 +12,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smalti import World
-from smalti.checkpoint.portable import capture, restore
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.models.blocks import find_blocks
 from smalti.models.weights import FolderWeights, SeededWeights, without_weights
-from smalti.ranks import GlooRanks
+from smalti.parallel.gloo import GlooRanks
+from smalti.parallel.state import capture, restore
 from smalti_fsdp2.filling import fill
 from smalti_fsdp2.options import FsdpOptions
 from smalti_fsdp2.recomputation import recompute

@@ -8,11 +8,11 @@ from torch import nn
 
 from nursery import ForkedContract, forked_processes
 from smalti import Block
-from smalti.config import resolve
+from smalti.config.resolution import resolve
 from smalti.models.weights import without_weights
-from smalti.optimizers import matrices, parameter_groups
-from smalti.plugins import load_plugins
-from smalti.schema import schema_of
+from smalti.plugins.registry import load_plugins
+from smalti.plugins.schema import schema_of
+from smalti.training.optim.optimizers import matrices, parameter_groups
 from smalti_fsdp2.checks import problems
 from smalti_fsdp2.version1 import FullySharded
 from smalti_testing.strategies import run_check

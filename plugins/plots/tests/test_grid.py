@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from smalti.errors import UserError
-from smalti.pictures import picture_settings
+from smalti.rundir.png import picture_settings
 from smalti_plots.grid import MIN_WIDTH, picture_grid
 
 _COLOURS = [(200, 30, 30), (30, 160, 30), (40, 40, 220), (220, 200, 20), (20, 200, 210)]

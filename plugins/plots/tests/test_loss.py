@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from smalti.errors import UserError
-from smalti.events import Event, EventWriter, read_events
+from smalti.rundir.events import Event, EventWriter, read_events
 from smalti_plots.loss import MAX_POINTS, Curve, History, plot_losses
 
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from nursery import forked_processes
+from smalti.data.storage.protocol import StoredFile
 from smalti.diffusion.objective import build_objective
 from smalti.models.weights import SeededWeights
-from smalti.storage import StoredFile
 from smalti_testing import BrokenContract, MemoryStorage, TinyFamily, check_storage
 from smalti_testing.families import FAMILY
 from smalti_testing.family_subject import FamilySubject
@@ -330,18 +330,21 @@ PLUGINS = {
         OPTIONS.format(field='faulty_x: int = option(1, help="It is.", when="y == 2")'),
     ),
     "twice": ("it_registers_nothing_twice", OPTIONS.format(field='learning_rate: float = option(1.0, help="It is.")')),
-    "local": ("it_registers_nothing_twice", ENTRY.format(name="local", factory="smalti.storage.local:open_local")),
-    "nowhere": ("what_it_registers_can_be_found_and_imported", ENTRY.format(name="far", factory="smalti.storage.local:opne")),
+    "local": ("it_registers_nothing_twice", ENTRY.format(name="local", factory="smalti.data.storage.local:open_local")),
+    "nowhere": (
+        "what_it_registers_can_be_found_and_imported",
+        ENTRY.format(name="far", factory="smalti.data.storage.local:opne"),
+    ),
     "capital": (
         "what_it_registers_can_be_found_and_imported",
-        ENTRY.format(name="S4", factory="smalti.storage:Storage"),
+        ENTRY.format(name="S4", factory="smalti.data.storage.protocol:Storage"),
     ),
     "raising": ("it_finds_its_way_in_a_configuration_that_says_nothing", CHECK + "return config.value('output_dir').name"),
     "no fix": ("it_finds_its_way_in_a_configuration_that_says_nothing", CHECK + "return [Problem(message='bad')]"),
     "greedy": (
         "it_claims_no_run_that_did_not_ask_for_it",
         CHECK.replace("check_config", "configure_distributed")
-        + "return DistributedPlan(name='faulty', title='Faulty', parallel='smalti.replicas:Replicas')",
+        + "return DistributedPlan(name='faulty', title='Faulty', parallel='smalti.training.ddp:Replicas')",
     ),
     "optimizer that does not take what it says": (
         "its_optimizers_can_be_built",

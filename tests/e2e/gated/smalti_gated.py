@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from smalti import FamilyEntry, StorageEntry, hookimpl
-from smalti.storage.local import LocalStorage
+from smalti.data.storage.local import LocalStorage
 from smalti_testing import TinyFamily
 
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from smalti.checkpoint.dtypes import NAMES
-from smalti.checkpoint.tensorfile import Piece, join
+from smalti.checkpoint.format.safetensors_layout import Piece, join
 from smalti.errors import CheckpointError
 
 Pieces = dict[str, Piece]

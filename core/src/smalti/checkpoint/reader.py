@@ -15,19 +15,19 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from smalti.checkpoint.agreement import RankError, together
-from smalti.checkpoint.assembly import TensorFiles
 from smalti.checkpoint.dtypes import DTYPES
-from smalti.checkpoint.manifest import GROUPS, STATE, Manifest, read_manifest
+from smalti.checkpoint.format.manifest import GROUPS, STATE, Manifest, read_manifest
+from smalti.checkpoint.format.safetensors_layout import StoredTensor, stored_tensors
+from smalti.checkpoint.format.safetensors_reader import TensorFiles
+from smalti.checkpoint.format.soundness import WITH_MOMENTS
+from smalti.checkpoint.format.statefile import read_state
+from smalti.checkpoint.format.verification import verify
 from smalti.checkpoint.planning import memory
-from smalti.checkpoint.portable import regrouped
 from smalti.checkpoint.snapshot import Snapshot
-from smalti.checkpoint.soundness import WITH_MOMENTS
-from smalti.checkpoint.statefile import read_state
-from smalti.checkpoint.tensorfile import StoredTensor, stored_tensors
-from smalti.checkpoint.verification import verify
 from smalti.errors import CheckpointError
-from smalti.parallel import PortableState, Ranks, Span, named_state, shape_of
+from smalti.parallel.collective import RankError, together
+from smalti.parallel.protocol import PortableState, Ranks, Span, named_state, shape_of
+from smalti.parallel.state import regrouped
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from smalti.checkpoint.agreement import together
-from smalti.checkpoint.store import CheckpointStore
-from smalti.checkpoint.verification import Verification, verify
+from smalti.checkpoint.format.store import CheckpointStore
+from smalti.checkpoint.format.verification import Verification, verify
 from smalti.errors import CheckpointError, UserError
-from smalti.parallel import Ranks
+from smalti.parallel.collective import together
+from smalti.parallel.protocol import Ranks
 
 
 def find_together(ranks: Ranks, store: CheckpointStore, choice: str) -> Path | None:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from smalti.accelerator import side_stream
-from smalti.checkpoint.agreement import together
 from smalti.checkpoint.arena import Arena
 from smalti.checkpoint.planning import decode_pieces, divide, encode_pieces, local_pieces
 from smalti.checkpoint.snapshot import Snapshot
-from smalti.parallel import Ranks
+from smalti.parallel.accelerator import side_stream
+from smalti.parallel.collective import together
+from smalti.parallel.protocol import Ranks
 
 
 class Staging:

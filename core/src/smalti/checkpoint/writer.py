@@ -20,19 +20,19 @@ from pathlib import Path
 
 from torch import Tensor
 
-from smalti import files
-from smalti.accelerator import use_device
-from smalti.checkpoint.agreement import RankError, from_main, together
-from smalti.checkpoint.consolidated import write_copy
-from smalti.checkpoint.manifest import GROUPS, STATE, FileRecord, Manifest
+from smalti.checkpoint.format.digests import write_recorded
+from smalti.checkpoint.format.full_weights import write_copy
+from smalti.checkpoint.format.manifest import GROUPS, STATE, FileRecord, Manifest
+from smalti.checkpoint.format.safetensors_layout import encode_header, split
+from smalti.checkpoint.format.statefile import State
+from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.planning import Pieces, check_whole, decode_pieces, divide, encode_pieces, local_pieces, memory
-from smalti.checkpoint.recording import write_recorded
 from smalti.checkpoint.snapshot import Snapshot
-from smalti.checkpoint.statefile import State
-from smalti.checkpoint.store import CheckpointStore
-from smalti.checkpoint.tensorfile import encode_header, split
 from smalti.errors import CheckpointError, ExitCode, UserError
-from smalti.parallel import Ranks
+from smalti.parallel.accelerator import use_device
+from smalti.parallel.collective import RankError, from_main, together
+from smalti.parallel.protocol import Ranks
+from smalti.system import files
 from smalti.types import Checkpoint, World
 
 _THREADS = 4
@@ -66,7 +66,7 @@ def save(root: Path, snapshot: Snapshot, ranks: Ranks, *, full_weights: bool = F
     When it returns, the checkpoint is complete, visible and on the disk. Saving a step that is already there in the same
     state returns the older checkpoint; in another state, makes a new one that counts from then on. The tensors must not
     change while this runs; those that `divide` gives to another rank are not read. With `full_weights` the main rank adds a
-    copy of the weights for other tools, `smalti.checkpoint.consolidated`, while the others wait for it. Raises SaveError on
+    copy of the weights for other tools, `smalti.checkpoint.format.full_weights`, while the others wait for it. Raises SaveError on
     all ranks when any of them failed, or when there is no room for it; then nothing has become visible and older checkpoints
     are intact.
     """

@@ -2,7 +2,7 @@
 
 Worker threads read, decode and scale; decoding releases the interpreter lock, so they run beside the training step. At most
 `prefetch` batches are in the making or waiting: the next one is started when one is taken. Where latents or texts were encoded
-before training (`smalti.data.cached`), threads read those, and open no picture.
+before training (`smalti.data.cache.embedding_cache`), threads read those, and open no picture.
 
 Shapes: B pictures of a micro-batch, H, W pixels, 3 colours, latents (B, C, h, w).
 """
@@ -24,17 +24,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from smalti.accelerator import pins_memory, use_device
 from smalti.data.buckets import Bucket
-from smalti.data.cached import CachedLatents, CachedTexts, Corner
+from smalti.data.cache.embedding_cache import CachedLatents, CachedTexts, Corner
+from smalti.data.images import Bytes, crop, normalised, read_picture
 from smalti.data.order import GlobalBatch
-from smalti.data.pixels import Bytes, crop, normalised, read_picture
 from smalti.data.prepared import PreparedData
-from smalti.data.quarantine import BadSampleError, ErrorBudget, Quarantined
+from smalti.data.scan.quarantine import BadSampleError, ErrorBudget, Quarantined
 from smalti.diffusion.objective import Conditioning
 from smalti.errors import UserError
-from smalti.hashing import fraction, key_of
-from smalti.models.frames import Frame
+from smalti.models.size_conditioning import Frame
+from smalti.parallel.accelerator import pins_memory, use_device
+from smalti.system.stateless_random import fraction, key_of
 from smalti.types import World
 
 _MOST_WORKERS = 8

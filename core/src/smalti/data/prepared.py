@@ -18,18 +18,18 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from smalti.data.batch_check import BatchShape, BucketCount, Share, check_batches, describe_raised
 from smalti.data.buckets import Bucket, Framing
-from smalti.data.captions import NO_TEXT_FILE
-from smalti.data.catalog import Catalog
-from smalti.data.check import BatchShape, BucketCount, Share, check_batches, describe_raised
-from smalti.data.identity import Identity
-from smalti.data.index import DatasetIndex, Progress, build_index, load_index
+from smalti.data.datasets.captions import NO_TEXT_FILE
+from smalti.data.datasets.catalog import Catalog
+from smalti.data.datasets.sources import Selective, told_of
+from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.order import BucketSamples, Order
-from smalti.data.quarantine import ErrorBudget, Quarantined, allowed_errors, write_quarantine
-from smalti.data.sources import Selective, told_of
-from smalti.data.spec import DatasetSpec
+from smalti.data.scan.identity import Identity
+from smalti.data.scan.index import DatasetIndex, Progress, build_index, load_index
+from smalti.data.scan.quarantine import ErrorBudget, Quarantined, allowed_errors, write_quarantine
+from smalti.data.storage.protocol import Storage
 from smalti.errors import PreflightError
-from smalti.storage import Storage
 
 Kind = Literal["image", "eval"]
 _SHOWN = 5  # reasons in a message; the rest is in the quarantine file

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from smalti.diffusion.objective import BetaSchedule, Conditioning, Objective, Prediction, build_objective
 
 if TYPE_CHECKING:
-    from smalti.checkpoint.exportfolder import ExportFolder
+    from smalti.checkpoint.conversion.export_folder import ExportFolder
 
 Encoding = Literal["latents", "texts"]
 """What the two kinds of encoders make: latents of pictures, conditioning of texts."""
@@ -60,13 +60,13 @@ class Weights(Protocol):
 class ModelFamily(Protocol):
     """One architecture with its conditioning, from prompt and picture to prediction and back.
 
-    One whose tokens several ranks can share has a method `context_plan` besides: see `smalti.models.context`. One whose model
-    is told what a picture shows of its original has `encode_frames`: see `smalti.models.frames`.
+    One whose tokens several ranks can share has a method `context_plan` besides: see `smalti.models.context_parallel`. One whose model
+    is told what a picture shows of its original has `encode_frames`: see `smalti.models.size_conditioning`.
 
     A family of DDPM may also have `beta_schedule`, the noise schedule that its model was trained with, where that is not
     "scaled_linear" (`smalti.diffusion.objective.BetaSchedule`), and one of rectified flow `flow_shift`, how far times are moved
     towards noise unless the user says how far (`smalti.diffusion.timesteps.Shift`). One whose model spends much of its time in
-    convolutions says `convolutional = True`; on CUDA devices they then compute with channels last (`smalti.models.layout`). One
+    convolutions says `convolutional = True`; on CUDA devices they then compute with channels last (`smalti.models.memory_format`). One
     whose model no backend can share out says why in `indivisible`, in words that end "cannot share out ...". A module of its
     model that turns its first weights into something else once it has them is a `smalti.models.weights.Filled`.
     """
@@ -159,7 +159,7 @@ class Exporter(Protocol):
 
 @runtime_checkable
 class Cacheable(Protocol):
-    """What a family has besides if its latents and conditioning can be made before training and kept: see `smalti.encoding`.
+    """What a family has besides if its latents and conditioning can be made before training and kept: see `smalti.data.cache.encode_ahead`.
 
     Then its encoders need not be in memory while it trains, and `encode_images` and `encode_captions` are not called.
     """

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from smalti.checkpoint.dtypes import DTYPES
-from smalti.checkpoint.tensorfile import Piece, read_layout
+from smalti.checkpoint.format.safetensors_layout import Piece, read_layout
 from smalti.errors import CheckpointError, UserError
-from smalti.files import parse_json
 from smalti.models.family import Weights
+from smalti.system.files import parse_json
 
 _AGAIN = "copy or download it again"
 _SAMPLE = 64

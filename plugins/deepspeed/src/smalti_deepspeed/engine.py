@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from smalti import Block, Config, UserError
-from smalti.group import Group
-from smalti.models.compilation import compile_blocks
+from smalti.models.compile import compile_blocks
 from smalti.models.family import Weights
 from smalti.models.weights import materialise
-from smalti.parallel import PortableState
-from smalti.precision import in_bf16
+from smalti.parallel.precision import in_bf16
+from smalti.parallel.process_group import Group
+from smalti.parallel.protocol import PortableState
 from smalti_deepspeed.compiling import compiled_in_turn
 from smalti_deepspeed.document import resolved, sized
 from smalti_deepspeed.importing import start_deepspeed, stop_deepspeed

@@ -15,7 +15,7 @@ from smalti import (
     Problem,
     hookimpl,
 )
-from smalti.settings import LaunchOptions
+from smalti.config.core_options import LaunchOptions
 from smalti_deepspeed.formats import FORMATS
 from smalti_deepspeed.implications import implied
 from smalti_deepspeed.optimizers import ENTRIES
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from smalti.models.family import Weights
-    from smalti.parallel import Parallel
+    from smalti.parallel.protocol import Parallel
 
 GROUP = OptionGroup(name="deepspeed", title="DeepSpeed", options=DeepSpeedOptions, translate=translate, implies=implied)
 

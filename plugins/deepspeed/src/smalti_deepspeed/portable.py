@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from smalti import CheckpointError, UserError
-from smalti.checkpoint.portable import model_tensors, optimizer_settings
 from smalti.models.family import Weights
-from smalti.parallel import PortableState, Ranks, Span, shape_of
+from smalti.parallel.protocol import PortableState, Ranks, Span, shape_of
+from smalti.parallel.state import model_tensors, optimizer_settings
 from smalti_deepspeed.rowcut import RowCut
 from smalti_deepspeed.zero import Place, Zero, make_moment, make_moments, moments
 

@@ -12,11 +12,11 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from smalti import UserError
-from smalti.acceleratefile import is_accelerate
-from smalti.configedit import Edit, set_option
-from smalti.configfile import read_mapping
-from smalti.files import remove_file, write_json_atomically
-from smalti.options import Schema
+from smalti.config.accelerate_yaml import is_accelerate
+from smalti.config.edit import Edit, set_option
+from smalti.config.files import read_mapping
+from smalti.config.options import Schema
+from smalti.system.files import remove_file, write_json_atomically
 from smalti_deepspeed.parsing import Document, read_file, section
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")

@@ -20,7 +20,7 @@ from smalti import UserError
 from smalti.models.family import Weights
 
 if TYPE_CHECKING:
-    from smalti.checkpoint.exportfolder import ExportFolder
+    from smalti.checkpoint.conversion.export_folder import ExportFolder
 
 FILE = "pytorch_lora_weights.safetensors"
 """What `load_lora_weights` of a pipeline looks for."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from smalti import Config
 from smalti.diffusion.objective import Conditioning
-from smalti.models.context import Attention, ContextPlan, Join, Split
+from smalti.models.context_parallel import Attention, ContextPlan, Join, Split
 from smalti.models.family import SampleRequest
 from smalti_diffusers.pipeline import PipelineFamily, create
 

@@ -19,7 +19,7 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from smalti import Config, UserError
 from smalti.diffusion.objective import Conditioning
-from smalti.models.context import Attention, ContextPlan, Join, Split
+from smalti.models.context_parallel import Attention, ContextPlan, Join, Split
 from smalti.models.family import SampleRequest
 from smalti_diffusers.components import Components
 from smalti_diffusers.options import DiffusersOptions

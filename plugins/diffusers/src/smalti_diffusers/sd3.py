@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from smalti import Config, UserError
 from smalti.diffusion.objective import Conditioning
-from smalti.models.context import Attention, ContextPlan, Join, Split
+from smalti.models.context_parallel import Attention, ContextPlan, Join, Split
 from smalti.models.family import SampleRequest
 from smalti.models.weights import FolderWeights, SeededWeights
 from smalti_diffusers.components import Components

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from smalti import Config, Problem
-from smalti.precision import in_bf16
-from smalti.settings import LaunchOptions, ModelOptions, TrainingOptions, cuda_graph_problem
+from smalti.config.core_options import LaunchOptions, ModelOptions, TrainingOptions, cuda_graph_problem
+from smalti.parallel.precision import in_bf16
 from smalti_fsdp2.options import (
     CONTEXT_ON_CPU,
     ContextOptions,

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from smalti.checkpoint.planning import Pieces, decode_pieces, encode_pieces, local_pieces
 from smalti.models.family import Weights
 from smalti.models.weights import first_weight
-from smalti.parallel import Ranks
+from smalti.parallel.protocol import Ranks
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from smalti.checkpoint.snapshot import Snapshot
     from smalti.models.family import ModelFamily, Weights
-    from smalti.parallel import Parallel, Ranks
+    from smalti.parallel.protocol import Parallel, Ranks
 
 FORMATS = (
     CheckpointFormat(

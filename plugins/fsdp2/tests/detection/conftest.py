@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from smalti.cli import main
-from smalti.config import Config, resolve
-from smalti.plugins import Plugins, Selection, load_plugins
-from smalti.schema import schema_of
+from smalti.cli.entry import main
+from smalti.config.resolution import Config, resolve
+from smalti.plugins.registry import Plugins, Selection, load_plugins
+from smalti.plugins.schema import schema_of
 
 SITE = Path(__file__).parent / "site"
 

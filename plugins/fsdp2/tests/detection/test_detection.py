@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from smalti import UserError
-from smalti.families import find_family
-from smalti.run import build_model
-from smalti.schema import check
+from smalti.plugins.families import find_family
+from smalti.plugins.schema import check
+from smalti.training.run import build_model
 from smalti_fsdp2.checks import problems
 from smalti_fsdp2.detection import Detection, block_cache, detect, detected
 
@@ -50,8 +50,8 @@ def test_a_model_of_the_size_of_flux_is_counted_block_by_block(look):
 def test_twelve_billion_parameters_take_less_than_fifty_megabytes(site):
     code = """
 import resource
-import smalti.run, smalti_fluxsized
-from smalti.invocation import Invocation
+import smalti.training.run, smalti_fluxsized
+from smalti.cli.arguments import Invocation
 from smalti_fsdp2.detection import detect
 invocation = Invocation.read(["--model_family=fluxsized"])
 config = invocation.config()
@@ -67,7 +67,7 @@ def test_a_known_answer_is_the_same_and_needs_no_torch(look, site):
     fresh = look("--model_family=toy")
     code = """
 import json, sys
-from smalti.invocation import Invocation
+from smalti.cli.arguments import Invocation
 from smalti_fsdp2.detection import detect
 invocation = Invocation.read(["--model_family=toy"])
 print(json.dumps(detect(invocation.config(), invocation.plugins).as_json()))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smalti import UserError
-from smalti.pictures import write_png
+from smalti.rundir.png import write_png
 
 if TYPE_CHECKING:
     from PIL.Image import Image

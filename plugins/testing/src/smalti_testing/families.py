@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from smalti.diffusion.objective import STEPS, Conditioning, Objective, Prediction, RectifiedFlow
 from smalti.models.family import Adaptable, Cacheable, Encoding, KeepsRawLatents, ModelFamily, native_objective
-from smalti.models.frames import SeesFrames
+from smalti.models.size_conditioning import SeesFrames
 from smalti_testing.contract import BrokenContract, Contract, expect
 from smalti_testing.family_subject import CAPTIONS, FRAME, FamilySubject
 

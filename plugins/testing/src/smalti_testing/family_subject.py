@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from smalti.diffusion.objective import Conditioning
 from smalti.models.family import ModelFamily, SampleRequest, native_objective
-from smalti.models.frames import Frame, encode
+from smalti.models.size_conditioning import Frame, encode
 from smalti.models.weights import materialise
 
 CAPTIONS: tuple[str, str, str] = ("a red fox in the snow", "two boats", "")

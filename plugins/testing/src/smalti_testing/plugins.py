@@ -23,11 +23,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from smalti import Problem
-from smalti.config import Config, resolve
+from smalti.config.options import Level, Option, OptionGroup, Schema
+from smalti.config.resolution import Config, resolve
 from smalti.hookspecs import PROJECT, HookSpecs
-from smalti.options import Level, Option, OptionGroup, Schema
-from smalti.plugins import BUILT_IN, PluginInfo, Plugins, Selection, load_plugins
-from smalti.schema import schema_of
+from smalti.plugins.registry import BUILT_IN, PluginInfo, Plugins, Selection, load_plugins
+from smalti.plugins.schema import schema_of
 from smalti.types import CacheEntry, DistributedPlan, FamilyEntry, MetadataEntry, OptimizerEntry, StorageEntry
 from smalti_testing.contract import BrokenContract, Contract, expect
 
@@ -255,7 +255,7 @@ def its_optimizers_can_be_built(subject: PluginSubject) -> None:
         return
     import torch
 
-    from smalti.optimizers import build_registered, matrices, parameter_groups
+    from smalti.training.optim.optimizers import build_registered, matrices, parameter_groups
 
     for entry in entries:
         model = torch.nn.Linear(3, 2)

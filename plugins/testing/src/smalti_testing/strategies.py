@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from smalti.checkpoint.portable import capture
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
-from smalti.parallel import PortableState
+from smalti.parallel.protocol import PortableState
+from smalti.parallel.state import capture
 from smalti.types import Checkpoint, World
 from smalti_testing.contract import Contract, expect
 from smalti_testing.ranks import Ranks, two_processes
@@ -234,7 +234,7 @@ def weights_that_are_replaced_are_used_at_once(subject: StrategySubject) -> None
 def its_state_is_portable(subject: StrategySubject) -> None:
     """What any other strategy, or none, can read: fp32 tensors by the family's names, hyper-parameters as plain JSON.
 
-    A plain tensor is whole, and the same on every rank; whatever is sharded is a DTensor. `smalti.checkpoint.portable` has the
+    A plain tensor is whole, and the same on every rank; whatever is sharded is a DTensor. `smalti.parallel.state` has the
     pieces from which to build this.
     """
     subject.step(30)

@@ -15,16 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from smalti.checkpoint.portable import capture, restore
-from smalti.config import Config, resolve
+from smalti.config.resolution import Config, resolve
 from smalti.hookspecs import HookSpecs
 from smalti.models.weights import materialise
-from smalti.optimizers import matrices
-from smalti.parallel import Parallel, PortableState
-from smalti.plugins import BUILT_IN, Plugins, Selection, load_plugins
-from smalti.run import build_model, build_optimizer, open_parallel, wrap_model
-from smalti.schema import schema_of
-from smalti.strategy import choose_distributed
+from smalti.parallel.protocol import Parallel, PortableState
+from smalti.parallel.state import capture, restore
+from smalti.plugins.lookup import choose_distributed
+from smalti.plugins.registry import BUILT_IN, Plugins, Selection, load_plugins
+from smalti.plugins.schema import schema_of
+from smalti.training.optim.optimizers import matrices
+from smalti.training.run import build_model, build_optimizer, open_parallel, wrap_model
 from smalti.types import DistributedPlan
 from smalti_testing.contract import expect
 from smalti_testing.tiny import TinyFamily

@@ -2,8 +2,8 @@
 
 import torch
 
-from smalti.checkpoint.portable import capture
-from smalti.replicas import Replicas
+from smalti.parallel.state import capture
+from smalti.training.ddp import Replicas
 
 
 class Unaveraged(Replicas):

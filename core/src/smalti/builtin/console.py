@@ -1,0 +1,272 @@
+"""Progress for people: a bar on a terminal, a line now and then everywhere else. `smalti run watch` shows the same.
+
+rich is imported only where there is a terminal. It honours NO_COLOR.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from smalti.hookspecs import hookimpl
+from smalti.rundir.directory import overview
+from smalti.rundir.phases import Phase
+from smalti.rundir.recent import seconds_for
+from smalti.types import Checkpoint, EvaluationResult, RunInfo, RunState, StepResult, ValidationResult
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+
+LINE_SECONDS = 10.0
+
+
+class Progress:
+    """Where a run stands, as a display shows it. Times are seconds of any clock, as long as it is always the same.
+
+    `begun` is when the run started, if that was before `now`.
+    """
+
+    def __init__(self, *, step: int, max_steps: int, now: float, begun: float | None = None) -> None:
+        self.step = step
+        self.max_steps = max_steps
+        self.learning_rate = 0.0
+        self.mfu: float | None = None
+        self.peak_memory_mb: float | None = None
+        self.loss = math.nan
+        self.samples_per_second: float | None = None
+        self._samples = 0
+        self._updated = now
+        self._begun = now if begun is None else begun
+
+    def update(
+        self,
+        *,
+        step: int,
+        loss: float,
+        learning_rate: float,
+        samples: int,
+        now: float,
+        samples_per_second: float | None = None,
+        mfu: float | None = None,
+        peak_memory_mb: float | None = None,
+    ) -> None:
+        """The run has come to `step`. Loss and speed are smoothed (`smalti.rundir.recent`); what is None of the devices stays."""
+        self.step, self.loss, self.learning_rate, self._updated = step, loss, learning_rate, now
+        self.samples_per_second, self._samples = samples_per_second, samples
+        self.mfu = self.mfu if mfu is None else mfu
+        self.peak_memory_mb = self.peak_memory_mb if peak_memory_mb is None else peak_memory_mb
+
+    def line(self) -> str:
+        """All of it in one line, the most important first: a narrow terminal cuts the end."""
+        left = seconds_for(self.max_steps - self.step, self._samples, self.samples_per_second)
+        width = len(str(self.max_steps))
+        return "  ".join(
+            [
+                f"step {self.step:>{width}}/{self.max_steps}",
+                f"loss {self.loss:<7.4g}",
+                f"{duration(left)} left",
+                f"{speed(self.samples_per_second)} samples/s",
+                f"lr {self.learning_rate:.2e}",
+                *([] if self.mfu is None else [f"mfu {self.mfu:.1%}"]),
+                *([] if self.peak_memory_mb is None else [f"{self.peak_memory_mb / 1024:.1f} GiB"]),
+                f"{duration(self._updated - self._begun)} gone",
+            ]
+        )
+
+
+class PhaseProgress:
+    """How far a run is with something besides steps, at the time `now` in unix seconds, as a display shows it."""
+
+    def __init__(self, phase: Phase, now: float) -> None:
+        self.phase = phase
+        self.step = phase.done or 0
+        self.max_steps = phase.total or 1
+        self._now = now
+
+    def line(self) -> str:
+        left = self.phase.seconds_left(self._now)
+        gone = f"{duration(self._now - self.phase.begun)} gone"
+        return "  ".join([str(self.phase), *([] if left is None else [f"{duration(left)} left"]), gone])
+
+
+class Display(Protocol):
+    """Shows one run to people."""
+
+    def update(self, progress: Progress | PhaseProgress) -> None:
+        """Called after every step or sign of progress; the display decides how often it shows something."""
+        ...
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        ...
+
+    def close(self) -> None:
+        """Show what was not shown yet, and leave the terminal in order."""
+        ...
+
+
+class LineDisplay:
+    """The first step, one line every so many seconds, and the last step."""
+
+    def __init__(self, stream: TextIO, seconds: float = LINE_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._seconds = seconds
+        self._clock = clock
+        self._due = -math.inf
+        self._unshown: Progress | PhaseProgress | None = None
+        self._shown = ""
+
+    def update(self, progress: Progress | PhaseProgress) -> None:
+        self._unshown = progress
+        what = progress.phase.name if isinstance(progress, PhaseProgress) else ""
+        if self._clock() >= self._due or progress.step >= progress.max_steps or what != self._shown:
+            self._shown = what
+            self._show(progress)
+
+    def say(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._unshown:
+            self._show(self._unshown)
+
+    def _show(self, progress: Progress | PhaseProgress) -> None:
+        self.say(progress.line())
+        self._due = self._clock() + self._seconds
+        self._unshown = None
+
+
+class BarDisplay:
+    """A bar at the bottom of a terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console as Terminal
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as RichProgress
+
+        self._bar: RichProgress = RichProgress(
+            BarColumn(None),
+            TextColumn("{task.description}", markup=False),
+            console=Terminal(file=stream),
+            expand=True,
+            # What others print must go above the bar, but only if it would go to the terminal at all.
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        self._bar.start()
+
+    def update(self, progress: Progress | PhaseProgress) -> None:
+        if not self._bar.tasks:
+            self._bar.add_task("")
+        self._bar.update(self._bar.task_ids[0], completed=progress.step, total=progress.max_steps, description=progress.line())
+
+    def say(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def open_display(stream: TextIO, seconds: float = LINE_SECONDS) -> Display:
+    """A bar where `stream` is a terminal that can show one, else a line every `seconds`."""
+    terminal = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    return BarDisplay(stream) if terminal else LineDisplay(stream, seconds)
+
+
+def speed(rate: float | None) -> str:
+    """Three figures of it, "-" when it is not known."""
+    if rate is None:
+        return "-"
+    return f"{rate:.3g}" if rate < 1000 else f"{rate:,.0f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Hours, minutes and seconds, "0:05:10"; "-" when it is not known."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+class Console:
+    """Shows the progress of a run on standard error; on the main rank only."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream
+        self._display: Display | None = None
+
+    @hookimpl
+    def on_train_start(self, state: RunState, info: RunInfo) -> None:
+        if not info.world.is_main:
+            return
+        self._display = open_display(self._stream or sys.stderr)
+        self._progress = Progress(step=state.step, max_steps=state.max_steps, now=time.monotonic())
+        self._display.say(
+            f"{info.family} on {info.strategy}, {_count(info.world.size, 'rank')}: "
+            f"{info.trainable:,} of {_count(info.parameters, 'parameter')} to train, "
+            f"{_count(info.effective_batch, 'sample')} a step, steps {state.step} to {state.max_steps}"
+        )
+        self._display.say(f"timesteps: {info.timesteps}")
+
+    @hookimpl
+    def on_step_end(self, state: RunState, result: StepResult) -> None:
+        if self._display is None:
+            return
+        self._progress.max_steps = state.max_steps
+        self._progress.update(
+            step=result.step,
+            loss=result.loss if result.smoothed_loss is None else result.smoothed_loss,
+            learning_rate=result.learning_rate,
+            samples=result.samples,
+            now=time.monotonic(),
+            samples_per_second=result.recent_samples_per_second,
+            mfu=result.mfu,
+            peak_memory_mb=result.peak_memory_mb,
+        )
+        self._display.update(self._progress)
+        if result.skipped:
+            found = f"its loss was {result.loss}"
+            if math.isfinite(result.loss):
+                found = f"the norm of its gradient was {result.grad_norm}"
+            self._display.say(f"step {result.step + 1} was left out: {found}")
+
+    @hookimpl
+    def on_validation(self, result: ValidationResult) -> None:
+        if self._display is not None:
+            self._display.say(f"{_count(len(result.images), 'picture')} of step {result.step}: {overview(result.folder)}")
+
+    @hookimpl
+    def on_evaluation(self, result: EvaluationResult) -> None:
+        if self._display is not None:
+            over = _count(result.samples, "held-out picture")
+            self._display.say(f"evaluation of step {result.step}: loss {result.loss:.4g} over {over} ({result.seconds:.1f} s)")
+
+    @hookimpl
+    def on_checkpoint(self, checkpoint: Checkpoint) -> None:
+        if self._display is not None:
+            mebibytes = checkpoint.size / 2**20
+            self._display.say(
+                f"checkpoint of step {checkpoint.step}: {checkpoint.path} ({mebibytes:,.1f} MiB in {checkpoint.seconds:.1f} s)"
+            )
+
+    @hookimpl
+    def on_error(self, state: RunState, error: BaseException) -> None:
+        if self._display is not None:
+            self._display.say(f"{type(error).__name__} after step {state.step}")
+
+    @hookimpl
+    def on_train_end(self) -> None:
+        if self._display is not None:
+            self._display.close()
+            self._display = None
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+plugin = Console()

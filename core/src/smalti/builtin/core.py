@@ -1,0 +1,171 @@
+"""What the kernel answers when nobody else does: options, checks, blocks, optimizers, checkpoints, faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from smalti.config.core_options import (
+    GROUPS,
+    ONLY_ON_CUDA,
+    DataOptions,
+    LaunchOptions,
+    ModelOptions,
+    OptimizerOptions,
+    RunOptions,
+    TrainingOptions,
+    cuda_graph_problem,
+    launch_problems,
+    warm_up_problem,
+)
+from smalti.config.options import OptionGroup
+from smalti.errors import Problem
+from smalti.hookspecs import hookimpl
+from smalti.types import Block, Checkpoint, CheckpointFormat, FaultAction, GpuFault, OptimizerEntry
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from smalti.checkpoint.reader import Loaded
+    from smalti.checkpoint.snapshot import Snapshot
+    from smalti.config.resolution import Config
+    from smalti.models.family import ModelFamily
+    from smalti.parallel.protocol import Parallel, Ranks
+
+OPTIMIZERS = (
+    OptimizerEntry(name="adamw", title="AdamW", factory="smalti.training.optim.optimizers:adamw"),
+    OptimizerEntry(
+        name="adafactor",
+        title="Adafactor",
+        factory="smalti.training.optim.optimizers:FixedRateAdafactor",
+        accepts=("weight_decay",),
+        shards=False,
+        flat=False,
+    ),
+    OptimizerEntry(
+        name="adafactor_scaled",
+        title="Adafactor, the rate scaled by the size of each weight",
+        factory="torch.optim:Adafactor",
+        accepts=("weight_decay",),
+        shards=False,
+        flat=False,
+    ),
+    OptimizerEntry(
+        name="muon", title="Muon for matrices, AdamW for the rest", factory="smalti.training.optim.optimizers:muon", flat=False
+    ),
+    OptimizerEntry(
+        name="adagrad", title="Adagrad", factory="smalti.training.optim.optimizers:adagrad", accepts=("eps", "weight_decay")
+    ),
+    OptimizerEntry(
+        name="sgd", title="SGD with momentum 0.9", factory="smalti.training.optim.optimizers:sgd", accepts=("weight_decay",)
+    ),
+)
+
+
+class Core:
+    """The core's own answers; they come after those of all other plugins."""
+
+    @hookimpl
+    def declare_options(self) -> list[OptionGroup]:
+        return list(GROUPS)
+
+    @hookimpl
+    def check_config(self, config: Config) -> list[Problem]:
+        return config.separately(*CHECKS)
+
+    @hookimpl
+    def register_optimizers(self) -> list[OptimizerEntry]:
+        return list(OPTIMIZERS)
+
+    @hookimpl
+    def register_checkpoint_formats(self) -> list[CheckpointFormat]:
+        factory = "smalti.checkpoint.conversion.formats:OwnCheckpoint"
+        return [CheckpointFormat(name="smalti", title="smalti's own", marks=("manifest.json",), factory=factory)]
+
+    @hookimpl
+    def build_optimizer(
+        self, groups: list[dict[str, object]], config: Config, registry: list[OptimizerEntry]
+    ) -> torch.optim.Optimizer:
+        from smalti.training.optim.optimizers import build_registered
+
+        return build_registered(groups, config, registry)
+
+    @hookimpl
+    def detect_blocks(self, model: nn.Module, family: ModelFamily) -> list[Block]:
+        from smalti.models.blocks import find_blocks
+
+        return find_blocks(model, family.block_classes())
+
+    @hookimpl
+    def save_checkpoint(self, state: Snapshot, target: Path, parallel: Ranks) -> Checkpoint:
+        from smalti.checkpoint.writer import save
+
+        return save(target, state, parallel)
+
+    @hookimpl
+    def load_checkpoint(self, source: Path, state: Snapshot, parallel: Parallel) -> Loaded:
+        from smalti.checkpoint.reader import load
+
+        return load(source, state, parallel, verified=True)
+
+    @hookimpl
+    def on_gpu_fault(self, fault: GpuFault) -> FaultAction:
+        """After an error inside the CUDA runtime a process can read nothing from the device any more: nothing to save."""
+        return FaultAction.STOP_UNSAVED if fault.kind == "cuda_error" else FaultAction.STOP_SAVED
+
+
+def _family(config: Config) -> Iterator[Problem]:
+    if config[ModelOptions].model_family is None:
+        yield Problem(message="no model family given", fix="--model_family=NAME; `smalti plugins` lists them")
+
+
+def _directory(config: Config) -> Iterator[Problem]:
+    if config[RunOptions].output_dir is None:
+        yield Problem(message="no run directory is given", fix="--output_dir=FOLDER")
+
+
+def _datasets(config: Config) -> Iterator[Problem]:
+    data = config[DataOptions]
+    given = [name for name in ("data_backend_config", "datasets", "instance_data_dir") if getattr(data, name)]
+    if not given:
+        fix = "--instance_data_dir=FOLDER of captioned pictures, or --data_backend_config=FILE, or [[datasets]] in a TOML file"
+        yield Problem(message="no dataset given", fix=fix)
+    elif len(given) > 1:
+        yield Problem(message=f"{' and '.join(given)} both name datasets", fix="keep one of them")
+
+
+def _length(config: Config) -> Iterator[Problem]:
+    if config[RunOptions].max_train_steps is None and config[RunOptions].num_train_epochs is None:
+        yield Problem(message="nothing says how long to train", fix="--max_train_steps=N or --num_train_epochs=N")
+
+
+def _warm_up(config: Config) -> Iterator[Problem]:
+    steps = config[RunOptions].max_train_steps
+    if steps is not None and (problem := warm_up_problem(config[OptimizerOptions], steps)) is not None:
+        yield problem
+
+
+def _kernel(config: Config) -> Iterator[Problem]:
+    if config[LaunchOptions].use_cpu and (kernel := config[TrainingOptions].sdpa_backend) in ONLY_ON_CUDA:
+        message = f"there is no attention kernel '{kernel}' for the CPU"
+        yield Problem(message=message, where="sdpa_backend", fix="--sdpa_backend=auto, flash or math")
+
+
+def _graphs(config: Config) -> Iterator[Problem]:
+    """Recomputed blocks free other tensors than when the graph was recorded (pytorch/pytorch#154306)."""
+    reason = "with --gradient_checkpointing: blocks run a second time in the backward pass"
+    problem = cuda_graph_problem(config[LaunchOptions], reason)
+    if config[ModelOptions].gradient_checkpointing and problem is not None:
+        yield problem
+
+
+def _launch(config: Config) -> list[Problem]:
+    return launch_problems(config[LaunchOptions])
+
+
+CHECKS = (_family, _directory, _datasets, _length, _warm_up, _kernel, _graphs, _launch)
+
+
+plugin = Core()

@@ -1,0 +1,78 @@
+"""TensorBoard, Trackio, W&B and the others, through Accelerate's trackers: `--report_to`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from smalti.config.core_options import TrackingOptions
+from smalti.errors import Problem
+from smalti.hookspecs import hookimpl
+from smalti.types import Outcome, RunInfo, RunState
+
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
+
+    from smalti.config.resolution import Config
+
+KNOWN = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
+_PACKAGES = {"comet_ml": "comet-ml"}
+
+
+class Trackers:
+    """One tracker object per name; they live on the main rank only."""
+
+    def __init__(self) -> None:
+        self._trackers: list[GeneralTracker] = []
+
+    @hookimpl
+    def check_config(self, config: Config) -> list[Problem]:
+        from difflib import get_close_matches
+        from importlib.util import find_spec
+
+        problems = []
+        for name in config[TrackingOptions].report_to:
+            if name not in KNOWN:
+                near = get_close_matches(name, KNOWN, n=2)
+                fix = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(KNOWN)}"
+                problems.append(Problem(message=f"unknown tracker {name!r}", where="report_to", fix=fix))
+            elif find_spec(name) is None:
+                package = _PACKAGES.get(name, name)
+                problems.append(Problem(message=f"{name} is not installed", where="report_to", fix=f"pip install {package}"))
+        return problems
+
+    @hookimpl
+    def on_train_start(self, state: RunState, info: RunInfo) -> None:
+        options = info.config[TrackingOptions]
+        if not info.world.is_main or not options.report_to:
+            return
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        for name in options.report_to:
+            kind = LOGGER_TYPE_TO_CLASS["comet_ml" if name == "comet" else name]
+            settings = {"logging_dir": info.directory / "trackers"} if kind.requires_logging_directory else {}
+            # Those that write into a folder of the run name one by it.
+            project = info.config.shown("tracker_project_name") if settings else options.tracker_project_name
+            tracker = kind(str(project), **settings)
+            tracker.start()
+            tracker.store_init_configuration(_flat(info.config.values()))
+            self._trackers.append(tracker)
+
+    @hookimpl
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        for tracker in self._trackers:
+            tracker.log(dict(metrics), step=step)
+
+    @hookimpl
+    def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:
+        for tracker in self._trackers:
+            tracker.finish()
+        self._trackers.clear()
+
+
+def _flat(values: Mapping[str, object]) -> dict[str, str | int | float | bool]:
+    """Numbers and texts as they are, the rest as text: what every tracker accepts."""
+    return {name: value if isinstance(value, str | int | float | bool) else str(value) for name, value in values.items()}
+
+
+plugin = Trackers()

@@ -1,0 +1,125 @@
+"""Checkpoints of any maker: which format a folder is in, and what is in it.
+
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Protocol, Self
+
+from smalti.checkpoint.format.manifest import GROUPS, STATE, Manifest, read_manifest
+from smalti.checkpoint.format.safetensors_layout import StoredTensor
+from smalti.checkpoint.format.safetensors_reader import TensorFiles
+from smalti.checkpoint.format.statefile import read_state
+from smalti.checkpoint.format.verification import verify
+from smalti.config.known_packages import package_of_checkpoint
+from smalti.errors import CheckpointError
+from smalti.system.files import Block
+from smalti.types import CheckpointFormat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What is in a checkpoint, but for the values of the tensors.
+
+    `tensors` are named as in smalti's own: "model/PARAMETER", "optimizer/PARAMETER.MOMENT", "ema/PARAMETER". `optimizer` is the
+    class of the optimizer, "" if nothing tells it; `settings` its hyper-parameters by parameter group. `trainer`, `plugins`,
+    `config_digest` and `flags` are what a checkpoint of smalti says of itself. `notices` are sentences for the user: what was
+    left out, what was guessed.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    step: int
+    optimizer: str = ""
+    settings: list[dict[str, object]] = field(default_factory=list)
+    trainer: Mapping[str, object] = field(default_factory=dict)
+    model_config: Mapping[str, object] | None = None
+    plugins: tuple[str, ...] = ()
+    config_digest: str = ""
+    flags: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
+
+    def encode(self) -> bytes:
+        """For the way to another process."""
+        return json.dumps(asdict(self), allow_nan=False).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        body = json.loads(data)
+        body["tensors"] = {
+            name: StoredTensor(dtype=t["dtype"], shape=tuple(t["shape"]), pieces=t["pieces"])
+            for name, t in body["tensors"].items()
+        }
+        return cls(**body | {key: tuple(body[key]) for key in ("plugins", "flags", "notices")})
+
+
+class Source(Protocol):
+    """A checkpoint that is open for reading. Raise CheckpointError for what cannot be read, with the reason."""
+
+    @property
+    def contents(self) -> Contents: ...
+
+    def read(self, name: str) -> Iterable[Block]:
+        """The bytes of the tensor that `contents` has under this name, row by row, in blocks of any size."""
+        ...
+
+
+class OwnCheckpoint:
+    """A checkpoint of smalti; all its bytes are checked first, unless the caller has just done so and says `verified`."""
+
+    def __init__(self, path: Path, *, verified: bool = False) -> None:
+        manifest = read_manifest(path) if verified else _checked(path)
+        self._groups = {group: TensorFiles(sorted((path / group).glob("*.safetensors"))) for group in GROUPS}
+        state = read_state(path / STATE)
+        self.contents = Contents(
+            tensors={f"{group}/{name}": each for group, held in self._groups.items() for name, each in held.tensors.items()},
+            step=manifest.step,
+            optimizer=state.optimizer,
+            settings=state.settings,
+            trainer=state.trainer,
+            model_config=state.model_config,
+            plugins=manifest.plugins,
+            config_digest=manifest.config_digest,
+            flags=manifest.flags,
+        )
+
+    def read(self, name: str) -> Iterable[Block]:
+        group, _, tensor = name.partition("/")
+        return [self._groups[group].read(tensor)]
+
+
+def _checked(path: Path) -> Manifest:
+    found = verify(path)
+    if found.manifest is None or not found.ok:
+        raise CheckpointError(f"{path} is damaged: {'; '.join(found.problems[:3])}", fix="name another checkpoint")
+    return found.manifest
+
+
+def recognise(folder: Path, formats: Sequence[CheckpointFormat]) -> CheckpointFormat:
+    """The format of a checkpoint, told by the files in its folder. Raises UserError if there is none, or more than one."""
+    found = [each for each in formats if any(path.is_file() for mark in each.marks for path in folder.glob(mark))]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = " and ".join(each.name for each in found)
+        raise CheckpointError(
+            f"{folder} looks like a checkpoint of {names} at once", fix="move the files of one of them elsewhere"
+        )
+    if package := package_of_checkpoint(folder, [each.name for each in formats]):
+        raise package.error(f"{package.distribution} reads the checkpoint in {folder}")
+    looked_for = [f"    {each.name} ({each.title}): {' or '.join(each.marks)}" for each in formats]
+    raise CheckpointError(
+        "\n".join([f"{folder} is no checkpoint of a known format. These files were looked for:", *looked_for]),
+        fix="name the folder that they lie in; smalti-fsdp2 reads what torch and Accelerate save, smalti-deepspeed DeepSpeed",
+    )
+
+
+def optimizer_of(moments: Collection[str]) -> str:
+    """The optimizer that keeps these moments, as far as they tell; "" if they do not."""
+    names = set(moments) - {"step"}
+    known = {"AdamW": {"exp_avg", "exp_avg_sq"}, "SGD": {"momentum_buffer"}, "Adagrad": {"sum"}}
+    return next((name for name, kept in known.items() if names - {"max_exp_avg_sq"} == kept), "")

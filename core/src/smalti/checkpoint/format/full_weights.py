@@ -1,0 +1,86 @@
+"""A model's tensors, whole, in the files that diffusers and transformers load: the copy for other tools.
+
+    diffusion_pytorch_model.safetensors     or model.safetensors, for a model of transformers
+    config.json                             if the model has one: then `from_pretrained` reads the folder
+
+Beyond 10 GB there are several files, NAME-00001-of-00003.safetensors, and an index, NAME.safetensors.index.json.
+
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+
+from smalti.checkpoint.format.digests import write_recorded
+from smalti.checkpoint.format.manifest import WEIGHTS, FileRecord
+from smalti.checkpoint.format.safetensors_layout import Piece, StoredTensor, encode_header, split
+from smalti.checkpoint.format.safetensors_reader import TensorFiles
+from smalti.system import files
+from smalti.system.files import Block
+
+LARGEST_FILE = 10 * 10**9
+"""Bytes of tensors in one file, as diffusers splits them."""
+
+Read = Callable[[str], Iterable[Block]]
+"""The bytes of the tensor of a name, row by row, in blocks of any size."""
+Config = Mapping[str, object]
+
+
+def write_copy(checkpoint: Path, model_files: Sequence[str], config: Config | None) -> dict[str, FileRecord]:
+    """Put the copy into a checkpoint that is being made; its files by relative name.
+
+    Reads what all ranks have just written, `model_files` relative to `checkpoint`, tensor by tensor: it takes the memory of one
+    tensor, and none goes between ranks. Everything is synced but the directory of the checkpoint itself.
+    """
+    stored = TensorFiles(checkpoint / name for name in model_files)
+    folder = checkpoint / WEIGHTS
+    files.make_directory(folder)
+    records = write_weights(folder, stored.tensors, lambda name: [stored.read(name)], config)
+    return {f"{WEIGHTS}/{name}": record for name, record in records.items()}
+
+
+def write_weights(
+    folder: Path,
+    tensors: Mapping[str, StoredTensor],
+    read: Read,
+    config: Config | None,
+    *,
+    largest_file: int = LARGEST_FILE,
+) -> dict[str, FileRecord]:
+    """Write whole tensors into an empty folder; what was written, by name. Everything is synced.
+
+    `config` is what the model's config.json holds; None if it has none.
+    """
+    stem = _stem(config)
+    pieces = {name: Piece(dtype=t.dtype, shape=t.shape, offsets=(0,) * len(t.shape)) for name, t in tensors.items()}
+    parts = split(pieces, largest_file) or [[]]
+    records: dict[str, FileRecord] = {}
+    places: dict[str, str] = {}
+    for number, names in enumerate(parts, start=1):
+        file = f"{stem}.safetensors" if len(parts) == 1 else f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors"
+        header = encode_header([(name, pieces[name]) for name in names], plain=True)
+        records[file] = write_recorded(folder / file, chain([header], (block for name in names for block in read(name))))
+        places |= dict.fromkeys(names, file)
+    if len(parts) > 1:
+        size = sum(piece.size for piece in pieces.values())
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+        name = f"{stem}.safetensors.index.json"
+        records[name] = write_recorded(folder / name, [_json(index)])
+    if config is not None:
+        records["config.json"] = write_recorded(folder / "config.json", [_json(config)])
+    files.fsync_directory(folder)
+    return records
+
+
+def _stem(config: Config | None) -> str:
+    """What tools look for: models of transformers say their `model_type`, those of diffusers do not."""
+    is_transformers = config is not None and "model_type" in config and "_class_name" not in config
+    return "model" if is_transformers else "diffusion_pytorch_model"
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"

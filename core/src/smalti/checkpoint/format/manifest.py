@@ -1,0 +1,187 @@
+"""The commit record of a checkpoint. It is written last: without it, or when it is wrong, there is no checkpoint.
+
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from smalti.errors import CheckpointError
+from smalti.system.files import parse_json
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+GROUPS = ("model", "optimizer", "ema")
+"""The directories of a checkpoint that hold tensors."""
+WEIGHTS = "weights"
+"""The directory of a checkpoint that holds a copy of the model's tensors for other tools, if it was asked for."""
+SUSPECT = "suspect"
+"""Flag of a checkpoint made after a fault of the machine: it never displaces one without it."""
+
+_FORMAT = "smalti-checkpoint"
+_VERSION = 2
+_READABLE = (1, 2)
+"""Version 1 had SHA-256 of files only."""
+_NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
+_FILE = re.compile(rf"{re.escape(STATE)}|(?:{'|'.join(GROUPS)})/{_NAME}\.safetensors|{WEIGHTS}/{_NAME}\.(?:safetensors|json)")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_KEYS = frozenset(
+    ("format", "version", "step", "world_size", "created", "plugins", "config_digest", "flags", "files", "sha256")
+)
+ALGORITHMS = ("blake3", "sha256")
+"""Of the digests of files; new ones are made by the first."""
+_LARGEST = 16 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """One file of a checkpoint: its size in bytes, and its digest of 32 bytes in hexadecimal, by one of the `ALGORITHMS`."""
+
+    size: int
+    digest: str
+    algorithm: str = ALGORITHMS[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint consists of and where it came from.
+
+    `files` maps names relative to the checkpoint ("model/rank-00000-part-00000.safetensors") to their records; what is not
+    in it is no part of the checkpoint. `created` is UTC in ISO 8601 and only for people: steps give the order, never clocks.
+    """
+
+    step: int
+    world_size: int
+    files: Mapping[str, FileRecord]
+    created: str = ""
+    plugins: tuple[str, ...] = ()
+    config_digest: str = ""
+    flags: tuple[str, ...] = field(default=())
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files together."""
+        return sum(record.size for record in self.files.values())
+
+    def holds_the_same_as(self, other: Manifest) -> bool:
+        """Whether the two differ in nothing but the time they were made."""
+        return replace(self, created="") == replace(other, created="")
+
+    def encode(self) -> bytes:
+        """The contents of manifest.json. The last key is the digest of all the others."""
+        body: dict[str, object] = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "step": self.step,
+            "world_size": self.world_size,
+            "created": self.created,
+            "plugins": list(self.plugins),
+            "config_digest": self.config_digest,
+            "flags": list(self.flags),
+            "files": {
+                name: {"size": record.size, record.algorithm: record.digest} for name, record in sorted(self.files.items())
+            },
+        }
+        return json.dumps(body | {"sha256": _digest(body)}, indent=1, ensure_ascii=False).encode() + b"\n"
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """The manifest of a checkpoint directory, itself checked by digest. Raises CheckpointError with the reason.
+
+    Says nothing about the files that it lists: see `smalti.checkpoint.format.verification`.
+    """
+    path = checkpoint / MANIFEST
+    try:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe would never end
+            kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
+            raise CheckpointError(f"{MANIFEST} is {kind}")
+        if status.st_size > _LARGEST:
+            raise CheckpointError(f"{MANIFEST} is larger than any manifest")
+        return decode_manifest(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no {MANIFEST}: the save was not finished, or the file is lost") from None
+    except OSError as error:
+        raise CheckpointError(f"{MANIFEST} cannot be read: {error.strerror}") from error
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """The manifest in the contents of a manifest.json. Raises CheckpointError for anything that `encode` does not write."""
+    try:
+        body = parse_json(data)
+    except ValueError as error:
+        raise CheckpointError(f"{MANIFEST} is damaged: {error}") from None
+    if not isinstance(body, dict) or body.get("format") != _FORMAT:
+        raise CheckpointError(f"{MANIFEST} is not the manifest of a smalti checkpoint")
+    version = body.get("version")
+    if type(version) is not int or version not in _READABLE:
+        told = " and ".join(map(str, _READABLE))
+        raise CheckpointError(f"{MANIFEST} has format version {version!r}; this smalti reads versions {told}")
+    if body.keys() != _KEYS:
+        names = ", ".join(sorted(body.keys() ^ _KEYS))
+        raise CheckpointError(f"{MANIFEST} is damaged: missing or unknown keys: {names}")
+    if body.pop("sha256") != _digest(body):
+        raise CheckpointError(f"{MANIFEST} does not match its own digest: damaged or edited")
+    return Manifest(
+        step=_count(body, "step"),
+        world_size=_count(body, "world_size"),
+        created=_text(body["created"], "created"),
+        plugins=_texts(body, "plugins"),
+        config_digest=_text(body["config_digest"], "config_digest"),
+        flags=_texts(body, "flags"),
+        files=_files(body["files"]),
+    )
+
+
+def _digest(body: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _files(value: object) -> dict[str, FileRecord]:
+    if not isinstance(value, dict):
+        raise _wrong("files")
+    if STATE not in value:
+        raise CheckpointError(f"{MANIFEST} does not list {STATE}")
+    records = {}
+    for name, record in value.items():
+        if not _FILE.fullmatch(name):
+            raise CheckpointError(f"{MANIFEST} lists {name!r}, which cannot be a file of a checkpoint")
+        algorithm = next((key for key in ALGORITHMS if isinstance(record, dict) and record.keys() == {"size", key}), None)
+        if algorithm is None:
+            raise _wrong(f"files.{name}")
+        digest = _text(record[algorithm], f"files.{name}.{algorithm}")
+        if not _DIGEST.fullmatch(digest):
+            raise _wrong(f"files.{name}.{algorithm}")
+        records[name] = FileRecord(size=_count(record, "size"), digest=digest, algorithm=algorithm)
+    return records
+
+
+def _count(body: Mapping[str, object], key: str) -> int:
+    value = body[key]
+    if type(value) is not int or value < 0:
+        raise _wrong(key)
+    return value
+
+
+def _text(value: object, key: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(key)
+    return value
+
+
+def _texts(body: Mapping[str, object], key: str) -> tuple[str, ...]:
+    value = body[key]
+    if not isinstance(value, list):
+        raise _wrong(key)
+    return tuple(_text(item, key) for item in value)
+
+
+def _wrong(key: str) -> CheckpointError:
+    return CheckpointError(f"{MANIFEST} is damaged: {key} has a value that cannot be")

@@ -1,0 +1,121 @@
+"""state.json: everything in a checkpoint that is no tensor.
+
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from smalti.errors import CheckpointError
+from smalti.system.files import parse_json
+
+T = TypeVar("T")
+
+_LARGEST = 2**53
+"""Of counts: what every reader of JSON has exactly."""
+_LONGEST = 60
+"""Characters of a wrong value that are shown."""
+_COUNTS = {"step": 0, "position": 0, "epoch": 0, "samples": 0, "effective_batch": 1}
+"""What the trainer counts, and the least that each can be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What state.json says. All of it is JSON-able.
+
+    `optimizer` is the optimizer's class, `settings` its hyper-parameters by parameter group, `trainer` what the trainer gave.
+    `model_config` is what diffusers or transformers call the config of the model; None for models of neither.
+    """
+
+    step: int
+    optimizer: str = ""
+    settings: list[dict[str, object]] = field(default_factory=list)
+    trainer: Mapping[str, object] = field(default_factory=dict)
+    model_config: Mapping[str, object] | None = None
+
+    def encode(self) -> bytes:
+        """The contents of the file. Raises ValueError for NaN and infinities, which are not JSON."""
+        body: dict[str, object] = {
+            "step": self.step,
+            "optimizer": {"name": self.optimizer, "settings": self.settings},
+            "trainer": dict(self.trainer),
+        }
+        if self.model_config is not None:
+            body["model_config"] = self.model_config
+        return json.dumps(body, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+def read_state(path: Path) -> State:
+    """What a state.json says. Raises CheckpointError, which names the field, for what `State.encode` does not write."""
+    try:
+        body = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} is damaged: {error}") from error
+    if not isinstance(body, dict):
+        raise CheckpointError(f"{path.name} is malformed: it is no object")
+    fields = _Fields(path.name)
+    optimizer, trainer = fields.table(body, "optimizer"), fields.table(body, "trainer")
+    state = State(
+        step=fields.count(body, "step"),
+        optimizer=fields.of(optimizer, "name", str, "optimizer."),
+        settings=fields.of(optimizer, "settings", list, "optimizer."),
+        trainer=trainer,
+        model_config=None if body.get("model_config") is None else fields.table(body, "model_config"),
+    )
+    for number, group in enumerate(state.settings):
+        fields.check_settings(group, f"optimizer.settings[{number}]")
+    for name in trainer.keys() & _COUNTS:
+        fields.count(trainer, name, "trainer.", least=_COUNTS[name])
+    if trainer.get("step", state.step) != state.step:
+        raise fields.wrong("trainer.step", f"is {trainer['step']} in a checkpoint of step {state.step}")
+    if not isinstance(trainer.get("data_changes", []), list):
+        raise fields.wrong("trainer.data_changes", "is no list")
+    return state
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """Reads fields of the file and complains about them by name."""
+
+    file: str
+
+    def wrong(self, field: str, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.file} is malformed: {field} {what}")
+
+    def of(self, table: Mapping[str, object], name: str, kind: type[T], inside: str = "") -> T:
+        if name not in table:
+            raise self.wrong(f"{inside}{name}", "is missing")
+        value = table[name]
+        if type(value) is not kind:
+            raise self.wrong(f"{inside}{name}", f"cannot be {_shown(value)}")
+        return value
+
+    def table(self, table: Mapping[str, object], name: str) -> dict[str, object]:
+        return self.of(table, name, dict)
+
+    def count(self, table: Mapping[str, object], name: str, inside: str = "", *, least: int = 0) -> int:
+        value = self.of(table, name, int, inside)
+        if not least <= value <= _LARGEST:
+            raise self.wrong(f"{inside}{name}", f"cannot be {_shown(value)}")
+        return value
+
+    def check_settings(self, group: object, field: str) -> None:
+        """One group of hyper-parameters: numbers, words and lists of them; under "values", those of single parameters."""
+        if not isinstance(group, dict):
+            raise self.wrong(field, f"cannot be {_shown(group)}")
+        if "params" in group:
+            raise self.wrong(field, "names parameters, which are not written there")
+        values = group.get("values", {})
+        if not isinstance(values, dict) or not all(isinstance(kept, dict) for kept in values.values()):
+            raise self.wrong(f"{field}.values", f"cannot be {_shown(values)}")
+
+
+def _shown(value: object) -> str:
+    """A value as JSON has it, cut short."""
+    text = json.dumps(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

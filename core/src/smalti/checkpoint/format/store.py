@@ -1,0 +1,293 @@
+"""The directory of a run's checkpoints: list them, choose one, publish a new one, drop old ones.
+
+A checkpoint is made in a hidden directory and becomes visible by one rename, so a crash at any instant leaves either the
+whole of it or nothing. A published directory is never written to again: a step that is saved anew while an older checkpoint
+of it exists (a run that went back and took another road) gets a directory of its own, `step-00000500.2`, and the newer
+one counts from then on.
+
+One process at a time, usually rank 0, may change a store. Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from smalti.checkpoint.format.manifest import GROUPS, MANIFEST, SUSPECT, Manifest, read_manifest
+from smalti.checkpoint.format.verification import Verification, files_in, verify
+from smalti.errors import CheckpointError
+from smalti.system import files
+
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_LEFTOVER = re.compile(rf"\.(?:partial|removed)-{_NAME.pattern}-[0-9a-f]{{8}}")
+_CHOICE = re.compile(r"(?:step-)?(\d+)")
+_LOCK = ".lock"
+_LOCK_SECONDS = 5.0
+
+Check = Callable[[Path], Verification]
+"""Reads a checkpoint and says whether it is whole, as `verify` does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One directory that is named like a checkpoint. `problem` is why its manifest cannot be used; "" when it can.
+
+    `revision` is 1, and more when the step was saved again later.
+    """
+
+    step: int
+    revision: int
+    path: Path
+    manifest: Manifest | None
+    problem: str
+
+
+class CheckpointStore:
+    """The checkpoints in one directory. `report` is told, in a sentence, whatever was skipped or could not be done."""
+
+    def __init__(self, root: Path, *, report: Callable[[str], None] | None = None) -> None:
+        self.root = root
+        self._report = report or (lambda _sentence: None)
+        self._known: dict[Path, tuple[object, Verification]] = {}
+
+    # --- looking ----------------------------------------------------------------------------------------------------
+
+    def all(self) -> list[Entry]:
+        """Every checkpoint directory, lowest step first. Reads manifests only; an empty list when there is no root."""
+        try:
+            found = [(match, path) for path in self.root.iterdir() if (match := _NAME.fullmatch(path.name))]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        entries = [_entry(path, int(match[1]), int(match[2] or 1)) for match, path in found]
+        return sorted(entries, key=lambda entry: (entry.step, entry.revision))
+
+    def latest(self) -> Path | None:
+        """The checkpoint of the highest step that is whole, checked by digest; None when none is."""
+        return next((entry.path for entry in reversed(self.all()) if self._check(entry).ok), None)
+
+    def resolve(self, choice: str, *, check: Check = verify) -> Path | None:
+        """The checkpoint that the user means, checked by digest, by `check`.
+
+        "none" is None. "latest" is the newest whole one, and None only where none was ever made. "500" or "step-500" is a
+        step of this store; anything else the path of a checkpoint or of a run directory, whose newest whole one it is.
+        Raises CheckpointError when what was asked for does not exist or is not whole.
+        """
+        if choice == "none":
+            return None
+        if choice == "latest":
+            return self._newest(check) if self.all() else None
+        if match := _CHOICE.fullmatch(choice):
+            return self._of_step(int(match[1]), check)
+        path = Path(choice).expanduser()
+        if (path / MANIFEST).exists() or (path.is_dir() and _NAME.fullmatch(path.name)):
+            if not (result := check(path)).ok:
+                raise _unusable(result)
+            return path
+        for root in (path / "checkpoints", path):
+            if (store := CheckpointStore(root, report=self._report)).all():
+                return store._newest(check)
+        raise CheckpointError(
+            f"{choice} is neither a checkpoint nor a run directory with checkpoints",
+            fix='name a step, the path of a checkpoint or of a run directory, "latest" or "none"',
+        )
+
+    def _newest(self, check: Check) -> Path:
+        results = []
+        for entry in reversed(self.all()):
+            results.append(self._check(entry, check))
+            if results[-1].ok:
+                return entry.path
+        raise CheckpointError(
+            "\n  ".join([f"no checkpoint in {self.root} can be used:", *(map(_told, results))]),
+            fix="put the lost files back, or begin anew with --resume_from_checkpoint none",
+        )
+
+    def _of_step(self, step: int, check: Check) -> Path:
+        entries = self.all()
+        results = []
+        for entry in reversed(entries):
+            if entry.step == step:
+                results.append(self._check(entry, check))
+                if results[-1].ok:
+                    return entry.path
+        if results:
+            raise _unusable(results[0])
+        there = ", ".join(map(str, sorted({entry.step for entry in entries}))) or "none"
+        raise CheckpointError(f"there is no checkpoint of step {step} in {self.root}", fix=f"there are: {there}")
+
+    def _check(self, entry: Entry, check: Check = verify) -> Verification:
+        """Read all of a checkpoint, remember the outcome, report what is wrong."""
+        fingerprint = _fingerprint(entry.path)
+        known = Verification(path=entry.path, manifest=None, problems=(entry.problem,)) if entry.problem else None
+        result = known or check(entry.path)
+        self._known[entry.path] = fingerprint, result
+        if not result.ok:
+            self._report(f"skipped {_told(result)}")
+        return result
+
+    # --- changing ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Hold the store for one save, and clear away what dead saves and unfinished removals left behind.
+
+        Raises CheckpointError when another process is saving here. The lock ends with the process, however it ends; one that is
+        killed can take a moment for that.
+        """
+        for path in reversed((self.root, *self.root.parents)):
+            if not path.exists():
+                path.mkdir(exist_ok=True)
+                files.fsync_directory(path.parent)
+        with (self.root / _LOCK).open("ab") as file:
+            try:
+                _lock(file)
+            except BlockingIOError:
+                raise CheckpointError(
+                    f"another process is saving into {self.root}", fix="give every run an --output_dir of its own"
+                ) from None
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                    raise
+                # Without locks a leftover cannot be told from the work of another process, so none is touched.
+                self._report(f"{self.root} is on a file system without locks: unfinished saves are not cleared away")
+                yield
+                return
+            self._clear_leftovers()
+            yield
+
+    def prepare(self, step: int) -> Path:
+        """A new hidden directory, with one sub-directory for each group of tensors, to make the checkpoint in."""
+        partial = self.root / f".partial-{_name(step, 1)}-{secrets.token_hex(4)}"
+        for path in (partial, *(partial / group for group in GROUPS)):
+            files.make_directory(path)
+        return partial
+
+    def publish(self, partial: Path, manifest: Manifest) -> Path:
+        """Make a finished directory a checkpoint; returns its path. Its files must have been synced.
+
+        If the newest checkpoint of this step is whole and holds the very same, `partial` is dropped and that one returned.
+        """
+        for group in GROUPS:
+            if any(name.startswith(f"{group}/") for name in manifest.files):
+                files.fsync_directory(partial / group)
+            else:
+                files.remove_directory(partial / group)
+        older = [entry for entry in self.all() if entry.step == manifest.step]
+        newest = older[-1] if older else None
+        if newest and newest.manifest and newest.manifest.holds_the_same_as(manifest) and verify(newest.path).ok:
+            self.discard(partial)
+            return newest.path
+        files.atomic_write(partial / MANIFEST, manifest.encode())
+        path = self.root / _name(manifest.step, newest.revision + 1 if newest else 1)
+        files.rename(partial, path)
+        files.fsync_directory(self.root)
+        return path
+
+    def discard(self, partial: Path) -> None:
+        """Remove a directory that `prepare` made. What cannot be removed is reported, and left to the next save."""
+        try:
+            files.remove_tree(partial)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._report(f"cannot remove {error.filename}: {error.strerror}")
+
+    def rotate(self, keep: int | None) -> list[Path]:
+        """Remove all but the newest `keep` whole checkpoints (None: remove nothing); returns what was removed.
+
+        Only whole checkpoints count, and suspect ones do not. A directory that is not whole is never removed: it may be
+        all that is left of something. Contents are read once in the life of this object, and again when a file changed.
+        """
+        if keep is None:
+            return []
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, not {keep}")
+        kept: set[int] = set()
+        removed = []
+        for entry in reversed(self.all()):
+            if entry.manifest is None or not self._still_whole(entry):
+                continue
+            if len(kept) < keep and entry.step not in kept:
+                if SUSPECT not in entry.manifest.flags:
+                    kept.add(entry.step)
+            elif self._remove(entry.path):
+                removed.append(entry.path)
+        return removed
+
+    def _still_whole(self, entry: Entry) -> bool:
+        fingerprint, result = self._known.get(entry.path, (None, None))
+        if result is None or fingerprint != _fingerprint(entry.path):
+            result = self._check(entry)
+        return result.ok
+
+    def _remove(self, path: Path) -> bool:
+        """Out of sight by one rename first, so that no half of a checkpoint is ever visible."""
+        hidden = self.root / f".removed-{path.name}-{secrets.token_hex(4)}"
+        try:
+            files.rename(path, hidden)
+            files.fsync_directory(self.root)
+        except OSError as error:
+            self._report(f"cannot remove {path}: {error.strerror}")
+            return False
+        self._known.pop(path, None)
+        self.discard(hidden)
+        return True
+
+    def _clear_leftovers(self) -> None:
+        for path in self.root.iterdir():
+            if _LEFTOVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                self.discard(path)
+
+
+def _lock(file: BinaryIO) -> None:
+    """Raises BlockingIOError when another process keeps it for longer than a dying one does."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def _name(step: int, revision: int) -> str:
+    return f"step-{step:08d}" if revision == 1 else f"step-{step:08d}.{revision}"
+
+
+def _entry(path: Path, step: int, revision: int) -> Entry:
+    manifest, problem = None, ""
+    try:
+        if path.is_symlink() or not path.is_dir():
+            raise CheckpointError("it is not a directory of its own")
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        problem = error.message
+    return Entry(step=step, revision=revision, path=path, manifest=manifest, problem=problem)
+
+
+def _unusable(result: Verification) -> CheckpointError:
+    return CheckpointError(
+        f"this checkpoint cannot be used: {_told(result)}", fix='choose another one, or "latest" for the newest whole one'
+    )
+
+
+def _told(result: Verification) -> str:
+    more = len(result.problems) - 3
+    return f"{result.path.name}: {'; '.join(result.problems[:3])}{f'; and {more} more' if more > 0 else ''}"
+
+
+def _fingerprint(path: Path) -> object:
+    """Changes whenever a file of the checkpoint is written, replaced, added or removed; None when it cannot be listed."""
+    try:
+        return [(name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in files_in(path)]
+    except OSError:
+        return None

@@ -1,0 +1,336 @@
+"""`smalti checkpoint`: list, inspect, verify, convert and export checkpoints. None of it changes a checkpoint.
+
+Importing this module imports no torch; of the commands, `export` alone needs it.
+
+`verify` exits with 1 if anything is damaged. All of them exit with 2 if there is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+import click
+
+from smalti.checkpoint.conversion.convert import Target, convert
+from smalti.checkpoint.format.manifest import GROUPS, MANIFEST, WEIGHTS, Manifest, read_manifest
+from smalti.checkpoint.format.safetensors_layout import StoredTensor, stored_tensors
+from smalti.checkpoint.format.store import CheckpointStore, Entry
+from smalti.checkpoint.format.verification import Verification, verify
+from smalti.cli.output import counted, in_bytes, print_table
+from smalti.cli.pages.help import Group
+from smalti.errors import CheckpointError
+from smalti.plugins.registry import load_plugins
+from smalti.plugins.schema import selection_of
+from smalti.types import CheckpointFormat
+
+if TYPE_CHECKING:
+    from smalti.checkpoint.conversion.export_folder import Precision
+
+_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+_NEW = click.Path(path_type=Path)
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group(
+    "checkpoint",
+    cls=Group,
+    examples=(
+        "smalti checkpoint ls runs/first",
+        "smalti checkpoint verify runs/first",
+        "smalti checkpoint export runs/first --to=model --ema",
+    ),
+)
+def checkpoint() -> None:
+    """List, inspect, verify, convert and export checkpoints."""
+
+
+@checkpoint.command("ls", examples=("smalti checkpoint ls runs/first",))
+@click.argument("run_dir", type=_DIRECTORY)
+@_as_json
+def list_checkpoints(run_dir: Path, as_json: bool) -> None:
+    """List the checkpoints of RUN_DIR. Reads only their manifests; `verify` reads everything."""
+    entries = _entries(run_dir)
+    if as_json:
+        _print_json([_entry_as_json(entry) for entry in entries])
+        return
+    rows = [
+        (entry.path.name, in_bytes(m.size), str(m.world_size), m.created, ", ".join(m.flags))
+        if (m := entry.manifest)
+        else (entry.path.name, "", "", "", f"not usable: {entry.problem}")
+        for entry in entries
+    ]
+    print_table(("checkpoint", "size", "ranks", "made", ""), rows, right=(1, 2))
+
+
+@checkpoint.command(
+    "inspect",
+    examples=(
+        "smalti checkpoint inspect runs/first",
+        "smalti checkpoint inspect runs/first/checkpoints/step-00001000 --tensors",
+    ),
+)
+@click.argument("path", type=_DIRECTORY)
+@click.option("--tensors", is_flag=True, help="List every tensor with its shape.")
+@_as_json
+@click.pass_context
+def inspect_checkpoint(context: click.Context, path: Path, tensors: bool, as_json: bool) -> None:
+    """Show what a checkpoint contains. PATH is a checkpoint, or a run directory (its newest). Contents are not verified."""
+    path = _one(path)
+    try:
+        manifest = read_manifest(path)
+        groups = {group: found for group in (*GROUPS, WEIGHTS) if (found := stored_tensors(path / group))}
+    except CheckpointError as error:
+        click.echo(f"{path}: {error.message}", err=True)
+        context.exit(1)
+    if as_json:
+        _print_json(_manifest_as_json(path, manifest) | {"groups": _groups_as_json(groups, tensors)})
+        return
+    facts = {
+        "checkpoint": str(path),
+        "step": str(manifest.step),
+        "made": f"{manifest.created} by {counted(manifest.world_size, 'rank')}",
+        "size": f"{in_bytes(manifest.size)} in {counted(len(manifest.files), 'file')}",
+        "config": manifest.config_digest,
+        "plugins": ", ".join(manifest.plugins),
+        "flags": ", ".join(manifest.flags),
+    }
+    for name, value in facts.items():
+        if value:
+            click.echo(f"{name:<12}{value}")
+    for group, found in groups.items():
+        elements = sum(tensor.elements for tensor in found.values())
+        click.echo(
+            f"\n{group}: {counted(len(found), 'tensor')}, {elements:,} elements, {in_bytes(_size(found))}, {_types(found)}"
+        )
+        if tensors:
+            rows = [(name, t.dtype, str(list(t.shape)), in_bytes(t.size)) for name, t in found.items()]
+            print_table(("name", "type", "shape", "size"), rows, right=(3,))
+
+
+@checkpoint.command("verify", examples=("smalti checkpoint verify runs/first", "smalti checkpoint verify runs/first --json"))
+@click.argument("path", type=_DIRECTORY)
+@_as_json
+@click.pass_context
+def verify_checkpoints(context: click.Context, path: Path, as_json: bool) -> None:
+    """Verify every byte against the digests.
+
+    PATH is a checkpoint, or a run directory (verifies all of them). Exits with 1 if anything is damaged.
+    """
+    paths = [path] if _is_checkpoint(path) else [entry.path for entry in _entries(path)]
+    results = []
+    for one in paths:
+        results.append(verify(one))
+        if not as_json:
+            _print_verification(results[-1])
+    if as_json:
+        _print_json([{"path": str(r.path), "step": r.step, "ok": r.ok, "problems": list(r.problems)} for r in results])
+    context.exit(0 if all(result.ok for result in results) else 1)
+
+
+@checkpoint.command(
+    "convert",
+    examples=(
+        "smalti checkpoint convert deepspeed-run/global_step500 --to=converted",
+        "smalti checkpoint convert runs/first --to=weights --format=safetensors --ema",
+    ),
+)
+@click.argument("source", type=_DIRECTORY)
+@click.option("--to", "target", required=True, metavar="FOLDER", type=_NEW, help="Folder to create. It must not exist yet.")
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(get_args(Target)),
+    default="smalti",
+    show_default=True,
+    help="smalti: a checkpoint to resume from. safetensors: only the weights, for diffusers and transformers.",
+)
+@click.option("--ema", is_flag=True, help="Take the EMA weights. Only with --format=safetensors.")
+@_as_json
+def convert_checkpoint(source: Path, target: Path, kind: Target, ema: bool, as_json: bool) -> None:
+    """Convert a checkpoint to smalti's format or to safetensors.
+
+    SOURCE is a checkpoint in any format that an installed plugin reads (see `smalti plugins`), or a run directory (its newest
+    checkpoint). It is not changed. Pickles are read in a separate process that cannot run code from them.
+    """
+    if ema and kind != "safetensors":
+        raise click.UsageError("--ema needs --format=safetensors: a checkpoint keeps both weights")
+    formats = load_plugins(selection_of((), None, os.environ), strict=False).gather(
+        "register_checkpoint_formats", CheckpointFormat
+    )
+    with _progress(f"converting {source.name}") as progress:
+        done = convert(_source(source), target, formats, to=kind, averaged=ema, progress=progress)
+    if as_json:
+        _print_json(vars(done) | {"path": str(done.path)})
+        return
+    size = f"{counted(done.tensors, 'tensor')}, {in_bytes(done.size)} in {counted(len(done.files), 'file')}"
+    click.echo(f"{done.path}: step {done.step} from {done.source_format}, {size}, verified")
+    for notice in done.notices:
+        click.echo(f"note: {notice}")
+    if kind == "smalti":
+        click.echo(f"resume from it with: smalti train ... --resume_from_checkpoint={done.path}")
+
+
+@checkpoint.command(
+    "export",
+    examples=(
+        "smalti checkpoint export runs/first --to=model",
+        "smalti checkpoint export runs/first --to=model --step=1000 --ema --dtype=bf16",
+    ),
+)
+@click.argument("path", type=_DIRECTORY)
+@click.option("--to", "target", required=True, metavar="FOLDER", type=_NEW, help="Folder to create. It must not exist yet.")
+@click.option("--step", type=click.IntRange(min=0), help="Step of the checkpoint. Default: the newest one that is intact.")
+@click.option("--ema", is_flag=True, help="Export the EMA weights.")
+@click.option(
+    "--dtype",
+    "precision",
+    type=click.Choice(("fp32", "bf16", "fp16")),
+    help="Dtype of the trained tensors. Default: unchanged, like all other parts.",
+)
+@click.option(
+    "--pretrained_model_name_or_path",
+    "pretrained",
+    metavar="FOLDER",
+    help="New path of the model that the run started from, if it has moved.",
+)
+@_as_json
+def export_checkpoint(
+    path: Path,
+    target: Path,
+    step: int | None,
+    ema: bool,
+    precision: Precision | None,
+    pretrained: str | None,
+    as_json: bool,
+) -> None:
+    """Export a run or checkpoint for inference.
+
+    PATH is a run directory or one of its checkpoints. The model family decides what is written: a complete pipeline, or an
+    adapter file. Works for any strategy and number of ranks, without an accelerator, with one tensor in memory at a time.
+    The checkpoint is verified first, and the export is read back before it appears under its name.
+    """
+    from smalti.training.inference_export import export
+
+    plugins = load_plugins(selection_of((), None, os.environ), strict=False)
+    with _progress(f"exporting {path.name}") as progress:
+        done = export(
+            path,
+            target,
+            plugins,
+            step=step,
+            averaged=ema,
+            precision=precision,
+            pretrained=pretrained,
+            report=lambda sentence: click.echo(sentence, err=True),
+            progress=progress,
+        )
+    if as_json:
+        _print_json(vars(done) | {"path": str(done.path), "checkpoint": str(done.checkpoint)})
+        return
+    what = f"{counted(done.tensors, 'averaged tensor' if ema else 'trained tensor')}, {in_bytes(done.size)}"
+    click.echo(f"{done.path}: {done.family} at step {done.step}, {what} in {counted(len(done.files), 'file')}, verified")
+
+
+@contextmanager
+def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, told of bytes that are done and of how many there are."""
+    with click.progressbar(length=1, label=label, file=sys.stderr, hidden=not sys.stderr.isatty()) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.length = total
+            bar.update(done - bar.pos)
+
+        yield progress
+
+
+# --- finding --------------------------------------------------------------------------------------------------------
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / MANIFEST).is_file() or path.name.startswith("step-")
+
+
+def _entries(path: Path) -> list[Entry]:
+    for root in (path / "checkpoints", path):
+        if entries := CheckpointStore(root).all():
+            return entries
+    raise click.BadParameter(f"no checkpoint found in {path}", param_hint="PATH")
+
+
+def _source(path: Path) -> Path:
+    """A run directory stands for its newest checkpoint."""
+    return _one(path) if any(CheckpointStore(root).all() for root in (path / "checkpoints", path)) else path
+
+
+def _one(path: Path) -> Path:
+    if _is_checkpoint(path):
+        return path
+    entries = _entries(path)
+    return next((entry.path for entry in reversed(entries) if entry.manifest), entries[-1].path)
+
+
+# --- showing --------------------------------------------------------------------------------------------------------
+
+
+def _entry_as_json(entry: Entry) -> dict[str, object]:
+    if entry.manifest:
+        return _manifest_as_json(entry.path, entry.manifest) | {"problem": ""}
+    return {"path": str(entry.path), "step": entry.step, "problem": entry.problem}
+
+
+def _manifest_as_json(path: Path, manifest: Manifest) -> dict[str, object]:
+    return {
+        "path": str(path),
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "created": manifest.created,
+        "size": manifest.size,
+        "plugins": list(manifest.plugins),
+        "config_digest": manifest.config_digest,
+        "flags": list(manifest.flags),
+    }
+
+
+def _groups_as_json(groups: Mapping[str, Mapping[str, StoredTensor]], tensors: bool) -> dict[str, object]:
+    described: dict[str, object] = {}
+    for group, found in groups.items():
+        summary: dict[str, object] = {
+            "tensors": len(found),
+            "elements": sum(tensor.elements for tensor in found.values()),
+            "size": _size(found),
+        }
+        if tensors:
+            summary["contents"] = {
+                name: {"dtype": t.dtype, "shape": list(t.shape), "pieces": t.pieces} for name, t in found.items()
+            }
+        described[group] = summary
+    return described
+
+
+def _print_verification(result: Verification) -> None:
+    if result.ok and result.manifest:
+        click.echo(f"{result.path.name}  ok  {in_bytes(result.manifest.size)}")
+        return
+    click.echo(f"{result.path.name}  DAMAGED")
+    for problem in result.problems:
+        click.echo(f"    {problem}")
+
+
+def _print_json(value: object) -> None:
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _size(tensors: Mapping[str, StoredTensor]) -> int:
+    return sum(tensor.size for tensor in tensors.values())
+
+
+def _types(tensors: Mapping[str, StoredTensor]) -> str:
+    types = Counter(tensor.dtype for tensor in tensors.values())
+    return ", ".join(dtype for dtype, _ in types.most_common())

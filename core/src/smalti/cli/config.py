@@ -1,0 +1,256 @@
+"""`smalti config`: show, explain and convert the configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import click
+
+from smalti.cli.arguments import Invocation
+from smalti.cli.pages.help import Formatter, Group, on_terminal, show_page, write_options
+from smalti.cli.pages.options import condition, default_text, describe, reference_page, sections
+from smalti.config import accelerate_yaml
+from smalti.config.core_options import LaunchOptions, launch_problems
+from smalti.config.files import read_mapping
+from smalti.config.options import unknown
+from smalti.config.resolution import Config, resolve
+from smalti.config.sources import PREFIX
+from smalti.config.toml import as_toml, put_into
+from smalti.errors import ConfigError, UserError
+from smalti.launch.plan import expected_kind, merged_yaml, yaml_text
+from smalti.plugins.lookup import choose_distributed
+from smalti.plugins.registry import BUILT_IN
+from smalti.plugins.schema import check
+from smalti.system.files import atomic_write
+
+_WORDS = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
+_ARGUMENTS = click.argument("words", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_FORCE = click.option("--force", is_flag=True, help="Replace the file of --to if it exists.")
+
+
+def _to(ending: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The option that names the file to write."""
+    text = f"Write a new file, whose name ends in {ending}."
+    return click.option("--to", "given", metavar="FILE", help=text)
+
+
+@click.group(
+    cls=Group,
+    examples=(
+        "smalti config show runs/first/config.toml",
+        "smalti config explain learning_rate",
+        "smalti config import-accelerate accelerate.yaml --to=config.toml",
+    ),
+)
+def config() -> None:
+    """Show, explain and convert the configuration."""
+
+
+@config.command(
+    context_settings=_WORDS,
+    examples=("smalti config show config.toml --seed=3", "smalti config show --all --model_family=toy > config.toml"),
+)
+@_ARGUMENTS
+@click.option("--all", "complete", is_flag=True, help="Print defaults too.")
+@_JSON
+def show(words: tuple[str, ...], complete: bool, as_json: bool) -> None:
+    """Print the resolved configuration as TOML.
+
+    Takes the same arguments as `smalti train`. --json prints every value with its source.
+    """
+    resolved = Invocation.read(words).config()
+    if as_json:
+        values = {name: {"value": value, "source": resolved.source(name)} for name, value in resolved.values().items()}
+        click.echo(json.dumps({"digest": resolved.digest, "values": values, "notices": list(resolved.notices)}, indent=2))
+        return
+    for notice in resolved.notices:
+        click.echo(f"# {notice}")
+    click.echo(as_toml(resolved, complete=complete), nl=False)
+
+
+@config.command(
+    context_settings=_WORDS,
+    examples=("smalti config explain learning_rate", "smalti config explain seed config.toml --seed=3"),
+)
+@click.argument("key")
+@_ARGUMENTS
+@_JSON
+def explain(key: str, words: tuple[str, ...], as_json: bool) -> None:
+    """Show an option's meaning, value and source.
+
+    After KEY, takes the same arguments as `smalti train`.
+    """
+    invocation = Invocation.read(words)
+    option = invocation.schema.find(key)
+    if option is None:
+        problem = unknown(key, invocation.schema, where="")
+        raise UserError(problem.message, fix=problem.fix)
+    resolved = invocation.config()
+    value = resolved.values().get(option.name, "(secret)")
+    if as_json:
+        click.echo(json.dumps({**describe(option), "value": value, "source": resolved.source(option.name)}, indent=2))
+        return
+    lines = {
+        option.name: json.dumps(value),
+        "source": resolved.source(option.name),
+        "meaning": option.help,
+        "type": option.kind + (f", {option.bounds}" if option.bounds else ""),
+        "default": default_text(option) or "none",
+        "only with": condition(option),
+        "effect": option.trade,
+        "environment": f"{PREFIX}{option.name.upper()}",
+        "section": option.group.title,
+        "also called": ", ".join(option.aliases),
+    }
+    for name, text in lines.items():
+        if text:
+            click.echo(f"{name:<12} {text}")
+    for notice in resolved.notices:
+        if notice.startswith((f"{option.name}:", f"{option.name} ")):
+            click.echo(f"{'note':<12} {notice}")
+
+
+@config.command(
+    context_settings=_WORDS,
+    examples=("smalti config reference", "smalti config reference --without=all > options.md"),
+)
+@_ARGUMENTS
+@_JSON
+def reference(words: tuple[str, ...], as_json: bool) -> None:
+    """List every option: as text on a terminal, else as Markdown.
+
+    --plugins and --without select plugins, as in `smalti train`.
+    """
+    invocation = Invocation.read(words)
+    invocation.config()
+    schema = invocation.schema
+    if as_json:
+        click.echo(json.dumps({"options": [describe(option) for option in schema.options.values()]}, indent=2))
+    elif on_terminal():
+        formatter = Formatter()
+        write_options(formatter, sections(schema, schema.options.values()), whole=True)
+        show_page(formatter.getvalue().strip())
+    else:
+        click.echo(reference_page(schema), nl=False)
+
+
+@config.command(
+    "import-accelerate",
+    context_settings=_WORDS,
+    examples=(
+        "smalti config import-accelerate accelerate.yaml",
+        "smalti config import-accelerate accelerate.yaml --to=config.toml --merge",
+    ),
+)
+@click.argument("words", metavar="FILE [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
+@_to(".toml")
+@click.option("--merge", is_flag=True, help="Set the options in the file of --to, and keep the rest of it.")
+@_FORCE
+@_JSON
+def import_accelerate(words: tuple[str, ...], given: str | None, merge: bool, force: bool, as_json: bool) -> None:
+    """Convert an Accelerate YAML to a configuration file.
+
+    FILE is the YAML file; flags override it. Keys without a counterpart are listed as notes. --json prints values, sources and
+    notices.
+    """
+    target = _target(given, ".toml")
+    invocation = Invocation.read(words)
+    file = invocation.file
+    if file is None:
+        raise UserError("no Accelerate YAML given", fix="smalti config import-accelerate FILE")
+    content = read_mapping(file)
+    if not accelerate_yaml.is_accelerate(content):
+        raise UserError(f"{file} is not an Accelerate configuration", fix="give a file written by `accelerate config`")
+    resolved = resolve(invocation.schema, invocation.flags, file=file, environment={})
+    notices = [*resolved.notices, *_left_over(content, resolved, file)]
+    if as_json:
+        values = {name: {"value": resolved.values()[name], "source": source} for name, source in resolved.sources.items()}
+        click.echo(json.dumps({"values": values, "notices": notices}, indent=2))
+        return
+    if merge and target is not None and target.exists():
+        read_mapping(target)  # complains about what is not TOML
+        _tell_notices(notices)
+        _write(target, put_into(target.read_text(encoding="utf-8"), resolved, resolved.sources))
+        return
+    text = "".join(f"# {notice}\n" for notice in notices) + as_toml(resolved, names=resolved.sources)
+    _put_out(text, target, replace=force, ways="--merge keeps its other options, --force replaces it")
+
+
+def _left_over(content: Mapping[str, object], resolved: Config, file: Path) -> Iterator[str]:
+    """Notes on what a configuration file of smalti cannot express."""
+    for key, value in accelerate_yaml.uncovered(content, resolved.schema).items():
+        kept = f"keep it with accelerate_config = {json.dumps(str(file))}"
+        yield f"{key}: {json.dumps(value, default=str)} has no option; {kept}"
+    default = accelerate_yaml.default_file(os.environ)
+    if default is not None and default.exists() and default.samefile(file):
+        yield f'{file} is Accelerate\'s default file and overrides this one; accelerate_config = "none" ignores it'
+
+
+@config.command(
+    "export-accelerate",
+    context_settings=_WORDS,
+    examples=("smalti config export-accelerate config.toml --to=accelerate.yaml",),
+)
+@_ARGUMENTS
+@_to(".yaml")
+@_FORCE
+@_JSON
+def export_accelerate(words: tuple[str, ...], given: str | None, force: bool, as_json: bool) -> None:
+    """Print the Accelerate YAML of a launch on accelerators.
+
+    Takes the same arguments as `smalti train`.
+    """
+    target = _target(given, ".yaml", ".yml")
+    invocation = Invocation.read(words)
+    resolved = invocation.config()
+    if resolved[LaunchOptions].use_cpu:
+        raise UserError("use_cpu is set: a launch on CPUs uses no Accelerate YAML", fix="--no_use_cpu")
+    if problems := launch_problems(resolved[LaunchOptions]):
+        raise ConfigError(problems)
+    check(resolved, invocation.plugins, without=BUILT_IN)  # those check model and data, which the file does not have
+    distributed = choose_distributed(resolved, invocation.plugins)
+    merged = merged_yaml(resolved, distributed, expected_kind(resolved) or "cuda")
+    notices = [*resolved.notices, *accelerate_yaml.differences(resolved.accelerate, merged, resolved.schema)]
+    if as_json:
+        _tell_notices(notices)
+        _put_out(json.dumps(merged, indent=2) + "\n", target, replace=force, ways="--force replaces it")
+        return
+    text = "".join(f"# {notice}\n" for notice in notices) + yaml_text(merged)
+    _put_out(text, target, replace=force, ways="--force replaces it")
+
+
+def _target(given: str | None, *endings: str) -> Path | None:
+    """The file of --to, which must have one of these endings: files are read by theirs."""
+    target = Path(given).expanduser() if given is not None else None
+    if target is not None and target.suffix.lower() not in endings:
+        raise UserError(f"{target} does not end in {' or '.join(endings)}", fix=f"--to={target.with_suffix(endings[0])}")
+    return target
+
+
+def _tell_notices(notices: list[str]) -> None:
+    for notice in notices:
+        click.echo(f"smalti: note: {notice}", err=True)
+
+
+def _put_out(text: str, target: Path | None, *, replace: bool, ways: str) -> None:
+    """Print the text, or write it to a file that must be new unless `replace`. `ways` is the fix if it is not."""
+    if target is None:
+        click.echo(text, nl=False)
+        return
+    if target.exists() and not replace:
+        raise UserError(f"{target} already exists", fix=ways)
+    _write(target, text)
+
+
+def _write(target: Path, text: str) -> None:
+    try:
+        atomic_write(target.resolve(), text.encode())
+    except OSError as error:
+        raise UserError(
+            f"cannot write {target}: {error.strerror}", fix="check that the folder exists and is writable"
+        ) from None
+    click.echo(f"smalti: wrote {target}", err=True)

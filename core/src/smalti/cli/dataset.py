@@ -1,0 +1,165 @@
+"""`smalti dataset`: scan the datasets of a run and check that the run can use them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from smalti.cli.arguments import Invocation
+from smalti.cli.pages.help import Group
+from smalti.config.core_options import DataOptions, ModelOptions, RunOptions
+from smalti.config.resolution import Config
+from smalti.data.datasets.reference import dataset_reference
+from smalti.data.from_options import Scan, catalog_of, dataset_specs, scan_data
+from smalti.data.prepared import Dataset, PreparedData, build_datasets
+from smalti.data.scan.index import Progress
+from smalti.errors import UserError
+from smalti.plugins.registry import Plugins
+
+_SHOWN = 10  # broken samples per dataset, in text
+_USUAL_ALIGNMENT = 64
+_WORDS = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
+_ARGUMENTS = click.argument("words", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group(
+    cls=Group,
+    examples=(
+        "smalti dataset scan --instance_data_dir=photos",
+        "smalti dataset check config.toml --train_batch_size=4",
+    ),
+)
+def dataset() -> None:
+    """Scan datasets and check them against the batch size.
+
+    `scan` and `check` take the same arguments as `smalti train`. With --output_dir they use and update the indexes of that
+    run; without it nothing is written.
+    """
+
+
+@dataset.command(
+    context_settings=_WORDS,
+    examples=("smalti dataset scan --instance_data_dir=photos", "smalti dataset scan config.toml --json"),
+)
+@_ARGUMENTS
+@_JSON
+def scan(words: tuple[str, ...], as_json: bool) -> None:
+    """List images per dataset, unusable files and the reason. Reads only image headers."""
+    config, plugins = _asked(words)
+    catalog = catalog_of(plugins)
+    specs, directory = dataset_specs(config, catalog), _directory(config)
+    found = [
+        *build_datasets(specs, catalog, directory, _progress()),
+        *build_datasets(specs, catalog, directory, _progress(), kind="eval"),
+    ]
+    if as_json:
+        click.echo(json.dumps({"datasets": [_described(one) for one in found]}, indent=2, ensure_ascii=False))
+        return
+    for one in found:
+        broken = one.index.quarantined
+        click.echo(f"{one.spec.id}: {len(one.index.healthy)} images, {len(broken)} unusable ({one.storage.location})")
+        for item in broken[:_SHOWN]:
+            click.echo(f"    {item.key}: {item.reason}")
+        if len(broken) > _SHOWN:
+            click.echo(f"    and {len(broken) - _SHOWN} more")
+        for notice in one.notices:
+            click.echo(f"    note: {notice}")
+
+
+@dataset.command(
+    context_settings=_WORDS,
+    examples=(
+        "smalti dataset check config.toml",
+        "smalti dataset check --model_family=toy --instance_data_dir=photos",
+    ),
+)
+@_ARGUMENTS
+@_JSON
+def check(words: tuple[str, ...], as_json: bool) -> None:
+    """Check that every bucket fills a batch, and count the steps of an epoch.
+
+    Takes the same arguments as `smalti train`. Buckets are those of --model_family. Exits with 3 if a bucket is too small.
+    """
+    config, plugins = _asked(words)
+    alignment, notices = _alignment(config, plugins)
+    data = scan_data(config, plugins, alignment, _directory(config), _progress())
+    notices += [*config.notices, *data.notices]
+    click.echo(json.dumps(_buckets(data, notices), indent=2, ensure_ascii=False) if as_json else _as_text(data, notices))
+
+
+@dataset.command(examples=("smalti dataset reference",))
+def reference() -> None:
+    """Print all keys of a dataset entry as Markdown."""
+    click.echo(dataset_reference(), nl=False)
+
+
+def _asked(words: tuple[str, ...]) -> tuple[Config, Plugins]:
+    """The configuration and the plugins."""
+    invocation = Invocation.read(words)
+    config = invocation.config()
+    options = config[DataOptions]
+    if not (options.data_backend_config or options.datasets or options.instance_data_dir):
+        fix = "--instance_data_dir=FOLDER, --data_backend_config=FILE, or the configuration file of a run"
+        raise UserError("no dataset given", fix=fix)
+    return config, invocation.plugins
+
+
+def _alignment(config: Config, plugins: Plugins) -> tuple[int, list[str]]:
+    """What bucket sizes are multiples of unless the options say, and notices about it."""
+    if config[ModelOptions].model_family is not None:
+        from smalti.plugins.families import find_family
+
+        return find_family(config, plugins).alignment, []
+    if config[DataOptions].aspect_bucket_alignment is not None:
+        return _USUAL_ALIGNMENT, []
+    return _USUAL_ALIGNMENT, [f"--model_family is not given: assuming bucket sizes in multiples of {_USUAL_ALIGNMENT}"]
+
+
+def _directory(config: Config) -> Path | None:
+    output = config[RunOptions].output_dir
+    return output / "data" if output is not None else None
+
+
+def _progress() -> Scan | None:
+    """The progress of a scan, on a terminal."""
+
+    def of(name: str) -> Progress:
+        return lambda done, total: click.echo(f"{name}: {done} of {total}", err=True)
+
+    return of if sys.stderr.isatty() else None
+
+
+def _described(one: Dataset) -> dict[str, object]:
+    return {
+        "id": one.spec.id,
+        "location": one.storage.location,
+        "usable": len(one.index.healthy),
+        "quarantined": [{"key": item.key, "reason": item.reason} for item in one.index.quarantined],
+        "notices": list(one.notices),
+    }
+
+
+def _buckets(data: PreparedData, notices: list[str]) -> dict[str, object]:
+    return {
+        "effective_batch": data.order.effective_batch,
+        "batches_per_epoch": data.order.epoch_start(1),
+        "buckets": [
+            {"width": content.bucket.width, "height": content.bucket.height, "samples": int(content.copies.sum())}
+            for content in data.order.buckets
+        ],
+        "quarantined": len(data.quarantined),
+        "notices": notices,
+    }
+
+
+def _as_text(data: PreparedData, notices: list[str]) -> str:
+    lines = [f"{'bucket':>12} {'images':>9} {'with repeats':>13}"]
+    lines += [
+        f"{content.bucket!s:>12} {len(content.samples):>9} {int(content.copies.sum()):>13}" for content in data.order.buckets
+    ]
+    lines += [f"effective batch {data.order.effective_batch}, {data.order.epoch_start(1)} batches in the first epoch"]
+    return "\n".join([*lines, *(f"note: {notice}" for notice in notices)])

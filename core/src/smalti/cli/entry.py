@@ -1,0 +1,145 @@
+"""The command line. Commands are imported when they are used, and torch only by those that train."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from difflib import get_close_matches
+from importlib.metadata import version
+from pkgutil import resolve_name
+from typing import NoReturn
+
+import click
+
+from smalti.cli.pages.help import Additions, Group, colour
+from smalti.config.known_packages import package_of_command
+from smalti.errors import ExitCode, UserError
+from smalti.system.exit import End
+from smalti.system.exit_reports import describe
+from smalti.system.imports import keep_imports
+from smalti.system.signals import live_for_one_command
+from smalti.system.streams import outlast
+
+COMMANDS = {
+    "train": ("smalti.cli.train:train", "Train a model, or resume its training."),
+    "plugins": ("smalti.cli.plugins:plugins", "List plugins and what each adds."),
+    "plugin": ("smalti.cli.plugin:plugin", "Create a plugin package."),
+    "config": ("smalti.cli.config:config", "Show, explain and convert the configuration."),
+    "dataset": ("smalti.cli.dataset:dataset", "Scan datasets and check them against the batch size."),
+    "cache": ("smalti.cli.cache:cache", "List and clear caches."),
+    "checkpoint": ("smalti.cli.checkpoint:checkpoint", "List, inspect, verify, convert and export checkpoints."),
+}
+SECTIONS = {
+    "Training": ("train", "run", "checkpoint"),
+    "Data": ("dataset", "cache"),
+    "Configuration": ("config", "plugins", "plugin"),
+}
+"""The commands by what they are about, in the order of the help; all others come from plugins."""
+EXAMPLES = (
+    "smalti train config.toml",
+    "smalti train --help lora",
+    "smalti run ls",
+    "smalti checkpoint export runs/first --to=model",
+)
+
+
+class Commands(Group):
+    """The built-in commands and those of plugins. Plugins are loaded only when no built-in command is meant."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*COMMANDS, *sorted(self._from_plugins())]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return self._from_plugins().get(cmd_name)
+        command: click.Command = resolve_name(COMMANDS[cmd_name][0])
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name.startswith("-") or self.get_command(ctx, name) is not None:
+            return super().resolve_command(ctx, args)
+        if package := package_of_command(name):
+            raise package.error(f"the command {name!r} belongs to {package.distribution}")
+        near = get_close_matches(name, self.list_commands(ctx), n=2)
+        fix = f"did you mean {' or '.join(near)}?" if near else "list the commands with smalti --help"
+        raise UserError(f"unknown command {name!r}", fix=fix)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        texts = {name: text for name, (_, text) in COMMANDS.items()}
+        texts |= {name: command.get_short_help_str(80) for name, command in sorted(self._from_plugins().items())}
+        named = {name for names in SECTIONS.values() for name in names}
+        sections = {**SECTIONS, "From plugins": tuple(name for name in texts if name not in named)}
+        width = max(map(len, texts))
+        for title, names in sections.items():
+            if rows := [(f"{name:<{width}}", texts[name]) for name in names if name in texts]:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+    def _from_plugins(self) -> dict[str, click.Command]:
+        """The commands that installed plugins add; those left out by the environment are not imported."""
+        from smalti.plugins.registry import load_plugins
+        from smalti.plugins.schema import selection_of
+
+        group = Additions(tuple(COMMANDS))
+        plugins = load_plugins(selection_of((), None, os.environ), strict=False)
+        for name in sorted(plugins.claims("register_commands")):
+            try:
+                plugins.call_only(name, "register_commands", commands=group)
+            except Exception as error:  # noqa: BLE001 - one plugin's defect must not take the other commands away
+                click.echo(f"smalti: warning: ignoring the commands of plugin {name!r}: {describe(error)}", err=True)
+        return dict(group.commands)
+
+
+@click.group(cls=Commands, examples=EXAMPLES, epilog="Every command has --help.")
+@click.version_option(version("smalti"), prog_name="smalti")
+def smalti() -> None:
+    """Train diffusion models on one GPU or many nodes."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of `smalti`. Exits with the codes of `smalti.errors.ExitCode`."""
+    if arguments is None:
+        _be_the_process(sys.argv[1:])
+    sys.exit(_run(arguments))  # the process has other things to do afterwards
+
+
+def main_train() -> None:
+    """Entry point of `smalti-train`: the same as `smalti train`."""
+    _be_the_process(["train", *sys.argv[1:]])
+
+
+def _be_the_process(arguments: list[str]) -> NoReturn:
+    end = End.first()
+    live_for_one_command()
+    keep_imports()
+    outlast("stderr")
+    end.code = _run(arguments)
+    sys.exit(end.code)
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        code = smalti.main(args=arguments, prog_name="smalti", standalone_mode=False, color=colour())
+    except UserError as error:
+        _tell(str(error), error)
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return ExitCode.USAGE
+    except click.Abort:
+        click.echo("smalti: interrupted", err=True)
+        return ExitCode.INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the top of the command line: nothing but the exit code comes after this
+        traceback.print_exc()
+        _tell(f"{type(error).__name__}: {error}", error)
+        return ExitCode.FAILED
+    return code if isinstance(code, int) else ExitCode.DONE
+
+
+def _tell(message: str, error: BaseException) -> None:
+    """The last lines of output name the cause, and the plugin that raised it if one did."""
+    click.echo(f"{click.style('smalti: error:', fg='red', bold=True)} {message}", err=True, color=colour())
+    for note in getattr(error, "__notes__", ()):
+        click.echo(f"  {note}", err=True)

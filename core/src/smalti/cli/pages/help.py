@@ -1,0 +1,131 @@
+"""Help on the command line: commands with examples, pages of options, colours and a pager where somebody reads.
+
+Colours are written always; `click.echo` takes them away where there is no terminal, and where NO_COLOR is set (see `colour`).
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import click
+
+from smalti.cli.pages.options import facts
+from smalti.config.options import Option, OptionGroup
+from smalti.errors import UserError
+
+_TERM = 32
+"""Columns of an option's flag beside its help; a longer one has a line of its own."""
+
+
+class Formatter(click.HelpFormatter):
+    """Headings in bold, options and commands in colour."""
+
+    def write_heading(self, heading: str) -> None:
+        super().write_heading(click.style(heading, bold=True))
+
+    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = _TERM, col_spacing: int = 2) -> None:
+        styled = [(click.style(term, fg="cyan"), _unbroken(text)) for term, text in rows]
+        super().write_dl(styled, col_max, col_spacing)
+
+    def write_text(self, text: str) -> None:
+        super().write_text(_unbroken(text))
+
+    def getvalue(self) -> str:
+        return super().getvalue().replace(_HYPHEN, "-")
+
+
+_HYPHEN = "\N{NON-BREAKING HYPHEN}"
+
+
+def _unbroken(text: str) -> str:
+    """The text with hyphens at which no line is broken, so that a flag stays in one piece."""
+    return text.replace("-", _HYPHEN)
+
+
+class _Context(click.Context):
+    formatter_class = Formatter
+
+
+class Command(click.Command):
+    """A command whose help ends with examples: whole command lines, one or several lines each."""
+
+    context_class = _Context
+
+    def __init__(self, *arguments: Any, examples: Sequence[str] = (), **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.examples = tuple(examples)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_epilog(ctx, formatter)
+        write_examples(formatter, self.examples)
+
+
+class Group(Command, click.Group):
+    """A group of such commands."""
+
+    command_class = Command
+    group_class = type
+
+
+class Additions(click.Group):
+    """What `register_commands` is given: a group that takes each name once, and none of those that are `taken`."""
+
+    def __init__(self, taken: Sequence[str] = ()) -> None:
+        super().__init__()
+        self._taken = frozenset(taken)
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        name = name or cmd.name
+        if name in self._taken or name in self.commands:
+            raise UserError(f"the command {name!r} already exists", fix="leave the plugin out with --without")
+        super().add_command(cmd, name)
+
+
+def write_examples(formatter: click.HelpFormatter, examples: Sequence[str]) -> None:
+    if examples:
+        with formatter.section("Examples"):
+            for line in (line for example in examples for line in example.splitlines()):
+                formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
+
+
+def write_options(formatter: click.HelpFormatter, options: Mapping[OptionGroup, Sequence[Option]], *, whole: bool) -> None:
+    """A section for each group; with `whole`, all that is known of each option."""
+    for group, members in options.items():
+        with formatter.section(group.title):
+            formatter.write_dl([_entry(option, whole=whole) for option in members])
+
+
+def _entry(option: Option, *, whole: bool) -> tuple[str, str]:
+    kind, chosen = option.kind.upper(), option.choices
+    if chosen:
+        kind = "|".join(chosen) if len(f"--{option.name}={'|'.join(chosen)}") <= _TERM else "CHOICE"
+    term = f"--[no_]{option.name}" if option.is_flag else f"--{option.name}={kind}"
+    return f"{term:<{_TERM}}", " ".join(facts(option, choices=kind == "CHOICE", whole=whole))
+
+
+# --- terminals ------------------------------------------------------------------------------------------------------
+
+
+def colour() -> bool | None:
+    """What click is told of colours: False where they are not wanted, else None, and it asks each stream."""
+    return False if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else None
+
+
+def on_terminal() -> bool:
+    """Whether somebody reads the output as it comes."""
+    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
+
+
+def show_page(text: str) -> None:
+    """Print a long text; by $PAGER where it does not fit on the terminal. PAGER=cat, or an empty one, switches that off."""
+    pager = shlex.split(os.environ.get("PAGER", "less"))
+    paged = on_terminal() and pager and pager[0] != "cat" and shutil.which(pager[0]) is not None
+    if paged and len(text.splitlines()) >= shutil.get_terminal_size().lines:
+        click.echo_via_pager(text, color=colour())
+    else:
+        click.echo(text)

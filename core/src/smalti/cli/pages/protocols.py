@@ -1,0 +1,258 @@
+"""The reference page of the protocols: what a plugin's own classes must have, read from the source. Imports no torch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chapter:
+    """What belongs to one hook, as "module:Class".
+
+    A plugin implements or returns `classes`, may implement `optional` ones as well, and is `given` others. `bases` are classes
+    to inherit from, in which methods have defaults.
+    """
+
+    title: str
+    about: str
+    classes: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+    bases: tuple[str, ...] = ()
+
+
+CHAPTERS = (
+    Chapter(
+        title="Model families",
+        about="`register_model_families` names a factory; the factory returns a `ModelFamily`.",
+        classes=(
+            "smalti.types:FamilyEntry",
+            "smalti.models.family:ModelFamily",
+            "smalti.models.family:Weights",
+        ),
+        optional=(
+            "smalti.models.family:Cacheable",
+            "smalti.models.family:KeepsRawLatents",
+            "smalti.models.family:Adaptable",
+            "smalti.models.family:Exporter",
+            "smalti.models.family:CountsTokens",
+            "smalti.models.family:TellsSettings",
+            "smalti.models.size_conditioning:SeesFrames",
+            "smalti.models.context_parallel:SplitsContext",
+            "smalti.models.weights:Filled",
+            "smalti.diffusion.timesteps:Shift",
+        ),
+        given=("smalti.models.family:SampleRequest", "smalti.diffusion.objective:Objective"),
+    ),
+    Chapter(
+        title="Strategies",
+        about="`configure_distributed` returns a `DistributedPlan`; its `parallel` names a factory that returns a `Parallel`. "
+        "Inherit from `Group`, or from `Replicas` if each rank has the whole model, and write the methods that have no default "
+        "there.",
+        classes=(
+            "smalti.types:DistributedPlan",
+            "smalti.parallel.protocol:Ranks",
+            "smalti.parallel.protocol:Line",
+            "smalti.parallel.protocol:Parallel",
+            "smalti.parallel.protocol:PortableState",
+            "smalti.parallel.protocol:Span",
+        ),
+        given=("smalti.types:World", "smalti.types:Block"),
+        bases=("smalti.parallel.process_group:Group", "smalti.training.ddp:Replicas"),
+    ),
+    Chapter(
+        title="Storages",
+        about="`register_storage` names a factory; the factory returns a `Storage`.",
+        classes=(
+            "smalti.types:StorageEntry",
+            "smalti.data.storage.protocol:Storage",
+            "smalti.data.storage.protocol:StoredFile",
+        ),
+    ),
+    Chapter(
+        title="Metadata backends",
+        about="`register_metadata_backends` names a factory; the factory returns a `MetadataSource`.",
+        classes=(
+            "smalti.types:MetadataEntry",
+            "smalti.data.datasets.sources:MetadataSource",
+            "smalti.data.datasets.sources:Listed",
+        ),
+        optional=("smalti.data.datasets.sources:Selective",),
+    ),
+    Chapter(
+        title="Optimizers",
+        about="`register_optimizers` names a factory; the factory returns a `torch.optim.Optimizer` over groups of "
+        "(name, parameter) pairs. Each group may have a `weight_decay` of its own. State that is a tensor is saved under the "
+        "name of its parameter; other state and the settings of groups are saved as JSON.",
+        classes=("smalti.types:OptimizerEntry",),
+    ),
+    Chapter(
+        title="Caches",
+        about="`register_caches` names a factory; the factory returns a `Cache`.",
+        classes=("smalti.types:CacheEntry", "smalti.plugins.caches:Cache", "smalti.types:Cleared"),
+        bases=("smalti.plugins.caches:CacheFile",),
+    ),
+    Chapter(
+        title="Checkpoint formats",
+        about="`register_checkpoint_formats` names a factory; the factory takes a folder and returns a `Source`.",
+        classes=(
+            "smalti.types:CheckpointFormat",
+            "smalti.checkpoint.conversion.formats:Source",
+            "smalti.checkpoint.conversion.formats:Contents",
+            "smalti.checkpoint.format.safetensors_layout:StoredTensor",
+        ),
+    ),
+)
+
+_INTRODUCTION = """\
+# Protocols
+
+For authors of plugins: every class that a plugin implements, returns or receives, with the signature of each method. The hooks
+themselves are in [hooks.md](hooks.md), the way to a first plugin in [writing-a-plugin.md](writing-a-plugin.md). This page is
+generated from the source: `smalti plugin reference > docs/protocols.md`.
+
+A protocol is not a base class: a class needs the methods, and inherits from nothing. Each method says where it has a default:
+**required** means that your class must have it, **default in `Base`** that classes which inherit from `Base` have it already.
+An *optional* protocol is one that smalti looks for: a class that has its methods gets what it stands for. A method that says
+*collective* is called on every rank, in the same order.
+"""
+_LONG = 5
+"""A class with more methods than these gets a table of them first."""
+
+
+def page() -> str:
+    """The whole page, in Markdown."""
+    return "\n".join([_INTRODUCTION, *(line for chapter in CHAPTERS for line in _chapter(chapter))])
+
+
+def _chapter(chapter: Chapter) -> Iterator[str]:
+    yield from (f"## {chapter.title}", "", chapter.about, "")
+    for address in (*chapter.classes, *chapter.optional, *chapter.given):
+        yield from _class(address, chapter)
+
+
+def _class(address: str, chapter: Chapter) -> Iterator[str]:
+    module, _, name = address.partition(":")
+    node = _find(address)
+    parents = [ast.unparse(base) for base in node.bases]
+    kind = "protocol" if "Protocol" in parents else "record" if node.decorator_list else "class"
+    if address in chapter.optional:
+        kind = f"optional {kind}"
+    inherited = "".join(f", with all that `{each}` has" for each in parents if each not in ("Protocol", "Registered"))
+    told = "; your plugin is given one" if address in chapter.given else ""
+    yield from (f"### `{name}`", "", f"*{kind} in* `{module}`{inherited}{told}", "", *_words(node), "")
+    fields = list(_fields(node))
+    if "Registered" in parents:
+        fields = [*(field for field in _fields(_find("smalti.types:Registered")) if field[0] != "origin"), *fields]
+    if fields:
+        yield from _table(fields)
+    if kind != "record":
+        yield from _verbs(name, list(_methods(node)), chapter, given=address in chapter.given)
+
+
+def _table(fields: list[tuple[str, str, str, str]]) -> Iterator[str]:
+    """The attributes of a class; without a column for meanings where nothing stands in it."""
+    told = any(meaning for _, _, _, meaning in fields)
+    yield "| attribute | type | default |" + (" meaning |" if told else "")
+    yield "|---|---|---|" + ("---|" if told else "")
+    for field, kind, value, meaning in fields:
+        yield f"| `{field}` | `{_cell(kind)}` | {_cell(value)} |" + (f" {_cell(meaning)} |" if told else "")
+    yield ""
+
+
+def _verbs(owner: str, methods: list[ast.FunctionDef], chapter: Chapter, *, given: bool) -> Iterator[str]:
+    """The methods of a class, one after the other. Of one that is `given` nobody has to know what has a default."""
+    if len(methods) > _LONG and not given:
+        rows = [f"| `{method.name}` | {_default(owner, method, chapter.bases)} |" for method in methods]
+        yield from ("| method | |", "|---|---|", *rows, "")
+    for method in methods:
+        yield from (f"#### `{_signature(method)}`", "")
+        if not given:
+            yield from (f"*{_default(owner, method, chapter.bases)}*", "")
+        yield from (*words, "") if (words := _words(method)) else ()
+
+
+def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str, str]]:
+    """Name, type, default and meaning of each annotated attribute that instances have."""
+    for statement, after in zip(node.body, [*node.body[1:], None], strict=True):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            kind = ast.unparse(statement.annotation)
+            if kind.startswith("ClassVar"):
+                continue
+            value = "" if statement.value is None else f"`{_value(statement.value)}`"
+            yield statement.target.id, kind, value or "required", _text(after)
+
+
+def _value(node: ast.expr) -> str:
+    """A default as one would write it; `field(default_factory=dict)` is an empty dict."""
+    for keyword in node.keywords if isinstance(node, ast.Call) else ():
+        if keyword.arg == "default_factory":
+            return f"{ast.unparse(keyword.value)}()"
+    return ast.unparse(node)
+
+
+def _methods(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
+    for statement in node.body:
+        if isinstance(statement, ast.FunctionDef) and not statement.name.startswith("_"):
+            yield statement
+
+
+def _signature(method: ast.FunctionDef) -> str:
+    returns = f" -> {ast.unparse(method.returns)}" if method.returns is not None else ""
+    if _is_property(method):
+        return f"{method.name}{returns.replace(' -> ', ': ')}"
+    arguments = ast.unparse(method.args).removeprefix("self").removeprefix(", ")
+    return f"{method.name}({arguments}){returns}"
+
+
+def _is_property(method: ast.FunctionDef) -> bool:
+    return any(isinstance(each, ast.Name) and each.id == "property" for each in method.decorator_list)
+
+
+def _default(owner: str, method: ast.FunctionDef, bases: tuple[str, ...]) -> str:
+    """Where the method has a body: in its own class, or in a base that its chapter names."""
+    kind = "property, " if _is_property(method) else ""
+    if not _is_empty(method):
+        return f"{kind}default in `{owner}`"
+    for base in bases:
+        if any(found.name == method.name for found in _methods(_find(base))):
+            return f"{kind}default in `{base.partition(':')[2]}`"
+    return f"{kind}required"
+
+
+def _is_empty(method: ast.FunctionDef) -> bool:
+    """Whether it is declared only: nothing but a docstring and `...`."""
+    return all(isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) for each in method.body)
+
+
+def _words(node: ast.ClassDef | ast.FunctionDef) -> list[str]:
+    return (ast.get_docstring(node) or "").splitlines()
+
+
+def _text(statement: ast.stmt | None) -> str:
+    """The docstring of an attribute, in one line, if this statement after it is one."""
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str):
+        return " ".join(statement.value.value.split())
+    return ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _find(address: str) -> ast.ClassDef:
+    module, _, name = address.partition(":")
+    return next(each for each in _parsed(module).body if isinstance(each, ast.ClassDef) and each.name == name)
+
+
+@cache
+def _parsed(module: str) -> ast.Module:
+    """The source of a module, which is not imported."""
+    package, *parts = module.split(".")
+    place = files(package).joinpath(*parts)
+    path = place / "__init__.py" if place.is_dir() else files(package).joinpath(*parts[:-1], f"{parts[-1]}.py")
+    return ast.parse(path.read_text(encoding="utf-8"))

@@ -1,0 +1,107 @@
+"""`smalti plugins`: what is installed, in which state, and what it adds."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from shutil import get_terminal_size
+from typing import cast
+
+import click
+
+from smalti.cli.output import counted
+from smalti.cli.pages.help import Additions, Command, on_terminal
+from smalti.config.known_packages import packages_with_families
+from smalti.config.options import OptionGroup
+from smalti.plugins.registry import BUILT_IN, PluginInfo, Plugins, load_plugins
+from smalti.plugins.schema import selection_of
+from smalti.types import FamilyEntry, Registered
+
+_ADDS = {
+    "register_model_families": "families",
+    "register_storage": "storages",
+    "register_metadata_backends": "metadata backends",
+    "register_optimizers": "optimizers",
+    "register_checkpoint_formats": "checkpoint formats",
+    "register_caches": "caches",
+}
+"""Hooks whose answers have names, and what these are called."""
+_COLOURS = {"active": "green", "broken": "red", "incompatible": "red"}
+
+
+@click.command(cls=Command, examples=("smalti plugins", "smalti plugins --hooks", "smalti plugins --without=all --json"))
+@click.option("--hooks", is_flag=True, help="List the hooks that each plugin implements instead of what it adds.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--plugin", "only", multiple=True, metavar="NAME", help="Use only this plugin, in addition to the built-in ones.")
+@click.option("--without", multiple=True, metavar="NAME", help='Disable this plugin. "all" keeps only the built-in ones.')
+def plugins(hooks: bool, as_json: bool, only: tuple[str, ...], without: tuple[str, ...]) -> None:
+    """List plugins with their version, state and what each adds.
+
+    Plugins are selected as in `smalti train`. A plugin that cannot be loaded is listed with the reason. A disabled one is not
+    imported.
+    """
+    words = [f"--plugins={name}" for name in only] + [f"--without={name}" for name in without]
+    loaded = load_plugins(selection_of(words, None, os.environ), strict=False)
+    families = loaded.gather("register_model_families", FamilyEntry)
+    added = {name: _added(name, loaded) for name in loaded.infos}
+    if as_json:
+        listing = {
+            "plugins": [{**asdict(info), "adds": added[info.name]} for info in loaded.infos.values()],
+            "model_families": [{"name": family.name, "title": family.title} for family in families],
+        }
+        click.echo(json.dumps(listing, indent=2))
+        return
+    _print_rows([(info, _last(info, added[info.name], hooks=hooks)) for info in loaded.infos.values()])
+    if not families:
+        click.echo(f"\nno model family installed: {packages_with_families()}")
+
+
+def _added(name: str, loaded: Plugins) -> dict[str, list[str]]:
+    """What a plugin adds, by kind."""
+
+    def answers(hook: str) -> list[object]:
+        found = loaded.call_only(name, hook) if hook in loaded.infos[name].hooks else []
+        return [each for answer in found for each in cast(list[object], answer or [])]
+
+    added = {kind: [entry.name for entry in cast(list[Registered], answers(hook))] for hook, kind in _ADDS.items()}
+    groups = cast(list[OptionGroup], answers("declare_options"))
+    added["options"] = [option for group in groups for option in group.options.model_fields]
+    if "register_commands" in loaded.infos[name].hooks:
+        commands = Additions()
+        loaded.call_only(name, "register_commands", commands=commands)
+        added["commands"] = list(commands.commands)
+    return {kind: names for kind, names in added.items() if names}
+
+
+def _last(info: PluginInfo, added: Mapping[str, Sequence[str]], *, hooks: bool) -> str:
+    if info.reason:
+        return info.reason
+    if hooks:
+        return ", ".join(info.hooks)
+    parts = ["strategy"] if "configure_distributed" in info.hooks else []
+    parts += [f"{kind}: {', '.join(names)}" for kind, names in added.items() if kind != "options"]
+    if "options" in added:
+        parts.append(counted(len(added["options"]), "option"))
+    return "; ".join(parts) or ("observer" if any(hook.startswith(("on_", "log_")) for hook in info.hooks) else "")
+
+
+def _print_rows(rows: Sequence[tuple[PluginInfo, str]]) -> None:
+    """One line for each plugin; on a terminal the last column is wrapped."""
+    cells = [(info.name, _version(info), info.state) for info, _ in rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(3)]
+    begin = sum(widths) + 6
+    room = max(get_terminal_size().columns - begin, 30) if on_terminal() else 0
+    for (name, version, state), (_, last) in zip(cells, rows, strict=True):
+        lines = textwrap.wrap(last, room, break_on_hyphens=False) if room else [last]
+        head = f"{name:<{widths[0]}}  {version:<{widths[1]}}  "
+        text = f"\n{'':>{begin}}".join(lines or [""])
+        click.echo(head + click.style(f"{state:<{widths[2]}}", fg=_COLOURS.get(state)) + f"  {text}".rstrip())
+
+
+def _version(info: PluginInfo) -> str:
+    """The version; with the package, where its name does not follow from that of the plugin."""
+    expected = "smalti" if info.name in BUILT_IN else f"smalti-{info.name.replace('_', '-')}"
+    return info.version if info.distribution == expected else info.source

@@ -1,0 +1,280 @@
+"""`smalti run`: list, watch and control runs. Only reads run directories and writes requests; needs no torch."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from smalti.builtin.console import LINE_SECONDS, Display, PhaseProgress, Progress, duration, open_display, speed
+from smalti.cli.pages.help import Group
+from smalti.errors import ExitCode
+from smalti.rundir.directory import POLL_SECONDS, RequestKind, RunDirectory, Status, Summary, find_runs, phase_of, shown_loss
+from smalti.rundir.events import Event, read_events, to_json
+from smalti.rundir.phases import Phase
+
+_DIRECTORY = click.argument("directory", metavar="RUN_DIR", type=click.Path(path_type=Path))
+_TIMEOUT = click.option("--timeout", default=60.0, show_default=True, help="Seconds to wait for the run's answer.")
+_NO_WAIT = click.option("--no-wait", is_flag=True, help="Do not wait for the answer.")
+_COLOURS = {"running": "green", "stale": "yellow", "failed": "red", "finished": "blue"}
+
+
+@click.group(cls=Group, examples=("smalti run ls runs", "smalti run watch runs/first", "smalti run stop runs/first"))
+def run() -> None:
+    """List, watch and control runs."""
+
+
+# --- ls -------------------------------------------------------------------------------------------------------------
+
+
+@run.command(examples=("smalti run ls", "smalti run ls /data/runs --depth=2 --json"))
+@click.argument("roots", metavar="[ROOT]...", nargs=-1, type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--depth", default=4, show_default=True, help="Folder levels to search below each ROOT.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def ls(roots: tuple[Path, ...], depth: int, as_json: bool) -> None:
+    """List runs and their status.
+
+    Searches below each ROOT, or below the current folder. As on the console, the loss is the mean of about 20 steps, and
+    samples/s the speed of about the last minute.
+    """
+    found = (directory.summary() for root in roots or (Path(),) for directory in find_runs(root, depth))
+    summaries = [summary for summary in found if summary is not None]
+    if as_json:
+        click.echo(to_json([asdict(summary) for summary in summaries], indent=2))
+    elif summaries:
+        _print_table([_row(summary) for summary in summaries])
+    else:
+        click.echo(f"no runs found below {', '.join(str(root) for root in roots) or 'the current folder'}", err=True)
+
+
+def _row(summary: Summary) -> tuple[str, ...]:
+    record = summary.record
+    since = record.started or record.created
+    return (
+        str(summary.path),
+        summary.status.condition,
+        f"{summary.step}/{summary.max_steps or '-'}",
+        "-" if summary.loss is None else f"{summary.loss:.4g}",
+        speed(summary.samples_per_second),
+        duration(summary.seconds_left),
+        duration(time.time() - since),
+        _doing(summary.phase) if summary.status.condition == "running" else summary.status.message,
+    )
+
+
+def _doing(phase: Phase | None) -> str:
+    """What a run does besides making steps."""
+    return "" if phase is None or phase.name == "training" else str(phase)
+
+
+def _print_table(rows: list[tuple[str, ...]]) -> None:
+    table = [("run", "status", "step", "smoothed loss", "samples/s", "eta", "age", ""), *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    for number, row in enumerate(table):
+        cells = [
+            f"{cell:>{width}}" if 1 < column < 7 else f"{cell:<{width}}"
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        if number:
+            cells[1] = click.style(cells[1], fg=_COLOURS.get(row[1]))
+        click.echo("  ".join(cells).rstrip())
+
+
+# --- watch ----------------------------------------------------------------------------------------------------------
+
+
+@run.command(examples=("smalti run watch runs/first", "smalti run watch runs/first --json > events.jsonl"))
+@_DIRECTORY
+@click.option(
+    "--interval", default=LINE_SECONDS, show_default=True, help="Seconds between lines, if the output is not a terminal."
+)
+@click.option("--patience", default=600.0, show_default=True, help="Give up after this many seconds without a heartbeat.")
+@click.option("--json", "as_json", is_flag=True, help="Print the events as JSON, one per line.")
+@click.option("--offset", default=0, help="Start at this byte of events.jsonl. Only with --json.")
+@click.pass_context
+def watch(context: click.Context, directory: Path, interval: float, patience: float, as_json: bool, offset: int) -> None:
+    """Follow a run until it ends, then exit with its exit code. Ctrl-C does not stop the run."""
+    watched = RunDirectory(directory)
+    try:
+        if as_json:
+            status = _pass_through(watched, offset, patience)
+        else:
+            status = _show(watched, open_display(sys.stdout, interval), patience)
+    except KeyboardInterrupt:
+        click.echo(f"stopped watching; the run continues. To stop it: smalti run stop {directory}", err=True)
+        context.exit(ExitCode.INTERRUPTED)
+    click.echo(f"{directory}: {status.condition}: {status.message}", err=True)
+    context.exit(ExitCode.FAILED if status.exit_code is None else status.exit_code)
+
+
+def _pass_through(watched: RunDirectory, offset: int, patience: float) -> Status:
+    status = watched.status()
+    for item in _follow(watched, offset, patience):
+        if isinstance(item, Status):
+            status = item
+        else:
+            click.echo(item.to_json())
+    return status
+
+
+def _show(watched: RunDirectory, display: Display, patience: float) -> Status:
+    """Show the current state of the run, then what happens."""
+    recent, status = watched.recent_steps(), watched.status()
+    watcher = Watcher(watched, display)
+    for event in recent:
+        watcher.take_step(event)
+    begun = watched.latest("state")
+    offset = recent[-1].end if recent else begun.offset if begun else 0
+    try:
+        if watcher.progress:
+            display.update(watcher.progress)
+        for item in _follow(watched, offset, patience):
+            if not isinstance(item, Status):
+                watcher.show(item)
+                continue
+            status = item
+            if not status.ended:
+                display.say(f"{status.condition}: {status.message}")
+    finally:
+        display.close()
+    return status
+
+
+def _follow(watched: RunDirectory, offset: int, patience: float) -> Iterator[Event | Status]:
+    """Events of all nodes as they come, and the status whenever it changes. Returns when the run has ended or is silent."""
+    offsets = {watched.events_file: offset}
+    shown, begun = "", time.monotonic()
+    while True:
+        status, heartbeat = watched.status(), watched.heartbeat()
+        for path in watched.event_files():
+            for event in read_events(path, offsets.get(path, 0)):
+                offsets[path] = event.end
+                yield event
+        if status.condition != shown:
+            shown = status.condition
+            yield status
+        silence = heartbeat.age if heartbeat else time.monotonic() - begun
+        if status.ended or silence > patience:
+            return
+        time.sleep(POLL_SECONDS)
+
+
+class Watcher:
+    """Turns events into what a display shows."""
+
+    def __init__(self, watched: RunDirectory, display: Display) -> None:
+        self.progress: Progress | None = None
+        self._watched = watched
+        self._display = display
+
+    def show(self, event: Event) -> None:
+        if event.kind == "step":
+            self._display.update(self.take_step(event))
+            return
+        if event.kind == "phase":
+            if event.text("phase") != "training":
+                self._display.update(PhaseProgress(phase_of(event), event.time))
+            return
+        if event.text("state") == "starting":
+            self.progress = None
+        if text := self._text(event):
+            self._display.say(text)
+
+    def take_step(self, event: Event) -> Progress:
+        step, max_steps = event.step or 0, int(event.number("max_steps") or 0)
+        if self.progress is None:
+            record, begun = self._watched.record(), event.time - (event.number("seconds") or 0.0)
+            self.progress = Progress(step=step - 1, max_steps=max_steps, now=begun, begun=record.started if record else None)
+        loss = shown_loss(event)
+        self.progress.max_steps = max_steps
+        self.progress.update(
+            step=step,
+            loss=float("nan") if loss is None else loss,
+            learning_rate=event.number("learning_rate") or 0.0,
+            samples=int(event.number("samples") or 0),
+            now=event.time,
+            samples_per_second=event.number("recent_samples_per_second"),
+            mfu=event.number("mfu"),
+            peak_memory_mb=event.number("peak_memory_mb"),
+        )
+        return self.progress
+
+    def _text(self, event: Event) -> str:
+        """What an event means in words; "" for one that needs none."""
+        message = event.text("message")
+        match event.kind:
+            case "state" if event.text("state") in ("starting", "running"):
+                return f"{event.text('state')} {message}".rstrip()
+            case "checkpoint":
+                return f"checkpoint of step {event.step}: {self._watched.path / event.text('path')}"
+            case "sample":
+                return f"images of step {event.step}: {self._watched.path / (event.text('overview') or event.text('grid'))}"
+            case "eval":
+                return f"evaluation of step {event.step}: loss {event.number('loss') or 0.0:.4g} on held-out images"
+            case "error":
+                return f"error: {event.text('error')}: {message}"
+            case "control_ack":
+                return f"{event.text('kind')} {'accepted' if event.fields.get('accepted') else 'refused'}: {message}"
+            case "log" | "warning" | "health":
+                return f"{event.kind}: {message}"
+            case "malformed":
+                return f"a line at byte {event.offset} cannot be read: {event.text('line')[:80]!r}"
+        return ""
+
+
+# --- stop, save, sample ---------------------------------------------------------------------------------------------
+
+
+def _ask(directory: Path, kind: RequestKind, timeout: float, *, wait: bool) -> ExitCode:
+    asked = RunDirectory(directory)
+    request = asked.request(kind)
+    if not wait:
+        click.echo(f"{directory}: requested to {kind}")
+        return ExitCode.DONE
+    answer = asked.answer(request, timeout)
+    if answer is None:
+        status = asked.status()
+        why = (
+            f"the run has ended ({status.condition})"
+            if status.ended
+            else f"none within {timeout:g} s; runs answer after a step"
+        )
+        click.echo(f"{directory}: no answer to the request to {kind}: {why}", err=True)
+        return ExitCode.FAILED
+    accepted = answer.fields.get("accepted") is True
+    click.echo(f"{directory}: {'' if accepted else 'refused: '}{answer.text('message')}", err=not accepted)
+    return ExitCode.DONE if accepted else ExitCode.FAILED
+
+
+@run.command(examples=("smalti run stop runs/first", "smalti run stop runs/first --no-wait"))
+@_DIRECTORY
+@_TIMEOUT
+@_NO_WAIT
+@click.pass_context
+def stop(context: click.Context, directory: Path, timeout: float, no_wait: bool) -> None:
+    """Ask a run to finish its step, save a checkpoint and stop."""
+    context.exit(_ask(directory, "stop", timeout, wait=not no_wait))
+
+
+@run.command(examples=("smalti run save runs/first --timeout=300",))
+@_DIRECTORY
+@_TIMEOUT
+@_NO_WAIT
+@click.pass_context
+def save(context: click.Context, directory: Path, timeout: float, no_wait: bool) -> None:
+    """Ask a run to save a checkpoint after its step."""
+    context.exit(_ask(directory, "save", timeout, wait=not no_wait))
+
+
+@run.command(examples=("smalti run sample runs/first",))
+@_DIRECTORY
+@_TIMEOUT
+@_NO_WAIT
+@click.pass_context
+def sample(context: click.Context, directory: Path, timeout: float, no_wait: bool) -> None:
+    """Ask a run to generate its validation images after its step."""
+    context.exit(_ask(directory, "sample", timeout, wait=not no_wait))

@@ -1,0 +1,144 @@
+"""`smalti train`: from the command line to a finished run."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import cast
+
+import click
+
+from smalti.cli.arguments import Invocation, take_switch
+from smalti.cli.pages.help import Command, Formatter, show_page, write_options
+from smalti.cli.pages.options import matching, sections
+from smalti.config.known_packages import package_of_topic
+from smalti.config.options import Schema, unknown
+from smalti.errors import ExitCode, UserError, problems_in
+from smalti.launch.checks import check_run
+from smalti.launch.standby import standing_by
+from smalti.system.imports import importing
+from smalti.system.signals import Stopped, Terminated, terminated
+from smalti.system.streams import outlast
+
+_WIDEST = 100
+_FLAGS = (
+    ("--help", "Show the options that most runs need."),
+    ("--help TOPIC", "Show a section, an option, or all options with a word in their names: lora, lora_rank, ema."),
+    ("--help-all", "Show every option."),
+    ("--config=FILE", "Same as CONFIG."),
+    ("--dry-run", "Check everything and show what would be launched."),
+    ("--json", "Print JSON. Only with --dry-run."),
+)
+
+
+class Train(Command):
+    """The command itself; its page of help has the options of the plugins that the command line selects."""
+
+    def page(self, ctx: click.Context, schema: Schema, *, everything: bool) -> str:
+        formatter = Formatter(max_width=_WIDEST)
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
+        self.format_epilog(ctx, formatter)
+        with formatter.section("Help and checks"):
+            formatter.write_dl(_FLAGS)
+        shown = [option for option in schema.options.values() if everything or option.level == "basic"]
+        write_options(formatter, sections(schema, shown), whole=False)
+        if hidden := len(schema.options) - len(shown):
+            formatter.write_paragraph()
+            formatter.write_text(f"{hidden} more options: --help-all lists them, --help TOPIC those of one topic.")
+        return formatter.getvalue().rstrip()
+
+
+@click.command(
+    cls=Train,
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True},
+    options_metavar="[CONFIG] [--OPTION=VALUE]...",
+    examples=(
+        "smalti train --model_family=toy --instance_data_dir=photos \\\n"
+        "    --output_dir=runs/first --resolution=64 --max_train_steps=1000",
+        "smalti train runs/first/config.toml --max_train_steps=2000",
+        "smalti train --help fsdp",
+    ),
+)
+@click.argument("words", metavar="", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def train(context: click.Context, words: tuple[str, ...]) -> int:
+    """Train a model, or resume its training.
+
+    CONFIG is a TOML, JSON or YAML file; flags override it. Each run has one --output_dir; the same command resumes it.
+    --[no_]x is a switch: --x turns it on, --no_x off.
+    """
+    rest = list(words)
+    topic = _take_topic(rest)
+    everything, some = take_switch(rest, "--help-all"), take_switch(rest, "--help", "-h")
+    dry_run, as_json = take_switch(rest, "--dry-run"), take_switch(rest, "--json")
+    try:
+        invocation = Invocation.read(rest)
+        if topic is not None:
+            show_page(topic_page(invocation.schema, topic))
+            return 0
+        if everything or some:
+            show_page(cast(Train, context.command).page(context, invocation.schema, everything=everything))
+            return 0
+        return _train(invocation, dry_run=dry_run, as_json=as_json)
+    except UserError as error:
+        if as_json:
+            problems = [problem.as_json() for problem in problems_in(error)]
+            click.echo(json.dumps({"problems": problems, "exit_code": int(error.exit_code)}, indent=2))
+        raise
+
+
+def _take_topic(words: list[str]) -> str | None:
+    """The word after --help, unless it is a configuration file; it is removed together with --help."""
+    for index, word in enumerate(words):
+        flag, joined, topic = word.partition("=")
+        if flag not in ("--help", "-h"):
+            continue
+        if not joined and index + 1 < len(words):
+            topic = words[index + 1]
+        if not topic or (not joined and (topic.startswith("-") or Path(topic).is_file())):
+            return None
+        del words[index : index + (1 if joined else 2)]
+        return topic
+    return None
+
+
+def topic_page(schema: Schema, topic: str) -> str:
+    """All that is known of the options that a word means. Raises UserError where there are none."""
+    found = matching(schema, topic)
+    if not found:
+        if package := package_of_topic(topic):
+            raise package.error(f"these options belong to {package.distribution}")
+        problem = unknown(topic, schema, where="")
+        known = ", ".join(group.name for group in schema.groups)
+        fix = problem.fix if problem.option else f"name an option, a part of its name, or a section: {known}"
+        raise UserError(f"no option and no section is called {topic!r}", fix=fix)
+    formatter = Formatter(max_width=_WIDEST)
+    write_options(formatter, sections(schema, found), whole=True)
+    return formatter.getvalue().strip()
+
+
+def _train(invocation: Invocation, *, dry_run: bool, as_json: bool) -> int:
+    config = invocation.draft()
+    if config.problems:
+        check_run(config, invocation.plugins)  # raises, with what else is wrong
+    try:
+        with terminated(), ExitStack() as closing:
+            standby = None if dry_run else closing.enter_context(standing_by(config))
+            with importing():
+                from smalti.launch.preflight import Preparation  # imports much, so only once the options are right
+
+            preparation = Preparation.of(config, invocation.plugins, write=not dry_run)
+            if not dry_run:
+                outlast()
+                return int(preparation.launch(standby))
+    except Stopped:
+        click.echo("smalti: stopped on request before the first step; the same command begins it", err=True)
+        return int(ExitCode.DONE)
+    except Terminated:
+        click.echo("smalti: stopped before the run began; the same command begins it", err=True)
+        return int(ExitCode.PREEMPTED)
+    click.echo(json.dumps(preparation.describe(), indent=2) if as_json else preparation.as_text())
+    return 0

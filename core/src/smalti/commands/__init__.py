@@ -1,1 +1,0 @@
-"""The subcommands of `smalti`, one module each; imported only when used."""

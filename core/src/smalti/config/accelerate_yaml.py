@@ -1,0 +1,183 @@
+"""The user's own Accelerate YAML: where it lies, what it says about our options, what of it smalti cannot do, how ours goes in.
+
+Nothing is imported from Accelerate, which would import torch; a test compares the list of keys with Accelerate's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+
+from smalti.config.known_packages import package_of_accelerate
+from smalti.config.options import Given, Option, Schema, Translation
+from smalti.errors import Problem
+
+KEYS = frozenset(
+    (
+        *("compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "num_processes", "machine_rank"),
+        *("num_machines", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_backend", "same_network"),
+        *("main_training_function", "enable_cpu_affinity", "fp8_config", "deepspeed_config", "fsdp_config"),
+        *("parallelism_config", "megatron_lm_config", "mpirun_config", "downcast_bf16", "tpu_name", "tpu_zone"),
+        *("tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env", "dynamo_config"),
+        *("fp16", "dynamo_backend"),  # what older versions wrote
+    )
+)
+_ALIEN = {
+    "XLA": "TPUs",
+    "TPU": "TPUs",
+    "MEGATRON_LM": "Megatron-LM",
+}
+_NOT_PASSED_ON = frozenset(
+    ("compute_environment", "distributed_type", "fp16", "dynamo_backend", "mpirun_config", "downcast_bf16")
+)
+"""Keys that say nothing besides options, or of which a notice tells that they have no effect."""
+_SAYS_NOTHING: tuple[object, ...] = (None, False, "", [], {}, 0, "no", "NO", "none", "all", "main", "static")
+"""What `accelerate config` writes into keys that nobody has given a value."""
+_SECTIONS = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}
+
+
+def is_accelerate(values: Mapping[str, object]) -> bool:
+    """Whether a mapping is an Accelerate configuration rather than one of ours."""
+    return "distributed_type" in values or "compute_environment" in values
+
+
+def default_file(environment: Mapping[str, str]) -> Path | None:
+    """The Accelerate YAML that `accelerate launch` itself would pick up, if there is one."""
+    if named := environment.get("ACCELERATE_CONFIG_PATH"):
+        return Path(named)
+    home = environment.get("HOME", "~")
+    cache = environment.get("HF_HOME") or str(Path(environment.get("XDG_CACHE_HOME") or Path(home, ".cache"), "huggingface"))
+    path = Path(os.path.expanduser(cache)) / "accelerate" / "default_config.yaml"  # noqa: PTH111 - "~" may stand for nobody
+    return path if path.is_file() else None
+
+
+def options_in(values: Mapping[str, object], schema: Schema, path: Path) -> dict[str, Given]:
+    """What the file says about our options; what none of them covers stays in the file alone."""
+    said = {option.name: (option.accelerate.partition("=")[0], _value_of(values, option)) for option in schema.options.values()}
+    for translation in _translations(values, schema):
+        said |= translation.values
+    return {
+        name: Given(value=value, spelling=name, place=f"{key} in {path}")
+        for name, (key, value) in said.items()
+        if value is not None
+    }
+
+
+def _translations(values: Mapping[str, object], schema: Schema) -> list[Translation]:
+    """What plugins make of the file. Sections that are no tables are kept from them: `problems_of` complains."""
+    sound = {key: value for key, value in values.items() if not key.endswith("_config") or isinstance(value, Mapping)}
+    return [group.translate(sound) for group in schema.groups if group.translate is not None]
+
+
+def _value_of(values: Mapping[str, object], option: Option) -> object:
+    """None when the file leaves it open, which Accelerate writes as null, as port 0 and as -1 processes too."""
+    key, equals, expected = option.accelerate.partition("=")
+    if not key:
+        return None
+    if key == "mixed_precision" and values.get("fp16") and not values.get(key):
+        return "fp16"
+    value: object = values
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    if key == "dynamo_config.dynamo_backend":
+        value = value or values.get("dynamo_backend")
+        return None if str(value).upper() == "NO" else value
+    if (key, value) in (("main_process_port", 0), ("num_processes", -1)):
+        return None
+    if key == "use_cpu" and values.get("distributed_type") == "MULTI_CPU":
+        return True
+    if equals:
+        return True if str(value) == expected else None
+    return value
+
+
+def problems_of(values: Mapping[str, object], schema: Schema, path: Path) -> Iterator[Problem]:
+    """What this file asks for that cannot be done here."""
+    leave = "or another file with --accelerate_config, or none with --accelerate_config=none"
+    if not is_accelerate(values):
+        fix = "give a file that `accelerate config` wrote"
+        yield Problem(message="this is not an Accelerate configuration: it has no distributed_type", where=str(path), fix=fix)
+        return
+    if (place := values.get("compute_environment", "LOCAL_MACHINE")) != "LOCAL_MACHINE":
+        yield Problem(message=f"smalti does not launch on {place}", where=str(path), fix=f"LOCAL_MACHINE, {leave}")
+    kind = str(values.get("distributed_type", "NO"))
+    if kind in _ALIEN or values.get("tpu_use_cluster"):
+        message = f"smalti does not train on {_ALIEN.get(kind, 'TPUs')}"
+        yield Problem(message=message, where=str(path), fix=f"distributed_type: MULTI_GPU, {leave}")
+    for section, content in values.items():
+        if section.endswith("_config") and content is not None and not isinstance(content, Mapping):
+            message = f"{section} is a {type(content).__name__}, not a table of settings"
+            yield Problem(message=message, where=str(path), fix=f"{section}: {{key: value, ...}}")
+    for translation in _translations(values, schema):
+        for problem in translation.problems:
+            yield replace(problem, where=f"{problem.where} in {path}")
+    covered = _covered(schema)
+    claimed = {option.accelerate.partition("=")[2] for option in schema.options.values()}
+    asked = {key for key in ("fsdp_config", "deepspeed_config", "parallelism_config") if values.get(key)} - covered
+    if kind in _SECTIONS and kind not in claimed:
+        asked |= set() if asked or _SECTIONS[kind] in covered else {kind}
+    for key in sorted(asked):
+        package = package_of_accelerate(key)
+        assert package is not None, "each strategy of Accelerate has a package"
+        problem = package.problem(f"{key} needs {package.distribution}", str(path))
+        yield replace(problem, fix=f"{problem.fix}, {leave}")
+    for key in values:
+        if key not in KEYS and (near := get_close_matches(str(key), KEYS, n=1, cutoff=0.85)):
+            yield Problem(message=f"unknown key {key}", where=str(path), fix=f"did you mean {near[0]}?")
+
+
+def _covered(schema: Schema) -> set[str]:
+    """The keys at the top of the file, sections among them, that options of ours speak for."""
+    return {option.accelerate.partition(".")[0].partition("=")[0] for option in schema.options.values()}
+
+
+def notices_of(values: Mapping[str, object], schema: Schema, path: Path) -> Iterator[str]:
+    """What in this file has no effect in smalti."""
+    for translation in _translations(values, schema):
+        yield from (f"{key} in {path} {remark}" for key, remark in translation.notices)
+    dynamo = values.get("dynamo_config")
+    for key, value in dynamo.items() if isinstance(dynamo, Mapping) else ():
+        if str(key).removeprefix("dynamo_") not in ("backend", "mode") and value:
+            yield f"{key} in {path} has no effect: smalti compiles block by block, with dynamo_backend and dynamo_mode"
+    if values.get("mpirun_config"):
+        yield f"mpirun_config in {path} has no effect: ranks on CPUs are started by torch's own launcher"
+    if str(values.get("downcast_bf16", "no")).lower() not in ("no", "false"):
+        yield f"downcast_bf16 in {path} has no effect: it is for TPUs"
+
+
+def uncovered(values: Mapping[str, object], schema: Schema) -> dict[str, object]:
+    """What the file says at its top that no option of ours can say: it reaches `accelerate launch` from such a file only."""
+    known = {*_covered(schema), *_NOT_PASSED_ON, "same_network"}
+    said = {key: value for key, value in values.items() if key not in known and value not in _SAYS_NOTHING}
+    if values.get("same_network") is False and values.get("num_machines", 1) != 1:
+        said["same_network"] = False  # one of a launch without a file is true
+    return said
+
+
+def merge(user: Mapping[str, object], ours: Mapping[str, object]) -> dict[str, object]:
+    """`user` with `ours` put in, section by section; what only the user has survives. None in `ours` takes a key out."""
+    merged = dict(user)
+    for key, value in ours.items():
+        if value is None:
+            merged.pop(key, None)
+            continue
+        before = merged.get(key)
+        merged[key] = merge(before if isinstance(before, Mapping) else {}, value) if isinstance(value, Mapping) else value
+    return merged
+
+
+def differences(user: Mapping[str, object], merged: Mapping[str, object], schema: Schema) -> Iterator[str]:
+    """What the merged file says otherwise than the user's, where no option's own notice tells of it."""
+    covered = {option.accelerate for option in schema.options.values()}
+    for key, value in user.items():
+        if (
+            key in merged
+            and not isinstance(value, Mapping)
+            and merged[key] != value
+            and value is not None
+            and key not in covered
+        ):
+            yield f"{key}: {merged[key]!r} is launched, the Accelerate YAML says {value!r}"

@@ -1,0 +1,101 @@
+"""Command-line words -> option values.
+
+`--flag value`, `--flag=value`, a bare switch, `--no_switch`; dashes or underscores, any case, no abbreviations. A value that
+begins with `--` must be joined with `=`; one that begins with a single dash, such as -1, need not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import BeforeValidator
+
+from smalti.config.options import Given, Option, Schema, unknown
+from smalti.errors import Problem
+
+_SWITCH_WORDS = frozenset(("true", "false", "yes", "no", "on", "off", "1", "0"))
+_WHERE = "command line"
+
+
+def parse_flags(arguments: Sequence[str], schema: Schema, problems: list[Problem]) -> dict[str, Given]:
+    """The options that these words give; what is wrong with them goes to `problems`.
+
+    The last occurrence of a flag wins, except for lists, which grow.
+    """
+    found: dict[str, Given] = {}
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--") or word == "--":
+            problems.append(_unexpected(word))
+            continue
+        flag, joined, text = word.partition("=")
+        option, negated = _option_of(flag, schema)
+        if option is None:
+            problems.append(unknown(flag, schema, where=_WHERE))
+            if not joined and words and not words[0].startswith("-"):
+                words.pop(0)
+            continue
+        if option.secret:
+            fix = f"give it in the environment, as SMALTI_{option.name.upper()}, or as {{env:NAME}} in a file"
+            problems.append(Problem(message="other users can read secrets on the command line", where=flag, fix=fix))
+        value = text if joined else _next_value(option, negated, words)
+        if value is None or (negated and joined):
+            problems.append(_bad_form(flag, option, negated))
+            continue
+        found[option.name] = Given(value=_grown(option, found.get(option.name), value), spelling=flag, place=flag)
+    return found
+
+
+def _option_of(flag: str, schema: Schema) -> tuple[Option | None, bool]:
+    """The option that a flag means, and whether it is the `--no_` form of a switch."""
+    if (option := schema.find(flag)) is not None:
+        return option, False
+    if flag[2:5].lower() in ("no_", "no-") and (option := schema.find(flag[5:])) is not None and option.is_flag:
+        return option, True
+    return None, False
+
+
+def _next_value(option: Option, negated: bool, words: list[str]) -> str | None:
+    """The value of a flag that is not joined to it, taken from the words that follow; None if there is none."""
+    if negated:
+        return "false"
+    if option.is_flag:
+        return words.pop(0) if words and words[0].lower() in _SWITCH_WORDS else "true"
+    return words.pop(0) if words and not words[0].startswith("--") else None
+
+
+def _grown(option: Option, before: Given | None, value: object) -> object:
+    if not option.is_list:
+        return value
+    earlier = before.value if before is not None else []
+    return [*_as_list(earlier), *_as_list(_parts(option, value))]
+
+
+def _parts(option: Option, value: object) -> object:
+    """One occurrence of a list flag as the elements that it stands for; what cannot be read is left to validation."""
+    for constraint in option.info.metadata:
+        if isinstance(constraint, BeforeValidator):
+            try:
+                return constraint.func(value)  # type: ignore[call-arg]
+            except ValueError:
+                return value
+    return value
+
+
+def _as_list(value: object) -> list[object]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _bad_form(flag: str, option: Option, negated: bool) -> Problem:
+    if negated:
+        return Problem(message="takes no value", where=flag, fix=f"{flag}, or --{option.name}=true", option=option.name)
+    fix = f"{flag}=VALUE ({option.kind}); joined by =, any value will do"
+    return Problem(message="needs a value", where=flag, fix=fix, option=option.name)
+
+
+def _unexpected(word: str) -> Problem:
+    fix = "options begin with --, and a value with spaces needs quotes"
+    if word.endswith((".toml", ".json", ".yaml", ".yml")):
+        fix = f"put the configuration file first: smalti train {word} ..."
+    return Problem(message=f"unexpected word {word!r}", where=_WHERE, fix=fix)

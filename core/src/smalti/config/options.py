@@ -1,0 +1,393 @@
+"""One option is one declared field: flag, file key, environment name, help, reference page and web control come from it.
+
+A group of options is a pydantic model; a plugin declares it and reads it back, typed, as `config[MyOptions].my_flag`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import types as python_types
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic.fields import FieldInfo
+
+from smalti.config.known_packages import package_of_option
+from smalti.errors import Problem, Unsettled, UserError
+
+LARGEST = 2**63 - 1
+"""Of the integers that options may have."""
+LONGEST_NAME = 255
+"""Bytes of a file's name, on all file systems in use."""
+Level = Literal["basic", "advanced", "expert"]
+"""Who an option is for: at which level of help it is shown."""
+JsonValue = str | int | float | bool | None | list["JsonValue"] | dict[str, "JsonValue"]
+
+
+class Options(BaseModel):
+    """Base of every group of options: unknown names are refused, values never change after validation.
+
+    A field that may be None has None as its default: None means "not given", in every source alike.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, coerce_numbers_to_str=True, defer_build=True
+    )
+
+    @field_validator("*")
+    @classmethod
+    def _bounded(cls, value: object) -> object:
+        """What C code and files can hold: numbers of 64 bits."""
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise ValueError(f"it must lie between -{LARGEST} and {LARGEST}")
+        return value
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            if name in type(self).model_fields:
+                raise Unsettled(name)
+            return super().__getattr__(name)
+
+
+def unsettled(options: Options, names: Collection[str]) -> Options:
+    """The same options, of which these have no value: to read one raises Unsettled."""
+    copy = options.model_copy()
+    for name in names:
+        vars(copy).pop(name, None)
+    return copy
+
+
+def option(
+    default: object,
+    *,
+    help: str,
+    level: Level = "basic",
+    when: str = "",
+    trade: str = "",
+    aliases: Sequence[str] = (),
+    accelerate: str = "",
+    secret: bool = False,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+) -> Any:
+    """Declare one option; use as the default of a field of an `Options` class.
+
+    Args:
+        default: used when no source names the option; None for fields that may be None.
+        help: one sentence for people; shown in the help, the reference page and the web form.
+        level: who needs it; the short help shows "basic" only.
+        when: the option has an effect only while this holds: "use_ema", "optimizer == adamw" or "num_processes > 1".
+        trade: what is gained and what is paid, such as "less memory, about 30 % slower".
+        aliases: former or foreign names that are accepted with a notice.
+        accelerate: the key of an Accelerate YAML that sets this option, dotted into sections; "key=value" means "true when the
+            key has this value".
+        secret: never shown; accepted from the environment or as {env:NAME} only.
+    """
+    extra = {
+        "level": level,
+        "when": when,
+        "trade": trade,
+        "aliases": list(aliases),
+        "accelerate": accelerate,
+        "secret": secret,
+    }
+    return Field(default=default, description=help, ge=ge, gt=gt, le=le, lt=lt, json_schema_extra=extra)  # type: ignore[arg-type]
+
+
+def _split(value: object) -> object:
+    """A list from one string: JSON if it looks like it, else separated by commas."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if text.startswith("["):
+        return json.loads(text)
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _one_or_many(value: object) -> object:
+    """A list from a single string, unsplit, because texts hold commas; a JSON list of texts is taken for the list it is."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError:
+            return [value]  # "[soft light] a cat" is a prompt
+    return [value]
+
+
+def _tables(value: object) -> object:
+    """Tables from JSON; a single one is a list of one."""
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        value = json.loads(value)
+    return _without_null([value] if isinstance(value, Mapping) else value)
+
+
+def _without_null(value: object) -> object:
+    """The same without keys that are null: that means "not given", and TOML has no word for it."""
+    if isinstance(value, Mapping):
+        return {key: _without_null(each) for key, each in value.items() if each is not None}
+    return [_without_null(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
+"""A comma-separated list of words."""
+Texts = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
+"""Several texts: the flag is repeated, a file gives a list."""
+Tables = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_tables)]
+"""A list of tables, such as [[datasets]]; JSON on the command line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Translation:
+    """What a plugin reads in an Accelerate YAML, or in the value of an option, where no single key is the value of an option.
+
+    `values` has (key, value) by the name of an option and goes before what the keys named by the options say; the value None
+    means that the file leaves the option open. `notices` have (key, remark), such as "has no effect: ...". Keys, also in
+    `Problem.where`, are those of the file, dotted.
+    """
+
+    values: Mapping[str, tuple[str, object]] = field(default_factory=dict)
+    notices: Sequence[tuple[str, str]] = ()
+    problems: Sequence[Problem] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionGroup:
+    """A section of options as a plugin declares it. `name` is unique; `title` heads the section in the help.
+
+    `translate` reads a user's Accelerate YAML beyond the keys that the options name with `accelerate=`; its `..._config`
+    sections, where there are any, are tables. `implies` gets the values of this group's options that were given, as they were
+    given, and says which values of other options lie in them: those that nothing else gives. Keys are then those in the value.
+    """
+
+    name: str
+    title: str
+    options: type[Options]
+    translate: Callable[[Mapping[str, object]], Translation] | None = None
+    implies: Callable[[Mapping[str, object]], Translation] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One declared option with everything that its users need: parser, help, docs and forms."""
+
+    name: str
+    group: OptionGroup
+    info: FieldInfo
+    level: Level
+    help: str
+    when: str
+    trade: str
+    aliases: tuple[str, ...]
+    accelerate: str
+    secret: bool
+
+    @property
+    def default(self) -> object:
+        return self.info.get_default()
+
+    @property
+    def is_flag(self) -> bool:
+        """A switch: `--name` alone means true, `--no_name` false."""
+        return bool in self._types
+
+    @property
+    def holds_text(self) -> bool:
+        """Whether the value is what somebody has written, rather than a number, a switch or a choice."""
+        return not self.choices and (self.is_list or str in self._types or Path in self._types)
+
+    @property
+    def may_be_none(self) -> bool:
+        return type(None) in self._types
+
+    @property
+    def is_list(self) -> bool:
+        """Repeating the flag adds to it."""
+        return any(get_origin(each) is tuple for each in self._types)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The allowed words, or empty for free values."""
+        return tuple(str(word) for each in self._types if get_origin(each) is Literal for word in get_args(each))
+
+    @property
+    def kind(self) -> str:
+        """What to write, for people: "true|false", "integer", "number", the choices, ..."""
+        if self.choices:
+            return "|".join(self.choices)
+        names = {bool: "true|false", int: "integer", float: "number", str: "text", Path: "path"}
+        return " or ".join(names.get(each, "list") for each in self._types if each is not type(None))
+
+    @property
+    def bounds(self) -> str:
+        """Allowed range, for people: "> 0, <= 1"; empty if there is none."""
+        signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+        found = []
+        for constraint in self.info.metadata:
+            found += [f"{sign} {_number(getattr(constraint, key))}" for key, sign in signs.items() if hasattr(constraint, key)]
+        return ", ".join(found)
+
+    @property
+    def _types(self) -> tuple[Any, ...]:
+        annotation = self.info.annotation
+        if get_origin(annotation) in (Union, python_types.UnionType):
+            return get_args(annotation)
+        return (annotation,)
+
+    def read(self, value: object) -> object:
+        """A value as any source spells it, in the form that validation expects.
+
+        Choices in any case, with dashes or underscores; "none" for options that may be None and are no text; "~" in paths.
+        """
+        if isinstance(value, bool) and self.choices:
+            value = "yes" if value else "no"  # YAML takes a bare `no` for false
+        if not isinstance(value, str):
+            return value
+        word = _fold(value)
+        if self.choices and word in (spelled := {_fold(choice): choice for choice in self.choices}):
+            return spelled[word]
+        if word in ("none", "null") and self.may_be_none and str not in self._types:
+            return None
+        if Path in self._types and value.startswith("~"):
+            with suppress(RuntimeError):  # nobody has this name: `no_path` says so
+                return str(Path(value).expanduser())
+        return value
+
+    def objection(self, value: object) -> str:
+        """What speaks against a value that validation would let through by converting it; empty if nothing does."""
+        if isinstance(value, bool) and not self.is_flag:
+            return "a switch's value"
+        if not isinstance(value, str):
+            return ""
+        if any("\ud800" <= letter <= "\udfff" for letter in value):
+            return "it is not valid UTF-8"
+        if Path not in self._types:
+            return ""
+        return no_path(value) or ("it is empty" if value == "" else "")
+
+    def check(self, value: object) -> object:
+        """The value as its group will hold it. Raises pydantic's ValidationError."""
+        return getattr(self.group.options.model_validate({self.name: self.read(value)}), self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """One value as a source gave it: `spelling` is the name it used there, `place` says where, for people.
+
+    `written` is the value with {env:NAME} in it, where the environment had a part in it; else None.
+    """
+
+    value: object
+    spelling: str
+    place: str
+    written: object = None
+
+    @property
+    def shown(self) -> object:
+        """The value for messages and files."""
+        return self.value if self.written is None else self.written
+
+
+def no_path(text: str) -> str:
+    """Why a text cannot name a file, whatever files there are; empty if it can."""
+    if "\0" in text:
+        return "it holds a zero byte"
+    if any(len(name.encode()) > LONGEST_NAME for name in text.split("/")):
+        return f"no file has a name of more than {LONGEST_NAME} bytes"
+    if text.startswith("~") and os.path.expanduser(text) == text:  # noqa: PTH111 - which raises for nobody
+        return f"there is no user {text.partition('/')[0][1:]}"
+    return ""
+
+
+def _number(value: float) -> str:
+    """Large whole numbers to the last digit."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def _fold(word: str) -> str:
+    return word.strip().lower().replace("-", "_")
+
+
+@dataclass(frozen=True)
+class Schema:
+    """All options of the core and of the active plugins, by name."""
+
+    groups: tuple[OptionGroup, ...]
+    options: Mapping[str, Option] = field(init=False)
+    aliases: Mapping[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        options: dict[str, Option] = {}
+        aliases: dict[str, str] = {}
+        for group in self.groups:
+            for each in _options_of(group):
+                for name in (each.name, *each.aliases):
+                    if (other := options.get(name) or options.get(aliases.get(name, ""))) is not None:
+                        raise UserError(
+                            f"option {name!r} is declared by {other.group.name!r} and by {group.name!r}",
+                            fix="leave one of the two plugins out with --without",
+                        )
+                options[each.name] = each
+                aliases |= dict.fromkeys(each.aliases, each.name)
+        object.__setattr__(self, "options", options)
+        object.__setattr__(self, "aliases", aliases)
+
+    def find(self, spelling: str) -> Option | None:
+        """The option meant by a flag or key in any accepted spelling: dashes, case, leading "--", former names."""
+        name = _fold(spelling.strip().lstrip("-"))
+        return self.options.get(name) or self.options.get(self.aliases.get(name, ""))
+
+    def near(self, spelling: str) -> list[str]:
+        """Names that may have been meant, nearest first: alike, or abbreviated to a beginning or to initials ("lr")."""
+        word = _fold(spelling.lstrip("-"))
+        names = [*self.options, *self.aliases]
+        initials = [name for name in names if "".join(part[0] for part in name.split("_") if part) == word]
+        beginnings = [name for name in names if len(word) > 2 and name.startswith(word)]
+        alike = get_close_matches(word, names, n=3, cutoff=0.7)
+        found = {self.aliases.get(name, name): None for name in (*initials, *alike, *beginnings)}
+        return list(found)[:3]
+
+
+def _options_of(group: OptionGroup) -> Iterable[Option]:
+    for name, info in group.options.model_fields.items():
+        extra = info.json_schema_extra
+        if not isinstance(extra, dict) or not info.description:
+            raise TypeError(f"{group.options.__name__}.{name} must be declared with option(..., help=...)")
+        declared = Option(
+            name=name,
+            group=group,
+            info=info,
+            level=extra["level"],  # type: ignore[arg-type]
+            help=info.description,
+            when=str(extra["when"]),
+            trade=str(extra["trade"]),
+            aliases=tuple(extra["aliases"]),  # type: ignore[arg-type]
+            accelerate=str(extra["accelerate"]),
+            secret=bool(extra["secret"]),
+        )
+        if declared.may_be_none and info.get_default() is not None:
+            raise TypeError(f"{group.options.__name__}.{name} may be None, so None must be its default")
+        yield declared
+
+
+def unknown(spelling: str, schema: Schema, *, where: str) -> Problem:
+    """The complaint about a name that no option has: the package of the plugin that has it, or the nearest names."""
+    if package := package_of_option(_fold(spelling.lstrip("-"))):
+        return package.problem(f"{spelling} belongs to {package.distribution}", where)
+    prefix = "--" if spelling.startswith("-") else ""
+    near = [f"{prefix}{name}" for name in schema.near(spelling)]
+    fix = (
+        f"did you mean {' or '.join(near)}?" if near else "remove it, or search the options by a word: smalti train --help WORD"
+    )
+    meant = schema.near(spelling)[:1]
+    return Problem(message=f"unknown option {spelling}", where=where, fix=fix, option=meant[0] if meant else "")

@@ -1,0 +1,409 @@
+"""Files, environment and flags -> one validated, immutable Config that knows where each value came from.
+
+Priority, strongest first: flags, SMALTI_* environment, Accelerate YAML (what it covers), configuration file, defaults.
+Where two sources name the same option with different values, a notice says which won.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TypeVar, cast
+
+from pydantic import ValidationError
+
+from smalti.config import accelerate_yaml
+from smalti.config.files import read_mapping
+from smalti.config.flags import parse_flags
+from smalti.config.kept_defaults import Kept, kept_defaults
+from smalti.config.known_packages import package_of_accelerate, strategies
+from smalti.config.options import Given, Option, OptionGroup, Options, Schema, unknown, unsettled
+from smalti.config.references import References
+from smalti.config.sources import (
+    Layer,
+    accelerate_path,
+    environment_layer,
+    file_layer,
+    same,
+    variable,
+    with_variables,
+)
+from smalti.errors import ConfigError, Problem, Unsettled
+
+G = TypeVar("G", bound=Options)
+
+KEPT = "default when the run began"
+"""How the source of a value begins that is the default of the version that began the run."""
+AUTOMATIC = "auto: "
+"""How the source of a value begins that took the place of "auto"."""
+PER_MACHINE = frozenset(("machine_rank", "accelerate_config"))
+"""Options in which the machines of one run may differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Every option's value. `config[TrainingOptions].max_grad_norm` is typed; `config.value("max_grad_norm")` is not."""
+
+    schema: Schema
+    groups: Mapping[type[Options], Options]
+    sources: Mapping[str, str] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+    accelerate: Mapping[str, object] = field(default_factory=dict)
+    """The user's Accelerate YAML as it stands, to be merged into the launch; empty if there is none."""
+    kept: Kept = field(default_factory=Kept)
+    """The defaults of the version that began the run, where it was begun before."""
+    references: References = field(default_factory=References)
+    problems: tuple[Problem, ...] = ()
+    """What is wrong with it. Only a `draft` has any; reading the options that they are about raises Unsettled."""
+
+    def __getitem__(self, group: type[G]) -> G:
+        return cast(G, self.groups[group])
+
+    def __contains__(self, group: type[Options]) -> bool:
+        return group in self.groups
+
+    def value(self, name: str) -> object:
+        return getattr(self.groups[self.schema.options[name].group.options], name)
+
+    def source(self, name: str) -> str:
+        """Where the value came from, for people."""
+        return self.sources.get(name, "default")
+
+    def separately(self, *checks: Callable[[Config], Iterable[Problem]]) -> list[Problem]:
+        """What these checks find, each by itself: one that needs an option whose value is not known finds nothing."""
+        found: list[Problem] = []
+        for check in checks:
+            with suppress(Unsettled):
+                found += check(self)
+        return found
+
+    def unsettled(self, problems: Iterable[Problem]) -> Config:
+        """The same, in which options that these problems are about have no value: to read one raises Unsettled."""
+        return replace(self, groups=_without_values(self.groups, problems))
+
+    def values(self) -> dict[str, object]:
+        """Every option's value, as JSON would hold it, with {env:NAME} where it was written. Secrets are left out."""
+        found: dict[str, object] = {}
+        for group in self.groups.values():
+            if unsettled := type(group).model_fields.keys() - vars(group).keys():
+                raise Unsettled(*sorted(unsettled))
+            found |= group.model_dump(mode="json")
+        found |= self.references.values
+        return {name: value for name, value in found.items() if not self.schema.options[name].secret}
+
+    def changes(self) -> dict[str, object]:
+        """The values that are not defaults: what a configuration file needs to hold."""
+        defaults = {name: value for kind in self.groups for name, value in kind()}
+        return {name: value for name, value in self.values().items() if self.value(name) != defaults[name]}
+
+    def shown(self, name: str) -> object:
+        """The value with {env:NAME} where it was written: for files, names and messages."""
+        written = self.references.values.get(name)
+        if written is None:
+            return self.value(name)
+        try:
+            return self.schema.options[name].check(written)
+        except ValidationError:
+            return written  # what it stands for would do
+
+    def masked(self, value: object) -> object:
+        """Text, at any depth, in which {env:NAME} stands for what the environment has for it, where the options use it."""
+        return self.references.masked(value)
+
+    def given(self) -> dict[str, object]:
+        """The values that are neither a default of this version nor one that the run keeps."""
+        return {name: value for name, value in self.changes().items() if not self.source(name).startswith(KEPT)}
+
+    def defaults(self) -> dict[str, object]:
+        """The default of every option in this run: as the run was begun, else as this version has it."""
+        own: dict[str, object] = {}
+        for kind in self.groups:
+            own |= kind().model_dump(mode="json")
+        return {name: self.kept.values.get(name, value) for name, value in own.items() if not self.schema.options[name].secret}
+
+    def shared_values(self) -> dict[str, object]:
+        """The values that are the same on every machine of a run: what its workers are given."""
+        return {name: value for name, value in self.values().items() if name not in PER_MACHINE}
+
+    def flags(self) -> list[str]:
+        """The flags that give this configuration again."""
+        return [f"--{name}={_as_text(value)}" for name, value in self.changes().items()]
+
+    def chosen(self, name: str, value: object, why: str) -> Config:
+        """The same with a value in place of "auto", and why it is this one."""
+        group = self.schema.options[name].group.options
+        changed = self.groups[group].model_copy(update={name: value})
+        return replace(self, groups={**self.groups, group: changed}, sources={**self.sources, name: AUTOMATIC + why})
+
+    def secrets(self) -> dict[str, str]:
+        """The secrets that are set, as environment variables: the only way in which they travel to the workers."""
+        names = [option.name for option in self.schema.options.values() if option.secret]
+        return {variable(name): str(value) for name in names if (value := self.value(name)) is not None}
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hex digits over all values: the same on every rank, or the ranks do not train the same run."""
+        text = json.dumps(self.shared_values(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+# --- resolving ------------------------------------------------------------------------------------------------------
+
+
+def resolve(
+    schema: Schema,
+    arguments: Sequence[str] = (),
+    *,
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Config:
+    """All sources together, validated. Raises ConfigError with every problem at once."""
+    config = draft(schema, arguments, file=file, environment=environment)
+    if config.problems:
+        raise ConfigError(config.problems)
+    return config
+
+
+def draft(
+    schema: Schema,
+    arguments: Sequence[str] = (),
+    *,
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Config:
+    """The same, with its problems in it, so that the rest of it can be looked through for more of them."""
+    environment = os.environ if environment is None else environment
+    problems: list[Problem] = []
+    content = read_mapping(file) if file is not None else {}
+    is_accelerate = accelerate_yaml.is_accelerate(content)
+    layers: dict[str, Layer] = {
+        "flag": parse_flags(arguments, schema, problems),
+        "environment": environment_layer(schema, environment, problems),
+        "Accelerate YAML": {},
+        "file": {} if is_accelerate else file_layer(schema, content, str(file), problems),
+    }
+    layers = {label: with_variables(layer, environment, problems) for label, layer in layers.items()}
+    path = accelerate_path(layers, file if is_accelerate else None, environment, problems)
+    accelerate = content if is_accelerate else read_mapping(path) if path is not None else {}
+    notices: list[str] = []
+    if path is not None:
+        problems += accelerate_yaml.problems_of(accelerate, schema, path)
+        notices += accelerate_yaml.notices_of(accelerate, schema, path)
+        layers["Accelerate YAML"] = with_variables(accelerate_yaml.options_in(accelerate, schema, path), environment, problems)
+    chosen = _merge(layers, schema, notices)
+    _imply(schema, chosen, notices, problems)
+    kept = kept_defaults(chosen["output_dir"][1].value if "output_dir" in chosen else None, content, file, notices)
+    _keep(schema, chosen, kept, notices)
+    values = {name: given for name, (_, given) in chosen.items()}
+    groups = _validate(schema, values, problems)
+    problems += _at_odds(schema, groups, problems)
+    sources = {name: f"{label} ({given.place})" for name, (label, given) in chosen.items()}
+    config = Config(schema=schema, groups=groups, sources=sources, accelerate=accelerate, kept=kept, problems=tuple(problems))
+    config = replace(config, references=References.of(schema, values, environment))
+    return replace(config, notices=(*notices, *(_idle_options(config) if not problems else ())))
+
+
+def restore(
+    schema: Schema,
+    values: Mapping[str, object],
+    accelerate: Mapping[str, object],
+    environment: Mapping[str, str] | None = None,
+) -> Config:
+    """The Config of a run from the values that its launcher wrote: how workers get theirs. Secrets come by the environment."""
+    environment = os.environ if environment is None else environment
+    problems = [unknown(name, schema, where="launch.json") for name in values if name not in schema.options]
+    layer = {
+        name: Given(value=value, spelling=name, place="launch.json")
+        for name, value in values.items()
+        if name in schema.options and value is not None
+    }
+    for option in schema.options.values():
+        if option.secret and (value := environment.get(variable(option.name))) is not None:
+            layer[option.name] = Given(value=value, spelling=option.name, place=variable(option.name))
+    layer = dict(with_variables(layer, environment, problems))
+    groups = _validate(schema, layer, problems)
+    if problems:
+        raise ConfigError(problems)
+    config = Config(schema=schema, groups=groups, accelerate=accelerate, references=References.of(schema, layer, environment))
+    # What has its default value is as good as not given: it came from nowhere, or changed nothing.
+    return replace(config, sources=dict.fromkeys(config.changes(), "launch"))
+
+
+# --- merging and validating -----------------------------------------------------------------------------------------
+
+
+def _merge(layers: Mapping[str, Layer], schema: Schema, notices: list[str]) -> dict[str, tuple[str, Given]]:
+    """The strongest value of each option with its layer, and a notice for each weaker one that differs."""
+    chosen: dict[str, tuple[str, Given]] = {}
+    for label, layer in layers.items():
+        for name, given in layer.items():
+            option = schema.options[name]
+            spelling = given.spelling.lstrip("-").replace("-", "_").lower()
+            if spelling not in (name, f"no_{name}") and spelling.rstrip("s") != name.rstrip("s"):
+                notices.append(f"{spelling} is called {name} here")
+            _, winner = chosen.setdefault(name, (label, given))
+            if winner is not given and not same(option, winner.value, given.value):
+                values = ("", "") if option.secret else (f"{winner.shown!r} from ", f"{given.shown!r} from ")
+                notices.append(f"{name}: {values[0]}{winner.place} wins over {values[1]}{given.place}")
+    return chosen
+
+
+def _imply(schema: Schema, chosen: dict[str, tuple[str, Given]], notices: list[str], problems: list[Problem]) -> None:
+    """Add the values that lie in those of other options. What is given elsewhere must agree with them."""
+    for group in schema.groups:
+        mine = [name for name in group.options.model_fields if name in chosen]
+        if group.implies is None or not mine:
+            continue
+        found = group.implies({name: chosen[name][1].value for name in mine})
+        problems += [replace(problem, option=mine[0]) for problem in found.problems]
+        notices += [f"{key} in {mine[0]} {remark}" for key, remark in found.notices]
+        for name, (key, value) in found.values.items():
+            inner = Given(value=value, spelling=name, place=f"{key} in {mine[0]}")
+            _, given = chosen.setdefault(name, (group.title, inner))
+            if given is not inner and not same(schema.options[name], given.value, value):
+                message = f"{name} is {given.shown!r}, and {inner.place} says {value!r}"
+                problems.append(
+                    Problem(
+                        message=message,
+                        where=given.place,
+                        fix="give the same value in both, or leave one of them out",
+                        option=name,
+                    )
+                )
+
+
+def _keep(schema: Schema, chosen: dict[str, tuple[str, Given]], kept: Kept, notices: list[str]) -> None:
+    """Take the default with which the run began for what nothing gives, where this version has another one."""
+    for name, value in kept.values.items():
+        option = schema.options.get(name)
+        if option is None or name in chosen or name in PER_MACHINE or option.secret:
+            continue
+        if value is None and not option.may_be_none:
+            continue  # it means nothing any more
+        if not same(option, value, option.default):
+            chosen[name] = (KEPT, Given(value=value, spelling=name, place=kept.place))
+            notices.append(f"{name}: {value!r}, the default when the run began; it is {option.default!r} now")
+
+
+def _at_odds(schema: Schema, groups: Mapping[type[Options], Options], problems: Sequence[Problem]) -> Iterator[Problem]:
+    """Two strategies at once, where one cannot claim the run against the other: its plugin is missing, or its options wrong."""
+    on, packages = set(), {problem.package for problem in problems}
+    for option in schema.options.values():
+        key, _, kind = option.accelerate.partition("=")
+        known = vars(groups[option.group.options])
+        if kind and known.get(option.name):
+            on.add(kind)
+        elif not kind and option.name not in known and (package := package_of_accelerate(key)) is not None:
+            packages.add(package.distribution)
+    titles = strategies(on, packages) if on else []
+    if len(titles) > 1:
+        fix = "switch one of them off, in the flags, the configuration file or the Accelerate YAML"
+        yield Problem(message=f"{' and '.join(titles)} cannot be enabled simultaneously.", fix=fix)
+
+
+def _validate(schema: Schema, chosen: Mapping[str, Given], problems: list[Problem]) -> dict[type[Options], Options]:
+    """Every group of options; those that problems are about are left without a value."""
+    groups: dict[type[Options], Options] = {}
+    for group in schema.groups:
+        values = {}
+        for name in group.options.model_fields:
+            if name in chosen:
+                values[name] = schema.options[name].read(chosen[name].value)
+                if objection := schema.options[name].objection(values[name]):
+                    problems.append(_bad_value(schema.options[name], chosen[name], objection))
+                    del values[name]
+        made, errors = _made(group.options, values)
+        problems += [_problem(group, schema, chosen, each) for each in errors]
+        groups[group.options] = made
+    return _without_values(groups, problems)
+
+
+def _without_values(groups: Mapping[type[Options], Options], problems: Iterable[Problem]) -> dict[type[Options], Options]:
+    """The same, in which options that problems are about have no value."""
+    names = {problem.option for problem in problems}
+    return {kind: unsettled(made, names) for kind, made in groups.items()}
+
+
+def _made(kind: type[Options], values: Mapping[str, object]) -> tuple[Options, list[Mapping[str, object]]]:
+    """The options from all values but those that are refused, which have none, and why these are refused."""
+    try:
+        return kind.model_validate(values), []
+    except ValidationError as error:
+        errors: list[Mapping[str, object]] = [dict(each) for each in error.errors()]
+    if not values:
+        raise TypeError(f"the defaults of {kind.__name__} are refused: {errors}")
+    # A complaint without a place is about all values of a group together.
+    refused = {str(place[0]) for each in errors if (place := cast(tuple[object, ...], each["loc"]))} & values.keys()
+    rest = {name: value for name, value in values.items() if refused and name not in refused}
+    made, _ = _made(kind, rest)
+    return unsettled(made, values.keys() - rest.keys()), errors
+
+
+def _problem(group: OptionGroup, schema: Schema, chosen: Mapping[str, Given], error: Mapping[str, object]) -> Problem:
+    message = str(error["msg"]).removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    place = cast(tuple[str | int, ...], error["loc"])
+    if not place:
+        return Problem(message=message, where=group.title)
+    option = schema.options[str(place[0])]
+    inside = ".".join(str(part) for part in place[1:] if isinstance(part, int))
+    given = chosen.get(option.name, Given(value=option.default, spelling=option.name, place=option.name))
+    if error["type"] == "literal_error":
+        message = "not a valid choice"
+    problem = _bad_value(option, given, f"entry {inside}: {message}" if inside else message)
+    if error["type"] != "value_error" or option.kind not in ("text", "list"):
+        return problem
+    return replace(problem, fix=f"see `smalti config explain {option.name}`")
+
+
+_WANTED = {
+    "integer": "an integer",
+    "number": "a number",
+    "path": "a path",
+    "list": "a list",
+    "text": "a text",
+    "true|false": "true or false",
+}
+
+
+def _bad_value(option: Option, given: Given, reason: str) -> Problem:
+    shown = "what it is" if option.secret else repr(given.shown)
+    near = get_close_matches(str(given.shown).lower(), option.choices, n=1)
+    hint = f"did you mean {near[0]}? " if near and not option.secret else ""
+    if (option.secret or given.written is not None) and str(given.value) in reason:
+        reason = "the value has the wrong type"
+    wanted = f"one of {', '.join(option.choices)}" if option.choices else _WANTED.get(option.kind, option.kind)
+    bounds = f" {option.bounds}" if option.bounds else ""
+    message, fix = f"{option.name} cannot be {shown}: {reason}", f"{hint}give {wanted}{bounds}"
+    return Problem(message=message, where=given.place, fix=fix, option=option.name)
+
+
+def _idle_options(config: Config) -> Iterator[str]:
+    """Notices for options that were set and have no effect, because what they depend on is off."""
+    changed = config.changes()
+    for name in config.sources:
+        option = config.schema.options[name]
+        if option.when and name in changed and not config.source(name).startswith(KEPT) and not _holds(option.when, config):
+            yield f"{name} has no effect unless {option.when}"
+
+
+def _holds(condition: str, config: Config) -> bool:
+    key, sign, wanted = (*condition.split(), "", "")[:3]
+    value = config.value(key)
+    if sign == "==" and value is None:
+        return True  # what is not given is chosen by the family, and may be just that
+    if sign == ">":
+        return float(str(value)) > float(wanted)
+    return str(value).lower() == wanted.lower() if sign else bool(value)

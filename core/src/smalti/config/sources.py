@@ -1,0 +1,120 @@
+"""The sources of a configuration one by one: environment, file, Accelerate YAML. What each says of which option."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from smalti.config import accelerate_yaml
+from smalti.config.files import expand, variables_in
+from smalti.config.kept_defaults import TABLE
+from smalti.config.options import Given, Option, OptionGroup, Schema, no_path, unknown
+from smalti.errors import Problem
+
+PREFIX = "SMALTI_"
+RESERVED = frozenset({"SMALTI_OUTCOME_DIR", "SMALTI_PARENT", "SMALTI_DIGEST", "SMALTI_CONTEXT_PARALLEL_ON_CPU"})
+"""Variables with our prefix that are not options: the launcher's word to its workers."""
+
+Layer = Mapping[str, Given]
+
+
+def variable(name: str) -> str:
+    """The environment variable of an option."""
+    return PREFIX + name.upper()
+
+
+def environment_layer(schema: Schema, environment: Mapping[str, str], problems: list[Problem]) -> Layer:
+    """Variables that are empty count as not set."""
+    layer: dict[str, Given] = {}
+    for name, value in environment.items():
+        if not name.startswith(PREFIX) or name in RESERVED or value == "":
+            continue
+        spelling = name.removeprefix(PREFIX).lower()
+        option = schema.find(spelling)
+        if option is None:
+            problems.append(unknown(spelling, schema, where=f"environment variable {name}"))
+        else:
+            _put(layer, option, Given(value=value, spelling=spelling, place=name), problems)
+    return layer
+
+
+def file_layer(schema: Schema, content: Mapping[str, object], file: str, problems: list[Problem]) -> Layer:
+    layer: dict[str, Given] = {}
+    for key, raw in flat(content, schema.groups):
+        option = schema.find(key)
+        if option is None:
+            problems.append(_unknown_key(key, raw, schema, file))
+            continue
+        if option.secret and raw is not None and not variables_in(raw):
+            fix = f'write "{{env:{option.name.upper()}}}" instead'
+            problems.append(Problem(message=f"{key} is a secret", where=file, fix=fix, option=option.name))
+        elif raw is not None:  # null means "not given"
+            _put(layer, option, Given(value=raw, spelling=key, place=f"{key} in {file}"), problems)
+    return layer
+
+
+def with_variables(layer: Layer, environment: Mapping[str, str], problems: list[Problem]) -> Layer:
+    """The layer with every {env:NAME} replaced, from whatever source."""
+    found: dict[str, Given] = {}
+    for name, given in layer.items():
+        missing: list[Problem] = []
+        value = expand(given.value, environment, given.place, missing) if variables_in(given.value) else given.value
+        problems += [replace(problem, option=name) for problem in missing]
+        found[name] = given if value == given.value else replace(given, value=value, written=given.value)
+    return found
+
+
+def _put(layer: dict[str, Given], option: Option, given: Given, problems: list[Problem]) -> None:
+    """Add a value to a layer, unless the same source has another one under another spelling."""
+    first = layer.setdefault(option.name, given)
+    if first is not given and not same(option, first.value, given.value):
+        message = f"{first.place} and {given.place} are the same option with different values"
+        problems.append(Problem(message=message, where=option.name, fix="keep one of them", option=option.name))
+
+
+def flat(values: Mapping[str, object], groups: Sequence[OptionGroup]) -> Iterator[tuple[str, object]]:
+    """Keys at the top level, and those in tables that are named like a section: [training], [launch]. Not [defaults]."""
+    sections = {group.name for group in groups}
+    for key, value in values.items():
+        if key == TABLE and isinstance(value, dict):
+            continue
+        if isinstance(value, dict) and key in sections:
+            yield from ((str(inner), each) for inner, each in value.items())
+        else:
+            yield key, value
+
+
+def _unknown_key(key: str, value: object, schema: Schema, file: str) -> Problem:
+    problem = unknown(key, schema, where=file)
+    sections = [group.name for group in schema.groups]
+    if isinstance(value, dict) and not problem.package and (near := get_close_matches(key, sections, n=1)):
+        return Problem(message=f"unknown section [{key}]", where=file, fix=f"did you mean [{near[0]}]?")
+    return problem
+
+
+def accelerate_path(
+    layers: Mapping[str, Layer], itself: Path | None, environment: Mapping[str, str], problems: list[Problem]
+) -> Path | None:
+    """The Accelerate YAML to use: the one given as the configuration file or by option, else the user's default one."""
+    given = next((layer["accelerate_config"] for layer in layers.values() if "accelerate_config" in layer), None)
+    if itself is not None:
+        if given is not None:
+            message = f"{itself} is an Accelerate YAML already"
+            problems.append(Problem(message=message, where=given.place, fix="give one of the two"))
+        return itself
+    if given is not None:
+        text = str(given.value)
+        return None if text.lower() == "none" or no_path(text) else Path(text).expanduser()  # validation complains
+    return accelerate_yaml.default_file(environment)
+
+
+def same(option: Option, one: object, other: object) -> bool:
+    """Whether two spellings give one value: 8 and "8", true and "yes"."""
+    try:
+        return bool(option.check(one) == option.check(other))
+    except ValidationError:
+        return one == other  # the complaint about it comes from validation

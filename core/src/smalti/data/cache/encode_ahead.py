@@ -1,0 +1,406 @@
+"""Before training: encode every picture and every text once, on all ranks together, keep them, and put the encoders away.
+
+What is there already, from this run or from another one with the same encoders, is not encoded again. Each rank takes the keys
+that fall to it by their own value, so shares are disjoint however many ranks there are and whatever each of them sees. All
+ranks speak every few seconds: so none waits for a slower one longer than that, a failure of one is everyone's at once, and the
+main rank can say how far all of them are.
+
+Shapes: B pictures or texts of a batch, always the same number: kernels sum in another order for another one. A short batch is
+filled up with its first member.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from hashlib import sha256
+from itertools import chain
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from smalti.config.core_options import DataOptions, ValidationOptions
+from smalti.config.resolution import Config
+from smalti.data.buckets import Bucket
+from smalti.data.cache.embedding_cache import CachedLatents, CachedTexts, Corner
+from smalti.data.cache.tensor_store import Entry, FolderStore, TensorStore
+from smalti.data.from_options import CacheFolders
+from smalti.data.images import Bytes, normalised
+from smalti.data.prepared import PreparedData
+from smalti.data.scan.quarantine import BadSampleError, ErrorBudget, Quarantined
+from smalti.data.threads import Threads
+from smalti.diffusion.objective import Conditioning
+from smalti.errors import PreflightError, UserError
+from smalti.models.family import Cacheable, Encoding, KeepsRawLatents, ModelFamily, latents_to_keep
+from smalti.parallel.collective import RankError, together
+from smalti.parallel.protocol import Ranks
+from smalti.rundir.phases import Phases
+from smalti.system.files import write_json_atomically
+from smalti.system.signals import terminated
+from smalti.types import World
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_ROUND_SECONDS = 5.0
+_LINE_SECONDS = 10.0
+_VISIBLE_SECONDS = 90.0
+"""How long a network file system may take to show what another machine has written."""
+_PART_BYTES = 256 * 2**20
+_PART_ENTRIES = 4096
+_PART_SECONDS = 60.0
+"""A part is written when it is as large as this, or as old: no more work than that is lost with the process."""
+_DECODING_THREADS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """What was encoded before training; None for what is encoded in every step."""
+
+    latents: CachedLatents | None = None
+    texts: CachedTexts | None = None
+    held_out: CachedLatents | None = None
+    """Latents of the pictures that are held out, if there are any."""
+
+    def conditioning(self, texts: Sequence[str], device: str) -> Conditioning | None:
+        """That of these texts, on the device; None if texts are encoded in every step."""
+        if self.texts is None:
+            return None
+        return {name: rows.to(device) for name, rows in self.texts.rows(texts).items()}
+
+
+def encode_ahead(
+    config: Config,
+    family: ModelFamily,
+    data: PreparedData,
+    ranks: Ranks,
+    folders: CacheFolders,
+    log: Path,
+    phases: Phases | None = None,
+) -> Encoded:
+    """Encode what is missing, then release the encoders. *Collective*. Does nothing for a family that is no `Cacheable`.
+
+    To be called before there is a model: encoders and it need not fit beside each other.
+
+    `log` is a folder for this rank's list of broken pictures. What is encoded when a signal or Ctrl-C ends it is kept. Raises
+    PreflightError on all ranks when one cannot go on: no room, no right to write, more broken pictures than the error budget
+    allows.
+    """
+    if not isinstance(family, Cacheable):
+        return Encoded()
+    options, world = config[DataOptions], ranks.world
+    work = _Work(family=family, ranks=ranks, batch=options.train_batch_size, phases=phases or Phases())
+    every = [data] if data.held_out is None else [data, data.held_out]
+    texts, latents = None, list[CachedLatents]()
+    try:
+        with torch.no_grad():
+            if not options.text_cache_disable:
+                texts = CachedTexts(*work.open("texts", [folders.texts]))
+                captions = chain.from_iterable(all_captions(one) for one in every)
+                work.encode_texts(texts, {"", *captions, *config[ValidationOptions].validation_prompt})
+                family.release_encoder("texts")
+            if not options.vae_cache_disable:
+                for one in every:
+                    places = [folders.latents[dataset.spec.id] for dataset in one.datasets]
+                    latents.append(CachedLatents(one, work.open("latents", places)))
+                    broken = log / f"encoding.rank-{world.rank}.quarantine.jsonl"
+                    work.encode_pictures(latents[-1], one, one.error_budget(broken))
+                family.release_encoder("latents")
+    except RankError as failure:
+        raise PreflightError(str(failure), fix=failure.fix) from failure
+    found = dict(zip(("latents", "held_out"), latents, strict=False))
+    return Encoded(texts=texts, **found)
+
+
+def all_captions(data: PreparedData) -> Iterator[str]:
+    """Every caption that a visit may draw."""
+    for content in data.order.buckets:
+        for sample in content.samples.tolist():
+            position, row = data.locate(sample)
+            yield from data.datasets[position].index.captions(row)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Picture:
+    """A sample to encode, and where its latents go."""
+
+    sample: int
+    bucket: Bucket
+    key: str
+
+
+@dataclass(kw_only=True)
+class _Work:
+    """What both kinds of encoding share."""
+
+    family: ModelFamily
+    ranks: Ranks
+    batch: int
+    phases: Phases
+
+    @property
+    def world(self) -> World:
+        return self.ranks.world
+
+    def open(self, kind: Encoding, folders: Sequence[Path]) -> list[TensorStore]:
+        """For each folder the store in it of what this family's encoder makes. *Collective*."""
+        identities = together(self.ranks, lambda: self._identity(kind))
+        if different := [rank for rank, other in enumerate(identities) if other != identities[0]]:
+            raise UserError(
+                f"rank {different[0]} has other weights or settings for encoding {kind} than rank 0",
+                fix="put the same model on every machine",
+            )
+        name = f"{kind}-{self.family.name}-{sha256(identities[0].encode()).hexdigest()[:16]}"
+        stores: dict[Path, TensorStore] = {folder: FolderStore(folder / name) for folder in folders}
+
+        def describe() -> str:
+            for folder in stores if self.world.is_main else ():
+                _describe(folder / name, identities[0])
+            return ""
+
+        together(self.ranks, describe)
+        return [stores[folder] for folder in folders]
+
+    def _identity(self, kind: Encoding) -> str:
+        assert isinstance(self.family, Cacheable)
+        identity = {"kind": kind, "family": self.family.name, **self.family.encoder_identity(kind)}
+        if kind == "latents" and isinstance(self.family, KeepsRawLatents):
+            identity["normalised"] = False  # nothing that was kept before the family did is taken for raw latents
+        return json.dumps(identity, sort_keys=True)
+
+    # --- texts ------------------------------------------------------------------------------------------------------
+
+    def encode_texts(self, texts: CachedTexts, wanted: Iterable[str]) -> None:
+        """Conditioning of all these texts. *Collective*."""
+        by_key = {texts.key(text): text for text in wanted}
+        missing = texts.store.missing(by_key)
+        mine = [by_key[key] for key in sorted(missing) if self._is_mine(key)]
+
+        def encode(batch: list[str]) -> int:
+            rows = self.family.encode_captions(_filled(batch, self.batch))
+            rows = {name: values.cpu() for name, values in rows.items()}
+            pending.add({texts.key(text): {name: rows[name][row] for name in rows} for row, text in enumerate(batch)})
+            return len(batch)
+
+        pending = _Pending(texts.store)
+        self._progress("texts", len(by_key), map(encode, _batches(mine, self.batch)), len(mine), pending.flush)
+        self._await(texts.store, by_key)
+
+    # --- pictures ---------------------------------------------------------------------------------------------------
+
+    def encode_pictures(self, latents: CachedLatents, data: PreparedData, errors: ErrorBudget) -> None:
+        """Latents of all pictures, but for those that cannot be read, which are then known to `latents`. *Collective*."""
+        if self.world.is_main and any(framing.crop and framing.crop_style == "random" for framing in data.framings):
+            _Show.say("each picture is cut at random once, and not anew at each visit; --vae_cache_disable does that")
+        wanted = [
+            _Picture(sample=sample, bucket=content.bucket, key=latents.key(sample, content.bucket))
+            for content in data.order.buckets
+            for sample in content.samples.tolist()
+        ]
+        missing = {store: store.missing(one.key for one in wanted) for store in dict.fromkeys(latents.stores)}
+        mine = [one for one in wanted if one.key in missing[latents.store(one.sample)] and self._is_mine(one.key)]
+        batches = chain.from_iterable(_batches(group, self.batch) for group in _by_bucket(mine))
+        pending = {store: _Pending(store) for store in missing}
+        broken: dict[int, str] = {}
+
+        def encode(batch: Sequence[tuple[_Picture, Bytes, Corner] | BadSampleError]) -> int:
+            good = [one for one in batch if not isinstance(one, BadSampleError)]
+            if errors.exhausted:
+                raise PreflightError(errors.exhausted, fix="mend or remove such files, or raise --data_error_budget")
+            if good:
+                pixels = torch.from_numpy(np.stack(_filled([picture for _, picture, _ in good], self.batch)))
+                made = latents_to_keep(self.family, normalised(pixels.to(self.world.device))).cpu()
+                for row, (one, _, corner) in enumerate(good):
+                    pending[latents.store(one.sample)].add({one.key: latents.entry(made[row], corner)})
+            return len(batch)
+
+        def read(one: _Picture) -> tuple[_Picture, Bytes, Corner] | BadSampleError:
+            try:
+                return one, *latents.picture(one.sample, one.bucket)
+            except BadSampleError as error:
+                position, row = data.locate(one.sample)
+                dataset = data.datasets[position]
+                errors.record(Quarantined(dataset=dataset.spec.id, key=dataset.index.key(row), reason=str(error)))
+                broken[one.sample] = str(error)
+                return error
+
+        def flush(*, everything: bool) -> None:
+            for one in pending.values():
+                one.flush(everything=everything)
+
+        with Threads(_DECODING_THREADS, "smalti-decode") as pool:
+            ready = _ahead(pool, read, batches, ahead=2 + 2 * _DECODING_THREADS // self.batch)
+            self._progress("latents", len(wanted), map(encode, ready), len(mine), flush)
+        self._set_aside(latents, data, broken)
+        for store in pending:
+            keys = (one.key for one in wanted if one.sample not in latents.broken and latents.store(one.sample) is store)
+            self._await(store, keys)
+
+    def _set_aside(self, latents: CachedLatents, data: PreparedData, broken: Mapping[int, str]) -> None:
+        """Tell every rank which samples are broken; refuse to train when they are too many. *Collective*."""
+        found: dict[str, str] = {}
+        for answer in together(self.ranks, lambda: json.dumps(broken)):
+            found |= json.loads(answer)
+        latents.broken = frozenset(int(sample) for sample in found)
+        fix = "mend or remove such files, or raise --data_error_budget"
+        count = len(found) + len(data.quarantined)
+        if found and count > data.allowed_errors:
+            message = f"{count} samples cannot be used, more than the error budget of {data.allowed_errors}; one of them: "
+            raise PreflightError(message + next(iter(found.values())), fix=fix)
+        for content in data.order.buckets:
+            if latents.broken.issuperset(content.samples.tolist()):
+                raise PreflightError(f"no picture of bucket {content.bucket} can be read", fix=fix)
+
+    # --- all ranks together -----------------------------------------------------------------------------------------
+
+    def _is_mine(self, key: str) -> bool:
+        return int(key[:8], 16) % self.world.size == self.world.rank
+
+    def _progress(self, what: str, wanted: int, batches: Iterator[int], mine: int, flush: Callable[..., None]) -> None:
+        """Do this rank's batches, each of which gives the number of its members; come back when all ranks are done."""
+        total = sum(map(int, together(self.ranks, lambda: str(mine))))
+        if total == 0:
+            return
+        self.phases.enter("encoding", total=total, unit="images" if what == "latents" else what)
+        show = _Show(what=what, total=total) if self.world.is_main else None
+        if show:
+            there = "; the others are there already" if total < wanted else ""
+            show.say(f"encoding {total:,} of {wanted:,} {what}{there}")
+        done = others = 0
+
+        def some() -> str:
+            nonlocal done
+            deadline = time.monotonic() + _ROUND_SECONDS
+            try:
+                while time.monotonic() < deadline and (count := next(batches, 0)):
+                    done += count
+                    self.phases.advance(others + done)
+                    flush(everything=False)
+            except KeyboardInterrupt:
+                flush(everything=True)  # before the others are told, who may not be there any more
+                raise
+            if done == mine:
+                flush(everything=True)
+            return str(done)
+
+        try:
+            with terminated():
+                while (finished := sum(map(int, together(self.ranks, some)))) < total:
+                    others = finished - done
+                    self.phases.advance(finished)
+                    if show:
+                        show.update(finished)
+        except KeyboardInterrupt:
+            flush(everything=True)
+            raise
+        if show:
+            show.update(finished)
+
+    def _await(self, store: TensorStore, keys: Iterable[str]) -> None:
+        """Until this rank sees what all ranks have written. *Collective*."""
+        wanted = list(keys)
+
+        def look() -> str:
+            deadline = time.monotonic() + _VISIBLE_SECONDS
+            while missing := store.missing(wanted):
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"{len(missing)} of {len(wanted)} entries that other ranks have written are not in {store}",
+                        fix="name a folder with --cache_dir that every machine sees",
+                    )
+                time.sleep(1.0)
+            return ""
+
+        together(self.ranks, look)
+
+
+class _Pending:
+    """Entries on their way into a store, until they make a part."""
+
+    def __init__(self, store: TensorStore) -> None:
+        self._store = store
+        self._entries: dict[str, Entry] = {}
+        self._bytes = 0
+        self._since = time.monotonic()
+
+    def add(self, entries: Mapping[str, Entry]) -> None:
+        if not self._entries:
+            self._since = time.monotonic()
+        # Rows of a batch are views of it, which would keep all of it in memory.
+        self._entries |= {key: {name: tensor.clone() for name, tensor in entry.items()} for key, entry in entries.items()}
+        self._bytes += sum(tensor.nbytes for entry in entries.values() for tensor in entry.values())
+
+    def flush(self, *, everything: bool) -> None:
+        """Write a part, if it is large or old enough to be one."""
+        due = self._bytes >= _PART_BYTES or len(self._entries) >= _PART_ENTRIES
+        if self._entries and (everything or due or time.monotonic() - self._since >= _PART_SECONDS):
+            self._store.put(self._entries)
+            self._entries, self._bytes = {}, 0
+
+
+class _Show:
+    """How far all ranks are, as a line on standard error now and then and one in the end."""
+
+    def __init__(self, *, what: str, total: int) -> None:
+        self._what, self._total = what, total
+        self._begun = self._shown = time.monotonic()
+
+    def update(self, done: int) -> None:
+        now = time.monotonic()
+        if now - self._shown < _LINE_SECONDS and done < self._total:
+            return
+        self._shown = now
+        rate = done / max(now - self._begun, 1e-9)
+        left = timedelta(seconds=round((self._total - done) / rate)) if rate else "-"
+        self.say(f"{self._what} {done:,}/{self._total:,}  {rate:.1f}/s  {left} left")
+
+    @staticmethod
+    def say(text: str) -> None:
+        print(f"smalti: {text}", file=sys.stderr, flush=True)
+
+
+def _describe(place: Path, identity: str) -> None:
+    """Make the folder of a store, with what its entries were made by in a file for people."""
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        if not (place / "encoder.json").exists():
+            write_json_atomically(place / "encoder.json", json.loads(identity))
+    except OSError as error:
+        raise UserError(
+            f"cannot keep encoded pictures and texts in {place}: {error.strerror or error}",
+            fix="--cache_dir=FOLDER, or encode in every step with --vae_cache_disable --text_cache_disable",
+        ) from error
+
+
+def _batches(items: Sequence[T], size: int) -> Iterator[list[T]]:
+    for start in range(0, len(items), size):
+        yield list(items[start : start + size])
+
+
+def _by_bucket(pictures: Iterable[_Picture]) -> list[list[_Picture]]:
+    groups: dict[Bucket, list[_Picture]] = {}
+    for one in pictures:
+        groups.setdefault(one.bucket, []).append(one)
+    return list(groups.values())
+
+
+def _filled(batch: list[T], size: int) -> list[T]:
+    return batch + [batch[0]] * (size - len(batch))
+
+
+def _ahead(pool: Threads, function: Callable[[T], R], batches: Iterable[list[T]], ahead: int) -> Iterator[list[R]]:
+    """The batches with `function` applied to every member, in order; so many batches are in the making at once."""
+    waiting: list[list[Future[R]]] = []
+    for batch in batches:
+        waiting.append([pool.submit(function, one) for one in batch])
+        if len(waiting) > ahead:
+            yield [future.result() for future in waiting.pop(0)]
+    for futures in waiting:
+        yield [future.result() for future in futures]

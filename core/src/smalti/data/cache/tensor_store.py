@@ -1,0 +1,168 @@
+"""Where encoded pictures and texts are kept: small groups of tensors under keys, written once and never changed.
+
+A `TensorStore` may be anything that can tell which keys it has, take many entries and give one. `FolderStore` is a folder of
+safetensors files, the parts. Each part is whole or not there: it gets its name when its bytes are on the disk. A part is never
+changed and its name occurs once, so processes may add parts at the same time; what two of them put under one key is the same.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from smalti.checkpoint.dtypes import DTYPES, NAMES
+from smalti.checkpoint.format.safetensors_layout import ITEM_SIZES, Piece, encode_header
+from smalti.errors import UserError
+from smalti.system.files import create, fsync_directory, rename, sync, write
+
+_log = logging.getLogger(__name__)
+
+Entry = Mapping[str, Tensor]
+"""Tensors by name. The names hold no "/"."""
+
+Form = tuple[tuple[str, str, tuple[int, ...], int], ...]
+"""What all entries of one kind share: of each tensor the name, the type in the format's words, the shape, and the byte of the
+entry at which it starts."""
+
+
+class TensorStore(Protocol):
+    """Entries by key. A key is a plain word of letters and digits. Threads may call all of this at once."""
+
+    def missing(self, keys: Iterable[str]) -> set[str]:
+        """Those of these keys that have no entry, now: what other processes have put meanwhile counts."""
+        ...
+
+    def put(self, entries: Mapping[str, Entry]) -> None:
+        """Keep these entries. When this returns they outlast a power cut. Raises UserError when there is no room or right."""
+        ...
+
+    def get(self, key: str) -> dict[str, Tensor]:
+        """One entry, on the CPU. Raises KeyError for a key that `missing` did not find, UserError if it cannot be read."""
+        ...
+
+
+class FolderStore:
+    """A folder of parts, with the place of every entry in memory (about 220 bytes each).
+
+    A part that cannot be read is told once by name and counts as absent, so its entries are made again; it stays where it is.
+    """
+
+    def __init__(self, folder: Path, *, report: Callable[[str], object] = _log.warning) -> None:
+        self.folder = folder
+        self._report = report
+        self._seen: set[str] = set()
+        self._places: dict[bytes, tuple[Path, int, Form]] = {}
+        self._forms: dict[Form, Form] = {}
+        self._lock = threading.Lock()
+
+    def missing(self, keys: Iterable[str]) -> set[str]:
+        with self._lock:
+            self._look()
+        return {key for key in keys if key.encode() not in self._places}
+
+    def put(self, entries: Mapping[str, Entry]) -> None:
+        name = f"{secrets.token_hex(8)}.safetensors"
+        tensors = {f"{key}/{part}": tensor for key, entry in entries.items() for part, tensor in _wide_first(entry)}
+        draft = self.folder / f".{name}.tmp"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with create(draft) as file:
+                write(file, encode_header([(each, _piece(tensor)) for each, tensor in tensors.items()], plain=True))
+                for tensor in tensors.values():
+                    write(file, _bytes(tensor))
+                sync(file)
+            rename(draft, self.folder / name)
+            fsync_directory(self.folder)
+        except OSError as error:
+            with suppress(OSError):  # it was never made, or is as stuck as the folder that it is in
+                draft.unlink()
+            reason = error.strerror or f"{error}"
+            fix = "make room or give the right to write there, or --cache_dir=FOLDER; what was written stays, so start again"
+            raise UserError(f"cannot keep {len(entries)} entries in {self.folder}: {reason}", fix=fix) from error
+
+    def get(self, key: str) -> dict[str, Tensor]:
+        path, start, form = self._places[key.encode()]
+        _, dtype, shape, offset = form[-1]
+        data = bytearray(offset + math.prod(shape) * ITEM_SIZES[dtype])
+        try:
+            with path.open("rb", buffering=0) as file:
+                file.seek(start)
+                count = file.readinto(data)
+        except OSError as error:
+            raise _lost(path, error.strerror or f"{error}") from error
+        if count != len(data):
+            raise _lost(path, "it has become shorter")
+        return {name: _tensor(data, dtype, shape, begin) for name, dtype, shape, begin in form}
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    def _look(self) -> None:
+        """Read the headers of parts that were not there the last time."""
+        for name in sorted({path.name for path in self.folder.glob("*.safetensors")} - self._seen):
+            path = self.folder / name
+            self._seen.add(name)
+            try:
+                self._places |= self._entries(path)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                told = f"{path} cannot be read ({type(error).__name__}: {error})"
+                self._report(f"{told}; what it held is encoded again, and it may be removed")
+
+    def _entries(self, path: Path) -> dict[bytes, tuple[Path, int, Form]]:
+        """The entries of a part. Lean, for a million of them. Raises ValueError, KeyError or TypeError if it is not sound."""
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, size)))
+        if not isinstance(header, dict):
+            raise ValueError("its header is no object")
+        grouped: dict[str, tuple[int, list[tuple[str, str, tuple[int, ...], int]]]] = {}
+        end = 0
+        for full, tensor in header.items():
+            if full == "__metadata__":
+                continue
+            key, _, name = full.partition("/")
+            begin, end = tensor["data_offsets"]
+            start, tensors = grouped.setdefault(key, (begin, []))
+            tensors.append((name, tensor["dtype"], tuple(tensor["shape"]), begin - start))
+        if 8 + length + end != size:
+            raise ValueError("it has not the size that its header says")
+        found = {}
+        for key, (start, tensors) in grouped.items():
+            form = tuple(tensors)
+            # Kept once for all entries that look alike, which are nearly all of them.
+            found[key.encode()] = path, 8 + length + start, self._forms.setdefault(form, form)
+        return found
+
+
+def _wide_first(entry: Entry) -> list[tuple[str, Tensor]]:
+    """Then every tensor starts at a multiple of its element size."""
+    return sorted(entry.items(), key=lambda item: (-item[1].element_size(), item[0]))
+
+
+def _piece(tensor: Tensor) -> Piece:
+    return Piece(dtype=NAMES[tensor.dtype], shape=tuple(tensor.shape), offsets=(0,) * tensor.ndim)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _tensor(data: bytearray, dtype: str, shape: tuple[int, ...], begin: int) -> Tensor:
+    kind, count = DTYPES[dtype], math.prod(shape)
+    flat = torch.frombuffer(data, dtype=kind, count=count, offset=begin) if count else torch.empty(0, dtype=kind)
+    return flat.view(shape)
+
+
+def _lost(path: Path, reason: str) -> UserError:
+    return UserError(f"{path} cannot be read any more: {reason}", fix="start again: what is missing is encoded again")

@@ -1,0 +1,60 @@
+"""What is said about a picture. A sample without a caption is set aside with the reason; it is never trained as ""."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+from smalti.data.datasets.sources import Listed, caption_key
+from smalti.data.datasets.spec import DatasetSpec
+from smalti.data.scan.quarantine import BadSampleError
+from smalti.data.storage.protocol import MissingFileError, Storage
+
+NO_TEXT_FILE = "no caption: there is no "
+"""How the reason begins that a sample without its text file is set aside with."""
+
+
+def read_captions(spec: DatasetSpec, storage: Storage, listed: Listed) -> tuple[str, ...]:
+    """The captions of a sample, at least one; the loader draws one of them at each visit. Raises BadSampleError."""
+    prompt = spec.instance_prompt or ""
+    if spec.only_instance_prompt or spec.caption_strategy == "instanceprompt":
+        return (prompt,)
+    match spec.caption_strategy:
+        case "textfile":
+            captions = _from_file(spec, storage, caption_key(listed.key))
+        case "filename":
+            captions = (_from_name(listed.key),)
+        case _:
+            captions = listed.captions or ()
+    if not all(captions) or not captions:
+        raise BadSampleError(_missing(spec, listed.key))
+    return tuple(f"{prompt} {caption}" for caption in captions) if spec.prepend_instance_prompt else captions
+
+
+def depends_on_text_file(spec: DatasetSpec) -> bool:
+    """Whether a change of the text file beside a picture changes its captions."""
+    return spec.caption_strategy == "textfile" and not spec.only_instance_prompt
+
+
+def _from_file(spec: DatasetSpec, storage: Storage, key: str) -> tuple[str, ...]:
+    try:
+        text = storage.read(key).decode("utf-8-sig").strip()
+    except MissingFileError as error:
+        raise BadSampleError(f"{NO_TEXT_FILE}{key}") from error
+    except UnicodeDecodeError as error:
+        raise BadSampleError(f"no caption: {key} is not UTF-8 text") from error
+    if spec.disable_multiline_split:
+        return (text,)
+    return tuple(line.strip() for line in text.splitlines() if line.strip())
+
+
+def _from_name(key: str) -> str:
+    return " ".join(PurePosixPath(key).stem.replace("_", " ").split())
+
+
+def _missing(spec: DatasetSpec, key: str) -> str:
+    match spec.caption_strategy:
+        case "textfile":
+            return f"no caption: {caption_key(key)} is empty"
+        case "filename":
+            return "no caption: the file name has no words"
+    return f"no caption in the {spec.caption_strategy} table"

@@ -1,0 +1,55 @@
+"""Which storages and metadata backends there are, by name. Plugins add theirs; nothing is imported until it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from smalti.plugins.factories import create
+from smalti.types import MetadataEntry, StorageEntry
+
+if TYPE_CHECKING:
+    from smalti.data.datasets.sources import MetadataSource
+    from smalti.data.datasets.spec import DatasetSpec
+    from smalti.data.storage.protocol import Storage
+
+E = TypeVar("E", StorageEntry, MetadataEntry)
+
+BUILT_IN_STORAGES = (StorageEntry(name="local", title="A folder", factory="smalti.data.storage.local:open_local"),)
+BUILT_IN_METADATA = (
+    MetadataEntry(name="discovery", title="The pictures themselves", factory="smalti.data.datasets.sources:Discovery"),
+    MetadataEntry(name="json", title="A JSON-lines table", factory="smalti.data.datasets.sources:JsonLines"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Catalog:
+    """The entries by name."""
+
+    storages: Mapping[str, StorageEntry] = field(default_factory=lambda: _by_name(BUILT_IN_STORAGES))
+    metadata: Mapping[str, MetadataEntry] = field(default_factory=lambda: _by_name(BUILT_IN_METADATA))
+
+    @classmethod
+    def of(cls, storages: Iterable[StorageEntry], metadata: Iterable[MetadataEntry]) -> Catalog:
+        """The catalogue of what plugins registered; the built-in entries are not added by themselves."""
+        return cls(storages=_by_name(storages), metadata=_by_name(metadata))
+
+    @property
+    def tables(self) -> frozenset[str]:
+        """The metadata backends that read a table, and so may hold captions too."""
+        return frozenset(self.metadata) - {"discovery"}
+
+    def open_storage(self, spec: DatasetSpec) -> Storage:
+        """The storage of a dataset. Raises what its factory raises, such as MissingFileError for a folder that is not there."""
+        entry = self.storages[spec.type]
+        return cast("Storage", create(entry, entry.factory, spec))
+
+    def open_source(self, spec: DatasetSpec, storage: Storage) -> MetadataSource:
+        """Where names, sizes and captions of a dataset come from."""
+        entry = self.metadata[spec.metadata_backend]
+        return cast("MetadataSource", create(entry, entry.factory, spec, storage))
+
+
+def _by_name(entries: Iterable[E]) -> dict[str, E]:
+    return {entry.name: entry for entry in entries}

@@ -1,0 +1,155 @@
+"""Pictures that are never trained on, to measure the loss on them: in which batches they come, and reading them.
+
+The batches do not depend on the number of ranks, because the last bits of a sample's loss can depend on its neighbours. Ranks
+get whole batches. A picture's number, from which its noise is drawn, comes from its name: others can come and go.
+
+Shapes: B pictures of a batch, H, W pixels, latents (B, C, h, w).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smalti.data.buckets import Bucket
+from smalti.data.cache.embedding_cache import CachedLatents, CachedTexts, Corner, cut_for_good
+from smalti.data.images import normalised
+from smalti.data.prepared import PreparedData
+from smalti.data.scan.quarantine import BadSampleError
+from smalti.diffusion.objective import Conditioning
+from smalti.models.size_conditioning import Frame
+from smalti.system.stateless_random import key_of, text_hash
+
+_READERS = 4
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeldOutBatch:
+    """Some samples of one bucket. `place` is that of the first one among all samples that are held out."""
+
+    place: int
+    bucket: Bucket
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeldOutPictures:
+    """A batch that was read, on the device that was asked for: `pixels` (B, 3, H, W), fp32 in [-1, 1], or else `latents`
+    as they were kept.
+
+    `conditioning` is that of the captions, if texts were encoded before. `numbers` belong to the pictures for good. `readable`
+    is (B,), 1 or 0: a picture that cannot be read is blank and counts for nothing.
+    """
+
+    bucket: Bucket
+    pixels: Tensor | None
+    latents: Tensor | None
+    captions: tuple[str, ...]
+    conditioning: Conditioning | None
+    frames: tuple[Frame, ...]
+    numbers: tuple[int, ...]
+    readable: Tensor
+
+
+class HeldOut:
+    """All samples of `data`, in batches of up to `batch` pictures; `latents` and `texts` as far as they were encoded before."""
+
+    def __init__(
+        self,
+        data: PreparedData,
+        *,
+        batch: int,
+        device: str,
+        latents: CachedLatents | None = None,
+        texts: CachedTexts | None = None,
+    ) -> None:
+        self._data = data
+        self._device = device
+        self._latents = latents
+        self._texts = texts
+        self._bad: set[int] = set(latents.broken) if latents is not None else set()
+        self.batches: list[HeldOutBatch] = []
+        self.count = 0
+        """Samples in all."""
+        for content in data.order.buckets:
+            samples = [int(sample) for sample in content.samples]
+            for start in range(0, len(samples), batch):
+                chosen = tuple(samples[start : start + batch])
+                self.batches.append(HeldOutBatch(place=self.count, bucket=content.bucket, samples=chosen))
+                self.count += len(chosen)
+
+    def share(self, rank: int, ranks: int) -> Iterator[tuple[HeldOutBatch, bool]]:
+        """The batches of one rank, each with whether it counts.
+
+        Every rank gets the same number, because under a sharded model each forward pass is collective; the last one fills up.
+        """
+        for first in range(0, len(self.batches), ranks):
+            mine = first + rank
+            yield self.batches[min(mine, len(self.batches) - 1)], mine < len(self.batches)
+
+    def read(self, batch: HeldOutBatch) -> HeldOutPictures:
+        """Raises what the storage raises when it is out of reach; pictures that are broken are told of once."""
+        read = self._encoded if self._latents is not None else self._visit
+        with ThreadPoolExecutor(_READERS, "smalti-held-out") as pool:
+            found = list(pool.map(lambda sample: read(sample, batch.bucket), batch.samples))
+        pictures = torch.stack([picture for picture, _ in found]).to(self._device)
+        captions = tuple(self._caption(sample) for sample in batch.samples)
+        conditioning = None
+        if self._texts is not None:
+            conditioning = {name: rows.to(self._device) for name, rows in self._texts.rows(captions).items()}
+        return HeldOutPictures(
+            bucket=batch.bucket,
+            pixels=normalised(pictures) if self._latents is None else None,
+            latents=pictures if self._latents is not None else None,
+            captions=captions,
+            conditioning=conditioning,
+            frames=tuple(self._frame(sample, corner) for sample, (_, corner) in zip(batch.samples, found, strict=True)),
+            numbers=tuple(self._number(sample) for sample in batch.samples),
+            readable=torch.tensor([sample not in self._bad for sample in batch.samples], dtype=torch.float32),
+        )
+
+    def _encoded(self, sample: int, bucket: Bucket) -> tuple[Tensor, Corner]:
+        """Latents (C, h, w), and where the picture was cut. In the place of a broken one, those of any other."""
+        assert self._latents is not None
+        if sample in self._bad:
+            sample = next(other for other in self._samples_of(bucket) if other not in self._bad)
+        return self._latents.get(sample, bucket)
+
+    def _samples_of(self, bucket: Bucket) -> Iterator[int]:
+        return (sample for batch in self.batches if batch.bucket == bucket for sample in batch.samples)
+
+    def _visit(self, sample: int, bucket: Bucket) -> tuple[Tensor, Corner]:
+        """The picture (3, H, W) as bytes, and where it was cut."""
+        try:
+            picture, corner = cut_for_good(self._data, sample, bucket)
+        except BadSampleError as error:
+            if sample not in self._bad:
+                position, row = self._data.locate(sample)
+                dataset = self._data.datasets[position]
+                told = "%s: %s is held out and cannot be read, so it does not count: %s"
+                _log.warning(told, dataset.spec.id, dataset.index.key(row), error)
+            self._bad.add(sample)
+            picture, corner = np.full((3, bucket.height, bucket.width), 255, dtype=np.uint8), (0, 0)
+        return torch.from_numpy(picture), corner
+
+    def _frame(self, sample: int, corner: Corner) -> Frame:
+        position, row = self._data.locate(sample)
+        index = self._data.datasets[position].index
+        return Frame(width=int(index.widths[row]), height=int(index.heights[row]), left=corner[0], top=corner[1])
+
+    def _caption(self, sample: int) -> str:
+        """Of several captions always the first."""
+        position, row = self._data.locate(sample)
+        return self._data.datasets[position].index.captions(row)[0]
+
+    def _number(self, sample: int) -> int:
+        position, row = self._data.locate(sample)
+        dataset = self._data.datasets[position]
+        return key_of("held out", dataset.spec.id, text_hash(dataset.index.key(row)))

@@ -1,0 +1,82 @@
+"""The keys of a dataset entry as tables of Markdown: the end of docs/datasets.md, and `smalti dataset reference`."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from smalti.data.datasets.spec import FILE_KEYS, REFUSED, SWITCHES, WITHOUT_EFFECT, JsonTable
+
+SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "Images": ("id", "type", "dataset_type", "instance_data_dir", "metadata_backend", "json"),
+    "Captions": (
+        "caption_strategy",
+        "instance_prompt",
+        "prepend_instance_prompt",
+        "only_instance_prompt",
+        "disable_multiline_split",
+    ),
+    "Size and crop": ("resolution", "resolution_type", "crop", "crop_aspect", "crop_style", "minimum_image_size"),
+    "Number of samples": ("repeats", "max_num_samples"),
+    "Caches": ("cache_dir_vae", "image_embeds", "text_embeds", "default", "cache_dir"),
+}
+"""Every key in the section under which it is shown."""
+
+_TYPES = {bool: "true \\| false", int: "integer", float: "number", Path: "path"}
+_NONE = type(None)
+
+
+def dataset_reference() -> str:
+    """All keys of a dataset entry, those without an effect and those that are refused included."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield "## All keys"
+    for title, keys in SECTIONS.items():
+        yield from ("", f"### {title}", "", *_table((key, FILE_KEYS[key]) for key in keys))
+    yield from ("", f"`{SWITCHES[0]}: true` (or `{SWITCHES[1]}`) switches an entry off.")
+    yield from ("", "### The `json` block", "", *_table(JsonTable.model_fields.items()))
+    yield from ("", "### Accepted without an effect", "", "A notice says why.", "", "| key | why |", "|---|---|")
+    yield from (f"| `{key}` | {why} |" for key, why in WITHOUT_EFFECT.items())
+    yield from (
+        "",
+        "### Refused",
+        "",
+        "These change what is trained on, so they are not ignored.",
+        "",
+        "| key | why |",
+        "|---|---|",
+    )
+    yield from (f"| `{key}` | {why} |" for key, why in REFUSED.items())
+
+
+def _table(fields: Iterable[tuple[str, FieldInfo]]) -> Iterator[str]:
+    yield from ("| key | value | default | meaning |", "|---|---|---|---|")
+    for key, field in fields:
+        yield f"| `{key}` | {_kind(field.annotation)} | {_default(field)} | {field.description} |"
+
+
+def _kind(annotation: object) -> str:
+    """What may be written, in a word."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return _kind(next(each for each in get_args(annotation) if each is not _NONE))
+    if get_origin(annotation) is Literal:
+        return " \\| ".join(map(str, get_args(annotation)))
+    if annotation is JsonTable:
+        return "table"
+    return _TYPES.get(annotation, "text") if isinstance(annotation, type) else "text"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    if field.default is None or isinstance(field.default, JsonTable):
+        return ""
+    if isinstance(field.default, bool):
+        return str(field.default).lower()
+    return f"{field.default:g}" if isinstance(field.default, float) else str(field.default)

@@ -1,0 +1,215 @@
+"""Where a dataset's names, sizes and captions come from: the folder itself, or a table.
+
+A source lists samples and opens no picture. What it does not know, the index finds out: a missing size from the picture's
+header, captions by the dataset's `caption_strategy`.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from smalti.data.datasets.spec import DatasetSpec, JsonTable
+from smalti.data.scan.image_headers import EXTENSIONS
+from smalti.data.storage.protocol import MissingFileError, Storage, StoredFile
+from smalti.errors import ConfigError, Problem, UserError
+
+DESCRIPTIONS = frozenset((".json", ".jsonl", ".csv", ".tsv", ".parquet", ".md", ".toml", ".yaml", ".yml", ".ini", ".db"))
+"""Extensions of files that stand beside images without being samples, so that nobody misses them."""
+_DEFAULT_TABLE = "metadata.jsonl"
+_MOST_PROBLEMS = 10  # more lines than this are not reported
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listed:
+    """A sample as its source lists it. None means that the source does not know.
+
+    `size` is that of the file in bytes. `caption_etag` is the etag of the text file beside the picture, "" without one, so that
+    a changed caption is noticed. A `problem` sets the sample aside without another look.
+    """
+
+    key: str
+    size: int
+    etag: str
+    captions: tuple[str, ...] | None = None
+    caption_etag: str = ""
+    width: int | None = None
+    height: int | None = None
+    problem: str = ""
+
+
+@runtime_checkable
+class Selective(Protocol):
+    """What a source has besides `list` when it leaves files out that may have been meant as samples."""
+
+    @property
+    def passed_over(self) -> Mapping[str, int]:
+        """How many files of the last `list` were left out, by extension in small letters ("" for none)."""
+        ...
+
+
+class MetadataSource(Protocol):
+    """What a metadata backend provides. Made by its factory from a `DatasetSpec` and a `Storage`."""
+
+    def list(self) -> Iterator[Listed]:
+        """All samples, sorted by key, each key once. Called once per scan. Raises UserError for a table that cannot be read."""
+        ...
+
+
+class Discovery:
+    """Every picture below the dataset's root, by file extension. Hidden files and folders (".name") are left out."""
+
+    def __init__(self, spec: DatasetSpec, storage: Storage) -> None:
+        self._storage = storage
+        self.passed_over: Mapping[str, int] = {}
+
+    def list(self) -> Iterator[Listed]:
+        files = sorted_out(self._storage)
+        self.passed_over = files.passed_over
+        for key, file in files.images.items():
+            etag = files.texts.get(caption_key(key), "")
+            yield Listed(key=key, size=file.size, etag=file.etag, caption_etag=etag)
+
+
+class JsonLines:
+    """A table with one JSON object per line; its columns are named in the dataset's `json` block.
+
+    The storage is listed as well, for file sizes and etags: a line without a file is set aside, a picture without a line is not
+    part of the dataset.
+    """
+
+    def __init__(self, spec: DatasetSpec, storage: Storage) -> None:
+        self._table = spec.json_table
+        self._storage = storage
+
+    def list(self) -> Iterator[Listed]:
+        lines = _parse(self._read(), self._table, self.location)
+        files = sorted_out(self._storage)
+        for key in sorted(lines):
+            file = files.images.get(key)
+            if file is None:
+                yield Listed(key=key, size=0, etag="", problem=f"listed in {self.location}, but there is no such picture")
+                continue
+            row = lines[key]
+            yield Listed(
+                key=key,
+                size=file.size,
+                etag=file.etag,
+                captions=row.captions,
+                caption_etag=files.texts.get(caption_key(key), ""),
+                width=row.width,
+                height=row.height,
+            )
+
+    @property
+    def location(self) -> str:
+        return str(self._table.path) if self._table.path else f"{self._storage.location}/{_DEFAULT_TABLE}"
+
+    def _read(self) -> bytes:
+        try:
+            return self._table.path.read_bytes() if self._table.path else self._storage.read(_DEFAULT_TABLE)
+        except (OSError, MissingFileError) as error:
+            fix = 'put the table there, or name it: "json": {"path": ...}'
+            raise UserError(f"the metadata table {self.location} cannot be read", fix=fix) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """The files of a storage: images by key, in order of their keys, and the etags of text files by key.
+
+    `passed_over` counts what is neither, by extension in small letters. Hidden files, and files that describe data
+    (`DESCRIPTIONS`), are in none of them.
+    """
+
+    images: Mapping[str, StoredFile]
+    texts: Mapping[str, str]
+    passed_over: Mapping[str, int]
+
+
+def sorted_out(storage: Storage) -> Files:
+    """List a storage."""
+    images: dict[str, StoredFile] = {}
+    texts: dict[str, str] = {}
+    passed_over: Counter[str] = Counter()
+    for file in storage.list():
+        extension = posixpath.splitext(file.key)[1].lower()
+        if file.key.startswith(".") or "/." in file.key:
+            continue
+        if extension in EXTENSIONS:
+            images[file.key] = file
+        elif extension == ".txt":
+            texts[file.key] = file.etag
+        elif extension not in DESCRIPTIONS:
+            passed_over[extension] += 1
+    return Files(images=images, texts=texts, passed_over=passed_over)
+
+
+def told_of(passed_over: Mapping[str, int]) -> str:
+    """Such counts in words, the most first: "12 .heic, 1 without an extension"."""
+    ordered = sorted(passed_over.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count} {extension or 'without an extension'}" for extension, count in ordered)
+
+
+def caption_key(key: str) -> str:
+    """The key of the text file that belongs to a picture."""
+    return f"{posixpath.splitext(key)[0]}.txt"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Line:
+    captions: tuple[str, ...] | None
+    width: int | None
+    height: int | None
+
+
+def _parse(data: bytes, table: JsonTable, location: str) -> dict[str, _Line]:
+    """The lines of a table by key. Raises ConfigError with the first lines that cannot be understood."""
+    lines: dict[str, _Line] = {}
+    problems: list[Problem] = []
+    for number, text in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if not text.strip():
+            continue
+        try:
+            key, line = _parse_line(json.loads(text), table)
+            if key in lines:
+                raise ValueError(f"{key!r} occurs twice")
+            lines[key] = line
+        except ValueError as error:  # JSON and UTF-8 errors are ValueErrors too
+            problems.append(Problem(message=str(error), where=f"{location}, line {number}", fix="correct the line"))
+            if len(problems) == _MOST_PROBLEMS:
+                break
+    if problems:
+        raise ConfigError(problems)
+    return lines
+
+
+def _parse_line(row: object, table: JsonTable) -> tuple[str, _Line]:
+    if not isinstance(row, Mapping):
+        raise ValueError("not a JSON object")
+    name = row.get(table.filename_column)
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"no file name under {table.filename_column!r}")
+    width, height = (_pixels(row, column) for column in (table.width_column, table.height_column))
+    return posixpath.normpath(name), _Line(captions=_captions(row.get(table.caption_column)), width=width, height=height)
+
+
+def _pixels(row: Mapping[str, object], column: str) -> int | None:
+    value = row.get(column)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 1:
+        raise ValueError(f"{column!r} must be a whole number of pixels, not {value!r}")
+    return int(value)
+
+
+def _captions(value: object) -> tuple[str, ...] | None:
+    texts = [value] if isinstance(value, str) else value
+    if texts is None:
+        return None
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"a caption must be a text or a list of texts, not {value!r}")
+    return tuple(text.strip() for text in texts if text.strip())

@@ -1,0 +1,245 @@
+"""What the options say about data: which datasets, under which rules, for how many steps. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from smalti.config.core_options import DataOptions, LaunchOptions, RunOptions, TrainingOptions, ValidationOptions
+from smalti.config.files import expand
+from smalti.config.resolution import Config
+from smalti.data.batch_check import BatchShape
+from smalti.data.datasets.catalog import Catalog
+from smalti.data.datasets.spec import (
+    DataDefaults,
+    DatasetSpec,
+    latents_folder,
+    load_backend_config,
+    parse_datasets,
+    texts_entry,
+    unused_caches,
+)
+from smalti.data.prepared import DataRules, Dataset, PreparedData, build_datasets, load_datasets, prepare, refuse_trained
+from smalti.data.scan.index import Progress
+from smalti.errors import ConfigError, Problem
+from smalti.plugins.lookup import choose_distributed
+from smalti.plugins.registry import Plugins
+from smalti.rundir.directory import RunDirectory
+from smalti.rundir.phases import Phases
+from smalti.system.files import atomic_write
+from smalti.types import MetadataEntry, StorageEntry
+
+Scan = Callable[[str], Progress]
+_SCAN_NOTE = "scan.json"
+
+
+def catalog_of(plugins: Plugins) -> Catalog:
+    """The storages and metadata backends of all active plugins."""
+    return Catalog.of(
+        plugins.gather("register_storage", StorageEntry), plugins.gather("register_metadata_backends", MetadataEntry)
+    )
+
+
+def dataset_specs(config: Config, catalog: Catalog) -> tuple[DatasetSpec, ...]:
+    """The datasets that the options name. Raises ConfigError with every problem at once."""
+    options = config[DataOptions]
+    entries: list[dict[str, object]]
+    if options.data_backend_config is not None:
+        where = str(options.data_backend_config)
+        entries = expanded(load_backend_config(options.data_backend_config), where)
+    elif options.instance_data_dir is not None:
+        folder = options.instance_data_dir
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-.")
+        entries, where = [{"id": name or "dataset", "instance_data_dir": str(folder)}], "instance_data_dir"
+    else:
+        entries, where = [dict(entry) for entry in options.datasets], "datasets"
+    defaults = DataDefaults(
+        caption_strategy=options.caption_strategy,
+        instance_prompt=options.instance_prompt,
+        resolution=options.resolution,
+        resolution_type=options.resolution_type,
+        crop=options.crop,
+        crop_style=options.crop_style,
+        crop_aspect=options.crop_aspect,
+    )
+    specs, problems = parse_datasets(entries, where=where, defaults=defaults, catalog=catalog)
+    problems = (*problems, *_unused_prompt(config, specs), *_mixed_up_folders(config, specs))
+    if problems:
+        raise ConfigError(problems)
+    most = config[ValidationOptions].num_eval_images
+    return tuple(_at_most(spec, most) if spec.dataset_type == "eval" and most is not None else spec for spec in specs)
+
+
+def _unused_prompt(config: Config, specs: Sequence[DatasetSpec]) -> list[Problem]:
+    """A prompt that was given and would caption nothing."""
+    if config[DataOptions].instance_prompt is None or not specs or any(spec.uses_instance_prompt for spec in specs):
+        return []
+    fix = "--caption_strategy=instanceprompt makes it the caption of all images; or set prepend_instance_prompt in the entry"
+    return [Problem(message="instance_prompt is given, and no dataset uses it", where="instance_prompt", fix=fix)]
+
+
+def _mixed_up_folders(config: Config, specs: Sequence[DatasetSpec]) -> list[Problem]:
+    """Datasets that would take the run's own images for samples.
+
+    A hidden folder is not searched for images, and with a table only the images in it count.
+    """
+    if (output := config[RunOptions].output_dir) is None:
+        return []
+    run, problems = RunDirectory(output.expanduser().resolve()), []
+    own = (run.samples, run.checkpoints, run.data, run.control)
+    for spec in specs:
+        if spec.type != "local" or spec.instance_data_dir is None or spec.metadata_backend != "discovery":
+            continue
+        folder = spec.instance_data_dir.resolve()
+        searched = run.path.is_relative_to(folder) and not any(
+            part.startswith(".") for part in run.path.relative_to(folder).parts
+        )
+        if searched:
+            message = f"the output directory {run.path} lies in the folder of the dataset {spec.id!r}, {folder}"
+            fix = "choose an --output_dir outside of it: validation images and plots would become training images"
+            problems.append(Problem(message=message, where="output_dir", fix=fix))
+        elif any(folder.is_relative_to(place) for place in own):
+            message = f"the dataset {spec.id!r} lies in {folder}, where the run keeps its own files"
+            problems.append(Problem(message=message, where="output_dir", fix="choose another --output_dir, or move the images"))
+    return problems
+
+
+def _at_most(spec: DatasetSpec, most: int) -> DatasetSpec:
+    return spec.model_copy(update={"max_num_samples": min(most, spec.max_num_samples or most)})
+
+
+def expanded(entries: list[dict[str, object]], where: str) -> list[dict[str, object]]:
+    """The entries with {env:NAME} replaced. Raises ConfigError for names that the environment does not have."""
+    problems: list[Problem] = []
+    found = [cast(dict[str, object], expand(entry, os.environ, where, problems)) for entry in entries]
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def data_rules(config: Config, plugins: Plugins, alignment: int) -> DataRules:
+    """The rules for all datasets; `alignment` is the model family's, for when the options do not say.
+
+    Ranks that work on the same samples count as one.
+    """
+    options = config[DataOptions]
+    return DataRules(
+        seed=config[RunOptions].seed,
+        shape=BatchShape(
+            train_batch_size=options.train_batch_size,
+            ranks=config[LaunchOptions].num_processes // choose_distributed(config, plugins).context,
+            accumulation=config[TrainingOptions].gradient_accumulation_steps,
+        ),
+        alignment=options.aspect_bucket_alignment or alignment,
+        aspect_rounding=options.aspect_bucket_rounding,
+        error_budget=options.data_error_budget,
+        allow_oversubscription=options.allow_dataset_oversubscription,
+    )
+
+
+def scan_data(
+    config: Config,
+    plugins: Plugins,
+    alignment: int,
+    directory: Path | None,
+    progress: Scan | None = None,
+    *,
+    attempt: float | None = None,
+) -> PreparedData:
+    """Scan the datasets and fix the order of samples. For one process: the launcher, or rank 0.
+
+    `directory` keeps the indexes, so that the next scan opens only what is new; None writes nothing. `attempt` is when this
+    attempt at the run began: its ranks then find the scan with `was_scanned`.
+    """
+    catalog = catalog_of(plugins)
+    specs = dataset_specs(config, catalog)
+    rules = data_rules(config, plugins, alignment)
+    data = prepare(build_datasets(specs, catalog, directory, progress), rules, notices=unused_caches(specs))
+    held_out = build_datasets(specs, catalog, directory, progress, kind="eval")
+    if directory is not None and attempt is not None:
+        note = {"attempt": attempt, "indexes": _indexes(directory)}
+        atomic_write(directory / _SCAN_NOTE, json.dumps(note).encode())
+    if not held_out:
+        wanted = [name for name in ("eval_steps_interval", "eval_epoch_interval") if getattr(config[ValidationOptions], name)]
+        told = [f"{' and '.join(wanted)} without effect: no dataset has the dataset_type eval"] if wanted else []
+        return replace(data, notices=(*data.notices, *told))
+    refuse_trained(data.datasets, held_out)
+    return _with_held_out(data, held_out, rules)
+
+
+def scan_progress(phases: Phases) -> Scan:
+    """How far a scan is, told as a phase."""
+
+    def begin(dataset: str) -> Progress:
+        phases.enter("scanning", unit="images")
+        return phases.advance
+
+    return begin
+
+
+def was_scanned(directory: Path, attempt: float) -> bool:
+    """Whether the indexes in `directory` are, unchanged, those that this attempt at the run has made."""
+    try:
+        note: object = json.loads((directory / _SCAN_NOTE).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return note == {"attempt": attempt, "indexes": _indexes(directory)}
+
+
+def _indexes(directory: Path) -> dict[str, list[int]]:
+    """Size and time of each index."""
+    found = {path.name: path.stat() for path in sorted(directory.glob("*.arrow"))}
+    return {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()}
+
+
+def load_data(config: Config, plugins: Plugins, alignment: int, directory: Path) -> PreparedData:
+    """The same from the indexes that another process has written."""
+    catalog = catalog_of(plugins)
+    specs, rules = dataset_specs(config, catalog), data_rules(config, plugins, alignment)
+    data = prepare(load_datasets(specs, catalog, directory), rules)
+    held_out = load_datasets(specs, catalog, directory, kind="eval")
+    return _with_held_out(data, held_out, rules) if held_out else data
+
+
+def _with_held_out(data: PreparedData, datasets: tuple[Dataset, ...], rules: DataRules) -> PreparedData:
+    """The data with pictures that are evaluated. They need not fill batches."""
+    held_out = prepare(datasets, replace(rules, shape=BatchShape(train_batch_size=1, ranks=1, accumulation=1)))
+    return replace(data, held_out=held_out, notices=(*data.notices, *held_out.notices))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheFolders:
+    """Where encoded texts are kept, and the latents of each dataset, by its id."""
+
+    texts: Path
+    latents: Mapping[str, Path]
+
+
+def cache_folders(config: Config, plugins: Plugins) -> CacheFolders:
+    """What the options and the entries of datasets say; below the run directory if they say nothing."""
+    given = config[DataOptions].cache_dir or cast(Path, config[RunOptions].output_dir) / "cache"
+    specs = dataset_specs(config, catalog_of(plugins))
+    entry = texts_entry(specs)
+    latents = {spec.id: latents_folder(spec, specs) or given for spec in specs if spec.has_pictures}
+    return CacheFolders(
+        texts=_absolute(entry.cache_dir if entry is not None and entry.cache_dir is not None else given),
+        latents={name: _absolute(folder) for name, folder in latents.items()},
+    )
+
+
+def _absolute(folder: str | Path) -> Path:
+    return Path(folder).expanduser().absolute()
+
+
+def total_steps(config: Config, data: PreparedData) -> int:
+    """Optimizer steps of the whole run: given, or as many as the epochs hold batches."""
+    options = config[RunOptions]
+    if options.max_train_steps is not None:
+        return options.max_train_steps
+    assert options.num_train_epochs is not None, "checked with the configuration"
+    return data.order.epoch_start(options.num_train_epochs)

@@ -1,0 +1,86 @@
+"""From the bytes of a picture to numbers for a model.
+
+Shapes: B pictures, H, W pixels, 3 colours (red, green, blue).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from smalti.data.buckets import Bucket, Framing
+from smalti.data.scan.image_headers import DECODING_ERRORS, open_image, orientation
+from smalti.data.scan.quarantine import BadSampleError
+from smalti.data.storage.protocol import Storage, StorageError, TransientStorageError
+
+Bytes = NDArray[np.uint8]
+
+# How to undo each EXIF orientation.
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def read_picture(storage: Storage, key: str, framing: Framing, bucket: Bucket) -> Bytes:
+    """`decode` of a stored file. Raises BadSampleError also for one that is gone or may not be read."""
+    try:
+        return decode(storage.read(key), framing, bucket)
+    except TransientStorageError:
+        raise
+    except StorageError as error:
+        raise BadSampleError(error.message) from error
+
+
+def decode(data: bytes, framing: Framing, bucket: Bucket) -> Bytes:
+    """A picture as (3, H, W) bytes: upright, RGB on white, scaled for its bucket but not yet cut.
+
+    Raises BadSampleError for anything that is not a whole, readable picture.
+    """
+    with open_image(data) as image:
+        turn = orientation(image)
+        width, height = image.size if turn < 5 else image.size[::-1]
+        target = framing.resized(width, height, bucket)
+        # A JPEG can be decoded at a fraction of its size; twice the target leaves the quality to the filter below.
+        image.draft(None, (2 * max(target), 2 * max(target)))
+        try:
+            upright = image.transpose(_UPRIGHT[turn]) if turn in _UPRIGHT else image
+            rgb = on_white(upright)
+            if rgb.size != target:
+                rgb = rgb.resize(target, Image.Resampling.LANCZOS)
+        except DECODING_ERRORS as error:
+            raise BadSampleError(f"the picture is damaged: {error or type(error).__name__}") from error
+    return np.ascontiguousarray(np.asarray(rgb).transpose(2, 0, 1))
+
+
+def on_white(image: Image.Image) -> Image.Image:
+    """Any kind of picture as RGB; what is transparent becomes white, 16 bits become 8."""
+    if image.mode == "F":
+        raise BadSampleError("pixels are floating-point numbers, whose range is not known: convert the picture")
+    if image.mode.startswith("I"):
+        levels = np.asarray(image).astype(np.int64).clip(0, 65535)
+        image = Image.fromarray(((levels * 255 + 32767) // 65535).astype(np.uint8))
+    if image.has_transparency_data:
+        cover = image.convert("RGBA")
+        white = Image.new("RGBA", cover.size, "white")
+        return Image.alpha_composite(white, cover).convert("RGB")
+    return image.convert("RGB")
+
+
+def crop(picture: Bytes, bucket: Bucket, corner: tuple[int, int]) -> Bytes:
+    """The bucket's cut (3, H, W) of a scaled picture, as a view. `corner`: its left and top, of `Framing.corner`."""
+    left, top = corner
+    return picture[:, top : top + bucket.height, left : left + bucket.width]
+
+
+def normalised(pictures: Tensor) -> Tensor:
+    """Bytes as fp32 in [-1, 1], on the same device; 0 is -1 and 255 is 1."""
+    return pictures.to(torch.float32).div_(127.5).sub_(1.0)

@@ -1,0 +1,107 @@
+"""Which samples have changed since a checkpoint was made: the indexes of then, which the run keeps, against those of now."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from smalti.data.scan.identity import Identity
+from smalti.data.scan.index import DatasetIndex, read_table
+
+_log = logging.getLogger(__name__)
+_COMPARED = ("key", "size", "width", "height", "content", "caption_hash")
+
+
+def keep(identity: Identity, indexes: Sequence[DatasetIndex], directory: Path) -> None:
+    """Keep the indexes that a run trains on beside those that each scan replaces; they share their space on disk.
+
+    `directory` is the run's `data`. What cannot be kept is reported in the log: then a later change is told without counts.
+    """
+    folder = _folder(identity, directory)
+    for index in indexes:
+        draft = folder / f".{index.dataset}.{os.getpid()}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                draft.hardlink_to(directory / f"{index.dataset}.arrow")
+            except OSError:  # a file system without links
+                shutil.copyfile(directory / f"{index.dataset}.arrow", draft)
+            draft.replace(folder / f"{index.dataset}.arrow")
+        except OSError as error:
+            _log.warning("the index of dataset %s is not kept for later resumes: %s", index.dataset, error)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def changes(then: Identity, indexes: Sequence[DatasetIndex], directory: Path) -> list[str] | None:
+    """What is different, such as "3 images have other content, first: cats/7.png". None if the indexes of then are gone."""
+    folder = _folder(then, directory)
+    now = {index.dataset: index for index in indexes}
+    found = [f"dataset {name} is new" for name in sorted(now.keys() - then.settings.keys())]
+    found += [f"dataset {name} is gone" for name in sorted(then.settings.keys() - now.keys())]
+    for name in sorted(now.keys() & then.settings.keys()):
+        try:
+            old = read_table(folder / f"{name}.arrow")
+        except (OSError, pa.ArrowInvalid):
+            return None
+        if not set(_COMPARED) <= set(old.column_names):  # of an older version
+            return None
+        found += [str(change) for change in _compared(old, now[name].table) if change.count]
+    return found
+
+
+def _folder(identity: Identity, directory: Path) -> Path:
+    return directory / "trained" / identity.samples[:16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Change:
+    """One kind of change: how many samples of a dataset, and the first of them. `one` and `many` say it in words."""
+
+    one: str
+    many: str
+    count: int
+    first: str
+
+    def __str__(self) -> str:
+        return f"{self.count} {self.one if self.count == 1 else self.many}, first: {self.first}"
+
+
+def _compared(old: pa.Table, new: pa.Table) -> Iterator[_Change]:
+    """A sample counts once as added, gone, usable or not, of another size or other content; changed captions count besides."""
+    old_keys, new_keys = (table.column("key").cast(pa.large_string()).combine_chunks() for table in (old, new))
+    before = pc.index_in(new_keys, value_set=old_keys)  # the old row of each new one
+    known = before.is_valid().to_numpy(zero_copy_only=False)
+    was, now = before.drop_null().to_numpy(zero_copy_only=False), np.flatnonzero(known)
+
+    def pair(column: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return old.column(column).to_numpy()[was], new.column(column).to_numpy()[now]
+
+    def differ(column: str) -> NDArray[np.bool_]:
+        one, other = pair(column)
+        return np.asarray(one != other)
+
+    def change(one: str, many: str, rows: NDArray[np.int64], keys: pa.Array = new_keys) -> _Change:
+        return _Change(one=one, many=many, count=len(rows), first=str(keys[int(rows[0])].as_py()) if len(rows) else "")
+
+    usable_then, usable_now = (widths > 0 for widths in pair("width"))
+    usable, opened = usable_then & usable_now, np.logical_and(*pair("content"))
+    resized = usable & (differ("width") | differ("height"))
+    replaced = usable & ~resized & (differ("size") | opened & differ("content"))
+    gone = np.flatnonzero(~pc.is_in(old_keys, value_set=new_keys).to_numpy(zero_copy_only=False))
+    yield change("image was added", "images were added", np.flatnonzero(~known))
+    yield change("image is gone", "images are gone", gone, old_keys)
+    yield change("image can be used now", "images can be used now", now[usable_now & ~usable_then])
+    yield change("image can no longer be used", "images can no longer be used", now[usable_then & ~usable_now])
+    yield change("image size changed", "image sizes changed", now[resized])
+    yield change("image has other content", "images have other content", now[replaced])
+    yield change("caption changed", "captions changed", now[usable & differ("caption_hash")])

@@ -1,0 +1,67 @@
+"""What a run's data are, so that a resume can tell whether they are still the same.
+
+Three parts, because they mean different things: the order in which samples come, apart from seed and effective batch, which
+are compared for themselves; what the samples hold; and the settings by which images are cropped and repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+
+from smalti.data.order import Order
+from smalti.data.scan.index import DatasetIndex
+
+Settings = Mapping[str, Mapping[str, object]]
+"""By dataset: names as in its entry or among the options, and JSON-able values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Digests in hexadecimal: `order` of keys, buckets and repeats, `samples` of all that was found in the files."""
+
+    order: str
+    samples: str
+    settings: Settings
+
+    @classmethod
+    def of(cls, indexes: Sequence[DatasetIndex], order: Order, settings: Settings) -> Identity:
+        return cls(order=_order_digest(indexes, order, "order 2"), samples=_samples_digest(indexes), settings=settings)
+
+    @classmethod
+    def read(cls, values: object) -> Identity:
+        """What `as_json` gave. Raises ValueError for anything else."""
+        match values:
+            case {"order": str(order), "samples": str(samples), "settings": dict(settings)}:
+                if all(isinstance(one, dict) for one in settings.values()):
+                    return cls(order=order, samples=samples, settings=settings)
+        raise ValueError(f"not a description of data: {values!r}")
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def first_digest(indexes: Sequence[DatasetIndex], order: Order, *, seed: int) -> str:
+    """What checkpoints held instead before there was an `Identity`, with seed and effective batch in it."""
+    return _order_digest(indexes, order, f"order 1 {seed} {order.effective_batch}")
+
+
+def _order_digest(indexes: Sequence[DatasetIndex], order: Order, first: str) -> str:
+    state = sha256(first.encode())
+    for index in indexes:
+        state.update("\n".join([index.dataset, *index.keys(), ""]).encode())
+    for content in order.buckets:
+        state.update(f"{content.bucket}".encode() + content.samples.tobytes() + content.copies.tobytes())
+    return state.hexdigest()
+
+
+def _samples_digest(indexes: Sequence[DatasetIndex]) -> str:
+    """Times of change are left out: a copy of a file is the same file."""
+    state = sha256(b"samples 1")
+    for index in indexes:
+        state.update("\n".join([index.dataset, *index.keys(), ""]).encode())
+        for column in ("size", "width", "height", "content", "caption_hash"):
+            for part in index.numbers(column):
+                state.update(part.data)
+    return state.hexdigest()

@@ -1,0 +1,173 @@
+"""A folder as a storage. Symbolic links are followed: a dataset may be put together from links."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from stat import S_ISDIR, S_ISREG
+from typing import TYPE_CHECKING, BinaryIO
+
+from smalti.data.storage.protocol import (
+    AccessDeniedError,
+    MissingFileError,
+    StorageError,
+    StoredFile,
+    TransientStorageError,
+    checked_key,
+)
+from smalti.system.files import atomic_write
+
+if TYPE_CHECKING:
+    from smalti.data.datasets.spec import DatasetSpec
+
+# What a network file system says when its server is away for a while.
+_TRANSIENT = frozenset(
+    {
+        errno.EAGAIN,
+        errno.EBUSY,
+        errno.ECONNRESET,
+        errno.EHOSTUNREACH,
+        errno.EINTR,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+    }
+)
+
+
+def open_local(spec: DatasetSpec) -> LocalStorage:
+    """The storage of a dataset of type "local". Raises MissingFileError when its folder does not exist."""
+    if spec.instance_data_dir is None:
+        raise ValueError(f"dataset {spec.id!r} has no instance_data_dir")
+    return LocalStorage(spec.instance_data_dir)
+
+
+class LocalStorage:
+    """Files below `root`. An etag is made of size and modification time, so no file is read to list it."""
+
+    def __init__(self, root: Path | str) -> None:
+        self._root = Path(root).absolute()
+        if not self._root.is_dir():
+            raise MissingFileError(
+                f"{self._root} is not a folder", fix="check the path, and that its disk is mounted on this machine"
+            )
+
+    @property
+    def location(self) -> str:
+        return str(self._root)
+
+    def list(self, prefix: str = "") -> Iterator[StoredFile]:
+        folder = prefix.rpartition("/")[0]
+        if folder:
+            checked_key(folder)
+        start = self._root / folder
+        if start.is_dir():
+            yield from self._walk(start, f"{folder}/" if folder else "", prefix, ())
+
+    def stat(self, key: str) -> StoredFile:
+        with self._explained(key) as path:
+            status = path.stat()
+            if S_ISDIR(status.st_mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            return _stored(key, status)
+
+    def read(self, key: str) -> bytes:
+        with self._explained(key) as path, _open(path) as file:
+            return file.read()
+
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        with self._explained(key) as path, _open(path) as file:
+            file.seek(start)
+            return file.read(length)
+
+    def write(self, key: str, data: bytes) -> None:
+        with self._explained(key) as path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(path, data)
+
+    def _walk(self, folder: Path, base: str, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[StoredFile]:
+        with self._explained(base.rstrip("/") or ".", folder):
+            status = folder.stat()
+            with os.scandir(folder) as entries:
+                # A folder sorts by its name with the slash, as the keys below it do: "a-b" < "a/x" < "a0".
+                named = sorted((f"{_name(entry)}/" if _is_folder(entry) else _name(entry), entry) for entry in entries)
+        here = (status.st_dev, status.st_ino)
+        if here in above:
+            return  # a link to a folder that we are in: everything below it has been listed
+        for name, entry in named:
+            key = base + name
+            if not key.startswith(prefix[: len(key)] if name.endswith("/") else prefix):
+                continue
+            if name.endswith("/"):
+                yield from self._walk(folder / entry.name, key, prefix, (*above, here))
+            else:
+                with self._explained(key, folder / entry.name):
+                    stored = _listed(key, entry)
+                if stored is not None:
+                    yield stored
+
+    @contextmanager
+    def _explained(self, key: str, path: Path | None = None) -> Iterator[Path]:
+        """The path of a key; errors of the operating system come out as this package's."""
+        target = path or self._root / checked_key(key)
+        try:
+            yield target
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise MissingFileError(f"{target}: no such file", fix="restore the file, or scan the dataset again") from error
+        except PermissionError as error:
+            raise AccessDeniedError(
+                f"{target}: permission denied", fix="give this user the right to it (chmod, chown)"
+            ) from error
+        except OSError as error:
+            if error.errno in _TRANSIENT:
+                raise TransientStorageError(
+                    f"{target}: {error.strerror}", fix="check the network or the file server, then start again"
+                ) from error
+            raise StorageError(f"{target}: {error.strerror or error}", fix="check the disk") from error
+
+
+def _stored(key: str, status: os.stat_result) -> StoredFile:
+    return StoredFile(key=key, size=status.st_size, etag=f"{status.st_size:x}-{status.st_mtime_ns:x}")
+
+
+def _listed(key: str, entry: os.DirEntry[str]) -> StoredFile | None:
+    """An entry that is no folder; None for one that was removed while we were listing.
+
+    What cannot be read, such as a link to nothing or a pipe, is listed too: reading it tells why.
+    """
+    try:
+        return _stored(key, entry.stat())
+    except OSError as error:
+        if error.errno in _TRANSIENT:
+            raise
+        gone = isinstance(error, FileNotFoundError) and not entry.is_symlink()
+        return None if gone else StoredFile(key=key, size=0, etag="unreadable")
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno in _TRANSIENT:
+            raise
+        return False  # a link that leads in a circle, for instance
+
+
+def _name(entry: os.DirEntry[str]) -> str:
+    """The name as text. Bytes that are not UTF-8 become escapes with a backslash, which no key may have."""
+    return os.fsencode(entry.name).decode("utf-8", "backslashreplace")
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open a regular file. Anything else is an error: opening or reading a pipe or a device could wait for ever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    number = errno.EISDIR if S_ISDIR(mode) else errno.EINVAL
+    raise OSError(number, os.strerror(number) if S_ISDIR(mode) else "not a regular file")

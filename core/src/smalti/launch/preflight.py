@@ -1,0 +1,347 @@
+"""What `smalti train` does before any worker exists: check everything, say what will happen, then launch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import click
+
+from smalti.checkpoint.format.manifest import STATE
+from smalti.checkpoint.format.statefile import read_state
+from smalti.config.core_options import (
+    LaunchOptions,
+    OptimizerOptions,
+    RunOptions,
+    TrainingOptions,
+    warm_up_notice,
+    warm_up_problem,
+)
+from smalti.config.resolution import Config
+from smalti.config.toml import as_toml
+from smalti.data.from_options import scan_data, scan_progress, total_steps
+from smalti.data.prepared import PreparedData
+from smalti.errors import ConfigError, ExitCode, GpuFaultError, PreflightError
+from smalti.launch.checks import check_run
+from smalti.launch.plan import (
+    LaunchPlan,
+    allocator_settings,
+    check_accelerators,
+    expected_kind,
+    plan_launch,
+    write_launch_files,
+    yaml_text,
+)
+from smalti.launch.standby import Standby
+from smalti.parallel.devices import ImageSize, accelerator_kind, cpu_notices, describe_devices
+from smalti.parallel.precision import choose_precision, cost_of, describe
+from smalti.plugins.lookup import choose_distributed
+from smalti.plugins.registry import Plugins
+from smalti.rundir.directory import POLL_SECONDS, RunDirectory, overview
+from smalti.rundir.writer import STOPPED_EARLY, LiveRun, acquire
+from smalti.system import exit_reports
+from smalti.system.imports import importing
+from smalti.system.signals import Stopped, Terminated, interrupt
+from smalti.training.resume_checks import check_resumable
+
+if TYPE_CHECKING:
+    from smalti.models.family import ModelFamily
+
+_FIRST = ("device", "precision", "tokens")
+"""What the start of a run says at once; the rest is said when it begins to train."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """A checked configuration with its launch plan and its data.
+
+    `data` is None on machines that only join a launch: the first one has looked at it. `facts` say on which "device" the run
+    computes and in which "precision"; where the data were looked at, also how many "tokens" the largest images are and at which
+    noise levels ("timesteps") they are trained. `live` is the run directory, which the first machine has taken; None on the
+    others, and for a dry run.
+    """
+
+    config: Config
+    plugins: Plugins
+    directory: RunDirectory
+    plan: LaunchPlan
+    data: PreparedData | None
+    facts: Mapping[str, str]
+    live: LiveRun | None
+    notices: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: Config, plugins: Plugins, *, write: bool) -> Preparation:
+        """Check the configuration, choose the backend, scan the data and check the buckets against the effective batch.
+
+        With `write`, the run directory is taken before the data are looked at, and keeps their index; without, nothing is
+        written, and the launch may be planned for accelerators that are not here. Raises UserError, ConfigError,
+        PreflightError; Stopped when that was asked for meanwhile.
+        """
+        checked = check_run(config, plugins, thorough=not write)
+        directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
+        kind, notices, environment = accelerator_kind(config), [], dict(os.environ)
+        if write:
+            os.environ.update(allocator_settings(kind, environment))  # which torch reads once, with the first look at a device
+            check_accelerators(config, kind)
+        elif kind == "cpu" and (expected := expected_kind(config)) is not None:
+            kind = expected
+            notices.append(f"planned for {kind} devices, from the Accelerate YAML; this node has none")
+        joins = write and config[LaunchOptions].machine_rank > 0
+        if joins:
+            _wait_for_first_machine(directory, config[LaunchOptions].process_group_timeout)
+        config, given = choose_precision(config, kind, directory), config
+        distributed = checked.distributed if config is given else choose_distributed(config, plugins)
+        plan = plan_launch(config, distributed, directory.path, kind, environment)
+        notices += [*config.notices, *plan.notices, *cost_of(config, kind)]
+        facts = {"device": describe_devices(config, kind), "precision": describe(config, kind)}
+        live = _take(directory, config) if write and not joins else None
+        with _failures_recorded(live):
+            data = None if joins else cls._look_at_data(config, plugins, checked.family.alignment, live)
+            if data is not None:
+                size = _largest_image(checked.family, data)
+                facts |= {
+                    "tokens": str(size),
+                    "timesteps": checked.loss.describe_timesteps(count.bucket for count in data.counts),
+                }
+                told = _resume_notices(config, data, checked.checkpoint)
+                notices += [*(() if write else told)]  # a run tells them where it resumes
+                notices += [*_schedule_notices(config, data), *cpu_notices(config, kind, size), *data.notices]
+        return cls(
+            config=config,
+            plugins=plugins,
+            directory=directory,
+            plan=plan,
+            data=data,
+            facts=facts,
+            live=live,
+            notices=tuple(dict.fromkeys(notices)),
+        )
+
+    @staticmethod
+    def _look_at_data(config: Config, plugins: Plugins, alignment: int, live: LiveRun | None) -> PreparedData:
+        if live is None:
+            return scan_data(config, plugins, alignment, None)
+        live.phases.enter("scanning")
+        progress = scan_progress(live.phases)
+        return scan_data(config, plugins, alignment, live.directory.data, progress, attempt=live.record.started)
+
+    def launch(self, standby: Standby | None = None) -> ExitCode:
+        """Run to the end. The last lines printed say how it ended and how to go on. `standby` is ready to start the ranks."""
+        for notice in self.notices:
+            click.echo(f"smalti: note: {notice}", err=True)
+        click.echo(f"smalti: {self.plugins.summary}", err=True)
+        click.echo(f"smalti: {'; '.join(f'{name} {self.facts[name]}' for name in _FIRST if name in self.facts)}", err=True)
+        with _failures_recorded(self.live):
+            write_launch_files(self.directory, self.config, self.plugins, self.plan)
+            if self.live is not None:
+                self.live.keep_files()
+            sys.stdout.flush()
+            code, message = self._run(standby)
+        if self.live is not None:
+            self.live.conclude(code, message)
+        self._say_goodbye(code, message)
+        if self.live is not None:
+            self.live.close()
+        return code
+
+    def _run(self, standby: Standby | None) -> tuple[ExitCode, str]:
+        if self.plan.launcher != "in-process":
+            from smalti.launch.launcher import run_workers
+
+            return run_workers(self.plan, self.directory, digest=self.config.digest, live=self.live, standby=standby)
+        with importing():
+            from smalti.launch.rank import run_rank
+
+        os.environ.update(self.plan.environment)
+        try:
+            outcome = run_rank(self.config, self.plugins, self.live)
+        except GpuFaultError as error:
+            return error.exit_code, str(error)
+        except KeyboardInterrupt as stop:
+            if self.live is not None and self.live.stop_asked:
+                return ExitCode.DONE, STOPPED_EARLY
+            code = ExitCode.PREEMPTED if isinstance(stop, Terminated) else ExitCode.INTERRUPTED
+            return code, "stopped outside of a training step; saved checkpoints and caches are intact"
+        return outcome.exit_code, outcome.message
+
+    def _say_goodbye(self, code: ExitCode, message: str) -> None:
+        for title, path in self._results().items():
+            click.echo(f"  {title:<12} {path}", err=True)
+        complete = code is ExitCode.DONE and self.directory.status().condition == "finished"
+        stopped = "stopped" if code is ExitCode.DONE else f"ended with exit code {int(code)}"
+        click.echo(f"smalti: {'done' if complete else stopped}: {message}", err=True)
+        if not self.directory.config_file.exists():  # somebody has removed it
+            return
+        again = f"{own_name()} train {shlex.quote(str(self.directory.config_file))}"
+        if complete:
+            click.echo(f"  train longer {again}{_twice_as_long(self.config)}", err=True)
+        else:
+            click.echo(f"  to resume    run the same command again, or {again}", err=True)
+
+    def _results(self) -> dict[str, Path]:
+        from smalti.checkpoint.format.store import CheckpointStore
+
+        found = {}
+        if samples := sorted(self.directory.samples.glob("*/")):
+            found["pictures"] = overview(samples[-1])
+        if (plot := self.directory.path / "loss.png").exists():
+            found["loss plot"] = plot
+        if entries := CheckpointStore(self.directory.checkpoints).all():
+            found["checkpoint"] = entries[-1].path
+        return found
+
+    # --- dry run ----------------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, object]:
+        """What a launch would do, as JSON."""
+        assert self.data is not None, "a dry run reads the data, on every node"
+        said = {
+            "launch": self.plan.as_json(),
+            **self.facts,
+            "config": {"digest": self.config.digest, "changes": self.config.changes()},
+            "sources": {name: self.config.source(name) for name in self.config.sources},
+            "plugins": list(self.plugins.lines),
+            "notices": list(self.notices),
+            "effective_batch": self.data.order.effective_batch,
+            "steps": total_steps(self.config, self.data),
+            "samples": sum(count.total for count in self.data.counts),
+            "buckets": [{"size": str(count.bucket), "samples": count.total} for count in self.data.counts],
+            "quarantined": [{"key": item.key, "reason": item.reason} for item in self.data.quarantined],
+        }
+        return cast(dict[str, object], self.config.masked(said))
+
+    def as_text(self) -> str:
+        """The same for people, with the files that a launch would write."""
+        assert self.data is not None, "a dry run reads the data, on every node"
+        plan = self.plan
+        lines = [f"strategy      {plan.distributed.title}", f"launcher      {plan.launcher}"]
+        if plan.command:
+            lines.append(f"command       {shlex.join(plan.command)}")
+        lines += [f"environment   {key}={value}" for key, value in plan.environment.items()]
+        lines += [f"{name:<13} {fact}" for name, fact in self.facts.items()]
+        lines.append(f"steps         {total_steps(self.config, self.data)}, each of {self.data.order.effective_batch} samples")
+        lines.append(f"samples       {sum(count.total for count in self.data.counts)} in an epoch")
+        lines += [f"bucket        {count.bucket}: {count.total}" for count in self.data.counts]
+        lines += [f"quarantined   {item.key}: {item.reason}" for item in self.data.quarantined]
+        lines += [f"note          {notice}" for notice in self.notices]
+        lines += ["", f"{self.directory.config_file}:", *_indented(as_toml(self.config))]
+        if plan.accelerate_file is not None:
+            lines += ["", f"{plan.accelerate_file}:", *_indented(yaml_text(plan.accelerate))]
+        if plan.distributed.settings:
+            lines += ["", f"{plan.distributed.title}:", *_indented(json.dumps(plan.distributed.settings, indent=2))]
+        return str(self.config.masked("\n".join(lines)))
+
+
+def _twice_as_long(config: Config) -> str:
+    """The flag that lets a complete run train as long again."""
+    options = config[RunOptions]
+    if options.max_train_steps is not None:
+        return f" --max_train_steps={2 * options.max_train_steps}"
+    return f" --num_train_epochs={2 * options.num_train_epochs}" if options.num_train_epochs is not None else ""
+
+
+def _take(directory: RunDirectory, config: Config) -> LiveRun:
+    """Become the run there. UserError when another one lives there."""
+    live = acquire(
+        directory,
+        config_digest=config.digest,
+        world_size=config[LaunchOptions].num_processes,
+        mixed_precision=config[TrainingOptions].mixed_precision,
+        on_stop=interrupt,
+    )
+    live.events.mask = config.masked
+    return live
+
+
+@contextmanager
+def _failures_recorded(live: LiveRun | None) -> Iterator[None]:
+    """An exception ends the run in the eyes of those who watch it too. It becomes `Stopped` where a stop was asked for."""
+    try:
+        yield
+    except BaseException as error:
+        if live is None:
+            raise
+        asked = isinstance(error, KeyboardInterrupt) and live.stop_asked
+        live.conclude(
+            *((ExitCode.DONE, STOPPED_EARLY) if asked else (exit_reports.code_of(error), exit_reports.describe(error)))
+        )
+        live.close()
+        if asked:
+            raise Stopped from None
+        raise
+
+
+def _resume_notices(config: Config, data: PreparedData, checkpoint: Path | None) -> tuple[str, ...]:
+    """What a resume from this checkpoint will say of the data. Raises CheckpointError if it is of another run."""
+    if checkpoint is None:
+        return ()
+    return check_resumable(read_state(checkpoint / STATE).trainer, config, data, checkpoint).notices
+
+
+def _schedule_notices(config: Config, data: PreparedData) -> list[str]:
+    """What a warm-up as long as the run means. Raises ConfigError where nothing could be learned; epochs are counted by now."""
+    options, steps = config[OptimizerOptions], total_steps(config, data)
+    if (problem := warm_up_problem(options, steps)) is not None:
+        raise ConfigError([problem])
+    notice = warm_up_notice(options, steps)
+    return [notice] if notice else []
+
+
+def _largest_image(family: ModelFamily, data: PreparedData) -> ImageSize:
+    """The training images that are the most tokens."""
+    from smalti.models.family import image_tokens
+
+    sizes = [
+        ImageSize(tokens=image_tokens(family, bucket.width, bucket.height), width=bucket.width, height=bucket.height)
+        for bucket in (count.bucket for count in data.counts)
+    ]
+    return max(sizes, key=lambda size: size.tokens)
+
+
+def own_name() -> str:
+    """What to type for this program: its name where the shell finds it, else the path by which it was called."""
+    called = Path(sys.argv[0])
+    if called.name not in ("smalti", "smalti-train"):
+        return f"{shlex.quote(sys.executable)} -m smalti"
+    found = shutil.which("smalti")
+    return "smalti" if found and Path(found).samefile(called.with_name("smalti")) else str(called.with_name("smalti"))
+
+
+def _wait_for_first_machine(directory: RunDirectory, seconds: float) -> None:
+    """Until machine 0 has taken the run directory, which this machine must be able to see, and has looked at the data."""
+    deadline, told = time.monotonic() + seconds, False
+    while (phase := _phase_of_first_machine(directory)) in (None, "scanning"):
+        if not told:
+            click.echo(f"smalti: waiting for node 0 to create {directory.path} and to scan the data", err=True)
+            told = True
+        if phase is not None:
+            deadline = time.monotonic() + seconds
+        elif time.monotonic() > deadline:
+            raise PreflightError(
+                f"node 0 did not create the run directory {directory.path} within {seconds:.0f} s",
+                fix="start the same command there with --machine_rank=0; all nodes must share the same --output_dir",
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _phase_of_first_machine(directory: RunDirectory) -> str | None:
+    """What the run there is busy with; None where none lives."""
+    heartbeat = directory.heartbeat()
+    if directory.record() is None or heartbeat is None or heartbeat.alive() is False:
+        return None
+    last = directory.latest("phase", "step")
+    return (last.text("phase") or last.kind) if last is not None and last.time >= heartbeat.started else None
+
+
+def _indented(text: str) -> list[str]:
+    return [f"  {line}" if line else "" for line in text.rstrip().splitlines()]

@@ -1,0 +1,109 @@
+"""One rank of a run, in whatever process: builds, trains, obeys signals, leaves its last words before anything is closed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from smalti.config.resolution import Config
+from smalti.parallel.failure_detection import Crew, LostRankError, leave_lost_word
+from smalti.parallel.protocol import Parallel
+from smalti.plugins.lookup import choose_distributed
+from smalti.plugins.registry import Plugins
+from smalti.rundir.writer import LiveRun
+from smalti.system.exit_reports import code_of, describe, launched, leave_word
+from smalti.system.liveness import leave_within
+from smalti.system.signals import STOPPING, Demands, code_at_once, conclude, handled, pre_emptions, say
+from smalti.training.failures.out_of_memory import memory_explained
+from smalti.training.failures.watchdog import LEAVE_SECONDS, Watchdog
+from smalti.training.opening import become_run
+from smalti.training.run import build, open_parallel
+from smalti.training.trainer import train
+from smalti.types import DistributedPlan, Outcome, RunState, StopReason
+
+
+def run_rank(config: Config, plugins: Plugins, live: LiveRun | None = None) -> Outcome:
+    """Build and train on this rank. Every rank of the run calls it; an agreed stop returns on all of them.
+
+    `live` is the run directory, if this process holds it already.
+    """
+    plan = choose_distributed(config, plugins)
+    with ExitStack() as signals, opened(plan, config) as parallel, ExitStack() as closing:
+        crew = Crew.meet(parallel)
+        with last_words(crew):
+            with Watchdog(crew) as watchdog:
+                live = become_run(config, parallel, live, closing)
+                with memory_explained(config, parallel.world):
+                    run = watchdog.run = build(config, plugins, plan, parallel, crew, closing, live)
+                if live is not None:
+                    live.begin_training()
+                signals.enter_context(stop_signals(run.state))  # to the very end: what is said and closed last is not cut off
+                signals.callback(conclude)
+                outcome = train(run)
+            if not run.parted:
+                parallel.barrier()  # nobody leaves the group while another still talks to it
+        return outcome
+
+
+@contextmanager
+def opened(plan: DistributedPlan, config: Config) -> Iterator[Parallel]:
+    """This rank's end of the backend. After a failure on one of several ranks it is not closed, and the process has to end.
+
+    To take down a process group is one more thing that ranks do together, at least with NCCL: the others would not come.
+    """
+    parallel = open_parallel(plan, config)
+    try:
+        yield parallel
+    except BaseException:
+        if parallel.world.size == 1:
+            parallel.close()
+        raise
+    parallel.close()
+
+
+@contextmanager
+def last_words(crew: Crew) -> Iterator[None]:
+    """An exception is written down before anything is closed: what closing does to other ranks comes after its cause.
+
+    One that only tells of another rank's end is replaced by an error that says so.
+    """
+    try:
+        yield
+    except BaseException as error:
+        lost = error if isinstance(error, LostRankError) else crew.notice(error)
+        if launched() and crew.board is not None:
+            leave_within(LEAVE_SECONDS, code_of(lost or error))
+        if lost is None:
+            leave_word(code_of(error), describe(error))
+            raise
+        leave_lost_word(lost)
+        if lost is error:
+            raise
+        raise lost from error
+
+
+@contextmanager
+def stop_signals(state: RunState) -> Iterator[None]:
+    """Ctrl-C and the signals of `pre_emptions` ask for an agreed stop; another one that counts ends a process nobody launched.
+
+    Under a launcher it is the launcher's to count: one signal from a scheduler can reach a rank twice, from the scheduler and
+    passed on by torch's agent.
+    """
+    counted_elsewhere = launched()
+    demands, asked = Demands(), False
+
+    def handle(number: int, frame: object) -> None:
+        nonlocal asked
+        if not demands.counts(number) or (asked and counted_elsewhere):
+            return
+        if asked:
+            say("ending now: what was saved before is complete, the steps since then are lost")
+            os._exit(code_at_once(number))
+        asked = True
+        say(STOPPING)
+        state.request_stop(StopReason.INTERRUPTED if number == signal.SIGINT else StopReason.PREEMPTED)
+
+    with handled((signal.SIGINT, *pre_emptions()), handle):
+        yield

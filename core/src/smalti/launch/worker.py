@@ -1,0 +1,112 @@
+"""The process of one rank under a launcher. Started as `python -m smalti.launch.worker RUN_DIR`.
+
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import cast
+
+from smalti.config.resolution import Config, restore
+from smalti.errors import ExitCode, UserError
+from smalti.launch.plan import DIGEST_VARIABLE
+from smalti.plugins.registry import Plugins, Selection, load_plugins
+from smalti.plugins.schema import schema_of
+from smalti.rundir.directory import RunDirectory
+from smalti.system.current_hook import kept_in
+from smalti.system.exit import End
+from smalti.system.exit_reports import code_of, describe, hook_file, launched, leave_word
+from smalti.system.imports import importing, keep_imports
+from smalti.system.parent import follow_parent
+from smalti.system.process import raise_open_files_limit
+from smalti.system.signals import Terminated, live_for_one_command
+from smalti.system.streams import outlast
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of a rank under a launcher. How it ended goes to the launcher in a file.
+
+    A stop that all ranks agreed on is success for the launcher of processes, whatever its exit code means for the user:
+    otherwise it would take the first rank's goodbye for a failure and kill the rest.
+    """
+    end = End()
+    if arguments is None:  # else this process has other things to do afterwards
+        end = End.first()
+        live_for_one_command()
+        keep_imports()
+        follow_parent()
+        raise_open_files_limit()
+    with importing():
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+    outlast()
+    logging.basicConfig(format="smalti: %(message)s", level=logging.WARNING)
+    try:
+        record(_work)(Path((arguments or sys.argv[1:])[0]))
+    except BaseException as error:
+        end.code = _status(error)  # what would come after Python's own end may wait for other ranks
+        raise
+    end.code = 0
+
+
+def _status(error: BaseException) -> int:
+    """That of the process when this exception ends it."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(bool(error.code))
+    return int(ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else ExitCode.FAILED)
+
+
+def _work(directory: Path) -> None:
+    with importing():
+        from smalti.launch.rank import run_rank
+
+    try:
+        with kept_in(hook_file()) if launched() else nullcontext():
+            outcome = run_rank(*load_run(directory))
+    except BaseException as error:
+        leave_word(code_of(error), describe(error))
+        if isinstance(error, UserError | Terminated):  # the launcher says what there is to say
+            sys.exit(int(code_of(error)))
+        raise
+    leave_word(outcome.exit_code, outcome.message)
+
+
+def load_run(directory: Path) -> tuple[Config, Plugins]:
+    """The Config and plugins that the launcher resolved.
+
+    Raises UserError when this machine has other plugins, or another launcher has left its own meanwhile.
+    """
+    run = RunDirectory(directory)
+    waiting = run.next_of(run.launch_file)
+    latest = waiting if waiting.exists() else run.launch_file
+    launch = cast(Mapping[str, object], json.loads(latest.read_text()))
+    if os.environ.get(DIGEST_VARIABLE, launch["digest"]) != launch["digest"]:
+        raise UserError(
+            f"{directory} is in use: meanwhile another run was started there, with other options",
+            fix="choose another --output_dir, or see which of them you want",
+        )
+    values = cast(Mapping[str, object], launch["values"])
+    selection = Selection(only=_names(values["plugins"]), without=_names(values["without"]))
+    plugins = load_plugins(selection)
+    config = restore(schema_of(plugins), values, cast(Mapping[str, object], launch["user_accelerate"]))
+    if list(plugins.lines) != launch["plugins"]:
+        raise UserError(
+            f"this machine has other plugins than the launcher: {', '.join(plugins.lines)}",
+            fix=f"install the same ones: {', '.join(cast(list[str], launch['plugins']))}",
+        )
+    return config, plugins
+
+
+def _names(value: object) -> tuple[str, ...]:
+    return tuple(cast(list[str], value))
+
+
+if __name__ == "__main__":
+    main()

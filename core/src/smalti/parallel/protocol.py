@@ -1,0 +1,211 @@
+"""The verbs of a step whose meaning depends on how the model is spread over ranks.
+
+A backend's plan names a factory for one of these; the loop calls nothing else. FSDP2 must shard before the optimizer exists;
+DeepSpeed must see model and optimizer together and then owns backward and step: `bind` is where it makes its engine and
+where others do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from smalti.types import World
+
+
+@dataclass(kw_only=True)
+class PortableState:
+    """Model and optimizer as every backend can read them, whichever wrote them.
+
+    All keys are fully qualified parameter names of the unwrapped model. Values are plain tensors or DTensors; each rank
+    holds its own share of a DTensor and the same plain tensor as every other rank; `Span`s are only for loading. What is frozen
+    is not part of it.
+
+    `moments` maps parameter name -> moment name ("exp_avg", "exp_avg_sq", "step") -> tensor. `settings` are the optimizer's
+    hyper-parameters per parameter group, JSON-able, without parameters.
+
+    `room` makes what a moment with the shape of its parameter is read into, from parameter, moment and type; None: a new tensor
+    like the parameter. It is asked only for moments that a checkpoint has and that are not in `moments`.
+    """
+
+    model: dict[str, Tensor]
+    moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    settings: list[dict[str, object]] = field(default_factory=list)
+    optimizer: str = ""
+    room: Callable[[str, str, torch.dtype], Tensor] | None = None
+
+
+class Span(Tensor):
+    """This rank's stretch of a tensor's elements, counted row by row: (n,). It may begin and end anywhere, and be empty.
+
+    For backends that cut so, it is what `blank_state` may ask for; checkpoints are read straight into it. `whole` is the shape
+    of the tensor, `begin` the first element's place in it.
+    """
+
+    whole: torch.Size
+    begin: int
+    # What is computed from it is a plain tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, elements: Tensor, whole: torch.Size, begin: int) -> Self:
+        """The same memory, which must be the host's and in one piece: (n,)."""
+        span = elements.detach().as_subclass(cls)
+        span.whole, span.begin = whole, begin
+        return span
+
+    @classmethod
+    def empty(cls, length: int, whole: torch.Size, begin: int, dtype: torch.dtype = torch.float32) -> Self:
+        """With any values."""
+        return cls.of(torch.empty(length, dtype=dtype), whole, begin)
+
+
+class Ranks(Protocol):
+    """Words between ranks. Methods marked *collective* must be called by every rank, in the same order."""
+
+    @property
+    def world(self) -> World: ...
+
+    def agree(self, code: int) -> int:
+        """The largest code over ranks. Never waits for the accelerator. *Collective*."""
+        ...
+
+    def share(self, value: str) -> Sequence[str]:
+        """A short text from each rank, in rank order. For set-up and rare events. *Collective*."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait for every rank. *Collective*."""
+        ...
+
+
+class Line(Ranks, Protocol):
+    """Words between ranks that one of them can end for all."""
+
+    def hang_up(self) -> None:
+        """End every call that waits on this line, here and on other ranks, with an error; nothing can be said after it."""
+        ...
+
+
+class Parallel(Ranks, Protocol):
+    """One rank's end of the backend. Methods marked *collective* must be called by every rank, in the same order."""
+
+    def side_channel(self) -> Line:
+        """Words between ranks on a line of their own, for a thread that works beside the loop. *Collective*, called once.
+
+        `smalti.parallel.gloo.GlooRanks` over a process group that nothing else uses.
+        """
+        ...
+
+    def alone(self) -> Ranks | None:
+        """The words of this rank to itself, as of a single process, if it holds the whole state; None if it has a share of it.
+
+        When other ranks are lost, it can then save without them: `portable_state` asks nobody, and its tensors are whole.
+        """
+        ...
+
+    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Join model and optimizer; returns the pair to train with. *Collective*, called once."""
+        ...
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The module inside the backend's wrapper, whose parameter names are the family's."""
+        ...
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        """Around one micro-batch; gradients need only be reduced over ranks in the last one of a step."""
+        ...
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Around a forward pass, in training and in validation: the compute precision of the run."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of a scalar loss, added to those that are there. *Collective* in the last micro-batch."""
+        ...
+
+    def clip_gradients(self, limit: float) -> Tensor:
+        """Scale gradients to a global norm of at most `limit` (0: leave them); returns the norm before. *Collective*."""
+        ...
+
+    def step(self) -> None:
+        """One optimizer step; gradients are cleared. *Collective*."""
+        ...
+
+    def discard(self) -> None:
+        """Clear gradients without a step."""
+        ...
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Mean of a scalar over ranks; not finite everywhere when it is not finite anywhere. *Collective*."""
+        ...
+
+    def gather(self, value: Tensor) -> Sequence[Tensor]:
+        """The equally shaped tensors of all ranks, in rank order. *Collective*."""
+        ...
+
+    def refresh(self, model: nn.Module) -> None:
+        """Weights were changed in place by something other than `step`: let go of what was derived from them.
+
+        Gathered or low-precision copies, which the next forward pass would use. *Collective*.
+        """
+        ...
+
+    def masters(self, model: nn.Module) -> dict[str, Tensor]:
+        """This rank's share of the fp32 weights that train, by fully qualified name: live, in whatever shape they are kept.
+
+        An average follows these, and takes their place; `refresh` has to be told.
+        """
+        ...
+
+    def portable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors in the shapes of `masters`, under its names, as a `PortableState` has them: the same, or copies.
+
+        *Collective*.
+        """
+        ...
+
+    def blank(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a checkpoint can be read into to take the place of such tensors: as `portable`, with any values; or `Span`s.
+
+        May be in memory shared with `tensors`.
+        """
+        ...
+
+    def put_back(self, portable: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+        """Fill such tensors from what `portable` or `blank` gave for them. *Collective*."""
+        ...
+
+    def portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
+        """This rank's share of the state in portable form: references to the live tensors, or a copy of them. *Collective*."""
+        ...
+
+    def blank_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
+        """What a checkpoint can be read into: as `portable_state` with any values, or `Span`s. *Collective*.
+
+        It may be live, or have live `room`. It has no moments that the optimizer has not.
+        """
+        ...
+
+    def load_portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: PortableState) -> None:
+        """Put a portable state, as `portable_state` or `blank_state` gave it, back into model and optimizer. *Collective*."""
+        ...
+
+    def close(self) -> None:
+        """Leave the process group; called once, in step with the other ranks. After an error only a single process calls it."""
+        ...
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """Of the whole tensor of which a rank may hold a part."""
+    return tuple(tensor.whole if isinstance(tensor, Span) else tensor.shape)
+
+
+def named_state(values: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Moments as flat names, "PARAMETER.MOMENT": the form in which checkpoints hold them."""
+    return {f"{name}.{moment}": tensor for name, moments in values.items() for moment, tensor in moments.items()}

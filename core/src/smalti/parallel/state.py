@@ -1,0 +1,229 @@
+"""Model and optimizer to and from the form that every backend reads: tensors by parameter name.
+
+For models and optimizers that are whole on every rank, and the pieces from which sharded backends build their own. Names are
+those of the plain model, whatever compiles, checkpoints or replicates it. An optimizer's state becomes *moments*, its tensors
+by parameter and name, and *settings*, everything else as JSON; switches that choose between implementations of the same
+mathematics (fused, foreach ...) belong to the run and are not part of either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from smalti.errors import CheckpointError
+from smalti.parallel.protocol import PortableState
+
+_WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
+"""Names that torch.compile and the wrappers for activation checkpointing and FSDP 1 put into parameter names."""
+_SWITCHES = frozenset(("params", "param_names", "foreach", "fused", "capturable", "differentiable"))
+_VALUES = "values"
+"""Key in a group's settings: state per parameter that is not a tensor."""
+
+
+def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
+    """The state as it is. Refers to the live tensors; what changes after is seen through it."""
+    parameters = named_parameters(model)
+    return PortableState(
+        model=model_tensors(model),
+        moments=optimizer_moments(optimizer, parameters),
+        settings=optimizer_settings(optimizer, parameters),
+        optimizer=type(optimizer).__name__,
+    )
+
+
+def restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: PortableState) -> None:
+    """Make model and optimizer what they were: training goes on bit for bit.
+
+    The model's tensors are copied into; moments become the optimizer's own without a copy, so `state` must not be given to a
+    second optimizer. With a state from another optimizer only the model is restored.
+    """
+    fill_model(model, state.model)
+    if state.optimizer == type(optimizer).__name__:
+        parameters = named_parameters(model)
+        fill_moments(optimizer, parameters, state.moments)
+        fill_settings(optimizer, parameters, state.settings)
+
+
+def portable_name(name: str) -> str:
+    """A parameter's name in the plain model."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by portable name; one that is used in several places once, under its first name."""
+    return {portable_name(name): parameter for name, parameter in _plain(model).named_parameters()}
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters that train and persistent buffers by portable name, the live ones.
+
+    What is frozen is left out: it is what the run began with, so a checkpoint of an adapter is as small as the adapter.
+    """
+    tensors: dict[str, Tensor] = {}
+    seen = _frozen(_plain(model))
+    for name, value in _plain(model).state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"the model keeps {name}, a {type(value).__name__}; a checkpoint holds tensors only")
+        if id(value) not in seen:
+            seen.add(id(value))
+            tensors[portable_name(name)] = value
+    return tensors
+
+
+def fill_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors of the same names and shapes into the model; those that are the model's own already are left alone."""
+    own = model_tensors(model)
+    if own.keys() != tensors.keys():
+        raise CheckpointError(f"the model has other tensors: {_some(own.keys() ^ tensors.keys())}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if tensor is not tensors[name]:
+                if tensor.shape != tensors[name].shape:
+                    raise CheckpointError(f"{name} has another shape in the model")
+                tensor.copy_(tensors[name])
+
+
+def optimizer_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The tensors of an optimizer's state, by parameter and moment; nothing for parameters that were never stepped."""
+    moments: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in _optimized(optimizer, parameters).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if "." in key:
+                raise CheckpointError(f"the optimizer keeps {key!r}; a name with a dot cannot be told from a parameter's")
+            if isinstance(value, Tensor):
+                moments.setdefault(name, {})[key] = value
+    return moments
+
+
+def optimizer_settings(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> list[dict[str, object]]:
+    """Hyper-parameters per parameter group, JSON-able, with whatever is kept per parameter and is no tensor."""
+    names = _names(parameters)
+    settings = []
+    for group in optimizer.param_groups:
+        plain = {key: _as_json(key, value) for key, value in group.items() if key not in _SWITCHES}
+        values: dict[str, object] = {}
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            kept = {key: _as_json(key, value) for key, value in state.items() if not isinstance(value, Tensor)}
+            if kept:
+                values[names[id(parameter)]] = kept
+        settings.append(plain | {_VALUES: values} if values else plain)
+    return settings
+
+
+def fill_moments(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, Tensor],
+    moments: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Replace the tensors of an optimizer's state. They are moved to where the optimizer wants them, else taken as they are."""
+    optimized = _optimized(optimizer, parameters)
+    if unknown := moments.keys() - optimized.keys():
+        raise CheckpointError(f"moments of parameters that are not optimized: {_some(unknown)}")
+    on_device = {
+        id(parameter): bool(group.get("fused") or group.get("capturable"))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for name, parameter in optimized.items():
+        optimizer.state.pop(parameter, None)
+        for key, tensor in moments.get(name, {}).items():
+            # torch counts steps on the CPU, unless a kernel on the device reads the count.
+            device = parameter.device if key != "step" or on_device[id(parameter)] else torch.device("cpu")
+            optimizer.state[parameter][key] = tensor.to(device)
+
+
+def fill_settings(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], settings: list[dict[str, object]]
+) -> None:
+    """Set hyper-parameters group by group, each in the type that the optimizer has it in."""
+    if len(settings) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, its saved state {len(settings)}"
+        )
+    for group, saved in zip(optimizer.param_groups, settings, strict=True):
+        for key, value in saved.items():
+            if key == _VALUES and isinstance(value, dict):
+                for name, kept in value.items():
+                    optimizer.state[parameters[name]].update(kept)
+            else:
+                group[key] = _like(group.get(key), value)
+
+
+def regrouped(saved: list[dict[str, object]], own: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Saved settings for an optimizer that has its parameters in other groups, with settings `own`.
+
+    What was saved, if there are as many groups or none to compare with. Else its own hyper-parameters, and what was saved per
+    parameter: that does not depend on the groups.
+    """
+    if not own or len(saved) == len(own):
+        return saved
+    values: dict[str, object] = {}
+    for group in saved:
+        if isinstance(kept := group.get(_VALUES), dict):
+            values |= kept
+    plain = [{key: value for key, value in group.items() if key != _VALUES} for group in own]
+    return [plain[0] | {_VALUES: values}, *plain[1:]] if values else plain
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def _frozen(model: nn.Module) -> set[int]:
+    """The ids of parameters that do not train, and of buffers in modules that have parameters, none of which trains."""
+    frozen = {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
+    for module in model.modules() if frozen else ():
+        own = {id(parameter) for parameter in module.parameters()}
+        if own and own <= frozen:
+            frozen |= {id(buffer) for buffer in module.buffers()}
+    return frozen
+
+
+def _names(parameters: Mapping[str, Tensor]) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in parameters.items()}
+
+
+def _optimized(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters that the optimizer steps, by name."""
+    names = _names(parameters)
+    found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if strangers := sum(id(parameter) not in names for parameter in found):
+        raise CheckpointError(f"the optimizer steps {strangers} parameters that the model does not have")
+    return {names[id(parameter)]: parameter for parameter in found}
+
+
+def _as_json(key: str, value: object) -> object:
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case Tensor() if value.ndim == 0:
+            return value.item()
+        case list() | tuple():
+            return [_as_json(key, item) for item in value]
+        case dict():
+            return {str(name): _as_json(key, item) for name, item in value.items()}
+    raise CheckpointError(f"the optimizer's {key} is a {type(value).__name__}, which a checkpoint cannot hold")
+
+
+def _like(current: object, value: object) -> object:
+    if isinstance(current, Tensor) and isinstance(value, int | float):
+        return torch.full_like(current, value)
+    if isinstance(current, tuple) and isinstance(value, list):
+        return tuple(value)
+    return value
+
+
+def _some(names: set[str]) -> str:
+    chosen = sorted(names)
+    return ", ".join(chosen[:3]) + (f" and {len(chosen) - 3} more" if len(chosen) > 3 else "")

@@ -1,0 +1,181 @@
+"""What plugins keep between runs and can make again: listed and cleared in one place. Imports no torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Protocol, cast
+
+from smalti.config.known_packages import package_of_cache
+from smalti.config.resolution import Config, resolve
+from smalti.errors import UserError
+from smalti.plugins.factories import create
+from smalti.plugins.registry import Plugins
+from smalti.plugins.schema import schema_of
+from smalti.system.files import parse_json, remove_file, write_json_atomically
+from smalti.types import CacheEntry, Cleared
+
+_log = logging.getLogger(__name__)
+_FORMAT = 1
+
+
+class Cache(Protocol):
+    """What the factory of a `CacheEntry` gives. Nothing is made or written by asking."""
+
+    @property
+    def place(self) -> str:
+        """Where it is, for people: a path or an address."""
+        ...
+
+    def entries(self) -> int:
+        """How many things it holds."""
+        ...
+
+    def size(self) -> int:
+        """How many bytes it takes up."""
+        ...
+
+    def clear(self) -> Cleared:
+        """Remove everything that is the cache's own, and nothing else. Raises UserError when that is not possible."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheReport:
+    """One line of `smalti cache ls`."""
+
+    name: str
+    title: str
+    place: str
+    entries: int
+    bytes: int
+
+
+# --- the caches of all plugins --------------------------------------------------------------------------------------
+
+
+def list_caches(plugins: Plugins, config: Config | None = None) -> list[CacheReport]:
+    """Every cache with its size, sorted by name. `config` says where those are that a configuration puts somewhere."""
+    reports = []
+    for entry in plugins.gather("register_caches", CacheEntry):
+        cache = _open(entry, plugins, config)
+        reports.append(
+            CacheReport(name=entry.name, title=entry.title, place=cache.place, entries=cache.entries(), bytes=cache.size())
+        )
+    return reports
+
+
+def find_cache(plugins: Plugins, name: str, config: Config | None = None) -> Cache:
+    """The cache of this name, in any spelling. Raises UserError with the names that there are."""
+    entries = {entry.name: entry for entry in plugins.gather("register_caches", CacheEntry)}
+    spelled = {_fold(each): each for each in entries}
+    if _fold(name) in spelled:
+        return _open(entries[spelled[_fold(name)]], plugins, config)
+    if package := package_of_cache(_fold(name)):
+        raise package.error(f"the cache {name!r} belongs to {package.distribution}")
+    near = get_close_matches(_fold(name), entries, n=3)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise UserError(f"unknown cache {name!r}", fix=f"{hint}caches: {', '.join(entries) or 'none'}")
+
+
+def clear_cache(plugins: Plugins, name: str, config: Config | None = None) -> Cleared:
+    """Clear the cache of this name. Raises UserError for a name that no plugin has."""
+    return find_cache(plugins, name, config).clear()
+
+
+def _open(entry: CacheEntry, plugins: Plugins, config: Config | None) -> Cache:
+    if not entry.configured:
+        return cast(Cache, create(entry, entry.factory))
+    if config is None:
+        config = resolve(schema_of(plugins), ("--accelerate_config=none",))
+    return cast(Cache, create(entry, entry.factory, config))
+
+
+def _fold(name: str) -> str:
+    return name.strip().lower().replace("_", "-")
+
+
+# --- a cache in one file --------------------------------------------------------------------------------------------
+
+
+class CacheFile:
+    """JSON values by key in one file of the user's cache folder (`XDG_CACHE_HOME`). Processes may use it at the same time.
+
+    It never stops anyone: a broken file counts as empty and is replaced by the next `put`, a folder that cannot be read or
+    written leaves things as they were, and `report` is told.
+    """
+
+    def __init__(self, name: str, *, report: Callable[[str], object] = _log.warning) -> None:
+        from platformdirs import user_cache_path
+
+        self.path: Path = user_cache_path("smalti") / f"{name}.json"
+        self._report = report
+
+    @property
+    def place(self) -> str:
+        return str(self.path)
+
+    def get(self, key: str) -> object | None:
+        """The value under this key, or None."""
+        return self._tell().get(key)
+
+    def put(self, key: str, value: object) -> None:
+        """Keep a value; what other processes keep meanwhile stays."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self._alone():
+                entries, _ = self._read()
+                write_json_atomically(self.path, {"format": _FORMAT, "entries": entries | {key: value}})
+        except OSError as error:
+            self._report(f"not cached: {error}")
+
+    def entries(self) -> int:
+        return len(self._tell())
+
+    def size(self) -> int:
+        return self.path.stat().st_size if self.path.is_file() else 0
+
+    def clear(self) -> Cleared:
+        if not self.path.exists():
+            return Cleared(count=0, bytes=0)
+        try:
+            with self._alone():
+                cleared = Cleared(count=len(self._read()[0]), bytes=self.size())
+                remove_file(self.path)
+        except OSError as error:
+            raise UserError(f"cannot clear {self.path}: {error}", fix="check the file's owner and permissions") from error
+        return cleared
+
+    def _tell(self) -> dict[str, object]:
+        entries, complaint = self._read()
+        if complaint:
+            self._report(complaint)
+        return entries
+
+    def _read(self) -> tuple[dict[str, object], str]:
+        """What the file holds, and why that is nothing if it should be something."""
+        try:
+            content = parse_json(self.path.read_bytes())
+        except FileNotFoundError:
+            return {}, ""
+        except OSError as error:
+            return {}, f"the cache cannot be read: {error}"
+        except ValueError as error:
+            return {}, f"{self.path} is damaged and will be replaced: {error}"
+        entries = content.get("entries") if isinstance(content, dict) and content.get("format") == _FORMAT else None
+        if not isinstance(entries, dict):
+            return {}, f"{self.path} is damaged and will be replaced: unexpected content"
+        return entries, ""
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While no other process changes the file. The lock's own file stays: who removes it could remove another's lock."""
+        import fcntl
+
+        with self.path.with_name(f".{self.path.stem}.lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield

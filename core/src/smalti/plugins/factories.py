@@ -1,0 +1,72 @@
+"""Calling what a plugin registered as "module:callable", so that a failure names the plugin, as one in a hook does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+
+from smalti.errors import BrokenPlugin, MissingPlugin, UserError
+from smalti.system.imports import importing
+from smalti.types import Registered
+
+BLAME = "raised by "
+"""How a note begins that says which plugin an exception comes from; the first one, the innermost, counts."""
+
+
+def create(entry: Registered, address: str, *arguments: object, **settings: object) -> object:
+    """What the callable at `address` ("module:callable") returns, which `entry` names.
+
+    Raises MissingPlugin when a module that it imports is not installed, BrokenPlugin when there is no such callable; any other
+    exception keeps its type and gets a note that names plugin, distribution and factory. A UserError is passed on as it is.
+    """
+    with attributed(entry, address):
+        return _find(entry, address)(*arguments, **settings)
+
+
+@contextmanager
+def attributed(entry: Registered, address: str) -> Iterator[None]:
+    """Exceptions of the body are those of the plugin that registered `entry`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except ModuleNotFoundError as error:
+        raise _missing(error, entry, address) from error
+    except Exception as error:
+        add_blame(error, f"{BLAME}{entry.origin} in {entry.kind} {entry.name!r} ({address})")
+        raise
+
+
+def add_blame(error: BaseException, note: str) -> bool:
+    """Say where an exception comes from, unless that was said already, closer to its cause. Whether it was added."""
+    if any(each.startswith(BLAME) for each in getattr(error, "__notes__", ())):
+        return False
+    error.add_note(note)
+    return True
+
+
+def _find(entry: Registered, address: str) -> Callable[..., object]:
+    module, _, attributes = address.partition(":")
+    with importing():
+        found: object = import_module(module)
+    for attribute in attributes.split("."):
+        found = getattr(found, attribute, None)
+    if not callable(found):
+        raise _broken(entry, address, f"there is no callable {attributes!r} in the module {module}")
+    return found
+
+
+def _missing(error: ModuleNotFoundError, entry: Registered, address: str) -> UserError:
+    """The entry's own module is not there, or one that it needs."""
+    name, own = error.name or "", address.partition(":")[0]
+    if own == name or own.startswith(f"{name}."):
+        return _broken(entry, address, f"there is no module {name!r}")
+    message = f"{entry.kind} {entry.name!r} of {entry.origin} needs the Python module {name!r}, which is not installed"
+    return MissingPlugin(message, fix=f"install it, for example: pip install {name.partition('.')[0]}")
+
+
+def _broken(entry: Registered, address: str, reason: str) -> BrokenPlugin:
+    return BrokenPlugin(
+        f"{entry.kind} {entry.name!r} of {entry.origin} is {address!r}, but {reason}", fix=entry.origin.way_round
+    )

@@ -1,0 +1,68 @@
+"""What trains the run: the backend that claims it, and the optimizer by name. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+from smalti.config.core_options import OptimizerOptions
+from smalti.config.resolution import Config
+from smalti.errors import BrokenPlugin, UserError
+from smalti.plugins.registry import Plugins
+from smalti.types import DistributedPlan, OptimizerEntry
+
+if TYPE_CHECKING:
+    from smalti.models.family import ModelFamily
+
+
+def choose_distributed(config: Config, plugins: Plugins) -> DistributedPlan:
+    """The one backend that claims the run. Raises UserError when two do."""
+    claims = plugins.gather("configure_distributed", DistributedPlan, config=config)
+    wanted = [plan for plan in reversed(claims) if not plan.fallback]  # the last registered first, as in every decide hook
+    if len(wanted) > 1:
+        raise UserError(
+            f"{', '.join(plan.title for plan in wanted[:-1])} and {wanted[-1].title} cannot be enabled simultaneously.",
+            fix="switch one of them off, in the flags, the configuration file or the Accelerate YAML",
+        )
+    chosen = wanted[0] if wanted else next(plan for plan in claims if plan.fallback)
+    if chosen.name != chosen.origin.plugin:
+        message = f"{chosen.origin} returned a plan with the name {chosen.name!r}; a plan has the name of its plugin"
+        raise BrokenPlugin(message, fix=chosen.origin.way_round)
+    return chosen
+
+
+def find_optimizer(name: str, entries: Sequence[OptimizerEntry]) -> OptimizerEntry:
+    """The entry of that name, in any case and with dashes or underscores. Raises UserError with the nearest names."""
+    wanted = name.lower().replace("-", "_")
+    known = {entry.name: entry for entry in entries}
+    if wanted in known:
+        return known[wanted]
+    near = get_close_matches(wanted, known, n=3)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise UserError(f"Unknown optimizer '{name}'.", fix=f"{hint}known: {', '.join(sorted(known))}")
+
+
+def check_strategy(plan: DistributedPlan, config: Config, plugins: Plugins) -> None:
+    """Refuse an unknown optimizer, and one that cannot work on parts of parameters where the strategy makes them."""
+    entries = plugins.gather("register_optimizers", OptimizerEntry)
+    chosen = find_optimizer(config[OptimizerOptions].optimizer, entries)
+
+    def works(entry: OptimizerEntry) -> bool:
+        return (entry.shards or not plan.shards) and (entry.flat or not plan.flattens)
+
+    if not works(chosen):
+        parts = "flat slices" if plan.flattens else "parts"
+        others = ", ".join(entry.name for entry in entries if works(entry))
+        raise UserError(
+            f"{chosen.title} does not work under {plan.title}, where a rank holds {parts} of parameters",
+            fix=f"--optimizer=adamw, or another one of {others}",
+        )
+
+
+def check_shares(plan: DistributedPlan, family: ModelFamily) -> None:
+    """Refuse a model that cannot be divided where the strategy gives each rank a part of it."""
+    if plan.shards and (reason := getattr(family, "indivisible", "")):
+        raise UserError(
+            f"{plan.title} cannot share out {reason}", fix="train in one process or with DDP, or do without what asks for it"
+        )

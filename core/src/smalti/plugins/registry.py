@@ -1,0 +1,408 @@
+"""How plugins get in: discovery, selection, a fixed order, blame, and the list that `smalti plugins` prints."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import Distribution, EntryPoint, entry_points, version
+from pathlib import Path
+from traceback import extract_tb, walk_tb
+from types import CodeType
+from typing import Literal, Protocol, TypeVar, cast
+
+import pluggy
+
+from smalti.config.known_packages import PLUGINS
+from smalti.errors import BrokenPlugin, MissingPlugin, UserError
+from smalti.hookspecs import PROJECT, HookSpecs
+from smalti.plugins.factories import BLAME, add_blame
+from smalti.plugins.returns import ANSWERS, checked
+from smalti.system.current_hook import noted
+from smalti.types import DistributedPlan, Origin, Registered
+
+GROUP = "smalti.plugins"
+
+BUILT_IN = {
+    "core": "smalti.builtin.core",
+    "ddp": "smalti.builtin.ddp",
+    "events": "smalti.builtin.run_directory",
+    "console": "smalti.builtin.console",
+    "folders": "smalti.builtin.folders",
+    "runs": "smalti.cli.runs",
+    "trackers": "smalti.builtin.trackers",
+}
+ESSENTIAL = frozenset({"core", "ddp", "events"})
+
+State = Literal["active", "blocked", "broken", "incompatible", "not selected"]
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+T = TypeVar("T", bound=Named)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Which plugins to use. `only` empty means all that are installed; `without` may hold "all": just the built-ins.
+
+    Raises UserError when a plugin is both asked for and left out.
+    """
+
+    only: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        third_party = [name for name in self.only if name not in BUILT_IN]
+        both = [name for name in self.only if name in self.without] or (third_party if "all" in self.without else [])
+        if both:
+            raise UserError(f"plugin {both[0]!r} is both asked for and left out", fix="drop it from --plugin or from --without")
+
+    def excludes(self, name: str) -> State | None:
+        """Why a third-party plugin is left out, or None if it is not."""
+        if name in self.without or "all" in self.without:
+            return "blocked"
+        return "not selected" if self.only and name not in self.only else None
+
+
+@dataclass(kw_only=True)
+class PluginInfo:
+    """One line of `smalti plugins`."""
+
+    name: str
+    distribution: str
+    version: str
+    state: State = "active"
+    hooks: tuple[str, ...] = ()
+    reason: str = ""
+
+    @property
+    def source(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+    @property
+    def origin(self) -> Origin:
+        built_in = self.name in BUILT_IN
+        return Origin(plugin=self.name, distribution=self.distribution, version=self.version, built_in=built_in)
+
+
+@dataclass(kw_only=True)
+class Plugins:
+    """The registered plugins, a typed way to call their hooks, and the blame when one fails."""
+
+    infos: dict[str, PluginInfo] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._manager = pluggy.PluginManager(PROJECT)
+        self._manager.add_hookspecs(HookSpecs)
+        self._manager.add_hookcall_monitoring(lambda *_: None, self._attribute)
+        self.hook = cast(HookSpecs, self._manager.hook)
+        """Every hook, typed. Call with keywords. A decide hook gives its answer, the others a list of answers."""
+
+    # --- registering ------------------------------------------------------------------------------------------------
+
+    def register(self, info: PluginInfo, plugin: object) -> None:
+        """Add a loaded plugin. Built-ins come first, so that the others are asked before the core in a decide hook.
+
+        Raises TypeError, and leaves everything as it was, for an object that is no plugin: a class, no hooks, unknown hooks or
+        unknown arguments.
+        """
+        if inspect.isclass(plugin):
+            raise TypeError(f"{plugin.__qualname__} is a class; a plugin is an object of it, or a module")
+        try:
+            self._manager.register(plugin, info.name)
+            self._manager.check_pending()
+        except pluggy.PluginValidationError as error:
+            self._forget(plugin)
+            raise TypeError(_mismatch(plugin, error)) from error
+        info.hooks = tuple(sorted(caller.name for caller in self._manager.get_hookcallers(plugin) or ()))
+        if not info.hooks:
+            self._forget(plugin)
+            raise TypeError("it implements no hook; mark its functions with @smalti.hookimpl")
+        self._watch_calls(plugin, info)
+        self.infos[info.name] = info
+
+    def _watch_calls(self, plugin: object, info: PluginInfo) -> None:
+        """Have it noted which hook of this plugin runs, and what it returns checked, each time it is called."""
+        origin = info.origin
+        fix = "" if origin.built_in else origin.way_round
+        for caller in self._manager.get_hookcallers(plugin) or ():
+            for implementation in caller.get_hookimpls():
+                if implementation.plugin is plugin:
+                    call = noted(implementation.function, f"hook {caller.name!r} of {origin}", fix=fix)
+                    if caller.name in ANSWERS:
+                        call = checked(call, caller.name, origin)
+                    implementation.function = call  # type: ignore[misc]  # pluggy asks the plugin for it only once
+
+    def _forget(self, plugin: object) -> None:
+        if self._manager.is_registered(plugin):
+            self._manager.unregister(plugin)
+
+    # --- calling ----------------------------------------------------------------------------------------------------
+
+    def gather(self, hook: str, kind: type[T], **arguments: object) -> list[T]:
+        """All answers to a gather hook, merged and sorted by `name`; the same name twice is an error naming both sources."""
+        owners: dict[str, PluginInfo] = {}
+        merged: list[T] = []
+        for plugin, answer in self.answers(hook, **arguments):
+            info = self.infos[plugin]
+            for each in cast(list[T], answer if isinstance(answer, list) else [answer]):
+                if (first := owners.get(each.name)) is not None:
+                    raise UserError(
+                        f"{each.name!r} is provided twice: by plugin {first.name!r} ({first.source}) "
+                        f"and by plugin {info.name!r} ({info.source})",
+                        fix=f"leave one of them out, for example with --without {info.name}",
+                    )
+                owners[each.name] = info
+                merged.append(replace(each, origin=info.origin) if isinstance(each, Registered) else each)
+        return sorted(merged, key=lambda each: each.name)
+
+    def answers(self, hook: str, **arguments: object) -> list[tuple[str, object]]:
+        """Each plugin's own answer to a gather hook, in the order of registration."""
+        found: list[tuple[str, object]] = []
+        for name in self.infos:
+            plugin = self._manager.get_plugin(name)
+            if plugin is None or hook not in self.infos[name].hooks:
+                continue
+            found.extend((name, answer) for answer in self.call_only(name, hook, **arguments) if answer is not None)
+        return found
+
+    def call_only(self, name: str, hook: str, **arguments: object) -> list[object]:
+        """Call one plugin's implementation of a gather or notify hook; its answer, alone in a list."""
+        return self._only(hook, {name})(**arguments)
+
+    def backend(self, plan: DistributedPlan) -> HookSpecs:
+        """The hooks as the chosen backend sees them: other backends are not asked for its roles."""
+        owner = self.owner_of_plan(plan)
+        return cast(HookSpecs, _BackendHooks(self, owner))
+
+    def owner_of_plan(self, plan: DistributedPlan) -> str:
+        """The plugin whose plan this is; a plan carries the name of its plugin."""
+        if plan.name not in self.infos:
+            raise UserError(f"the plan {plan.title!r} carries the name {plan.name!r}, which is not the name of a plugin")
+        return plan.name
+
+    def claims(self, hook: str) -> set[str]:
+        """Names of the active plugins that implement a hook."""
+        return {name for name, info in self.infos.items() if hook in info.hooks}
+
+    def _only(self, hook: str, names: set[str]) -> Callable[..., list[object]]:
+        removed = [self._manager.get_plugin(other) for other in self.infos if other not in names]
+        kept = [plugin for plugin in removed if plugin is not None]
+        return cast(Callable[..., list[object]], self._manager.subset_hook_caller(hook, kept))
+
+    def switch_off(self, name: str, hook: str) -> None:
+        """Ask this plugin no more for this hook: the isolation of trackers."""
+        info = self.infos[name]
+        info.hooks = tuple(each for each in info.hooks if each != hook)
+
+    # --- telling ----------------------------------------------------------------------------------------------------
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Active plugins as "name distribution version": printed at start, written into checkpoints, compared over ranks."""
+        return tuple(f"{info.name} {info.source}" for info in self.infos.values() if info.state == "active")
+
+    @property
+    def summary(self) -> str:
+        """The version and the active plugins of other packages in one line; with their versions where these are others."""
+        own = self.infos["core"].version
+        others = [info for info in self.infos.values() if info.state == "active" and info.name not in BUILT_IN]
+        names = [info.name if info.version == own else f"{info.name} {info.version}" for info in others]
+        return f"version {own}, plugins: {', '.join(names) or 'none besides the built-in ones'}"
+
+    def _attribute(
+        self,
+        outcome: pluggy.Result[object],
+        hook: str,
+        implementations: Sequence[pluggy.HookImpl],
+        arguments: object,
+    ) -> None:
+        """Note on an exception which plugin raised it: the innermost implementation on its traceback."""
+        if (error := outcome.exception) is None:
+            return
+        owners = {_code_of(each.function): each.plugin_name for each in implementations}
+        for frame, _ in reversed(list(walk_tb(error.__traceback__))):
+            if (name := owners.get(frame.f_code)) is not None:
+                origin = self.infos[name].origin
+                added = add_blame(error, f"{BLAME}{origin} in hook {hook!r}")
+                if added and not origin.built_in and not isinstance(error, UserError):
+                    error.add_note(f"fix: {origin.way_round}")
+                return
+
+
+class _BackendHooks:
+    """Calls hooks with all backends but one left out."""
+
+    ROLES = frozenset({"wrap_model", "save_checkpoint", "load_checkpoint"})
+
+    def __init__(self, plugins: Plugins, owner: str) -> None:
+        self._plugins = plugins
+        self._owner = owner
+
+    def __getattr__(self, hook: str) -> Callable[..., object]:
+        if hook not in self.ROLES:
+            raise AttributeError(f"{hook!r} is not a backend role")
+        backends = self._plugins.claims("configure_distributed") - {self._owner}
+        others = {name for name in self._plugins.infos if name not in backends}
+        return self._plugins._only(hook, others)
+
+
+def _code_of(function: Callable[..., object]) -> CodeType | None:
+    return getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+
+
+def _mismatch(plugin: object, error: pluggy.PluginValidationError) -> str:
+    """What is wrong with a plugin's hooks, with the nearest name for one that does not exist."""
+    known = [name for name in vars(HookSpecs) if not name.startswith("_")]
+    for name in sorted(name for name in dir(plugin) if hasattr(getattr(plugin, name, None), f"{PROJECT}_impl")):
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            return f"there is no hook {name!r}" + (f"; did you mean {near[0]}?" if near else "")
+    for name in sorted(name for name in known if hasattr(getattr(plugin, name, None), f"{PROJECT}_impl")):
+        offered = [each for each in inspect.signature(vars(HookSpecs)[name]).parameters if each != "self"]
+        strange = sorted(set(inspect.signature(getattr(plugin, name)).parameters) - set(offered))
+        if strange:
+            return f"{name} takes {', '.join(strange)}; this hook is given: {', '.join(offered) or 'nothing'}"
+    return str(error).partition("\n")[0]
+
+
+# --- discovery ------------------------------------------------------------------------------------------------------
+
+
+def load_plugins(selection: Selection | None = None, *, strict: bool = True) -> Plugins:
+    """The built-ins and the installed plugins that were selected, in an order that is the same on every machine.
+
+    With `strict`, a plugin that cannot be used stops with its name, distribution, version, the reason and the way round: it
+    cannot be imported, does not fit this version, or two packages provide it. Without, it is only listed as such (for `smalti
+    plugins`).
+    """
+    selection = selection or Selection()
+    plugins = Plugins()
+    _register_built_ins(plugins, selection)
+    installed = _installed()
+    _check_names(selection, set(installed))
+    for name, entries in installed.items():
+        entry, distribution = entries[0]
+        info = PluginInfo(name=name, distribution=distribution.name, version=distribution.version)
+        if name in BUILT_IN:
+            _refuse(plugins, plugins.infos[name], f"{info.source} has a plugin of the same name", entries, strict=strict)
+        elif (state := selection.excludes(name)) is not None:
+            info.state = state
+            plugins.infos[name] = info
+        elif len(entries) > 1:
+            info.state = "broken"
+            _refuse(plugins, info, f"two packages provide it: {_sources(entries)}", entries, strict=strict)
+        else:
+            _load(plugins, entry, distribution, info, strict=strict)
+    return plugins
+
+
+def _register_built_ins(plugins: Plugins, selection: Selection) -> None:
+    own = version("smalti")
+    if blocked := ESSENTIAL.intersection(selection.without):
+        raise UserError(f"{', '.join(sorted(blocked))} cannot be left out: nothing would train", fix="drop it from --without")
+    for name, module in BUILT_IN.items():
+        info = PluginInfo(name=name, distribution="smalti", version=own)
+        if name in selection.without:
+            info.state = "blocked"
+            plugins.infos[name] = info
+        else:
+            plugins.register(info, import_module(module).plugin)
+
+
+Installed = tuple[EntryPoint, Distribution]
+
+
+def _installed() -> dict[str, list[Installed]]:
+    """Third-party entry points by name, sorted: the order on disk differs between machines.
+
+    One package found twice on the path, as an editable install can be, counts once.
+    """
+    found: dict[str, dict[str, Installed]] = {}
+    for entry in entry_points(group=GROUP):
+        distribution = entry.dist
+        assert distribution is not None, "an entry point that was discovered has a distribution"
+        found.setdefault(entry.name, {}).setdefault(distribution.name, (entry, distribution))
+    return {name: [entries[package] for package in sorted(entries)] for name, entries in sorted(found.items())}
+
+
+def _sources(entries: Sequence[Installed]) -> str:
+    return " and ".join(f"{distribution.name} {distribution.version}" for _, distribution in entries)
+
+
+def _refuse(plugins: Plugins, info: PluginInfo, reason: str, entries: Sequence[Installed], *, strict: bool) -> None:
+    """A name that is taken more than once."""
+    info.reason = reason
+    plugins.infos[info.name] = info
+    if strict:
+        way_round = "" if info.name in BUILT_IN else f", or leave both out with --without {info.name}"
+        raise UserError(f"plugin {info.name!r}: {reason}", fix=f"pip uninstall {entries[-1][1].name}{way_round}")
+
+
+def _check_names(selection: Selection, installed: set[str]) -> None:
+    known = installed | set(BUILT_IN)
+    for name in (*selection.only, *selection.without):
+        if name in known or (name == "all" and name in selection.without):
+            continue
+        if name in selection.without and name in PLUGINS:
+            continue  # leaving out what is not there is what was wanted
+        raise unknown_plugin(name, known)
+
+
+def unknown_plugin(name: str, known: Iterable[str]) -> UserError:
+    """The error for a plugin that is not installed: the package to install, or the nearest names."""
+    if name in PLUGINS:
+        return PLUGINS[name].error(f"the plugin {name!r} is not installed")
+    near = get_close_matches(name, [*known, *PLUGINS], n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"installed: {', '.join(sorted(known))}"
+    return MissingPlugin(f"unknown plugin {name!r}", fix=hint)
+
+
+def _load(plugins: Plugins, entry: EntryPoint, distribution: Distribution, info: PluginInfo, *, strict: bool) -> None:
+    way_round = f"leave it out with --without {entry.name}"
+    if (mismatch := _version_mismatch(distribution)) is not None:
+        info.state, info.reason = "incompatible", mismatch
+        plugins.infos[entry.name] = info
+        if strict:
+            raise UserError(f"plugin {entry.name!r}: {mismatch}", fix=f"pip install -U {distribution.name}, or {way_round}")
+        return
+    try:
+        plugins.register(info, entry.load())
+    except (Exception, SystemExit) as error:
+        info.state, info.reason = "broken", _what_happened(error)
+        plugins.infos[entry.name] = info
+        if strict:
+            message = f"plugin {entry.name!r} ({info.source}) cannot be loaded: {info.reason}"
+            raise BrokenPlugin(message, fix=f"fix or update {distribution.name}, or {way_round}") from error
+
+
+def _what_happened(error: BaseException) -> str:
+    """The error in one line, with the place in the plugin that it came from."""
+    told = (
+        f"exits at import with status {error.code!r}" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+    )
+    own = str(Path(__file__).parent)
+    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(("<frozen", own))]
+    places = [frame for frame in frames if "importlib" not in frame.filename]
+    return f"{told} (at {places[-1].filename}:{places[-1].lineno})" if places else told
+
+
+def _version_mismatch(distribution: Distribution) -> str | None:
+    """What the plugin's package requires of smalti and does not find; pip's check is bypassed by --no-deps and -e."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    own = version("smalti")
+    for text in distribution.requires or ():
+        requirement = Requirement(text)
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        ours = applies and canonicalize_name(requirement.name) == "smalti"
+        if ours and not requirement.specifier.contains(own, prereleases=True):
+            return f"{distribution.name} {distribution.version} needs smalti {requirement.specifier}, found {own}"
+    return None

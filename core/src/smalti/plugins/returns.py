@@ -1,0 +1,68 @@
+"""What hooks return, checked where a plugin returns it: a wrong value names the plugin, not the code that uses the value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from pkgutil import resolve_name
+
+from smalti.types import Origin
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a hook returns besides None: an object of the class `kind`, or with `several` a list of such objects."""
+
+    kind: str
+    """"module:class", imported when there is something to check."""
+    several: bool = False
+
+    def read(self, value: object, hook: str, origin: Origin) -> object:
+        """The value as the core goes on with it; an object alone stands for a list of it. Raises TypeError."""
+        if value is None:
+            return None
+        kind: type = resolve_name(self.kind)
+        values = list(value) if isinstance(value, list | tuple) else [value]
+        wrong = next((each for each in values if not isinstance(each, kind)), None)
+        if wrong is None and (self.several or not isinstance(value, list | tuple)):
+            return values if self.several else value
+        given = value if wrong is None else wrong
+        wanted = f"a list of {kind.__name__}" if self.several else f"a {kind.__name__}"
+        raise TypeError(f"{origin} returned {_shown(given)} from {hook!r}, not {wanted}")
+
+
+ANSWERS = {
+    "declare_options": Answer("smalti.config.options:OptionGroup", several=True),
+    "check_config": Answer("smalti.errors:Problem", several=True),
+    "register_model_families": Answer("smalti.types:FamilyEntry", several=True),
+    "register_storage": Answer("smalti.types:StorageEntry", several=True),
+    "register_metadata_backends": Answer("smalti.types:MetadataEntry", several=True),
+    "register_optimizers": Answer("smalti.types:OptimizerEntry", several=True),
+    "register_checkpoint_formats": Answer("smalti.types:CheckpointFormat", several=True),
+    "register_caches": Answer("smalti.types:CacheEntry", several=True),
+    "configure_distributed": Answer("smalti.types:DistributedPlan"),
+    "detect_blocks": Answer("smalti.types:Block", several=True),
+    "wrap_model": Answer("torch.nn:Module"),
+    "build_optimizer": Answer("torch.optim:Optimizer"),
+    "save_checkpoint": Answer("smalti.types:Checkpoint"),
+    "load_checkpoint": Answer("smalti.checkpoint.reader:Loaded"),
+    "on_gpu_fault": Answer("smalti.types:FaultAction"),
+}
+"""By hook; what the others return is not looked at."""
+
+
+def checked(function: Callable[..., object], hook: str, origin: Origin) -> Callable[..., object]:
+    """The implementation of a hook, whose answers are checked. `functools.wraps` keeps its code to be found in tracebacks."""
+    answer = ANSWERS[hook]
+
+    @wraps(function)
+    def call(*arguments: object) -> object:
+        return answer.read(function(*arguments), hook, origin)
+
+    return call
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return f"the {type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

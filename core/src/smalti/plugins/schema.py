@@ -1,0 +1,96 @@
+"""The options that there are with the active plugins, which plugins are asked for, and what they say of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import cast
+
+from pydantic import ValidationError
+
+from smalti.config.core_options import GROUPS, PluginOptions
+from smalti.config.files import expand, read_mapping
+from smalti.config.options import OptionGroup, Schema
+from smalti.config.resolution import Config
+from smalti.config.sources import PREFIX, flat
+from smalti.errors import ConfigError, Problem, Unsettled, UserError
+from smalti.plugins.registry import PluginInfo, Plugins, Selection
+
+
+def schema_of(plugins: Plugins) -> Schema:
+    """The options of the core and of all active plugins; the core's sections come first.
+
+    Raises UserError when two plugins declare the same option.
+    """
+    groups = plugins.gather("declare_options", OptionGroup)
+    owners: dict[str, PluginInfo] = {}
+    for plugin, answer in plugins.answers("declare_options"):
+        mine = plugins.infos[plugin]
+        for option in Schema(tuple(cast(list[OptionGroup], answer))).options.values():
+            for name in (option.name, *option.aliases):
+                if (other := owners.setdefault(name, mine)) is not mine:
+                    raise UserError(
+                        f"the option {name!r} is declared by plugin {other.name!r} ({other.source}) "
+                        f"and by plugin {mine.name!r} ({mine.source})",
+                        fix=f"leave one of them out, for example with --without {mine.name}",
+                    )
+    order = {group.name: index for index, group in enumerate(GROUPS)}
+    return Schema(tuple(sorted(groups, key=lambda group: (order.get(group.name, len(order)), group.name))))
+
+
+def selection_of(arguments: Sequence[str], file: Path | None, environment: Mapping[str, str]) -> Selection:
+    """Which plugins were asked for, before any of them is imported: flags, then environment, then the file."""
+    schema = Schema(tuple(group for group in GROUPS if group.options is PluginOptions))
+    content = read_mapping(file) if file is not None else {}
+    problems: list[Problem] = []
+    layers: list[list[tuple[str, object, str]]] = [
+        [(flag, value, flag) for flag, value in _flags_among(arguments, schema)],
+        [(name.removeprefix(PREFIX), value, name) for name, value in environment.items() if name.startswith(PREFIX) and value],
+        [(key, value, f"{key} in {file}") for key, value in flat(content, GROUPS)],
+    ]
+    chosen: dict[str, tuple[str, ...]] = {}
+    for layer in layers:
+        found: dict[str, tuple[str, ...]] = {}
+        for spelling, value, place in layer:
+            if (option := schema.find(spelling)) is not None and value is not None:
+                try:
+                    words = cast(tuple[str, ...], option.check(expand(value, environment, place, problems)))
+                except ValidationError:
+                    fix = "give names, separated by commas"
+                    problems.append(Problem(message=f"{option.name} cannot be {value!r}", where=place, fix=fix))
+                else:
+                    found[option.name] = (*found.get(option.name, ()), *words)
+        chosen = found | chosen
+    if problems:
+        raise ConfigError(problems)
+    return Selection(only=chosen.get("plugins", ()), without=chosen.get("without", ()))
+
+
+def _flags_among(arguments: Sequence[str], schema: Schema) -> Iterator[tuple[str, str]]:
+    """The flags of these options and their values; all other words are left for later."""
+    for index, word in enumerate(arguments):
+        flag, joined, text = word.partition("=")
+        following = arguments[index + 1] if index + 1 < len(arguments) else ""
+        if word.startswith("--") and schema.find(flag) and (joined or not following.startswith("--")):
+            yield flag, text if joined else following
+
+
+def complaints(config: Config, plugins: Plugins, *, without: Collection[str] = ()) -> list[Problem]:
+    """What every plugin, `without` these, says is wrong with the whole configuration.
+
+    A plugin that needs an option whose value is not known says nothing.
+    """
+    found: list[Problem] = []
+    for name, info in plugins.infos.items():
+        if "check_config" in info.hooks and name not in without:
+            with suppress(Unsettled):
+                for answer in plugins.call_only(name, "check_config", config=config):
+                    found += cast(list[Problem], answer or [])
+    return found
+
+
+def check(config: Config, plugins: Plugins, *, without: Collection[str] = ()) -> None:
+    """Raises ConfigError with all complaints, if there are any."""
+    if problems := complaints(config, plugins, without=without):
+        raise ConfigError(problems)

@@ -1,0 +1,385 @@
+"""The run directory: the only thing that a run and those who watch it have in common.
+
+    run.json               what this run is; replaced as a whole
+    config.toml            the resolved configuration; with launch.json and accelerate.yaml, how the run was started
+    *.next.toml, .json     those of a launch that has not got going yet; they take the others' places when it does
+    events.jsonl           what happened, see `smalti.rundir.events`; events.node-K.jsonl is the health of node K
+    heartbeat              who runs now, from the first second of a launch on; touched every few seconds
+    control/*.json         what is asked of the run
+    samples/STEP/          the images of a validation, and a contact sheet of them where a plugin draws one
+    checkpoints/, data/    the state of the run, indexes of its datasets
+
+Nothing locks, so any file system will do. Each file has one writer, but for the events of a launch of several processes: its
+launcher writes them until the main rank is there, on the same machine. How the run fares is not written anywhere: it follows
+from its last word in the events, from its processes and from the age of the heartbeat.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Literal
+from uuid import uuid4
+
+from pydantic import TypeAdapter, ValidationError
+
+from smalti.errors import UserError
+from smalti.rundir.events import Event, complete_size, read_events, read_events_backwards
+from smalti.rundir.phases import Phase
+from smalti.rundir.recent import seconds_for
+from smalti.system.files import atomic_write
+from smalti.system.process import Process
+
+SCHEMA = 1
+BEAT_SECONDS = 5.0
+STALE_SECONDS = 30.0
+"""Without a heartbeat for this long, a run whose process cannot be seen from here counts as dead."""
+POLL_SECONDS = 0.25
+CONTACT_SHEET = "grid.png"
+"""The file beside the images of a validation that shows all of them; a plugin may draw it."""
+
+Condition = Literal["never started", "running", "stale", "stopped", "finished", "failed"]
+RequestKind = Literal["stop", "save", "sample"]
+ENDINGS: tuple[Condition, ...] = ("stopped", "finished", "failed")
+REFUSED = "refused"
+"""The state that a launch ends in that fails before its first step, of a run that has made steps: it fares as before."""
+
+RUN_KIND = "smalti-run"
+_RATE_STEPS = 32
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What stands in run.json. `started` and `process` are of the latest attempt, None before the first.
+
+    `training_since` is when its loop began, None until then; `mixed_precision` is what machine 0 has chosen for it. Times are
+    unix seconds.
+    """
+
+    id: str
+    name: str
+    created: float
+    config_digest: str
+    world_size: int
+    started: float | None = None
+    process: Process | None = None
+    mixed_precision: str | None = None
+    training_since: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heartbeat:
+    """Who holds the directory. Mostly only touched: that works on a full disk too, and is never half done.
+
+    `process` is the one that launched the run, None when the content could not be read; `worker` that of the main rank, where
+    it is another one. `touched` is the file's time.
+    """
+
+    process: Process | None
+    started: float
+    touched: float
+    worker: Process | None = None
+
+    @property
+    def age(self) -> float:
+        return max(0.0, time.time() - self.touched)
+
+    def alive(self) -> bool | None:
+        """Whether one of its processes still runs; None when that cannot be told from here."""
+        found = [process.alive() for process in (self.process, self.worker) if process is not None] or [None]
+        return True if True in found else None if None in found else False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """How a run fares, derived at this moment. `exit_code` is that of the run, once it has ended."""
+
+    condition: Condition
+    message: str
+    exit_code: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.condition in ENDINGS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Something asked of a run. Its answer, a `control_ack` event, stands after byte `asked_at` of the events file."""
+
+    id: str
+    kind: str
+    details: Mapping[str, object] = field(default_factory=dict)
+    asked_at: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A run in one row. None is for what the run has not told yet; `updated` is the time of its last event.
+
+    `phase` is what a running one is busy with; loss and speed are smoothed (`smalti.rundir.recent`).
+    """
+
+    path: Path
+    record: RunRecord
+    status: Status
+    step: int
+    max_steps: int | None
+    loss: float | None
+    samples_per_second: float | None
+    seconds_left: float | None
+    updated: float | None
+    phase: Phase | None = None
+
+
+_RECORD = TypeAdapter(RunRecord)
+_HEARTBEAT = TypeAdapter(Heartbeat)
+
+
+class RunDirectory:
+    """A run as seen from outside. `smalti.rundir.writer` is the other side: being the run."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.record_file = self.path / "run.json"
+        self.config_file = self.path / "config.toml"
+        self.launch_file = self.path / "launch.json"
+        self.accelerate_file = self.path / "accelerate.yaml"
+        self.events_file = self.path / "events.jsonl"
+        self.heartbeat_file = self.path / "heartbeat"
+        self.control = self.path / "control"
+        self.samples = self.path / "samples"
+        self.checkpoints = self.path / "checkpoints"
+        self.data = self.path / "data"
+
+    def relative(self, path: Path) -> Path:
+        """A path relative to the run directory where it lies there, so that the directory can be moved or mounted elsewhere."""
+        root, path = self.path.absolute(), path.absolute()
+        return path.relative_to(root) if path.is_relative_to(root) else path
+
+    def next_of(self, file: Path) -> Path:
+        """Where a launch of a run that has made steps keeps its config.toml or launch.json until it gets going."""
+        return file.with_name(f"{file.stem}.next{file.suffix}")
+
+    def samples_at(self, step: int) -> Path:
+        return self.samples / f"{step:08d}"
+
+    def node_events_file(self, node: int) -> Path:
+        """Where node `node` writes for itself; node 0 has `events_file`."""
+        return self.path / f"events.node-{node}.jsonl"
+
+    def event_files(self) -> list[Path]:
+        """All files of events that are there, the run's own first."""
+        return [path for path in [self.events_file, *sorted(self.path.glob("events.node-*.jsonl"))] if path.exists()]
+
+    # --- watching ---------------------------------------------------------------------------------------------------
+
+    def record(self) -> RunRecord | None:
+        """What run.json says; None when there is none, or one of another program. UserError when it cannot be used."""
+        try:
+            content: object = json.loads(self.record_file.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise self._damaged(error) from error
+        if not isinstance(content, dict) or content.get("kind") != RUN_KIND:
+            return None
+        if (schema := content.get("schema")) != SCHEMA:
+            raise UserError(
+                f"{self.record_file} has schema {schema}; this version of smalti knows {SCHEMA}", fix="update smalti"
+            )
+        try:
+            return _RECORD.validate_python(content)
+        except ValidationError as error:
+            raise self._damaged(error) from error
+
+    def heartbeat(self) -> Heartbeat | None:
+        """The sign of life; None when the run ended in good order or never began."""
+        try:
+            content = self.heartbeat_file.read_bytes()
+            touched = self.heartbeat_file.stat().st_mtime
+        except FileNotFoundError:
+            return None
+        try:
+            return _HEARTBEAT.validate_python({**json.loads(content), "touched": touched})
+        except (ValueError, TypeError):
+            return Heartbeat(process=None, started=touched, touched=touched)
+
+    def status(self) -> Status:
+        """How the run fares, from its last word, its process and the age of its heartbeat."""
+        record, heartbeat = self.record(), self.heartbeat()
+        if record is None:
+            return Status(condition="never started", message="there is no run here")
+        started = heartbeat.started if heartbeat else record.started
+        if started is None:
+            return Status(condition="never started", message="made ready, but not started yet")
+        # No step follows the last word, and before the first step the last word is of this attempt or of an earlier one.
+        last = next((event for event in read_events_backwards(self.events_file) if _tells_how_it_fares(event)), None)
+        if last and last.time >= started and (ending := _ending(last)):
+            return ending
+        if heartbeat is None:
+            return Status(condition="failed", message="it left without a last word", exit_code=1)
+        who = heartbeat.process or "an unknown process"
+        if heartbeat.alive() is False:
+            return Status(condition="failed", message=f"{who} is gone without a last word", exit_code=1)
+        if heartbeat.age > STALE_SECONDS:
+            return Status(condition="stale", message=f"no sign of life for {heartbeat.age:.0f} s from {who}")
+        return Status(condition="running", message=str(who))
+
+    def events(self, *, follow: bool = False, offset: int = 0) -> Iterator[Event]:
+        """What the run has said, from byte `offset` on: 0, or the `end` of an event seen before.
+
+        With `follow`, waits for more and returns once the run has ended (a stale one has not).
+        """
+        while True:
+            over = not follow or self.status().ended
+            for event in read_events(self.events_file, offset):
+                offset = event.end
+                yield event
+            if over:
+                return
+            time.sleep(POLL_SECONDS)
+
+    def latest(self, *kinds: str) -> Event | None:
+        """The last event that is of one of these kinds. Reads from the end, so a long history costs nothing."""
+        return next((event for event in read_events_backwards(self.events_file) if event.kind in kinds), None)
+
+    def recent_steps(self, count: int = _RATE_STEPS) -> list[Event]:
+        """The last step events of the latest attempt, oldest first."""
+        attempt = takewhile(lambda event: event.text("state") != "starting", read_events_backwards(self.events_file))
+        return list(islice((event for event in attempt if event.kind == "step"), count))[::-1]
+
+    def phase(self) -> Phase | None:
+        """What the latest attempt was busy with when it last told; None where it has not, or was between two steps."""
+        last = self.latest("phase", "step", "state")
+        return phase_of(last) if last and last.kind == "phase" else None
+
+    def summary(self) -> Summary | None:
+        """The run in one row; None when there is no run here."""
+        if (record := self.record()) is None:
+            return None
+        status, last, of_attempt = self.status(), self.latest("step"), self.recent_steps(1)
+        newest = next(read_events_backwards(self.events_file), None)
+        step, max_steps = (last.step or 0, last.number("max_steps")) if last else (0, None)
+        phase = self.phase() if status.condition == "running" else None
+        rate, left = None, phase.seconds_left(newest.time) if phase and newest else None
+        if of_attempt and last:
+            rate = last.number("recent_samples_per_second")
+            if max_steps and status.condition == "running":
+                left = seconds_for(int(max_steps) - step, last.number("samples") or 0.0, rate)
+        return Summary(
+            path=self.path,
+            record=record,
+            status=status,
+            step=step,
+            max_steps=int(max_steps) if max_steps else None,
+            loss=shown_loss(last) if last else None,
+            samples_per_second=rate,
+            seconds_left=left,
+            updated=newest.time if newest else None,
+            phase=phase,
+        )
+
+    # --- asking -----------------------------------------------------------------------------------------------------
+
+    def request(self, kind: RequestKind, **details: object) -> Request:
+        """Ask the run for something; it looks between two steps, and before the first one all the time.
+
+        UserError when there is no run that could answer.
+        """
+        status = self.status()
+        if status.condition == "never started" or status.ended:
+            raise UserError(
+                f"{self.path}: nobody is there to {kind}: {status.condition} ({status.message})",
+                fix="`smalti run ls` lists runs and their status",
+            )
+        request = Request(
+            id=f"{time.time_ns()}-{uuid4().hex[:8]}", kind=kind, details=details, asked_at=complete_size(self.events_file)
+        )
+        content = {"kind": kind, "details": details, "t": time.time(), "from": str(Process.current())}
+        try:
+            self.control.mkdir(exist_ok=True)
+            atomic_write(self.control / f"{request.id}.json", json.dumps(content).encode())
+        except OSError as error:
+            raise UserError(
+                f"cannot write to {self.control}: {error.strerror or error}", fix="ask as the user who started the run"
+            ) from error
+        return request
+
+    def answer(self, request: Request, timeout: float) -> Event | None:
+        """Wait for the run's answer: a `control_ack` event with `accepted` and `message`; None if it does not come in time."""
+        deadline, offset = time.monotonic() + timeout, request.asked_at
+        while True:
+            over = self.status().ended or time.monotonic() > deadline
+            for event in read_events(self.events_file, offset):
+                offset = event.end
+                if event.kind == "control_ack" and event.text("request") == request.id:
+                    return event
+            if over:
+                return None
+            time.sleep(POLL_SECONDS)
+
+    def _damaged(self, error: ValueError) -> UserError:
+        return UserError(f"{self.record_file} is damaged: {error}", fix="choose another --output_dir")
+
+
+def overview(samples: Path) -> Path:
+    """What to open to see the images of a validation: the contact sheet in their folder, or the folder if there is none."""
+    sheet = samples / CONTACT_SHEET
+    return sheet if sheet.is_file() else samples
+
+
+def find_runs(root: Path, depth: int = 4) -> Iterator[RunDirectory]:
+    """The runs at `root` and down to `depth` folders below it, by name. What is inside a run is not searched."""
+    try:
+        if RunDirectory(root).record() is not None:
+            yield RunDirectory(root)
+            return
+        with os.scandir(root) as entries:
+            folders = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    except (UserError, OSError) as error:
+        _log.warning("left out: %s", error)
+        return
+    if depth > 0:
+        for name in folders:
+            if not name.startswith("."):
+                yield from find_runs(root / name, depth - 1)
+
+
+def shown_loss(step: Event) -> float | None:
+    """The smoothed loss of a step event; its own in events of versions that did not write that."""
+    smoothed = step.number("smoothed_loss")
+    return step.number("loss") if smoothed is None else smoothed
+
+
+def phase_of(event: Event) -> Phase:
+    """What an event of the kind "phase" tells."""
+    done, total, begun = event.number("done"), event.number("total"), event.number("begun")
+    return Phase(
+        name=event.text("phase"),
+        begun=event.time if begun is None else begun,
+        done=None if done is None else int(done),
+        total=None if total is None else int(total),
+        unit=event.text("unit"),
+    )
+
+
+def _tells_how_it_fares(event: Event) -> bool:
+    """A launch that was refused has changed nothing, nor has one that has only begun."""
+    return event.kind == "step" or (event.kind == "state" and event.text("state") not in (REFUSED, "starting"))
+
+
+def _ending(event: Event) -> Status | None:
+    """The status that a last word stands for; None when it is not one."""
+    code = event.number("exit_code")
+    for condition in ENDINGS:
+        if event.text("state") == condition:
+            return Status(condition=condition, message=event.text("message"), exit_code=None if code is None else int(code))
+    return None

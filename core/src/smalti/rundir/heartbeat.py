@@ -1,0 +1,107 @@
+"""Who may be the run in a directory: one launch at a time holds its heartbeat. What dead processes left is taken over."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import asdict
+
+from smalti.errors import UserError
+from smalti.rundir.directory import POLL_SECONDS, RUN_KIND, SCHEMA, STALE_SECONDS, Heartbeat, RunDirectory, RunRecord
+from smalti.system.files import atomic_write
+from smalti.system.process import Process
+
+_LEAVING_SECONDS = 60.0
+"""How long a launch waits for one that has said its last word, whose processes are still ending."""
+_OWN_FILES = ("run.json", "config.toml", "launch.json", "accelerate.yaml", "events.jsonl", "heartbeat")
+_log = logging.getLogger(__name__)
+
+
+def take(directory: RunDirectory, record: RunRecord) -> None:
+    """Take hold of the directory for the process of `record`; FileExistsError when somebody else has."""
+    with directory.heartbeat_file.open("x", encoding="utf-8") as file:
+        file.write(_content(record, None))
+
+
+def take_part(directory: RunDirectory, record: RunRecord, worker: Process) -> None:
+    """The same for the main rank of the launch that holds the directory: from now on either of them keeps others out."""
+    atomic_write(directory.heartbeat_file, _content(record, worker).encode())
+
+
+def _content(record: RunRecord, worker: Process | None) -> str:
+    assert record.process is not None
+    content = {"process": asdict(record.process), "started": record.started}
+    return json.dumps(content if worker is None else {**content, "worker": asdict(worker)})
+
+
+def dead_heartbeat(directory: RunDirectory) -> Heartbeat | None:
+    """The heartbeat of a run that died here, None if there is none. UserError when the run lives.
+
+    Waits where that cannot be told yet, and for a run that has ended and whose processes are about to leave.
+    """
+    first, begun = directory.heartbeat(), time.monotonic()
+    if first is None:
+        return None
+    waiting = False
+    while (heartbeat := directory.heartbeat()) is not None:
+        alive = heartbeat.alive()
+        if alive is False or (alive is None and heartbeat.age > STALE_SECONDS):
+            return heartbeat
+        leaving = alive and heartbeat.started == first.started and directory.status().ended
+        if leaving and time.monotonic() - begun < _LEAVING_SECONDS:
+            what = "to leave"
+        elif alive or heartbeat.touched != first.touched:
+            raise in_use(directory, heartbeat)
+        else:
+            what = "to give a sign of life"
+        if not waiting:
+            _log.warning("%s: waiting for %s %s", directory.path, heartbeat.process or "its run", what)
+        waiting = True
+        time.sleep(POLL_SECONDS)
+    return None
+
+
+def clear_away(directory: RunDirectory, dead: Heartbeat) -> None:
+    """Remove the heartbeat of a dead run; one process at a time, lest a slow one remove what a quick one put in its place."""
+    turn = directory.path / ".takeover"
+    try:
+        turn.touch(exist_ok=False)
+    except FileExistsError:
+        raise UserError(
+            f"another process is taking over {directory.path} from a run that died",
+            fix=f"choose another --output_dir; if there is no such process, remove {turn}",
+        ) from None
+    try:
+        if directory.heartbeat() == dead:
+            directory.heartbeat_file.unlink(missing_ok=True)
+    finally:
+        turn.unlink()
+
+
+def in_use(directory: RunDirectory, heartbeat: Heartbeat | None) -> UserError:
+    who = str(heartbeat.process) if heartbeat and heartbeat.process else "another process"
+    if heartbeat and heartbeat.worker and heartbeat.process and heartbeat.process.alive() is False:
+        who = str(heartbeat.worker)
+    if heartbeat and heartbeat.age > STALE_SECONDS:
+        who += f", though without a sign of life for {heartbeat.age:.0f} s"
+        remedy = "end that process"
+    else:
+        remedy = f"stop it with `smalti run stop {directory.path}`"
+    return UserError(f"{directory.path} is in use: a run lives there, {who}", fix=f"{remedy}, or choose another --output_dir")
+
+
+def refuse_foreign_files(directory: RunDirectory) -> None:
+    taken = [name for name in _OWN_FILES if (directory.path / name).exists()]
+    if directory.control.is_dir() and any(directory.control.iterdir()):
+        taken.append("control/")
+    if taken:
+        raise UserError(
+            f"{directory.path} is no run directory, but has {', '.join(taken)}, which a run would overwrite",
+            fix="choose another --output_dir, or move these away",
+        )
+
+
+def write_record(directory: RunDirectory, record: RunRecord) -> None:
+    content = {"kind": RUN_KIND, "schema": SCHEMA, **asdict(record)}
+    atomic_write(directory.record_file, json.dumps(content, indent=2).encode() + b"\n")

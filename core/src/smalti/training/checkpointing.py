@@ -1,0 +1,71 @@
+"""Checkpoints as the loop sees them: begun at a step boundary, told at a later one, and what a failure means for the run."""
+
+from __future__ import annotations
+
+import logging
+
+from smalti.checkpoint.writer import SaveError
+from smalti.config.core_options import CheckpointOptions
+from smalti.parallel.state import portable_name
+from smalti.plugins.observers import notify
+from smalti.training.run import Run
+from smalti.training.validation.running_stats import take_first_ranks
+from smalti.types import Checkpoint, Outcome, StopReason
+
+_log = logging.getLogger(__name__)
+
+
+def save(run: Run, *, last: bool) -> None:
+    """Begin a checkpoint, once the one before has landed. *Collective*. The last one of a run is finished here."""
+    announce(run, finish=True, last=last)
+    run.state.save_requested = False
+    at_once = last or not run.config[CheckpointOptions].checkpoint_async
+    model = run.parallel.unwrap(run.model)
+    take_first_ranks(model, run.parallel)
+    buffers = [portable_name(name) for name, _ in model.named_buffers()]
+    with run.phases.during("saving"):
+        run.saver.begin(run.snapshot(), changing=buffers, at_once=at_once)
+        if at_once:
+            announce(run, finish=True, last=last)
+
+
+def announce(run: Run, *, finish: bool = False, last: bool = False) -> None:
+    """Tell the observers what became of the save in flight, on every rank at the same step. *Collective*.
+
+    A failure becomes a request to stop where `--on_save_error=stop`; else the next interval tries again.
+    """
+    landed = run.saver.landed(finish=finish)
+    if landed is None:
+        return
+    run.save_failure = landed if isinstance(landed, SaveError) else None
+    if isinstance(landed, Checkpoint):
+        notify(run.plugins, "on_checkpoint", run.state, checkpoint=landed)
+        return
+    stops = run.config[CheckpointOptions].on_save_error == "stop" or landed.errno is None
+    if run.world.is_main:
+        then = "stopping" if stops else "older checkpoints are intact" + ("" if last else ", training goes on")
+        _log.warning("%s; %s%s", landed.message, then, f"\n  fix: {landed.fix}" if landed.fix else "")
+    notify(run.plugins, "on_checkpoint_failed", run.state, error=landed)
+    if stops:
+        run.state.request_stop(StopReason.SAVE_FAILED, _with_last_good(run, landed))
+
+
+def settle(run: Run, outcome: Outcome) -> Outcome:
+    """The outcome once the save in flight has landed; a failure if the last one could not be written. *Collective*."""
+    if outcome.reason is StopReason.FAULT_UNSAVED:
+        return outcome  # the accelerator may have failed under the save as well, and its fault is what counts
+    announce(run, finish=True, last=True)
+    if run.save_failure is None or outcome.reason is StopReason.SAVE_FAILED:
+        return outcome
+    told = run.parallel.share(_with_last_good(run, run.save_failure))[0]
+    if outcome.reason > StopReason.SAVE_FAILED:
+        return Outcome(reason=outcome.reason, message=f"{outcome.message}; {told}")
+    return Outcome(reason=StopReason.SAVE_FAILED, message=told)
+
+
+def _with_last_good(run: Run, failure: SaveError) -> str:
+    """The failure, and on the main rank where the run stands without this checkpoint."""
+    if not run.world.is_main:
+        return failure.message
+    newest = run.checkpoints.latest()
+    return f"{failure.message}; the last good checkpoint is {newest}" if newest else f"{failure.message}; there is no other"

@@ -1,0 +1,141 @@
+"""When another rank is lost in the middle of a step: what is left of the run is saved, without the others.
+
+Weights, moments and averages do not change between one step boundary and the next optimizer step, so where every rank holds all
+of them, each healthy rank still has the last boundary. The lowest of them writes an ordinary checkpoint of it, as a single
+process would. At most the running step is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from smalti.checkpoint.format.manifest import SUSPECT
+from smalti.checkpoint.snapshot import Snapshot
+from smalti.checkpoint.writer import SaveError
+from smalti.parallel.failure_detection import Crew, LostRankError, Roll
+from smalti.parallel.protocol import Ranks
+from smalti.plugins.observers import notify
+from smalti.system.liveness import note_progress
+from smalti.training.run import Run
+from smalti.types import StopReason
+
+_PATIENCE = 30.0
+"""Seconds for one tensor to leave an accelerator, and for a save under way to fail; many times what either takes."""
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def rescued(run: Run) -> Iterator[None]:
+    """Around the loop. An exception that comes from the loss of another rank becomes a LostRankError, after an emergency save.
+
+    This rank's own failures stay what they are; they are only told to the others, who then do not have to guess.
+    """
+    try:
+        yield
+    except BaseException as caught:
+        defect = run.saver.defect  # the others have left because of it
+        error = caught if caught.__cause__ is defect else defect or caught
+        lost = rescue(run, error, run.crew)
+        if lost is not None:
+            raise lost from error
+        if error is caught:
+            raise
+        raise error from None
+
+
+def rescue(run: Run, error: BaseException, crew: Crew, *, aside: bool = False) -> LostRankError | None:
+    """Call the roll because of `error`, save if that falls to this rank; the error to leave with.
+
+    None if `error` is this rank's own. `aside`: in another thread than the loop's, which may be stuck in the accelerator; then
+    nothing here waits for that.
+    """
+    distrusted = run.state.stop_reason is StopReason.FAULT_UNSAVED
+    roll = crew.call_roll(error, whole=run.boundary.whole, suspect=distrusted)
+    if roll is None:
+        return None
+    ended = crew.end_hanging(roll)
+    saved, unsaved = "", ""
+    try:
+        if not run.saver.wait(_PATIENCE if aside else None):
+            raise SaveError("the save that was under way does not come to its end")
+        saved, unsaved = last_boundary(run, roll, aside=aside)
+    except (SaveError, OSError) as failure:
+        unsaved = f"step {run.state.step} could not be saved: {failure}"
+    if saved or unsaved:
+        _log.warning("%s", saved or unsaved)
+    return crew.explain(roll, error, saved=saved, unsaved=unsaved, ended=ended)
+
+
+def last_boundary(run: Run, roll: Roll, *, aside: bool = False) -> tuple[str, str]:
+    """Save the last step boundary if that falls to this rank; what to tell of it, and what to tell of it if it was not saved.
+
+    Raises SaveError or OSError.
+    """
+    alone = run.parallel.alone()
+    if alone is None:
+        return "", f"no rank holds the whole state: {_last_checkpoint(run)}"
+    if not run.boundary.whole:
+        return "", "its weights were just being changed, so it has not saved them"
+    if roll.saver != run.world.rank or run.state.step == 0:
+        return "", ""
+    return save_alone(run, alone, suspect=roll.suspect, aside=aside), ""
+
+
+def _last_checkpoint(run: Run) -> str:
+    newest = run.checkpoints.latest()
+    return f"its last checkpoint is {newest}" if newest else "there is no checkpoint yet"
+
+
+def save_alone(run: Run, alone: Ranks, *, suspect: bool, aside: bool = False) -> str:
+    """Write a checkpoint of the last step boundary unless there is one; returns what to tell of it.
+
+    `suspect` marks it as made after a fault of the machine: it never displaces one that is not. Raises SaveError or OSError.
+    """
+    step = run.state.step
+    for entry in reversed(run.checkpoints.all()):
+        if entry.step == step and not entry.problem:
+            return f"step {step} was saved before: {entry.path}"
+    snapshot = off_device(run) if aside else run.snapshot()
+    checkpoint = run.write(replace(snapshot, flags=(*snapshot.flags, SUSPECT)) if suspect else snapshot, alone)
+    notify(run.plugins, "on_checkpoint", run.state, checkpoint=checkpoint)
+    return f"saved step {step} from rank {run.world.rank} before leaving: {checkpoint.path}"
+
+
+def off_device(run: Run) -> Snapshot:
+    """The state in host memory, copied beside all that the accelerator was asked for since the last step boundary.
+
+    Raises SaveError when it does not answer.
+    """
+    snapshot, device = run.snapshot(), torch.device(run.world.device)
+    if device.type == "cpu":
+        return snapshot
+    tensors = snapshot.tensors()
+    copies: dict[str, Tensor] = {}
+    failures: list[BaseException] = []
+
+    def copy() -> None:
+        try:
+            torch.accelerator.set_device_index(run.world.local_rank)
+            with run.boundary.stream(device):
+                for name, tensor in tensors.items():
+                    copies[name] = tensor.detach().cpu()
+                    note_progress()
+        except RuntimeError as failure:
+            failures.append(failure)
+
+    copying = threading.Thread(target=copy, name="smalti-copy", daemon=True)
+    copying.start()
+    done = -1
+    while copying.is_alive() and len(copies) > done:
+        done = len(copies)
+        copying.join(_PATIENCE)
+    if failures or copying.is_alive():
+        raise SaveError(f"the accelerator does not give it: {failures[0] if failures else 'no answer'}")
+    return snapshot.replaced(copies)

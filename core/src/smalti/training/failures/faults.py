@@ -1,0 +1,137 @@
+"""Turning an accelerator's failure inside the loop into a question to the plugins: go on, save, or stop?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+
+from smalti.config.core_options import RunOptions
+from smalti.data.loader import Batch
+from smalti.errors import GpuFaultError
+from smalti.plugins.observers import consult, warn
+from smalti.training.failures.out_of_memory import is_out_of_memory
+from smalti.training.run import Run
+from smalti.types import FaultAction, GpuFault, StopReason, World
+
+_DEFAULT = "core"
+"""The plugin whose answer counts only where no other has one."""
+_FAILED_CALL = re.compile(r"\bCU(BLAS|DNN|SOLVER|SPARSE)_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR)")
+"""What libraries beside the runtime return when the device has failed below them; other codes tell of wrong arguments."""
+_TOLD = re.compile(r"(CUDA error|CUDA driver error|Triton Error \[CUDA\]): |Cuda failure( \d+)? '")
+"""What comes before the words of CUDA in a message of an extension, of the driver's wrapper, of Triton, of NCCL."""
+_FAULTS = (
+    "an illegal memory access was encountered",
+    "an illegal instruction was encountered",
+    "misaligned address",
+    "invalid program counter",
+    "hardware stack error",
+    "unspecified launch failure",
+    "the launch timed out and was terminated",
+    "uncorrectable ECC error encountered",
+    "uncorrectable NVLink error detected during the execution",
+    "Invalid access of peer GPU memory over nvlink or a hardware error",
+    "unknown error",
+)
+"""CUDA's words (`cudaGetErrorString`) for what a device does not recover from; the driver, Triton and NCCL pass them on."""
+
+
+def is_fault(error: BaseException) -> bool:
+    """Whether an exception tells of a failing accelerator.
+
+    Errors of the device runtime (an illegal address, a lost device, an uncorrectable ECC error) come as AcceleratorError, those
+    of cuBLAS, cuDNN, the driver and Triton as plain RuntimeErrors. NCCL's are faults if a CUDA call of this rank failed in it;
+    other failures of a collective are those of another rank or of the network. Running out of memory is no fault.
+    """
+    if not isinstance(error, RuntimeError) or is_out_of_memory(error):
+        return False
+    return isinstance(error, torch.AcceleratorError) or _cause(str(error)) is not None
+
+
+def fault_of(error: BaseException, world: World) -> GpuFault:
+    """The fault that such an exception stands for."""
+    told = str(error)
+    message = told.partition("\n")[0]
+    if (cause := _cause(told)) is not None and cause not in message:
+        message = f"{message}: {cause}"
+    return GpuFault(kind="cuda_error", message=message, device=world.device, rank=world.rank)
+
+
+def _cause(message: str) -> str | None:
+    """The words in the message of a plain RuntimeError that tell of a failing accelerator."""
+    if (call := _FAILED_CALL.search(message)) is not None:
+        return call[0]
+    for place in _TOLD.finditer(message):
+        words = next((each for each in _FAULTS if message.startswith(each, place.end())), None)
+        if words is not None:
+            return words
+    return None
+
+
+@contextmanager
+def faults_answered(run: Run, batch: Batch) -> Iterator[None]:
+    """Around what is done with a batch: a fault of the accelerator is followed by what the plugins answer (`FaultAction`).
+
+    In a single process the loop goes on to its boundary, whether it stops there or not. One of several ranks cannot reach the
+    boundary: it leaves with the fault as the reason, and one of the others saves (`smalti.training.failures.emergency_save`).
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_fault(error):
+            raise
+        fault = fault_of(error, run.world)
+        action = answer(run, fault)
+        if run.world.size > 1:
+            raise _left_by(fault) from error
+        run.parallel.discard()
+        if action > FaultAction.CHECKPOINT:
+            return
+        if run.state.position <= batch.position:
+            run.leave_out(batch)
+        then = "this step is left out" + (", saving" if action is FaultAction.CHECKPOINT else "")
+        warn(run.plugins, run.state, f"{_told(fault)}; {then}, going on", error)
+
+
+@contextmanager
+def faults_end(run: Run) -> Iterator[None]:
+    """Around the loop: a fault that is met between two steps, as in a save, ends the run as a fault."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_fault(error):
+            fault = fault_of(error, run.world)
+            answer(run, fault)
+            raise _left_by(fault) from error
+        raise
+
+
+def answer(run: Run, fault: GpuFault) -> FaultAction:
+    """What the plugins want done, the worst answer first; it is put to the state as a request, which the loop obeys."""
+    state = run.state
+    answers = consult(run.plugins, "on_gpu_fault", state, fault=fault)
+    others = [action for name, action in answers.items() if name != _DEFAULT] or list(answers.values())
+    action = max((cast(FaultAction, each) for each in others), default=FaultAction.STOP_UNSAVED)
+    message = _told(fault)
+    if not run.boundary.whole:
+        action, message = FaultAction.STOP_UNSAVED, f"{message}, while the weights were being changed"
+    elif action < FaultAction.STOP_SAVED and state.skipped + 1 >= run.config[RunOptions].max_skipped_steps:
+        action, message = FaultAction.STOP_UNSAVED, f"{message}; {state.skipped + 1} steps in a row were left out"
+    if action is FaultAction.CHECKPOINT:
+        state.request_save()
+    elif action is FaultAction.STOP_SAVED:
+        state.request_stop(StopReason.FAULT, message)
+    elif action is FaultAction.STOP_UNSAVED:
+        state.request_stop(StopReason.FAULT_UNSAVED, message)
+    return action
+
+
+def _told(fault: GpuFault) -> str:
+    return f"{fault.kind} on {fault.device} of rank {fault.rank}: {fault.message}"
+
+
+def _left_by(fault: GpuFault) -> GpuFaultError:
+    return GpuFaultError(f"{fault.kind} on {fault.device}: {fault.message}")

@@ -1,0 +1,134 @@
+"""A thread beside the loop that learns of a lost rank where the loop cannot: while it waits in a call that never comes back.
+
+An accelerator waits for other ranks in its own kernels, and who waits for the accelerator is in C++, where neither signals
+nor exceptions arrive. So this thread looks once a second whether another rank has said that one is lost, and whether the
+processes of this machine are there. If one is lost and the main thread does not notice by itself, its connections to other
+ranks are broken, NCCL's too, which should let it come back. If it does not, this thread does what the main thread would have
+done: it calls the roll, saves if that falls to this rank, leaves word, and ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+from smalti.errors import ExitCode
+from smalti.parallel.failure_detection import Crew, leave_lost_word
+from smalti.parallel.gloo import BrokenGroupError, break_group
+from smalti.plugins.observers import notify
+from smalti.system.exit import flush
+from smalti.system.exit_reports import describe, leave_word
+from smalti.system.liveness import leave_within
+from smalti.training.failures.emergency_save import rescue
+from smalti.training.run import Run
+
+LEAVE_SECONDS = 60.0
+"""A rank that has to leave because of a failure does so in this time, counted from the last progress of a save."""
+_EVERY_SECONDS = 1.0
+_UNAIDED_SECONDS = 2.0
+"""In which a main thread that waits for gloo, or for nothing, has noticed by itself."""
+_RETURN_SECONDS = 5.0
+"""In which one comes back whose connections are broken. With the two above less than the others wait for its answer."""
+_UPDATE_SECONDS = 20.0
+"""The same while it changes weights, which should come to its end."""
+_FAREWELL_SECONDS = 10.0
+
+
+class Watchdog:
+    """To use in a `with` statement around all that a rank does together with others. Does nothing in a single process.
+
+    `run` is to be set once there is one: what can be saved.
+    """
+
+    def __init__(self, crew: Crew) -> None:
+        self.run: Run | None = None
+        self._crew = crew
+        self._over = threading.Event()
+        self._watched = threading.get_ident()
+
+    def __enter__(self) -> Self:
+        if self._crew.board is not None:
+            self._apart = replace(self._crew, board=self._crew.board.apart())
+            threading.Thread(target=self._watch, name="smalti-watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._over.set()
+
+    def _watch(self) -> None:
+        claim = self._crew.claim
+        while not (loss := self._loss()):
+            if self._over.wait(_EVERY_SECONDS):
+                return
+        assert self._apart.board is not None
+        self._apart.board.alarm()  # processes of this machine cannot be seen from others
+        if self._comes_back(_UNAIDED_SECONDS):
+            return
+        claim.freeze(loss)  # before anything that makes collective calls end with wrong results
+        break_group(_RETURN_SECONDS)
+        if self.run is not None and self.run.boundary.final:
+            return  # the loop ends by itself
+        if not self._comes_back(_RETURN_SECONDS) and claim.take():
+            self._leave()
+
+    def _loss(self) -> str:
+        """How another rank was lost, as far as it is known yet; "" if none is."""
+        board = self._apart.board
+        if gone := self._crew.gone():
+            return f"rank {gone[0]} is gone"
+        return "another rank is lost" if board is not None and board.alarmed() else ""
+
+    def _comes_back(self, seconds: float) -> bool:
+        """Whether the main thread notices in this time, or is through with all that ranks do together."""
+        begun = time.monotonic()
+        while not self._crew.claim.taken:
+            changing = self.run is not None and not self.run.boundary.whole
+            if time.monotonic() - begun > (_UPDATE_SECONDS if changing else seconds):
+                return False
+            if self._over.wait(0.05):
+                return True
+        return True
+
+    def _leave(self) -> None:
+        """In place of the main thread, which stays where it is. Does not return."""
+        leave_within(LEAVE_SECONDS, ExitCode.FAILED)
+        error = BrokenGroupError(f"the main thread does not come back from {self._place()}")
+        try:
+            lost = self._apart.notice(error) if self.run is None else rescue(self.run, error, self._apart, aside=True)
+            assert lost is not None, "it is not this rank's own failure"
+            leave_lost_word(lost)
+            print(f"smalti: {lost}", file=sys.stderr)
+            self._say_goodbye(lost)
+        except BaseException as failure:  # noqa: BLE001 - the top of all that is left of this process
+            leave_word(ExitCode.FAILED, describe(failure))
+            traceback.print_exc()
+        flush()
+        os._exit(ExitCode.FAILED)
+
+    def _place(self) -> str:
+        """Where the main thread waits: the innermost function that is Python's."""
+        frame = sys._current_frames().get(self._watched)
+        if frame is None:
+            return "its end"
+        return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
+
+    def _say_goodbye(self, error: BaseException) -> None:
+        """Tell the observers, for as long as they may take; one of them can be what the main thread waits for."""
+        if (run := self.run) is None:
+            return
+
+        def tell() -> None:
+            notify(run.plugins, "on_error", run.state, error=error)
+            notify(run.plugins, "on_train_end", run.state, outcome=None)
+            if run.info.live is not None:
+                run.info.live.close()
+
+        telling = threading.Thread(target=tell, name="smalti-farewell", daemon=True)
+        telling.start()
+        telling.join(_FAREWELL_SECONDS)

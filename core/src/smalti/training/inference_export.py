@@ -1,0 +1,153 @@
+"""From a checkpoint of a run to what inference loads: the run says which family it was, the family what that is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from smalti.checkpoint.conversion.convert import ConversionError, check_room, make_folder
+from smalti.checkpoint.conversion.export_folder import ExportFolder, Precision, Progress, Trained
+from smalti.checkpoint.conversion.formats import OwnCheckpoint
+from smalti.checkpoint.format.manifest import FileRecord
+from smalti.checkpoint.format.store import CheckpointStore
+from smalti.config.resolution import Config, restore
+from smalti.errors import CheckpointError, UserError
+from smalti.models.family import Exporter, ModelFamily
+from smalti.models.weights import without_weights
+from smalti.parallel.state import model_tensors
+from smalti.plugins.families import find_family
+from smalti.plugins.registry import Plugins
+from smalti.plugins.schema import schema_of
+from smalti.rundir.directory import RunDirectory
+from smalti.system.files import parse_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What came of it. `size` is in bytes, over all files."""
+
+    path: Path
+    checkpoint: Path
+    step: int
+    family: str
+    averaged: bool
+    tensors: int
+    size: int
+    files: tuple[str, ...]
+
+
+def export(
+    source: Path,
+    target: Path,
+    plugins: Plugins,
+    *,
+    step: int | None = None,
+    averaged: bool = False,
+    precision: Precision | None = None,
+    pretrained: str | None = None,
+    report: Callable[[str], None] = lambda sentence: None,
+    progress: Progress = lambda done, total: None,
+) -> Exported:
+    """Make `target`, a folder that must not exist yet, from a run directory or one of its checkpoints.
+
+    A run directory stands for its newest whole checkpoint, or for that of `step`. `averaged` takes the averaged weights (EMA);
+    `precision` is what the trained tensors become, None as they are. `pretrained` says where the run's first weights lie now,
+    if not where its configuration says. All bytes of the checkpoint are checked first. Raises UserError, and nothing is left.
+    """
+    if target.exists() or target.is_symlink():
+        raise CheckpointError(
+            f"{target} is there already, and nothing is overwritten", fix="name a folder that is not there yet"
+        )
+    run = _run_of(source)
+    config = _config_of(run, plugins, pretrained)
+    family = find_family(config, plugins)
+    if not isinstance(family, Exporter):
+        raise UserError(
+            f"the family {family.name} has no export of its own",
+            fix="`smalti checkpoint convert --format=safetensors` writes the plain tensors",
+        )
+    path = _checkpoint_of(source, run, step, report)
+    checkpoint = OwnCheckpoint(path, verified=True)
+    trained = Trained(checkpoint, averaged=averaged, precision=precision)
+    _compare(path, trained, family)
+    if not averaged and any(name.startswith("ema/") for name in checkpoint.contents.tensors):
+        report("exporting the raw weights; validation images are sampled with the EMA weights, which --ema exports")
+
+    def write(folder: Path) -> dict[str, FileRecord]:
+        check_room(folder, trained.tensors.values())
+        adapter = cast(Mapping[str, object] | None, checkpoint.contents.trainer.get("adapter"))
+        made = ExportFolder(folder, trained, adapter, progress)
+        family.export(made)
+        return made.finish()
+
+    try:
+        records = make_folder(target, write)
+    except OSError as error:
+        raise ConversionError(f"cannot write {target}: {error}", fix="make room there, or name another place") from error
+    return Exported(
+        path=target,
+        checkpoint=path,
+        step=checkpoint.contents.step,
+        family=family.name,
+        averaged=averaged,
+        tensors=len(trained.tensors),
+        size=sum(record.size for record in records.values()),
+        files=tuple(sorted(records)),
+    )
+
+
+def _run_of(source: Path) -> RunDirectory:
+    """The run directory that was named, or in which the checkpoint lies."""
+    places = [source, source.resolve().parent.parent]
+    found = next((run for place in places if (run := RunDirectory(place)).launch_file.is_file()), None)
+    if found is None:
+        raise UserError(
+            f"nothing tells which model {source} belongs to: there is no launch.json in {' or '.join(map(str, places))}",
+            fix="name a run directory, or a checkpoint in the folder `checkpoints` of one",
+        )
+    return found
+
+
+def _config_of(run: RunDirectory, plugins: Plugins, pretrained: str | None) -> Config:
+    """The configuration of the run's last launch. Options of plugins that are not installed here do not matter here."""
+    try:
+        launch = parse_json(run.launch_file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{run.launch_file} cannot be read: {error}", fix="start the run once more; it writes the file anew"
+        ) from error
+    values = dict(cast(Mapping[str, Mapping[str, object]], launch)["values"])
+    if pretrained is not None:
+        values["pretrained_model_name_or_path"] = pretrained
+    schema = schema_of(plugins)
+    return restore(schema, {name: value for name, value in values.items() if name in schema.options}, {})
+
+
+def _checkpoint_of(source: Path, run: RunDirectory, step: int | None, report: Callable[[str], None]) -> Path:
+    """The checkpoint that is meant, checked by digest."""
+    store = CheckpointStore(run.checkpoints, report=report)
+    is_run = run.path == source
+    if not is_run and step is not None:
+        raise UserError(f"{source} is one checkpoint, of one step", fix="leave out --step, or name the run directory")
+    choice = str(source) if not is_run else str(step) if step is not None else "latest"
+    report(f"checking {f'step {step}' if step is not None else 'the newest checkpoint' if is_run else source}")
+    found = store.resolve(choice)
+    if found is None:
+        raise CheckpointError(f"there is no checkpoint in {run.checkpoints}", fix="let the run save one")
+    return found
+
+
+def _compare(path: Path, trained: Trained, family: ModelFamily) -> None:
+    """Refuse tensors that are not those of the family's model: a pipeline with them could not be loaded."""
+    with without_weights():
+        wanted = {name: tuple(tensor.shape) for name, tensor in model_tensors(family.build_model()).items()}
+    found = {name: tensor.shape for name, tensor in trained.tensors.items()}
+    odd = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    if odd:
+        some = ", ".join(f"{name} {list(found.get(name, ()))} for {list(wanted.get(name, ()))}" for name in odd[:3])
+        raise CheckpointError(
+            f"{path} was made for something else: {len(odd)} tensors are not those of the model, such as {some}",
+            fix="give back to the run the options that it had when it saved this; --pretrained_model_name_or_path if it moved",
+        )

@@ -1,0 +1,152 @@
+"""From a micro-batch to its loss: what all families and backends have in common.
+
+Shapes: B batch, latents (B, C, h, w).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from smalti.config.core_options import DataOptions, ObjectiveOptions, RunOptions
+from smalti.config.resolution import Config
+from smalti.data.buckets import Bucket
+from smalti.diffusion.noise import SampleNoise
+from smalti.diffusion.objective import Conditioning, Objective, RectifiedFlow, build_objective
+from smalti.diffusion.timesteps import Distribution, TimestepSampler, build_timesteps
+from smalti.diffusion.weighting import Weighting, build_weighting
+from smalti.models.family import ModelFamily, image_tokens, latents_of, native_schedule
+from smalti.models.size_conditioning import Frame, with_frames
+from smalti.parallel.accelerator import to_device
+
+
+class MicroBatch(Protocol):
+    """What the loader gives: pictures (B, 3, H, W) in [-1, 1], with captions, frames, and a number unique to each sample.
+
+    Instead of pixels there may be latents, and beside the captions their conditioning: what was encoded before training.
+    """
+
+    @property
+    def bucket(self) -> Bucket: ...
+    @property
+    def pixels(self) -> Tensor | None: ...
+    @property
+    def latents(self) -> Tensor | None: ...
+    @property
+    def conditioning(self) -> Conditioning | None: ...
+    @property
+    def captions(self) -> Sequence[str]: ...
+    @property
+    def frames(self) -> Sequence[Frame]: ...
+    @property
+    def numbers(self) -> Sequence[int]: ...
+
+
+class Precision(Protocol):
+    """The part of a `Parallel` that a forward pass needs."""
+
+    def autocast(self) -> AbstractContextManager[None]: ...
+
+
+def objective_of(config: Config, family: ModelFamily) -> Objective:
+    """What the run trains: the prediction and the noise schedule of the family, or those that the options say.
+
+    The loss is computed with it, evaluations measure it, and `SampleRequest` hands it to the family to sample with.
+    """
+    options = config[ObjectiveOptions]
+    return build_objective(
+        options.prediction_type or family.prediction,
+        native=family.prediction,
+        loss_type=options.loss_type,
+        huber_c=options.huber_c,
+        beta_schedule=options.beta_schedule or native_schedule(family),
+        rescale_betas_zero_snr=options.rescale_betas_zero_snr,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenoisingLoss:
+    """Corrupt, predict, compare. All chance comes from the samples' numbers, so ranks and resumes do not change it."""
+
+    family: ModelFamily
+    objective: Objective
+    timesteps: TimestepSampler
+    weighting: Weighting
+    noise: SampleNoise
+    dropout: float
+    untold: Conditioning | None = None
+    """One row: the conditioning of the empty prompt, if texts were encoded before training."""
+
+    def __call__(self, model: nn.Module, batch: MicroBatch, precision: Precision) -> Tensor:
+        """The mean loss over the samples of one micro-batch: a scalar with a gradient."""
+        with torch.no_grad():
+            latents = latents_of(self.family, batch.pixels, batch.latents)
+            noise = self.noise.normal(batch.numbers, latents.shape[1:])
+            chance = self.noise.uniform(batch.numbers, 2)
+            tokens = image_tokens(self.family, batch.bucket.width, batch.bucket.height)
+            t = to_device(self.objective.times(self.timesteps(chance[:, 0], tokens)), latents.device)
+            noisy = self.objective.corrupt(latents, noise, t)
+            told = self._told(batch, dropped=chance[:, 1] < self.dropout)
+            conditioning = with_frames(self.family, told, batch.frames, batch.bucket.width, batch.bucket.height)
+        with precision.autocast():
+            prediction = self.family.forward(model, noisy, self.objective.timesteps(t), conditioning)
+        losses = self.objective.loss(prediction, latents, noise, noisy, t)
+        return (losses * self.weighting(t)).mean()
+
+    def describe_timesteps(self, buckets: Iterable[Bucket]) -> str:
+        """Which noise levels images of these sizes are trained at, in words: "logit-normal(0, 1), shift 3 (...)"."""
+        return self.timesteps.describe({image_tokens(self.family, bucket.width, bucket.height) for bucket in buckets})
+
+    def _told(self, batch: MicroBatch, dropped: Tensor) -> Conditioning:
+        """The conditioning of the captions, and of the empty prompt where a caption is `dropped` (in host memory)."""
+        if batch.conditioning is None or self.untold is None:
+            captions = ["" if drop else caption for caption, drop in zip(batch.captions, dropped.tolist(), strict=True)]
+            return self.family.encode_captions(captions)
+        untold = self.untold
+        dropped = to_device(dropped, self.noise.device)
+        return {
+            name: torch.where(dropped.view(-1, *[1] * (rows.ndim - 1)), untold[name], rows)
+            for name, rows in batch.conditioning.items()
+        }
+
+
+def default_distribution(objective: Objective) -> Distribution:
+    """How often each noise level is trained unless the user says so.
+
+    Rectified flow: logit-normal, as Stable Diffusion 3 was trained (Esser et al. 2024, section 3.1), and Sana, Lumina Image 2.0
+    and Z-Image after it. Denoising diffusion: uniform, as in Ho et al. 2020.
+    """
+    return "logit_normal" if isinstance(objective, RectifiedFlow) else "uniform"
+
+
+def denoising_loss(config: Config, family: ModelFamily, device: str, untold: Conditioning | None = None) -> DenoisingLoss:
+    """The loss that the options describe. Raises UserError for options that do not go together.
+
+    `untold` is the row of the empty prompt, on the device; None if texts are encoded in every step.
+    """
+    options = config[ObjectiveOptions]
+    objective = objective_of(config, family)
+    return DenoisingLoss(
+        family=family,
+        objective=objective,
+        timesteps=build_timesteps(
+            distribution=options.timestep_distribution or default_distribution(objective),
+            sigmoid_mean=options.flow_sigmoid_mean,
+            sigmoid_scale=options.flow_sigmoid_scale,
+            mode_scale=options.flow_mode_scale,
+            beta_alpha=options.flow_beta_alpha,
+            beta_beta=options.flow_beta_beta,
+            shift=options.flow_schedule_shift,
+            auto_shift=options.flow_schedule_auto_shift,
+            native=getattr(family, "flow_shift", None),
+        ),
+        weighting=build_weighting(objective, snr_gamma=options.snr_gamma, flow_weighting=options.flow_weighting),
+        noise=SampleNoise(config[RunOptions].seed, device),
+        dropout=config[DataOptions].caption_dropout_probability,
+        untold=untold,
+    )

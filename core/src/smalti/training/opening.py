@@ -1,0 +1,99 @@
+"""What building a run begins with: its directory is taken, its data are opened and encoded ahead."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import cast
+
+from smalti.config.core_options import RunOptions
+from smalti.config.resolution import Config
+from smalti.data.cache.encode_ahead import Encoded, encode_ahead
+from smalti.data.from_options import cache_folders, load_data, scan_data, scan_progress, was_scanned
+from smalti.data.prepared import PreparedData
+from smalti.errors import UserError
+from smalti.models.family import ModelFamily
+from smalti.parallel.collective import RankError, from_main, together
+from smalti.parallel.protocol import Ranks
+from smalti.plugins.registry import Plugins
+from smalti.rundir.directory import RunDirectory
+from smalti.rundir.phases import Phases
+from smalti.rundir.writer import LiveRun, join
+from smalti.training.loss import DenoisingLoss
+from smalti.types import DistributedPlan, RunInfo, World
+
+
+def become_run(config: Config, ranks: Ranks, live: LiveRun | None, closing: ExitStack) -> LiveRun | None:
+    """The run directory in the hands of the main rank, None on others. *Collective*.
+
+    `live` is it if this process holds it already; what is taken here is left with `closing`.
+    """
+    taken = [] if live is None else [live]
+
+    def take() -> str:
+        if ranks.world.is_main and live is None:
+            directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
+            taken.append(join(directory, config_digest=config.digest, world_size=ranks.world.size))
+            closing.callback(taken[0].close)
+            taken[0].events.mask = config.masked
+        return ""
+
+    try:
+        together(ranks, take)
+    except RankError as failure:
+        raise UserError(str(failure), fix=failure.fix) from failure
+    return taken[0] if taken else None
+
+
+def open_data(
+    config: Config, plugins: Plugins, family: ModelFamily, ranks: Ranks, directory: Path, live: LiveRun | None
+) -> tuple[PreparedData, Encoded]:
+    """The order of samples on this rank, and what of them was encoded ahead. *Collective*.
+
+    Reads the indexes that the launcher wrote just now into `directory`. Where nobody has, rank 0 scans, however long it takes.
+    """
+    phases = live.phases if live is not None else Phases()
+
+    def scan() -> str:
+        attempt = live.record.started if live is not None else None
+        if attempt is None or not was_scanned(directory, attempt):
+            scan_data(config, plugins, family.alignment, directory, scan_progress(phases), attempt=attempt)
+        return ""
+
+    try:
+        from_main(ranks, scan)
+    except RankError as failure:
+        raise UserError(str(failure), fix=failure.fix) from failure
+    data = load_data(config, plugins, family.alignment, directory)
+    encoded = encode_ahead(config, family, data, ranks, cache_folders(config, plugins), directory, phases)
+    phases.enter("building")
+    return data, encoded
+
+
+def run_info(
+    config: Config,
+    plugins: Plugins,
+    plan: DistributedPlan,
+    world: World,
+    family: ModelFamily,
+    data: PreparedData,
+    loss: DenoisingLoss,
+    live: LiveRun | None,
+    **sizes: int,
+) -> RunInfo:
+    """What observers are told of the run; `sizes` are `parameters` and `trainable`."""
+    directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
+    record = directory.record()
+    return RunInfo(
+        id=record.id if record else "",
+        directory=directory.path,
+        world=world,
+        config=config,
+        family=family.name,
+        strategy=plan.title,
+        **sizes,
+        effective_batch=data.order.effective_batch,
+        timesteps=loss.describe_timesteps(count.bucket for count in data.counts),
+        plugins=plugins.lines,
+        live=live,
+    )

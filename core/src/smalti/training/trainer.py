@@ -1,0 +1,147 @@
+"""The loop. Read `smalti.hookspecs` beside it: the hooks fire here, under the same names."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+
+import torch
+
+from smalti.config.core_options import TrainingOptions
+from smalti.data.loader import Batch
+from smalti.models.attention import attention_kernel
+from smalti.models.tf32 import products_in_tf32, tf32_choice
+from smalti.plugins.observers import observed, summary, warn
+from smalti.training.checkpointing import announce, save, settle
+from smalti.training.failures.attempts import attempt
+from smalti.training.failures.emergency_save import rescued
+from smalti.training.failures.faults import faults_answered, faults_end
+from smalti.training.failures.out_of_memory import memory_explained
+from smalti.training.run import Run, reseed
+from smalti.training.validation.evaluation import evaluate
+from smalti.training.validation.validation import validate
+from smalti.types import Outcome, StepResult, StopReason
+
+
+def train(run: Run) -> Outcome:
+    """Train until the step budget is spent or something asks to stop. Every rank returns the same outcome."""
+    with (
+        observed(run.plugins, run.state, run.info) as ended,
+        rescued(run),
+        faults_end(run),
+        memory_explained(run.config, run.world, run),
+    ):
+        outcome = loop(run)
+        ended.append(outcome)
+    return outcome
+
+
+def loop(run: Run) -> Outcome:
+    if run.state.step >= run.state.max_steps:
+        return Outcome(reason=StopReason.COMPLETED, message=f"already at step {run.state.step} of {run.state.max_steps}")
+    for batch in run.batches:  # endless; on this rank's device; goes on where the last checkpoint left off
+        with faults_answered(run, batch):
+            result = run.measure(batch, train_step(run, batch))
+            run.advance(batch, result)
+            run.hook.on_step_end(state=run.state, result=result)
+            run.report(result)
+            announce(run)  # a save that came to its end meanwhile
+        wish = agree(run)
+        if wish.save:
+            save(run, last=wish.outcome is not None)  # before anything that can fail
+        if wish.outcome is not None:
+            return finish(run, wish, settle(run, wish.outcome))  # every rank returns here, or none does
+        with faults_answered(run, batch):
+            judge(run, wish)
+    raise AssertionError("the stream of batches is endless")
+
+
+def judge(run: Run, wish: Wish) -> list[str]:
+    """Draw and evaluate where all ranks want it; what failed, a sentence each. *Collective*."""
+    failed = [attempt(run, "validation", validate)] if wish.validate else []
+    if wish.evaluate:
+        failed.append(attempt(run, "evaluation", evaluate))
+    return [each for each in failed if each]
+
+
+def finish(run: Run, wish: Wish, outcome: Outcome) -> Outcome:
+    """Judge the model for the last time. The run is over and saved, so whatever fails now is only told with the outcome."""
+    run.boundary.final = True
+    try:
+        failed = judge(run, wish)
+    except Exception as error:  # noqa: BLE001 - it may also be another rank that was lost; none of it undoes what was trained
+        run.parted = True
+        failed = [f"the last validation or evaluation failed: {summary(error)}"]
+        warn(run.plugins, run.state, failed[0], error)
+    return replace(outcome, message="; ".join((outcome.message, *failed)))
+
+
+def train_step(run: Run, batch: Batch) -> StepResult:
+    """One optimizer step: micro-batches forward and backward, clip, step, average.
+
+    Whether loss and gradients are finite is known on all ranks before any weight changes.
+    """
+    begin = time.perf_counter()
+    reseed(run, batch.position)
+    total = torch.zeros((), device=run.world.device)
+    kernel, tf32 = run.config[TrainingOptions].sdpa_backend, tf32_choice(run.config, run.world.device)
+    for number, micro in enumerate(batch.micro, start=1):
+        with run.parallel.accumulate(last=number == len(batch.micro)):
+            loss = run.loss(run.model, micro, run.parallel) / len(batch.micro)
+            with attention_kernel(kernel), products_in_tf32(tf32):  # recomputation is part of it
+                run.parallel.backward(loss)
+        total += loss.detach()
+    loss_value = float(run.parallel.mean(total))
+    norm = float(run.parallel.clip_gradients(run.max_grad_norm))
+    finite = math.isfinite(loss_value) and math.isfinite(norm)
+    learning_rate = float(run.optimizer.param_groups[0]["lr"])
+    run.saver.release()
+    run.boundary.leave()  # from here on weights, moments and averages may change
+    if finite:
+        run.parallel.step()
+        run.scheduler.step()
+        if run.ema is not None:
+            run.ema.update(run.state.step + 1)
+    else:
+        run.parallel.discard()
+    return StepResult(
+        step=run.state.step + int(finite),
+        loss=loss_value,
+        grad_norm=norm,
+        learning_rate=learning_rate,
+        samples=run.effective_batch,
+        seconds=time.perf_counter() - begin,
+        data_seconds=run.batches.waited,
+        skipped=not finite,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What all ranks do before the next step."""
+
+    validate: bool
+    evaluate: bool
+    save: bool
+    outcome: Outcome | None
+
+
+def agree(run: Run) -> Wish:
+    """Make one wish of all ranks' wishes; a stop outweighs the rest, and a request that lost comes up again next time.
+
+    One word per step carries the stop reason above a bit each for saving, evaluating and drawing: all are collective acts.
+    """
+    state, cadence = run.state, run.cadence
+    if state.step >= state.max_steps:
+        state.request_stop(StopReason.COMPLETED, f"trained {state.step} steps")
+    acts = cadence.saves(state) << 2 | cadence.evaluates(state) << 1 | cadence.validates(state)
+    word = run.parallel.agree(int(state.stop_reason) << 3 | acts)
+    reason, draws, evaluates = StopReason(word >> 3), bool(word & 1), bool(word & 2)
+    if reason is StopReason.NONE:
+        return Wish(validate=draws, evaluate=evaluates, save=bool(word & 4), outcome=None)
+    mine = state.stop_message or f"{reason.name.lower()} at step {state.step}"
+    messages = run.parallel.share(mine if state.stop_reason is reason else "")
+    outcome = Outcome(reason=reason, message=next(message for message in messages if message))
+    completed = reason is StopReason.COMPLETED
+    return Wish(validate=completed and draws, evaluate=completed and evaluates, save=reason.saves, outcome=outcome)

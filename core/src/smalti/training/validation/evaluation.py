@@ -1,0 +1,110 @@
+"""The loss on pictures that are held out, at fixed noise levels and with fixed noise, on all ranks together.
+
+What is measured is the objective's loss without the weights of noise levels, and with the captions as they are: curves of runs
+that sample and weight noise levels differently can be compared.
+
+Shapes: N held-out samples, T noise levels, B samples of a batch, latents (B, C, h, w).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from smalti.config.core_options import ValidationOptions
+from smalti.data.datasets.held_out import HeldOut, HeldOutPictures
+from smalti.diffusion.noise import SampleNoise
+from smalti.diffusion.objective import STEPS, Conditioning
+from smalti.models.family import ModelFamily, latents_of
+from smalti.models.size_conditioning import with_frames
+from smalti.plugins.observers import notify
+from smalti.training.failures.attempts import computed
+from smalti.training.metrics import log_metrics
+from smalti.training.validation.validation import at_rest
+from smalti.types import EvaluationResult
+
+if TYPE_CHECKING:
+    from smalti.training.run import Run
+
+
+def noise_levels(count: int) -> list[float]:
+    """So many fractions of the way to noise, in the middles of equal parts."""
+    return [(number + 0.5) / count for number in range(count)]
+
+
+def evaluate(run: Run) -> EvaluationResult:
+    """Measure the loss on every held-out picture, tell the trackers and the observers. *Collective*.
+
+    Raises AttemptFailed, on every rank.
+    """
+    held_out = run.held_out
+    assert held_out is not None, "evaluation is due only where pictures are held out"
+    begin = time.perf_counter()
+    levels = noise_levels(run.config[ValidationOptions].eval_timesteps)
+    with run.phases.during("evaluating"), at_rest(run) as model:
+        table = _losses(run, model, held_out, levels)
+    counted = table[table[:, -1] > 0, :-1]
+    means = counted.mean(0).tolist()
+    result = EvaluationResult(
+        step=run.state.step,
+        loss=sum(means) / len(means),
+        by_timestep={round(STEPS * level): mean for level, mean in zip(levels, means, strict=True)},
+        samples=len(counted),
+        averaged=run.ema is not None,
+        seconds=time.perf_counter() - begin,
+    )
+    by_timestep = {f"eval_loss/t={timestep}": loss for timestep, loss in result.by_timestep.items()}
+    log_metrics(run.plugins, run.world, {"eval_loss": result.loss, **by_timestep}, result.step)
+    notify(run.plugins, "on_evaluation", run.state, result=result)
+    return result
+
+
+def _losses(run: Run, model: nn.Module, held_out: HeldOut, levels: list[float]) -> Tensor:
+    """(N, T + 1), fp64 on the CPU, the same on every rank: each sample's losses, and whether it counts. *Collective*.
+
+    Each row is filled by one rank, so that adding up what the ranks have rounds nothing.
+    """
+    world = run.world
+    table = torch.zeros(held_out.count, len(levels) + 1, device=world.device)
+    speaks = world.rank % world.context == 0  # of the ranks that share samples, one
+    noise = SampleNoise(run.config[ValidationOptions].validation_seed, world.device)
+
+    def measure() -> None:
+        for batch, counts in held_out.share(world.data_rank, world.data_size):
+            pictures = held_out.read(batch)
+            columns = _batch_losses(run, model, pictures, noise, levels)
+            if counts and speaks:
+                rows = table[batch.place : batch.place + len(batch.samples)]
+                rows[:, :-1] = columns
+                rows[:, -1] = pictures.readable.to(world.device)
+
+    computed(run, measure)
+    whole = torch.stack(list(run.parallel.gather(table)))
+    return whole.sum(0).cpu().double()
+
+
+def _batch_losses(run: Run, model: nn.Module, pictures: HeldOutPictures, noise: SampleNoise, levels: list[float]) -> Tensor:
+    """(B, T)."""
+    family, objective = run.family, run.loss.objective
+    latents, conditioning = _encoded(family, pictures)
+    drawn = noise.normal(pictures.numbers, latents.shape[1:])
+    columns = []
+    for level in levels:
+        t = objective.times(torch.full((len(latents),), level, device=latents.device))
+        noisy = objective.corrupt(latents, drawn, t)
+        with run.parallel.autocast():
+            prediction = family.forward(model, noisy, objective.timesteps(t), conditioning)
+        columns.append(objective.loss(prediction, latents, drawn, noisy, t))
+    return torch.stack(columns, dim=1)
+
+
+def _encoded(family: ModelFamily, pictures: HeldOutPictures) -> tuple[Tensor, Conditioning]:
+    """Latents (B, C, h, w) and what the model is told of the pictures: encoded before training, or now."""
+    told, bucket = pictures.conditioning, pictures.bucket
+    if told is None:
+        told = family.encode_captions(pictures.captions)
+    latents = latents_of(family, pictures.pixels, pictures.latents)
+    return latents, with_frames(family, told, pictures.frames, bucket.width, bucket.height)
