@@ -82,7 +82,9 @@ def test_looking_makes_nothing(kept, home):
 
 
 def test_processes_that_write_at_the_same_time_lose_nothing(kept):
-    code = "import sys\nfrom smalti.plugins.caches import CacheFile\nfor n in range(25): CacheFile('attic').put(f'{sys.argv[1]}-{n}', n)"
+    code = (
+        "import sys\nfrom smalti.plugins import CacheFile\nfor n in range(25): CacheFile('attic').put(f'{sys.argv[1]}-{n}', n)"
+    )
     processes = [subprocess.Popen([sys.executable, "-c", code, name]) for name in "abc"]
     assert [process.wait(60) for process in processes] == [0, 0, 0]
     assert kept.entries() == 75

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from click.testing import CliRunner
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 
 from smalti import CheckpointFormat, hookimpl

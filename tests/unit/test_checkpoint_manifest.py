@@ -1,8 +1,7 @@
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from smalti.checkpoint.format.manifest import FileRecord, Manifest, decode_manifest, read_manifest
 from smalti.errors import CheckpointError

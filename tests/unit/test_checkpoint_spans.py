@@ -6,8 +6,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from nursery import Alone
 from smalti.checkpoint.format.safetensors_layout import Piece, encode_header

@@ -7,8 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from checkpoints import DAMAGE, flip, flipped_bit, make, missing_file, no_manifest, remake_manifest
 from smalti.checkpoint.format.manifest import SUSPECT

@@ -5,8 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 
 from nursery import Alone

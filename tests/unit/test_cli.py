@@ -305,7 +305,7 @@ def test_a_command_whose_output_nobody_takes_ends_without_complaint(smalti, end)
 
 
 def test_what_a_library_would_do_at_the_very_end_cannot_change_how_a_process_ended():
-    code = "import atexit, os, sys\natexit.register(os.abort)\nfrom smalti.cli.entry import main\nsys.argv[1:] = [{word!r}]\nmain()"
+    code = "import atexit, os, sys\natexit.register(os.abort)\nfrom smalti.cli import main\nsys.argv[1:] = [{word!r}]\nmain()"
     ends = []
     for word in ("--version", "nonsense"):
         done = subprocess.run([sys.executable, "-c", code.format(word=word)], capture_output=True, text=True, timeout=60)

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import get_origin
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from smalti.config.options import Option
 from smalti.config.resolution import Config, resolve

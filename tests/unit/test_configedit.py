@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from smalti.config.edit import set_option
 from smalti.config.files import read_mapping

@@ -12,8 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from smalti.builtin.console import Console, LineDisplay, Progress, duration, speed
 from smalti.config.options import Schema

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from smalti.data.batch_check import BatchShape, BucketCount, Share, check_batches, describe_raised
 from smalti.data.buckets import Bucket

@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from smalti.data.storage.local import LocalStorage
 from smalti.data.storage.protocol import InvalidKeyError, MissingFileError, checked_key

@@ -1,8 +1,7 @@
 """Noise belongs to samples: it does not know of batches, ranks or the order of calls."""
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from smalti.diffusion.noise import SampleNoise
 

@@ -1,7 +1,6 @@
 """Keys: every bit and the order of the words count."""
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from smalti.system.stateless_random import key_of
 

@@ -185,7 +185,7 @@ def test_a_word_that_cannot_be_left_is_no_reason_to_fail(directory):
 
 def test_no_room_for_temporary_files_is_told_before_anything_starts(directory, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
-    with pytest.raises(PreflightError, match="there is no room for temporary files in"):
+    with pytest.raises(PreflightError, match="cannot create temporary files in"):
         run_workers(plan("leave(0, 0, 'ran')"), directory)
 
 

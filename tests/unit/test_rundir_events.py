@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from smalti.rundir.events import MALFORMED, EventWriter, complete_size, read_events, read_events_backwards
 

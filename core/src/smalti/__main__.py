@@ -1,5 +1,5 @@
 """`python -m smalti`."""
 
-from smalti.cli.entry import main
+from smalti.cli import main
 
 main()

@@ -80,12 +80,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from smalti.checkpoint.reader import Loaded
-    from smalti.checkpoint.snapshot import Snapshot
-    from smalti.config.options import OptionGroup
-    from smalti.config.resolution import Config
-    from smalti.models.family import ModelFamily, Weights
-    from smalti.parallel.protocol import Parallel, Ranks
+    from smalti.checkpoint import Loaded, Snapshot
+    from smalti.config import Config, OptionGroup
+    from smalti.models import ModelFamily, Weights
+    from smalti.parallel import Parallel, Ranks
 
 PROJECT = "smalti"
 hookimpl = pluggy.HookimplMarker(PROJECT)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 from smalti.errors import ExitCode
 
 if TYPE_CHECKING:
-    from smalti.config.resolution import Config
-    from smalti.rundir.writer import LiveRun
+    from smalti.config import Config
+    from smalti.rundir import LiveRun
 
 
 # --- what plugins register ------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ class Registered:
 class FamilyEntry(Registered):
     """A model family on offer. `factory` is "module:callable", imported only when the family is chosen.
 
-    The callable takes the `Config` and returns a `smalti.models.family.ModelFamily`. `flavours` maps a flavour to the path
+    The callable takes the `Config` and returns a `smalti.models.ModelFamily`. `flavours` maps a flavour to the path
     or hub id of its weights; empty when the family has only one. `downloads` says that making the family may
     fetch weights that are not on this machine: then it is made only once nothing else is wrong.
     """
@@ -68,7 +68,7 @@ class FamilyEntry(Registered):
 class StorageEntry(Registered):
     """A place where datasets can live. `name` is the `type` of a dataset ("local", "aws").
 
-    `factory` is "module:callable"; the callable takes the `DatasetSpec` and returns a `smalti.data.storage.protocol.Storage`. `keys` are
+    `factory` is "module:callable"; the callable takes the `DatasetSpec` and returns a `smalti.data.Storage`. `keys` are
     what a dataset of this type may say besides what every dataset may; the factory finds them in `storage_options`.
     """
 
@@ -110,8 +110,8 @@ class OptimizerEntry(Registered):
 class CacheEntry(Registered):
     """Something that a plugin keeps between runs and can make again: `smalti cache ls`, `smalti cache clear NAME`.
 
-    `factory` is "module:callable", called without arguments; it gives a `smalti.plugins.caches.Cache`. `name` may have dashes. If the
-    configuration says where the cache is, `configured` is set and the factory is called with the `Config`.
+    `factory` is "module:callable", called without arguments; it gives a `smalti.plugins.caches.Cache`. `name` may have dashes.
+    If the configuration says where the cache is, `configured` is set and the factory is called with the `Config`.
     """
 
     kind = "the cache"
@@ -290,9 +290,9 @@ class StepResult:
 
     `samples` is the effective batch; `seconds` is wall time. `skipped` is true when the loss was not finite and the policy was
     to skip: then nothing was changed by this step. `mfu` is the share of what all devices can make that went into the model
-    (`smalti.training.utilization`), `peak_memory_mb` the most that the main rank's device held since the last logged step, in MiB, or on the
-    CPU its process ever. `smoothed_loss` and `recent_samples_per_second` are what people are shown (`smalti.rundir.recent`). None
-    where they are not known.
+    (`smalti.training.utilization`), `peak_memory_mb` the most that the main rank's device held since the last logged step, in
+    MiB, or on the CPU its process ever. `smoothed_loss` and `recent_samples_per_second` are what people are shown
+    (`smalti.rundir.recent`). None where they are not known.
     """
 
     step: int

@@ -7,8 +7,7 @@ from shutil import rmtree
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from smalti_deepspeed.swapping import cut_at_pages, swap_whole_pages
 from smalti_testing import TinyFamily, two_processes

@@ -13,8 +13,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.commands.to_fsdp2 import ARGUMENT_KEY_MAPPING, ARGUMENT_VALUE_MAPPING, convert_config_to_fsdp2
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils.launch import prepare_multi_gpu_env
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import CustomPolicy
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from nursery import forked_processes
-from smalti.data.storage.protocol import StoredFile
-from smalti.diffusion.objective import build_objective
-from smalti.models.weights import SeededWeights
+from smalti.data import StoredFile
+from smalti.diffusion import build_objective
+from smalti.models import SeededWeights
 from smalti_testing import BrokenContract, MemoryStorage, TinyFamily, check_storage
 from smalti_testing.families import FAMILY
 from smalti_testing.family_subject import FamilySubject

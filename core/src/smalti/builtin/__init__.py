@@ -1,1 +1,5 @@
-"""ROOM"""
+"""The plugins that are always there. They use what every plugin may use."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

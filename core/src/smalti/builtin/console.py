@@ -13,9 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from smalti.hookspecs import hookimpl
-from smalti.rundir.directory import overview
-from smalti.rundir.phases import Phase
-from smalti.rundir.recent import seconds_for
+from smalti.rundir import Phase, overview, seconds_for
 from smalti.types import Checkpoint, EvaluationResult, RunInfo, RunState, StepResult, ValidationResult
 
 if TYPE_CHECKING:
@@ -54,7 +52,7 @@ class Progress:
         mfu: float | None = None,
         peak_memory_mb: float | None = None,
     ) -> None:
-        """The run has come to `step`. Loss and speed are smoothed (`smalti.rundir.recent`); what is None of the devices stays."""
+        """The run has come to `step`. Loss and speed are smoothed (`Recent`); what is None of the devices stays."""
         self.step, self.loss, self.learning_rate, self._updated = step, loss, learning_rate, now
         self.samples_per_second, self._samples = samples_per_second, samples
         self.mfu = self.mfu if mfu is None else mfu
@@ -145,8 +143,7 @@ class BarDisplay:
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console as Terminal
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as RichProgress
+        from rich.progress import BarColumn, Progress as RichProgress, TextColumn
 
         self._bar: RichProgress = RichProgress(
             BarColumn(None),

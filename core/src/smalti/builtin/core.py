@@ -6,20 +6,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smalti.config.core_options import (
+from smalti.config import (
     GROUPS,
     ONLY_ON_CUDA,
     DataOptions,
     LaunchOptions,
     ModelOptions,
     OptimizerOptions,
+    OptionGroup,
     RunOptions,
     TrainingOptions,
     cuda_graph_problem,
     launch_problems,
     warm_up_problem,
 )
-from smalti.config.options import OptionGroup
 from smalti.errors import Problem
 from smalti.hookspecs import hookimpl
 from smalti.types import Block, Checkpoint, CheckpointFormat, FaultAction, GpuFault, OptimizerEntry
@@ -28,11 +28,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from smalti.checkpoint.reader import Loaded
-    from smalti.checkpoint.snapshot import Snapshot
-    from smalti.config.resolution import Config
-    from smalti.models.family import ModelFamily
-    from smalti.parallel.protocol import Parallel, Ranks
+    from smalti.checkpoint import Loaded, Snapshot
+    from smalti.config import Config
+    from smalti.models import ModelFamily
+    from smalti.parallel import Parallel, Ranks
 
 OPTIMIZERS = (
     OptimizerEntry(name="adamw", title="AdamW", factory="smalti.training.optim.optimizers:adamw"),
@@ -88,25 +87,25 @@ class Core:
     def build_optimizer(
         self, groups: list[dict[str, object]], config: Config, registry: list[OptimizerEntry]
     ) -> torch.optim.Optimizer:
-        from smalti.training.optim.optimizers import build_registered
+        from smalti.training import build_registered
 
         return build_registered(groups, config, registry)
 
     @hookimpl
     def detect_blocks(self, model: nn.Module, family: ModelFamily) -> list[Block]:
-        from smalti.models.blocks import find_blocks
+        from smalti.models import find_blocks
 
         return find_blocks(model, family.block_classes())
 
     @hookimpl
     def save_checkpoint(self, state: Snapshot, target: Path, parallel: Ranks) -> Checkpoint:
-        from smalti.checkpoint.writer import save
+        from smalti.checkpoint import save
 
         return save(target, state, parallel)
 
     @hookimpl
     def load_checkpoint(self, source: Path, state: Snapshot, parallel: Parallel) -> Loaded:
-        from smalti.checkpoint.reader import load
+        from smalti.checkpoint import load
 
         return load(source, state, parallel, verified=True)
 

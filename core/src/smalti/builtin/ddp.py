@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from smalti.config.core_options import LaunchOptions
+from smalti.config import LaunchOptions
 from smalti.hookspecs import hookimpl
 from smalti.types import Block, DistributedPlan
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from smalti.config.resolution import Config
-    from smalti.models.family import Weights
-    from smalti.parallel.protocol import Parallel
+    from smalti.config import Config
+    from smalti.models import Weights
+    from smalti.parallel import Parallel
 
 
 class Ddp:
@@ -26,7 +26,7 @@ class Ddp:
 
     @hookimpl
     def wrap_model(self, model: nn.Module, blocks: list[Block], parallel: Parallel, weights: Weights) -> nn.Module | None:
-        from smalti.training.ddp import Replicas
+        from smalti.training import Replicas
 
         return parallel.wrap(model, blocks, weights) if isinstance(parallel, Replicas) else None
 

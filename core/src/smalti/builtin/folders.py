@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smalti.data.datasets.catalog import BUILT_IN_METADATA, BUILT_IN_STORAGES
+from smalti.data import BUILT_IN_METADATA, BUILT_IN_STORAGES
 from smalti.hookspecs import hookimpl
 from smalti.types import MetadataEntry, StorageEntry
 

@@ -6,11 +6,10 @@ import time
 import traceback
 from dataclasses import asdict
 
-from smalti.config.core_options import LaunchOptions, TrackingOptions, ValidationOptions
+from smalti.config import LaunchOptions, TrackingOptions, ValidationOptions
 from smalti.errors import ExitCode, UserError
 from smalti.hookspecs import hookimpl
-from smalti.rundir.directory import Condition, Request, overview
-from smalti.rundir.writer import LiveRun
+from smalti.rundir import Condition, LiveRun, Request, overview
 from smalti.types import (
     Checkpoint,
     EvaluationResult,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from smalti.config.core_options import TrackingOptions
+from smalti.config import TrackingOptions
 from smalti.errors import Problem
 from smalti.hookspecs import hookimpl
 from smalti.types import Outcome, RunInfo, RunState
@@ -13,7 +13,7 @@ from smalti.types import Outcome, RunInfo, RunState
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-    from smalti.config.resolution import Config
+    from smalti.config import Config
 
 KNOWN = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 _PACKAGES = {"comet_ml": "comet-ml"}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smalti.parallel.accelerator import pins_memory
+from smalti.parallel import pins_memory
 
 _ALIGNMENT = 64
 _PORTABLE = 1

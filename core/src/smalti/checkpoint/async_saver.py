@@ -17,10 +17,7 @@ from threading import Event
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.staging import Staging, frozen
 from smalti.checkpoint.writer import SaveError
-from smalti.parallel.accelerator import use_device
-from smalti.parallel.collective import RankError
-from smalti.parallel.gloo import is_line_error
-from smalti.parallel.protocol import Line, Ranks
+from smalti.parallel import Line, RankError, Ranks, is_line_error, use_device
 from smalti.types import Checkpoint
 
 Write = Callable[[Snapshot, Ranks], Checkpoint]

@@ -25,9 +25,7 @@ from smalti.checkpoint.format.verification import verify
 from smalti.checkpoint.planning import memory
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.errors import CheckpointError
-from smalti.parallel.collective import RankError, together
-from smalti.parallel.protocol import PortableState, Ranks, Span, named_state, shape_of
-from smalti.parallel.state import regrouped
+from smalti.parallel import PortableState, RankError, Ranks, Span, named_state, regrouped, shape_of, together
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,7 @@ from pathlib import Path
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import Verification, verify
 from smalti.errors import CheckpointError, UserError
-from smalti.parallel.collective import together
-from smalti.parallel.protocol import Ranks
+from smalti.parallel import Ranks, together
 
 
 def find_together(ranks: Ranks, store: CheckpointStore, choice: str) -> Path | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from smalti.parallel.protocol import PortableState, named_state
+from smalti.parallel import PortableState, named_state
 
 
 @dataclass(kw_only=True)
@@ -17,7 +17,7 @@ class Snapshot:
     `state` and `ema` refer to the live tensors, fp32 masters by fully qualified name; saving reads them, loading fills them in
     place. `ema` is None when no average is kept. `trainer` is JSON-able: step, data position, learning-rate settings.
     `model_config` is the model's own description, as JSON text, for tools that build it from that; "" if it has none.
-    `flags` are remarks for whoever looks at the checkpoint later, such as `smalti.checkpoint.format.manifest.SUSPECT`.
+    `flags` are remarks for whoever looks at the checkpoint later, such as `smalti.checkpoint.SUSPECT`.
     """
 
     step: int

@@ -16,9 +16,7 @@ from torch.distributed.tensor import DTensor
 from smalti.checkpoint.arena import Arena
 from smalti.checkpoint.planning import decode_pieces, divide, encode_pieces, local_pieces
 from smalti.checkpoint.snapshot import Snapshot
-from smalti.parallel.accelerator import side_stream
-from smalti.parallel.collective import together
-from smalti.parallel.protocol import Ranks
+from smalti.parallel import Ranks, side_stream, together
 
 
 class Staging:

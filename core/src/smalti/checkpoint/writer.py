@@ -29,9 +29,7 @@ from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.planning import Pieces, check_whole, decode_pieces, divide, encode_pieces, local_pieces, memory
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.errors import CheckpointError, ExitCode, UserError
-from smalti.parallel.accelerator import use_device
-from smalti.parallel.collective import RankError, from_main, together
-from smalti.parallel.protocol import Ranks
+from smalti.parallel import RankError, Ranks, from_main, together, use_device
 from smalti.system import files
 from smalti.types import Checkpoint, World
 
@@ -63,12 +61,12 @@ class SaveError(UserError):
 def save(root: Path, snapshot: Snapshot, ranks: Ranks, *, full_weights: bool = False) -> Checkpoint:
     """Write a checkpoint below `root`, the same directory for all ranks. *Collective*; the same answer on every rank.
 
-    When it returns, the checkpoint is complete, visible and on the disk. Saving a step that is already there in the same
-    state returns the older checkpoint; in another state, makes a new one that counts from then on. The tensors must not
-    change while this runs; those that `divide` gives to another rank are not read. With `full_weights` the main rank adds a
-    copy of the weights for other tools, `smalti.checkpoint.format.full_weights`, while the others wait for it. Raises SaveError on
-    all ranks when any of them failed, or when there is no room for it; then nothing has become visible and older checkpoints
-    are intact.
+    When it returns, the checkpoint is complete, visible and on the disk. Saving a step that is already there in the same state
+    returns the older checkpoint; in another state, makes a new one that counts from then on. The tensors must not change while
+    this runs; those that `divide` gives to another rank are not read. With `full_weights` the main rank adds a copy of the
+    weights for other tools, `smalti.checkpoint.format.full_weights`, while the others wait for it. Raises SaveError on all
+    ranks when any of them failed, or when there is no room for it; then nothing has become visible and older checkpoints are
+    intact.
     """
     started = time.perf_counter()
     try:

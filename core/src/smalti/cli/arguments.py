@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from smalti.config.options import Schema
-from smalti.config.resolution import Config, draft, resolve
+from smalti.config import Config, Schema, draft, resolve
 from smalti.errors import UserError
-from smalti.plugins.registry import Plugins, load_plugins
-from smalti.plugins.schema import schema_of, selection_of
+from smalti.plugins import Plugins, load_plugins, schema_of, selection_of
 
 
 @dataclass(frozen=True, kw_only=True)

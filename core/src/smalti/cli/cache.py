@@ -12,10 +12,8 @@ import click
 from smalti.cli.arguments import Invocation
 from smalti.cli.output import counted, in_bytes, print_table
 from smalti.cli.pages.help import Group
-from smalti.config.resolution import Config
-from smalti.plugins.caches import find_cache, list_caches
-from smalti.plugins.registry import Plugins, load_plugins
-from smalti.plugins.schema import selection_of
+from smalti.config import Config
+from smalti.plugins import Plugins, find_cache, list_caches, load_plugins, selection_of
 
 _SETTINGS: dict[str, object] = {"ignore_unknown_options": True}
 _WORDS = click.argument("words", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)

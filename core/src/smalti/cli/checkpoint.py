@@ -18,20 +18,29 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
-from smalti.checkpoint.conversion.convert import Target, convert
-from smalti.checkpoint.format.manifest import GROUPS, MANIFEST, WEIGHTS, Manifest, read_manifest
-from smalti.checkpoint.format.safetensors_layout import StoredTensor, stored_tensors
-from smalti.checkpoint.format.store import CheckpointStore, Entry
-from smalti.checkpoint.format.verification import Verification, verify
+from smalti.checkpoint import (
+    GROUPS,
+    MANIFEST,
+    WEIGHTS,
+    CheckpointStore,
+    Entry,
+    Manifest,
+    StoredTensor,
+    Target,
+    Verification,
+    convert,
+    read_manifest,
+    stored_tensors,
+    verify,
+)
 from smalti.cli.output import counted, in_bytes, print_table
 from smalti.cli.pages.help import Group
 from smalti.errors import CheckpointError
-from smalti.plugins.registry import load_plugins
-from smalti.plugins.schema import selection_of
+from smalti.plugins import load_plugins, selection_of
 from smalti.types import CheckpointFormat
 
 if TYPE_CHECKING:
-    from smalti.checkpoint.conversion.export_folder import Precision
+    from smalti.checkpoint import Precision
 
 _DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 _NEW = click.Path(path_type=Path)
@@ -216,7 +225,7 @@ def export_checkpoint(
     adapter file. Works for any strategy and number of ranks, without an accelerator, with one tensor in memory at a time.
     The checkpoint is verified first, and the export is read back before it appears under its name.
     """
-    from smalti.training.inference_export import export
+    from smalti.training import export
 
     plugins = load_plugins(selection_of((), None, os.environ), strict=False)
     with _progress(f"exporting {path.name}") as progress:

@@ -12,19 +12,22 @@ import click
 from smalti.cli.arguments import Invocation
 from smalti.cli.pages.help import Formatter, Group, on_terminal, show_page, write_options
 from smalti.cli.pages.options import condition, default_text, describe, reference_page, sections
-from smalti.config import accelerate_yaml
-from smalti.config.core_options import LaunchOptions, launch_problems
-from smalti.config.files import read_mapping
-from smalti.config.options import unknown
-from smalti.config.resolution import Config, resolve
-from smalti.config.sources import PREFIX
-from smalti.config.toml import as_toml, put_into
+from smalti.config import (
+    PREFIX,
+    Config,
+    LaunchOptions,
+    accelerate_yaml,
+    as_toml,
+    launch_problems,
+    put_into,
+    read_mapping,
+    resolve,
+    unknown,
+)
 from smalti.errors import ConfigError, UserError
-from smalti.launch.plan import expected_kind, merged_yaml, yaml_text
-from smalti.plugins.lookup import choose_distributed
-from smalti.plugins.registry import BUILT_IN
-from smalti.plugins.schema import check
-from smalti.system.files import atomic_write
+from smalti.launch import expected_kind, merged_yaml, yaml_text
+from smalti.plugins import BUILT_IN, check, choose_distributed
+from smalti.system import atomic_write
 
 _WORDS = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
 _ARGUMENTS = click.argument("words", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)

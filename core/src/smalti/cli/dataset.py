@@ -10,14 +10,20 @@ import click
 
 from smalti.cli.arguments import Invocation
 from smalti.cli.pages.help import Group
-from smalti.config.core_options import DataOptions, ModelOptions, RunOptions
-from smalti.config.resolution import Config
-from smalti.data.datasets.reference import dataset_reference
-from smalti.data.from_options import Scan, catalog_of, dataset_specs, scan_data
-from smalti.data.prepared import Dataset, PreparedData, build_datasets
-from smalti.data.scan.index import Progress
+from smalti.config import Config, DataOptions, ModelOptions, RunOptions
+from smalti.data import (
+    Dataset,
+    PreparedData,
+    Progress,
+    Scan,
+    build_datasets,
+    catalog_of,
+    dataset_reference,
+    dataset_specs,
+    scan_data,
+)
 from smalti.errors import UserError
-from smalti.plugins.registry import Plugins
+from smalti.plugins import Plugins
 
 _SHOWN = 10  # broken samples per dataset, in text
 _USUAL_ALIGNMENT = 64
@@ -111,7 +117,7 @@ def _asked(words: tuple[str, ...]) -> tuple[Config, Plugins]:
 def _alignment(config: Config, plugins: Plugins) -> tuple[int, list[str]]:
     """What bucket sizes are multiples of unless the options say, and notices about it."""
     if config[ModelOptions].model_family is not None:
-        from smalti.plugins.families import find_family
+        from smalti.plugins import find_family
 
         return find_family(config, plugins).alignment, []
     if config[DataOptions].aspect_bucket_alignment is not None:

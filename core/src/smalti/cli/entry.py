@@ -13,13 +13,9 @@ from typing import NoReturn
 import click
 
 from smalti.cli.pages.help import Additions, Group, colour
-from smalti.config.known_packages import package_of_command
+from smalti.config import package_of_command
 from smalti.errors import ExitCode, UserError
-from smalti.system.exit import End
-from smalti.system.exit_reports import describe
-from smalti.system.imports import keep_imports
-from smalti.system.signals import live_for_one_command
-from smalti.system.streams import outlast
+from smalti.system import End, describe, keep_imports, live_for_one_command, outlast
 
 COMMANDS = {
     "train": ("smalti.cli.train:train", "Train a model, or resume its training."),
@@ -79,8 +75,7 @@ class Commands(Group):
 
     def _from_plugins(self) -> dict[str, click.Command]:
         """The commands that installed plugins add; those left out by the environment are not imported."""
-        from smalti.plugins.registry import load_plugins
-        from smalti.plugins.schema import selection_of
+        from smalti.plugins import load_plugins, selection_of
 
         group = Additions(tuple(COMMANDS))
         plugins = load_plugins(selection_of((), None, os.environ), strict=False)

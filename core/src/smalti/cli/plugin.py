@@ -19,10 +19,9 @@ from packaging.version import Version
 
 from smalti.cli.pages.help import Group
 from smalti.cli.pages.protocols import page
-from smalti.config.known_packages import PLUGINS, package_of_family, package_of_storage
+from smalti.config import PLUGINS, package_of_family, package_of_storage
 from smalti.errors import UserError
-from smalti.plugins.registry import Plugins, load_plugins
-from smalti.plugins.schema import selection_of
+from smalti.plugins import Plugins, load_plugins, selection_of
 from smalti.types import FamilyEntry, OptimizerEntry, Registered, StorageEntry
 
 _SUFFIX = ".tmpl"

@@ -14,10 +14,8 @@ import click
 
 from smalti.cli.output import counted
 from smalti.cli.pages.help import Additions, Command, on_terminal
-from smalti.config.known_packages import packages_with_families
-from smalti.config.options import OptionGroup
-from smalti.plugins.registry import BUILT_IN, PluginInfo, Plugins, load_plugins
-from smalti.plugins.schema import selection_of
+from smalti.config import OptionGroup, packages_with_families
+from smalti.plugins import BUILT_IN, PluginInfo, Plugins, load_plugins, selection_of
 from smalti.types import FamilyEntry, Registered
 
 _ADDS = {

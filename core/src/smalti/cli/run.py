@@ -10,12 +10,23 @@ from pathlib import Path
 
 import click
 
-from smalti.builtin.console import LINE_SECONDS, Display, PhaseProgress, Progress, duration, open_display, speed
+from smalti.builtin import LINE_SECONDS, Display, PhaseProgress, Progress, duration, open_display, speed
 from smalti.cli.pages.help import Group
 from smalti.errors import ExitCode
-from smalti.rundir.directory import POLL_SECONDS, RequestKind, RunDirectory, Status, Summary, find_runs, phase_of, shown_loss
-from smalti.rundir.events import Event, read_events, to_json
-from smalti.rundir.phases import Phase
+from smalti.rundir import (
+    POLL_SECONDS,
+    Event,
+    Phase,
+    RequestKind,
+    RunDirectory,
+    Status,
+    Summary,
+    find_runs,
+    phase_of,
+    read_events,
+    shown_loss,
+    to_json,
+)
 
 _DIRECTORY = click.argument("directory", metavar="RUN_DIR", type=click.Path(path_type=Path))
 _TIMEOUT = click.option("--timeout", default=60.0, show_default=True, help="Seconds to wait for the run's answer.")

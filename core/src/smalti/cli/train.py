@@ -12,14 +12,10 @@ import click
 from smalti.cli.arguments import Invocation, take_switch
 from smalti.cli.pages.help import Command, Formatter, show_page, write_options
 from smalti.cli.pages.options import matching, sections
-from smalti.config.known_packages import package_of_topic
-from smalti.config.options import Schema, unknown
+from smalti.config import Schema, package_of_topic, unknown
 from smalti.errors import ExitCode, UserError, problems_in
-from smalti.launch.checks import check_run
-from smalti.launch.standby import standing_by
-from smalti.system.imports import importing
-from smalti.system.signals import Stopped, Terminated, terminated
-from smalti.system.streams import outlast
+from smalti.launch import check_run, standing_by
+from smalti.system import Stopped, Terminated, importing, outlast, terminated
 
 _WIDEST = 100
 _FLAGS = (
@@ -128,7 +124,7 @@ def _train(invocation: Invocation, *, dry_run: bool, as_json: bool) -> int:
         with terminated(), ExitStack() as closing:
             standby = None if dry_run else closing.enter_context(standing_by(config))
             with importing():
-                from smalti.launch.preflight import Preparation  # imports much, so only once the options are right
+                from smalti.launch import Preparation  # imports much, so only once the options are right
 
             preparation = Preparation.of(config, invocation.plugins, write=not dry_run)
             if not dry_run:

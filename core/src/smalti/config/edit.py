@@ -24,7 +24,7 @@ from smalti.config.files import parse_mapping, read_text
 from smalti.config.options import Option, Schema
 from smalti.config.toml import toml_item
 from smalti.errors import UserError
-from smalti.system.files import atomic_write
+from smalti.system import atomic_write
 
 Value = str | int | float | bool | list[str] | dict[str, object]
 

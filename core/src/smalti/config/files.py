@@ -9,7 +9,7 @@ from collections.abc import Hashable, Mapping
 from pathlib import Path
 
 from smalti.errors import Problem, UserError
-from smalti.system.files import parse_json
+from smalti.system import parse_json
 
 _PLACEHOLDER = re.compile(r"\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 

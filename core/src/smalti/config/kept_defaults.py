@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from smalti.rundir.directory import RunDirectory
+from smalti.rundir import RunDirectory
 
 TABLE = "defaults"
 """The table of a configuration file, and the entry of launch.json."""

@@ -7,8 +7,7 @@ from importlib.metadata import version
 from typing import cast
 
 import tomlkit
-from tomlkit.items import Item
-from tomlkit.items import Table as TomlTable
+from tomlkit.items import Item, Table as TomlTable
 
 from smalti.config.kept_defaults import TABLE
 from smalti.config.resolution import PER_MACHINE, Config
@@ -19,8 +18,8 @@ Table = MutableMapping[str, object]
 def as_toml(config: Config, *, complete: bool = False, names: Collection[str] | None = None, defaults: bool = False) -> str:
     """The configuration as a TOML file that gives it again: what differs from the defaults, or all, or the options `names`.
 
-    With `defaults`, those of the run follow in a table of their own, for versions that have others: see `smalti.config.kept_defaults`.
-    Tables come last: what follows one in TOML belongs to it.
+    With `defaults`, those of the run follow in a table of their own, for versions that have others: see
+    `smalti.config.kept_defaults`. Tables come last: what follows one in TOML belongs to it.
     """
     document = tomlkit.document()
     chosen = config.values() if complete or names is not None else config.given() if defaults else config.changes()

@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from smalti.config.core_options import DataOptions, LaunchOptions, RunOptions, TrainingOptions, ValidationOptions
-from smalti.config.files import expand
-from smalti.config.resolution import Config
+from smalti.config import Config, DataOptions, LaunchOptions, RunOptions, TrainingOptions, ValidationOptions, expand
 from smalti.data.batch_check import BatchShape
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.spec import (
@@ -27,11 +25,9 @@ from smalti.data.datasets.spec import (
 from smalti.data.prepared import DataRules, Dataset, PreparedData, build_datasets, load_datasets, prepare, refuse_trained
 from smalti.data.scan.index import Progress
 from smalti.errors import ConfigError, Problem
-from smalti.plugins.lookup import choose_distributed
-from smalti.plugins.registry import Plugins
-from smalti.rundir.directory import RunDirectory
-from smalti.rundir.phases import Phases
-from smalti.system.files import atomic_write
+from smalti.plugins import Plugins, choose_distributed
+from smalti.rundir import Phases, RunDirectory
+from smalti.system import atomic_write
 from smalti.types import MetadataEntry, StorageEntry
 
 Scan = Callable[[str], Progress]

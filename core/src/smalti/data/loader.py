@@ -30,11 +30,11 @@ from smalti.data.images import Bytes, crop, normalised, read_picture
 from smalti.data.order import GlobalBatch
 from smalti.data.prepared import PreparedData
 from smalti.data.scan.quarantine import BadSampleError, ErrorBudget, Quarantined
-from smalti.diffusion.objective import Conditioning
+from smalti.diffusion import Conditioning
 from smalti.errors import UserError
-from smalti.models.size_conditioning import Frame
-from smalti.parallel.accelerator import pins_memory, use_device
-from smalti.system.stateless_random import fraction, key_of
+from smalti.models import Frame
+from smalti.parallel import pins_memory, use_device
+from smalti.system import fraction, key_of
 from smalti.types import World
 
 _MOST_WORKERS = 8
@@ -45,7 +45,7 @@ class MicroBatch:
     """What one forward pass of this rank gets; tensors are on its device.
 
     The pictures are `pixels` (B, 3, H, W), fp32 in [-1, 1], or else `latents` as they were kept, if they were encoded before
-    (`smalti.models.family.latents_of` makes the model's latents of either). `conditioning` is
+    (`smalti.models.latents_of` makes the model's latents of either). `conditioning` is
     that of the captions, None if they were not. `numbers` are unique over the run and belong to the visit; `keys` are
     "DATASET/KEY"; `frames` say what the pictures show of their originals.
     """

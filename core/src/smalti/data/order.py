@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smalti.data.buckets import Bucket
-from smalti.system.stateless_random import key_of, permutation
+from smalti.system import key_of, permutation
 
 Numbers = NDArray[np.int64]
 T = TypeVar("T")

@@ -1,1 +1,5 @@
-"""The mathematics of diffusion training: what is added, what is predicted, what a mistake costs, and how to sample."""
+"""The mathematics of diffusion training: objectives, timesteps, weighting, noise, sampling."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

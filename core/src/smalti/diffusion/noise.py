@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from smalti.system.stateless_random import key_of
+from smalti.system import key_of
 
 
 class SampleNoise:

@@ -5,8 +5,8 @@ they make no progress any more, where torch gives them 30 seconds to save and ha
 started it is killed, it ends as by SIGTERM, so that the ranks save and leave; SIGUSR1 and SIGUSR2 have the same effect. When it
 is killed itself, they do so by themselves.
 
-Started as `python -m smalti.launch.agent MODULE [ARGUMENTS]`, it does what `python -m MODULE [ARGUMENTS]` does; as one that stands by
-(`smalti.launch.standby`), when it is told to. Importing this module imports no torch.
+Started as `python -m smalti.launch.agent MODULE [ARGUMENTS]`, it does what `python -m MODULE [ARGUMENTS]` does; as one that
+stands by (`smalti.launch.standby`), when it is told to. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -21,19 +21,28 @@ import tempfile
 import time
 from collections.abc import Mapping
 
-from smalti.system.exit import End
-from smalti.system.exit_reports import FOLDER_VARIABLE, SIGNALLED, leave_killed, leave_word_for
-from smalti.system.imports import importing, keep_imports
-from smalti.system.liveness import latest_progress
-from smalti.system.parent import PARENT_VARIABLE, follow_parent
-from smalti.system.streams import outlast
+from smalti.system import (
+    FOLDER_VARIABLE,
+    PARENT_VARIABLE,
+    SIGNALLED,
+    End,
+    follow_parent,
+    importing,
+    keep_imports,
+    latest_progress,
+    leave_killed,
+    leave_word_for,
+    outlast,
+)
 
 STAND_BY = "--stand-by="
 """The argument of one that stands by, with the number of the descriptor on which it is told what to do."""
 STOP_SECONDS = 600.0
 """For a rank that was asked to stop, since it was asked or last got on with a save: it may have a long validation to end."""
 LOST_SECONDS = 120.0
-"""The same once another rank has failed: those that can leave do so in less than a minute (`smalti.training.failures.watchdog`)."""
+"""The same once another rank has failed: those that can leave do so in less than a minute
+(`smalti.training.failures.watchdog`).
+"""
 _POLL_SECONDS = 0.1
 
 

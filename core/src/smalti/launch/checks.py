@@ -11,22 +11,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from smalti.config.core_options import DataOptions, ModelOptions, OptimizerOptions, RunOptions, ValidationOptions
-from smalti.config.resolution import Config
+from smalti.config import Config, DataOptions, ModelOptions, OptimizerOptions, RunOptions, ValidationOptions
 from smalti.errors import CheckpointError, ConfigError, Problem, Unsettled, UserError, problems_in
-from smalti.plugins.factories import create
-from smalti.plugins.families import family_entry, find_family, known_families
-from smalti.plugins.lookup import check_shares, check_strategy, choose_distributed, find_optimizer
-from smalti.plugins.registry import Plugins
-from smalti.plugins.schema import complaints
-from smalti.rundir.directory import RunDirectory
+from smalti.plugins import (
+    Plugins,
+    check_shares,
+    check_strategy,
+    choose_distributed,
+    complaints,
+    create,
+    family_entry,
+    find_family,
+    find_optimizer,
+    known_families,
+)
+from smalti.rundir import RunDirectory
 from smalti.types import DistributedPlan, OptimizerEntry
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from smalti.models.family import ModelFamily
-    from smalti.training.loss import DenoisingLoss
+    from smalti.models import ModelFamily
+    from smalti.training import DenoisingLoss
 
 T = TypeVar("T")
 
@@ -99,7 +105,7 @@ def check_run(config: Config, plugins: Plugins, *, thorough: bool = False) -> Ch
 def _datasets(config: Config, plugins: Plugins) -> None:
     options = config[DataOptions]
     if sum(map(bool, (options.data_backend_config, options.datasets, options.instance_data_dir))) == 1:
-        from smalti.data.from_options import catalog_of, dataset_specs
+        from smalti.data import catalog_of, dataset_specs
 
         dataset_specs(config, catalog_of(plugins))
 
@@ -109,8 +115,7 @@ def _checkpoint(config: Config) -> Path | None:
     folder = config[RunOptions].output_dir
     if folder is None:
         return None
-    from smalti.checkpoint.format.store import CheckpointStore
-    from smalti.checkpoint.format.verification import glance
+    from smalti.checkpoint import CheckpointStore, glance
 
     return CheckpointStore(RunDirectory(folder).checkpoints).resolve(config[RunOptions].resume_from_checkpoint, check=glance)
 
@@ -128,7 +133,7 @@ def _family(config: Config, plugins: Plugins, *, fetch: bool) -> ModelFamily | N
 
 def _loss(config: Config, family: ModelFamily) -> DenoisingLoss:
     """What the run will train. Raises UserError for objectives, weightings and schedules that do not go together."""
-    from smalti.training.loss import denoising_loss
+    from smalti.training import denoising_loss
 
     return denoising_loss(config, family, "cpu")
 
@@ -136,7 +141,7 @@ def _loss(config: Config, family: ModelFamily) -> DenoisingLoss:
 def _sizes(config: Config, family: ModelFamily) -> None:
     """Whether the family can sample what validation asks for."""
     if config[ValidationOptions].validation_prompt:
-        from smalti.training.validation.validation import validation_sizes
+        from smalti.training import validation_sizes
 
         validation_sizes(config, family.alignment)
 
@@ -145,9 +150,9 @@ def _model(
     config: Config, plugins: Plugins, family: ModelFamily, distributed: DistributedPlan | None, checkpoint: Path | None
 ) -> None:
     """What can be seen of the model itself."""
-    from smalti.models.context_parallel import context_plan
-    from smalti.parallel.devices import accelerator_kind
-    from smalti.training.run import build_model
+    from smalti.models import context_plan
+    from smalti.parallel import accelerator_kind
+    from smalti.training import build_model
 
     model, _ = build_model(config, plugins, family, accelerator_kind(config))
     next(family.weights(config[RunOptions].seed).names(), None)  # looks at their files
@@ -161,13 +166,10 @@ def _model(
 
 def _fits(config: Config, family: ModelFamily, model: nn.Module, checkpoint: Path) -> None:
     """Whether a checkpoint is one of this model, and of this adapter."""
-    from smalti.checkpoint.format.manifest import STATE
-    from smalti.checkpoint.format.safetensors_layout import stored_tensors
-    from smalti.checkpoint.format.statefile import read_state
-    from smalti.checkpoint.reader import compare
-    from smalti.models.family import Adaptable
-    from smalti.parallel.state import model_tensors
-    from smalti.training.run import check_adapter
+    from smalti.checkpoint import STATE, compare, read_state, stored_tensors
+    from smalti.models import Adaptable
+    from smalti.parallel import model_tensors
+    from smalti.training import check_adapter
 
     trainer = read_state(checkpoint / STATE).trainer
     try:

@@ -18,8 +18,7 @@ from pathlib import Path
 import psutil
 
 from smalti.errors import PreflightError
-from smalti.system.exit_reports import FOLDER_VARIABLE, make_room
-from smalti.system.process import Process
+from smalti.system import FOLDER_VARIABLE, Process, make_room
 
 _PREFIX = "smalti-"
 _OWNER = "owner.json"

@@ -18,11 +18,23 @@ from smalti.errors import ExitCode, PreflightError, UserError
 from smalti.launch.folder import launch_folder, processes_of
 from smalti.launch.plan import DIGEST_VARIABLE, LaunchPlan
 from smalti.launch.standby import AGENT, Standby
-from smalti.rundir.directory import Request, RunDirectory
-from smalti.rundir.writer import ATTEMPT_VARIABLE, STOPPED_EARLY, LiveRun
-from smalti.system.exit_reports import FOLDER_VARIABLE, SIGNALLED, HookEnd, RankEnd, read_ends, read_hooks, read_killed
-from smalti.system.parent import PARENT_VARIABLE
-from smalti.system.signals import STOPPING, Demands, code_at_once, conclude, handled, pre_emptions
+from smalti.rundir import ATTEMPT_VARIABLE, STOPPED_EARLY, LiveRun, Request, RunDirectory
+from smalti.system import (
+    FOLDER_VARIABLE,
+    PARENT_VARIABLE,
+    SIGNALLED,
+    STOPPING,
+    Demands,
+    HookEnd,
+    RankEnd,
+    code_at_once,
+    conclude,
+    handled,
+    pre_emptions,
+    read_ends,
+    read_hooks,
+    read_killed,
+)
 
 POLL_SECONDS = 0.1
 _LOOK_SECONDS = 1.0

@@ -18,15 +18,13 @@ from typing import Literal, cast
 
 import psutil
 
-from smalti.config import accelerate_yaml
-from smalti.config.core_options import ONLY_ON_CUDA, LaunchOptions, TrainingOptions
-from smalti.config.resolution import PER_MACHINE, Config
+from smalti.config import ONLY_ON_CUDA, PER_MACHINE, Config, LaunchOptions, TrainingOptions, accelerate_yaml
 from smalti.errors import PreflightError, UserError
-from smalti.parallel.precision import in_bf16, is_rocm
-from smalti.plugins.registry import Plugins
-from smalti.rundir.directory import RunDirectory
-from smalti.system.files import atomic_write
-from smalti.training.failures.memory_use import ALLOCATOR_VARIABLES
+from smalti.parallel import in_bf16, is_rocm
+from smalti.plugins import Plugins
+from smalti.rundir import RunDirectory
+from smalti.system import atomic_write
+from smalti.training import ALLOCATOR_VARIABLES
 from smalti.types import DistributedPlan
 
 Launcher = Literal["in-process", "elastic", "accelerate"]
@@ -89,7 +87,7 @@ def plan_launch(
 ) -> LaunchPlan:
     """How the workers of this run are started on this machine, for a configuration that was checked.
 
-    `kind` is what `smalti.parallel.devices.accelerator_kind` says, `environment` that of this process. Raises UserError when the user's
+    `kind` is what `smalti.parallel.accelerator_kind` says, `environment` that of this process. Raises UserError when the user's
     Accelerate YAML does not fit the machine.
     """
     environment = os.environ if environment is None else environment
@@ -246,7 +244,7 @@ def write_launch_files(directory: RunDirectory, config: Config, plugins: Plugins
     }
     atomic_write(_place_for(directory.launch_file, directory), json.dumps(described, indent=2).encode())
     if config[LaunchOptions].machine_rank == 0:
-        from smalti.config.toml import as_toml
+        from smalti.config import as_toml
 
         atomic_write(_place_for(directory.config_file, directory), as_toml(config, defaults=True).encode())
     if plan.accelerate_file is not None:

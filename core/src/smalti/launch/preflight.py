@@ -16,20 +16,18 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
-from smalti.checkpoint.format.manifest import STATE
-from smalti.checkpoint.format.statefile import read_state
-from smalti.config.core_options import (
+from smalti.checkpoint import STATE, read_state
+from smalti.config import (
+    Config,
     LaunchOptions,
     OptimizerOptions,
     RunOptions,
     TrainingOptions,
+    as_toml,
     warm_up_notice,
     warm_up_problem,
 )
-from smalti.config.resolution import Config
-from smalti.config.toml import as_toml
-from smalti.data.from_options import scan_data, scan_progress, total_steps
-from smalti.data.prepared import PreparedData
+from smalti.data import PreparedData, scan_data, scan_progress, total_steps
 from smalti.errors import ConfigError, ExitCode, GpuFaultError, PreflightError
 from smalti.launch.checks import check_run
 from smalti.launch.plan import (
@@ -42,19 +40,14 @@ from smalti.launch.plan import (
     yaml_text,
 )
 from smalti.launch.standby import Standby
-from smalti.parallel.devices import ImageSize, accelerator_kind, cpu_notices, describe_devices
-from smalti.parallel.precision import choose_precision, cost_of, describe
-from smalti.plugins.lookup import choose_distributed
-from smalti.plugins.registry import Plugins
-from smalti.rundir.directory import POLL_SECONDS, RunDirectory, overview
-from smalti.rundir.writer import STOPPED_EARLY, LiveRun, acquire
-from smalti.system import exit_reports
-from smalti.system.imports import importing
-from smalti.system.signals import Stopped, Terminated, interrupt
-from smalti.training.resume_checks import check_resumable
+from smalti.parallel import ImageSize, accelerator_kind, choose_precision, cost_of, cpu_notices, describe, describe_devices
+from smalti.plugins import Plugins, choose_distributed
+from smalti.rundir import POLL_SECONDS, STOPPED_EARLY, LiveRun, RunDirectory, acquire, overview
+from smalti.system import Stopped, Terminated, exit_reports, importing, interrupt
+from smalti.training import check_resumable
 
 if TYPE_CHECKING:
-    from smalti.models.family import ModelFamily
+    from smalti.models import ModelFamily
 
 _FIRST = ("device", "precision", "tokens")
 """What the start of a run says at once; the rest is said when it begins to train."""
@@ -189,7 +182,7 @@ class Preparation:
             click.echo(f"  to resume    run the same command again, or {again}", err=True)
 
     def _results(self) -> dict[str, Path]:
-        from smalti.checkpoint.format.store import CheckpointStore
+        from smalti.checkpoint import CheckpointStore
 
         found = {}
         if samples := sorted(self.directory.samples.glob("*/")):
@@ -299,7 +292,7 @@ def _schedule_notices(config: Config, data: PreparedData) -> list[str]:
 
 def _largest_image(family: ModelFamily, data: PreparedData) -> ImageSize:
     """The training images that are the most tokens."""
-    from smalti.models.family import image_tokens
+    from smalti.models import image_tokens
 
     sizes = [
         ImageSize(tokens=image_tokens(family, bucket.width, bucket.height), width=bucket.width, height=bucket.height)

@@ -7,20 +7,25 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from smalti.config.resolution import Config
-from smalti.parallel.failure_detection import Crew, LostRankError, leave_lost_word
-from smalti.parallel.protocol import Parallel
-from smalti.plugins.lookup import choose_distributed
-from smalti.plugins.registry import Plugins
-from smalti.rundir.writer import LiveRun
-from smalti.system.exit_reports import code_of, describe, launched, leave_word
-from smalti.system.liveness import leave_within
-from smalti.system.signals import STOPPING, Demands, code_at_once, conclude, handled, pre_emptions, say
-from smalti.training.failures.out_of_memory import memory_explained
-from smalti.training.failures.watchdog import LEAVE_SECONDS, Watchdog
-from smalti.training.opening import become_run
-from smalti.training.run import build, open_parallel
-from smalti.training.trainer import train
+from smalti.config import Config
+from smalti.parallel import Crew, LostRankError, Parallel, leave_lost_word
+from smalti.plugins import Plugins, choose_distributed
+from smalti.rundir import LiveRun
+from smalti.system import (
+    STOPPING,
+    Demands,
+    code_at_once,
+    code_of,
+    conclude,
+    describe,
+    handled,
+    launched,
+    leave_within,
+    leave_word,
+    pre_emptions,
+    say,
+)
+from smalti.training import LEAVE_SECONDS, Watchdog, become_run, build, memory_explained, open_parallel, train
 from smalti.types import DistributedPlan, Outcome, RunState, StopReason
 
 

@@ -13,10 +13,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
-from smalti.config.core_options import LaunchOptions
-from smalti.config.resolution import Config
+from smalti.config import Config, LaunchOptions
 from smalti.launch.agent import STAND_BY
-from smalti.system.parent import PARENT_VARIABLE
+from smalti.system import PARENT_VARIABLE
 
 AGENT = "smalti.launch.agent"
 

@@ -14,20 +14,27 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import cast
 
-from smalti.config.resolution import Config, restore
+from smalti.config import Config, restore
 from smalti.errors import ExitCode, UserError
 from smalti.launch.plan import DIGEST_VARIABLE
-from smalti.plugins.registry import Plugins, Selection, load_plugins
-from smalti.plugins.schema import schema_of
-from smalti.rundir.directory import RunDirectory
-from smalti.system.current_hook import kept_in
-from smalti.system.exit import End
-from smalti.system.exit_reports import code_of, describe, hook_file, launched, leave_word
-from smalti.system.imports import importing, keep_imports
-from smalti.system.parent import follow_parent
-from smalti.system.process import raise_open_files_limit
-from smalti.system.signals import Terminated, live_for_one_command
-from smalti.system.streams import outlast
+from smalti.plugins import Plugins, Selection, load_plugins, schema_of
+from smalti.rundir import RunDirectory
+from smalti.system import (
+    End,
+    Terminated,
+    code_of,
+    describe,
+    follow_parent,
+    hook_file,
+    importing,
+    keep_imports,
+    kept_in,
+    launched,
+    leave_word,
+    live_for_one_command,
+    outlast,
+    raise_open_files_limit,
+)
 
 
 def main(arguments: list[str] | None = None) -> None:

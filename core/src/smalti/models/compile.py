@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from smalti.config.core_options import LaunchOptions
-from smalti.config.resolution import Config
+from smalti.config import Config, LaunchOptions
 from smalti.errors import UserError
 from smalti.types import Block
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
 
-from smalti.diffusion.objective import BetaSchedule, Conditioning, Objective, Prediction, build_objective
+from smalti.diffusion import BetaSchedule, Conditioning, Objective, Prediction, build_objective
 
 if TYPE_CHECKING:
-    from smalti.checkpoint.conversion.export_folder import ExportFolder
+    from smalti.checkpoint import ExportFolder
 
 Encoding = Literal["latents", "texts"]
 """What the two kinds of encoders make: latents of pictures, conditioning of texts."""
@@ -25,7 +25,7 @@ class SampleRequest:
     """One batch of pictures to draw. Every prompt has its own seed, so a picture does not depend on its neighbours.
 
     `objective` is what the loss trains, its prediction and its noise schedule. A family that samples by itself hands it to its
-    sampler (`smalti.diffusion.sampling.Sampler`) and builds no other.
+    sampler (`smalti.diffusion.Sampler`) and builds no other.
 
     `told` is the conditioning of the prompts and `untold` that of as many empty ones, where they were encoded before; families
     that are no `Cacheable` are given neither.
@@ -60,15 +60,15 @@ class Weights(Protocol):
 class ModelFamily(Protocol):
     """One architecture with its conditioning, from prompt and picture to prediction and back.
 
-    One whose tokens several ranks can share has a method `context_plan` besides: see `smalti.models.context_parallel`. One whose model
-    is told what a picture shows of its original has `encode_frames`: see `smalti.models.size_conditioning`.
+    One whose tokens several ranks can share has a method `context_plan` besides: see `smalti.models.context_parallel`. One
+    whose model is told what a picture shows of its original has `encode_frames`: see `smalti.models.size_conditioning`.
 
     A family of DDPM may also have `beta_schedule`, the noise schedule that its model was trained with, where that is not
-    "scaled_linear" (`smalti.diffusion.objective.BetaSchedule`), and one of rectified flow `flow_shift`, how far times are moved
-    towards noise unless the user says how far (`smalti.diffusion.timesteps.Shift`). One whose model spends much of its time in
-    convolutions says `convolutional = True`; on CUDA devices they then compute with channels last (`smalti.models.memory_format`). One
-    whose model no backend can share out says why in `indivisible`, in words that end "cannot share out ...". A module of its
-    model that turns its first weights into something else once it has them is a `smalti.models.weights.Filled`.
+    "scaled_linear" (`smalti.diffusion.BetaSchedule`), and one of rectified flow `flow_shift`, how far times are moved towards
+    noise unless the user says how far (`smalti.diffusion.Shift`). One whose model spends much of its time in convolutions says
+    `convolutional = True`; on CUDA devices they then compute with channels last (`smalti.models.memory_format`). One whose
+    model no backend can share out says why in `indivisible`, in words that end "cannot share out ...". A module of its model
+    that turns its first weights into something else once it has them is a `smalti.models.weights.Filled`.
     """
 
     name: str
@@ -159,7 +159,8 @@ class Exporter(Protocol):
 
 @runtime_checkable
 class Cacheable(Protocol):
-    """What a family has besides if its latents and conditioning can be made before training and kept: see `smalti.data.cache.encode_ahead`.
+    """What a family has besides if its latents and conditioning can be made before training and kept: see
+    `smalti.data.cache.encode_ahead`.
 
     Then its encoders need not be in memory while it trains, and `encode_images` and `encode_captions` are not called.
     """

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from smalti.diffusion.objective import Conditioning
+from smalti.diffusion import Conditioning
 from smalti.models.family import ModelFamily
 
 

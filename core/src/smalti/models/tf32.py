@@ -13,8 +13,8 @@ from functools import wraps
 import torch
 from torch import nn
 
-from smalti.config.resolution import Config
-from smalti.parallel.precision import in_bf16, products
+from smalti.config import Config
+from smalti.parallel import in_bf16, products
 
 
 def tf32_choice(config: Config, device: str) -> bool | None:

@@ -12,11 +12,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from smalti.checkpoint.dtypes import DTYPES
-from smalti.checkpoint.format.safetensors_layout import Piece, read_layout
+from smalti.checkpoint import DTYPES, Piece, read_layout
 from smalti.errors import CheckpointError, UserError
 from smalti.models.family import Weights
-from smalti.system.files import parse_json
+from smalti.system import parse_json
 
 _AGAIN = "copy or download it again"
 _SAMPLE = 64

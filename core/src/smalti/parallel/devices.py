@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from inspect import signature
 
-from smalti.config.core_options import LaunchOptions
-from smalti.config.resolution import Config
+from smalti.config import Config, LaunchOptions
 
 _WITHOUT_BF16 = frozenset(("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"))
 """What oneDNN can be limited to that leaves a processor no bf16 products; every later level has them."""

@@ -24,8 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from smalti.errors import ExitCode, UserError
 from smalti.parallel.gloo import BrokenGroupError, hang_up_all, is_line_error
 from smalti.parallel.protocol import Ranks
-from smalti.system.exit_reports import describe, leave_word
-from smalti.system.process import Process
+from smalti.system import Process, describe, leave_word
 
 T = TypeVar("T")
 

@@ -14,11 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, cast
 
-from smalti.config.core_options import LaunchOptions, TrainingOptions
-from smalti.config.resolution import AUTOMATIC, Config
+from smalti.config import AUTOMATIC, Config, LaunchOptions, TrainingOptions
 from smalti.errors import UserError
 from smalti.parallel.devices import accelerator_kind, native_bf16
-from smalti.rundir.directory import RunDirectory
+from smalti.rundir import RunDirectory
 
 NAME = "mixed_precision"
 Products = Literal["bf16", "tf32", "fp32"]

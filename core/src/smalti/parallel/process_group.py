@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smalti.config.core_options import LaunchOptions
-from smalti.config.resolution import Config
+from smalti.config import Config, LaunchOptions
 from smalti.parallel.gloo import GlooRanks
 from smalti.parallel.protocol import Line, Parallel, PortableState, Ranks
 from smalti.parallel.state import named_parameters

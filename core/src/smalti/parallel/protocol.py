@@ -98,7 +98,7 @@ class Parallel(Ranks, Protocol):
     def side_channel(self) -> Line:
         """Words between ranks on a line of their own, for a thread that works beside the loop. *Collective*, called once.
 
-        `smalti.parallel.gloo.GlooRanks` over a process group that nothing else uses.
+        `smalti.parallel.GlooRanks` over a process group that nothing else uses.
         """
         ...
 

@@ -1,1 +1,5 @@
-"""ROOM"""
+"""Plugins: discovery, calling hooks, and looking up what plugins registered. Imports no torch."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

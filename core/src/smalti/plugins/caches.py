@@ -10,13 +10,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Protocol, cast
 
-from smalti.config.known_packages import package_of_cache
-from smalti.config.resolution import Config, resolve
+from smalti.config import Config, package_of_cache, resolve
 from smalti.errors import UserError
 from smalti.plugins.factories import create
 from smalti.plugins.registry import Plugins
 from smalti.plugins.schema import schema_of
-from smalti.system.files import parse_json, remove_file, write_json_atomically
+from smalti.system import parse_json, remove_file, write_json_atomically
 from smalti.types import CacheEntry, Cleared
 
 _log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from importlib import import_module
 
 from smalti.errors import BrokenPlugin, MissingPlugin, UserError
-from smalti.system.imports import importing
+from smalti.system import importing
 from smalti.types import Registered
 
 BLAME = "raised by "

@@ -5,16 +5,14 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, cast
 
-from smalti.config.core_options import ModelOptions
-from smalti.config.known_packages import package_of_family, packages_with_families
-from smalti.config.resolution import Config
+from smalti.config import Config, ModelOptions, package_of_family, packages_with_families
 from smalti.errors import BrokenPlugin, MissingPlugin, UserError
 from smalti.plugins.factories import create
 from smalti.plugins.registry import Plugins
 from smalti.types import FamilyEntry
 
 if TYPE_CHECKING:
-    from smalti.models.family import ModelFamily
+    from smalti.models import ModelFamily
 
 
 def family_entry(config: Config, plugins: Plugins) -> FamilyEntry:
@@ -47,7 +45,7 @@ def find_family(config: Config, plugins: Plugins) -> ModelFamily:
     entry = family_entry(config, plugins)
     created = create(entry, entry.factory, config)
 
-    from smalti.models.family import Adaptable, lacking
+    from smalti.models import Adaptable, lacking
 
     if missing := lacking(created):
         raise BrokenPlugin(

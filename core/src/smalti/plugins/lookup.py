@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from smalti.config.core_options import OptimizerOptions
-from smalti.config.resolution import Config
+from smalti.config import Config, OptimizerOptions
 from smalti.errors import BrokenPlugin, UserError
 from smalti.plugins.registry import Plugins
 from smalti.types import DistributedPlan, OptimizerEntry
 
 if TYPE_CHECKING:
-    from smalti.models.family import ModelFamily
+    from smalti.models import ModelFamily
 
 
 def choose_distributed(config: Config, plugins: Plugins) -> DistributedPlan:

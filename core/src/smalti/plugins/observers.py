@@ -1,6 +1,7 @@
 """Telling observers what happens. One that fails takes nothing from the others, and nothing from the run.
 
-Not for `on_step_end`, whose exceptions end the run, nor for `log_metrics`, which switches a tracker off (`smalti.training.metrics`).
+Not for `on_step_end`, whose exceptions end the run, nor for `log_metrics`, which switches a tracker off
+(`smalti.training.metrics`).
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ from typing import Literal, Protocol, TypeVar, cast
 
 import pluggy
 
-from smalti.config.known_packages import PLUGINS
+from smalti.config import PLUGINS
 from smalti.errors import BrokenPlugin, MissingPlugin, UserError
 from smalti.hookspecs import PROJECT, HookSpecs
 from smalti.plugins.factories import BLAME, add_blame
 from smalti.plugins.returns import ANSWERS, checked
-from smalti.system.current_hook import noted
+from smalti.system import noted
 from smalti.types import DistributedPlan, Origin, Registered
 
 GROUP = "smalti.plugins"

@@ -9,11 +9,7 @@ from typing import cast
 
 from pydantic import ValidationError
 
-from smalti.config.core_options import GROUPS, PluginOptions
-from smalti.config.files import expand, read_mapping
-from smalti.config.options import OptionGroup, Schema
-from smalti.config.resolution import Config
-from smalti.config.sources import PREFIX, flat
+from smalti.config import GROUPS, PREFIX, Config, OptionGroup, PluginOptions, Schema, expand, flat, read_mapping
 from smalti.errors import ConfigError, Problem, Unsettled, UserError
 from smalti.plugins.registry import PluginInfo, Plugins, Selection
 

@@ -1,1 +1,5 @@
-"""ROOM"""
+"""The run directory: what a run and its watchers share on disk. Imports no torch."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

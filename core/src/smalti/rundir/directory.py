@@ -33,8 +33,7 @@ from smalti.errors import UserError
 from smalti.rundir.events import Event, complete_size, read_events, read_events_backwards
 from smalti.rundir.phases import Phase
 from smalti.rundir.recent import seconds_for
-from smalti.system.files import atomic_write
-from smalti.system.process import Process
+from smalti.system import Process, atomic_write
 
 SCHEMA = 1
 BEAT_SECONDS = 5.0

@@ -9,8 +9,7 @@ from dataclasses import asdict
 
 from smalti.errors import UserError
 from smalti.rundir.directory import POLL_SECONDS, RUN_KIND, SCHEMA, STALE_SECONDS, Heartbeat, RunDirectory, RunRecord
-from smalti.system.files import atomic_write
-from smalti.system.process import Process
+from smalti.system import Process, atomic_write
 
 _LEAVING_SECONDS = 60.0
 """How long a launch waits for one that has said its last word, whose processes are still ending."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smalti.errors import UserError
-from smalti.system.files import atomic_write
+from smalti.system import atomic_write
 
 if TYPE_CHECKING:
     from PIL.Image import Image

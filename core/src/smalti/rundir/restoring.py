@@ -12,7 +12,7 @@ from pathlib import Path
 from smalti.errors import ExitCode
 from smalti.rundir.directory import RunDirectory
 from smalti.rundir.events import EventWriter
-from smalti.system.files import atomic_write
+from smalti.system import atomic_write
 
 _KEPT = ("config.toml", "config.next.toml", "launch.json", "launch.next.json", "accelerate*.yaml")
 

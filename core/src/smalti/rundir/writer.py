@@ -40,7 +40,7 @@ from smalti.rundir.events import EventWriter
 from smalti.rundir.heartbeat import clear_away, dead_heartbeat, in_use, refuse_foreign_files, take, take_part, write_record
 from smalti.rundir.phases import Phase, Phases
 from smalti.rundir.restoring import Restorer
-from smalti.system.process import Process
+from smalti.system import Process
 
 ATTEMPT_VARIABLE = "SMALTI_ATTEMPT"
 """Set in the processes of a launch: which attempt at the run they belong to."""

@@ -1,1 +1,5 @@
-"""ROOM"""
+"""Files, processes, signals and streams of one machine; stateless random numbers. Imports no torch."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -92,7 +92,9 @@ def _of_rank(rank: int) -> str:
 
 
 def hook_file(rank: int | None = None) -> Path:
-    """Where a rank of this launch keeps the hook that it is in (`smalti.system.current_hook`); this process's own if none is named."""
+    """Where a rank of this launch keeps the hook that it is in (`smalti.system.current_hook`); this process's own if none is
+    named.
+    """
     return Path(os.environ[FOLDER_VARIABLE]) / _hook_of(own_rank() if rank is None else rank)
 
 

@@ -1,1 +1,5 @@
-"""ROOM"""
+"""The training loop and what it calls: building a run, steps, saves, validation, failures."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from smalti.checkpoint.writer import SaveError
-from smalti.config.core_options import CheckpointOptions
-from smalti.parallel.state import portable_name
-from smalti.plugins.observers import notify
+from smalti.checkpoint import SaveError
+from smalti.config import CheckpointOptions
+from smalti.parallel import portable_name
+from smalti.plugins import notify
 from smalti.training.run import Run
 from smalti.training.validation.running_stats import take_first_ranks
 from smalti.types import Checkpoint, Outcome, StopReason

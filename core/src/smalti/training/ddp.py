@@ -11,15 +11,9 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 
-from smalti.config.resolution import Config
-from smalti.models.compile import compile_blocks
-from smalti.models.family import Weights
-from smalti.models.weights import materialise
-from smalti.parallel.gloo import GlooRanks
-from smalti.parallel.precision import in_bf16
-from smalti.parallel.process_group import Group
-from smalti.parallel.protocol import PortableState, Ranks
-from smalti.parallel.state import capture, restore
+from smalti.config import Config
+from smalti.models import Weights, compile_blocks, materialise
+from smalti.parallel import GlooRanks, Group, PortableState, Ranks, capture, in_bf16, restore
 from smalti.types import Block, World
 
 

@@ -7,21 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from smalti.checkpoint.conversion.convert import ConversionError, check_room, make_folder
-from smalti.checkpoint.conversion.export_folder import ExportFolder, Precision, Progress, Trained
-from smalti.checkpoint.conversion.formats import OwnCheckpoint
-from smalti.checkpoint.format.manifest import FileRecord
-from smalti.checkpoint.format.store import CheckpointStore
-from smalti.config.resolution import Config, restore
+from smalti.checkpoint import (
+    CheckpointStore,
+    ConversionError,
+    ExportFolder,
+    FileRecord,
+    OwnCheckpoint,
+    Precision,
+    Progress,
+    Trained,
+    check_room,
+    make_folder,
+)
+from smalti.config import Config, restore
 from smalti.errors import CheckpointError, UserError
-from smalti.models.family import Exporter, ModelFamily
-from smalti.models.weights import without_weights
-from smalti.parallel.state import model_tensors
-from smalti.plugins.families import find_family
-from smalti.plugins.registry import Plugins
-from smalti.plugins.schema import schema_of
-from smalti.rundir.directory import RunDirectory
-from smalti.system.files import parse_json
+from smalti.models import Exporter, ModelFamily, without_weights
+from smalti.parallel import model_tensors
+from smalti.plugins import Plugins, find_family, schema_of
+from smalti.rundir import RunDirectory
+from smalti.system import parse_json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,16 +13,22 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from smalti.config.core_options import DataOptions, ObjectiveOptions, RunOptions
-from smalti.config.resolution import Config
-from smalti.data.buckets import Bucket
-from smalti.diffusion.noise import SampleNoise
-from smalti.diffusion.objective import Conditioning, Objective, RectifiedFlow, build_objective
-from smalti.diffusion.timesteps import Distribution, TimestepSampler, build_timesteps
-from smalti.diffusion.weighting import Weighting, build_weighting
-from smalti.models.family import ModelFamily, image_tokens, latents_of, native_schedule
-from smalti.models.size_conditioning import Frame, with_frames
-from smalti.parallel.accelerator import to_device
+from smalti.config import Config, DataOptions, ObjectiveOptions, RunOptions
+from smalti.data import Bucket
+from smalti.diffusion import (
+    Conditioning,
+    Distribution,
+    Objective,
+    RectifiedFlow,
+    SampleNoise,
+    TimestepSampler,
+    Weighting,
+    build_objective,
+    build_timesteps,
+    build_weighting,
+)
+from smalti.models import Frame, ModelFamily, image_tokens, latents_of, native_schedule, with_frames
+from smalti.parallel import to_device
 
 
 class MicroBatch(Protocol):

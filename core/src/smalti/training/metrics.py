@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from smalti.plugins.registry import Plugins
+from smalti.plugins import Plugins
 from smalti.types import StepResult, World
 
 _log = logging.getLogger(__name__)

@@ -6,19 +6,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
 
-from smalti.config.core_options import RunOptions
-from smalti.config.resolution import Config
-from smalti.data.cache.encode_ahead import Encoded, encode_ahead
-from smalti.data.from_options import cache_folders, load_data, scan_data, scan_progress, was_scanned
-from smalti.data.prepared import PreparedData
+from smalti.config import Config, RunOptions
+from smalti.data import Encoded, PreparedData, cache_folders, encode_ahead, load_data, scan_data, scan_progress, was_scanned
 from smalti.errors import UserError
-from smalti.models.family import ModelFamily
-from smalti.parallel.collective import RankError, from_main, together
-from smalti.parallel.protocol import Ranks
-from smalti.plugins.registry import Plugins
-from smalti.rundir.directory import RunDirectory
-from smalti.rundir.phases import Phases
-from smalti.rundir.writer import LiveRun, join
+from smalti.models import ModelFamily
+from smalti.parallel import RankError, Ranks, from_main, together
+from smalti.plugins import Plugins
+from smalti.rundir import LiveRun, Phases, RunDirectory, join
 from smalti.training.loss import DenoisingLoss
 from smalti.types import DistributedPlan, RunInfo, World
 

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from smalti.config.core_options import DataOptions, LaunchOptions, RunOptions, TrainingOptions
-from smalti.config.resolution import Config
-from smalti.data.prepared import PreparedData
-from smalti.data.scan.changes import changes
-from smalti.data.scan.identity import Identity, Settings, first_digest
+from smalti.config import Config, DataOptions, LaunchOptions, RunOptions, TrainingOptions
+from smalti.data import Identity, PreparedData, Settings, changes, first_digest
 from smalti.errors import CheckpointError
-from smalti.rundir.directory import RunDirectory
+from smalti.rundir import RunDirectory
 
 _CROPS = ("crop", "crop_style")
 """Settings that change what is trained on even where the order of samples stays."""

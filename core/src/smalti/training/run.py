@@ -17,13 +17,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from smalti.checkpoint.async_saver import Saver
-from smalti.checkpoint.format.store import CheckpointStore
-from smalti.checkpoint.search import find_together
-from smalti.checkpoint.snapshot import Snapshot
-from smalti.checkpoint.writer import SaveError
-from smalti.config.core_options import (
+from smalti.checkpoint import CheckpointStore, SaveError, Saver, Snapshot, find_together
+from smalti.config import (
     CheckpointOptions,
+    Config,
     DataOptions,
     ModelOptions,
     OptimizerOptions,
@@ -32,35 +29,25 @@ from smalti.config.core_options import (
     TrainingOptions,
     ValidationOptions,
 )
-from smalti.config.resolution import Config
-from smalti.data.cache.encode_ahead import Encoded
-from smalti.data.datasets.held_out import HeldOut
-from smalti.data.from_options import total_steps
-from smalti.data.loader import Batch, Loader
-from smalti.data.prepared import PreparedData
-from smalti.data.scan.changes import keep
+from smalti.data import Batch, Encoded, HeldOut, Loader, PreparedData, keep, total_steps
 from smalti.errors import BrokenPlugin, CheckpointError, UserError
 from smalti.hookspecs import HookSpecs
-from smalti.models.attention import choose_attention
-from smalti.models.compile import ensure_compiled
-from smalti.models.description import config_of
-from smalti.models.family import Adaptable, ModelFamily
-from smalti.models.memory_format import put_channels_last, wants_channels_last
-from smalti.models.tf32 import choose_tf32, tf32_choice
-from smalti.models.weights import without_weights
-from smalti.parallel.collective import RankError
-from smalti.parallel.failure_detection import Crew
-from smalti.parallel.precision import products
-from smalti.parallel.protocol import Parallel, Ranks
-from smalti.parallel.step_boundary import Boundary
-from smalti.plugins.factories import create
-from smalti.plugins.families import find_family
-from smalti.plugins.registry import Plugins
-from smalti.rundir.directory import RunDirectory
-from smalti.rundir.phases import Phases
-from smalti.rundir.recent import Recent
-from smalti.rundir.writer import LiveRun
-from smalti.system.stateless_random import key_of
+from smalti.models import (
+    Adaptable,
+    ModelFamily,
+    choose_attention,
+    choose_tf32,
+    config_of,
+    ensure_compiled,
+    put_channels_last,
+    tf32_choice,
+    wants_channels_last,
+    without_weights,
+)
+from smalti.parallel import Boundary, Crew, Parallel, RankError, Ranks, products
+from smalti.plugins import Plugins, create, find_family
+from smalti.rundir import LiveRun, Phases, Recent, RunDirectory
+from smalti.system import key_of
 from smalti.training.loss import DenoisingLoss, denoising_loss
 from smalti.training.metrics import log_metrics, metrics_of
 from smalti.training.opening import open_data, run_info

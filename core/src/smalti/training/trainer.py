@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from smalti.config.core_options import TrainingOptions
-from smalti.data.loader import Batch
-from smalti.models.attention import attention_kernel
-from smalti.models.tf32 import products_in_tf32, tf32_choice
-from smalti.plugins.observers import observed, summary, warn
+from smalti.config import TrainingOptions
+from smalti.data import Batch
+from smalti.models import attention_kernel, products_in_tf32, tf32_choice
+from smalti.plugins import observed, summary, warn
 from smalti.training.checkpointing import announce, save, settle
 from smalti.training.failures.attempts import attempt
 from smalti.training.failures.emergency_save import rescued

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from smalti.models.family import ModelFamily
-from smalti.parallel.precision import Products
+from smalti.models import ModelFamily
+from smalti.parallel import Products
 from smalti.types import StepResult, World
 
 _log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from ctypes.util import find_library
 
 from smalti import Config, Problem
-from smalti.config.core_options import LaunchOptions, OptimizerOptions, cuda_graph_problem
-from smalti.parallel.precision import is_rocm
+from smalti.config import LaunchOptions, OptimizerOptions, cuda_graph_problem
+from smalti.parallel import is_rocm
 from smalti_deepspeed.document import given, offload_folders, resolved
 from smalti_deepspeed.optimizers import ENTRIES, ON_CPU, deepspeed_name, needs_accelerator, refusal
 from smalti_deepspeed.options import enabled

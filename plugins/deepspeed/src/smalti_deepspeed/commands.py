@@ -10,9 +10,8 @@ from pathlib import Path
 import click
 
 from smalti import ConfigError, ExitCode, UserError
-from smalti.cli.output import counted, print_table
-from smalti.cli.pages.help import Group
-from smalti.system.files import atomic_write
+from smalti.cli import Group, counted, print_table
+from smalti.system import atomic_write
 from smalti_deepspeed.builder import FIELDS, Field, build, choices_of
 from smalti_deepspeed.parsing import Document, parse
 
@@ -144,7 +143,7 @@ def _read(file: Path) -> str:
         if sys.stdin is None:
             raise UserError("standard input is closed", fix="name a file, or pipe the text in")
         return sys.stdin.read()
-    from smalti.config.files import read_text
+    from smalti.config import read_text
 
     return read_text(file)
 
@@ -210,7 +209,7 @@ def templates_save(name: str, file: Path, force: bool) -> None:
 @_JSON
 def templates_apply(name: str, file: Path, as_json: bool) -> None:
     """Set deepspeed_config in the configuration FILE to the template NAME."""
-    from smalti.cli.arguments import Invocation
+    from smalti.cli import Invocation
     from smalti_deepspeed.templates import apply_template
 
     edit = apply_template(name, file.expanduser(), Invocation.read(()).schema)

@@ -24,11 +24,8 @@ import torch
 from torch import Tensor
 
 from smalti import CheckpointError
-from smalti.checkpoint.conversion.formats import Contents, optimizer_of
-from smalti.checkpoint.dtypes import NAMES
-from smalti.checkpoint.format.safetensors_layout import StoredTensor
-from smalti.checkpoint.planning import memory
-from smalti.parallel.state import portable_name
+from smalti.checkpoint import NAMES, Contents, StoredTensor, memory, optimizer_of
+from smalti.parallel import portable_name
 
 _NOT_SETTINGS = frozenset(("params", "param_names", "foreach", "fused", "capturable", "differentiable", "name"))
 """Which parameters a group has, and switches between implementations of the same mathematics."""

@@ -6,8 +6,8 @@ import copy
 from collections.abc import Mapping
 
 from smalti import Config
-from smalti.config.core_options import DataOptions, OptimizerOptions, RunOptions, TrainingOptions
-from smalti.parallel.precision import in_bf16
+from smalti.config import DataOptions, OptimizerOptions, RunOptions, TrainingOptions
+from smalti.parallel import in_bf16
 from smalti_deepspeed.implications import SCHEDULERS, named
 from smalti_deepspeed.keys import ACCELERATES, OTHERWISE, SHORT
 from smalti_deepspeed.optimizers import deepspeed_name, normalised, optimizer_settings

@@ -15,12 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from smalti import Block, Config, UserError
-from smalti.models.compile import compile_blocks
-from smalti.models.family import Weights
-from smalti.models.weights import materialise
-from smalti.parallel.precision import in_bf16
-from smalti.parallel.process_group import Group
-from smalti.parallel.protocol import PortableState
+from smalti.models import Weights, compile_blocks, materialise
+from smalti.parallel import Group, PortableState, in_bf16
 from smalti_deepspeed.compiling import compiled_in_turn
 from smalti_deepspeed.document import resolved, sized
 from smalti_deepspeed.importing import start_deepspeed, stop_deepspeed

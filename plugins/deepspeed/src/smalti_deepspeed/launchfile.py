@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from smalti import Config
-from smalti.config.core_options import LaunchOptions
+from smalti.config import LaunchOptions
 from smalti_deepspeed.document import resolved
 from smalti_deepspeed.parsing import section
 from smalti_deepspeed.translation import KEYS

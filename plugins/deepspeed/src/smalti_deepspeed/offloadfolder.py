@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smalti import Cleared, Config, PreflightError, UserError
-from smalti.cli.output import in_bytes
-from smalti.config.core_options import LaunchOptions
-from smalti.system.files import free_bytes, make_directory, remove_tree
+from smalti.cli import in_bytes
+from smalti.config import LaunchOptions
+from smalti.system import free_bytes, make_directory, remove_tree
 from smalti_deepspeed.document import offload_folders, resolved
 from smalti_deepspeed.options import DeepSpeedOptions, enabled
 from smalti_deepspeed.parsing import place, section
@@ -23,7 +23,7 @@ from smalti_deepspeed.parsing import place, section
 if TYPE_CHECKING:
     from torch import nn
 
-    from smalti.parallel.protocol import Ranks
+    from smalti.parallel import Ranks
 
 LOCK = ".smalti-deepspeed.lock"
 """A file in the folder, locked by the run that swaps there. It stays: who removes it could remove another's lock."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from smalti import UserError
-from smalti.system.files import parse_json
+from smalti.system import parse_json
 from smalti_deepspeed.keys import ACCELERATES
 
 Document = dict[str, object]

@@ -8,8 +8,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
 
-from smalti.models.family import Weights
-from smalti.models.weights import first_weight
+from smalti.models import Weights, first_weight
 
 
 @torch.no_grad()

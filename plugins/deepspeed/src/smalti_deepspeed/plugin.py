@@ -15,7 +15,7 @@ from smalti import (
     Problem,
     hookimpl,
 )
-from smalti.config.core_options import LaunchOptions
+from smalti.config import LaunchOptions
 from smalti_deepspeed.formats import FORMATS
 from smalti_deepspeed.implications import implied
 from smalti_deepspeed.optimizers import ENTRIES
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     import click
     from torch import nn
 
-    from smalti.models.family import Weights
-    from smalti.parallel.protocol import Parallel
+    from smalti.models import Weights
+    from smalti.parallel import Parallel
 
 GROUP = OptionGroup(name="deepspeed", title="DeepSpeed", options=DeepSpeedOptions, translate=translate, implies=implied)
 

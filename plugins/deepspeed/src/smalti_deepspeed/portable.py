@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from smalti import CheckpointError, UserError
-from smalti.models.family import Weights
-from smalti.parallel.protocol import PortableState, Ranks, Span, shape_of
-from smalti.parallel.state import model_tensors, optimizer_settings
+from smalti.models import Weights
+from smalti.parallel import PortableState, Ranks, Span, model_tensors, optimizer_settings, shape_of
 from smalti_deepspeed.rowcut import RowCut
 from smalti_deepspeed.zero import Place, Zero, make_moment, make_moments, moments
 

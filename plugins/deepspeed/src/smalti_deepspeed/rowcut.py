@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from smalti.parallel.protocol import Ranks
+from smalti.parallel import Ranks
 from smalti_deepspeed.ranges import Cut, decode, encode, exchange, rows
 
 

@@ -12,11 +12,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from smalti import UserError
-from smalti.config.accelerate_yaml import is_accelerate
-from smalti.config.edit import Edit, set_option
-from smalti.config.files import read_mapping
-from smalti.config.options import Schema
-from smalti.system.files import remove_file, write_json_atomically
+from smalti.config import Edit, Schema, is_accelerate, read_mapping, set_option
+from smalti.system import remove_file, write_json_atomically
 from smalti_deepspeed.parsing import Document, read_file, section
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")

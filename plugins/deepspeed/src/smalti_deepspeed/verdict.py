@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 from pydantic import ValidationError
 
 from smalti import Config, ConfigError, Problem, UserError
-from smalti.cli.arguments import Invocation
-from smalti.config.core_options import GROUPS, LaunchOptions
-from smalti.config.options import Schema
+from smalti.cli import Invocation
+from smalti.config import GROUPS, LaunchOptions, Schema
 from smalti_deepspeed.checks import problems as problems_of
 from smalti_deepspeed.document import resolved
 from smalti_deepspeed.implications import implied

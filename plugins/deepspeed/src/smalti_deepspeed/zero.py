@@ -26,7 +26,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from smalti import UserError
-from smalti.training.optim.optimizers import decouple_decay
+from smalti.training import decouple_decay
 from smalti_deepspeed.importing import replaced
 from smalti_deepspeed.swapping import swap_whole_pages
 

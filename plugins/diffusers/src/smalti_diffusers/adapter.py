@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from smalti import UserError
-from smalti.models.family import Weights
+from smalti.models import Weights
 
 if TYPE_CHECKING:
-    from smalti.checkpoint.conversion.export_folder import ExportFolder
+    from smalti.checkpoint import ExportFolder
 
 FILE = "pytorch_lora_weights.safetensors"
 """What `load_lora_weights` of a pipeline looks for."""

@@ -6,7 +6,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 from smalti import Config, Problem
-from smalti.config.core_options import LaunchOptions, ModelOptions
+from smalti.config import LaunchOptions, ModelOptions
 from smalti_diffusers.options import LoraOptions
 
 _OPTION = "base_model_precision"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from smalti import UserError
-from smalti.models.weights import FolderWeights
+from smalti.models import FolderWeights
 
 INDEX = "model_index.json"
 _FILES = (INDEX, "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model", "*/*.jinja")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from smalti.diffusion.timesteps import ConstantShift, ResolutionShift, Shift
+from smalti.diffusion import ConstantShift, ResolutionShift, Shift
 
 
 def scheduler_shift(scheduler: Mapping[str, object]) -> Shift:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from smalti import Config
-from smalti.diffusion.objective import Conditioning
-from smalti.models.context_parallel import Attention, ContextPlan, Join, Split
-from smalti.models.family import SampleRequest
+from smalti.diffusion import Conditioning
+from smalti.models import Attention, ContextPlan, Join, SampleRequest, Split
 from smalti_diffusers.pipeline import PipelineFamily, create
 
 FLAVOURS = {"dev": "black-forest-labs/FLUX.1-dev", "schnell": "black-forest-labs/FLUX.1-schnell"}

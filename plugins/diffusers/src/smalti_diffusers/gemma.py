@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from smalti.diffusion.objective import Conditioning
+from smalti.diffusion import Conditioning
 
 
 def encode_instructed(

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from smalti import Config
-from smalti.diffusion.objective import Conditioning
-from smalti.models.family import SampleRequest
+from smalti.diffusion import Conditioning
+from smalti.models import SampleRequest
 from smalti_diffusers.components import Components
 from smalti_diffusers.gemma import encode_instructed
 from smalti_diffusers.options import DiffusersOptions

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from smalti import Config, UserError
-from smalti.config.core_options import ObjectiveOptions
-from smalti.diffusion.objective import PUBLISHED_BETAS
+from smalti.config import ObjectiveOptions
+from smalti.diffusion import PUBLISHED_BETAS
 
 _MENDED = "train from a pipeline whose scheduler_config.json has the schedule that the model was trained with"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from smalti import OptionGroup, Options, option
-from smalti.config.options import Names
+from smalti.config import Names
 
 EmptyPrompt = Literal["auto", "zeros", "encoded"]
 FrozenType = Literal["auto", "fp32", "bf16"]

@@ -19,13 +19,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from smalti import Config, UserError
-from smalti.config.core_options import LaunchOptions, ModelOptions, ObjectiveOptions
-from smalti.diffusion.objective import BetaSchedule, Conditioning, Prediction
-from smalti.diffusion.timesteps import Shift
-from smalti.models.family import Encoding, SampleRequest, Weights
-from smalti.models.weights import FolderWeights, SeededWeights, without_weights
-from smalti.parallel.precision import in_bf16
-from smalti.system.imports import importing
+from smalti.config import LaunchOptions, ModelOptions, ObjectiveOptions
+from smalti.diffusion import BetaSchedule, Conditioning, Prediction, Shift
+from smalti.models import Encoding, FolderWeights, SampleRequest, SeededWeights, Weights, without_weights
+from smalti.parallel import in_bf16
+from smalti.system import importing
 from smalti_diffusers.adapter import AdaptedWeights, Lora, adapter_shapes, attach, export_adapter
 from smalti_diffusers.components import INDEX, Components, class_of, locate
 from smalti_diffusers.flowshift import scheduler_shift
@@ -33,7 +31,7 @@ from smalti_diffusers.options import DiffusersOptions, LoraOptions, Precision
 from smalti_diffusers.quantisation import check_device, quantise
 
 if TYPE_CHECKING:
-    from smalti.checkpoint.conversion.export_folder import ExportFolder
+    from smalti.checkpoint import ExportFolder
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from smalti import Config
-from smalti.diffusion.objective import Conditioning
-from smalti.models.context_parallel import Attention, ContextPlan, Join, Split
-from smalti.models.family import SampleRequest
-from smalti.parallel.accelerator import to_device
+from smalti.diffusion import Conditioning
+from smalti.models import Attention, ContextPlan, Join, SampleRequest, Split
+from smalti.parallel import to_device
 from smalti_diffusers.components import Components
 from smalti_diffusers.noiseschedule import check_noise_schedule
 from smalti_diffusers.options import DiffusersOptions

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from smalti import Config
-from smalti.diffusion.objective import Conditioning
-from smalti.models.family import SampleRequest
+from smalti.diffusion import Conditioning
+from smalti.models import SampleRequest
 from smalti_diffusers.components import class_of
 from smalti_diffusers.gemma import encode_instructed
 from smalti_diffusers.pipeline import PipelineFamily, create

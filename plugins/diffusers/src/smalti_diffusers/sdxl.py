@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from smalti import Config, UserError
-from smalti.config.core_options import ObjectiveOptions
-from smalti.diffusion.objective import Conditioning
-from smalti.models.size_conditioning import Frame
-from smalti.parallel.accelerator import to_device
+from smalti.config import ObjectiveOptions
+from smalti.diffusion import Conditioning
+from smalti.models import Frame
+from smalti.parallel import to_device
 from smalti_diffusers.components import Components
 from smalti_diffusers.noiseschedule import check_noise_schedule
 from smalti_diffusers.options import DiffusersOptions

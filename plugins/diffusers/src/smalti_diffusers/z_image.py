@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from smalti import Config
-from smalti.diffusion.objective import Conditioning
-from smalti.models.family import SampleRequest
+from smalti.diffusion import Conditioning
+from smalti.models import SampleRequest
 from smalti_diffusers.pipeline import PipelineFamily, create
 
 FLAVOURS = {"turbo": "Tongyi-MAI/Z-Image-Turbo"}

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from smalti import Config, Problem
-from smalti.config.core_options import LaunchOptions, ModelOptions, TrainingOptions, cuda_graph_problem
-from smalti.parallel.precision import in_bf16
+from smalti.config import LaunchOptions, ModelOptions, TrainingOptions, cuda_graph_problem
+from smalti.parallel import in_bf16
 from smalti_fsdp2.options import (
     CONTEXT_ON_CPU,
     ContextOptions,
@@ -79,7 +79,7 @@ def _classes(config: Config) -> list[Problem]:
     names = named_classes(config)
     if not names:
         return []
-    from smalti.models.blocks import unknown_classes
+    from smalti.models import unknown_classes
     from smalti_fsdp2.detection import FLAG, detected
 
     known = detected(config)
@@ -98,7 +98,7 @@ def has_unseen_classes(config: Config) -> bool:
 
 def check_classes(config: Config, model: nn.Module) -> None:
     """Raises UserError if the user named blocks that the model does not have."""
-    from smalti.models.blocks import blocks_named
+    from smalti.models import blocks_named
 
     blocks_named(model, named_classes(config))
 

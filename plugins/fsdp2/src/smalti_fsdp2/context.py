@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smalti import UserError, World
-from smalti.models.context_parallel import Attention, ContextPlan, Join, Split
+from smalti.models import Attention, ContextPlan, Join, Split
 from smalti_fsdp2.attention import Scope, WholeAttention
 from smalti_fsdp2.communication import gather
 from smalti_fsdp2.options import CONTEXT_ON_CPU

@@ -21,11 +21,9 @@ from typing import cast
 from pydantic import TypeAdapter
 
 from smalti import Config, FamilyEntry
-from smalti.config.core_options import ModelOptions
-from smalti.models.blocks import Structure, describe_blocks
-from smalti.plugins.caches import CacheFile
-from smalti.plugins.families import family_entry
-from smalti.plugins.registry import GROUP, Plugins
+from smalti.config import ModelOptions
+from smalti.models import Structure, describe_blocks
+from smalti.plugins import GROUP, CacheFile, Plugins, family_entry
 
 _log = logging.getLogger(__name__)
 
@@ -110,8 +108,8 @@ def detected(config: Config, *, report: Report = _log.warning) -> Detection | No
 
 def _examine(config: Config, plugins: Plugins, source: str | None) -> Detection:
     """Build the model without weights and count it."""
-    from smalti.models.weights import without_weights
-    from smalti.plugins.families import find_family
+    from smalti.models import without_weights
+    from smalti.plugins import find_family
 
     family = find_family(config, plugins)
     with without_weights():

@@ -9,10 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from smalti.checkpoint.planning import Pieces, decode_pieces, encode_pieces, local_pieces
-from smalti.models.family import Weights
-from smalti.models.weights import first_weight
-from smalti.parallel.protocol import Ranks
+from smalti.checkpoint import Pieces, decode_pieces, encode_pieces, local_pieces
+from smalti.models import Weights, first_weight
+from smalti.parallel import Ranks
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from smalti import Config
-from smalti.config.core_options import LaunchOptions
+from smalti.config import LaunchOptions
 from smalti_fsdp2.options import ContextOptions, FsdpOptions
 from smalti_fsdp2.translation import IDLE, PARALLELISM, section, unused
 

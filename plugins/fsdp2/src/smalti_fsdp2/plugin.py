@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import click
     from torch import nn
 
-    from smalti.checkpoint.snapshot import Snapshot
-    from smalti.models.family import ModelFamily, Weights
-    from smalti.parallel.protocol import Parallel, Ranks
+    from smalti.checkpoint import Snapshot
+    from smalti.models import ModelFamily, Weights
+    from smalti.parallel import Parallel, Ranks
 
 FORMATS = (
     CheckpointFormat(
@@ -93,7 +93,7 @@ class Fsdp:
     def detect_blocks(self, model: nn.Module, config: Config) -> list[Block] | None:
         if not (names := named_classes(config)):
             return None
-        from smalti.models.blocks import blocks_named
+        from smalti.models import blocks_named
 
         return blocks_named(model, names)
 
@@ -113,7 +113,7 @@ class Fsdp:
         """With a copy of the weights for other tools, if that is asked for; else as the core does."""
         if config[FsdpOptions].fsdp_state_dict_type != "FULL_STATE_DICT":
             return None
-        from smalti.checkpoint.writer import save
+        from smalti.checkpoint import save
 
         return save(target, state, parallel, full_weights=True)
 

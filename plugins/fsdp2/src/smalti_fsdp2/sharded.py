@@ -13,13 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from smalti import Block, Config
-from smalti.models.compile import compile_blocks
-from smalti.models.context_parallel import context_plan
-from smalti.models.family import ModelFamily, Weights
-from smalti.parallel.precision import in_bf16
-from smalti.parallel.process_group import Group
-from smalti.parallel.protocol import PortableState
-from smalti.parallel.state import capture, restore
+from smalti.models import ModelFamily, Weights, compile_blocks, context_plan
+from smalti.parallel import Group, PortableState, capture, in_bf16, restore
 from smalti_fsdp2.context import context_group, split_context
 from smalti_fsdp2.filling import fill
 from smalti_fsdp2.options import ContextOptions, FsdpOptions

@@ -17,11 +17,8 @@ import torch
 from torch import Tensor
 
 from smalti import CheckpointError
-from smalti.checkpoint.conversion.formats import Contents, optimizer_of
-from smalti.checkpoint.dtypes import NAMES
-from smalti.checkpoint.format.safetensors_layout import StoredTensor
-from smalti.checkpoint.planning import memory
-from smalti.parallel.state import portable_name
+from smalti.checkpoint import NAMES, Contents, StoredTensor, memory, optimizer_of
+from smalti.parallel import portable_name
 from smalti_fsdp2.metadata import Key
 
 _MODELS = frozenset(("model", "module", "state_dict", "model_state_dict", "net", "network", "transformer", "unet"))

@@ -29,12 +29,17 @@ from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from smalti import Block, Config, UserError
-from smalti.models.compile import compile_blocks
-from smalti.models.family import Weights
-from smalti.parallel.precision import in_bf16
-from smalti.parallel.process_group import Group
-from smalti.parallel.protocol import PortableState, Ranks
-from smalti.parallel.state import fill_settings, named_parameters, optimizer_settings, portable_name
+from smalti.models import Weights, compile_blocks
+from smalti.parallel import (
+    Group,
+    PortableState,
+    Ranks,
+    fill_settings,
+    in_bf16,
+    named_parameters,
+    optimizer_settings,
+    portable_name,
+)
 from smalti_fsdp2.filling import fill_buffers
 from smalti_fsdp2.options import FsdpOptions
 from smalti_fsdp2.recomputation import recompute

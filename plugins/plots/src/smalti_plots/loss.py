@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smalti import UserError
-from smalti.rundir.events import Event
-from smalti.rundir.png import write_png
+from smalti.rundir import Event, write_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from smalti import Outcome, RunInfo, RunState, ValidationResult, hookimpl
-from smalti.rundir.directory import CONTACT_SHEET, RunDirectory
+from smalti.rundir import CONTACT_SHEET, RunDirectory
 
 
 class Plots:

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from smalti.diffusion.objective import STEPS, Conditioning, Objective, Prediction, RectifiedFlow
-from smalti.models.family import Adaptable, Cacheable, Encoding, KeepsRawLatents, ModelFamily, native_objective
-from smalti.models.size_conditioning import SeesFrames
+from smalti.diffusion import STEPS, Conditioning, Objective, Prediction, RectifiedFlow
+from smalti.models import Adaptable, Cacheable, Encoding, KeepsRawLatents, ModelFamily, SeesFrames, native_objective
 from smalti_testing.contract import BrokenContract, Contract, expect
 from smalti_testing.family_subject import CAPTIONS, FRAME, FamilySubject
 
@@ -273,7 +272,7 @@ def pictures_are_drawn_in_the_size_that_was_asked_for(subject: FamilySubject) ->
 def a_picture_depends_on_its_prompt_and_seed_alone(subject: FamilySubject) -> None:
     """So that pictures of two steps can be compared, whichever rank has drawn them and beside which others.
 
-    Draw the first noise of each picture from a generator of its own (`smalti.diffusion.sampling.seeded_noise`).
+    Draw the first noise of each picture from a generator of its own (`smalti.diffusion.seeded_noise`).
     """
     model = subject.model()
     together = subject.draw(model, subject.captions, (5, 6, 7))

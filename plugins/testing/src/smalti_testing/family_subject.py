@@ -13,10 +13,8 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
-from smalti.diffusion.objective import Conditioning
-from smalti.models.family import ModelFamily, SampleRequest, native_objective
-from smalti.models.size_conditioning import Frame, encode
-from smalti.models.weights import materialise
+from smalti.diffusion import Conditioning
+from smalti.models import Frame, ModelFamily, SampleRequest, encode, materialise, native_objective
 
 CAPTIONS: tuple[str, str, str] = ("a red fox in the snow", "two boats", "")
 FRAME = Frame(width=640, height=480, left=3, top=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 
-from smalti.data.storage.protocol import MissingFileError, StoredFile, checked_key
+from smalti.data import MissingFileError, StoredFile, checked_key
 
 
 class MemoryStorage:

@@ -22,13 +22,10 @@ from typing import cast, get_args
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from smalti import Problem
-from smalti.config.options import Level, Option, OptionGroup, Schema
-from smalti.config.resolution import Config, resolve
+from smalti import CacheEntry, DistributedPlan, FamilyEntry, MetadataEntry, OptimizerEntry, Problem, StorageEntry
+from smalti.config import Config, Level, Option, OptionGroup, Schema, resolve
 from smalti.hookspecs import PROJECT, HookSpecs
-from smalti.plugins.registry import BUILT_IN, PluginInfo, Plugins, Selection, load_plugins
-from smalti.plugins.schema import schema_of
-from smalti.types import CacheEntry, DistributedPlan, FamilyEntry, MetadataEntry, OptimizerEntry, StorageEntry
+from smalti.plugins import BUILT_IN, PluginInfo, Plugins, Selection, load_plugins, schema_of
 from smalti_testing.contract import BrokenContract, Contract, expect
 
 Entry = FamilyEntry | StorageEntry | MetadataEntry | OptimizerEntry | CacheEntry
@@ -255,7 +252,7 @@ def its_optimizers_can_be_built(subject: PluginSubject) -> None:
         return
     import torch
 
-    from smalti.training.optim.optimizers import build_registered, matrices, parameter_groups
+    from smalti.training import build_registered, matrices, parameter_groups
 
     for entry in entries:
         model = torch.nn.Linear(3, 2)

@@ -16,8 +16,8 @@ from typing import ClassVar, TypeVar
 
 import pytest
 
-from smalti.data.storage.protocol import Storage
-from smalti.models.family import ModelFamily
+from smalti.data import Storage
+from smalti.models import ModelFamily
 from smalti_testing.contract import Contract
 from smalti_testing.families import FAMILY
 from smalti_testing.family_subject import CAPTIONS, FamilySubject

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 
 import click
 
-from smalti.cli.entry import main as smalti
-from smalti.config.resolution import resolve
-from smalti.plugins.registry import load_plugins
-from smalti.plugins.schema import schema_of, selection_of
+from smalti.cli import main as smalti
+from smalti.config import resolve
+from smalti.plugins import load_plugins, schema_of, selection_of
 
 HEAVY = ("torch", "accelerate", "diffusers", "transformers", "deepspeed", "boto3", "pynvml", "fastapi", "pandas", "matplotlib")
 HELP = ("--help", "train --help-all")

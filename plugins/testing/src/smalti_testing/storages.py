@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from smalti.data.storage.protocol import InvalidKeyError, MissingFileError, Storage, StorageError
+from smalti.data import InvalidKeyError, MissingFileError, Storage, StorageError
 from smalti_testing.contract import BrokenContract, Contract, expect
 
 Make = Callable[[Mapping[str, bytes], Path], Storage]
@@ -125,7 +125,7 @@ def a_range_is_cut_off_at_the_end(subject: StorageSubject) -> None:
 def a_missing_file_is_told_as_such(subject: StorageSubject) -> None:
     """A file that went away is set aside; an error of any other kind ends the scan.
 
-    Raise `smalti.data.storage.protocol.MissingFileError` from `stat`, `read` and `read_range`; for a folder's name too, which is no file.
+    Raise `smalti.data.MissingFileError` from `stat`, `read` and `read_range`; for a folder's name too, which is no file.
     """
     storage = subject.holding({"folder/file": b"x"})
     for key in ("nothing.png", "no/such/folder.png", "folder"):
@@ -141,7 +141,7 @@ def a_missing_file_is_told_as_such(subject: StorageSubject) -> None:
 def keys_that_could_leave_the_root_are_refused(subject: StorageSubject) -> None:
     """A key comes out of tables that somebody else wrote; "../../etc/passwd" must not get anywhere.
 
-    Pass every key through `smalti.data.storage.protocol.checked_key`, which raises `InvalidKeyError`.
+    Pass every key through `smalti.data.checked_key`, which raises `InvalidKeyError`.
     """
     storage = subject.holding({"a": b"x"})
     for key in ("/etc/passwd", "../a", "b/../a", "a//b", "", ".", "a/.", "b\\a", "a\0"):
@@ -187,7 +187,7 @@ def its_location_is_a_text_for_people(subject: StorageSubject) -> None:
 def what_was_written_is_there_at_once(subject: StorageSubject) -> None:
     """A reader sees the old content or the new one, in the list, in `stat` and in `read`, and nothing left over beside it.
 
-    Write elsewhere and move into place (`smalti.system.files.atomic_write`), or use the store's own atomic put. A storage that cannot
+    Write elsewhere and move into place (`smalti.system.atomic_write`), or use the store's own atomic put. A storage that cannot
     be written to raises `StorageError` and changes nothing; say so to the kit with `writes = False`.
     """
     storage = subject.holding({"a": b"old"})

@@ -21,12 +21,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from smalti.checkpoint.reader import load
-from smalti.checkpoint.snapshot import Snapshot
-from smalti.checkpoint.writer import save
-from smalti.parallel.protocol import PortableState
-from smalti.parallel.state import capture
-from smalti.types import Checkpoint, World
+from smalti import Checkpoint, World
+from smalti.checkpoint import Snapshot, load, save
+from smalti.parallel import PortableState, capture
 from smalti_testing.contract import Contract, expect
 from smalti_testing.ranks import Ranks, two_processes
 from smalti_testing.strategy_subject import SEED, StrategySubject, open_strategy, whole_state

@@ -15,17 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from smalti.config.resolution import Config, resolve
+from smalti import DistributedPlan
+from smalti.config import Config, resolve
 from smalti.hookspecs import HookSpecs
-from smalti.models.weights import materialise
-from smalti.parallel.protocol import Parallel, PortableState
-from smalti.parallel.state import capture, restore
-from smalti.plugins.lookup import choose_distributed
-from smalti.plugins.registry import BUILT_IN, Plugins, Selection, load_plugins
-from smalti.plugins.schema import schema_of
-from smalti.training.optim.optimizers import matrices
-from smalti.training.run import build_model, build_optimizer, open_parallel, wrap_model
-from smalti.types import DistributedPlan
+from smalti.models import materialise
+from smalti.parallel import Parallel, PortableState, capture, restore
+from smalti.plugins import BUILT_IN, Plugins, Selection, choose_distributed, load_plugins, schema_of
+from smalti.training import build_model, build_optimizer, matrices, open_parallel, wrap_model
 from smalti_testing.contract import expect
 from smalti_testing.tiny import TinyFamily
 

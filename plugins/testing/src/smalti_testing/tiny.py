@@ -14,10 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smalti.diffusion.objective import Conditioning, Prediction
-from smalti.diffusion.sampling import Sampler, seeded_noise
-from smalti.models.family import SampleRequest
-from smalti.models.weights import SeededWeights
+from smalti.diffusion import Conditioning, Prediction, Sampler, seeded_noise
+from smalti.models import SampleRequest, SeededWeights
 
 _WORDS = 31
 """Captions are hashed into a table of this many rows."""

@@ -2,8 +2,8 @@
 
 import torch
 
-from smalti.parallel.state import capture
-from smalti.training.ddp import Replicas
+from smalti.parallel import capture
+from smalti.training import Replicas
 
 
 class Unaveraged(Replicas):

@@ -23,15 +23,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from smalti import UserError
-from smalti.diffusion.objective import Conditioning, Prediction
-from smalti.diffusion.sampling import Sampler, seeded_noise
-from smalti.models.context_parallel import Attention, ContextPlan, Join, Split
-from smalti.models.family import SampleRequest, Weights
-from smalti.models.weights import FolderWeights, SeededWeights
-from smalti.parallel.accelerator import to_device
+from smalti.diffusion import Conditioning, Prediction, Sampler, seeded_noise
+from smalti.models import Attention, ContextPlan, FolderWeights, Join, SampleRequest, SeededWeights, Split, Weights
+from smalti.parallel import to_device
 
 if TYPE_CHECKING:
-    from smalti.checkpoint.conversion.export_folder import ExportFolder
+    from smalti.checkpoint import ExportFolder
 
 _TIME_FEATURES = 128
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smalti import FamilyEntry, OptionGroup, Options, Problem, hookimpl, option
-from smalti.config.core_options import ModelOptions, ObjectiveOptions
+from smalti.config import ModelOptions, ObjectiveOptions
 
 if TYPE_CHECKING:
     from smalti import Config

@@ -1,1 +1,1 @@
-"""ROOM"""
+"""Checkpoints of other trainers in, exports out."""

@@ -25,8 +25,7 @@ from smalti.checkpoint.format.safetensors_layout import Piece, StoredTensor, enc
 from smalti.checkpoint.format.statefile import State
 from smalti.checkpoint.format.verification import named_step, verify
 from smalti.errors import CheckpointError, ExitCode, UserError
-from smalti.system import files
-from smalti.system.files import Block
+from smalti.system import Block, files
 from smalti.types import CheckpointFormat
 
 Target = Literal["smalti", "safetensors"]

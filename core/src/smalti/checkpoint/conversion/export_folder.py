@@ -23,8 +23,7 @@ from smalti.checkpoint.format.manifest import FileRecord
 from smalti.checkpoint.format.safetensors_layout import Piece, StoredTensor, encode_header
 from smalti.checkpoint.planning import memory
 from smalti.errors import CheckpointError
-from smalti.system import files
-from smalti.system.files import Block
+from smalti.system import Block, files
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Progress = Callable[[int, int], None]

@@ -1,8 +1,8 @@
 """Reads a checkpoint of another maker in a process of its own.
 
 Such files may hold pickles. Whatever reads them admits tensors and plain values only, and what goes wrong in it, a crash
-included, stays there: this process gets names, JSON and bytes. Run as `python -m smalti.checkpoint.conversion.external`, this module is the
-other process.
+included, stays there: this process gets names, JSON and bytes. Run as `python -m smalti.checkpoint.conversion.external`, this
+module is the other process.
 
 Importing this module imports no torch.
 """
@@ -23,7 +23,7 @@ from typing import IO, cast
 
 from smalti.checkpoint.conversion.formats import Contents, Source
 from smalti.errors import CheckpointError, UserError
-from smalti.system.files import Block
+from smalti.system import Block
 from smalti.types import CheckpointFormat
 
 _BLOCK = 4 * 2**20

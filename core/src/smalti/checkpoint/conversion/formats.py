@@ -16,9 +16,9 @@ from smalti.checkpoint.format.safetensors_layout import StoredTensor
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
 from smalti.checkpoint.format.statefile import read_state
 from smalti.checkpoint.format.verification import verify
-from smalti.config.known_packages import package_of_checkpoint
+from smalti.config import package_of_checkpoint
 from smalti.errors import CheckpointError
-from smalti.system.files import Block
+from smalti.system import Block
 from smalti.types import CheckpointFormat
 
 

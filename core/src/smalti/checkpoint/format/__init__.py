@@ -1,1 +1,1 @@
-"""ROOM"""
+"""The layout of a checkpoint on disk. Imports no torch."""

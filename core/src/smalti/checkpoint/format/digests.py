@@ -13,8 +13,7 @@ from typing import Protocol
 from blake3 import blake3
 
 from smalti.checkpoint.format.manifest import ALGORITHMS, FileRecord
-from smalti.system import files
-from smalti.system.liveness import note_progress
+from smalti.system import files, note_progress
 
 _BLOCK = 4 * 2**20
 _PIECE = 2**18

@@ -19,8 +19,7 @@ from smalti.checkpoint.format.digests import write_recorded
 from smalti.checkpoint.format.manifest import WEIGHTS, FileRecord
 from smalti.checkpoint.format.safetensors_layout import Piece, StoredTensor, encode_header, split
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
-from smalti.system import files
-from smalti.system.files import Block
+from smalti.system import Block, files
 
 LARGEST_FILE = 10 * 10**9
 """Bytes of tensors in one file, as diffusers splits them."""

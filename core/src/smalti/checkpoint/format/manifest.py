@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from smalti.errors import CheckpointError
-from smalti.system.files import parse_json
+from smalti.system import parse_json
 
 MANIFEST = "manifest.json"
 STATE = "state.json"

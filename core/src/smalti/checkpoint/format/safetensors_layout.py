@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smalti.errors import CheckpointError
-from smalti.system.files import parse_json
+from smalti.system import parse_json
 
 ITEM_SIZES: Mapping[str, int] = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E4M3FNUZ": 1, "F8_E5M2": 1, "F8_E5M2FNUZ": 1,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from smalti.errors import CheckpointError
-from smalti.system.files import parse_json
+from smalti.system import parse_json
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from smalti.checkpoint.format.manifest import GROUPS, MANIFEST, STATE, FileRecor
 from smalti.checkpoint.format.safetensors_layout import read_header
 from smalti.checkpoint.format.soundness import contradictions, not_finite, unusable
 from smalti.errors import CheckpointError
-from smalti.system.files import parse_json
+from smalti.system import parse_json
 
 _THREADS = 8
 

@@ -1,1 +1,1 @@
-"""ROOM"""
+"""Pages that are generated from the code: help, options, protocols."""

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from smalti.cli.pages.options import facts
-from smalti.config.options import Option, OptionGroup
+from smalti.config import Option, OptionGroup
 from smalti.errors import UserError
 
 _TERM = 32

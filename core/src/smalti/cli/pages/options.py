@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 
-from smalti.config.known_packages import package_of_option
-from smalti.config.options import Option, OptionGroup, Schema
+from smalti.config import Option, OptionGroup, Schema, package_of_option
 
 
 def default_text(option: Option) -> str:

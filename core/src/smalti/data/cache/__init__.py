@@ -1,1 +1,1 @@
-"""ROOM"""
+"""Latents and conditioning that were encoded before training."""

@@ -19,8 +19,8 @@ from smalti.data.buckets import Bucket
 from smalti.data.cache.tensor_store import Entry, TensorStore
 from smalti.data.images import Bytes, crop, read_picture
 from smalti.data.prepared import PreparedData
-from smalti.diffusion.objective import Conditioning
-from smalti.system.stateless_random import fraction, key_of
+from smalti.diffusion import Conditioning
+from smalti.system import fraction, key_of
 
 Corner = tuple[int, int]
 """Left and top of a cut, in pixels of the scaled picture."""

@@ -26,8 +26,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from smalti.config.core_options import DataOptions, ValidationOptions
-from smalti.config.resolution import Config
+from smalti.config import Config, DataOptions, ValidationOptions
 from smalti.data.buckets import Bucket
 from smalti.data.cache.embedding_cache import CachedLatents, CachedTexts, Corner
 from smalti.data.cache.tensor_store import Entry, FolderStore, TensorStore
@@ -36,14 +35,12 @@ from smalti.data.images import Bytes, normalised
 from smalti.data.prepared import PreparedData
 from smalti.data.scan.quarantine import BadSampleError, ErrorBudget, Quarantined
 from smalti.data.threads import Threads
-from smalti.diffusion.objective import Conditioning
+from smalti.diffusion import Conditioning
 from smalti.errors import PreflightError, UserError
-from smalti.models.family import Cacheable, Encoding, KeepsRawLatents, ModelFamily, latents_to_keep
-from smalti.parallel.collective import RankError, together
-from smalti.parallel.protocol import Ranks
-from smalti.rundir.phases import Phases
-from smalti.system.files import write_json_atomically
-from smalti.system.signals import terminated
+from smalti.models import Cacheable, Encoding, KeepsRawLatents, ModelFamily, latents_to_keep
+from smalti.parallel import RankError, Ranks, together
+from smalti.rundir import Phases
+from smalti.system import terminated, write_json_atomically
 from smalti.types import World
 
 T = TypeVar("T")

@@ -20,10 +20,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from smalti.checkpoint.dtypes import DTYPES, NAMES
-from smalti.checkpoint.format.safetensors_layout import ITEM_SIZES, Piece, encode_header
+from smalti.checkpoint import DTYPES, ITEM_SIZES, NAMES, Piece, encode_header
 from smalti.errors import UserError
-from smalti.system.files import create, fsync_directory, rename, sync, write
+from smalti.system import create, fsync_directory, rename, sync, write
 
 _log = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""ROOM"""
+"""What a user says of datasets: specification, sources, captions."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from smalti.plugins.factories import create
+from smalti.plugins import create
 from smalti.types import MetadataEntry, StorageEntry
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from smalti.data.cache.embedding_cache import CachedLatents, CachedTexts, Corner
 from smalti.data.images import normalised
 from smalti.data.prepared import PreparedData
 from smalti.data.scan.quarantine import BadSampleError
-from smalti.diffusion.objective import Conditioning
-from smalti.models.size_conditioning import Frame
-from smalti.system.stateless_random import key_of, text_hash
+from smalti.diffusion import Conditioning
+from smalti.models import Frame
+from smalti.system import key_of, text_hash
 
 _READERS = 4
 _log = logging.getLogger(__name__)

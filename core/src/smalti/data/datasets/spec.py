@@ -16,11 +16,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from smalti.config.known_packages import package_of_storage
+from smalti.config import package_of_storage
 from smalti.data.buckets import CropAspect, CropStyle, ResolutionType
 from smalti.data.datasets.catalog import Catalog
 from smalti.errors import ConfigError, Problem
-from smalti.system.files import parse_json
+from smalti.system import parse_json
 
 # Keys of the reference trainer that need no counterpart here, and why.
 WITHOUT_EFFECT: Mapping[str, str] = {

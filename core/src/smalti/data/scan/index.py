@@ -30,7 +30,7 @@ from smalti.data.scan.quarantine import BadSampleError, Quarantined
 from smalti.data.storage.protocol import Storage, StorageError, TransientStorageError
 from smalti.data.threads import Threads
 from smalti.errors import UserError
-from smalti.system.stateless_random import as_signed, key_of, text_hash
+from smalti.system import as_signed, key_of, text_hash
 
 _log = logging.getLogger(__name__)
 

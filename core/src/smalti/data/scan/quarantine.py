@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from smalti.system.files import atomic_write
+from smalti.system import atomic_write
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from smalti.data.storage.protocol import (
     TransientStorageError,
     checked_key,
 )
-from smalti.system.files import atomic_write
+from smalti.system import atomic_write
 
 if TYPE_CHECKING:
     from smalti.data.datasets.spec import DatasetSpec

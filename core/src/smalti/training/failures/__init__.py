@@ -1,1 +1,1 @@
-"""ROOM"""
+"""What happens when a device, a rank or memory fails."""

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from smalti.errors import UserError
-from smalti.parallel.protocol import Ranks
-from smalti.plugins.observers import summary, warn
+from smalti.parallel import Ranks
+from smalti.plugins import summary, warn
 from smalti.training.failures.faults import is_fault
 from smalti.training.failures.out_of_memory import memory_explained
 from smalti.training.run import Run

@@ -16,13 +16,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from smalti.checkpoint.format.manifest import SUSPECT
-from smalti.checkpoint.snapshot import Snapshot
-from smalti.checkpoint.writer import SaveError
-from smalti.parallel.failure_detection import Crew, LostRankError, Roll
-from smalti.parallel.protocol import Ranks
-from smalti.plugins.observers import notify
-from smalti.system.liveness import note_progress
+from smalti.checkpoint import SUSPECT, SaveError, Snapshot
+from smalti.parallel import Crew, LostRankError, Ranks, Roll
+from smalti.plugins import notify
+from smalti.system import note_progress
 from smalti.training.run import Run
 from smalti.types import StopReason
 

@@ -9,10 +9,10 @@ from typing import cast
 
 import torch
 
-from smalti.config.core_options import RunOptions
-from smalti.data.loader import Batch
+from smalti.config import RunOptions
+from smalti.data import Batch
 from smalti.errors import GpuFaultError
-from smalti.plugins.observers import consult, warn
+from smalti.plugins import consult, warn
 from smalti.training.failures.out_of_memory import is_out_of_memory
 from smalti.training.run import Run
 from smalti.types import FaultAction, GpuFault, StopReason, World

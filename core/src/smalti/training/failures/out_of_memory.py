@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from smalti.config.resolution import Config
+from smalti.config import Config
 from smalti.errors import ExitCode, UserError
-from smalti.models.family import Adaptable
+from smalti.models import Adaptable
 from smalti.training.failures.memory_use import ALLOCATOR_VARIABLES, MemoryUse, amounts, remedies, told
 from smalti.training.run import Run
 from smalti.types import World

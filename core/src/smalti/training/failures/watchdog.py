@@ -19,12 +19,9 @@ from types import TracebackType
 from typing import Self
 
 from smalti.errors import ExitCode
-from smalti.parallel.failure_detection import Crew, leave_lost_word
-from smalti.parallel.gloo import BrokenGroupError, break_group
-from smalti.plugins.observers import notify
-from smalti.system.exit import flush
-from smalti.system.exit_reports import describe, leave_word
-from smalti.system.liveness import leave_within
+from smalti.parallel import BrokenGroupError, Crew, break_group, leave_lost_word
+from smalti.plugins import notify
+from smalti.system import describe, flush, leave_within, leave_word
 from smalti.training.failures.emergency_save import rescue
 from smalti.training.run import Run
 

@@ -1,1 +1,1 @@
-"""ROOM"""
+"""What moves the weights: optimizers, the learning rate, EMA."""

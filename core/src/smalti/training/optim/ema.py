@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from smalti.config.core_options import TrainingOptions
-from smalti.config.resolution import Config
-from smalti.parallel.protocol import Parallel
+from smalti.config import Config, TrainingOptions
+from smalti.parallel import Parallel
 
 
 class Ema:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from smalti.config.core_options import CheckpointOptions, OptimizerOptions, ValidationOptions
-from smalti.config.resolution import Config
-from smalti.data.prepared import PreparedData
+from smalti.config import CheckpointOptions, Config, OptimizerOptions, ValidationOptions
+from smalti.data import PreparedData
 from smalti.types import RunState
 
 

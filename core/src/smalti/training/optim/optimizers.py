@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from smalti.config.core_options import OptimizerOptions
-from smalti.config.resolution import Config
+from smalti.config import Config, OptimizerOptions
 from smalti.errors import BrokenPlugin, CheckpointError
-from smalti.plugins.factories import create
-from smalti.plugins.lookup import find_optimizer
+from smalti.plugins import create, find_optimizer
 from smalti.types import OptimizerEntry
 
 

@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from smalti.config.core_options import ValidationOptions
-from smalti.data.datasets.held_out import HeldOut, HeldOutPictures
-from smalti.diffusion.noise import SampleNoise
-from smalti.diffusion.objective import STEPS, Conditioning
-from smalti.models.family import ModelFamily, latents_of
-from smalti.models.size_conditioning import with_frames
-from smalti.plugins.observers import notify
+from smalti.config import ValidationOptions
+from smalti.data import HeldOut, HeldOutPictures
+from smalti.diffusion import STEPS, Conditioning, SampleNoise
+from smalti.models import ModelFamily, latents_of, with_frames
+from smalti.plugins import notify
 from smalti.training.failures.attempts import computed
 from smalti.training.metrics import log_metrics
 from smalti.training.validation.validation import at_rest

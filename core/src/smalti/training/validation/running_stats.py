@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from smalti.parallel.protocol import Parallel
+from smalti.parallel import Parallel
 
 
 @torch.no_grad()

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from smalti.config.core_options import DataOptions, ValidationOptions, sizes_in
-from smalti.data.buckets import Bucket
+from smalti.config import DataOptions, ValidationOptions, sizes_in
+from smalti.data import Bucket
 from smalti.errors import UserError
-from smalti.models.family import SampleRequest, TellsSettings
-from smalti.plugins.observers import notify
-from smalti.rundir.png import save_picture
+from smalti.models import SampleRequest, TellsSettings
+from smalti.plugins import notify
+from smalti.rundir import save_picture
 from smalti.training.failures.attempts import AttemptFailed, computed, on_all_ranks
 from smalti.training.validation.running_stats import take_first_ranks
 from smalti.types import ValidationImage, ValidationResult
@@ -24,7 +24,7 @@ from smalti.types import ValidationImage, ValidationResult
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from smalti.config.resolution import Config
+    from smalti.config import Config
     from smalti.training.run import Run
 
 

@@ -1,0 +1,45 @@
+from .config.options import (
+    Names as Names,
+    OptionGroup as OptionGroup,
+    Options as Options,
+    Tables as Tables,
+    Texts as Texts,
+    Translation as Translation,
+    option as option,
+)
+from .config.resolution import Config as Config
+from .errors import (
+    CheckpointError as CheckpointError,
+    ConfigError as ConfigError,
+    ExitCode as ExitCode,
+    MissingPlugin as MissingPlugin,
+    PreflightError as PreflightError,
+    Problem as Problem,
+    UserError as UserError,
+)
+from .hookspecs import HookSpecs as HookSpecs, hookimpl as hookimpl
+from .types import (
+    Block as Block,
+    CacheEntry as CacheEntry,
+    Checkpoint as Checkpoint,
+    CheckpointFormat as CheckpointFormat,
+    Cleared as Cleared,
+    DistributedPlan as DistributedPlan,
+    EvaluationResult as EvaluationResult,
+    FamilyEntry as FamilyEntry,
+    FaultAction as FaultAction,
+    GpuFault as GpuFault,
+    MetadataEntry as MetadataEntry,
+    OptimizerEntry as OptimizerEntry,
+    Origin as Origin,
+    Outcome as Outcome,
+    Registered as Registered,
+    RunInfo as RunInfo,
+    RunState as RunState,
+    StepResult as StepResult,
+    StopReason as StopReason,
+    StorageEntry as StorageEntry,
+    ValidationImage as ValidationImage,
+    ValidationResult as ValidationResult,
+    World as World,
+)

@@ -1,0 +1,48 @@
+from .async_saver import Saver as Saver
+from .conversion.convert import (
+    ConversionError as ConversionError,
+    Target as Target,
+    check_room as check_room,
+    convert as convert,
+    make_folder as make_folder,
+)
+from .conversion.export_folder import (
+    ExportFolder as ExportFolder,
+    Precision as Precision,
+    Progress as Progress,
+    Trained as Trained,
+)
+from .conversion.formats import Contents as Contents, OwnCheckpoint as OwnCheckpoint, optimizer_of as optimizer_of
+from .dtypes import DTYPES as DTYPES, NAMES as NAMES
+from .format.manifest import (
+    GROUPS as GROUPS,
+    MANIFEST as MANIFEST,
+    STATE as STATE,
+    SUSPECT as SUSPECT,
+    WEIGHTS as WEIGHTS,
+    FileRecord as FileRecord,
+    Manifest as Manifest,
+    read_manifest as read_manifest,
+)
+from .format.safetensors_layout import (
+    ITEM_SIZES as ITEM_SIZES,
+    Piece as Piece,
+    StoredTensor as StoredTensor,
+    encode_header as encode_header,
+    read_layout as read_layout,
+    stored_tensors as stored_tensors,
+)
+from .format.statefile import read_state as read_state
+from .format.store import CheckpointStore as CheckpointStore, Entry as Entry
+from .format.verification import Verification as Verification, glance as glance, verify as verify
+from .planning import (
+    Pieces as Pieces,
+    decode_pieces as decode_pieces,
+    encode_pieces as encode_pieces,
+    local_pieces as local_pieces,
+    memory as memory,
+)
+from .reader import Loaded as Loaded, compare as compare, load as load
+from .search import find_together as find_together
+from .snapshot import Snapshot as Snapshot
+from .writer import SaveError as SaveError, save as save

@@ -1,0 +1,53 @@
+from . import accelerate_yaml as accelerate_yaml
+from .accelerate_yaml import is_accelerate as is_accelerate
+from .core_options import (
+    GROUPS as GROUPS,
+    ONLY_ON_CUDA as ONLY_ON_CUDA,
+    CheckpointOptions as CheckpointOptions,
+    DataOptions as DataOptions,
+    LaunchOptions as LaunchOptions,
+    ModelOptions as ModelOptions,
+    ObjectiveOptions as ObjectiveOptions,
+    OptimizerOptions as OptimizerOptions,
+    PluginOptions as PluginOptions,
+    RunOptions as RunOptions,
+    TrackingOptions as TrackingOptions,
+    TrainingOptions as TrainingOptions,
+    ValidationOptions as ValidationOptions,
+    cuda_graph_problem as cuda_graph_problem,
+    launch_problems as launch_problems,
+    sizes_in as sizes_in,
+    warm_up_notice as warm_up_notice,
+    warm_up_problem as warm_up_problem,
+)
+from .edit import Edit as Edit, set_option as set_option
+from .files import expand as expand, read_mapping as read_mapping, read_text as read_text
+from .known_packages import (
+    PLUGINS as PLUGINS,
+    package_of_cache as package_of_cache,
+    package_of_checkpoint as package_of_checkpoint,
+    package_of_command as package_of_command,
+    package_of_family as package_of_family,
+    package_of_option as package_of_option,
+    package_of_storage as package_of_storage,
+    package_of_topic as package_of_topic,
+    packages_with_families as packages_with_families,
+)
+from .options import (
+    Level as Level,
+    Names as Names,
+    Option as Option,
+    OptionGroup as OptionGroup,
+    Schema as Schema,
+    unknown as unknown,
+)
+from .resolution import (
+    AUTOMATIC as AUTOMATIC,
+    PER_MACHINE as PER_MACHINE,
+    Config as Config,
+    draft as draft,
+    resolve as resolve,
+    restore as restore,
+)
+from .sources import PREFIX as PREFIX, flat as flat
+from .toml import as_toml as as_toml, put_into as put_into

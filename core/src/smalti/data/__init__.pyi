@@ -1,0 +1,30 @@
+from .buckets import Bucket as Bucket
+from .cache.encode_ahead import Encoded as Encoded, encode_ahead as encode_ahead
+from .datasets.catalog import BUILT_IN_METADATA as BUILT_IN_METADATA, BUILT_IN_STORAGES as BUILT_IN_STORAGES
+from .datasets.held_out import HeldOut as HeldOut, HeldOutPictures as HeldOutPictures
+from .datasets.reference import dataset_reference as dataset_reference
+from .datasets.spec import DatasetSpec as DatasetSpec
+from .from_options import (
+    Scan as Scan,
+    cache_folders as cache_folders,
+    catalog_of as catalog_of,
+    dataset_specs as dataset_specs,
+    load_data as load_data,
+    scan_data as scan_data,
+    scan_progress as scan_progress,
+    total_steps as total_steps,
+    was_scanned as was_scanned,
+)
+from .loader import Batch as Batch, Loader as Loader
+from .prepared import Dataset as Dataset, PreparedData as PreparedData, build_datasets as build_datasets
+from .scan.changes import changes as changes, keep as keep
+from .scan.identity import Identity as Identity, Settings as Settings, first_digest as first_digest
+from .scan.index import Progress as Progress
+from .storage.protocol import (
+    InvalidKeyError as InvalidKeyError,
+    MissingFileError as MissingFileError,
+    Storage as Storage,
+    StorageError as StorageError,
+    StoredFile as StoredFile,
+    checked_key as checked_key,
+)

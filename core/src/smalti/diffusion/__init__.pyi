@@ -1,0 +1,21 @@
+from .noise import SampleNoise as SampleNoise
+from .objective import (
+    PUBLISHED_BETAS as PUBLISHED_BETAS,
+    STEPS as STEPS,
+    BetaSchedule as BetaSchedule,
+    Conditioning as Conditioning,
+    Objective as Objective,
+    Prediction as Prediction,
+    RectifiedFlow as RectifiedFlow,
+    build_objective as build_objective,
+)
+from .sampling import Sampler as Sampler, seeded_noise as seeded_noise
+from .timesteps import (
+    ConstantShift as ConstantShift,
+    Distribution as Distribution,
+    ResolutionShift as ResolutionShift,
+    Shift as Shift,
+    TimestepSampler as TimestepSampler,
+    build_timesteps as build_timesteps,
+)
+from .weighting import Weighting as Weighting, build_weighting as build_weighting

@@ -1,0 +1,45 @@
+from .attention import attention_kernel as attention_kernel, choose_attention as choose_attention
+from .blocks import (
+    BlockClass as BlockClass,
+    Structure as Structure,
+    blocks_named as blocks_named,
+    describe_blocks as describe_blocks,
+    find_blocks as find_blocks,
+    unknown_classes as unknown_classes,
+)
+from .compile import compile_blocks as compile_blocks, ensure_compiled as ensure_compiled
+from .context_parallel import (
+    Attention as Attention,
+    ContextPlan as ContextPlan,
+    Join as Join,
+    Split as Split,
+    context_plan as context_plan,
+)
+from .description import config_of as config_of
+from .family import (
+    Adaptable as Adaptable,
+    Cacheable as Cacheable,
+    Encoding as Encoding,
+    Exporter as Exporter,
+    KeepsRawLatents as KeepsRawLatents,
+    ModelFamily as ModelFamily,
+    SampleRequest as SampleRequest,
+    TellsSettings as TellsSettings,
+    Weights as Weights,
+    image_tokens as image_tokens,
+    lacking as lacking,
+    latents_of as latents_of,
+    latents_to_keep as latents_to_keep,
+    native_objective as native_objective,
+    native_schedule as native_schedule,
+)
+from .memory_format import put_channels_last as put_channels_last, wants_channels_last as wants_channels_last
+from .size_conditioning import Frame as Frame, SeesFrames as SeesFrames, encode as encode, with_frames as with_frames
+from .tf32 import choose_tf32 as choose_tf32, products_in_tf32 as products_in_tf32, tf32_choice as tf32_choice
+from .weights import (
+    FolderWeights as FolderWeights,
+    SeededWeights as SeededWeights,
+    first_weight as first_weight,
+    materialise as materialise,
+    without_weights as without_weights,
+)

@@ -1,0 +1,50 @@
+from .accelerator import (
+    pins_memory as pins_memory,
+    side_stream as side_stream,
+    to_device as to_device,
+    use_device as use_device,
+)
+from .collective import RankError as RankError, from_main as from_main, together as together
+from .devices import (
+    ImageSize as ImageSize,
+    accelerator_kind as accelerator_kind,
+    cpu_notices as cpu_notices,
+    describe_devices as describe_devices,
+)
+from .failure_detection import Crew as Crew, LostRankError as LostRankError, Roll as Roll, leave_lost_word as leave_lost_word
+from .gloo import (
+    BrokenGroupError as BrokenGroupError,
+    GlooRanks as GlooRanks,
+    break_group as break_group,
+    is_line_error as is_line_error,
+)
+from .precision import (
+    Products as Products,
+    choose_precision as choose_precision,
+    cost_of as cost_of,
+    describe as describe,
+    in_bf16 as in_bf16,
+    is_rocm as is_rocm,
+    products as products,
+)
+from .process_group import Group as Group
+from .protocol import (
+    Line as Line,
+    Parallel as Parallel,
+    PortableState as PortableState,
+    Ranks as Ranks,
+    Span as Span,
+    named_state as named_state,
+    shape_of as shape_of,
+)
+from .state import (
+    capture as capture,
+    fill_settings as fill_settings,
+    model_tensors as model_tensors,
+    named_parameters as named_parameters,
+    optimizer_settings as optimizer_settings,
+    portable_name as portable_name,
+    regrouped as regrouped,
+    restore as restore,
+)
+from .step_boundary import Boundary as Boundary

@@ -1,0 +1,19 @@
+from .caches import CacheFile as CacheFile, find_cache as find_cache, list_caches as list_caches
+from .factories import create as create
+from .families import family_entry as family_entry, find_family as find_family, known_families as known_families
+from .lookup import (
+    check_shares as check_shares,
+    check_strategy as check_strategy,
+    choose_distributed as choose_distributed,
+    find_optimizer as find_optimizer,
+)
+from .observers import consult as consult, notify as notify, observed as observed, summary as summary, warn as warn
+from .registry import (
+    BUILT_IN as BUILT_IN,
+    GROUP as GROUP,
+    PluginInfo as PluginInfo,
+    Plugins as Plugins,
+    Selection as Selection,
+    load_plugins as load_plugins,
+)
+from .schema import check as check, complaints as complaints, schema_of as schema_of, selection_of as selection_of

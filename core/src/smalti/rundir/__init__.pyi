@@ -1,0 +1,25 @@
+from .directory import (
+    CONTACT_SHEET as CONTACT_SHEET,
+    POLL_SECONDS as POLL_SECONDS,
+    Condition as Condition,
+    Request as Request,
+    RequestKind as RequestKind,
+    RunDirectory as RunDirectory,
+    Status as Status,
+    Summary as Summary,
+    find_runs as find_runs,
+    overview as overview,
+    phase_of as phase_of,
+    shown_loss as shown_loss,
+)
+from .events import Event as Event, read_events as read_events, to_json as to_json
+from .phases import Phase as Phase, Phases as Phases
+from .png import save_picture as save_picture, write_png as write_png
+from .recent import Recent as Recent, seconds_for as seconds_for
+from .writer import (
+    ATTEMPT_VARIABLE as ATTEMPT_VARIABLE,
+    STOPPED_EARLY as STOPPED_EARLY,
+    LiveRun as LiveRun,
+    acquire as acquire,
+    join as join,
+)

@@ -1,0 +1,24 @@
+from .ddp import Replicas as Replicas
+from .failures.memory_use import ALLOCATOR_VARIABLES as ALLOCATOR_VARIABLES
+from .failures.out_of_memory import memory_explained as memory_explained
+from .failures.watchdog import LEAVE_SECONDS as LEAVE_SECONDS, Watchdog as Watchdog
+from .inference_export import export as export
+from .loss import DenoisingLoss as DenoisingLoss, denoising_loss as denoising_loss
+from .opening import become_run as become_run
+from .optim.optimizers import (
+    build_registered as build_registered,
+    decouple_decay as decouple_decay,
+    matrices as matrices,
+    parameter_groups as parameter_groups,
+)
+from .resume_checks import check_resumable as check_resumable
+from .run import (
+    build as build,
+    build_model as build_model,
+    build_optimizer as build_optimizer,
+    check_adapter as check_adapter,
+    open_parallel as open_parallel,
+    wrap_model as wrap_model,
+)
+from .trainer import train as train
+from .validation.validation import validation_sizes as validation_sizes
