@@ -18,7 +18,22 @@ from smalti.plugins.schema import schema_of
 _LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _SWITCHES = ("...", "--dry-run", "--json", "--help", "--help-all")
-_OF_THEIR_OWN = ("writing-a-plugin.md", "hooks.md", "protocols.md")
+_OF_OTHER_COMMANDS = (
+    "apply",
+    "dry",
+    "dtype",
+    "ema",
+    "force",
+    "format",
+    "json",
+    "merge",
+    "refresh",
+    "step",
+    "tensors",
+    "to",
+    "yes",
+)
+_OF_THEIR_OWN = ("writing-a-plugin.md", "your-own-architecture.md", "hooks.md", "protocols.md")
 """Pages with options of plugins that they write themselves; a test follows them."""
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -74,6 +89,18 @@ def test_the_commands_have_options_that_exist_and_values_that_they_take(pages, r
             except ConfigError as error:
                 wrong.append(f"{path.name}: {words}: {error}")
     assert wrong == []
+
+
+def test_the_flags_that_are_named_exist(pages):
+    schema = schema_of(load_plugins())
+    known = {*schema.options, *schema.aliases, *_OF_OTHER_COMMANDS}
+    unknown = [
+        f"{path.name}: --{flag}"
+        for path, text in pages.items()
+        for flag in re.findall(r"`[^`\n]*?--([a-z][a-z0-9_]+)", _FENCE.sub("", text))
+        if path.name not in (*_OF_THEIR_OWN, "configuration.md") and flag.removeprefix("no_") not in known
+    ]
+    assert unknown == []
 
 
 def test_links_lead_to_files_and_headings_that_are_there(pages):
