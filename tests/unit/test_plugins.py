@@ -208,3 +208,8 @@ def test_the_lines_that_ranks_compare_name_active_plugins_only():
     lines = load_plugins(Selection(without=("all", "toy"))).lines
     assert all(line.split()[1] == "smalti" for line in lines)
     assert not any(line.startswith("toy ") for line in lines)
+
+
+def test_a_mistyped_name_of_a_plugin_of_the_project_is_shown_the_right_one_once():
+    with pytest.raises(UserError, match=r"fix: did you mean plots\?$"):
+        load_plugins(Selection(without=("plot",)))

@@ -359,7 +359,7 @@ def unknown_plugin(name: str, known: Iterable[str]) -> UserError:
     """The error for a plugin that is not installed: the package to install, or the nearest names."""
     if name in PLUGINS:
         return PLUGINS[name].error(f"the plugin {name!r} is not installed")
-    near = get_close_matches(name, [*known, *PLUGINS], n=3)
+    near = get_close_matches(name, sorted({*known, *PLUGINS}), n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"installed: {', '.join(sorted(known))}"
     return MissingPlugin(f"unknown plugin {name!r}", fix=hint)
 
