@@ -25,6 +25,7 @@ _OF_OTHER_COMMANDS = (
     "ema",
     "force",
     "format",
+    "help",
     "json",
     "merge",
     "refresh",
