@@ -1,6 +1,7 @@
 """README and docs: generated parts are up to date, examples are accepted, links lead somewhere."""
 
 import json
+import pkgutil
 import re
 import shlex
 import tomllib
@@ -36,6 +37,7 @@ _OF_OTHER_COMMANDS = (
 )
 _OF_THEIR_OWN = ("writing-a-plugin.md", "your-own-architecture.md", "hooks.md", "protocols.md")
 """Pages with options of plugins that they write themselves; a test follows them."""
+_PACKAGES = ("smalti", "smalti_fsdp2", "smalti_deepspeed", "smalti_diffusers", "smalti_testing")
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -102,6 +104,22 @@ def test_the_flags_that_are_named_exist(pages):
         if path.name not in (*_OF_THEIR_OWN, "configuration.md") and flag.removeprefix("no_") not in known
     ]
     assert unknown == []
+
+
+def test_the_python_names_are_there(pages):
+    named = {
+        (path.name, name)
+        for path, text in pages.items()
+        for name in re.findall(r"`((?:smalti|smalti_\w+)(?:\.\w+)+)[`(]", _FENCE.sub("", text))
+        if not name.endswith((".toml", ".plugins")) and name.partition(".")[0] in _PACKAGES
+    }
+    missing = []
+    for page, name in sorted(named):
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            missing.append(f"{page}: {name}")
+    assert missing == []
 
 
 def test_links_lead_to_files_and_headings_that_are_there(pages):
