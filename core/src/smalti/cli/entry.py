@@ -40,6 +40,11 @@ EXAMPLES = (
 )
 
 
+def built_in_commands() -> dict[str, click.Command]:
+    """The commands of smalti itself, by name."""
+    return {name: resolve_name(address) for name, (address, _) in COMMANDS.items()}
+
+
 class Commands(Group):
     """The built-in commands and those of plugins. Plugins are loaded only when no built-in command is meant."""
 

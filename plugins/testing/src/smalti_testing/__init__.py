@@ -1,9 +1,11 @@
-"""The contract kit: what every plugin, storage, model family and parallel backend must do, as checks that anyone can run.
+"""The contract kit: what plugins, families, storages, strategies, optimizers and commands must do, as checks.
 
     check_plugin("my_plugin")                     it loads, declares and registers as the core expects
     check_storage(make)                           a place where datasets live
     check_family(MyFamily())                      a model family
     check_parallel("my_plugin", "--my_enable")    a distribution strategy, on two real processes
+    check_optimizer("my_plugin", "my_optimizer")  an optimizer by its name
+    check_commands("my_plugin")                   the commands that it adds
 
 Each raises `BrokenContract`, or what the checked code raised, with a note that says what the check is for and how to mend
 it. `smalti_testing.pytest` has the same checks as classes to inherit from, one test a check. `two_processes` runs any function
@@ -18,9 +20,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from smalti_testing.commands import check_commands
     from smalti_testing.contract import BrokenContract, Contract
     from smalti_testing.families import check_family
     from smalti_testing.memory import MemoryStorage
+    from smalti_testing.optimizers import check_optimizer
     from smalti_testing.plugins import check_plugin
     from smalti_testing.ranks import RankFailed, Ranks, two_processes
     from smalti_testing.storages import check_storage
@@ -34,7 +38,9 @@ __all__ = [
     "RankFailed",
     "Ranks",
     "TinyFamily",
+    "check_commands",
     "check_family",
+    "check_optimizer",
     "check_parallel",
     "check_plugin",
     "check_storage",
@@ -42,9 +48,11 @@ __all__ = [
 ]
 
 _HOMES = {
+    "smalti_testing.commands": ("check_commands",),
     "smalti_testing.contract": ("BrokenContract", "Contract"),
     "smalti_testing.families": ("check_family",),
     "smalti_testing.memory": ("MemoryStorage",),
+    "smalti_testing.optimizers": ("check_optimizer",),
     "smalti_testing.plugins": ("check_plugin",),
     "smalti_testing.ranks": ("RankFailed", "Ranks", "two_processes"),
     "smalti_testing.storages": ("check_storage",),

@@ -81,11 +81,9 @@ class PluginSubject:
     @cached_property
     def start(self) -> dict[str, object]:
         """What `smalti_testing.start` saw of this plugin in a process of its own."""
-        left_in = {"SMALTI_WITHOUT": "all"} if self.name in BUILT_IN else {"SMALTI_PLUGINS": self.name}
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("SMALTI_")}
         done = subprocess.run(
             [sys.executable, "-m", "smalti_testing.start", self.name],
-            env={**kept, **left_in},
+            env=environment_for(self.name),
             capture_output=True,
             text=True,
             timeout=120,
@@ -93,6 +91,12 @@ class PluginSubject:
         if done.returncode:
             raise BrokenContract(f"set-up in a new process ended with status {done.returncode}:\n{done.stderr}")
         return cast(dict[str, object], json.loads(done.stdout.splitlines()[-1]))
+
+
+def environment_for(name: str) -> dict[str, str]:
+    """The environment of a process in which smalti loads this plugin beside the built-in ones, and no other."""
+    chosen = {"SMALTI_WITHOUT": "all"} if name in BUILT_IN else {"SMALTI_PLUGINS": name}
+    return {key: value for key, value in os.environ.items() if not key.startswith("SMALTI_")} | chosen
 
 
 def check_plugin(name: str) -> None:

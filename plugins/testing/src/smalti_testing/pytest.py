@@ -18,9 +18,11 @@ import pytest
 
 from smalti.data import Storage
 from smalti.models import ModelFamily
+from smalti_testing.commands import COMMAND, CommandSubject
 from smalti_testing.contract import Contract
 from smalti_testing.families import FAMILY
 from smalti_testing.family_subject import CAPTIONS, FamilySubject
+from smalti_testing.optimizers import OPTIMIZER, OptimizerSubject
 from smalti_testing.plugins import PLUGIN, PluginSubject
 from smalti_testing.ranks import Ranks, two_processes
 from smalti_testing.storages import STORAGE, StorageSubject
@@ -31,7 +33,7 @@ C = TypeVar("C", bound="type[ContractTests]")
 
 
 class ContractTests:
-    """What the four classes have in common."""
+    """What all of the classes have in common."""
 
     contract: ClassVar[Contract]  # type: ignore[type-arg]
     exempt: ClassVar[Mapping[str, str]] = {}
@@ -139,3 +141,36 @@ class ParallelContract(ContractTests):
 
     def run_check(self, name: str, folder: Path) -> None:
         run_check(self._processes, name, self.plugin, self.flags, folder)
+
+
+@_with_tests
+class OptimizerContract(ContractTests):
+    """Set `plugin` to the name of the entry point, `optimizer` to that of the optimizer, `flags` to options of its own."""
+
+    contract = OPTIMIZER
+    plugin: ClassVar[str]
+    optimizer: ClassVar[str]
+    flags: ClassVar[tuple[str, ...]] = ()
+
+    def run_check(self, name: str, folder: Path) -> None:
+        self.contract.run(name, OptimizerSubject(self.plugin, self.optimizer, self.flags, folder))
+
+
+@_with_tests
+class CommandContract(ContractTests):
+    """Set `plugin` to the name of the entry point. All commands that it registers are checked.
+
+    `refused` are command lines, without `smalti`, that must end with exit code 2, besides those with an unknown option.
+    """
+
+    contract = COMMAND
+    plugin: ClassVar[str]
+    refused: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    _subject: ClassVar[CommandSubject]
+
+    @classmethod
+    def setup_class(cls) -> None:
+        cls._subject = CommandSubject(cls.plugin, cls.refused)
+
+    def run_check(self, name: str, folder: Path) -> None:
+        self.contract.run(name, self._subject)

@@ -43,13 +43,13 @@ def main(name: str) -> None:
             plugins.call_only(name, hook, **values)
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        helped = {words: _status(words.split()) for words in HELP}
+        helped = {words: status(words.split()) for words in HELP}
     warned = "".join(line for line in said.getvalue().splitlines(keepends=True) if "smalti: warning:" in line)
     heavy = [module for module in HEAVY if module in sys.modules]
     print(json.dumps({"heavy": heavy, "help": helped, "said": said.getvalue()[-2000:] if any(helped.values()) else warned}))
 
 
-def _status(words: Sequence[str]) -> int:
+def status(words: Sequence[str]) -> int:
     """The exit status of `smalti WORDS`."""
     try:
         smalti(list(words))

@@ -1,0 +1,119 @@
+"""The contract of the commands that a plugin adds to `smalti`. Imports no torch; the commands run in a process of their own.
+
+It looks at the plugin as it is installed. "core" stands for the commands of smalti itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+import click
+
+from smalti.cli import built_in_commands
+from smalti_testing.contract import BrokenContract, Contract, expect
+from smalti_testing.plugins import PluginSubject, environment_for
+
+UNKNOWN = "--no-such-option"
+
+
+@dataclass(frozen=True)
+class CommandSubject:
+    """The commands of one plugin. `refused` are words after `smalti` that must be refused, besides unknown options."""
+
+    plugin: str
+    refused: tuple[tuple[str, ...], ...] = ()
+
+    @cached_property
+    def commands(self) -> dict[str, click.Command]:
+        """By name, as the plugin registers them."""
+        if self.plugin == "core":
+            return built_in_commands()
+        group = click.Group()
+        PluginSubject(self.plugin).answers("register_commands", commands=group)
+        return dict(group.commands)
+
+    @cached_property
+    def paths(self) -> dict[tuple[str, ...], click.Command]:
+        """All commands and those below them, by the words that call them."""
+        found: dict[tuple[str, ...], click.Command] = {}
+        rest: list[tuple[tuple[str, ...], click.Command]] = [((name,), command) for name, command in self.commands.items()]
+        while rest:
+            path, command = rest.pop()
+            found[path] = command
+            if isinstance(command, click.Group):
+                rest += [((*path, name), each) for name, each in command.commands.items()]
+        return dict(sorted(found.items()))
+
+    @cached_property
+    def seen(self) -> dict[str, object]:
+        """What `smalti_testing.command_walk` saw of these commands in a process of its own."""
+        refused = [(*path, UNKNOWN) for path in self.paths] + list(self.refused)
+        done = subprocess.run(
+            [sys.executable, "-m", "smalti_testing.command_walk"],
+            input=json.dumps({"help": list(self.paths), "refused": refused}),
+            env=environment_for(self.plugin),
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        if done.returncode:
+            raise BrokenContract(f"the process that runs the commands ended with status {done.returncode}:\n{done.stderr}")
+        return cast(dict[str, object], json.loads(done.stdout.splitlines()[-1]))
+
+
+def check_commands(plugin: str, *refused: Sequence[str]) -> None:
+    """Every check of the contract, for all commands of this plugin. `refused` are words that must be refused."""
+    COMMAND.run_all(CommandSubject(plugin, tuple(map(tuple, refused))))
+
+
+COMMAND: Contract[CommandSubject] = Contract("command")
+
+
+@COMMAND.check
+def commands_are_registered_under_names_that_can_be_typed(subject: CommandSubject) -> None:
+    """Lower case, with dashes between words, and no name that smalti or another plugin has.
+
+    `register_commands` gets a group: add each command to it with `add_command`.
+    """
+    expect(bool(subject.commands), f"the plugin {subject.plugin!r} registers no command")
+    wrong = [" ".join(path) for path in subject.paths if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", path[-1])]
+    expect(not wrong, f"not in lower case with dashes: {', '.join(wrong)}")
+
+
+@COMMAND.check
+def every_command_says_what_it_does(subject: CommandSubject) -> None:
+    """Its docstring is what `--help` shows, and the first sentence what the list of commands shows beside its name."""
+    silent = [" ".join(path) for path, command in subject.paths.items() if not command.get_short_help_str().strip()]
+    expect(not silent, f"without a docstring: {', '.join(silent)}")
+
+
+@COMMAND.check
+def help_is_shown_without_torch(subject: CommandSubject) -> None:
+    """`--help` of every command and subcommand ends with status 0 and imports nothing that takes seconds.
+
+    Import torch, and whatever imports it, inside the function of the command.
+    """
+    for words, (status, said) in cast(dict[str, tuple[int, str]], subject.seen["help"]).items():
+        expect(status == 0 and bool(said.strip()), f"smalti {words} --help ends with status {status}: {said}")
+    heavy = cast(list[str], subject.seen["heavy"])
+    expect(not heavy, f"showing the help has imported {', '.join(heavy)}")
+
+
+@COMMAND.check
+def what_it_does_not_understand_is_refused_with_exit_code_2(subject: CommandSubject) -> None:
+    """Scripts tell a wrong command line, exit code 2, from work that failed, 1. Nothing is done, and no traceback is shown.
+
+    Raise `smalti.UserError` with a fix, or let click complain. A command that takes `nargs=-1` words as they are has to look at
+    all of them.
+    """
+    for words, (status, said) in cast(dict[str, tuple[int, str]], subject.seen["refused"]).items():
+        expect(status == 2, f"smalti {words} ends with status {status}, not 2: {said}")
+        expect("Traceback" not in said, f"smalti {words} shows a traceback: {said}")
+        expect(bool(said.strip()), f"smalti {words} says nothing")
