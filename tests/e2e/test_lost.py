@@ -150,6 +150,24 @@ def test_a_rank_that_is_out_of_memory_says_what_was_there_and_what_would_help(wa
     assert "--gradient_checkpointing: saves most of the activations" in last
 
 
+def test_a_single_process_saves_the_step_after_which_a_plugin_fails(tmp_path, train):
+    run = train(tmp_path / "run", max_train_steps=8, train_batch_size=2, variables={"PROBE_RAISE": "on_step_end"})
+    assert (run.code, newest(run.directory).step, newest(run.directory).manifest.flags) == (1, 1, ()), run.output
+    assert f"saved step 1 from rank 0 before leaving: {newest(run.directory).path}" in run.output
+    assert "RuntimeError: spoiled on_step_end" in run.output
+    again = train(run.directory, max_train_steps=8, train_batch_size=2)
+    assert (again.code, [event["step"] for event in again.events("step")]) == (0, list(range(2, 9)))
+
+
+def test_where_all_ranks_are_out_of_memory_the_lowest_saves(tmp_path, launch):
+    options = {**ENDLESS, "num_processes": 2, "max_train_steps": 8}
+    run = launch(tmp_path / "run", **options, spoil="memory:0:4,memory:1:4")
+    last = run.output[run.output.index("ended with exit code 1: ") :]
+    assert "out of memory on cpu: no room for 2.00 GiB more in the forward pass" in last
+    assert f"saved step 3 from rank 0 before leaving: {newest(run.directory).path}" in run.output
+    assert verify(newest(run.directory).path).ok
+
+
 @pytest.mark.parametrize(
     ("kind", "how", "saver"),
     [("collective", "rank 0 was killed by SIGABRT", 1), ("hang", "the main thread does not come back", 0)],

@@ -96,7 +96,11 @@ def test_when_all_answer_it_is_the_connections(store, other):
 
 
 def test_the_lowest_rank_with_a_whole_state_saves():
-    assert Roll(answers={0: Answer(failure="x"), 1: Answer(), 2: Answer(whole=True), 3: Answer(whole=True)}).saver == 2
+    assert (
+        Roll(answers={0: Answer(failure="x", whole=True), 1: Answer(), 2: Answer(whole=True), 3: Answer(whole=True)}).saver == 2
+    )
+    assert Roll(answers={0: Answer(failure="x"), 1: Answer(failure="x", whole=True)}).saver == 1
+    assert Roll(answers={0: Answer(failure="x"), 1: Answer(failure="x", whole=True)}, gone=(2,)).saver is None
 
 
 def test_a_failure_of_its_own_is_nobody_elses_end_and_is_told_to_the_others(store, other):

@@ -54,8 +54,8 @@ class LostRankError(UserError):
 class Answer:
     """What a rank says of itself once the group is broken.
 
-    `whole`: it has only noticed another's failure, and its state is that of the last step boundary. `failure` is its own, in a
-    line. `suspect`: that was a fault of the accelerator after which the plugins want nothing saved.
+    `whole`: its state is that of the last step boundary. `failure` is its own, in a line; without one it has only noticed that
+    of another. `suspect`: that was a fault of the accelerator after which the plugins want nothing saved.
     """
 
     whole: bool = False
@@ -163,8 +163,13 @@ class Roll:
 
     @property
     def saver(self) -> int | None:
-        """The rank that is to save the state, if each rank has the whole of it; None if there is none that can."""
-        return min((rank for rank, answer in self.answers.items() if answer.whole), default=None)
+        """The rank that is to save the state, if each rank has the whole of it; None if there is none that can.
+
+        One that has failed does so only where all have: the others cannot know what it is still able to do.
+        """
+        failed = not (self.gone or self.hanging) and len(self.failures) == len(self.answers)
+        able = (rank for rank, answer in self.answers.items() if answer.whole and (failed or not answer.failure))
+        return min(able, default=None)
 
     @property
     def failures(self) -> dict[int, str]:
@@ -210,7 +215,7 @@ class Crew:
         if not self.claim.take():
             threading.Event().wait()
         if not (is_line_error(error) or (isinstance(error, RuntimeError) and (self.claim.loss or self.gone()))):
-            self.board.post(Answer(failure=in_a_line(error), suspect=suspect))
+            self.board.post(Answer(whole=whole, failure=in_a_line(error), suspect=suspect))
             return None
         mine = Answer(whole=whole)
         self.board.post(mine)
@@ -220,6 +225,24 @@ class Crew:
             roll = self._roll({**self.board.read(len(self.processes)), self.rank: mine})
             if not roll.silent or time.monotonic() > deadline:
                 return roll
+            time.sleep(_GLANCE)
+
+    def saves_after_all_failed(self) -> bool:
+        """Whether every rank has failed by itself, as this one has, and it falls to this one to save.
+
+        Waits for the answers of the others until one of them is in good order, or gone, or does not answer in time.
+        """
+        if self.board is None:
+            return True
+        hang_up_all()  # who is in good order finds out at once
+        deadline = time.monotonic() + self.patience
+        while True:
+            answers = self.board.read(len(self.processes))
+            roll = Roll(answers=answers)
+            if len(answers) == len(self.processes):
+                return roll.saver == self.rank and len(roll.failures) == len(answers)
+            if len(roll.failures) < len(answers) or self.gone() or time.monotonic() > deadline:
+                return False
             time.sleep(_GLANCE)
 
     def notice(self, error: BaseException) -> LostRankError | None:

@@ -1,4 +1,4 @@
-"""When another rank is lost in the middle of a step: what is left of the run is saved, without the others.
+"""When another rank is lost in the middle of a step, or all have failed: what is left of the run is saved, without the others.
 
 Weights, moments and averages do not change between one step boundary and the next optimizer step, so where every rank holds all
 of them, each healthy rank still has the last boundary. The lowest of them writes an ordinary checkpoint of it, as a single
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from smalti.checkpoint import SUSPECT, SaveError, Snapshot
+from smalti.errors import GpuFaultError
 from smalti.parallel import Crew, LostRankError, Ranks, Roll
-from smalti.plugins import notify
+from smalti.plugins import notify, summary
 from smalti.system import note_progress
+from smalti.training.failures.out_of_memory import OutOfMemory
 from smalti.training.run import Run
 from smalti.types import StopReason
 
@@ -56,6 +58,7 @@ def rescue(run: Run, error: BaseException, crew: Crew, *, aside: bool = False) -
     distrusted = run.state.stop_reason is StopReason.FAULT_UNSAVED
     roll = crew.call_roll(error, whole=run.boundary.whole, suspect=distrusted)
     if roll is None:
+        save_after_failure(run, error, crew)
         return None
     ended = crew.end_hanging(roll)
     saved, unsaved = "", ""
@@ -68,6 +71,29 @@ def rescue(run: Run, error: BaseException, crew: Crew, *, aside: bool = False) -
     if saved or unsaved:
         _log.warning("%s", saved or unsaved)
     return crew.explain(roll, error, saved=saved, unsaved=unsaved, ended=ended)
+
+
+def save_after_failure(run: Run, error: BaseException, crew: Crew) -> None:
+    """Save the last step boundary after a failure of this rank's own, where no rank without one is left to do so.
+
+    What becomes of it is noted on the error. Not after a fault of the accelerator, where plugins have answered what to do
+    (`FaultAction`), nor after a checkpoint that could not be written.
+    """
+    ranks = run.parallel.alone() if run.world.size > 1 else run.parallel
+    unfit = isinstance(error, GpuFaultError | SaveError) or error is run.saver.defect or not isinstance(error, Exception)
+    if ranks is None or unfit or run.state.step == 0 or run.boundary.final or not run.boundary.whole:
+        return
+    if not crew.saves_after_all_failed():
+        return
+    try:
+        if isinstance(error, OutOfMemory):
+            run.parallel.discard()  # the gradients; what is copied off the device needs no more of it
+        run.saver.wait()
+        told = save_alone(run, ranks, suspect=False)
+    except Exception as failure:  # noqa: BLE001 - the process ends; whatever fails here must not take the place of its cause
+        told = f"step {run.state.step} could not be saved: {summary(failure)}"
+    _log.warning("%s", told)
+    error.add_note(told)
 
 
 def last_boundary(run: Run, roll: Roll, *, aside: bool = False) -> tuple[str, str]:
