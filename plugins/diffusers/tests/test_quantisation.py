@@ -196,7 +196,7 @@ def test_without_torchao_one_is_told_to_install_it(base, monkeypatch):
 def test_quantised_weights_are_not_shared_out(base):
     made = family(base, INT8)
     plan = choose_distributed(*configured(base, INT8, "--model_type=lora", "--fsdp_enable", "--num_processes=2"))
-    with pytest.raises(UserError, match="cannot share out weights in int8-torchao"):
+    with pytest.raises(UserError, match="cannot shard weights in int8-torchao"):
         check_shares(plan, made)
 
 

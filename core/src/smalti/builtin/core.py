@@ -45,7 +45,7 @@ OPTIMIZERS = (
     ),
     OptimizerEntry(
         name="adafactor_scaled",
-        title="Adafactor, the rate scaled by the size of each weight",
+        title="Adafactor, learning rate scaled by the size of each weight",
         factory="torch.optim:Adafactor",
         accepts=("weight_decay",),
         shards=False,
@@ -122,14 +122,16 @@ def _family(config: Config) -> Iterator[Problem]:
 
 def _directory(config: Config) -> Iterator[Problem]:
     if config[RunOptions].output_dir is None:
-        yield Problem(message="no run directory is given", fix="--output_dir=FOLDER")
+        yield Problem(message="no run directory given", fix="--output_dir=FOLDER")
 
 
 def _datasets(config: Config) -> Iterator[Problem]:
     data = config[DataOptions]
     given = [name for name in ("data_backend_config", "datasets", "instance_data_dir") if getattr(data, name)]
     if not given:
-        fix = "--instance_data_dir=FOLDER of captioned pictures, or --data_backend_config=FILE, or [[datasets]] in a TOML file"
+        fix = (
+            "--instance_data_dir=FOLDER of images with captions, or --data_backend_config=FILE, or [[datasets]] in a TOML file"
+        )
         yield Problem(message="no dataset given", fix=fix)
     elif len(given) > 1:
         yield Problem(message=f"{' and '.join(given)} both name datasets", fix="keep one of them")
@@ -137,7 +139,7 @@ def _datasets(config: Config) -> Iterator[Problem]:
 
 def _length(config: Config) -> Iterator[Problem]:
     if config[RunOptions].max_train_steps is None and config[RunOptions].num_train_epochs is None:
-        yield Problem(message="nothing says how long to train", fix="--max_train_steps=N or --num_train_epochs=N")
+        yield Problem(message="no training length given", fix="--max_train_steps=N or --num_train_epochs=N")
 
 
 def _warm_up(config: Config) -> Iterator[Problem]:

@@ -309,7 +309,7 @@ def _at_odds(schema: Schema, groups: Mapping[type[Options], Options], problems: 
             packages.add(package.distribution)
     titles = strategies(on, packages) if on else []
     if len(titles) > 1:
-        fix = "switch one of them off, in the flags, the configuration file or the Accelerate YAML"
+        fix = "disable one of them, in the flags, the configuration file or the Accelerate YAML"
         yield Problem(message=f"{' and '.join(titles)} cannot be enabled simultaneously.", fix=fix)
 
 
@@ -383,7 +383,7 @@ def _bad_value(option: Option, given: Given, reason: str) -> Problem:
     near = get_close_matches(str(given.shown).lower(), option.choices, n=1)
     hint = f"did you mean {near[0]}? " if near and not option.secret else ""
     if (option.secret or given.written is not None) and str(given.value) in reason:
-        reason = "the value has the wrong type"
+        reason = "the value is not valid"
     wanted = f"one of {', '.join(option.choices)}" if option.choices else _WANTED.get(option.kind, option.kind)
     bounds = f" {option.bounds}" if option.bounds else ""
     message, fix = f"{option.name} cannot be {shown}: {reason}", f"{hint}give {wanted}{bounds}"

@@ -22,7 +22,7 @@ def choose_distributed(config: Config, plugins: Plugins) -> DistributedPlan:
     if len(wanted) > 1:
         raise UserError(
             f"{', '.join(plan.title for plan in wanted[:-1])} and {wanted[-1].title} cannot be enabled simultaneously.",
-            fix="switch one of them off, in the flags, the configuration file or the Accelerate YAML",
+            fix="disable one of them, in the flags, the configuration file or the Accelerate YAML",
         )
     chosen = wanted[0] if wanted else next(plan for plan in claims if plan.fallback)
     if chosen.name != chosen.origin.plugin:
@@ -63,5 +63,5 @@ def check_shares(plan: DistributedPlan, family: ModelFamily) -> None:
     """Refuse a model that cannot be divided where the strategy gives each rank a part of it."""
     if plan.shards and (reason := getattr(family, "indivisible", "")):
         raise UserError(
-            f"{plan.title} cannot share out {reason}", fix="train in one process or with DDP, or do without what asks for it"
+            f"{plan.title} cannot shard {reason}", fix="train in one process or with DDP, or remove the option that asks for it"
         )
