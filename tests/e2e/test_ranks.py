@@ -21,7 +21,7 @@ def runs(tmp_path_factory, train, launch):
     root = tmp_path_factory.mktemp("ranks")
     one = train(root / "one", **{**OPTIONS, "train_batch_size": 8, "validation_prompt": PROMPTS})
     (root / "temporary").mkdir()
-    own = {"TMPDIR": str(root / "temporary")}
+    own = {"TMPDIR": str(root / "temporary"), "PROBE_MODULES": "1"}
     two = launch(root / "two", **OPTIONS, num_processes=2, validation_prompt=PROMPTS, variables=own)
     accumulated = train(root / "accumulated", **OPTIONS, gradient_accumulation_steps=2, validation_prompt=PROMPTS)
     return {"one": one, "two": two, "accumulated": accumulated}
@@ -70,6 +70,12 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(runs, train, tmp_path):
 def test_a_launch_leaves_no_temporary_files(runs):
     left = (path.name for path in (runs["two"].directory.parent / "temporary").iterdir())
     assert [name for name in left if not name.startswith("torchinductor_")] == []  # which is torch's cache
+
+
+def test_a_rank_imports_by_its_first_step_only_what_that_step_needs(runs):
+    later = {"matplotlib", "pyarrow.compute", "diffusers", "transformers", "peft", "deepspeed", "rich", "tomlkit"}
+    found = runs["two"].calls("modules")
+    assert {call["rank"]: later & set(call["names"]) for call in found} == {0: set(), 1: set()}
 
 
 def test_hook_configure_distributed_is_asked_in_the_launcher_and_on_every_rank(runs):

@@ -6,14 +6,15 @@ model's output not finite in that step, "fault" raises the error of a broken acc
 evaluate after it, "stop" asks for a stop after that step; "terminate" is SIGTERM while the run is built, at step 0. "stuck"
 never comes back from the backward pass, as from a device that waits for another rank: a call that lets other threads run and
 minds no signal; "hang" does so in the hook `on_step_end`, where "collective" makes a collective call of its own. "memory" runs
-out of memory, where leaving the group would wait for the others, as with NCCL. PROBE_RAISE
-names hooks that fail, PROBE_FAULT is the answer to a fault.
+out of memory, where leaving the group would wait for the others, as with NCCL. PROBE_RAISE names hooks that fail, PROBE_FAULT
+is the answer to a fault. With PROBE_MODULES it also notes, as "modules", what a rank has imported by the end of its first step.
 """
 
 import ctypes
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 from smalti import FaultAction, StopReason, hookimpl
@@ -99,6 +100,8 @@ class Probe:
     @hookimpl
     def on_step_end(self, state, result):
         self.note("on_step_end", step=result.step, loss=repr(result.loss), skipped=result.skipped)
+        if result.step == 1 and os.environ.get("PROBE_MODULES"):
+            self.note("modules", names=sorted(sys.modules))
         if self.kind == "stop" and self.due(result.step):
             state.request_stop(StopReason.REQUESTED, f"asked at step {result.step}")
         if self.kind == "hang" and self.due(result.step):

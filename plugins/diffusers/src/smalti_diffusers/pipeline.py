@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from smalti import Config, UserError
 from smalti.config import LaunchOptions, ModelOptions, ObjectiveOptions
@@ -158,6 +157,8 @@ class PipelineFamily:
 
         An adapter, which adds next to nothing, is left out, and types do not matter: all is fp32 there.
         """
+        from torch.utils.flop_counter import FlopCounterMode  # where utilisation is measured: on known accelerators
+
         scale = self.vae_scale
         with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
             noisy = torch.empty(1, self.latent_channels, height // scale, width // scale)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from smalti.data.scan.identity import Identity
@@ -78,6 +77,8 @@ class _Change:
 
 def _compared(old: pa.Table, new: pa.Table) -> Iterator[_Change]:
     """A sample counts once as added, gone, usable or not, of another size or other content; changed captions count besides."""
+    import pyarrow.compute as pc  # which few runs need, and takes as long to import as all else of pyarrow
+
     old_keys, new_keys = (table.column("key").cast(pa.large_string()).combine_chunks() for table in (old, new))
     before = pc.index_in(new_keys, value_set=old_keys)  # the old row of each new one
     known = before.is_valid().to_numpy(zero_copy_only=False)
