@@ -4,6 +4,7 @@ The functions here run in processes that are forked from `python -m accelerators
 """
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -195,6 +196,8 @@ def _go_through(run, seen, watch) -> None:
         seen.held.append(watch.held())
 
     run.parallel.accumulate = accumulate
+    if run.ema is not None and run.ema._copies is not None:
+        _average_late(run.ema)
     # Like running statistics, which a forward pass may change: each save has to copy it first.
     run.parallel.unwrap(run.model).register_buffer("statistics", torch.zeros(4, device=run.world.device))
     home = torch.device(run.world.device).index
@@ -228,6 +231,21 @@ def _go_through(run, seen, watch) -> None:
         _resume(run)
         step()
     seen.resumed_state = _places(run.optimizer)
+
+
+def _average_late(ema) -> None:
+    """Let the thread of the average begin when somebody waits for it, as on a host that is busy."""
+    begin, wait, submit = threading.Event(), ema.wait, ema._thread.submit
+
+    def late(act, *arguments):
+        begin.clear()
+        return submit(lambda: (begin.wait(), act(*arguments)))
+
+    def waited(seconds=None):
+        begin.set()
+        return wait(seconds)
+
+    ema._thread.submit, ema.wait = late, waited
 
 
 def _resume(run) -> None:

@@ -29,4 +29,4 @@ class TestOrder(Orderly):
 @every_run
 def test_the_host_waits_for_the_device_twice_a_step(seen):
     """For the loss, then for the norm of the gradient."""
-    assert seen.waits("second step") == {"trainer.train_step": 2}
+    assert seen.waits("second step") == {"training.trainer.train_step": 2}

@@ -230,7 +230,7 @@ def _tensors(values: object) -> Iterator[Tensor]:
 
 
 def _where() -> str:
-    """The innermost function of smalti's that is being called: "trainer.train_step"."""
+    """The innermost function of smalti's that is being called: "training.trainer.train_step"."""
     frame = sys._getframe(2)
     while frame is not None:
         if (module := _module(frame.f_code.co_filename)) is not None:

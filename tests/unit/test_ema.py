@@ -1,11 +1,13 @@
 """The average of the weights: right, in fp32, and out of the way when it should be."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
 
 from smalti.parallel.process_group import Group
-from smalti.training.optim.ema import Ema
+from smalti.training.optim.ema import Ema, HostCopies
 
 
 def test_the_average_follows_the_formula_with_its_warm_up():
@@ -58,3 +60,31 @@ def test_frozen_parameters_have_no_average():
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
     assert list(Ema(Group.__new__(Group).masters(model), 0.5).shadows) == ["weight"]
+
+
+def weights() -> list[torch.Tensor]:
+    """Of several groups, one of them larger than a group may be; not all are contiguous."""
+    shapes = ((3,), (8, 4), (70, 7), (1, 1), (4, 4, 3, 3), (40,), (2, 0))
+    made = [torch.randn(shape) for shape in shapes]
+    made[4] = made[4].to(memory_format=torch.channels_last)
+    return [*made, torch.randn(6, 5).t(), torch.randn(8, 6)[:, 1:3], torch.randn(33, dtype=torch.bfloat16)]
+
+
+@pytest.mark.parametrize("room", [64, 256, 2**26])
+def test_weights_that_go_through_host_memory_in_groups_are_averaged_as_all_at_once(monkeypatch, room):
+    monkeypatch.setattr("smalti.training.optim.ema._ROOM", room)
+    live = weights()
+    shadows = [torch.randn_like(weight, dtype=torch.float32) for weight in live]
+    expected = [torch.lerp(shadow, weight.float(), 0.25) for shadow, weight in zip(shadows, live, strict=True)]
+    HostCopies(live, "cpu").average(shadows, live, 0.25)
+    assert all(map(torch.equal, shadows, expected))
+
+
+def test_an_average_that_could_not_be_updated_is_never_taken_for_whole():
+    ema = Ema({"w": nn.Parameter(torch.zeros(3))}, 0.9)
+    ema._copies, ema._thread = HostCopies([torch.zeros(3)], "cpu"), ThreadPoolExecutor(1)
+    ema._live["w"] = nn.Parameter(torch.zeros(5))
+    ema.update(1)
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            assert ema.shadows

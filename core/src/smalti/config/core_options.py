@@ -230,7 +230,7 @@ class TrainingOptions(Options):
         help="Device that holds the EMA.",
         level="advanced",
         when="use_ema",
-        trade="cpu uses no accelerator memory, slower steps",
+        trade="cpu uses no accelerator memory, copies the weights to the host during the next step",
     )
 
 

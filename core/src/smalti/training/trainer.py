@@ -96,6 +96,8 @@ def train_step(run: Run, batch: Batch) -> StepResult:
     finite = math.isfinite(loss_value) and math.isfinite(norm)
     learning_rate = float(run.optimizer.param_groups[0]["lr"])
     run.saver.release()
+    if run.ema is not None:
+        run.ema.wait()
     run.boundary.leave()  # from here on weights, moments and averages may change
     if finite:
         run.parallel.step()

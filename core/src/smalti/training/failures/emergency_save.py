@@ -65,6 +65,8 @@ def rescue(run: Run, error: BaseException, crew: Crew, *, aside: bool = False) -
     try:
         if not run.saver.wait(_PATIENCE if aside else None):
             raise SaveError("the save that was under way does not come to its end")
+        if run.ema is not None and not run.ema.wait(_PATIENCE if aside else None):
+            raise SaveError("the update of the average does not come to its end")
         saved, unsaved = last_boundary(run, roll, aside=aside)
     except (SaveError, OSError) as failure:
         unsaved = f"step {run.state.step} could not be saved: {failure}"

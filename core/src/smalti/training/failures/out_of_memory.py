@@ -132,7 +132,7 @@ def _with_state(use: MemoryUse, run: Run) -> MemoryUse:
         frozen=size(each for each in parameters if not each.requires_grad),
         gradients=size(each.grad for each in (*parameters, *flat)),
         moments=size((*states, *flat)),
-        ema=size(run.ema.shadows.values()) if run.ema is not None else 0,
+        ema=size(run.ema.storage) if run.ema is not None else 0,
         replicated=run.parallel.alone() is not None,
         recomputes=_can_recompute(model),
         options={
