@@ -131,3 +131,9 @@ def test_links_lead_to_files_and_headings_that_are_there(pages):
             if not target.exists() or (anchor and target in pages and anchor not in anchors(pages[target])):
                 broken.append(f"{path.name}: {link}")
     assert broken == []
+
+
+def test_the_index_has_every_page(pages, root):
+    index = root / "docs" / "README.md"
+    linked = {(index.parent / link.partition("#")[0]).resolve() for link in _LINK.findall(pages[index])}
+    assert sorted(path.name for path in pages.keys() - linked - {index, root / "README.md"}) == []
