@@ -23,4 +23,4 @@ def test_a_run_goes_on_from_the_one_before_and_says_why(run, train, tmp_path):
 
 def test_a_damaged_one_that_is_asked_for_is_refused(run, train):
     refused = train(run.directory, **{**OPTIONS, "max_train_steps": 7}, resume_from_checkpoint="6")
-    assert (refused.code, "there is no manifest.json" in refused.output) == (2, True)
+    assert (refused.code, "there is no manifest.json" in refused.output) == (8, True)

@@ -90,9 +90,9 @@ def test_in_every_phase_a_run_is_seen_refused_to_others_taken_over_and_stopped(
     gate.file.unlink()
     whole = train(directory, **options, variables=gate.variables)
     assert ("running" in listed, phase in listed, listed.endswith(told)) == (True, True, True), listed
-    assert (second.code, "is in use: a run lives there, process" in second.output) == (2, True), second.output
+    assert (second.code, "is in use by a running process: process" in second.output) == (75, True), second.output
     assert scans == [str(killed.process.pid)]
-    assert (asked.returncode, code, status.condition, status.exit_code) == (0, 0, "stopped", 0), asked.stderr + output
+    assert (asked.returncode, code, status.condition, status.exit_code) == (0, 7, "stopped", 7), asked.stderr + output
     assert "stopped on request before the first step" in output
     assert (kept > 0) == (phase in ("encoding", "building"))
     assert (whole.code, RunDirectory(directory).status().condition) == (0, "finished"), whole.output

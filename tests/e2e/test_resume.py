@@ -22,7 +22,7 @@ def runs(tmp_path_factory, train):
 
 def test_a_stop_that_a_plugin_asks_for_is_saved_and_ends_well(runs):
     _, (stopped, losses), _ = runs
-    assert (stopped.code, len(losses)) == (0, 5)
+    assert (stopped.code, len(losses)) == (7, 5)
 
 
 def test_a_resumed_run_has_the_same_losses_as_one_that_was_not_stopped(runs):
@@ -49,7 +49,7 @@ def test_a_finished_run_says_so_when_it_is_started_again(runs, train):
 def test_a_run_with_another_effective_batch_is_not_continued(runs, train):
     whole, _, _ = runs
     again = train(whole.directory, max_train_steps=20, train_batch_size=8, use_ema=True)
-    assert again.code == 2
+    assert again.code == 8
     assert "the effective batch was 4, is now 8 (1 rank x 8 x 1)\n" in again.output
     assert "fix: --train_batch_size=4; or begin anew" in again.output
 
@@ -67,13 +67,13 @@ def test_a_run_with_another_effective_batch_is_not_continued(runs, train):
 def test_a_dry_run_refuses_what_the_resume_would(runs, train, other, told):
     whole, _, _ = runs
     again = train(whole.directory, dry=True, **{**OPTIONS, "max_train_steps": 20, **other})
-    assert (again.code, told in again.output) == (2, True), again.output
+    assert (again.code, told in again.output) == (2 if "channels_last" in other else 8, True), again.output
 
 
 def test_a_launch_that_is_refused_leaves_the_configuration_of_the_run_as_it_is(runs, train):
     whole, _, _ = runs
     before = [(whole.directory / name).read_text() for name in ("config.toml", "launch.json")]
-    assert train(whole.directory, max_train_steps=20, train_batch_size=8, use_ema=True).code == 2
+    assert train(whole.directory, max_train_steps=20, train_batch_size=8, use_ema=True).code == 8
     assert [(whole.directory / name).read_text() for name in ("config.toml", "launch.json")] == before
 
 
@@ -103,7 +103,7 @@ def test_steps_of_another_size_are_not_continued_with_the_same_name_of_an_optimi
     options = {"train_batch_size": 4, "max_train_steps": 1}
     assert train(tmp_path / "run", **options, optimizer="adafactor_scaled").code == 0
     refused = train(tmp_path / "run", **{**options, "max_train_steps": 2}, optimizer="adafactor")
-    assert (refused.code, "--optimizer=adafactor_scaled resumes it" in refused.output) == (2, True), refused.output
+    assert (refused.code, "--optimizer=adafactor_scaled resumes it" in refused.output) == (8, True), refused.output
     resumed = train(tmp_path / "run", **{**options, "max_train_steps": 2}, optimizer="adafactor_scaled")
     assert (resumed.code, "at step 1" in resumed.output) == (0, True), resumed.output
 
@@ -120,7 +120,7 @@ def test_a_run_on_changed_data_is_refused_or_continues_and_remembers_it(pictures
     train(tmp_path / "run", max_train_steps=8, **options)
     (images / "01.txt").write_text("another caption")
     refused = train(tmp_path / "run", max_train_steps=9, **options)
-    assert (refused.code, "the data have changed: 1 caption changed, first: 01.png\n" in refused.output) == (2, True)
+    assert (refused.code, "the data have changed: 1 caption changed, first: 01.png\n" in refused.output) == (8, True)
     caption = train(tmp_path / "run", max_train_steps=9, on_changed_data="continue", **options)
     assert "training continues with what is there now: 1 caption changed, first: 01.png" in caption.output
     for number in (1, 2, 4, 5):

@@ -19,7 +19,9 @@ from smalti.plugins.schema import schema_of
 _LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _SWITCHES = ("...", "--dry-run", "--json", "--help", "--help-all")
+_OF_SLURM = ("dependency", "kill", "no", "nodes", "signal")
 _OF_OTHER_COMMANDS = (
+    *_OF_SLURM,
     "apply",
     "dry",
     "dtype",
@@ -32,6 +34,7 @@ _OF_OTHER_COMMANDS = (
     "refresh",
     "step",
     "tensors",
+    "timeout",
     "to",
     "yes",
 )

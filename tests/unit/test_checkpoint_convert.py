@@ -21,7 +21,7 @@ from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.cli.checkpoint import checkpoint
-from smalti.errors import CheckpointError, ExitCode, MissingPlugin
+from smalti.errors import CheckpointError, ExitCode, MissingPlugin, UserError
 from smalti.parallel.gloo import GlooRanks
 from smalti.parallel.protocol import PortableState
 from smalti.parallel.state import capture, regrouped, restore
@@ -103,19 +103,19 @@ def test_a_source_that_is_damaged_is_refused(tmp_path, source, formats):
 
 def test_a_target_that_is_there_is_left_alone(tmp_path, source, formats):
     (tmp_path / "there").mkdir()
-    with pytest.raises(CheckpointError, match="is there already, and nothing is overwritten"):
+    with pytest.raises(UserError, match="already exists, and nothing is overwritten"):
         convert(source, tmp_path / "there", formats)
     assert list((tmp_path / "there").iterdir()) == []
 
 
 def test_averages_that_are_not_there_are_asked_for_in_vain(tmp_path, formats):
     bare = save(tmp_path / "bare", Snapshot(step=1, state=PortableState(model=WEIGHTS)), ALONE).path
-    with pytest.raises(CheckpointError, match="holds no averaged weights"):
+    with pytest.raises(UserError, match="holds no averaged weights"):
         convert(bare, tmp_path / "plain", formats, to="safetensors", averaged=True)
 
 
 def test_the_name_of_a_step_must_be_that_of_the_checkpoint(tmp_path, source, formats):
-    with pytest.raises(CheckpointError, match="a checkpoint of step 5 cannot have the name step-00000006"):
+    with pytest.raises(UserError, match="a checkpoint of step 5 cannot have the name step-00000006"):
         convert(source, tmp_path / "step-00000006", formats)
 
 

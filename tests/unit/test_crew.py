@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from nursery import forked_processes
 from smalti.config.resolution import resolve
+from smalti.errors import ExitCode, GpuFaultError
 from smalti.parallel.failure_detection import Answer, Board, Claim, Crew, Roll, in_a_line
 from smalti.parallel.gloo import BrokenGroupError, GlooRanks, break_group, hang_up, is_line_error
 from smalti.parallel.process_group import Group
@@ -89,6 +90,15 @@ def test_a_rank_that_failed_is_named_with_its_failure(store, other):
     assert f"rank 1 ({other}) failed (ValueError: bad)" in told
 
 
+def test_every_node_ends_with_the_exit_code_of_the_rank_that_failed_and_with_that_of_a_lost_one_if_none_did(store, other):
+    mine = crew(store, other)
+    lost = mine.explain(mine.call_roll(BROKEN), BROKEN)
+    Board(store, 1).post(Answer(failure="GpuFaultError: bad", code=ExitCode.GPU_FAULT))
+    mine = crew(store, other)
+    told = mine.explain(mine.call_roll(BROKEN), BROKEN)
+    assert [lost.exit_code, told.exit_code] == [ExitCode.KILLED, ExitCode.GPU_FAULT]
+
+
 def test_when_all_answer_it_is_the_connections(store, other):
     Board(store, 1).post(Answer(whole=True))
     _, told = called(store, other)
@@ -104,8 +114,8 @@ def test_the_lowest_rank_with_a_whole_state_saves():
 
 
 def test_a_failure_of_its_own_is_nobody_elses_end_and_is_told_to_the_others(store, other):
-    assert crew(store, other).call_roll(RuntimeError("mine"), suspect=True) is None
-    assert Board(store, 1).read(2) == {0: Answer(failure="RuntimeError: mine", suspect=True)}
+    assert crew(store, other).call_roll(GpuFaultError("mine"), suspect=True) is None
+    assert Board(store, 1).read(2) == {0: Answer(failure="GpuFaultError: mine", code=ExitCode.GPU_FAULT, suspect=True)}
 
 
 def test_the_first_word_of_a_rank_counts(store):

@@ -51,13 +51,13 @@ def end(rank: int, code: int, at: float, message: str = "so") -> RankEnd:
 # --- verdicts -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", [ExitCode.DONE, ExitCode.PREEMPTED, ExitCode.INTERRUPTED])
+@pytest.mark.parametrize("code", [ExitCode.DONE, ExitCode.STOPPED, ExitCode.PREEMPTED, ExitCode.INTERRUPTED])
 def test_what_all_ranks_agreed_on_is_the_verdict(code):
     assert judge([end(0, code, 1, "stopped"), end(1, code, 2)], 0, range(2)) == (code, "stopped")
 
 
 @pytest.mark.parametrize(
-    "code", [ExitCode.FAILED, ExitCode.USAGE, ExitCode.PREFLIGHT, ExitCode.MISSING_PLUGIN, ExitCode.GPU_FAULT]
+    "code", [code for code in ExitCode if code not in (0, ExitCode.STOPPED, ExitCode.PREEMPTED, ExitCode.INTERRUPTED)]
 )
 def test_the_earliest_failure_is_the_cause(code):
     ends = [end(2, ExitCode.DONE, 0), end(1, code, 1, "broken"), end(0, ExitCode.FAILED, 2, "lost a neighbour")]
@@ -76,17 +76,17 @@ def test_a_rank_that_was_killed_is_named_beside_what_the_others_say():
 
 
 def test_a_rank_that_a_signal_killed_is_the_cause_of_what_the_others_say():
-    told = replace(end(0, ExitCode.FAILED, 1, "rank 1 is gone"), follows=True)
+    told = replace(end(0, ExitCode.KILLED, 1, "rank 1 is gone"), follows=True)
     code, message = judge([told], 1, range(2), {1: "SIGKILL"})
-    assert code == ExitCode.FAILED
+    assert code == ExitCode.KILLED
     assert message == "rank 1 was killed by SIGKILL (the system does that when memory runs out); rank 0: rank 1 is gone"
 
 
 def test_the_rank_that_saved_tells_what_happened_and_where_it_saved():
-    first = replace(end(1, ExitCode.FAILED, 1, "rank 2 is gone"), follows=True)
-    saver = replace(end(0, ExitCode.FAILED, 2, "rank 2 hung"), follows=True, saved="saved step 3", ended=(2,))
-    late = replace(end(3, ExitCode.FAILED, 3, "rank 2 is gone"), follows=True)
-    assert judge([first, saver, late], 1, range(4), {2: "SIGKILL"}) == (ExitCode.FAILED, "rank 0: rank 2 hung\n  saved step 3")
+    first = replace(end(1, ExitCode.KILLED, 1, "rank 2 is gone"), follows=True)
+    saver = replace(end(0, ExitCode.KILLED, 2, "rank 2 hung"), follows=True, saved="saved step 3", ended=(2,))
+    late = replace(end(3, ExitCode.KILLED, 3, "rank 2 is gone"), follows=True)
+    assert judge([first, saver, late], 1, range(4), {2: "SIGKILL"}) == (ExitCode.KILLED, "rank 0: rank 2 hung\n  saved step 3")
 
 
 def test_what_another_rank_saved_stands_beside_the_failure_and_its_code():
@@ -109,7 +109,7 @@ def test_a_rank_that_was_ended_because_another_one_was_killed_is_not_named():
 
 def test_the_hooks_that_ranks_did_not_come_back_from_are_named_where_no_rank_failed_by_itself():
     hooks = {0: HookEnd(hook="hook 'on_step_end' of plugin 'x' (x 1.0)", fix="update x"), 1: HookEnd(hook="hook 'y'")}
-    lost = replace(end(1, ExitCode.FAILED, 1, "rank 0 is gone\n  fix: see dmesg"), follows=True, saved="saved step 3")
+    lost = replace(end(1, ExitCode.KILLED, 1, "rank 0 is gone\n  fix: see dmesg"), follows=True, saved="saved step 3")
     assert judge([lost], 1, range(2), {0: "SIGABRT"}, {0: hooks[0]})[1].splitlines() == [
         "rank 0 was killed by SIGABRT; rank 1: rank 0 is gone",
         "  rank 0 did not come back from hook 'on_step_end' of plugin 'x' (x 1.0)",
@@ -122,7 +122,7 @@ def test_the_hooks_that_ranks_did_not_come_back_from_are_named_where_no_rank_fai
 
 def test_only_silence_is_a_failure():
     assert judge([], 137, range(4, 5)) == (
-        ExitCode.FAILED,
+        ExitCode.KILLED,
         "rank 4 ended without a word, as when killed (out of memory?) (launcher status 137)",
     )
 
@@ -140,7 +140,7 @@ def test_a_launcher_that_was_told_to_stop_as_its_ranks_were_is_no_failure():
 
 def test_a_rank_that_has_no_word_for_the_stop_of_its_launcher_is_a_failure():
     code, message = judge([end(0, ExitCode.PREEMPTED, 1)], 128 + signal.SIGTERM, range(2))
-    assert code == ExitCode.FAILED
+    assert code == ExitCode.KILLED
     assert message.startswith("the process that starts the ranks was stopped by SIGTERM; rank 1 ended without a word")
 
 
@@ -159,7 +159,7 @@ def test_a_failing_rank_gives_its_own_exit_code(directory):
 
 def test_a_worker_that_is_killed_is_told_of(directory):
     code, message = run_workers(plan("os.kill(os.getpid(), 9)"), directory)
-    assert code == ExitCode.FAILED
+    assert code == ExitCode.KILLED
     assert message.startswith("the process that starts the ranks was killed by SIGKILL; rank 0 ended without a word")
 
 
@@ -383,7 +383,7 @@ def test_a_signal_ends_what_a_killed_launcher_has_left_behind(host):
     assert not running.child_lives()
 
 
-@pytest.mark.parametrize(("second", "repeat", "code"), [(signal.SIGINT, 60, 130), (signal.SIGTERM, 0, 1)])
+@pytest.mark.parametrize(("second", "repeat", "code"), [(signal.SIGINT, 60, 130), (signal.SIGTERM, 0, 9)])
 def test_the_second_signal_ends_every_process_at_once_with_the_code_of_what_is_not_saved(host, second, repeat, code):
     running = host(LIVING.replace("OBEYS", "False"), repeat)
     assert running.child_lives()

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from smalti.builtin.run_directory import RunEvents
-from smalti.errors import ExitCode, UserError
+from smalti.errors import ExitCode, GpuFaultError, InUseError, UserError
 from smalti.rundir.directory import STALE_SECONDS, RunDirectory, find_runs
 from smalti.rundir.writer import ATTEMPT_VARIABLE, LiveRun, acquire, join, prepare
 from smalti.system.process import Process
@@ -103,8 +103,8 @@ def test_a_killed_run_has_failed_at_once(tmp_path: Path) -> None:
         child.kill()
         child.wait()
         status = RunDirectory(tmp_path).status()
-        assert (status.condition, status.exit_code) == ("failed", 1)
-        assert status.message.endswith("is gone without a last word")
+        assert (status.condition, status.exit_code) == ("failed", ExitCode.KILLED)
+        assert status.message.endswith("died without reporting why")
 
 
 def test_a_run_that_lives_but_gives_no_sign_is_stale(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_run_on_another_host_is_judged_by_its_heartbeat(tmp_path: Path) -> Non
     ("reason", "condition", "code"),
     [
         (StopReason.COMPLETED, "finished", ExitCode.DONE),
-        (StopReason.REQUESTED, "stopped", ExitCode.DONE),
+        (StopReason.REQUESTED, "stopped", ExitCode.STOPPED),
         (StopReason.PREEMPTED, "stopped", ExitCode.PREEMPTED),
         (StopReason.INTERRUPTED, "stopped", ExitCode.INTERRUPTED),
         (StopReason.NON_FINITE, "failed", ExitCode.FAILED),
@@ -141,7 +141,7 @@ def test_the_last_word_tells_how_a_run_ended(tmp_path: Path, reason: StopReason,
     assert (status.condition, status.message, status.exit_code) == (condition, "said why", code)
 
 
-@pytest.mark.parametrize(("error", "code"), [(ValueError("bad"), 1), (UserError("bad"), 2)])
+@pytest.mark.parametrize(("error", "code"), [(ValueError("bad"), 1), (UserError("bad"), 2), (GpuFaultError("bad"), 5)])
 def test_a_run_that_an_exception_ended_has_failed_with_it(tmp_path: Path, error: Exception, code: int) -> None:
     with acquire(RunDirectory(tmp_path)) as live:
         events = RunEvents(live)
@@ -210,7 +210,7 @@ def test_what_a_run_is_busy_with_is_told_with_how_far_it_is(tmp_path: Path) -> N
 
 
 def test_a_second_run_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
-    with running(tmp_path) as child, pytest.raises(UserError, match=f"in use: a run lives there, process {child.pid} on"):
+    with running(tmp_path) as child, pytest.raises(InUseError, match=f"in use by a running process: process {child.pid} on"):
         acquire(RunDirectory(tmp_path))
 
 
@@ -234,7 +234,7 @@ def test_the_main_rank_keeps_others_out_when_the_process_that_launched_it_is_dea
         with join(RunDirectory(tmp_path)):
             child.kill()
             child.wait()
-            with pytest.raises(UserError, match=f"in use: a run lives there, process {os.getpid()} on"):
+            with pytest.raises(InUseError, match=f"in use by a running process: process {os.getpid()} on"):
                 acquire(RunDirectory(tmp_path))
     acquire(RunDirectory(tmp_path)).close()
 

@@ -174,8 +174,8 @@ def test_watching_a_killed_run_ends_with_an_error(tmp_path: Path) -> None:
         child.kill()
         child.wait()
         _, stderr = watcher.communicate(timeout=60)
-    assert watcher.returncode == 1
-    assert "is gone without a last word" in stderr
+    assert watcher.returncode == ExitCode.KILLED
+    assert "died without reporting why" in stderr
 
 
 def test_ctrl_c_ends_the_watching_and_not_the_run(tmp_path: Path) -> None:

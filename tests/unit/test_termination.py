@@ -34,8 +34,8 @@ def test_ctrl_c_counts_always_and_sigterm_again_only_when_it_comes_late(came, co
     assert answers == counted
 
 
-def test_what_is_ended_before_it_has_saved_is_not_to_be_queued_again():
-    assert [code_at_once(number) for number in (INT, TERM)] == [ExitCode.INTERRUPTED, ExitCode.FAILED]
+def test_what_is_ended_before_it_has_saved_has_another_code_than_what_has_saved():
+    assert [code_at_once(number) for number in (INT, TERM)] == [ExitCode.INTERRUPTED, ExitCode.KILLED]
 
 
 SIGNALLED = """

@@ -12,16 +12,71 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """The exit status of every smalti process; orchestrators tell "requeue" from "do not" by it."""
+    """The exit status of every smalti process, from which a scheduler decides what comes next.
+
+    Each code says what it means, what is saved, and whether to run the same command again: the table of docs/operations.md.
+    """
 
     DONE = 0
+    """Complete: the run has reached its last step.
+    Saved: yes.
+    Again: no; with more steps, to train longer.
+    """
     FAILED = 1
+    """Failed: an exception in a rank, out of memory, a loss that is NaN or infinite, no room for a checkpoint.
+    Saved: up to the last checkpoint.
+    Again: no, hold: a retry fails the same way until the cause is fixed.
+    """
     USAGE = 2
+    """A wrong option, option value or configuration file.
+    Saved: nothing changed.
+    Again: no, hold: change the command.
+    """
     PREFLIGHT = 3
+    """A check before the start failed: data, port, devices, disk.
+    Saved: nothing changed.
+    Again: no, hold: fix what the message names.
+    """
     MISSING_PLUGIN = 4
+    """A plugin or package is missing, or cannot be imported.
+    Saved: nothing changed.
+    Again: no, hold: `pip install` what the message names.
+    """
     GPU_FAULT = 5
+    """An accelerator failed.
+    Saved: as far as the state can be trusted, see [`on_gpu_fault`](hooks.md#on_gpu_faultfault-state).
+    Again: yes, on another node.
+    """
     PREEMPTED = 6
+    """Preempted: SIGTERM, SIGUSR1, SIGUSR2, or the terminal was closed.
+    Saved: yes.
+    Again: yes: requeue.
+    """
+    STOPPED = 7
+    """Stopped before the last step because somebody asked for it: `smalti run stop`, or a plugin.
+    Saved: yes.
+    Again: no, not by itself; the same command resumes it.
+    """
+    CHECKPOINT = 8
+    """A checkpoint cannot be used: missing, damaged, or made with another batch size, seed, model or other data.
+    Saved: nothing changed.
+    Again: no, hold: give back the files or the options, or choose another checkpoint.
+    """
+    KILLED = 9
+    """A process or node of the run was killed, vanished or hung, or a second SIGTERM left no time to save.
+    Saved: the last step where a healthy rank has the whole state, else up to the last checkpoint.
+    Again: yes: requeue, a few times at most; often the system killed it because memory ran out.
+    """
+    IN_USE = 75
+    """Another process uses the run directory.
+    Saved: nothing changed.
+    Again: yes, later.
+    """
     INTERRUPTED = 130
+    """Interrupted by Ctrl-C.
+    Saved: yes; after a second Ctrl-C up to the last checkpoint.
+    Again: no, not by itself; the same command resumes it.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +172,15 @@ class BrokenPlugin(UserError):  # noqa: N818
 
 
 class CheckpointError(UserError):
-    """A checkpoint cannot be used: incomplete, damaged, or made for another model or batch."""
+    """A checkpoint cannot be used: missing, incomplete, damaged, or made for another model or batch."""
+
+    exit_code = ExitCode.CHECKPOINT
+
+
+class InUseError(UserError):
+    """Another process uses the run directory now. The same command can succeed later."""
+
+    exit_code = ExitCode.IN_USE
 
 
 class GpuFaultError(Exception):

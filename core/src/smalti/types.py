@@ -234,6 +234,7 @@ class StopReason(IntEnum):
     @property
     def exit_code(self) -> ExitCode:
         return {
+            StopReason.REQUESTED: ExitCode.STOPPED,
             StopReason.PREEMPTED: ExitCode.PREEMPTED,
             StopReason.INTERRUPTED: ExitCode.INTERRUPTED,
             StopReason.ERROR_BUDGET: ExitCode.FAILED,

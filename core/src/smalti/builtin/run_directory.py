@@ -7,7 +7,7 @@ import traceback
 from dataclasses import asdict
 
 from smalti.config import LaunchOptions, TrackingOptions, ValidationOptions
-from smalti.errors import ExitCode, UserError
+from smalti.errors import ExitCode, GpuFaultError, UserError
 from smalti.hookspecs import hookimpl
 from smalti.rundir import Condition, LiveRun, Request, overview
 from smalti.types import (
@@ -98,7 +98,7 @@ class RunEvents:
             self._live.end(state.step, _condition(outcome.reason), outcome.message, outcome.exit_code)
             return
         message = f"{type(self._error).__name__}: {self._error}" if self._error else "an exception ended it"
-        code = self._error.exit_code if isinstance(self._error, UserError) else ExitCode.FAILED
+        code = self._error.exit_code if isinstance(self._error, UserError | GpuFaultError) else ExitCode.FAILED
         self._live.end(state.step, "failed", message, code)
 
 

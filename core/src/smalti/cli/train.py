@@ -131,8 +131,8 @@ def _train(invocation: Invocation, *, dry_run: bool, as_json: bool) -> int:
                 outlast()
                 return int(preparation.launch(standby))
     except Stopped:
-        click.echo("smalti: stopped on request before the first step; the same command begins it", err=True)
-        return int(ExitCode.DONE)
+        click.echo("smalti: stopped on request before the first step; the same command starts it again", err=True)
+        return int(ExitCode.STOPPED)
     except Terminated:
         click.echo("smalti: stopped before the run began; the same command begins it", err=True)
         return int(ExitCode.PREEMPTED)

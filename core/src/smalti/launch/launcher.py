@@ -40,7 +40,7 @@ POLL_SECONDS = 0.1
 _LOOK_SECONDS = 1.0
 _GRACE_SECONDS = 10.0
 """In which ranks write down what they have encoded."""
-_STOPS = (ExitCode.DONE, ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
+_STOPS = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
 """How a rank ends that did what was asked of it; everything else is a failure."""
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """What torch's agent passes on to its ranks."""
@@ -248,7 +248,7 @@ def _end_early(launched: _Launched, received: list[int], live: LiveRun | None) -
     number = received[0]
     _end_gently(launched, received)
     if live is not None and live.stop_asked:
-        return ExitCode.DONE, STOPPED_EARLY
+        return ExitCode.STOPPED, STOPPED_EARLY
     code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.PREEMPTED
     return code, "stopped before the run began; nothing was changed"
 
@@ -323,7 +323,7 @@ def judge(
         told = ", ".join(f"rank {rank} was killed by {name}" for rank, name in sorted(by_signal.items()))
         hint = " (the system does that when memory runs out)" if "SIGKILL" in by_signal.values() else ""
         causes = "; ".join([f"{told}{hint}", *(f"rank {end.rank}: {end.message}" for end in failures[:1])])
-        return ExitCode.FAILED, "\n  ".join([_with_hooks(causes, in_hooks), *saved])
+        return ExitCode.KILLED, "\n  ".join([_with_hooks(causes, in_hooks), *saved])
     if failures:
         causes = "; ".join([f"rank {failures[0].rank}: {failures[0].message}", *([lost] if lost else [])])
         if failures[0].follows:
@@ -331,14 +331,14 @@ def judge(
         return ExitCode(failures[0].exit_code), "\n  ".join([causes, *saved])
     if status < 0:
         told = lost or ends[0].message
-        return ExitCode.FAILED, f"{_STARTER} was killed by {signal.Signals(-status).name}; {told}"
+        return ExitCode.KILLED, f"{_STARTER} was killed by {signal.Signals(-status).name}; {told}"
     if status - SIGNALLED in _STOPPING and lost:
-        return ExitCode.FAILED, f"{_STARTER} was stopped by {signal.Signals(status - SIGNALLED).name}; {lost}"
+        return ExitCode.KILLED, f"{_STARTER} was stopped by {signal.Signals(status - SIGNALLED).name}; {lost}"
     if status - SIGNALLED in _STOPPING:
         return ExitCode(ends[0].exit_code), ends[0].message
     if status != 0 or not ends:
         causes = f"{lost or 'every rank ended well, and the launcher did not'} (launcher status {status})"
-        return ExitCode.FAILED, _with_hooks(causes, in_hooks)
+        return ExitCode.KILLED if lost else ExitCode.FAILED, _with_hooks(causes, in_hooks)
     return ExitCode(ends[0].exit_code), ends[0].message
 
 

@@ -162,7 +162,7 @@ class Preparation:
             return error.exit_code, str(error)
         except KeyboardInterrupt as stop:
             if self.live is not None and self.live.stop_asked:
-                return ExitCode.DONE, STOPPED_EARLY
+                return ExitCode.STOPPED, STOPPED_EARLY
             code = ExitCode.PREEMPTED if isinstance(stop, Terminated) else ExitCode.INTERRUPTED
             return code, "stopped outside of a training step; saved checkpoints and caches are intact"
         return outcome.exit_code, outcome.message
@@ -170,9 +170,8 @@ class Preparation:
     def _say_goodbye(self, code: ExitCode, message: str) -> None:
         for title, path in self._results().items():
             click.echo(f"  {title:<12} {path}", err=True)
-        complete = code is ExitCode.DONE and self.directory.status().condition == "finished"
-        stopped = "stopped" if code is ExitCode.DONE else f"ended with exit code {int(code)}"
-        click.echo(f"smalti: {'done' if complete else stopped}: {message}", err=True)
+        complete = code is ExitCode.DONE
+        click.echo(f"smalti: {'done' if complete else f'ended with exit code {int(code)}'}: {message}", err=True)
         if not self.directory.config_file.exists():  # somebody has removed it
             return
         again = f"{own_name()} train {shlex.quote(str(self.directory.config_file))}"
@@ -266,7 +265,7 @@ def _failures_recorded(live: LiveRun | None) -> Iterator[None]:
             raise
         asked = isinstance(error, KeyboardInterrupt) and live.stop_asked
         live.conclude(
-            *((ExitCode.DONE, STOPPED_EARLY) if asked else (exit_reports.code_of(error), exit_reports.describe(error)))
+            *((ExitCode.STOPPED, STOPPED_EARLY) if asked else (exit_reports.code_of(error), exit_reports.describe(error)))
         )
         live.close()
         if asked:

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from smalti.errors import ExitCode, UserError
 from smalti.parallel.gloo import BrokenGroupError, hang_up_all, is_line_error
 from smalti.parallel.protocol import Ranks
-from smalti.system import Process, describe, leave_word
+from smalti.system import Process, code_of, describe, leave_word
 
 T = TypeVar("T")
 
@@ -39,13 +39,21 @@ _SOURCE = re.compile(r"^\[\S+:\d+\] ")
 class LostRankError(UserError):
     """Another rank is gone, hangs or has failed, so this one cannot go on.
 
-    `saved` tells of the checkpoint that this rank made before leaving, `ended` which ranks it ended because they hung.
+    `saved` tells of the checkpoint that this rank made before leaving, `ended` which ranks it ended because they hung. The
+    `exit_code` is that of the rank that failed, so that every node ends with it; KILLED if none could say why.
     """
 
-    exit_code = ExitCode.FAILED
-
-    def __init__(self, message: str, *, fix: str, saved: str = "", ended: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        fix: str,
+        saved: str = "",
+        ended: tuple[int, ...] = (),
+        exit_code: ExitCode = ExitCode.KILLED,
+    ) -> None:
         super().__init__(message, fix=fix)
+        self.exit_code = exit_code
         self.saved = saved
         self.ended = ended
 
@@ -54,12 +62,14 @@ class LostRankError(UserError):
 class Answer:
     """What a rank says of itself once the group is broken.
 
-    `whole`: its state is that of the last step boundary. `failure` is its own, in a line; without one it has only noticed that
-    of another. `suspect`: that was a fault of the accelerator after which the plugins want nothing saved.
+    `whole`: its state is that of the last step boundary. `failure` is its own, in a line, with its exit `code`; without
+    one it has only noticed that of another. `suspect`: that was a fault of the accelerator after which the plugins want nothing
+    saved.
     """
 
     whole: bool = False
     failure: str = ""
+    code: int = ExitCode.FAILED
     suspect: bool = False
 
 
@@ -215,7 +225,7 @@ class Crew:
         if not self.claim.take():
             threading.Event().wait()
         if not (is_line_error(error) or (isinstance(error, RuntimeError) and (self.claim.loss or self.gone()))):
-            self.board.post(Answer(whole=whole, failure=in_a_line(error), suspect=suspect))
+            self.board.post(Answer(whole=whole, failure=in_a_line(error), code=code_of(error), suspect=suspect))
             return None
         mine = Answer(whole=whole)
         self.board.post(mine)
@@ -269,7 +279,8 @@ class Crew:
             fix = "look after that machine and what its process waited for: storage, network, a debugger or a stop signal"
         noticed = f"it noticed by {in_a_line(error)}{_where(error)}"
         told = [f"{who}, so this rank cannot go on", noticed, *([unsaved] if unsaved else [])]
-        return LostRankError("; ".join(told), fix=fix, saved=saved, ended=ended)
+        code = roll.answers[min(roll.failures)].code if roll.failures else ExitCode.KILLED
+        return LostRankError("; ".join(told), fix=fix, saved=saved, ended=ended, exit_code=ExitCode(code))
 
     def end_hanging(self, roll: Roll) -> tuple[int, ...]:
         """Kill the hanging ranks of this machine; they can neither save nor leave, and may hold what others need for that.

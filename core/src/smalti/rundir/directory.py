@@ -29,7 +29,7 @@ from uuid import uuid4
 
 from pydantic import TypeAdapter, ValidationError
 
-from smalti.errors import UserError
+from smalti.errors import ExitCode, UserError
 from smalti.rundir.events import Event, complete_size, read_events, read_events_backwards
 from smalti.rundir.phases import Phase
 from smalti.rundir.recent import seconds_for
@@ -224,10 +224,10 @@ class RunDirectory:
         if last and last.time >= started and (ending := _ending(last)):
             return ending
         if heartbeat is None:
-            return Status(condition="failed", message="it left without a last word", exit_code=1)
+            return Status(condition="failed", message="it ended without reporting why", exit_code=ExitCode.KILLED)
         who = heartbeat.process or "an unknown process"
         if heartbeat.alive() is False:
-            return Status(condition="failed", message=f"{who} is gone without a last word", exit_code=1)
+            return Status(condition="failed", message=f"{who} died without reporting why", exit_code=ExitCode.KILLED)
         if heartbeat.age > STALE_SECONDS:
             return Status(condition="stale", message=f"no sign of life for {heartbeat.age:.0f} s from {who}")
         return Status(condition="running", message=str(who))

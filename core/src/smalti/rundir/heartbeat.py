@@ -7,7 +7,7 @@ import logging
 import time
 from dataclasses import asdict
 
-from smalti.errors import UserError
+from smalti.errors import InUseError, UserError
 from smalti.rundir.directory import POLL_SECONDS, RUN_KIND, SCHEMA, STALE_SECONDS, Heartbeat, RunDirectory, RunRecord
 from smalti.system import Process, atomic_write
 
@@ -67,7 +67,7 @@ def clear_away(directory: RunDirectory, dead: Heartbeat) -> None:
     try:
         turn.touch(exist_ok=False)
     except FileExistsError:
-        raise UserError(
+        raise InUseError(
             f"another process is taking over {directory.path} from a run that died",
             fix=f"choose another --output_dir; if there is no such process, remove {turn}",
         ) from None
@@ -78,7 +78,7 @@ def clear_away(directory: RunDirectory, dead: Heartbeat) -> None:
         turn.unlink()
 
 
-def in_use(directory: RunDirectory, heartbeat: Heartbeat | None) -> UserError:
+def in_use(directory: RunDirectory, heartbeat: Heartbeat | None) -> InUseError:
     who = str(heartbeat.process) if heartbeat and heartbeat.process else "another process"
     if heartbeat and heartbeat.worker and heartbeat.process and heartbeat.process.alive() is False:
         who = str(heartbeat.worker)
@@ -87,7 +87,9 @@ def in_use(directory: RunDirectory, heartbeat: Heartbeat | None) -> UserError:
         remedy = "end that process"
     else:
         remedy = f"stop it with `smalti run stop {directory.path}`"
-    return UserError(f"{directory.path} is in use: a run lives there, {who}", fix=f"{remedy}, or choose another --output_dir")
+    return InUseError(
+        f"{directory.path} is in use by a running process: {who}", fix=f"{remedy}, or choose another --output_dir"
+    )
 
 
 def refuse_foreign_files(directory: RunDirectory) -> None:

@@ -67,7 +67,7 @@ def leave_word(code: int, message: str, *, follows: bool = False, saved: str = "
 
 def leave_word_for(rank: int, message: str) -> None:
     """By the launcher's agent: why it had to kill a rank that did not leave by itself. The rank's own word counts."""
-    _leave(RankEnd(rank=rank, exit_code=int(ExitCode.FAILED), message=message, time=time.time(), follows=True))
+    _leave(RankEnd(rank=rank, exit_code=int(ExitCode.KILLED), message=message, time=time.time(), follows=True))
 
 
 def _leave(end: RankEnd) -> None:

@@ -102,8 +102,8 @@ class Demands:
 
 
 def code_at_once(number: int) -> ExitCode:
-    """The exit code of a run that a second signal ends before it has saved: not that of one to be queued again."""
-    return ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.FAILED
+    """The exit code of a run that a second signal ends before it has saved: not that of one that has."""
+    return ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.KILLED
 
 
 def say(text: str) -> None:

@@ -61,9 +61,7 @@ def export(
     if not where its configuration says. All bytes of the checkpoint are checked first. Raises UserError, and nothing is left.
     """
     if target.exists() or target.is_symlink():
-        raise CheckpointError(
-            f"{target} is there already, and nothing is overwritten", fix="name a folder that is not there yet"
-        )
+        raise UserError(f"{target} already exists, and nothing is overwritten", fix="choose a new folder")
     run = _run_of(source)
     config = _config_of(run, plugins, pretrained)
     family = find_family(config, plugins)

@@ -141,7 +141,8 @@ def agree(run: Run) -> Wish:
     reason, draws, evaluates = StopReason(word >> 3), bool(word & 1), bool(word & 2)
     if reason is StopReason.NONE:
         return Wish(validate=draws, evaluate=evaluates, save=bool(word & 4), outcome=None)
-    mine = state.stop_message or f"{reason.name.lower()} at step {state.step}"
+    how = "stopped on request" if reason is StopReason.REQUESTED else reason.name.lower()
+    mine = state.stop_message or f"{how} at step {state.step} of {state.max_steps}"
     messages = run.parallel.share(mine if state.stop_reason is reason else "")
     outcome = Outcome(reason=reason, message=next(message for message in messages if message))
     completed = reason is StopReason.COMPLETED

@@ -72,17 +72,13 @@ def convert(
     """
     kind = recognise(source, formats)
     if target.exists() or target.is_symlink():
-        raise CheckpointError(
-            f"{target} is there already, and nothing is overwritten", fix="name a folder that is not there yet"
-        )
+        raise UserError(f"{target} already exists, and nothing is overwritten", fix="choose a new folder")
     with opened(source, kind) as opened_source:
         contents = opened_source.contents
         tensors = _chosen(source, contents, to, averaged)
         if to == "smalti" and named_step(target) not in (None, contents.step):
             message = f"a checkpoint of step {contents.step} cannot have the name {target.name}"
-            raise CheckpointError(
-                message, fix=f"--to={target.with_name(f'step-{contents.step:08d}')}, or a name without a step"
-            )
+            raise UserError(message, fix=f"--to={target.with_name(f'step-{contents.step:08d}')}, or a name without a step")
         read = _counted(opened_source, tensors, progress)
         try:
             records = make_folder(target, lambda folder: _written(folder, contents, tensors, read, to))
@@ -119,7 +115,7 @@ def _chosen(path: Path, contents: Contents, to: Target, averaged: bool) -> dict[
     if averaged:
         averages = {f"model/{name.removeprefix('ema/')}": each for name, each in found.items() if name.startswith("ema/")}
         if not averages:
-            raise CheckpointError(f"{path} holds no averaged weights", fix="leave out --ema")
+            raise UserError(f"{path} holds no averaged weights", fix="leave out --ema")
         weights |= averages
     return {name.removeprefix("model/"): each for name, each in weights.items()}
 
@@ -147,7 +143,7 @@ def make_folder(target: Path, write: Callable[[Path], dict[str, FileRecord]]) ->
         records = write(partial)
         files.fsync_directory(partial)
         if target.exists():
-            raise CheckpointError(f"{target} has come into being meanwhile, and nothing is overwritten")
+            raise UserError(f"{target} was created by another process in the meantime, and nothing is overwritten")
         files.rename(partial, target)
     finally:
         if partial.exists():

@@ -22,7 +22,7 @@ from smalti.checkpoint.format.full_weights import LARGEST_FILE, write_weights
 from smalti.checkpoint.format.manifest import FileRecord
 from smalti.checkpoint.format.safetensors_layout import Piece, StoredTensor, encode_header
 from smalti.checkpoint.planning import memory
-from smalti.errors import CheckpointError
+from smalti.errors import UserError
 from smalti.system import Block, files
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -37,7 +37,7 @@ class Trained:
     """The tensors that a run has trained, out of a checkpoint of any backend. Only headers are read at first.
 
     With `averaged`, the averaged ones (EMA) where there is an average. Floating-point tensors become `precision`; None leaves
-    them as they are. Raises CheckpointError when there is no average.
+    them as they are. Raises UserError when there is no average.
     """
 
     def __init__(self, checkpoint: OwnCheckpoint, *, averaged: bool, precision: Precision | None) -> None:
@@ -48,7 +48,7 @@ class Trained:
         if averaged:
             averages = {name.removeprefix("ema/"): name for name in found if name.startswith("ema/")}
             if not averages:
-                raise CheckpointError("the checkpoint holds no averaged weights (EMA)", fix="leave out --ema")
+                raise UserError("the checkpoint holds no averaged weights (EMA)", fix="leave out --ema")
             self._places |= averages
         self.tensors: Mapping[str, StoredTensor] = {
             name: replace(found[place], dtype=NAMES[self._becomes(DTYPES[found[place].dtype])])
@@ -61,7 +61,7 @@ class Trained:
         return sum(tensor.size for tensor in self.tensors.values())
 
     def read(self, name: str) -> memoryview:
-        """The bytes of one tensor, row by row. Raises CheckpointError for a value that its new type cannot hold."""
+        """The bytes of one tensor, row by row. Raises UserError for a value that its new type cannot hold."""
         place = self._places[name]
         stored = self._checkpoint.contents.tensors[place]
         dtype = DTYPES[stored.dtype]
@@ -79,9 +79,7 @@ def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     converted = tensor.to(dtype)
     if not torch.equal(converted.isfinite(), tensor.isfinite()):
         told = str(dtype).removeprefix("torch.")
-        raise CheckpointError(
-            f"{name} has values that are too large for {told}", fix="--dtype=bf16, which has the range of fp32"
-        )
+        raise UserError(f"{name} has values that are too large for {told}", fix="--dtype=bf16, which has the range of fp32")
     return converted
 
 
