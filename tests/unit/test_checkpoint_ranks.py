@@ -17,6 +17,7 @@ from nursery import Alone, Pair, forked_processes
 from smalti.checkpoint.format.manifest import read_manifest
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
+from smalti.checkpoint.planning import divide_together
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import SaveError, save
@@ -125,9 +126,19 @@ def results_of_this_rank(root):
     results["after the full disk"] = sorted(path.name for path in root.iterdir())
     results["defect"] = refused(root, parallel, torch.ones(2, dtype=torch.complex128 if rank == 1 else torch.float32))
     results["disagreement"] = refused(root, parallel, torch.ones(4 - 2 * rank))
+    results["divided"] = divided_after_one_was_alone(rank, parallel)
     results["not shared"] = directory_not_shared(rank, root, parallel)
     results["damaged"] = damaged_for_both(rank, store, parallel)
     return results
+
+
+def divided_after_one_was_alone(rank, parallel):
+    """What this rank writes of two tensors, before and after rank 1 has divided another one by itself."""
+    tensors = {"model/a": torch.ones(4), "model/b": torch.ones(4)}
+    before = divide_together(parallel, tensors)
+    if rank == 1:
+        divide_together(Alone(), {"model/c": torch.ones(1)})
+    return [list(before.mine), list(divide_together(parallel, tensors).mine)]
 
 
 def disk_full_on_one(rank, root, parallel):
@@ -265,6 +276,10 @@ def test_after_a_failed_save_only_the_older_checkpoints_are_there(ran):
 def test_a_mistake_on_one_rank_is_told_on_both(ran):
     assert "rank 1: model/w is of type torch.complex128" in ran[0]["defect"]
     assert "model/w is of type torch.complex128" in ran[1]["defect"]
+
+
+def test_ranks_divide_alike_also_after_one_of_them_has_saved_alone(ran):
+    assert [one["divided"] for one in ran] == [[["model/a"]] * 2, [["model/b"]] * 2]
 
 
 def test_replicas_that_differ_in_size_are_refused_on_both(ran):

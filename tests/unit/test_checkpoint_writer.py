@@ -14,7 +14,7 @@ from smalti.checkpoint.format.manifest import read_manifest
 from smalti.checkpoint.format.safetensors_layout import Piece
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
-from smalti.checkpoint.planning import check_whole, divide
+from smalti.checkpoint.planning import check_whole, divide, divide_together
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import SaveError, save
@@ -40,6 +40,29 @@ def files_limited_to(size):
 
 
 # --- saving ---------------------------------------------------------------------------------------------------------
+
+
+class Counting(Alone):
+    """Counts the bytes that a rank tells the others."""
+
+    told = 0
+
+    def share(self, value: str) -> list[str]:
+        self.told += len(value)
+        return [value]
+
+
+def test_what_ranks_hold_is_exchanged_once_and_not_at_every_save():
+    many = {f"model/blocks.{number}.attention.weight": torch.ones(2, 2) for number in range(1000)}
+    told = []
+    for tensors in (many, many, many | {"model/blocks.0.attention.weight": torch.ones(3, 2)}):
+        ranks = Counting()
+        division = divide_together(ranks, tensors)
+        told.append(ranks.told)
+        assert {name: piece.shape for name, piece in division.mine.items()} == {n: tuple(t.shape) for n, t in tensors.items()}
+        assert division.sizes["model/blocks.0.attention.weight"] == tensors["model/blocks.0.attention.weight"].nbytes
+    assert told[1] < 200 < told[0] < 20_000
+    assert told[2] > 200
 
 
 def test_every_type_and_shape_comes_back_bit_for_bit(tmp_path):

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from smalti.checkpoint.arena import Arena
-from smalti.checkpoint.planning import decode_pieces, divide, encode_pieces, local_pieces
+from smalti.checkpoint.planning import divide_together
 from smalti.checkpoint.snapshot import Snapshot
-from smalti.parallel import Ranks, side_stream, together
+from smalti.parallel import Ranks, side_stream
 
 
 class Staging:
@@ -39,8 +39,7 @@ class Staging:
         Tensors that another rank writes stay on the meta device: they have a shape there, and no contents.
         """
         tensors = snapshot.tensors()
-        held = [decode_pieces(text) for text in together(ranks, lambda: encode_pieces(local_pieces(tensors)))]
-        mine = divide(held)[ranks.world.rank]
+        mine = divide_together(ranks, tensors).mine
         self._make_room({name: tensor.detach() for name, tensor in tensors.items() if name in mine})
         with self._stream or nullcontext():
             for name, buffer in self._buffers.items():

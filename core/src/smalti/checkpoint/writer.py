@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -26,7 +26,7 @@ from smalti.checkpoint.format.manifest import GROUPS, STATE, FileRecord, Manifes
 from smalti.checkpoint.format.safetensors_layout import encode_header, split
 from smalti.checkpoint.format.statefile import State
 from smalti.checkpoint.format.store import CheckpointStore
-from smalti.checkpoint.planning import Pieces, check_whole, decode_pieces, divide, encode_pieces, local_pieces, memory
+from smalti.checkpoint.planning import Pieces, divide_together, memory
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.errors import CheckpointError, ExitCode, UserError
 from smalti.parallel import RankError, Ranks, from_main, together, use_device
@@ -104,13 +104,9 @@ def _needed(sizes: Mapping[str, int], full_weights: bool) -> int:
     return sum(size * (2 if full_weights and name.startswith("model/") else 1) for name, size in sizes.items())
 
 
-def _check_room(room: int | None, held: Sequence[Pieces], full_weights: bool) -> None:
-    """Raises OSError when the file system has said that it cannot hold these pieces, each once."""
-    sizes: dict[str, int] = {}
-    for (name, _), size in {(name, p.offsets): p.size for pieces in held for name, p in pieces.items()}.items():
-        sizes[name] = sizes.get(name, 0) + size
-    needed = _needed(sizes, full_weights)
-    if room is not None and needed > room:
+def _check_room(room: int | None, sizes: Mapping[str, int], full_weights: bool) -> None:
+    """Raises OSError when the file system has said that it cannot hold tensors of these sizes."""
+    if room is not None and _needed(sizes, full_weights) > room:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -143,26 +139,23 @@ def _save(store: CheckpointStore, snapshot: Snapshot, ranks: Ranks, full_weights
     directory = Path(together(ranks, begin)[0])
     room: int | None = None
 
-    def plan() -> str:
+    def look() -> str:
         nonlocal room
         if not directory.is_dir():
             return ""
         if main:
-            room = files.free_bytes(directory)  # now, because no rank writes before all have planned
-        return encode_pieces(local_pieces(tensors))
+            room = files.free_bytes(directory)  # now, because no rank writes before all have looked
+        return "seen"
 
-    planned = together(ranks, plan)
-    if "" in planned:
-        _blame(directory, ranks, unseen=not planned[ranks.world.rank])
-    held = [decode_pieces(text) for text in planned]
-    rank = ranks.world.rank
+    seen = together(ranks, look)
+    if "" in seen:
+        _blame(directory, ranks, unseen=not seen[ranks.world.rank])
+    division = divide_together(ranks, tensors)
 
     def write() -> str:
-        check_whole(held, tensors)
         if main:
-            _check_room(room, held, full_weights)
-        mine = {name: held[rank][name] for name in divide(held)[rank]}
-        records = _write_tensors(directory, mine, tensors, ranks.world)
+            _check_room(room, division.sizes, full_weights)
+        records = _write_tensors(directory, division.mine, tensors, ranks.world)
         if main:
             records[STATE] = write_recorded(directory / STATE, [_state(snapshot)])
         return _encode(records)
