@@ -12,7 +12,12 @@ from .conversion.export_folder import (
     Progress as Progress,
     Trained as Trained,
 )
-from .conversion.formats import Contents as Contents, OwnCheckpoint as OwnCheckpoint, optimizer_of as optimizer_of
+from .conversion.formats import (
+    Contents as Contents,
+    OwnCheckpoint as OwnCheckpoint,
+    Source as Source,
+    optimizer_of as optimizer_of,
+)
 from .dtypes import DTYPES as DTYPES, NAMES as NAMES
 from .format.manifest import (
     GROUPS as GROUPS,

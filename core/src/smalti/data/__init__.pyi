@@ -3,6 +3,7 @@ from .cache.encode_ahead import Encoded as Encoded, encode_ahead as encode_ahead
 from .datasets.catalog import BUILT_IN_METADATA as BUILT_IN_METADATA, BUILT_IN_STORAGES as BUILT_IN_STORAGES
 from .datasets.held_out import HeldOut as HeldOut, HeldOutPictures as HeldOutPictures
 from .datasets.reference import dataset_reference as dataset_reference
+from .datasets.sources import Listed as Listed, MetadataSource as MetadataSource, Selective as Selective
 from .datasets.spec import DatasetSpec as DatasetSpec
 from .from_options import (
     Scan as Scan,
@@ -21,10 +22,12 @@ from .scan.changes import changes as changes, keep as keep
 from .scan.identity import Identity as Identity, Settings as Settings, first_digest as first_digest
 from .scan.index import Progress as Progress
 from .storage.protocol import (
+    AccessDeniedError as AccessDeniedError,
     InvalidKeyError as InvalidKeyError,
     MissingFileError as MissingFileError,
     Storage as Storage,
     StorageError as StorageError,
     StoredFile as StoredFile,
+    TransientStorageError as TransientStorageError,
     checked_key as checked_key,
 )

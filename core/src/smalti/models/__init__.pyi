@@ -13,12 +13,14 @@ from .context_parallel import (
     ContextPlan as ContextPlan,
     Join as Join,
     Split as Split,
+    SplitsContext as SplitsContext,
     context_plan as context_plan,
 )
 from .description import config_of as config_of
 from .family import (
     Adaptable as Adaptable,
     Cacheable as Cacheable,
+    CountsTokens as CountsTokens,
     Encoding as Encoding,
     Exporter as Exporter,
     KeepsRawLatents as KeepsRawLatents,
@@ -37,6 +39,7 @@ from .memory_format import put_channels_last as put_channels_last, wants_channel
 from .size_conditioning import Frame as Frame, SeesFrames as SeesFrames, encode as encode, with_frames as with_frames
 from .tf32 import choose_tf32 as choose_tf32, products_in_tf32 as products_in_tf32, tf32_choice as tf32_choice
 from .weights import (
+    Filled as Filled,
     FolderWeights as FolderWeights,
     SeededWeights as SeededWeights,
     first_weight as first_weight,

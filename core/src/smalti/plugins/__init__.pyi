@@ -1,4 +1,4 @@
-from .caches import CacheFile as CacheFile, find_cache as find_cache, list_caches as list_caches
+from .caches import Cache as Cache, CacheFile as CacheFile, find_cache as find_cache, list_caches as list_caches
 from .factories import create as create
 from .families import family_entry as family_entry, find_family as find_family, known_families as known_families
 from .lookup import (

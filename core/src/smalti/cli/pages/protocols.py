@@ -11,7 +11,7 @@ from importlib.resources import files
 
 @dataclass(frozen=True, kw_only=True)
 class Chapter:
-    """What belongs to one hook, as "module:Class".
+    """What belongs to one hook, as "package:Class", where a plugin imports it from.
 
     A plugin implements or returns `classes`, may implement `optional` ones as well, and is `given` others. `bases` are classes
     to inherit from, in which methods have defaults.
@@ -30,23 +30,23 @@ CHAPTERS = (
         title="Model families",
         about="`register_model_families` names a factory; the factory returns a `ModelFamily`.",
         classes=(
-            "smalti.types:FamilyEntry",
-            "smalti.models.family:ModelFamily",
-            "smalti.models.family:Weights",
+            "smalti:FamilyEntry",
+            "smalti.models:ModelFamily",
+            "smalti.models:Weights",
         ),
         optional=(
-            "smalti.models.family:Cacheable",
-            "smalti.models.family:KeepsRawLatents",
-            "smalti.models.family:Adaptable",
-            "smalti.models.family:Exporter",
-            "smalti.models.family:CountsTokens",
-            "smalti.models.family:TellsSettings",
-            "smalti.models.size_conditioning:SeesFrames",
-            "smalti.models.context_parallel:SplitsContext",
-            "smalti.models.weights:Filled",
-            "smalti.diffusion.timesteps:Shift",
+            "smalti.models:Cacheable",
+            "smalti.models:KeepsRawLatents",
+            "smalti.models:Adaptable",
+            "smalti.models:Exporter",
+            "smalti.models:CountsTokens",
+            "smalti.models:TellsSettings",
+            "smalti.models:SeesFrames",
+            "smalti.models:SplitsContext",
+            "smalti.models:Filled",
+            "smalti.diffusion:Shift",
         ),
-        given=("smalti.models.family:SampleRequest", "smalti.diffusion.objective:Objective"),
+        given=("smalti.models:SampleRequest", "smalti.diffusion:Objective"),
     ),
     Chapter(
         title="Strategies",
@@ -54,56 +54,56 @@ CHAPTERS = (
         "Inherit from `Group`, or from `Replicas` if each rank has the whole model, and write the methods that have no default "
         "there.",
         classes=(
-            "smalti.types:DistributedPlan",
-            "smalti.parallel.protocol:Ranks",
-            "smalti.parallel.protocol:Line",
-            "smalti.parallel.protocol:Parallel",
-            "smalti.parallel.protocol:PortableState",
-            "smalti.parallel.protocol:Span",
+            "smalti:DistributedPlan",
+            "smalti.parallel:Ranks",
+            "smalti.parallel:Line",
+            "smalti.parallel:Parallel",
+            "smalti.parallel:PortableState",
+            "smalti.parallel:Span",
         ),
-        given=("smalti.types:World", "smalti.types:Block"),
-        bases=("smalti.parallel.process_group:Group", "smalti.training.ddp:Replicas"),
+        given=("smalti:World", "smalti:Block"),
+        bases=("smalti.parallel:Group", "smalti.training:Replicas"),
     ),
     Chapter(
         title="Storages",
         about="`register_storage` names a factory; the factory returns a `Storage`.",
         classes=(
-            "smalti.types:StorageEntry",
-            "smalti.data.storage.protocol:Storage",
-            "smalti.data.storage.protocol:StoredFile",
+            "smalti:StorageEntry",
+            "smalti.data:Storage",
+            "smalti.data:StoredFile",
         ),
     ),
     Chapter(
         title="Metadata backends",
         about="`register_metadata_backends` names a factory; the factory returns a `MetadataSource`.",
         classes=(
-            "smalti.types:MetadataEntry",
-            "smalti.data.datasets.sources:MetadataSource",
-            "smalti.data.datasets.sources:Listed",
+            "smalti:MetadataEntry",
+            "smalti.data:MetadataSource",
+            "smalti.data:Listed",
         ),
-        optional=("smalti.data.datasets.sources:Selective",),
+        optional=("smalti.data:Selective",),
     ),
     Chapter(
         title="Optimizers",
         about="`register_optimizers` names a factory; the factory returns a `torch.optim.Optimizer` over groups of "
         "(name, parameter) pairs. Each group may have a `weight_decay` of its own. State that is a tensor is saved under the "
         "name of its parameter; other state and the settings of groups are saved as JSON.",
-        classes=("smalti.types:OptimizerEntry",),
+        classes=("smalti:OptimizerEntry",),
     ),
     Chapter(
         title="Caches",
         about="`register_caches` names a factory; the factory returns a `Cache`.",
-        classes=("smalti.types:CacheEntry", "smalti.plugins.caches:Cache", "smalti.types:Cleared"),
-        bases=("smalti.plugins.caches:CacheFile",),
+        classes=("smalti:CacheEntry", "smalti.plugins:Cache", "smalti:Cleared"),
+        bases=("smalti.plugins:CacheFile",),
     ),
     Chapter(
         title="Checkpoint formats",
         about="`register_checkpoint_formats` names a factory; the factory takes a folder and returns a `Source`.",
         classes=(
-            "smalti.types:CheckpointFormat",
-            "smalti.checkpoint.conversion.formats:Source",
-            "smalti.checkpoint.conversion.formats:Contents",
-            "smalti.checkpoint.format.safetensors_layout:StoredTensor",
+            "smalti:CheckpointFormat",
+            "smalti.checkpoint:Source",
+            "smalti.checkpoint:Contents",
+            "smalti.checkpoint:StoredTensor",
         ),
     ),
 )
@@ -147,7 +147,7 @@ def _class(address: str, chapter: Chapter) -> Iterator[str]:
     yield from (f"### `{name}`", "", f"*{kind} in* `{module}`{inherited}{told}", "", *_words(node), "")
     fields = list(_fields(node))
     if "Registered" in parents:
-        fields = [*(field for field in _fields(_find("smalti.types:Registered")) if field[0] != "origin"), *fields]
+        fields = [*(field for field in _fields(_find("smalti:Registered")) if field[0] != "origin"), *fields]
     if fields:
         yield from _table(fields)
     if kind != "record":
@@ -245,14 +245,18 @@ def _cell(text: str) -> str:
 
 
 def _find(address: str) -> ast.ClassDef:
-    module, _, name = address.partition(":")
-    return next(each for each in _parsed(module).body if isinstance(each, ast.ClassDef) and each.name == name)
+    """The definition of a class, in the module from which its package has it."""
+    package, _, name = address.partition(":")
+    for statement in _parsed(package, "__init__.pyi").body:
+        if isinstance(statement, ast.ImportFrom) and name in [each.name for each in statement.names]:
+            module = _parsed(package, *(statement.module or "").split("."))
+            return next(each for each in module.body if isinstance(each, ast.ClassDef) and each.name == name)
+    raise LookupError(address)
 
 
 @cache
-def _parsed(module: str) -> ast.Module:
-    """The source of a module, which is not imported."""
-    package, *parts = module.split(".")
-    place = files(package).joinpath(*parts)
-    path = place / "__init__.py" if place.is_dir() else files(package).joinpath(*parts[:-1], f"{parts[-1]}.py")
-    return ast.parse(path.read_text(encoding="utf-8"))
+def _parsed(package: str, *parts: str) -> ast.Module:
+    """The source of a file below a package; nothing is imported for it but `smalti` itself."""
+    root, *rooms = package.split(".")
+    file = parts[-1] if "." in parts[-1] else f"{parts[-1]}.py"
+    return ast.parse(files(root).joinpath(*rooms, *parts[:-1], file).read_text(encoding="utf-8"))
