@@ -134,3 +134,9 @@ def test_a_page_in_a_pipe_meets_no_pager(smalti):
         [*smalti, "config", "reference"], env={**os.environ, "PAGER": "false"}, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout.startswith("# Options")) == (0, True)
+
+
+def test_a_terminal_breaks_lines_of_a_table_between_words(on_terminal):
+    lines = on_terminal("plugins", NO_COLOR="1").splitlines()
+    assert max(map(len, lines)) <= 80
+    assert " ".join(" ".join(lines).split()).count("qwen_image, sana, sd3, sdxl, z_image") == 1

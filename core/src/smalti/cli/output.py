@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from shutil import get_terminal_size
+from textwrap import wrap
 
 import click
 
+_NARROWEST = 24
+"""Columns that the last cell of a row needs beside the others; with fewer it goes below them."""
 
-def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
-    """Columns as wide as their widest cell; those numbered in `right` are aligned to the right."""
-    widths = [max(len(row[column]) for row in (titles, *rows)) for column in range(len(titles))]
+
+def print_table(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), colours: Mapping[str, str] | None = None
+) -> None:
+    """Columns as wide as their widest cell; those numbered in `right` are aligned to the right.
+
+    Cells with a text of `colours` get its colour. On a terminal, the last column is wrapped where it does not fit.
+    """
+    last = len(titles) - 1
+    widths = [max(len(row[column]) for row in (titles, *rows)) for column in range(last)]
+    begin = sum(widths) + 2 * last
+    widest = max(len(row[last]) for row in (titles, *rows)) if last in right else 0
+    columns = get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else 0
     for row in (titles, *rows):
-        cells = [
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        click.echo("  ".join(cells).rstrip())
+        cells = []
+        for column, (cell, width) in enumerate(zip(row[:last], widths, strict=True)):
+            padded = cell.rjust(width) if column in right else cell.ljust(width)
+            cells.append(click.style(padded, fg=colour) if (colour := (colours or {}).get(cell)) else padded)
+        click.echo("  ".join([*cells, _last(row[last].rjust(widest), begin, columns)]).rstrip())
+
+
+def _last(text: str, begin: int, columns: int) -> str:
+    """The last cell of a row, which begins at a column; in lines where it would cross the edge of the terminal."""
+    if not columns or begin + len(text) <= columns:
+        return text
+    if columns - begin >= _NARROWEST:
+        return f"\n{'':>{begin}}".join(wrap(text, columns - begin, break_on_hyphens=False))
+    return "".join(f"\n    {line}" for line in wrap(text, max(columns - 4, _NARROWEST), break_on_hyphens=False))
 
 
 def in_bytes(number: int) -> str:

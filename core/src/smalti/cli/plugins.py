@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from shutil import get_terminal_size
 from typing import cast
 
 import click
 
-from smalti.cli.output import counted
-from smalti.cli.pages.help import Additions, Command, on_terminal
+from smalti.cli.output import counted, print_table
+from smalti.cli.pages.help import Additions, Command
 from smalti.config import OptionGroup, packages_with_families
 from smalti.plugins import BUILT_IN, PluginInfo, Plugins, load_plugins, selection_of
 from smalti.types import FamilyEntry, Registered
@@ -52,7 +50,10 @@ def plugins(hooks: bool, as_json: bool, only: tuple[str, ...], without: tuple[st
         }
         click.echo(json.dumps(listing, indent=2))
         return
-    _print_rows([(info, _last(info, added[info.name], hooks=hooks)) for info in loaded.infos.values()])
+    rows = [
+        (info.name, _version(info), info.state, _last(info, added[info.name], hooks=hooks)) for info in loaded.infos.values()
+    ]
+    print_table(("plugin", "version", "state", "hooks" if hooks else "adds"), rows, colours=_COLOURS)
     if not families:
         click.echo(f"\nno model family installed: {packages_with_families()}")
 
@@ -83,20 +84,8 @@ def _last(info: PluginInfo, added: Mapping[str, Sequence[str]], *, hooks: bool) 
     parts += [f"{kind}: {', '.join(names)}" for kind, names in added.items() if kind != "options"]
     if "options" in added:
         parts.append(counted(len(added["options"]), "option"))
-    return "; ".join(parts) or ("observer" if any(hook.startswith(("on_", "log_")) for hook in info.hooks) else "")
-
-
-def _print_rows(rows: Sequence[tuple[PluginInfo, str]]) -> None:
-    """One line for each plugin; on a terminal the last column is wrapped."""
-    cells = [(info.name, _version(info), info.state) for info, _ in rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(3)]
-    begin = sum(widths) + 6
-    room = max(get_terminal_size().columns - begin, 30) if on_terminal() else 0
-    for (name, version, state), (_, last) in zip(cells, rows, strict=True):
-        lines = textwrap.wrap(last, room, break_on_hyphens=False) if room else [last]
-        head = f"{name:<{widths[0]}}  {version:<{widths[1]}}  "
-        text = f"\n{'':>{begin}}".join(lines or [""])
-        click.echo(head + click.style(f"{state:<{widths[2]}}", fg=_COLOURS.get(state)) + f"  {text}".rstrip())
+    observes = any(hook.startswith(("on_", "log_")) for hook in info.hooks)
+    return "; ".join(parts) or ("observer" if observes else ", ".join(info.hooks))
 
 
 def _version(info: PluginInfo) -> str:

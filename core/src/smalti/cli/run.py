@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from smalti.builtin import LINE_SECONDS, Display, PhaseProgress, Progress, duration, open_display, speed
+from smalti.cli.output import print_table
 from smalti.cli.pages.help import Group
 from smalti.errors import ExitCode
 from smalti.rundir import (
@@ -31,6 +32,7 @@ from smalti.rundir import (
 _DIRECTORY = click.argument("directory", metavar="RUN_DIR", type=click.Path(path_type=Path))
 _TIMEOUT = click.option("--timeout", default=60.0, show_default=True, help="Seconds to wait for the run's answer.")
 _NO_WAIT = click.option("--no-wait", is_flag=True, help="Do not wait for the answer.")
+_TITLES = ("run", "status", "step", "smoothed loss", "samples/s", "eta", "age", "")
 _COLOURS = {"running": "green", "stale": "yellow", "failed": "red", "finished": "blue"}
 
 
@@ -57,7 +59,7 @@ def ls(roots: tuple[Path, ...], depth: int, as_json: bool) -> None:
     if as_json:
         click.echo(to_json([asdict(summary) for summary in summaries], indent=2))
     elif summaries:
-        _print_table([_row(summary) for summary in summaries])
+        print_table(_TITLES, [_row(summary) for summary in summaries], right=range(2, 7), colours=_COLOURS)
     else:
         click.echo(f"no runs found below {', '.join(str(root) for root in roots) or 'the current folder'}", err=True)
 
@@ -80,19 +82,6 @@ def _row(summary: Summary) -> tuple[str, ...]:
 def _doing(phase: Phase | None) -> str:
     """What a run does besides making steps."""
     return "" if phase is None or phase.name == "training" else str(phase)
-
-
-def _print_table(rows: list[tuple[str, ...]]) -> None:
-    table = [("run", "status", "step", "smoothed loss", "samples/s", "eta", "age", ""), *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    for number, row in enumerate(table):
-        cells = [
-            f"{cell:>{width}}" if 1 < column < 7 else f"{cell:<{width}}"
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        if number:
-            cells[1] = click.style(cells[1], fg=_COLOURS.get(row[1]))
-        click.echo("  ".join(cells).rstrip())
 
 
 # --- watch ----------------------------------------------------------------------------------------------------------
