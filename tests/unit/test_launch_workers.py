@@ -206,7 +206,7 @@ def test_a_port_that_is_taken_is_found_out_before_anything_starts(directory):
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(PreflightError, match=f"port {port} of this machine is not to be had"):
+        with pytest.raises(PreflightError, match=f"port {port} of this node cannot be used"):
             run_workers(plan("leave(0, 0, 'ran')", port=port), directory)
 
 

@@ -182,9 +182,7 @@ def prepare(datasets: Sequence[Dataset], rules: DataRules, *, notices: Sequence[
             contents.setdefault(bucket, []).append(content)
     if not contents:
         _refuse_without_captions(datasets)
-        raise PreflightError(
-            "no dataset holds a picture that can be trained on", fix="lower minimum_image_size or add pictures"
-        )
+        raise PreflightError("no dataset has an image that can be trained on", fix="lower minimum_image_size or add images")
 
     counts = tuple(
         BucketCount(bucket=bucket, shares=tuple(content.share for content in contents[bucket])) for bucket in sorted(contents)

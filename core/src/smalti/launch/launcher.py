@@ -153,7 +153,7 @@ def _check_port(port: int) -> None:
         try:
             probe.bind(("", port))
         except OSError as error:
-            message = f"port {port} of this machine is not to be had: {error.strerror}"
+            message = f"port {port} of this node cannot be used: {error.strerror}"
             raise PreflightError(message, fix="--main_process_port=ANOTHER, the same on every machine") from error
 
 

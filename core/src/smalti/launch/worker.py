@@ -96,8 +96,8 @@ def load_run(directory: Path) -> tuple[Config, Plugins]:
     launch = cast(Mapping[str, object], json.loads(latest.read_text()))
     if os.environ.get(DIGEST_VARIABLE, launch["digest"]) != launch["digest"]:
         raise UserError(
-            f"{directory} is in use: meanwhile another run was started there, with other options",
-            fix="choose another --output_dir, or see which of them you want",
+            f"another launch in {directory} has other options than this one",
+            fix="give all nodes the same options; for another run, choose another --output_dir",
         )
     values = cast(Mapping[str, object], launch["values"])
     selection = Selection(only=_names(values["plugins"]), without=_names(values["without"]))

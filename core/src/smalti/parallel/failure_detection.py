@@ -276,7 +276,7 @@ class Crew:
         if roll.gone or roll.failures:
             fix = "the first rank that failed tells why; a killed one cannot: dmesg tells whether memory ran out"
         else:
-            fix = "look after that machine and what its process waited for: storage, network, a debugger or a stop signal"
+            fix = "check that node, and what its process waited for: storage, network, a debugger or a stop signal"
         noticed = f"it noticed by {in_a_line(error)}{_where(error)}"
         told = [f"{who}, so this rank cannot go on", noticed, *([unsaved] if unsaved else [])]
         code = roll.answers[min(roll.failures)].code if roll.failures else ExitCode.KILLED

@@ -50,8 +50,8 @@ def _fetch(name: str, revision: str | None) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         told = str(error).partition("\n")[0]
         raise UserError(
-            f"{name} is no folder here, and the hub does not give it: {told}",
-            fix="name a local folder; or log in with `hf auth login`, accept the model's terms, and look at the connection",
+            f"{name} is not a local folder, and the download from the Hugging Face Hub failed: {told}",
+            fix="`hf auth login` and accept the model's terms on its page; check the network; or name a local folder",
         ) from error
 
 
