@@ -74,7 +74,7 @@ def commands(page: Sequence[Block]) -> list[str]:
 def follow(page: Sequence[Block], folder: Path, environment: dict[str, str], *, leave: tuple[str, ...] = ()) -> list[Typed]:
     """Do what a page says, from top to bottom, in `folder`: write its files and type its commands into a shell.
 
-    Files that begin with one of `leave` are not written.
+    Of files that begin with one of `leave`, those that a command has created are not written: the page quotes from them.
     """
     typed = []
     for block in page:
@@ -91,7 +91,7 @@ def follow(page: Sequence[Block], folder: Path, environment: dict[str, str], *, 
                     timeout=240,
                 )
                 typed.append(Typed(command, shown, done.returncode, done.stdout))
-        elif block.kind and not block.file.startswith(leave):
+        elif block.kind and not (block.file.startswith(leave) and (folder / block.file).exists()):
             path = folder / block.file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.body, encoding="utf-8")

@@ -10,8 +10,8 @@ import pytest
 import pages
 
 BLOCKS = pages.blocks("writing-a-plugin.md")
-GENERATED = "smalti-pebble/"
-"""The folder that a command of the page creates, and from which the page quotes."""
+GENERATED = "smalti-"
+"""How the folders begin that commands of the page create, and from which the page quotes."""
 
 
 @dataclass(frozen=True)
@@ -60,5 +60,26 @@ def test_every_hook_that_the_page_names_exists():
 
     text = (pages.DOCS / "writing-a-plugin.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:on|register|declare|check|configure|detect|wrap|build|save|load|log)_[a-z_]+)`", text))
-    helpers = {"build_model", "check_plugin"}
-    assert sorted(named - set(vars(HookSpecs)) - helpers) == []
+    others = {"build_model", "check_plugin", "check_storage", "save_file"}
+    assert sorted(named - set(vars(HookSpecs)) - others) == []
+
+
+def test_every_check_and_class_of_the_kit_that_the_page_names_exists():
+    from smalti_testing import pytest as kit
+
+    text = (pages.DOCS / "writing-a-plugin.md").read_text(encoding="utf-8")
+    contracts = {name for name in vars(kit) if name.endswith("Contract")} - {"Contract"}
+    assert set(re.findall(r"^\| `(\w+Contract)`", text, flags=re.MULTILINE)) == contracts
+    checks = {check for name in contracts for check in getattr(kit, name).contract.checks}
+    named = re.findall(r"`(it_[a-z_0-9]+|steps_[a-z_0-9]+)`", text) + re.findall(r'exempt = MappingProxyType\(\{"(\w+)"', text)
+    assert named
+    assert sorted(set(named) - checks) == []
+
+
+def test_every_method_of_a_family_is_in_the_tables_of_the_page():
+    from smalti.models import ModelFamily, lacking
+
+    text = (pages.DOCS / "writing-a-plugin.md").read_text(encoding="utf-8")
+    methods = set(lacking(object())) - set(ModelFamily.__annotations__)
+    cells = "".join(row.split("|")[1] for row in text.splitlines() if row.startswith("| `"))
+    assert sorted(methods - set(re.findall(r"`(\w+)`", cells))) == []
