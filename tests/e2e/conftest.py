@@ -16,7 +16,7 @@ import psutil
 import pytest
 from PIL import Image, ImageDraw
 
-from smalti.launch.launcher import end_tree
+from smalti.launch.launcher import kill_tree
 from smalti.rundir.directory import RunDirectory
 from standing import standing
 
@@ -134,7 +134,7 @@ def starting(pictures: Path) -> Iterator[Callable[..., "Started"]]:
     yield begin
     for process in started:
         if process.poll() is None:
-            end_tree(process.pid)
+            kill_tree(process.pid)
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
@@ -169,7 +169,7 @@ class Started:
         deadline, run = time.monotonic() + seconds, RunDirectory(self.directory)
         while (last := run.latest("step")) is None or (last.step or 0) < step:
             if self.process.poll() is not None or time.monotonic() > deadline:
-                end_tree(self.process.pid)
+                kill_tree(self.process.pid)
                 raise RuntimeError(f"step {step} never came: {self.process.communicate()[0]}")
             time.sleep(0.05)
 

@@ -16,7 +16,7 @@ import psutil
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
-from smalti.launch.launcher import end_tree
+from smalti.launch.launcher import kill_tree
 
 from .subject import Report
 
@@ -129,7 +129,7 @@ def kill(chance: Random, process: subprocess.Popen[bytes], ranks: int) -> None:
             return
     except psutil.NoSuchProcess:
         pass  # it is ending by itself
-    end_tree(process.pid)
+    kill_tree(process.pid)
     process.wait()
 
 
@@ -173,7 +173,7 @@ def _stopped(chance: Random, place: Path, ranks: int, number: signal.Signals, *,
     try:
         code = process.wait(60)
     except subprocess.TimeoutExpired:
-        end_tree(process.pid)
+        kill_tree(process.pid)
         report.broken.append(f"{told}: still there after a minute")
         return report
     report.expect(code == (6 if number is signal.SIGTERM else 130), f"{told}: exit code {code}: {tail(place, 'run')}")

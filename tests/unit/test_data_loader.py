@@ -180,7 +180,7 @@ def test_a_picture_that_breaks_is_replaced_by_the_next_and_recorded(pets: Path) 
     assert items[0].reason == "not a readable picture: unknown format"
     place = next(place for place, visit in enumerate(healthy) if visit[1] == "pets/004.png")
     order = data.order.batch(place // 4)
-    following = next(data.order.stand_ins(order, place % 4))
+    following = next(data.order.replacements(order, place % 4))
     assert found[place][:2] == (healthy[place][0], f"pets/{following:03}.png")
     assert [a for i, a in enumerate(found) if i != place] == [a for i, a in enumerate(healthy) if i != place]
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from smalti.data.buckets import Bucket
 from smalti.data.order import BucketSamples, Order
-from smalti.system.stateless_random import fraction, key_of, permutation
+from smalti.system.stateless_random import derive_seed, permutation, uniform
 
 settings.register_profile("no hurry", deadline=None)
 settings.load_profile("no hurry")
@@ -157,7 +157,7 @@ def test_a_million_samples_cost_little() -> None:
 def test_stand_ins_follow_in_the_stream_and_name_every_sample_of_the_bucket() -> None:
     order = order_of([[1] * 10, [1] * 30], 4)
     batch = next(batch for batch in map(order.batch, range(10)) if batch.bucket == Bucket(16, 8))
-    found = list(order.stand_ins(batch, 1))
+    found = list(order.replacements(batch, 1))
 
     assert found[:2] == batch.samples[2:].tolist()
     assert set(found) == set(range(10, 40))
@@ -191,17 +191,17 @@ def test_a_permutation_is_the_order_of_splitmix_hashes(size: int, key: int) -> N
 
 def test_permutations_are_fair() -> None:
     """Each of 6 numbers comes first in a sixth of 6000 permutations, within five standard deviations."""
-    first = Counter(int(permutation(6, key_of("fair", number))[0]) for number in range(6000))
+    first = Counter(int(permutation(6, derive_seed("fair", number))[0]) for number in range(6000))
 
     assert all(abs(first[number] - 1000) < 5 * (6000 * 5 / 36) ** 0.5 for number in range(6))
 
 
 def test_fractions_fill_the_unit_interval_evenly() -> None:
-    tenths = Counter(int(10 * fraction(key_of("even", number))) for number in range(10_000))
+    tenths = Counter(int(10 * uniform(derive_seed("even", number))) for number in range(10_000))
 
     assert sorted(tenths) == list(range(10))
     assert max(abs(count - 1000) for count in tenths.values()) < 150
 
 
 def test_keys_depend_on_the_order_of_their_words() -> None:
-    assert key_of("a", 1, 2) != key_of("a", 2, 1)
+    assert derive_seed("a", 1, 2) != derive_seed("a", 2, 1)

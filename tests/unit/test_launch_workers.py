@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from smalti.errors import ExitCode, PreflightError
-from smalti.launch.launcher import end_tree, judge, run_workers
+from smalti.launch.launcher import kill_tree, run_workers, summarize_exits
 from smalti.launch.plan import LaunchPlan
 from smalti.rundir.directory import RunDirectory
 from smalti.rundir.writer import prepare
-from smalti.system.exit_reports import HookEnd, RankEnd, make_room, read_ends
+from smalti.system.exit_reports import ExitReport, HookEnd, preallocate, read_exit_reports
 from smalti.system.process import Process
 from smalti.types import DistributedPlan
 
@@ -44,8 +44,8 @@ def plan(code: str, ranks: int = 1, **more) -> LaunchPlan:
     return LaunchPlan(launcher="elastic", distributed=DDP, command=command, ranks=range(ranks), **more)
 
 
-def end(rank: int, code: int, at: float, message: str = "so") -> RankEnd:
-    return RankEnd(rank=rank, exit_code=code, message=message, time=at)
+def end(rank: int, code: int, at: float, message: str = "so") -> ExitReport:
+    return ExitReport(rank=rank, exit_code=code, message=message, time=at)
 
 
 # --- verdicts -------------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def end(rank: int, code: int, at: float, message: str = "so") -> RankEnd:
 
 @pytest.mark.parametrize("code", [ExitCode.DONE, ExitCode.STOPPED, ExitCode.PREEMPTED, ExitCode.INTERRUPTED])
 def test_what_all_ranks_agreed_on_is_the_verdict(code):
-    assert judge([end(0, code, 1, "stopped"), end(1, code, 2)], 0, range(2)) == (code, "stopped")
+    assert summarize_exits([end(0, code, 1, "stopped"), end(1, code, 2)], 0, range(2)) == (code, "stopped")
 
 
 @pytest.mark.parametrize(
@@ -61,23 +61,23 @@ def test_what_all_ranks_agreed_on_is_the_verdict(code):
 )
 def test_the_earliest_failure_is_the_cause(code):
     ends = [end(2, ExitCode.DONE, 0), end(1, code, 1, "broken"), end(0, ExitCode.FAILED, 2, "lost a neighbour")]
-    assert judge(ends, 1, range(3)) == (code, "rank 1: broken")
+    assert summarize_exits(ends, 1, range(3)) == (code, "rank 1: broken")
 
 
 def test_a_rank_that_aborts_while_it_is_being_ended_is_not_the_cause():
-    code, message = judge([end(1, ExitCode.FAILED, 1, "broken")], 1, range(2), {0: "SIGABRT"})
+    code, message = summarize_exits([end(1, ExitCode.FAILED, 1, "broken")], 1, range(2), {0: "SIGABRT"})
     assert (code, message.partition(";")[0]) == (ExitCode.FAILED, "rank 1: broken")
 
 
 def test_a_rank_that_was_killed_is_named_beside_what_the_others_say():
-    code, message = judge([end(0, ExitCode.FAILED, 1, "connection closed by peer")], 1, range(3))
+    code, message = summarize_exits([end(0, ExitCode.FAILED, 1, "connection closed by peer")], 1, range(3))
     assert code == ExitCode.FAILED
     assert message == "rank 0: connection closed by peer; ranks 1, 2 ended without a word, as when killed (out of memory?)"
 
 
 def test_a_rank_that_a_signal_killed_is_the_cause_of_what_the_others_say():
     told = replace(end(0, ExitCode.KILLED, 1, "rank 1 is gone"), follows=True)
-    code, message = judge([told], 1, range(2), {1: "SIGKILL"})
+    code, message = summarize_exits([told], 1, range(2), {1: "SIGKILL"})
     assert code == ExitCode.KILLED
     assert message == "rank 1 was killed by SIGKILL (the system does that when memory runs out); rank 0: rank 1 is gone"
 
@@ -86,23 +86,26 @@ def test_the_rank_that_saved_tells_what_happened_and_where_it_saved():
     first = replace(end(1, ExitCode.KILLED, 1, "rank 2 is gone"), follows=True)
     saver = replace(end(0, ExitCode.KILLED, 2, "rank 2 hung"), follows=True, saved="saved step 3", ended=(2,))
     late = replace(end(3, ExitCode.KILLED, 3, "rank 2 is gone"), follows=True)
-    assert judge([first, saver, late], 1, range(4), {2: "SIGKILL"}) == (ExitCode.KILLED, "rank 0: rank 2 hung\n  saved step 3")
+    assert summarize_exits([first, saver, late], 1, range(4), {2: "SIGKILL"}) == (
+        ExitCode.KILLED,
+        "rank 0: rank 2 hung\n  saved step 3",
+    )
 
 
 def test_what_another_rank_saved_stands_beside_the_failure_and_its_code():
     saver = replace(end(0, ExitCode.FAILED, 2, "rank 1 failed"), follows=True, saved="saved step 3")
-    code, message = judge([end(1, ExitCode.GPU_FAULT, 1, "a fault"), saver], 1, range(2))
+    code, message = summarize_exits([end(1, ExitCode.GPU_FAULT, 1, "a fault"), saver], 1, range(2))
     assert (code, message) == (ExitCode.GPU_FAULT, "rank 1: a fault\n  saved step 3")
 
 
 def test_a_rank_that_the_launcher_killed_after_a_failure_with_a_code_of_its_own_is_not_the_cause():
     ends = [end(1, ExitCode.GPU_FAULT, 1, "a fault")]
-    assert judge(ends, 1, range(2), {0: "SIGTERM"})[1] == "rank 1: a fault"
+    assert summarize_exits(ends, 1, range(2), {0: "SIGTERM"})[1] == "rank 1: a fault"
 
 
 def test_a_rank_that_was_ended_because_another_one_was_killed_is_not_named():
     assert (
-        judge([], 1, range(2), {0: "SIGKILL", 1: "SIGTERM"})[1]
+        summarize_exits([], 1, range(2), {0: "SIGKILL", 1: "SIGTERM"})[1]
         == "rank 0 was killed by SIGKILL (the system does that when memory runs out)"
     )
 
@@ -110,36 +113,39 @@ def test_a_rank_that_was_ended_because_another_one_was_killed_is_not_named():
 def test_the_hooks_that_ranks_did_not_come_back_from_are_named_where_no_rank_failed_by_itself():
     hooks = {0: HookEnd(hook="hook 'on_step_end' of plugin 'x' (x 1.0)", fix="update x"), 1: HookEnd(hook="hook 'y'")}
     lost = replace(end(1, ExitCode.KILLED, 1, "rank 0 is gone\n  fix: see dmesg"), follows=True, saved="saved step 3")
-    assert judge([lost], 1, range(2), {0: "SIGABRT"}, {0: hooks[0]})[1].splitlines() == [
+    assert summarize_exits([lost], 1, range(2), {0: "SIGABRT"}, {0: hooks[0]})[1].splitlines() == [
         "rank 0 was killed by SIGABRT; rank 1: rank 0 is gone",
         "  rank 0 did not come back from hook 'on_step_end' of plugin 'x' (x 1.0)",
         "  fix: update x",
         "  saved step 3",
     ]
-    assert judge([], 1, range(2), {0: "SIGABRT", 1: "SIGTERM"}, hooks)[1].count("did not come back") == 1
-    assert "did not come back" not in judge([end(1, ExitCode.FAILED, 1, "broken")], 1, range(2), {0: "SIGABRT"}, hooks)[1]
+    assert summarize_exits([], 1, range(2), {0: "SIGABRT", 1: "SIGTERM"}, hooks)[1].count("did not come back") == 1
+    assert (
+        "did not come back"
+        not in summarize_exits([end(1, ExitCode.FAILED, 1, "broken")], 1, range(2), {0: "SIGABRT"}, hooks)[1]
+    )
 
 
 def test_only_silence_is_a_failure():
-    assert judge([], 137, range(4, 5)) == (
+    assert summarize_exits([], 137, range(4, 5)) == (
         ExitCode.KILLED,
         "rank 4 ended without a word, as when killed (out of memory?) (launcher status 137)",
     )
 
 
 def test_a_launcher_that_fails_after_good_ends_is_a_failure():
-    assert judge([end(0, 0, 1)], 1, range(1))[0] == ExitCode.FAILED
+    assert summarize_exits([end(0, 0, 1)], 1, range(1))[0] == ExitCode.FAILED
 
 
 def test_a_launcher_that_was_told_to_stop_as_its_ranks_were_is_no_failure():
-    assert judge([end(0, ExitCode.PREEMPTED, 1, "preempted at step 3")], 128 + signal.SIGTERM, range(1)) == (
+    assert summarize_exits([end(0, ExitCode.PREEMPTED, 1, "preempted at step 3")], 128 + signal.SIGTERM, range(1)) == (
         ExitCode.PREEMPTED,
         "preempted at step 3",
     )
 
 
 def test_a_rank_that_has_no_word_for_the_stop_of_its_launcher_is_a_failure():
-    code, message = judge([end(0, ExitCode.PREEMPTED, 1)], 128 + signal.SIGTERM, range(2))
+    code, message = summarize_exits([end(0, ExitCode.PREEMPTED, 1)], 128 + signal.SIGTERM, range(2))
     assert code == ExitCode.KILLED
     assert message.startswith("the process that starts the ranks was stopped by SIGTERM; rank 1 ended without a word")
 
@@ -172,14 +178,12 @@ def test_room_for_the_words_is_there_from_the_start(directory):
 
 
 def test_the_first_word_counts(directory):
-    code = "from smalti.system.exit_reports import leave_word; leave_word(0, 'first, and longer'); leave_word(1, 'second')"
+    code = "from smalti.system import write_exit_report as write; write(0, 'first, and longer'); write(1, 'second')"
     assert run_workers(plan(code), directory) == (ExitCode.DONE, "first, and longer")
 
 
 def test_a_word_that_cannot_be_left_is_no_reason_to_fail(directory):
-    code = (
-        "os.environ['SMALTI_OUTCOME_DIR'] += '/gone'\nfrom smalti.system.exit_reports import leave_word\nleave_word(0, 'done')"
-    )
+    code = "os.environ['SMALTI_OUTCOME_DIR'] += '/gone'\nfrom smalti.system.exit_reports import write_exit_report\nleave_word(0, 'done')"
     assert run_workers(plan(code), directory)[1].endswith("(launcher status 0)")
 
 
@@ -246,11 +250,11 @@ if __name__ == "__main__":
 
 def test_a_rank_that_gets_on_with_its_save_has_all_the_time_and_one_that_does_not_is_killed(tmp_path):
     """One of three has failed; the first saves for longer than the second may do nothing."""
-    make_room(tmp_path, range(3, 6))
+    preallocate(tmp_path, range(3, 6))
     environment = {**os.environ, "SMALTI_OUTCOME_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", AGENT], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == f"[0, -{signal.SIGKILL:d}, 1]", done.stderr
-    [word] = read_ends(tmp_path)
+    [word] = read_exit_reports(tmp_path)
     assert (word.rank, word.follows) == (4, True)
     assert word.message == "made no progress for 4 s after another rank failed, and was killed"
 
@@ -341,7 +345,7 @@ def host(tmp_path):
     yield start
     for each in hosts:
         if each.process.poll() is None:
-            end_tree(each.process.pid)
+            kill_tree(each.process.pid)
             each.process.communicate()
 
 
@@ -450,7 +454,7 @@ def test_end_tree_ends_processes_that_lead_sessions_of_their_own(tmp_path):
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         child = psutil.Process(int(process.stdout.readline()))
-        end_tree(process.pid)
+        kill_tree(process.pid)
         child.wait(10)
     assert (process.returncode, child.is_running()) == (-signal.SIGKILL, False)
 
@@ -458,5 +462,5 @@ def test_end_tree_ends_processes_that_lead_sessions_of_their_own(tmp_path):
 def test_end_tree_of_a_process_that_is_gone_does_nothing():
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    end_tree(process.pid)
+    kill_tree(process.pid)
     assert not psutil.pid_exists(process.pid) or os.getpid() != process.pid

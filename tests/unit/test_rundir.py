@@ -21,7 +21,7 @@ import pytest
 from smalti.builtin.run_directory import RunEvents
 from smalti.errors import ExitCode, GpuFaultError, InUseError, UserError
 from smalti.rundir.directory import STALE_SECONDS, RunDirectory, find_runs
-from smalti.rundir.writer import ATTEMPT_VARIABLE, LiveRun, acquire, join, prepare
+from smalti.rundir.writer import ATTEMPT_VARIABLE, RunWriter, acquire, join, prepare
 from smalti.system.process import Process
 from smalti.types import Checkpoint, Outcome, RunState, StepResult, StopReason, ValidationImage, ValidationResult
 
@@ -71,12 +71,12 @@ def eventually(holds: Callable[[], bool]) -> bool:
     return True
 
 
-def step(live: LiveRun, number: int, loss: float = 0.5, max_steps: int = 10) -> None:
+def step(live: RunWriter, number: int, loss: float = 0.5, max_steps: int = 10) -> None:
     result = StepResult(step=number, loss=loss, grad_norm=1.0, learning_rate=1e-4, samples=8, seconds=0.1)
     RunEvents(live).step(RunState(max_steps=max_steps, step=number), result)
 
 
-def end(live: LiveRun, reason: StopReason) -> None:
+def end(live: RunWriter, reason: StopReason) -> None:
     RunEvents(live).end(RunState(max_steps=10, step=3), Outcome(reason=reason, message="said why"))
 
 
@@ -201,7 +201,7 @@ def test_what_a_run_is_busy_with_is_told_with_how_far_it_is(tmp_path: Path) -> N
         summary = RunDirectory(tmp_path).summary()
         assert summary is not None
         assert str(summary.phase) == "encoding 1,200/50,000 images"
-        assert summary.seconds_left is not None
+        assert summary.seconds_remaining is not None
         step(live, 1)
         assert RunDirectory(tmp_path).phase() is None
 
@@ -413,7 +413,7 @@ def test_a_summary_tells_where_the_run_stands(tmp_path: Path) -> None:
     assert summary is not None
     assert (summary.step, summary.max_steps, summary.loss) == (4, 10, 0.25)
     assert summary.samples_per_second == pytest.approx(80)
-    assert summary.seconds_left == pytest.approx(0.6)
+    assert summary.seconds_remaining == pytest.approx(0.6)
 
 
 def test_speed_is_that_of_the_present_attempt(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from smalti.builtin.run_directory import RunEvents
 from smalti.errors import UserError
 from smalti.rundir.directory import RunDirectory
-from smalti.rundir.writer import LiveRun, acquire, prepare
+from smalti.rundir.writer import RunWriter, acquire, prepare
 from smalti.types import Outcome, RunState, StopReason
 
 
@@ -128,7 +128,7 @@ def test_a_request_is_never_seen_half_written(tmp_path: Path) -> None:
         stop = threading.Event()
         seen: list[str] = []
 
-        def take(live: LiveRun) -> None:
+        def take(live: RunWriter) -> None:
             while not stop.is_set():
                 seen.extend(request.id for request in live.take_requests())
 

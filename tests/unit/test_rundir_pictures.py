@@ -9,17 +9,17 @@ from hypothesis import given, strategies as st
 from PIL import Image
 
 from smalti.errors import UserError
-from smalti.rundir.png import picture_settings, save_picture
+from smalti.rundir.png import image_settings, save_image
 
 
 def _save(path: Path, prompt: str, colour: str = "red") -> None:
     image = Image.new("RGB", (8, 4), colour)
-    save_picture(path, image, prompt=prompt, seed=7, step=500, config_digest="abc", run_id="run-1", guidance=4.5)
+    save_image(path, image, prompt=prompt, seed=7, step=500, config_digest="abc", run_id="run-1", guidance=4.5)
 
 
 def test_a_picture_tells_how_it_was_made(tmp_path: Path) -> None:
     _save(tmp_path / "500/a.png", "a fox")
-    assert picture_settings(tmp_path / "500/a.png") == {
+    assert image_settings(tmp_path / "500/a.png") == {
         "prompt": "a fox",
         "seed": "7",
         "step": "500",
@@ -33,12 +33,12 @@ def test_a_picture_tells_how_it_was_made(tmp_path: Path) -> None:
 def test_any_prompt_survives(tmp_path_factory: pytest.TempPathFactory, prompt: str) -> None:
     path = tmp_path_factory.mktemp("pictures") / "a.png"
     _save(path, prompt)
-    assert picture_settings(path)["prompt"] == prompt
+    assert image_settings(path)["prompt"] == prompt
 
 
 def test_a_prompt_that_png_cannot_hold_is_written_as_well_as_it_goes(tmp_path: Path) -> None:
     _save(tmp_path / "a.png", "caf\udce9\0!")
-    assert picture_settings(tmp_path / "a.png")["prompt"] == "caf?!"
+    assert image_settings(tmp_path / "a.png")["prompt"] == "caf?!"
 
 
 def test_other_programs_find_the_prompt_where_png_has_a_place_for_it(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_other_programs_find_the_prompt_where_png_has_a_place_for_it(tmp_path: P
 def test_a_picture_of_the_run_may_be_drawn_again(tmp_path: Path) -> None:
     _save(tmp_path / "a.png", "a fox")
     _save(tmp_path / "a.png", "a hen")
-    assert picture_settings(tmp_path / "a.png")["prompt"] == "a hen"
+    assert image_settings(tmp_path / "a.png")["prompt"] == "a hen"
 
 
 def test_a_picture_that_smalti_did_not_make_is_not_overwritten(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from smalti.errors import ExitCode
-from smalti.system.signals import REPEAT_SECONDS, Demands, code_at_once
+from smalti.system.signals import REPEAT_SECONDS, Demands, immediate_exit_code
 
 INT, TERM, HUP, USR1, USR2 = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 LATE = REPEAT_SECONDS + 1
@@ -35,7 +35,7 @@ def test_ctrl_c_counts_always_and_sigterm_again_only_when_it_comes_late(came, co
 
 
 def test_what_is_ended_before_it_has_saved_has_another_code_than_what_has_saved():
-    assert [code_at_once(number) for number in (INT, TERM)] == [ExitCode.INTERRUPTED, ExitCode.KILLED]
+    assert [immediate_exit_code(number) for number in (INT, TERM)] == [ExitCode.INTERRUPTED, ExitCode.KILLED]
 
 
 SIGNALLED = """

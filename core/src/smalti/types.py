@@ -12,7 +12,7 @@ from smalti.errors import ExitCode
 
 if TYPE_CHECKING:
     from smalti.config import Config
-    from smalti.rundir import LiveRun
+    from smalti.rundir import RunWriter
 
 
 # --- what plugins register ------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ class RunInfo:
     effective_batch: int
     timesteps: str
     plugins: tuple[str, ...]
-    live: LiveRun | None = None
+    live: RunWriter | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

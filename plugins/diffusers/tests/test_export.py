@@ -25,7 +25,7 @@ from smalti.parallel.protocol import PortableState
 from smalti.plugins.families import find_family
 from smalti.plugins.registry import load_plugins
 from smalti.plugins.schema import schema_of
-from smalti.rundir.png import picture_settings
+from smalti.rundir.png import image_settings
 from smalti.training.loss import denoising_loss
 from smalti_diffusers.components import Components
 from smalti_testing.family_subject import CAPTIONS, FRAME, FamilySubject
@@ -65,7 +65,7 @@ def test_the_pipeline_draws_what_the_run_drew(run, exported):
 
 def test_a_picture_of_the_run_says_what_it_was_guided_with(run):
     (picture,) = (run / "samples").glob("*/00-*.png")
-    told = picture_settings(picture)
+    told = image_settings(picture)
     assert (told["guidance"], told["true_cfg_scale"], told["inference_steps"]) == ("3.0", "1.0", "2")
 
 

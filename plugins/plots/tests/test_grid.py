@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from smalti.errors import UserError
-from smalti.rundir.png import picture_settings
+from smalti.rundir.png import image_settings
 from smalti_plots.grid import MIN_WIDTH, picture_grid
 
 _COLOURS = [(200, 30, 30), (30, 160, 30), (40, 40, 220), (220, 200, 20), (20, 200, 210)]
@@ -95,7 +95,7 @@ def test_a_word_wider_than_the_picture_is_broken_and_stays_below_it(tmp_path: Pa
 def test_captions_and_names_are_in_the_file_whole(tmp_path: Path) -> None:
     captions = ["ein Füchslein " * 50, ""]
     picture_grid(_pictures(tmp_path, (32, 32), (32, 32)), captions, tmp_path / "grid.png", title="step 5")
-    settings = picture_settings(tmp_path / "grid.png")
+    settings = image_settings(tmp_path / "grid.png")
     assert (settings["title"], json.loads(settings["captions"]), json.loads(settings["pictures"])) == (
         "step 5",
         captions,

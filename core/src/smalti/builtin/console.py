@@ -86,7 +86,7 @@ class PhaseProgress:
         self._now = now
 
     def line(self) -> str:
-        left = self.phase.seconds_left(self._now)
+        left = self.phase.seconds_remaining(self._now)
         gone = f"{duration(self._now - self.phase.begun)} gone"
         return "  ".join([str(self.phase), *([] if left is None else [f"{duration(left)} left"]), gone])
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from smalti.config import LaunchOptions, TrackingOptions, ValidationOptions
 from smalti.errors import ExitCode, GpuFaultError, UserError
 from smalti.hookspecs import hookimpl
-from smalti.rundir import Condition, LiveRun, Request, overview
+from smalti.rundir import Condition, Request, RunWriter, overview
 from smalti.types import (
     Checkpoint,
     EvaluationResult,
@@ -34,7 +34,7 @@ _REASONS = {
 class RunEvents:
     """What the loop reports, as events of the run directory."""
 
-    def __init__(self, live: LiveRun) -> None:
+    def __init__(self, live: RunWriter) -> None:
         self._live = live
         self._error: BaseException | None = None
 
@@ -112,7 +112,7 @@ class Events:
     """Speaks for the run from the start of the loop to its end."""
 
     def __init__(self) -> None:
-        self._live: LiveRun | None = None
+        self._live: RunWriter | None = None
         self._events: RunEvents | None = None
         self._looked = 0.0
         self._draws = False
@@ -143,7 +143,7 @@ class Events:
             for request in self._live.take_requests():
                 self._obey(self._live, state, request)
 
-    def _obey(self, live: LiveRun, state: RunState, request: Request) -> None:
+    def _obey(self, live: RunWriter, state: RunState, request: Request) -> None:
         if request.kind == "stop":
             reason = _REASONS.get(str(request.details.get("reason")), StopReason.REQUESTED)
             state.request_stop(reason, str(request.details.get("message", "")))

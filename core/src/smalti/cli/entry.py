@@ -15,7 +15,7 @@ import click
 from smalti.cli.pages.help import Additions, Group, colour
 from smalti.config import package_of_command
 from smalti.errors import ExitCode, UserError
-from smalti.system import End, describe, keep_imports, live_for_one_command, outlast
+from smalti.system import End, describe, ignore_write_errors, keep_imports, live_for_one_command
 
 COMMANDS = {
     "train": ("smalti.cli.train:train", "Train a model, or resume its training."),
@@ -111,10 +111,10 @@ def main_train() -> None:
 
 
 def _be_the_process(arguments: list[str]) -> NoReturn:
-    end = End.first()
+    end = End.install()
     live_for_one_command()
     keep_imports()
-    outlast("stderr")
+    ignore_write_errors("stderr")
     end.code = _run(arguments)
     sys.exit(end.code)
 

@@ -73,7 +73,7 @@ def _row(summary: Summary) -> tuple[str, ...]:
         f"{summary.step}/{summary.max_steps or '-'}",
         "-" if summary.loss is None else f"{summary.loss:.4g}",
         speed(summary.samples_per_second),
-        duration(summary.seconds_left),
+        duration(summary.seconds_remaining),
         duration(time.time() - since),
         _doing(summary.phase) if summary.status.condition == "running" else summary.status.message,
     )

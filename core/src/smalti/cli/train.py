@@ -15,7 +15,7 @@ from smalti.cli.pages.options import matching, sections
 from smalti.config import Schema, package_of_topic, unknown
 from smalti.errors import ExitCode, UserError, problems_in
 from smalti.launch import check_run, standing_by
-from smalti.system import Stopped, Terminated, importing, outlast, terminated
+from smalti.system import Stopped, Terminated, ignore_write_errors, importing, terminated
 
 _WIDEST = 100
 _FLAGS = (
@@ -128,7 +128,7 @@ def _train(invocation: Invocation, *, dry_run: bool, as_json: bool) -> int:
 
             preparation = Preparation.of(config, invocation.plugins, write=not dry_run)
             if not dry_run:
-                outlast()
+                ignore_write_errors()
                 return int(preparation.launch(standby))
     except Stopped:
         click.echo("smalti: stopped on request before the first step; the same command starts it again", err=True)

@@ -34,7 +34,7 @@ from smalti.diffusion import Conditioning
 from smalti.errors import UserError
 from smalti.models import Frame
 from smalti.parallel import pins_memory, use_device
-from smalti.system import fraction, key_of
+from smalti.system import derive_seed, uniform
 from smalti.types import World
 
 _MOST_WORKERS = 8
@@ -259,7 +259,7 @@ class _Reader:
 
     def visit(self, batch: GlobalBatch, slot: int) -> _Visit:
         number = batch.numbers[slot]
-        for sample in chain([int(batch.samples[slot])], self._data.order.stand_ins(batch, slot)):
+        for sample in chain([int(batch.samples[slot])], self._data.order.replacements(batch, slot)):
             if sample in self._bad:
                 continue
             if self._latents is not None:
@@ -313,7 +313,7 @@ class _Reader:
         if picture.shape == (3, bucket.height, bucket.width):
             return picture, (0, 0)
         framing, seed = self._data.framings[self._data.locate(sample)[0]], self._data.order.seed
-        draw = fraction(key_of("across", seed, number)), fraction(key_of("down", seed, number))
+        draw = uniform(derive_seed("across", seed, number)), uniform(derive_seed("down", seed, number))
         corner = framing.corner((picture.shape[2], picture.shape[1]), bucket, draw)
         return crop(picture, bucket, corner), corner
 
@@ -326,7 +326,7 @@ class _Reader:
         captions = dataset.index.captions(row)
         choice = 0
         if len(captions) > 1:
-            choice = int(fraction(key_of("caption", self._data.order.seed, batch.epoch, sample)) * len(captions))
+            choice = int(uniform(derive_seed("caption", self._data.order.seed, batch.epoch, sample)) * len(captions))
         key = f"{dataset.spec.id}/{dataset.index.key(row)}"
         return _Visit(content=content, caption=captions[choice], key=key, frame=frame)
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smalti.data.buckets import Bucket
-from smalti.system import key_of, permutation
+from smalti.system import derive_seed, permutation
 
 Numbers = NDArray[np.int64]
 T = TypeVar("T")
@@ -107,7 +107,7 @@ class Order:
         """The position at which an epoch begins."""
         return int((self._dealt * epoch // self.effective_batch).sum())
 
-    def stand_ins(self, batch: GlobalBatch, slot: int) -> Iterator[int]:
+    def replacements(self, batch: GlobalBatch, slot: int) -> Iterator[int]:
         """Samples to put in place of one that cannot be read: those that follow it in the stream of its bucket.
 
         Every sample of the bucket comes up before the end. The same on every rank, since it depends on the sample's place only:
@@ -135,7 +135,9 @@ class Order:
     def _deal(self, number: int) -> _Epoch:
         before, after = (self._dealt * epoch // self.effective_batch for epoch in (number, number + 1))
         counts = after - before
-        buckets = np.repeat(np.arange(len(counts)), counts)[permutation(int(counts.sum()), key_of("epoch", self.seed, number))]
+        buckets = np.repeat(np.arange(len(counts)), counts)[
+            permutation(int(counts.sum()), derive_seed("epoch", self.seed, number))
+        ]
         ordinals = np.empty(len(buckets), dtype=np.int64)
         for bucket, (first, count) in enumerate(zip(before, counts, strict=True)):
             ordinals[buckets == bucket] = np.arange(first, first + count)
@@ -165,7 +167,7 @@ class _Deck:
         self.size = len(self._samples)
 
     def shuffled(self, seed: int, number: int) -> Numbers:
-        key = key_of("pass", seed, self._bucket.width, self._bucket.height, number)
+        key = derive_seed("pass", seed, self._bucket.width, self._bucket.height, number)
         return self._samples[permutation(self.size, key)]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from smalti.system import key_of
+from smalti.system import derive_seed
 
 
 class SampleNoise:
@@ -30,12 +30,12 @@ class SampleNoise:
         """(B, *shape) unit normal, fp32, one independent draw for each of the B numbers."""
         noise = torch.empty((len(numbers), *shape), device=self.device)
         for row, number in zip(noise, numbers, strict=True):
-            self._generator.manual_seed(key_of(self.seed, number, 0))
+            self._generator.manual_seed(derive_seed(self.seed, number, 0))
             row.normal_(generator=self._generator)
         return noise
 
     def uniform(self, numbers: Sequence[int], count: int = 1) -> Tensor:
         """(B, K) numbers strictly between 0 and 1, fp32, K = `count`; the first ones do not depend on `count`."""
         # 23 bits and a half: every value is exact in fp32 and none is 0 or 1, where quantile functions have no value.
-        rows = [[((key_of(self.seed, number, 1, k) >> 41) + 0.5) / (1 << 23) for k in range(count)] for number in numbers]
+        rows = [[((derive_seed(self.seed, number, 1, k) >> 41) + 0.5) / (1 << 23) for k in range(count)] for number in numbers]
         return torch.tensor(rows, dtype=torch.float32).view(len(numbers), count)

@@ -26,13 +26,13 @@ from smalti.system import (
     PARENT_VARIABLE,
     SIGNALLED,
     End,
-    follow_parent,
+    die_with_parent,
+    ignore_write_errors,
     importing,
     keep_imports,
     latest_progress,
-    leave_killed,
-    leave_word_for,
-    outlast,
+    write_exit_report_for,
+    write_killed,
 )
 
 STAND_BY = "--stand-by="
@@ -47,10 +47,10 @@ _POLL_SECONDS = 0.1
 
 
 def main() -> None:
-    end = End.first()
+    end = End.install()
     keep_imports()
-    outlast()
-    follow_parent()
+    ignore_write_errors()
+    die_with_parent()
     with importing():
         import torch.distributed.launcher.api  # noqa: F401 - what all launchers need
         from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -58,19 +58,19 @@ def main() -> None:
 
     words: list[str] | None = sys.argv[1:]
     if sys.argv[1].startswith(STAND_BY):
-        words = wait_for_word(int(sys.argv[1].removeprefix(STAND_BY)))
+        words = wait_for_command(int(sys.argv[1].removeprefix(STAND_BY)))
     if words is None:
         end.code = 0
         return
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     tempfile.tempdir = os.environ.get(FOLDER_VARIABLE)  # torch makes a folder for logs and leaves it behind
     sys.argv = words
-    be_patient()
+    extend_kill_timeout()
     pass_on_notices()
     try:
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     except ChildFailedError as error:
-        leave_killed({rank: -failure.exitcode for rank, failure in error.failures.items() if failure.exitcode < 0})
+        write_killed({rank: -failure.exitcode for rank, failure in error.failures.items() if failure.exitcode < 0})
         raise
     except SignalException as stop:  # which the ranks have been told, too; what they made of it they have said
         end.code = SIGNALLED + stop.sigval
@@ -78,7 +78,7 @@ def main() -> None:
         end.code = 0
 
 
-def wait_for_word(descriptor: int) -> list[str] | None:
+def wait_for_command(descriptor: int) -> list[str] | None:
     """The words to run, in whose environment this process then is; None if nothing is wanted of it."""
     with os.fdopen(descriptor, encoding="ascii") as line:
         told = line.read()
@@ -97,7 +97,7 @@ def pass_on_notices() -> None:
             signal.signal(notice, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
 
 
-def be_patient() -> None:
+def extend_kill_timeout() -> None:
     """Let torch's agent kill a rank only when it makes no progress any more, however long it takes in all."""
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
@@ -124,7 +124,7 @@ def wait_for(ranks: Mapping[int, subprocess.Popen[bytes]]) -> None:
         if all(time.time() - max(asked, latest_progress(rank)) > patience for rank in running):
             why = "another rank failed" if lost else "it was asked to stop"
             for rank in running:
-                leave_word_for(rank, f"made no progress for {patience:.0f} s after {why}, and was killed")
+                write_exit_report_for(rank, f"made no progress for {patience:.0f} s after {why}, and was killed")
             return
         time.sleep(_POLL_SECONDS)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from smalti.errors import PreflightError
-from smalti.system import FOLDER_VARIABLE, Process, make_room
+from smalti.system import FOLDER_VARIABLE, Process, preallocate
 
 _PREFIX = "smalti-"
 _OWNER = "owner.json"
@@ -31,7 +31,7 @@ def launch_folder(ranks: Iterable[int]) -> Iterator[str]:
     try:
         folder = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
         (Path(folder.name) / _OWNER).write_text(json.dumps(asdict(Process.current())))
-        make_room(Path(folder.name), ranks)
+        preallocate(Path(folder.name), ranks)
     except OSError as error:
         message = f"cannot create temporary files in {tempfile.gettempdir()}: {error.strerror or error}"
         raise PreflightError(message, fix="free space there, or set TMPDIR to another folder") from error

@@ -18,20 +18,20 @@ from smalti.errors import ExitCode, PreflightError, UserError
 from smalti.launch.folder import launch_folder, processes_of
 from smalti.launch.plan import DIGEST_VARIABLE, LaunchPlan
 from smalti.launch.standby import AGENT, Standby
-from smalti.rundir import ATTEMPT_VARIABLE, STOPPED_EARLY, LiveRun, Request, RunDirectory
+from smalti.rundir import ATTEMPT_VARIABLE, STOPPED_EARLY, Request, RunDirectory, RunWriter
 from smalti.system import (
     FOLDER_VARIABLE,
     PARENT_VARIABLE,
     SIGNALLED,
     STOPPING,
     Demands,
+    ExitReport,
     HookEnd,
-    RankEnd,
-    code_at_once,
     conclude,
     handled,
-    pre_emptions,
-    read_ends,
+    immediate_exit_code,
+    preemption_signals,
+    read_exit_reports,
     read_hooks,
     read_killed,
 )
@@ -50,15 +50,20 @@ Verdict = tuple[ExitCode, str]
 
 
 def run_workers(
-    plan: LaunchPlan, directory: RunDirectory, *, digest: str = "", live: LiveRun | None = None, standby: Standby | None = None
+    plan: LaunchPlan,
+    directory: RunDirectory,
+    *,
+    digest: str = "",
+    live: RunWriter | None = None,
+    standby: Standby | None = None,
 ) -> Verdict:
     """Start the workers of this machine and wait; the exit code by meaning, and the sentence that goes with it.
 
-    The first Ctrl-C or signal of `pre_emptions` becomes a stop request that all ranks agree on, or ends a launch before its
-    first step; another one that counts (`Demands`) ends every process at once. Workers refuse a configuration that has not this
-    `digest`, if given. `live` is the run directory in the hands of this process, None where that of another machine has it;
-    `standby` a process that is ready to start them.
-    Raises PreflightError when the port for the other machines is taken, or when there is no room for temporary files.
+    The first Ctrl-C or signal of `preemption_signals` becomes a stop request that all ranks agree on, or ends a launch before
+    its first step; another one that counts (`Demands`) ends every process at once. Workers refuse a configuration that has not
+    this `digest`, if given. `live` is the run directory in the hands of this process, None where that of another machine has
+    it; `standby` a process that is ready to start them. Raises PreflightError when the port for the other machines is taken, or
+    when there is no room for temporary files.
     """
     if plan.port is not None:
         _check_port(plan.port)
@@ -77,7 +82,9 @@ def run_workers(
         folder = Path(ends)
         if verdict is not None:
             return verdict
-        return judge(read_ends(folder), launched.status, plan.ranks, read_killed(folder), read_hooks(folder, plan.ranks))
+        return summarize_exits(
+            read_exit_reports(folder), launched.status, plan.ranks, read_killed(folder), read_hooks(folder, plan.ranks)
+        )
 
 
 def _started(command: Sequence[str], environment: Mapping[str, str], standby: Standby | None) -> subprocess.Popen[bytes]:
@@ -131,7 +138,7 @@ class _Launched:
     def end(self) -> None:
         """At once, if they have not ended."""
         if self._process.poll() is None:
-            end_tree(self._process.pid)
+            kill_tree(self._process.pid)
             self._process.wait()
         elif self._left is None and self._process.returncode < 0:
             self._left = processes_of(self._ends)
@@ -170,11 +177,11 @@ def _signals() -> Iterator[list[int]]:
         if demands.counts(number):
             received.append(number)
 
-    with handled((signal.SIGINT, *pre_emptions()), handle):
+    with handled((signal.SIGINT, *preemption_signals()), handle):
         yield received
 
 
-def _wait(launched: _Launched, received: list[int], directory: RunDirectory, live: LiveRun | None) -> Verdict | None:
+def _wait(launched: _Launched, received: list[int], directory: RunDirectory, live: RunWriter | None) -> Verdict | None:
     """Wait for the end and obey signals. A verdict if they ended the processes; None if those ended by themselves."""
     asked: Request | None = None
     passed_on = False
@@ -192,7 +199,7 @@ def _wait(launched: _Launched, received: list[int], directory: RunDirectory, liv
             message = (
                 f"ended at once by {signal.Signals(received[-1]).name}; what was saved before is complete, later steps are lost"
             )
-            return _end_now(launched, code_at_once(received[-1]), message)
+            return _end_now(launched, immediate_exit_code(received[-1]), message)
         if received and not passed_on and (asked is None or _refused(directory, asked)):
             asked = _ask(directory, received[0], on_request=live is not None and live.stop_asked is not None)
             if asked is None:
@@ -243,7 +250,7 @@ def _refused(directory: RunDirectory, asked: Request) -> bool:
     return answer is not None and not answer.fields.get("accepted")
 
 
-def _end_early(launched: _Launched, received: list[int], live: LiveRun | None) -> Verdict:
+def _end_early(launched: _Launched, received: list[int], live: RunWriter | None) -> Verdict:
     """Before the first step there is nothing to save but what is being encoded."""
     number = received[0]
     _end_gently(launched, received)
@@ -273,7 +280,7 @@ def _say(text: str) -> None:
     print(f"smalti: {text}", file=sys.stderr, flush=True)
 
 
-def end_tree(pid: int) -> None:
+def kill_tree(pid: int) -> None:
     """Kill a process and everything below it; workers have sessions of their own, so a process group would not do."""
     try:
         parent = psutil.Process(pid)
@@ -291,8 +298,8 @@ def end_tree(pid: int) -> None:
 # --- the verdict ----------------------------------------------------------------------------------------------------
 
 
-def judge(
-    ends: list[RankEnd],
+def summarize_exits(
+    ends: list[ExitReport],
     status: int,
     ranks: range,
     killed: Mapping[int, str] | None = None,

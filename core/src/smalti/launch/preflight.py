@@ -42,7 +42,7 @@ from smalti.launch.plan import (
 from smalti.launch.standby import Standby
 from smalti.parallel import ImageSize, accelerator_kind, choose_precision, cost_of, cpu_notices, describe, describe_devices
 from smalti.plugins import Plugins, choose_distributed
-from smalti.rundir import POLL_SECONDS, STOPPED_EARLY, LiveRun, RunDirectory, acquire, overview
+from smalti.rundir import POLL_SECONDS, STOPPED_EARLY, RunDirectory, RunWriter, acquire, overview
 from smalti.system import Stopped, Terminated, exit_reports, importing, interrupt
 from smalti.training import check_resumable
 
@@ -69,7 +69,7 @@ class Preparation:
     plan: LaunchPlan
     data: PreparedData | None
     facts: Mapping[str, str]
-    live: LiveRun | None
+    live: RunWriter | None
     notices: tuple[str, ...]
 
     @classmethod
@@ -121,7 +121,7 @@ class Preparation:
         )
 
     @staticmethod
-    def _look_at_data(config: Config, plugins: Plugins, alignment: int, live: LiveRun | None) -> PreparedData:
+    def _look_at_data(config: Config, plugins: Plugins, alignment: int, live: RunWriter | None) -> PreparedData:
         if live is None:
             return scan_data(config, plugins, alignment, None)
         live.phases.enter("scanning")
@@ -142,7 +142,7 @@ class Preparation:
             code, message = self._run(standby)
         if self.live is not None:
             self.live.conclude(code, message)
-        self._say_goodbye(code, message)
+        self._print_summary(code, message)
         if self.live is not None:
             self.live.close()
         return code
@@ -167,7 +167,7 @@ class Preparation:
             return code, "stopped outside of a training step; saved checkpoints and caches are intact"
         return outcome.exit_code, outcome.message
 
-    def _say_goodbye(self, code: ExitCode, message: str) -> None:
+    def _print_summary(self, code: ExitCode, message: str) -> None:
         for title, path in self._results().items():
             click.echo(f"  {title:<12} {path}", err=True)
         complete = code is ExitCode.DONE
@@ -242,7 +242,7 @@ def _twice_as_long(config: Config) -> str:
     return f" --num_train_epochs={2 * options.num_train_epochs}" if options.num_train_epochs is not None else ""
 
 
-def _take(directory: RunDirectory, config: Config) -> LiveRun:
+def _take(directory: RunDirectory, config: Config) -> RunWriter:
     """Become the run there. UserError when another one lives there."""
     live = acquire(
         directory,
@@ -256,7 +256,7 @@ def _take(directory: RunDirectory, config: Config) -> LiveRun:
 
 
 @contextmanager
-def _failures_recorded(live: LiveRun | None) -> Iterator[None]:
+def _failures_recorded(live: RunWriter | None) -> Iterator[None]:
     """An exception ends the run in the eyes of those who watch it too. It becomes `Stopped` where a stop was asked for."""
     try:
         yield

@@ -8,28 +8,28 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from smalti.config import Config
-from smalti.parallel import Crew, LostRankError, Parallel, leave_lost_word
+from smalti.parallel import Crew, LostRankError, Parallel, write_lost_report
 from smalti.plugins import Plugins, choose_distributed
-from smalti.rundir import LiveRun
+from smalti.rundir import RunWriter
 from smalti.system import (
     STOPPING,
     Demands,
-    code_at_once,
     code_of,
     conclude,
     describe,
     handled,
+    immediate_exit_code,
     launched,
     leave_within,
-    leave_word,
-    pre_emptions,
+    preemption_signals,
     say,
+    write_exit_report,
 )
 from smalti.training import LEAVE_SECONDS, Watchdog, become_run, build, memory_explained, open_parallel, train
 from smalti.types import DistributedPlan, Outcome, RunState, StopReason
 
 
-def run_rank(config: Config, plugins: Plugins, live: LiveRun | None = None) -> Outcome:
+def run_rank(config: Config, plugins: Plugins, live: RunWriter | None = None) -> Outcome:
     """Build and train on this rank. Every rank of the run calls it; an agreed stop returns on all of them.
 
     `live` is the run directory, if this process holds it already.
@@ -37,7 +37,7 @@ def run_rank(config: Config, plugins: Plugins, live: LiveRun | None = None) -> O
     plan = choose_distributed(config, plugins)
     with ExitStack() as signals, opened(plan, config) as parallel, ExitStack() as closing:
         crew = Crew.meet(parallel)
-        with last_words(crew):
+        with exit_reported(crew):
             with Watchdog(crew) as watchdog:
                 live = become_run(config, parallel, live, closing)
                 with memory_explained(config, parallel.world):
@@ -69,7 +69,7 @@ def opened(plan: DistributedPlan, config: Config) -> Iterator[Parallel]:
 
 
 @contextmanager
-def last_words(crew: Crew) -> Iterator[None]:
+def exit_reported(crew: Crew) -> Iterator[None]:
     """An exception is written down before anything is closed: what closing does to other ranks comes after its cause.
 
     One that only tells of another rank's end is replaced by an error that says so.
@@ -81,9 +81,9 @@ def last_words(crew: Crew) -> Iterator[None]:
         if launched() and crew.board is not None:
             leave_within(LEAVE_SECONDS, code_of(lost or error))
         if lost is None:
-            leave_word(code_of(error), describe(error))
+            write_exit_report(code_of(error), describe(error))
             raise
-        leave_lost_word(lost)
+        write_lost_report(lost)
         if lost is error:
             raise
         raise lost from error
@@ -91,7 +91,7 @@ def last_words(crew: Crew) -> Iterator[None]:
 
 @contextmanager
 def stop_signals(state: RunState) -> Iterator[None]:
-    """Ctrl-C and the signals of `pre_emptions` ask for an agreed stop; another one that counts ends a process nobody launched.
+    """Ctrl-C and `preemption_signals` ask for an agreed stop; another one that counts ends a process that nobody launched.
 
     Under a launcher it is the launcher's to count: one signal from a scheduler can reach a rank twice, from the scheduler and
     passed on by torch's agent.
@@ -105,10 +105,10 @@ def stop_signals(state: RunState) -> Iterator[None]:
             return
         if asked:
             say("ending now: what was saved before is complete, the steps since then are lost")
-            os._exit(code_at_once(number))
+            os._exit(immediate_exit_code(number))
         asked = True
         say(STOPPING)
         state.request_stop(StopReason.INTERRUPTED if number == signal.SIGINT else StopReason.PREEMPTED)
 
-    with handled((signal.SIGINT, *pre_emptions()), handle):
+    with handled((signal.SIGINT, *preemption_signals()), handle):
         yield

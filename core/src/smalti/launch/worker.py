@@ -24,16 +24,16 @@ from smalti.system import (
     Terminated,
     code_of,
     describe,
-    follow_parent,
+    die_with_parent,
     hook_file,
+    ignore_write_errors,
     importing,
     keep_imports,
     kept_in,
     launched,
-    leave_word,
     live_for_one_command,
-    outlast,
     raise_open_files_limit,
+    write_exit_report,
 )
 
 
@@ -45,15 +45,15 @@ def main(arguments: list[str] | None = None) -> None:
     """
     end = End()
     if arguments is None:  # else this process has other things to do afterwards
-        end = End.first()
+        end = End.install()
         live_for_one_command()
         keep_imports()
-        follow_parent()
+        die_with_parent()
         raise_open_files_limit()
     with importing():
         from torch.distributed.elastic.multiprocessing.errors import record
 
-    outlast()
+    ignore_write_errors()
     logging.basicConfig(format="smalti: %(message)s", level=logging.WARNING)
     try:
         record(_work)(Path((arguments or sys.argv[1:])[0]))
@@ -78,11 +78,11 @@ def _work(directory: Path) -> None:
         with kept_in(hook_file()) if launched() else nullcontext():
             outcome = run_rank(*load_run(directory))
     except BaseException as error:
-        leave_word(code_of(error), describe(error))
+        write_exit_report(code_of(error), describe(error))
         if isinstance(error, UserError | Terminated):  # the launcher says what there is to say
             sys.exit(int(code_of(error)))
         raise
-    leave_word(outcome.exit_code, outcome.message)
+    write_exit_report(outcome.exit_code, outcome.message)
 
 
 def load_run(directory: Path) -> tuple[Config, Plugins]:

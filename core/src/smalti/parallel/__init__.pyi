@@ -11,7 +11,12 @@ from .devices import (
     cpu_notices as cpu_notices,
     describe_devices as describe_devices,
 )
-from .failure_detection import Crew as Crew, LostRankError as LostRankError, Roll as Roll, leave_lost_word as leave_lost_word
+from .failure_detection import (
+    Crew as Crew,
+    LostRankError as LostRankError,
+    Roll as Roll,
+    write_lost_report as write_lost_report,
+)
 from .gloo import (
     BrokenGroupError as BrokenGroupError,
     GlooRanks as GlooRanks,

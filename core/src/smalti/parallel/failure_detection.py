@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from smalti.errors import ExitCode, UserError
 from smalti.parallel.gloo import BrokenGroupError, hang_up_all, is_line_error
 from smalti.parallel.protocol import Ranks
-from smalti.system import Process, code_of, describe, leave_word
+from smalti.system import Process, code_of, describe, write_exit_report
 
 T = TypeVar("T")
 
@@ -317,9 +317,9 @@ class Crew:
         return f"rank {rank} ({self.processes[rank]})"
 
 
-def leave_lost_word(lost: LostRankError) -> None:
+def write_lost_report(lost: LostRankError) -> None:
     """The last word of a rank that only the loss of another one has ended."""
-    leave_word(lost.exit_code, describe(lost), follows=True, saved=lost.saved, ended=lost.ended)
+    write_exit_report(lost.exit_code, describe(lost), follows=True, saved=lost.saved, ended=lost.ended)
 
 
 def in_a_line(error: BaseException) -> str:

@@ -133,7 +133,7 @@ class Summary:
     max_steps: int | None
     loss: float | None
     samples_per_second: float | None
-    seconds_left: float | None
+    seconds_remaining: float | None
     updated: float | None
     phase: Phase | None = None
 
@@ -220,7 +220,7 @@ class RunDirectory:
         if started is None:
             return Status(condition="never started", message="made ready, but not started yet")
         # No step follows the last word, and before the first step the last word is of this attempt or of an earlier one.
-        last = next((event for event in read_events_backwards(self.events_file) if _tells_how_it_fares(event)), None)
+        last = next((event for event in read_events_backwards(self.events_file) if _is_status(event)), None)
         if last and last.time >= started and (ending := _ending(last)):
             return ending
         if heartbeat is None:
@@ -268,7 +268,7 @@ class RunDirectory:
         newest = next(read_events_backwards(self.events_file), None)
         step, max_steps = (last.step or 0, last.number("max_steps")) if last else (0, None)
         phase = self.phase() if status.condition == "running" else None
-        rate, left = None, phase.seconds_left(newest.time) if phase and newest else None
+        rate, left = None, phase.seconds_remaining(newest.time) if phase and newest else None
         if of_attempt and last:
             rate = last.number("recent_samples_per_second")
             if max_steps and status.condition == "running":
@@ -281,7 +281,7 @@ class RunDirectory:
             max_steps=int(max_steps) if max_steps else None,
             loss=shown_loss(last) if last else None,
             samples_per_second=rate,
-            seconds_left=left,
+            seconds_remaining=left,
             updated=newest.time if newest else None,
             phase=phase,
         )
@@ -370,7 +370,7 @@ def phase_of(event: Event) -> Phase:
     )
 
 
-def _tells_how_it_fares(event: Event) -> bool:
+def _is_status(event: Event) -> bool:
     """A launch that was refused has changed nothing, nor has one that has only begun."""
     return event.kind == "step" or (event.kind == "state" and event.text("state") not in (REFUSED, "starting"))
 

@@ -26,7 +26,7 @@ class Phase:
     total: int | None = None
     unit: str = ""
 
-    def seconds_left(self, now: float) -> float | None:
+    def seconds_remaining(self, now: float) -> float | None:
         """At the speed so far; None where that is not known."""
         if not self.done or self.total is None or now <= self.begun:
             return None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _PREFIX = "smalti:"
 
 
-def save_picture(
+def save_image(
     path: Path,
     image: Image,
     *,
@@ -45,7 +45,7 @@ def save_picture(
     write_png(path, image, settings, description=prompt)
 
 
-def picture_settings(path: Path) -> dict[str, str]:
+def image_settings(path: Path) -> dict[str, str]:
     """The settings in a picture, as text, by name; empty for one that smalti did not make. UserError when it is no picture."""
     from PIL import Image, UnidentifiedImageError
 
@@ -62,7 +62,7 @@ def write_png(path: Path, image: Image, settings: Mapping[str, str], *, descript
     """Write a PNG with `settings` as text; `description` also goes where other programs look for one."""
     from PIL.PngImagePlugin import PngInfo
 
-    if path.exists() and not picture_settings(path):
+    if path.exists() and not image_settings(path):
         raise UserError(f"{path} is there and was not made by smalti", fix="move it away")
     info = PngInfo()
     texts = {"Software": "smalti", "Description": description}

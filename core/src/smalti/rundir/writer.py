@@ -94,7 +94,7 @@ def acquire(
     world_size: int = 1,
     mixed_precision: str | None = None,
     on_stop: Callable[[], None] | None = None,
-) -> LiveRun:
+) -> RunWriter:
     """Become the run in this directory. UserError when another one lives there; of several that try at once one gets through.
 
     `on_stop` is called in a thread when a stop is asked for before the first step; without it, requests wait for the loop.
@@ -111,7 +111,7 @@ def acquire(
         except FileExistsError:
             raise in_use(directory, directory.heartbeat()) from None
         write_record(directory, record)
-        return LiveRun(directory, record, before=before, on_stop=on_stop)
+        return RunWriter(directory, record, before=before, on_stop=on_stop)
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def _writing_to(directory: RunDirectory) -> Iterator[None]:
         raise UserError(message, fix="choose another --output_dir") from error
 
 
-def join(directory: RunDirectory, *, config_digest: str = "", world_size: int = 1) -> LiveRun:
+def join(directory: RunDirectory, *, config_digest: str = "", world_size: int = 1) -> RunWriter:
     """For the main rank: become the run beside the process that launched it, or alone if none did that holds the directory.
 
     UserError when another run lives there.
@@ -131,10 +131,10 @@ def join(directory: RunDirectory, *, config_digest: str = "", world_size: int = 
     attempt, heartbeat, record = os.environ.get(ATTEMPT_VARIABLE), directory.heartbeat(), directory.record()
     if attempt is None or heartbeat is None or record is None or repr(heartbeat.started) != attempt:
         return acquire(directory, config_digest=config_digest, world_size=world_size)
-    return LiveRun(directory, record, worker=Process.current())
+    return RunWriter(directory, record, worker=Process.current())
 
 
-class LiveRun:
+class RunWriter:
     """The run's own hands on its directory: events, answers to requests, the heartbeat. Leave with `close`, or use `with`.
 
     A run that leaves without `end` or `conclude` counts as failed. `phases` is what this process is busy with, and the
@@ -158,7 +158,7 @@ class LiveRun:
         self._before = before
         self._on_stop = on_stop
         self._worker = worker
-        self._usurper: Heartbeat | None = None
+        self._new_owner: Heartbeat | None = None
         self._left_alone: set[Path] = set()
         self._training = False
         self._joined = False
@@ -178,7 +178,7 @@ class LiveRun:
             take_part(directory, record, worker)
         self._pulse.start()
 
-    def __enter__(self) -> LiveRun:
+    def __enter__(self) -> RunWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -218,9 +218,9 @@ class LiveRun:
 
         Answer each with `acknowledge`. Files in `control/` that are no requests stay there.
         """
-        if self._usurper:
+        if self._new_owner:
             return [
-                Request(id="", kind="stop", details={"message": f"{self._usurper.process} took over {self.directory.path}"})
+                Request(id="", kind="stop", details={"message": f"{self._new_owner.process} took over {self.directory.path}"})
             ]
         taken, self._errands = self._errands, []
         for path in sorted(self.directory.control.glob("*.json")):
@@ -294,7 +294,7 @@ class LiveRun:
 
     def _keep_alive(self) -> None:
         failing, due = False, time.monotonic() + BEAT_SECONDS
-        while not self._closing.wait(min(POLL_SECONDS, BEAT_SECONDS)) and not (self._usurper and self._training):
+        while not self._closing.wait(min(POLL_SECONDS, BEAT_SECONDS)) and not (self._new_owner and self._training):
             try:
                 self._look_for_main_rank()
                 self._restore_if_lost()
@@ -366,8 +366,8 @@ class LiveRun:
             os.utime(self.directory.heartbeat_file)
 
     def _give_way(self, heartbeat: Heartbeat | None) -> None:
-        self._usurper = heartbeat or Heartbeat(process=None, started=0.0, touched=0.0)
-        _log.error("%s took over %s; this run stops", self._usurper.process or "another run", self.directory.path)
+        self._new_owner = heartbeat or Heartbeat(process=None, started=0.0, touched=0.0)
+        _log.error("%s took over %s; this run stops", self._new_owner.process or "another run", self.directory.path)
 
     def _holds(self, heartbeat: Heartbeat | None) -> bool:
         return heartbeat is not None and (heartbeat.process, heartbeat.started) == (self.record.process, self.record.started)
@@ -392,7 +392,7 @@ class LiveRun:
                         request, accepted=False, message=f"before its first step there is nothing to {request.kind}"
                     )
                     continue
-                if not self._usurper:
+                if not self._new_owner:
                     self.acknowledge(request, message="stopping before the first step: there is nothing to save")
                 self.stop_asked = request
                 self._on_stop()

@@ -4,19 +4,19 @@ from .exit import End as End, flush as flush
 from .exit_reports import (
     FOLDER_VARIABLE as FOLDER_VARIABLE,
     SIGNALLED as SIGNALLED,
+    ExitReport as ExitReport,
     HookEnd as HookEnd,
-    RankEnd as RankEnd,
     code_of as code_of,
     describe as describe,
     hook_file as hook_file,
     launched as launched,
-    leave_killed as leave_killed,
-    leave_word as leave_word,
-    leave_word_for as leave_word_for,
-    make_room as make_room,
-    read_ends as read_ends,
+    preallocate as preallocate,
+    read_exit_reports as read_exit_reports,
     read_hooks as read_hooks,
     read_killed as read_killed,
+    write_exit_report as write_exit_report,
+    write_exit_report_for as write_exit_report_for,
+    write_killed as write_killed,
 )
 from .files import (
     Block as Block,
@@ -35,27 +35,27 @@ from .files import (
 )
 from .imports import importing as importing, keep_imports as keep_imports
 from .liveness import latest_progress as latest_progress, leave_within as leave_within, note_progress as note_progress
-from .parent import PARENT_VARIABLE as PARENT_VARIABLE, follow_parent as follow_parent
+from .parent import PARENT_VARIABLE as PARENT_VARIABLE, die_with_parent as die_with_parent
 from .process import Process as Process, raise_open_files_limit as raise_open_files_limit
 from .signals import (
     STOPPING as STOPPING,
     Demands as Demands,
     Stopped as Stopped,
     Terminated as Terminated,
-    code_at_once as code_at_once,
     conclude as conclude,
     handled as handled,
+    immediate_exit_code as immediate_exit_code,
     interrupt as interrupt,
     live_for_one_command as live_for_one_command,
-    pre_emptions as pre_emptions,
+    preemption_signals as preemption_signals,
     say as say,
     terminated as terminated,
 )
 from .stateless_random import (
     as_signed as as_signed,
-    fraction as fraction,
-    key_of as key_of,
+    derive_seed as derive_seed,
     permutation as permutation,
     text_hash as text_hash,
+    uniform as uniform,
 )
-from .streams import outlast as outlast
+from .streams import ignore_write_errors as ignore_write_errors

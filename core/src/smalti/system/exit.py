@@ -25,7 +25,7 @@ class End:
     code: int | None = None
 
     @classmethod
-    def first(cls) -> Self:
+    def install(cls) -> Self:
         """Of this process. Comes after all that others register for the end once this was called: so call it before imports."""
         end = cls()
         atexit.register(end)

@@ -27,7 +27,7 @@ _ROOM = 16 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankEnd:
+class ExitReport:
     """What one rank said when it ended; `time` orders the ranks' last words.
 
     `follows`: only the loss of another rank ended it; then `saved` tells of the checkpoint that it made of its own before, and
@@ -48,12 +48,12 @@ def launched() -> bool:
     return FOLDER_VARIABLE in os.environ
 
 
-def leave_word(code: int, message: str, *, follows: bool = False, saved: str = "", ended: Sequence[int] = ()) -> None:
+def write_exit_report(code: int, message: str, *, follows: bool = False, saved: str = "", ended: Sequence[int] = ()) -> None:
     """This rank's; the first word counts. Nothing is written where nobody has launched it."""
     if not launched():
         return
     _leave(
-        RankEnd(
+        ExitReport(
             rank=own_rank(),
             exit_code=int(code),
             message=message,
@@ -65,13 +65,13 @@ def leave_word(code: int, message: str, *, follows: bool = False, saved: str = "
     )
 
 
-def leave_word_for(rank: int, message: str) -> None:
+def write_exit_report_for(rank: int, message: str) -> None:
     """By the launcher's agent: why it had to kill a rank that did not leave by itself. The rank's own word counts."""
-    _leave(RankEnd(rank=rank, exit_code=int(ExitCode.KILLED), message=message, time=time.time(), follows=True))
+    _leave(ExitReport(rank=rank, exit_code=int(ExitCode.KILLED), message=message, time=time.time(), follows=True))
 
 
-def _leave(end: RankEnd) -> None:
-    path = word_file(end.rank)
+def _leave(end: ExitReport) -> None:
+    path = exit_report_file(end.rank)
     with suppress(FileNotFoundError):
         if path.read_bytes().strip():
             return
@@ -82,7 +82,7 @@ def own_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def word_file(rank: int | None = None) -> Path:
+def exit_report_file(rank: int | None = None) -> Path:
     """Where a rank of this launch leaves its word; this process's own if none is named."""
     return Path(os.environ[FOLDER_VARIABLE]) / _of_rank(own_rank() if rank is None else rank)
 
@@ -102,7 +102,7 @@ def _hook_of(rank: int) -> str:
     return f"hook-{rank}"
 
 
-def make_room(folder: Path, ranks: Iterable[int]) -> None:
+def preallocate(folder: Path, ranks: Iterable[int]) -> None:
     """Keep room for all these words: a disk that fills up meanwhile does not make a good end look like none."""
     for rank in ranks:
         (folder / _hook_of(rank)).write_bytes(b" " * HOOK_ROOM)
@@ -116,17 +116,17 @@ def _write(path: Path, content: object) -> None:
         file.write(json.dumps(content).encode())
 
 
-def leave_killed(signals: Mapping[int, int]) -> None:
+def write_killed(signals: Mapping[int, int]) -> None:
     """By the launcher's agent: which ranks were killed by which signals, which they cannot tell themselves."""
     _write(Path(os.environ[FOLDER_VARIABLE]) / _KILLED, signals)
 
 
-def read_ends(folder: Path) -> list[RankEnd]:
+def read_exit_reports(folder: Path) -> list[ExitReport]:
     """The earliest first; without ranks that left no word."""
     found = []
     for path in folder.glob("rank-*.json"):
         try:
-            found.append(RankEnd(**json.loads(path.read_text(encoding="utf-8"))))
+            found.append(ExitReport(**json.loads(path.read_text(encoding="utf-8"))))
         except ValueError:
             continue  # the rank was killed while it wrote
     return sorted(found, key=lambda end: end.time)

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 
 from smalti.system.exit import flush
-from smalti.system.exit_reports import launched, word_file
+from smalti.system.exit_reports import exit_report_file, launched
 
 _EVERY_SECONDS = 1.0
 
@@ -29,7 +29,7 @@ class _Progress:
         self._latest = now
         if launched():
             with suppress(OSError):
-                os.utime(word_file())
+                os.utime(exit_report_file())
 
     def age(self) -> float:
         return time.monotonic() - self._latest
@@ -62,6 +62,6 @@ def leave_within(seconds: float, code: int) -> None:
 def latest_progress(rank: int) -> float:
     """When this rank of the launch last told of progress, in seconds since the epoch; 0 if it never did."""
     try:
-        return word_file(rank).stat().st_mtime
+        return exit_report_file(rank).stat().st_mtime
     except OSError:
         return 0.0

@@ -17,7 +17,7 @@ PARENT_VARIABLE = "SMALTI_PARENT"
 _PR_SET_PDEATHSIG = 1
 
 
-def follow_parent() -> None:
+def die_with_parent() -> None:
     """From now on the end of the process that started this one comes as SIGTERM; at once, if that one is gone already."""
     if sys.platform != "linux" or PARENT_VARIABLE not in os.environ:
         return

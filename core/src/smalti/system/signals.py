@@ -40,7 +40,7 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def terminated() -> Iterator[None]:
-    """Meanwhile the signals of `pre_emptions` raise `Terminated`, as Ctrl-C raises anyway. Nothing outside the main thread."""
+    """Within it, `preemption_signals` raise `Terminated`, as Ctrl-C raises KeyboardInterrupt; only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -51,7 +51,7 @@ def terminated() -> Iterator[None]:
         if demands.counts(number) and not _life.concluded:
             raise Terminated
 
-    with handled(pre_emptions(), handle):
+    with handled(preemption_signals(), handle):
         yield
 
 
@@ -70,7 +70,7 @@ def live_for_one_command() -> None:
     _life.one_command = True
 
 
-def pre_emptions() -> tuple[signal.Signals, ...]:
+def preemption_signals() -> tuple[signal.Signals, ...]:
     """SIGTERM; SIGHUP of a terminal that is closed; SIGUSR1 and SIGUSR2, by which schedulers say that time is running out.
 
     But for SIGTERM, not those that the process was told to ignore, as by `nohup`.
@@ -101,7 +101,7 @@ class Demands:
         return first or number == signal.SIGINT
 
 
-def code_at_once(number: int) -> ExitCode:
+def immediate_exit_code(number: int) -> ExitCode:
     """The exit code of a run that a second signal ends before it has saved: not that of one that has."""
     return ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.KILLED
 

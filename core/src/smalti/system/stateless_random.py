@@ -17,7 +17,7 @@ _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 
 
-def key_of(*words: int | str) -> int:
+def derive_seed(*words: int | str) -> int:
     """64 bits that depend on every word and on their order. Integers count modulo 2**64."""
     key = 0
     for word in words:
@@ -36,7 +36,7 @@ def as_signed(key: int) -> int:
     return key - (1 << 64) if key >> 63 else key
 
 
-def fraction(key: int) -> float:
+def uniform(key: int) -> float:
     """A number in [0, 1)."""
     return (_mix(key) >> 11) / (1 << 53)
 

@@ -12,7 +12,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 
-class Outlasted(TextIOWrapper):
+class WriteErrorsIgnored(TextIOWrapper):
     """The standard stream over the same buffer. What cannot be written is lost, and nobody is told: there is no one to tell."""
 
     def write(self, text: str) -> int:
@@ -28,7 +28,7 @@ class Outlasted(TextIOWrapper):
         """Leave the buffer open, which is another's."""
 
 
-def outlast(*names: str) -> None:
+def ignore_write_errors(*names: str) -> None:
     """From now on no failure to write to these streams of `sys` ends this process; "stdout" and "stderr" if none are named.
 
     For processes whose work matters more than their words. A stream that a process was started without takes words, too.
@@ -37,7 +37,7 @@ def outlast(*names: str) -> None:
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - for life
-        elif isinstance(stream, TextIOWrapper) and not isinstance(stream, Outlasted):
+        elif isinstance(stream, TextIOWrapper) and not isinstance(stream, WriteErrorsIgnored):
             with suppress(OSError):
                 stream.flush()
-            setattr(sys, name, Outlasted(stream.buffer, stream.encoding, stream.errors, line_buffering=True))
+            setattr(sys, name, WriteErrorsIgnored(stream.buffer, stream.encoding, stream.errors, line_buffering=True))

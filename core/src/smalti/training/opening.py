@@ -12,12 +12,12 @@ from smalti.errors import UserError
 from smalti.models import ModelFamily
 from smalti.parallel import RankError, Ranks, from_main, together
 from smalti.plugins import Plugins
-from smalti.rundir import LiveRun, Phases, RunDirectory, join
+from smalti.rundir import Phases, RunDirectory, RunWriter, join
 from smalti.training.loss import DenoisingLoss
 from smalti.types import DistributedPlan, RunInfo, World
 
 
-def become_run(config: Config, ranks: Ranks, live: LiveRun | None, closing: ExitStack) -> LiveRun | None:
+def become_run(config: Config, ranks: Ranks, live: RunWriter | None, closing: ExitStack) -> RunWriter | None:
     """The run directory in the hands of the main rank, None on others. *Collective*.
 
     `live` is it if this process holds it already; what is taken here is left with `closing`.
@@ -40,7 +40,7 @@ def become_run(config: Config, ranks: Ranks, live: LiveRun | None, closing: Exit
 
 
 def open_data(
-    config: Config, plugins: Plugins, family: ModelFamily, ranks: Ranks, directory: Path, live: LiveRun | None
+    config: Config, plugins: Plugins, family: ModelFamily, ranks: Ranks, directory: Path, live: RunWriter | None
 ) -> tuple[PreparedData, Encoded]:
     """The order of samples on this rank, and what of them was encoded ahead. *Collective*.
 
@@ -72,7 +72,7 @@ def run_info(
     family: ModelFamily,
     data: PreparedData,
     loss: DenoisingLoss,
-    live: LiveRun | None,
+    live: RunWriter | None,
     **sizes: int,
 ) -> RunInfo:
     """What observers are told of the run; `sizes` are `parameters` and `trainable`."""

@@ -46,8 +46,8 @@ from smalti.models import (
 )
 from smalti.parallel import Boundary, Crew, Parallel, RankError, Ranks, products
 from smalti.plugins import Plugins, create, find_family
-from smalti.rundir import LiveRun, Phases, Recent, RunDirectory
-from smalti.system import key_of
+from smalti.rundir import Phases, Recent, RunDirectory, RunWriter
+from smalti.system import derive_seed
 from smalti.training.loss import DenoisingLoss, denoising_loss
 from smalti.training.metrics import log_metrics, metrics_of
 from smalti.training.opening import open_data, run_info
@@ -268,7 +268,7 @@ def reseed(run: Run, position: int) -> None:
     """Set this rank's generators for the batch at `position`: what chance the model itself takes (dropout) is then a function
     of seed, position and rank, so that no random state has to be saved and every resume is exact.
     """
-    number = key_of(run.config[RunOptions].seed, position, run.world.rank) >> 1
+    number = derive_seed(run.config[RunOptions].seed, position, run.world.rank) >> 1
     torch.manual_seed(number)
     random.seed(number)
 
@@ -425,7 +425,7 @@ def build(
     parallel: Parallel,
     crew: Crew,
     closing: ExitStack,
-    live: LiveRun | None = None,
+    live: RunWriter | None = None,
 ) -> Run:
     """Assemble a run on this rank. *Collective*. What has to be closed in the end is put on `closing`."""
     compare_ranks(parallel, config, plugins)

@@ -20,7 +20,7 @@ from smalti.data.cache.tensor_store import Entry, TensorStore
 from smalti.data.images import Bytes, crop, read_picture
 from smalti.data.prepared import PreparedData
 from smalti.diffusion import Conditioning
-from smalti.system import fraction, key_of
+from smalti.system import derive_seed, uniform
 
 Corner = tuple[int, int]
 """Left and top of a cut, in pixels of the scaled picture."""
@@ -89,7 +89,7 @@ def cut_for_good(data: PreparedData, sample: int, bucket: Bucket) -> tuple[Bytes
     dataset, framing = data.datasets[position], data.framings[position]
     name = dataset.index.key(row)
     picture = read_picture(dataset.storage, name, framing, bucket)
-    draw = fraction(key_of("across", dataset.spec.id, name)), fraction(key_of("down", dataset.spec.id, name))
+    draw = uniform(derive_seed("across", dataset.spec.id, name)), uniform(derive_seed("down", dataset.spec.id, name))
     corner = framing.corner((picture.shape[2], picture.shape[1]), bucket, draw)
     return crop(picture, bucket, corner), corner
 

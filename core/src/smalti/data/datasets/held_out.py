@@ -24,7 +24,7 @@ from smalti.data.prepared import PreparedData
 from smalti.data.scan.quarantine import BadSampleError
 from smalti.diffusion import Conditioning
 from smalti.models import Frame
-from smalti.system import key_of, text_hash
+from smalti.system import derive_seed, text_hash
 
 _READERS = 4
 _log = logging.getLogger(__name__)
@@ -152,4 +152,4 @@ class HeldOut:
     def _number(self, sample: int) -> int:
         position, row = self._data.locate(sample)
         dataset = self._data.datasets[position]
-        return key_of("held out", dataset.spec.id, text_hash(dataset.index.key(row)))
+        return derive_seed("held out", dataset.spec.id, text_hash(dataset.index.key(row)))

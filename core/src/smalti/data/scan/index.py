@@ -30,7 +30,7 @@ from smalti.data.scan.quarantine import BadSampleError, Quarantined
 from smalti.data.storage.protocol import Storage, StorageError, TransientStorageError
 from smalti.data.threads import Threads
 from smalti.errors import UserError
-from smalti.system import as_signed, key_of, text_hash
+from smalti.system import as_signed, derive_seed, text_hash
 
 _log = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ class _Scan:
         if old and depends_on_text_file(self.spec) and listed.caption_etag and old["caption_etag"] == listed.caption_etag:
             return old["captions"], old["caption_hash"]
         captions = read_captions(self.spec, self.storage, listed)  # cheap where no file is read
-        return captions, as_signed(key_of(*captions))
+        return captions, as_signed(derive_seed(*captions))
 
     def _image(self, listed: Listed, old: Row | None) -> tuple[object, object, object]:
         """Width, height and content."""
@@ -226,7 +226,7 @@ def _chosen(spec: DatasetSpec, listed: Iterable[Listed]) -> list[Listed]:
     if spec.max_num_samples is None:
         return sorted(listed, key=lambda one: one.key)
     chosen = heapq.nsmallest(
-        spec.max_num_samples, listed, key=lambda one: (key_of("choose", spec.id, text_hash(one.key)), one.key)
+        spec.max_num_samples, listed, key=lambda one: (derive_seed("choose", spec.id, text_hash(one.key)), one.key)
     )
     return sorted(chosen, key=lambda one: one.key)
 

@@ -19,9 +19,9 @@ from types import TracebackType
 from typing import Self
 
 from smalti.errors import ExitCode
-from smalti.parallel import BrokenGroupError, Crew, break_group, leave_lost_word
+from smalti.parallel import BrokenGroupError, Crew, break_group, write_lost_report
 from smalti.plugins import notify
-from smalti.system import describe, flush, leave_within, leave_word
+from smalti.system import describe, flush, leave_within, write_exit_report
 from smalti.training.failures.emergency_save import rescue
 from smalti.training.run import Run
 
@@ -99,11 +99,11 @@ class Watchdog:
         try:
             lost = self._apart.notice(error) if self.run is None else rescue(self.run, error, self._apart, aside=True)
             assert lost is not None, "it is not this rank's own failure"
-            leave_lost_word(lost)
+            write_lost_report(lost)
             print(f"smalti: {lost}", file=sys.stderr)
-            self._say_goodbye(lost)
+            self._print_summary(lost)
         except BaseException as failure:  # noqa: BLE001 - the top of all that is left of this process
-            leave_word(ExitCode.FAILED, describe(failure))
+            write_exit_report(ExitCode.FAILED, describe(failure))
             traceback.print_exc()
         flush()
         os._exit(ExitCode.FAILED)
@@ -115,7 +115,7 @@ class Watchdog:
             return "its end"
         return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
-    def _say_goodbye(self, error: BaseException) -> None:
+    def _print_summary(self, error: BaseException) -> None:
         """Tell the observers, for as long as they may take; one of them can be what the main thread waits for."""
         if (run := self.run) is None:
             return

@@ -16,7 +16,7 @@ from smalti.data import Bucket
 from smalti.errors import UserError
 from smalti.models import SampleRequest, TellsSettings
 from smalti.plugins import notify
-from smalti.rundir import save_picture
+from smalti.rundir import save_image
 from smalti.training.failures.attempts import AttemptFailed, computed, on_all_ranks
 from smalti.training.validation.running_stats import take_first_ranks
 from smalti.types import ValidationImage, ValidationResult
@@ -169,7 +169,7 @@ def _file_name(number: int, prompt: str) -> str:
 
 def _write(run: Run, image: ValidationImage, picture: Image, settings: dict[str, float]) -> None:
     """A picture with all that it takes to draw it again."""
-    save_picture(
+    save_image(
         image.path,
         picture,
         prompt=image.prompt,
