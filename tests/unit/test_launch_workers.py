@@ -183,7 +183,9 @@ def test_the_first_word_counts(directory):
 
 
 def test_a_word_that_cannot_be_left_is_no_reason_to_fail(directory):
-    code = "os.environ['SMALTI_OUTCOME_DIR'] += '/gone'\nfrom smalti.system.exit_reports import write_exit_report\nleave_word(0, 'done')"
+    code = (
+        "os.environ['SMALTI_OUTCOME_DIR'] += '/gone'\nfrom smalti.system import write_exit_report\nwrite_exit_report(0, 'done')"
+    )
     assert run_workers(plan(code), directory)[1].endswith("(launcher status 0)")
 
 
@@ -237,7 +239,7 @@ while os.environ["RANK"] == "4" or time.monotonic() - begun < 8:
 '''
 if __name__ == "__main__":
     agent.LOST_SECONDS = 4.0
-    agent.be_patient()
+    agent.extend_kill_timeout()
     envs = {local: {"RANK": str(3 + local)} for local in range(3)}
     ranks = start_processes("rank", sys.executable, {local: ("-c", rank) for local in envs}, envs, DefaultLogsSpecs())
     while ranks.wait(0) is None:

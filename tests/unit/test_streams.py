@@ -5,7 +5,14 @@ import sys
 
 import pytest
 
-SCRIPT = "import sys; from smalti.system import ignore_write_errors as i; i(); print('out'); print('err', file=sys.stderr); open('done', 'w')"
+SCRIPT = """
+import sys
+from smalti.system import ignore_write_errors
+ignore_write_errors()
+print('out')
+print('err', file=sys.stderr)
+open('done', 'w')
+"""
 
 
 @pytest.mark.parametrize("broken", ["2>&-", "1>&-", "2>/dev/full", ">/dev/full 2>&1"])
