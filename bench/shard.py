@@ -229,7 +229,7 @@ def save_waits(folder: Path) -> tuple[list[float], list[float]]:
     def write(state: Snapshot, ranks: object) -> object:
         return found.backend.save_checkpoint(state=state, target=folder, parallel=ranks, config=found.config)
 
-    saver = Saver(write=write, ranks=found.parallel, side=found.parallel.side_channel())  # type: ignore[arg-type]
+    saver = Saver(write=write, ranks=found.parallel, side=found.parallel.background_communicator())  # type: ignore[arg-type]
     times: dict[bool, list[float]] = {True: [], False: []}
     for number in range(2 * (SAVES + 1)):
         beside = number % 2 == 0

@@ -19,7 +19,7 @@ from run import Result, paired
 from smalti import RunState, StepResult, hookimpl
 from smalti.cli.arguments import Invocation
 from smalti.launch.preflight import Preparation
-from smalti.parallel.failure_detection import Crew
+from smalti.parallel.failure_detection import FailureDetector
 from smalti.plugins.lookup import choose_distributed
 from smalti.plugins.registry import PluginInfo
 from smalti.training.run import Run, build, open_parallel
@@ -53,7 +53,7 @@ def opened(words: list[str], closing: ExitStack) -> Run:
     plan = choose_distributed(config, plugins)
     parallel = open_parallel(plan, config)
     closing.callback(parallel.close)
-    return build(config, plugins, plan, parallel, Crew.meet(parallel), closing)
+    return build(config, plugins, plan, parallel, FailureDetector.meet(parallel), closing)
 
 
 def alternated(run: Run, step) -> tuple[list[float], list[float]]:

@@ -25,7 +25,7 @@ import psutil
 
 from smalti.types import World
 from smalti_testing.pytest import ParallelContract
-from smalti_testing.ranks import Ranks
+from smalti_testing.ranks import RankProcesses
 
 HEAVY = (
     "smalti.training.ddp",
@@ -41,8 +41,8 @@ PATIENCE = 240.0
 _LONGEST_ORDER = 2**20
 
 
-class Forked(Ranks):
-    """Processes that run functions together, as `Ranks`. In the end they are killed, which takes less time than leaving."""
+class Forked(RankProcesses):
+    """`RankProcesses` that are killed in the end, which takes less time than leaving."""
 
     def __init__(self, size: int, *, group: bool, seconds: float, imports: Sequence[str], module: str) -> None:
         super().__init__(size, group=group, seconds=seconds)
@@ -70,21 +70,21 @@ def forked_processes(
 
 
 class Alone:
-    """`smalti.parallel.protocol.Ranks` of one process."""
+    """`smalti.parallel.Communicator` of one process."""
 
     world = World()
 
-    def share(self, value: str) -> list[str]:
+    def all_gather_text(self, value: str) -> list[str]:
         return [value]
 
 
 class Pair:
-    """`smalti.parallel.protocol.Ranks` of one of two processes in a group."""
+    """`smalti.parallel.Communicator` of one of two processes in a group."""
 
     def __init__(self, rank: int) -> None:
         self.world = World(rank=rank, size=2)
 
-    def share(self, value: str) -> list[str]:
+    def all_gather_text(self, value: str) -> list[str]:
         import torch.distributed as dist
 
         answers = ["", ""]
@@ -101,7 +101,7 @@ class ForkedContract(ParallelContract):
 
 
 class Child:
-    """What `Ranks` asks of a process, for one that is not this process's own child: its status is not known."""
+    """What `RankProcesses` asks of a process, for one that is not this process's own child: its status is not known."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

@@ -49,10 +49,10 @@ def install() -> None:
     device_mesh.new_group = new_group
     device_mesh.init_device_mesh = dist.init_device_mesh = init_device_mesh
 
-    from smalti.parallel.gloo import GlooRanks
+    from smalti.parallel.gloo import GlooCommunicator
 
-    GlooRanks.agree = lambda self, code: code
-    GlooRanks.share = lambda self, value: [value] * self.world.size
+    GlooCommunicator.all_reduce_max = lambda self, code: code
+    GlooCommunicator.all_gather_text = lambda self, value: [value] * self.world.size
 
 
 def stand(rank: int, ranks: int, *, local: int = 8) -> None:

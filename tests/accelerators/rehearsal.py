@@ -86,7 +86,7 @@ def encoded(words: Sequence[str], pipelines: Path, name: str, folder: Path) -> N
     from smalti.data.cache.encode_ahead import encode_ahead
     from smalti.data.from_options import cache_folders, scan_data
     from smalti.data.prepared import PreparedData
-    from smalti.parallel.gloo import GlooRanks
+    from smalti.parallel.gloo import GlooCommunicator
     from smalti.plugins.families import find_family
     from smalti.types import World
 
@@ -99,7 +99,7 @@ def encoded(words: Sequence[str], pipelines: Path, name: str, folder: Path) -> N
     family = find_family(config, plugins)
     family.to("cpu")
     data: PreparedData = scan_data(config, plugins, family.alignment, None)
-    ranks = GlooRanks(world=World(), group=None)
+    ranks = GlooCommunicator(world=World(), group=None)
     encode_ahead(config, family, data, ranks, cache_folders(config, plugins), folder)
 
 
@@ -111,14 +111,14 @@ def _built(words, watch, closing):
     from smalti.cli.arguments import Invocation
     from smalti.data.from_options import scan_data
     from smalti.parallel.accelerator import pins_memory
-    from smalti.parallel.failure_detection import Crew
+    from smalti.parallel.failure_detection import FailureDetector
     from smalti.parallel.protocol import Span
     from smalti.plugins.lookup import choose_distributed
 
     Span.of = classmethod(_real_span)
     # Rank 0 is not there to look for these.
     smalti.training.run.chosen_checkpoint = lambda run, choice: None
-    smalti.training.opening.from_main = lambda ranks, scan: ""
+    smalti.training.opening.run_on_main_rank = lambda ranks, scan: ""
     smalti.training.opening.load_data = scan_data
     invocation = Invocation.read(list(words))
     config, plugins = invocation.config(), invocation.plugins
@@ -130,7 +130,7 @@ def _built(words, watch, closing):
         _load_for_real()
     pins_memory(torch.device(parallel.world.device).type)  # which fake memory would always be
     with watch:
-        return smalti.training.run.build(config, plugins, plan, parallel, Crew(processes=()), closing)
+        return smalti.training.run.build(config, plugins, plan, parallel, FailureDetector(processes=()), closing)
 
 
 def _load_for_real() -> None:
@@ -170,7 +170,7 @@ def _go_through(run, seen, watch) -> None:
     import torch
 
     from smalti.checkpoint.async_saver import Saver
-    from smalti.parallel.gloo import GlooRanks
+    from smalti.parallel.gloo import GlooCommunicator
     from smalti.training.checkpointing import announce, save
     from smalti.training.trainer import agree, train_step
     from smalti.training.validation.evaluation import evaluate
@@ -201,7 +201,7 @@ def _go_through(run, seen, watch) -> None:
     # Like running statistics, which a forward pass may change: each save has to copy it first.
     run.parallel.unwrap(run.model).register_buffer("statistics", torch.zeros(4, device=run.world.device))
     home = torch.device(run.world.device).index
-    alone = GlooRanks(world=World(device=run.world.device), group=None)  # this rank writes all that it holds
+    alone = GlooCommunicator(world=World(device=run.world.device), group=None)  # this rank writes all that it holds
     run.saver = Saver(write=write, ranks=run.parallel, side=alone)
     for name in ("first step", "second step"):
         with _phase(seen, name, watch, home):

@@ -15,7 +15,7 @@ from smalti.checkpoint.format.verification import verify
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
-from smalti.parallel.gloo import GlooRanks
+from smalti.parallel.gloo import GlooCommunicator
 from smalti.parallel.protocol import PortableState
 from smalti.types import World
 from smalti_testing import two_processes
@@ -63,8 +63,8 @@ def read(cases: list[int], place: Path) -> list[str]:
     return wrong
 
 
-def this_rank() -> GlooRanks:
-    return GlooRanks(world=World(rank=dist.get_rank(), size=dist.get_world_size()), group=dist.group.WORLD)
+def this_rank() -> GlooCommunicator:
+    return GlooCommunicator(world=World(rank=dist.get_rank(), size=dist.get_world_size()), group=dist.group.WORLD)
 
 
 def tensors_of(case: int) -> dict[str, Tensor]:

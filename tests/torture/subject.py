@@ -31,10 +31,10 @@ class Alone:
 
     world = World()
 
-    def agree(self, code: int) -> int:
+    def all_reduce_max(self, code: int) -> int:
         return code
 
-    def share(self, value: str) -> list[str]:
+    def all_gather_text(self, value: str) -> list[str]:
         return [value]
 
 

@@ -22,13 +22,13 @@ from smalti.types import Checkpoint, World
 class Alone:
     world = World()
 
-    def agree(self, code):
+    def all_reduce_max(self, code):
         return code
 
-    def share(self, value):
+    def all_gather_text(self, value):
         return [value]
 
-    def hang_up(self):
+    def abort(self):
         pass
 
 
@@ -37,7 +37,7 @@ class Second(Alone):
 
     world = World(rank=1, size=2)
 
-    def share(self, value):
+    def all_gather_text(self, value):
         return [value, value]
 
 
@@ -152,7 +152,7 @@ def test_a_failed_copy_lets_the_loop_go_on_to_hear_of_it(saver):
 
 def test_a_save_that_ends_well_here_and_badly_elsewhere_has_failed():
     class FailedElsewhere(Alone):
-        def agree(self, code):
+        def all_reduce_max(self, code):
             return max(code, 1)
 
     done = Checkpoint(step=1, path=None, size=0, seconds=0)
@@ -164,7 +164,7 @@ def test_a_save_that_ends_well_here_and_badly_elsewhere_has_failed():
 
 def test_a_line_that_breaks_is_told_before_the_state_changes():
     class Broken(Alone):
-        def share(self, value):
+        def all_gather_text(self, value):
             raise dist.DistNetworkError("gone")
 
     one = Saver(write=lambda state, ranks: None, ranks=Alone(), side=Broken())
@@ -176,7 +176,7 @@ def test_a_line_that_breaks_is_told_before_the_state_changes():
 
 def test_a_line_that_broke_is_told_without_asking_anybody():
     class Deaf(Alone):
-        def agree(self, code):
+        def all_reduce_max(self, code):
             raise AssertionError("asked")
 
     def write(state, ranks):

@@ -28,13 +28,13 @@ from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import SaveError, save
 from smalti.errors import CheckpointError
 from smalti.models.description import config_of
-from smalti.parallel.collective import RankError, from_main
-from smalti.parallel.gloo import GlooRanks
+from smalti.parallel.collective import RankError, run_on_main_rank
+from smalti.parallel.gloo import GlooCommunicator
 from smalti.parallel.protocol import PortableState
 from smalti.types import World
 
 COPY = "weights/diffusion_pytorch_model.safetensors"
-ALONE = GlooRanks(world=World(), group=None)
+ALONE = GlooCommunicator(world=World(), group=None)
 MEGABYTE = 2**20
 
 
@@ -63,7 +63,7 @@ def numbers():
 
 
 def pair():
-    return GlooRanks(world=World(rank=dist.get_rank(), size=2), group=dist.group.WORLD), init_device_mesh("cpu", (2,))
+    return GlooCommunicator(world=World(rank=dist.get_rank(), size=2), group=dist.group.WORLD), init_device_mesh("cpu", (2,))
 
 
 def save_spread(root):
@@ -90,10 +90,10 @@ def save_large(root):
 def wait_for_main():
     """The main rank works for longer than ranks wait for each other."""
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
-    ranks = GlooRanks(world=World(rank=dist.get_rank(), size=2), group=group)
-    answers = [from_main(ranks, lambda: time.sleep(2.5) or "done", patience=0.2)]
+    ranks = GlooCommunicator(world=World(rank=dist.get_rank(), size=2), group=group)
+    answers = [run_on_main_rank(ranks, lambda: time.sleep(2.5) or "done", timeout=0.2)]
     try:
-        from_main(ranks, lambda: Path("nowhere/at all").read_text(), patience=0.2)
+        run_on_main_rank(ranks, lambda: Path("nowhere/at all").read_text(), timeout=0.2)
     except RankError as error:
         answers.append(error.errno)
     return answers

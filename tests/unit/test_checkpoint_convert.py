@@ -22,13 +22,13 @@ from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.cli.checkpoint import checkpoint
 from smalti.errors import CheckpointError, ExitCode, MissingPlugin, UserError
-from smalti.parallel.gloo import GlooRanks
+from smalti.parallel.gloo import GlooCommunicator
 from smalti.parallel.protocol import PortableState
 from smalti.parallel.state import capture, regrouped, restore
 from smalti.plugins.registry import PluginInfo
 from smalti.types import World
 
-ALONE = GlooRanks(world=World(), group=None)
+ALONE = GlooCommunicator(world=World(), group=None)
 WEIGHTS = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2).bfloat16()}
 TRAINER = {"step": 5, "position": 6}
 

@@ -20,11 +20,11 @@ from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.errors import CheckpointError
 from smalti.parallel.collective import RankError
-from smalti.parallel.gloo import GlooRanks
+from smalti.parallel.gloo import GlooCommunicator
 from smalti.parallel.protocol import PortableState
 from smalti.types import World
 
-ALONE = GlooRanks(world=World(), group=None)
+ALONE = GlooCommunicator(world=World(), group=None)
 SHAPES = {"w": (3, 2), "v": (2, 3), "b": (3,)}
 
 

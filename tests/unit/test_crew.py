@@ -16,9 +16,9 @@ import torch.distributed as dist
 from nursery import forked_processes
 from smalti.config.resolution import resolve
 from smalti.errors import ExitCode, GpuFaultError
-from smalti.parallel.failure_detection import Answer, Board, Claim, Crew, Roll, in_a_line
-from smalti.parallel.gloo import BrokenGroupError, GlooRanks, break_group, hang_up, is_line_error
-from smalti.parallel.process_group import Group
+from smalti.parallel.failure_detection import Answer, Claim, FailureDetector, RankStatuses, StatusBoard, in_a_line
+from smalti.parallel.gloo import BrokenGroupError, GlooCommunicator, break_connections, break_group, is_connection_error
+from smalti.parallel.process_group import ProcessGroupParallel
 from smalti.parallel.step_boundary import Boundary
 from smalti.plugins.registry import Selection, load_plugins
 from smalti.plugins.schema import schema_of
@@ -54,16 +54,16 @@ def store():
     return dist.HashStore()
 
 
-def crew(store, *others: Process, patience: float = 0.2) -> Crew:
+def detector(store, *others: Process, timeout: float = 0.2) -> FailureDetector:
     """As rank 0 knows it."""
-    return Crew(processes=(Process.current(), *others), rank=0, board=Board(store, 0), patience=patience)
+    return FailureDetector(processes=(Process.current(), *others), rank=0, board=StatusBoard(store, 0), timeout=timeout)
 
 
-def called(store, *others: Process) -> tuple[Roll, str]:
+def called(store, *others: Process) -> tuple[RankStatuses, str]:
     """The roll, and the words for it."""
-    mine = crew(store, *others)
-    roll = mine.call_roll(BROKEN, whole=True)
-    return roll, mine.explain(roll, BROKEN).message
+    mine = detector(store, *others)
+    statuses = mine.diagnose(BROKEN, whole=True)
+    return statuses, mine.explain(statuses, BROKEN).message
 
 
 def test_a_rank_whose_process_ended_is_named_with_what_was_noticed(store, gone):
@@ -85,49 +85,52 @@ def test_a_rank_that_does_not_answer_in_time_is_named_with_what_its_process_does
 
 
 def test_a_rank_that_failed_is_named_with_its_failure(store, other):
-    Board(store, 1).post(Answer(failure="ValueError: bad"))
+    StatusBoard(store, 1).post(Answer(failure="ValueError: bad"))
     _, told = called(store, other)
     assert f"rank 1 ({other}) failed (ValueError: bad)" in told
 
 
 def test_every_node_ends_with_the_exit_code_of_the_rank_that_failed_and_with_that_of_a_lost_one_if_none_did(store, other):
-    mine = crew(store, other)
-    lost = mine.explain(mine.call_roll(BROKEN), BROKEN)
-    Board(store, 1).post(Answer(failure="GpuFaultError: bad", code=ExitCode.GPU_FAULT))
-    mine = crew(store, other)
-    told = mine.explain(mine.call_roll(BROKEN), BROKEN)
+    mine = detector(store, other)
+    lost = mine.explain(mine.diagnose(BROKEN), BROKEN)
+    StatusBoard(store, 1).post(Answer(failure="GpuFaultError: bad", code=ExitCode.GPU_FAULT))
+    mine = detector(store, other)
+    told = mine.explain(mine.diagnose(BROKEN), BROKEN)
     assert [lost.exit_code, told.exit_code] == [ExitCode.KILLED, ExitCode.GPU_FAULT]
 
 
 def test_when_all_answer_it_is_the_connections(store, other):
-    Board(store, 1).post(Answer(whole=True))
+    StatusBoard(store, 1).post(Answer(whole=True))
     _, told = called(store, other)
     assert "every rank is there, but the connections between them broke" in told
 
 
 def test_the_lowest_rank_with_a_whole_state_saves():
     assert (
-        Roll(answers={0: Answer(failure="x", whole=True), 1: Answer(), 2: Answer(whole=True), 3: Answer(whole=True)}).saver == 2
+        RankStatuses(
+            answers={0: Answer(failure="x", whole=True), 1: Answer(), 2: Answer(whole=True), 3: Answer(whole=True)}
+        ).saver
+        == 2
     )
-    assert Roll(answers={0: Answer(failure="x"), 1: Answer(failure="x", whole=True)}).saver == 1
-    assert Roll(answers={0: Answer(failure="x"), 1: Answer(failure="x", whole=True)}, gone=(2,)).saver is None
+    assert RankStatuses(answers={0: Answer(failure="x"), 1: Answer(failure="x", whole=True)}).saver == 1
+    assert RankStatuses(answers={0: Answer(failure="x"), 1: Answer(failure="x", whole=True)}, gone=(2,)).saver is None
 
 
 def test_a_failure_of_its_own_is_nobody_elses_end_and_is_told_to_the_others(store, other):
-    assert crew(store, other).call_roll(GpuFaultError("mine"), suspect=True) is None
-    assert Board(store, 1).read(2) == {0: Answer(failure="GpuFaultError: mine", code=ExitCode.GPU_FAULT, suspect=True)}
+    assert detector(store, other).diagnose(GpuFaultError("mine"), suspect=True) is None
+    assert StatusBoard(store, 1).read(2) == {0: Answer(failure="GpuFaultError: mine", code=ExitCode.GPU_FAULT, suspect=True)}
 
 
 def test_the_first_word_of_a_rank_counts(store):
     for failure in ("first", "second"):
-        Board(store, 0).post(Answer(failure=failure))
-    assert Board(store, 1).read(1)[0].failure == "first"
+        StatusBoard(store, 0).post(Answer(failure=failure))
+    assert StatusBoard(store, 1).read(1)[0].failure == "first"
 
 
 def test_whatever_a_rank_posts_lets_all_know_that_one_is_lost(store):
-    assert Board(store, 1).alarmed() is False
-    Board(store, 0).post(Answer(failure="first"))
-    assert Board(store, 1).alarmed() is True
+    assert StatusBoard(store, 1).alarmed() is False
+    StatusBoard(store, 0).post(Answer(failure="first"))
+    assert StatusBoard(store, 1).alarmed() is True
 
 
 def test_no_change_of_the_weights_begins_once_a_rank_is_known_to_be_lost():
@@ -138,37 +141,37 @@ def test_no_change_of_the_weights_begins_once_a_rank_is_known_to_be_lost():
     with pytest.raises(BrokenGroupError, match="rank 1 is gone") as refusal:
         boundary.leave()
     assert boundary.whole
-    assert is_line_error(refusal.value)
+    assert is_connection_error(refusal.value)
 
 
 def test_one_thread_of_a_process_answers_for_the_rank(store, gone):
-    mine = crew(store, gone)
-    assert mine.call_roll(BROKEN, whole=True) is not None
-    other = threading.Thread(target=mine.call_roll, args=(BROKEN,), daemon=True)
+    mine = detector(store, gone)
+    assert mine.diagnose(BROKEN, whole=True) is not None
+    other = threading.Thread(target=mine.diagnose, args=(BROKEN,), daemon=True)
     other.start()
     other.join(0.5)
     assert other.is_alive()
-    assert mine.call_roll(BROKEN) is not None
+    assert mine.diagnose(BROKEN) is not None
 
 
 def test_a_single_process_has_nobody_to_ask():
-    assert Crew(processes=(Process.current(),)).notice(BROKEN) is None
+    assert FailureDetector(processes=(Process.current(),)).notice(BROKEN) is None
 
 
 def test_without_the_board_a_rank_looks_around_by_itself(gone):
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", host.port, is_master=False)
     del host
-    roll, _ = called(client, gone)
-    assert (roll.saver, roll.gone) == (0, (1,))
+    statuses, _ = called(client, gone)
+    assert (statuses.saver, statuses.gone) == (0, (1,))
 
 
 def test_a_hanging_rank_is_ended_and_a_slow_one_beside_a_dead_one_is_not(store, gone, other):
-    slow = crew(store, gone, other)
-    assert slow.end_hanging(slow.call_roll(BROKEN)) == ()
-    hangs = crew(store, other)
-    roll = hangs.call_roll(BROKEN)
-    assert replace(hangs, patience=10.0).end_hanging(roll) == (1,)
+    slow = detector(store, gone, other)
+    assert slow.end_hanging(slow.diagnose(BROKEN)) == ()
+    hangs = detector(store, other)
+    statuses = hangs.diagnose(BROKEN)
+    assert replace(hangs, timeout=10.0).end_hanging(statuses) == (1,)
     assert other.alive() is False
 
 
@@ -176,10 +179,10 @@ def test_everybody_learns_of_every_process():
     class Two:
         world = World()
 
-        def share(self, value):
+        def all_gather_text(self, value):
             return [value, value]
 
-    assert asdict(Crew.meet(Two()).processes[1]) == asdict(Process.current())
+    assert asdict(FailureDetector.meet(Two()).processes[1]) == asdict(Process.current())
 
 
 # --- real lines -----------------------------------------------------------------------------------------------------
@@ -188,15 +191,15 @@ def test_everybody_learns_of_every_process():
 def hung_up() -> tuple[float, bool, str]:
     """Rank 1 hangs up; how long rank 0 waited in the group, whether it knows why, and what it says."""
     group = dist.new_group(backend="gloo")
-    ranks = GlooRanks(world=World(rank=dist.get_rank(), size=2), group=group)
+    ranks = GlooCommunicator(world=World(rank=dist.get_rank(), size=2), group=group)
     ranks.barrier()
     started = time.monotonic()
     if dist.get_rank() == 1:
-        ranks.hang_up()
+        ranks.abort()
     try:
         ranks.barrier()
     except RuntimeError as error:
-        return time.monotonic() - started, is_line_error(error), in_a_line(error)
+        return time.monotonic() - started, is_connection_error(error), in_a_line(error)
     return 0.0, False, ""
 
 
@@ -216,15 +219,15 @@ def two_lines() -> tuple[list[str], bool]:
     import torch.testing._internal.distributed.fake_pg
 
     dist.init_process_group("cpu:gloo,cuda:fake")
-    group = Group(resolve(schema_of(load_plugins(Selection(without=("all",)))), [], environment={}))
-    side, pair = group.side_channel(), dist.new_group([0, 1])
-    crew = Crew.meet(group)
+    group = ProcessGroupParallel(resolve(schema_of(load_plugins(Selection(without=("all",)))), [], environment={}))
+    side, pair = group.background_communicator(), dist.new_group([0, 1])
+    detector = FailureDetector.meet(group)
     if dist.get_rank() == 1:
         break_group(5)
-        roll = crew.call_roll(BROKEN)
+        statuses = detector.diagnose(BROKEN)
         time.sleep(5)  # the process lives on: its end would tell the other one, too
-        return [], roll.silent == {}
-    waits = (lambda: group.agree(0), side.barrier, lambda: dist.all_reduce(torch.zeros(1)))
+        return [], statuses.silent == {}
+    waits = (lambda: group.all_reduce_max(0), side.barrier, lambda: dist.all_reduce(torch.zeros(1)))
     waits += (lambda: dist.all_reduce(torch.zeros(1), group=pair),)
     told = []
     for wait in waits:
@@ -232,10 +235,10 @@ def two_lines() -> tuple[list[str], bool]:
             wait()
             told.append("")
         except RuntimeError as error:
-            told.append(in_a_line(error) if is_line_error(error) else "")
+            told.append(in_a_line(error) if is_connection_error(error) else "")
             if len(told) == 1:
-                roll = crew.call_roll(error)
-    return told, all(process.alive() for process in crew.processes) and roll.silent == {}
+                statuses = detector.diagnose(error)
+    return told, all(process.alive() for process in detector.processes) and statuses.silent == {}
 
 
 def test_beside_an_accelerators_backend_every_line_over_gloo_is_hung_up():
@@ -246,4 +249,4 @@ def test_beside_an_accelerators_backend_every_line_over_gloo_is_hung_up():
 
 
 def test_hanging_up_where_there_is_no_group_does_nothing():
-    assert hang_up(None) is None
+    assert break_connections(None) is None

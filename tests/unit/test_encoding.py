@@ -27,7 +27,7 @@ from smalti.data.from_options import CacheFolders
 from smalti.data.loader import Loader
 from smalti.data.prepared import DataRules, build_datasets, prepare
 from smalti.errors import PreflightError, UserError
-from smalti.parallel.gloo import GlooRanks
+from smalti.parallel.gloo import GlooCommunicator
 from smalti.plugins.registry import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.types import World
@@ -91,7 +91,7 @@ def encode(family, data, cache, ranks=None) -> Encoded:
     schema = schema_of(load_plugins(Selection(without=("all",))))
     config = resolve(schema, [f"--train_batch_size={BATCH}", "--validation_prompt=a pet"], environment={})
     folders = CacheFolders(texts=cache, latents={"pets": cache})
-    return encode_ahead(config, family, data, ranks or GlooRanks(world=World(), group=None), folders, cache.parent)
+    return encode_ahead(config, family, data, ranks or GlooCommunicator(world=World(), group=None), folders, cache.parent)
 
 
 def batches(data, encoded=None, *, world=None, count=10):
@@ -197,7 +197,7 @@ def encode_on_two_ranks(folder: Path, cache: Path, stop_after: int) -> tuple[int
     smalti.data.cache.encode_ahead._PART_BYTES = 1
     world = World(rank=dist.get_rank(), size=2)
     family, data = Encoding(stop_after=stop_after), data_of(folder)
-    encoded = encode(family, data, cache, GlooRanks(world=world, group=dist.group.WORLD))
+    encoded = encode(family, data, cache, GlooCommunicator(world=world, group=dist.group.WORLD))
     return family.pictures, seen(batches(data, encoded, world=world))
 
 

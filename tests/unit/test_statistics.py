@@ -10,7 +10,7 @@ from torch import nn
 from smalti.checkpoint.async_saver import Saver
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save as write_checkpoint
-from smalti.parallel.protocol import Ranks
+from smalti.parallel.protocol import Communicator
 from smalti.rundir.phases import Phases
 from smalti.training.checkpointing import save
 from smalti.training.validation.validation import at_rest
@@ -42,12 +42,12 @@ def statistics(act: str, folder: Path) -> tuple[dict[str, list], dict[str, list]
     own = now()
     parallel = subject.parallel
 
-    def write(snapshot: Snapshot, ranks: Ranks) -> Checkpoint:
+    def write(snapshot: Snapshot, ranks: Communicator) -> Checkpoint:
         return write_checkpoint(folder, snapshot, ranks)
 
     run = SimpleNamespace(parallel=parallel, world=parallel.world, model=subject.model, config=subject.config, ema=None)
     run.phases = Phases()
-    run.saver = Saver(write=write, ranks=parallel, side=parallel.side_channel())
+    run.saver = Saver(write=write, ranks=parallel, side=parallel.background_communicator())
     if act == "judged":
         with at_rest(run):
             return own, now()

@@ -13,7 +13,7 @@ from smalti.checkpoint.async_saver import Saver
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.config.resolution import resolve
-from smalti.parallel.gloo import GlooRanks
+from smalti.parallel.gloo import GlooCommunicator
 from smalti.plugins.registry import load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.training.optim.ema import Ema
@@ -55,14 +55,14 @@ def test_a_size_that_cannot_be_drawn_is_refused(text):
         size(f"--validation_resolution={text}")
 
 
-class Late(GlooRanks):
+class Late(GlooCommunicator):
     """Words between the threads that save, of which the first comes late."""
 
     entered = threading.Event()
 
-    def share(self, value):
+    def all_gather_text(self, value):
         self.entered.wait(0.5)
-        return super().share(value)
+        return super().all_gather_text(value)
 
 
 def test_averaged_weights_are_not_put_in_place_before_a_checkpoint_has_its_copy_of_the_others(tmp_path):

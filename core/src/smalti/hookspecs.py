@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from smalti.checkpoint import Loaded, Snapshot
     from smalti.config import Config, OptionGroup
     from smalti.models import ModelFamily, Weights
-    from smalti.parallel import Parallel, Ranks
+    from smalti.parallel import Communicator, Parallel
 
 PROJECT = "smalti"
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -268,7 +268,7 @@ class HookSpecs:
         raise NotImplementedError
 
     @_decide
-    def save_checkpoint(self, state: Snapshot, target: Path, parallel: Ranks, config: Config) -> Checkpoint | None:
+    def save_checkpoint(self, state: Snapshot, target: Path, parallel: Communicator, config: Config) -> Checkpoint | None:
         """decide, backend role, collective: write `state` so that it is whole and visible at once, or not at all.
 
         `target` is the run's `checkpoints` folder, shared by all ranks. The same answer on every rank. Called in a thread of

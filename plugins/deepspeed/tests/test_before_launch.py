@@ -276,7 +276,7 @@ class Alone:
     def __init__(self, rank: int) -> None:
         self.world = World(rank=rank, size=2, local_rank=rank, local_size=2)
 
-    def share(self, value: str) -> list[str]:
+    def all_gather_text(self, value: str) -> list[str]:
         return [value]
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from smalti import CheckpointError, World
 from smalti.checkpoint.conversion.convert import convert
 from smalti.checkpoint.format.verification import verify
-from smalti.parallel.gloo import GlooRanks
+from smalti.parallel.gloo import GlooCommunicator
 from smalti_deepspeed.conversion import open_deepspeed
 from smalti_deepspeed.formats import FORMATS
 from smalti_deepspeed.importing import start_deepspeed, stop_deepspeed
@@ -68,7 +68,7 @@ def _train_and_save(stage: int, folder: Path) -> bool:
         optimizer.zero_grad()
     accelerator.save_state(str(folder / "theirs"))
     world = World(rank=accelerator.process_index, size=accelerator.num_processes)
-    ranks = GlooRanks(world=world, group=dist.group.WORLD)
+    ranks = GlooCommunicator(world=world, group=dist.group.WORLD)
     state = Portable(model.module, model.basic_optimizer, zero_of(model), ranks).state()
     expected = whole_state(state)
     dist.barrier()

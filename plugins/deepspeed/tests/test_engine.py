@@ -42,7 +42,7 @@ def losses(plugin: str, flags: tuple[str, ...]) -> list[float]:
     found = []
     for number in range(STEPS):
         mine = subject.look(number)
-        found.append(sum(float(text) for text in subject.parallel.share(repr(mine))) / 2)
+        found.append(sum(float(text) for text in subject.parallel.all_gather_text(repr(mine))) / 2)
         subject.step(number, limit=0.05)
     return found
 

@@ -19,7 +19,7 @@ from smalti.models.family import SampleRequest, native_objective
 from smalti.models.weights import materialise
 from smalti.plugins.registry import load_plugins
 from smalti.plugins.schema import schema_of
-from smalti.training.ddp import Replicas
+from smalti.training.ddp import DdpParallel
 from smalti.training.loss import denoising_loss
 from smalti.training.run import find_family
 from smalti.types import World
@@ -80,13 +80,13 @@ class Subject:
 
     def encode(self, family) -> Encoded:
         folders = cache_folders(self.config, self.plugins)
-        return encode_ahead(self.config, family, self.data, Replicas(self.config), folders, self.directory / "data")
+        return encode_ahead(self.config, family, self.data, DdpParallel(self.config), folders, self.directory / "data")
 
     def losses(self, family, model, encoded: Encoded) -> list[torch.Tensor]:
         loss = denoising_loss(self.config, family, "cpu", encoded.conditioning([""], "cpu"))
         sources = {"latents": encoded.latents, "texts": encoded.texts}
         with Loader(self.data, world=World(), micro_batch=len(PROMPTS), **sources) as loader, torch.no_grad():
-            return [loss(model, batch.micro[0], Replicas(self.config)) for batch in islice(loader, STEPS)]
+            return [loss(model, batch.micro[0], DdpParallel(self.config)) for batch in islice(loader, STEPS)]
 
     def pictures(self, family, model, encoded: Encoded) -> torch.Tensor:
         request = SampleRequest(

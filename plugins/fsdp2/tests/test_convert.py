@@ -30,7 +30,7 @@ from smalti.checkpoint.format.statefile import read_state
 from smalti.checkpoint.format.verification import verify
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
-from smalti.parallel.gloo import GlooRanks
+from smalti.parallel.gloo import GlooCommunicator
 from smalti.parallel.state import capture
 from smalti.plugins.registry import load_plugins
 from smalti.training.optim.optimizers import matrices, parameter_groups
@@ -49,7 +49,7 @@ PLACE = {"step": STEPS, "position": STEPS, "epoch": 0, "samples": 12}
 
 def make_all(root: Path) -> None:
     model, optimizer = trained(fully_shard, decay=0.02)
-    ranks = GlooRanks(world=World(rank=dist.get_rank(), size=2), group=dist.group.WORLD)
+    ranks = GlooCommunicator(world=World(rank=dist.get_rank(), size=2), group=dist.group.WORLD)
     save(root / "own", Snapshot(step=STEPS, state=capture(model, optimizer), trainer=PLACE), ranks)
 
     weights, state = get_state_dict(model, optimizer)

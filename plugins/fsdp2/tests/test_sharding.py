@@ -17,7 +17,7 @@ from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.models.blocks import find_blocks
 from smalti.models.weights import FolderWeights, SeededWeights, without_weights
-from smalti.parallel.gloo import GlooRanks
+from smalti.parallel.gloo import GlooCommunicator
 from smalti.parallel.state import capture, restore
 from smalti_fsdp2.filling import fill
 from smalti_fsdp2.options import FsdpOptions
@@ -64,9 +64,9 @@ def two():
             yield ranks
 
 
-def this_rank() -> GlooRanks:
+def this_rank() -> GlooCommunicator:
     rank, size = dist.get_rank(), dist.get_world_size()
-    return GlooRanks(world=World(rank=rank, size=size, local_rank=rank, local_size=size), group=dist.group.WORLD)
+    return GlooCommunicator(world=World(rank=rank, size=size, local_rank=rank, local_size=size), group=dist.group.WORLD)
 
 
 def sharded(width: int, depth: int, weights, *, from_first: bool = False, bf16: bool = False, **options) -> Net:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from smalti.checkpoint import Loaded, Snapshot
     from smalti.config import Config
     from smalti.models import ModelFamily
-    from smalti.parallel import Parallel, Ranks
+    from smalti.parallel import Communicator, Parallel
 
 OPTIMIZERS = (
     OptimizerEntry(name="adamw", title="AdamW", factory="smalti.training.optim.optimizers:adamw"),
@@ -98,7 +98,7 @@ class Core:
         return find_blocks(model, family.block_classes())
 
     @hookimpl
-    def save_checkpoint(self, state: Snapshot, target: Path, parallel: Ranks) -> Checkpoint:
+    def save_checkpoint(self, state: Snapshot, target: Path, parallel: Communicator) -> Checkpoint:
         from smalti.checkpoint import save
 
         return save(target, state, parallel)

@@ -17,10 +17,10 @@ from threading import Event
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.staging import Staging, frozen
 from smalti.checkpoint.writer import SaveError
-from smalti.parallel import Line, RankError, Ranks, is_line_error, use_device
+from smalti.parallel import AbortableCommunicator, Communicator, RankError, is_connection_error, use_device
 from smalti.types import Checkpoint
 
-Write = Callable[[Snapshot, Ranks], Checkpoint]
+Write = Callable[[Snapshot, Communicator], Checkpoint]
 
 
 class _Standing(IntEnum):
@@ -61,7 +61,7 @@ class Saver:
     The loop's own words go through `ranks`. All methods belong to the loop's thread.
     """
 
-    def __init__(self, *, write: Write, ranks: Ranks, side: Line) -> None:
+    def __init__(self, *, write: Write, ranks: Communicator, side: AbortableCommunicator) -> None:
         self._write = write
         self._ranks = ranks
         self._side = side
@@ -116,7 +116,7 @@ class Saver:
         if flight.cut_off is not None:
             raise flight.cut_off
         try:
-            standing = self._ranks.agree(flight.standing())
+            standing = self._ranks.all_reduce_max(flight.standing())
         except RuntimeError:
             if flight.defect is not None:  # which made the others leave
                 raise flight.defect from None
@@ -157,11 +157,11 @@ class Saver:
         except SaveError:
             raise
         except BaseException as error:
-            if isinstance(error, RuntimeError) and is_line_error(error):
+            if isinstance(error, RuntimeError) and is_connection_error(error):
                 flight.cut_off = error
             else:
                 flight.defect = error
-                self._side.hang_up()  # the others may wait for this rank
+                self._side.abort()  # the others may wait for this rank
             raise
         finally:
             flight.released.set()

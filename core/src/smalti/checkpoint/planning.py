@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from smalti.checkpoint.dtypes import NAMES
 from smalti.checkpoint.format.safetensors_layout import Piece, join
 from smalti.errors import CheckpointError
-from smalti.parallel import Ranks, together
+from smalti.parallel import Communicator, run_on_all_ranks
 
 Pieces = dict[str, Piece]
 """One rank's pieces by tensor name; a rank holds at most one piece of a tensor."""
@@ -66,7 +66,7 @@ _latest: Division | None = None
 """The latest of this process. Saves of a run divide alike."""
 
 
-def divide_together(ranks: Ranks, tensors: Mapping[str, Tensor]) -> Division:
+def divide_together(ranks: Communicator, tensors: Mapping[str, Tensor]) -> Division:
     """Divide the tensors among the ranks; raises RankError where those together do not hold all of them. *Collective*.
 
     Ranks exchange digests of what they hold, and the pieces themselves only if some rank has not just divided the same: with
@@ -82,18 +82,18 @@ def divide_together(ranks: Ranks, tensors: Mapping[str, Tensor]) -> Division:
         known = latest.held if latest is not None and latest.rank == ranks.world.rank else ""
         return json.dumps([_digest(own + shapes), known])
 
-    told = [json.loads(text) for text in together(ranks, tell)]
+    told = [json.loads(text) for text in run_on_all_ranks(ranks, tell)]
     held = _digest(json.dumps([digest for digest, _ in told]))
     if latest is not None and all(known == held for _, known in told):
         return latest
     made: list[Division] = []
-    texts = together(ranks, lambda: own)
+    texts = run_on_all_ranks(ranks, lambda: own)
 
     def make() -> str:
         made.append(_divided(held, texts, ranks.world.rank, tensors))
         return ""
 
-    together(ranks, make)
+    run_on_all_ranks(ranks, make)
     [_latest] = made
     return _latest
 

@@ -25,7 +25,7 @@ from smalti.checkpoint.format.verification import verify
 from smalti.checkpoint.planning import memory
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.errors import CheckpointError
-from smalti.parallel import PortableState, RankError, Ranks, Span, named_state, regrouped, shape_of, together
+from smalti.parallel import Communicator, PortableState, RankError, Span, named_state, regrouped, run_on_all_ranks, shape_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Loaded:
     notices: tuple[str, ...]
 
 
-def load(path: Path, snapshot: Snapshot, parallel: Ranks, *, verified: bool = False) -> Loaded:
+def load(path: Path, snapshot: Snapshot, parallel: Communicator, *, verified: bool = False) -> Loaded:
     """Fill `snapshot` from the checkpoint at `path`, a directory that all ranks see. *Collective*.
 
     The tensors of the model and of `ema` are filled in place and must match by name and shape; types may only widen.
@@ -70,8 +70,8 @@ def load(path: Path, snapshot: Snapshot, parallel: Ranks, *, verified: bool = Fa
         return ""
 
     try:
-        together(parallel, check)
-        together(parallel, read)
+        run_on_all_ranks(parallel, check)
+        run_on_all_ranks(parallel, read)
     except RankError as failure:
         raise CheckpointError(f"{path} cannot be used: {failure}", fix=failure.fix) from failure
     return loaded[0]

@@ -11,10 +11,10 @@ from pathlib import Path
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import Verification, verify
 from smalti.errors import CheckpointError, UserError
-from smalti.parallel import Ranks, together
+from smalti.parallel import Communicator, run_on_all_ranks
 
 
-def find_together(ranks: Ranks, store: CheckpointStore, choice: str) -> Path | None:
+def find_together(ranks: Communicator, store: CheckpointStore, choice: str) -> Path | None:
     """What `store.resolve(choice)` finds on the main rank, on every rank. *Collective*.
 
     Only the main rank's `store` is asked. Raises RankError on all ranks when there is nothing that can be used.
@@ -32,25 +32,25 @@ def find_together(ranks: Ranks, store: CheckpointStore, choice: str) -> Path | N
             raise found
         return json.dumps({"found": str(found or "")})
 
-    together(ranks, tell)
+    run_on_all_ranks(ranks, tell)
     return found if isinstance(found, Path) else None
 
 
-def _help(ranks: Ranks) -> Path | None:
+def _help(ranks: Communicator) -> Path | None:
     """Read shares until the main rank has found something."""
     while True:
-        word = json.loads(together(ranks, lambda: "")[0])
+        word = json.loads(run_on_all_ranks(ranks, lambda: "")[0])
         if "found" in word:
             return Path(word["found"]) if word["found"] else None
         _read_share(ranks, Path(word["check"]))
 
 
-def _check_together(ranks: Ranks, path: Path) -> Verification:
+def _check_together(ranks: Communicator, path: Path) -> Verification:
     """On the main rank: have all ranks read the checkpoint. What others find wrong it looks at itself.
 
     Raises CheckpointError when a rank sees something else than this one: an older checkpoint would be no remedy for that.
     """
-    together(ranks, lambda: json.dumps({"check": str(path)}))
+    run_on_all_ranks(ranks, lambda: json.dumps({"check": str(path)}))
     mine, told = _read_share(ranks, path)
     if not any(told):
         return mine
@@ -64,7 +64,7 @@ def _check_together(ranks: Ranks, path: Path) -> Verification:
     return whole
 
 
-def _read_share(ranks: Ranks, path: Path) -> tuple[Verification, list[str]]:
+def _read_share(ranks: Communicator, path: Path) -> tuple[Verification, list[str]]:
     """This rank's finding, and what each rank has found wrong. *Collective*."""
     mine = verify(path, rank=ranks.world.rank, ranks=ranks.world.size, to_resume=True)
-    return mine, together(ranks, lambda: "; ".join(mine.problems[:3]))
+    return mine, run_on_all_ranks(ranks, lambda: "; ".join(mine.problems[:3]))

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from smalti.checkpoint.arena import Arena
 from smalti.checkpoint.planning import divide_together
 from smalti.checkpoint.snapshot import Snapshot
-from smalti.parallel import Ranks, side_stream
+from smalti.parallel import Communicator, side_stream
 
 
 class Staging:
@@ -33,7 +33,7 @@ class Staging:
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream())
 
-    def copy(self, snapshot: Snapshot, ranks: Ranks) -> Snapshot:
+    def copy(self, snapshot: Snapshot, ranks: Communicator) -> Snapshot:
         """The snapshot in host memory, good until the next call. *Collective*.
 
         Tensors that another rank writes stay on the meta device: they have a shape there, and no contents.

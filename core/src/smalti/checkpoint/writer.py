@@ -29,7 +29,7 @@ from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.planning import Pieces, divide_together, memory
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.errors import CheckpointError, ExitCode, UserError
-from smalti.parallel import RankError, Ranks, from_main, together, use_device
+from smalti.parallel import Communicator, RankError, run_on_all_ranks, run_on_main_rank, use_device
 from smalti.system import files
 from smalti.types import Checkpoint, World
 
@@ -58,7 +58,7 @@ class SaveError(UserError):
         self.errno = errno
 
 
-def save(root: Path, snapshot: Snapshot, ranks: Ranks, *, full_weights: bool = False) -> Checkpoint:
+def save(root: Path, snapshot: Snapshot, ranks: Communicator, *, full_weights: bool = False) -> Checkpoint:
     """Write a checkpoint below `root`, the same directory for all ranks. *Collective*; the same answer on every rank.
 
     When it returns, the checkpoint is complete, visible and on the disk. Saving a step that is already there in the same state
@@ -110,7 +110,7 @@ def _check_room(room: int | None, sizes: Mapping[str, int], full_weights: bool) 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _blame(directory: Path, ranks: Ranks, *, unseen: bool) -> None:
+def _blame(directory: Path, ranks: Communicator, *, unseen: bool) -> None:
     """Raises RankError on all ranks: somebody removed the directory, or else some rank sees other storage. *Collective*."""
 
     def look() -> str:
@@ -121,10 +121,12 @@ def _blame(directory: Path, ranks: Ranks, *, unseen: bool) -> None:
             raise CheckpointError(message, fix="put --output_dir on storage that all nodes share")
         return ""
 
-    together(ranks, look)
+    run_on_all_ranks(ranks, look)
 
 
-def _save(store: CheckpointStore, snapshot: Snapshot, ranks: Ranks, full_weights: bool, cleanup: ExitStack) -> tuple[Path, int]:
+def _save(
+    store: CheckpointStore, snapshot: Snapshot, ranks: Communicator, full_weights: bool, cleanup: ExitStack
+) -> tuple[Path, int]:
     main = ranks.world.is_main
     tensors = snapshot.tensors()
 
@@ -136,7 +138,7 @@ def _save(store: CheckpointStore, snapshot: Snapshot, ranks: Ranks, full_weights
         cleanup.callback(store.discard, prepared)  # by then it has become the checkpoint, or is of no use
         return str(prepared)
 
-    directory = Path(together(ranks, begin)[0])
+    directory = Path(run_on_all_ranks(ranks, begin)[0])
     room: int | None = None
 
     def look() -> str:
@@ -147,7 +149,7 @@ def _save(store: CheckpointStore, snapshot: Snapshot, ranks: Ranks, full_weights
             room = files.free_bytes(directory)  # now, because no rank writes before all have looked
         return "seen"
 
-    seen = together(ranks, look)
+    seen = run_on_all_ranks(ranks, look)
     if "" in seen:
         _blame(directory, ranks, unseen=not seen[ranks.world.rank])
     division = divide_together(ranks, tensors)
@@ -160,14 +162,14 @@ def _save(store: CheckpointStore, snapshot: Snapshot, ranks: Ranks, full_weights
             records[STATE] = write_recorded(directory / STATE, [_state(snapshot)])
         return _encode(records)
 
-    records = {name: record for part in together(ranks, write) for name, record in _decode(part).items()}
+    records = {name: record for part in run_on_all_ranks(ranks, write) for name, record in _decode(part).items()}
 
     def copy() -> str:
         model = sorted(name for name in records if name.startswith("model/"))
         return _encode(write_copy(directory, model, _config(snapshot)))
 
     if full_weights:
-        records |= _decode(from_main(ranks, copy))
+        records |= _decode(run_on_main_rank(ranks, copy))
     manifest = Manifest(
         step=snapshot.step,
         world_size=ranks.world.size,
@@ -177,7 +179,7 @@ def _save(store: CheckpointStore, snapshot: Snapshot, ranks: Ranks, full_weights
         config_digest=snapshot.config_digest,
         flags=snapshot.flags,
     )
-    path = together(ranks, lambda: str(store.publish(directory, manifest)) if main else "")[0]
+    path = run_on_all_ranks(ranks, lambda: str(store.publish(directory, manifest)) if main else "")[0]
     return Path(path), manifest.size
 
 

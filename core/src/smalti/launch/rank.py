@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from smalti.config import Config
-from smalti.parallel import Crew, LostRankError, Parallel, write_lost_report
+from smalti.parallel import FailureDetector, LostRankError, Parallel, write_lost_report
 from smalti.plugins import Plugins, choose_distributed
 from smalti.rundir import RunWriter
 from smalti.system import (
@@ -36,12 +36,12 @@ def run_rank(config: Config, plugins: Plugins, live: RunWriter | None = None) ->
     """
     plan = choose_distributed(config, plugins)
     with ExitStack() as signals, opened(plan, config) as parallel, ExitStack() as closing:
-        crew = Crew.meet(parallel)
-        with exit_reported(crew):
-            with Watchdog(crew) as watchdog:
+        detector = FailureDetector.meet(parallel)
+        with exit_reported(detector):
+            with Watchdog(detector) as watchdog:
                 live = become_run(config, parallel, live, closing)
                 with memory_explained(config, parallel.world):
-                    run = watchdog.run = build(config, plugins, plan, parallel, crew, closing, live)
+                    run = watchdog.run = build(config, plugins, plan, parallel, detector, closing, live)
                 if live is not None:
                     live.begin_training()
                 signals.enter_context(stop_signals(run.state))  # to the very end: what is said and closed last is not cut off
@@ -69,7 +69,7 @@ def opened(plan: DistributedPlan, config: Config) -> Iterator[Parallel]:
 
 
 @contextmanager
-def exit_reported(crew: Crew) -> Iterator[None]:
+def exit_reported(detector: FailureDetector) -> Iterator[None]:
     """An exception is written down before anything is closed: what closing does to other ranks comes after its cause.
 
     One that only tells of another rank's end is replaced by an error that says so.
@@ -77,8 +77,8 @@ def exit_reported(crew: Crew) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        lost = error if isinstance(error, LostRankError) else crew.notice(error)
-        if launched() and crew.board is not None:
+        lost = error if isinstance(error, LostRankError) else detector.notice(error)
+        if launched() and detector.board is not None:
             leave_within(LEAVE_SECONDS, code_of(lost or error))
         if lost is None:
             write_exit_report(code_of(error), describe(error))

@@ -4,7 +4,7 @@ from .accelerator import (
     to_device as to_device,
     use_device as use_device,
 )
-from .collective import RankError as RankError, from_main as from_main, together as together
+from .collective import RankError as RankError, run_on_all_ranks as run_on_all_ranks, run_on_main_rank as run_on_main_rank
 from .devices import (
     ImageSize as ImageSize,
     accelerator_kind as accelerator_kind,
@@ -12,16 +12,16 @@ from .devices import (
     describe_devices as describe_devices,
 )
 from .failure_detection import (
-    Crew as Crew,
+    FailureDetector as FailureDetector,
     LostRankError as LostRankError,
-    Roll as Roll,
+    RankStatuses as RankStatuses,
     write_lost_report as write_lost_report,
 )
 from .gloo import (
     BrokenGroupError as BrokenGroupError,
-    GlooRanks as GlooRanks,
+    GlooCommunicator as GlooCommunicator,
     break_group as break_group,
-    is_line_error as is_line_error,
+    is_connection_error as is_connection_error,
 )
 from .precision import (
     Products as Products,
@@ -32,12 +32,12 @@ from .precision import (
     is_rocm as is_rocm,
     products as products,
 )
-from .process_group import Group as Group
+from .process_group import ProcessGroupParallel as ProcessGroupParallel
 from .protocol import (
-    Line as Line,
+    AbortableCommunicator as AbortableCommunicator,
+    Communicator as Communicator,
     Parallel as Parallel,
     PortableState as PortableState,
-    Ranks as Ranks,
     Span as Span,
     named_state as named_state,
     shape_of as shape_of,

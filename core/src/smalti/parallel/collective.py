@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 
 from smalti.errors import UserError
-from smalti.parallel.protocol import Ranks
+from smalti.parallel.protocol import Communicator
 
 
 class RankError(Exception):
@@ -22,7 +22,7 @@ class RankError(Exception):
         self.errno = errno
 
 
-def together(ranks: Ranks, action: Callable[[], str]) -> list[str]:
+def run_on_all_ranks(ranks: Communicator, action: Callable[[], str]) -> list[str]:
     """Run `action` on this rank; returns what it returned on each rank, in rank order. *Collective*.
 
     When it failed on any rank, raises `RankError` on all of them. Only a failure that is a defect (neither the system's
@@ -35,22 +35,22 @@ def together(ranks: Ranks, action: Callable[[], str]) -> list[str]:
         told = user.message if user else f"{error}" or type(error).__name__
         fix = user.fix if user else ""
         number = error.errno if isinstance(error, OSError) else None
-        ranks.share(json.dumps({"failure": told, "fix": fix, "errno": number}))
+        ranks.all_gather_text(json.dumps({"failure": told, "fix": fix, "errno": number}))
         if isinstance(error, UserError | OSError):
             raise RankError(told, fix=fix, errno=number) from error
         raise
-    answers = [json.loads(text) for text in ranks.share(json.dumps({"answer": answer}))]
+    answers = [json.loads(text) for text in ranks.all_gather_text(json.dumps({"answer": answer}))]
     for rank, other in enumerate(answers):
         if "failure" in other:
             raise RankError(f"rank {rank}: {other['failure']}", fix=other["fix"], errno=other["errno"])
     return [str(other["answer"]) for other in answers]
 
 
-def from_main(ranks: Ranks, action: Callable[[], str], *, patience: float = 5.0) -> str:
+def run_on_main_rank(ranks: Communicator, action: Callable[[], str], *, timeout: float = 5.0) -> str:
     """Run `action` on the main rank, however long it takes, and give its answer on every rank. *Collective*.
 
-    The ranks speak every `patience` seconds meanwhile, so that none of them takes the main rank for lost. A failure is raised
-    on all ranks, as `together` does.
+    The ranks speak every `timeout` seconds meanwhile, so that none of them takes the main rank for lost. A failure is raised
+    on all ranks, as `run_on_all_ranks` does.
     """
     with ThreadPoolExecutor(max_workers=1) as pool:
         work = pool.submit(action) if ranks.world.is_main else None
@@ -58,9 +58,9 @@ def from_main(ranks: Ranks, action: Callable[[], str], *, patience: float = 5.0)
         def look() -> str:
             if work is None:
                 return ""
-            finished, _ = wait([work], timeout=patience)
+            finished, _ = wait([work], timeout=timeout)
             return json.dumps(work.result() if finished else None)
 
-        while (answer := json.loads(together(ranks, look)[0])) is None:
+        while (answer := json.loads(run_on_all_ranks(ranks, look)[0])) is None:
             pass
     return str(answer)

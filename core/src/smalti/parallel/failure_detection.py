@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from smalti.errors import ExitCode, UserError
-from smalti.parallel.gloo import BrokenGroupError, hang_up_all, is_line_error
-from smalti.parallel.protocol import Ranks
+from smalti.parallel.gloo import BrokenGroupError, break_all_connections, is_connection_error
+from smalti.parallel.protocol import Communicator
 from smalti.system import Process, code_of, describe, write_exit_report
 
 T = TypeVar("T")
 
-_PATIENCE = 10.0
+_TIMEOUT = 10.0
 """Seconds in which a rank that can answer has done so; it may have to come out of a long computation first."""
 _BOARD_SECONDS = 5.0
 _GLANCE = 0.05
@@ -73,16 +73,16 @@ class Answer:
     suspect: bool = False
 
 
-class Board:
+class StatusBoard:
     """Where ranks leave word for each other without the group. Every call is over after a few seconds, whatever happened."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store = store
         self._rank = rank
 
-    def apart(self) -> Board:
+    def apart(self) -> StatusBoard:
         """The same board over a connection of its own: a thread that waits on the first one does not hold up this."""
-        return Board(self._store.clone(), self._rank)  # type: ignore[attr-defined]
+        return StatusBoard(self._store.clone(), self._rank)  # type: ignore[attr-defined]
 
     def post(self, answer: Answer) -> None:
         """Leave word; the first one counts. Nobody will see it if the machine that has the board is gone."""
@@ -159,7 +159,7 @@ class Claim:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Roll:
+class RankStatuses:
     """Who is still there once the group is broken, as one rank sees it.
 
     `gone` are processes that have ended without a word, `stopped` those that the system holds still, `silent` all others that
@@ -196,25 +196,25 @@ class Roll:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Crew:
+class FailureDetector:
     """The process of each rank, in rank order, as `rank` knows them. `board` is None where there is only one."""
 
     processes: tuple[Process, ...]
     rank: int = 0
-    board: Board | None = None
-    patience: float = _PATIENCE
+    board: StatusBoard | None = None
+    timeout: float = _TIMEOUT
     claim: Claim = field(default_factory=Claim)
 
     @classmethod
-    def meet(cls, ranks: Ranks) -> Crew:
+    def meet(cls, ranks: Communicator) -> FailureDetector:
         """*Collective*."""
-        told = ranks.share(json.dumps(asdict(Process.current())))
+        told = ranks.all_gather_text(json.dumps(asdict(Process.current())))
         board = None
         if dist.is_initialized() and dist.group.WORLD is not None:
-            board = Board(PrefixStore("smalti/roll", dist.group.WORLD.get_group_store()), ranks.world.rank)
+            board = StatusBoard(PrefixStore("smalti/roll", dist.group.WORLD.get_group_store()), ranks.world.rank)
         return cls(processes=tuple(Process(**json.loads(text)) for text in told), rank=ranks.world.rank, board=board)
 
-    def call_roll(self, error: BaseException, *, whole: bool = False, suspect: bool = False) -> Roll | None:
+    def diagnose(self, error: BaseException, *, whole: bool = False, suspect: bool = False) -> RankStatuses | None:
         """Answer for this rank, on which `error` was raised, and hear the others; None if the error is this rank's own.
 
         Each rank calls it once, when it finds that it cannot go on. Takes some seconds if others do not answer. All groups
@@ -224,17 +224,17 @@ class Crew:
             return None
         if not self.claim.take():
             threading.Event().wait()
-        if not (is_line_error(error) or (isinstance(error, RuntimeError) and (self.claim.loss or self.gone()))):
+        if not (is_connection_error(error) or (isinstance(error, RuntimeError) and (self.claim.loss or self.gone()))):
             self.board.post(Answer(whole=whole, failure=in_a_line(error), code=code_of(error), suspect=suspect))
             return None
         mine = Answer(whole=whole)
         self.board.post(mine)
-        hang_up_all()
-        deadline = time.monotonic() + self.patience
+        break_all_connections()
+        deadline = time.monotonic() + self.timeout
         while True:
-            roll = self._roll({**self.board.read(len(self.processes)), self.rank: mine})
-            if not roll.silent or time.monotonic() > deadline:
-                return roll
+            statuses = self._roll({**self.board.read(len(self.processes)), self.rank: mine})
+            if not statuses.silent or time.monotonic() > deadline:
+                return statuses
             time.sleep(_GLANCE)
 
     def saves_after_all_failed(self) -> bool:
@@ -244,65 +244,65 @@ class Crew:
         """
         if self.board is None:
             return True
-        hang_up_all()  # who is in good order finds out at once
-        deadline = time.monotonic() + self.patience
+        break_all_connections()  # who is in good order finds out at once
+        deadline = time.monotonic() + self.timeout
         while True:
             answers = self.board.read(len(self.processes))
-            roll = Roll(answers=answers)
+            statuses = RankStatuses(answers=answers)
             if len(answers) == len(self.processes):
-                return roll.saver == self.rank and len(roll.failures) == len(answers)
-            if len(roll.failures) < len(answers) or self.gone() or time.monotonic() > deadline:
+                return statuses.saver == self.rank and len(statuses.failures) == len(answers)
+            if len(statuses.failures) < len(answers) or self.gone() or time.monotonic() > deadline:
                 return False
             time.sleep(_GLANCE)
 
     def notice(self, error: BaseException) -> LostRankError | None:
         """What an exception comes from, if it is the loss of another rank; None if it is this rank's own. Calls the roll."""
-        roll = self.call_roll(error)
-        return self.explain(roll, error, ended=self.end_hanging(roll)) if roll is not None else None
+        statuses = self.diagnose(error)
+        return self.explain(statuses, error, ended=self.end_hanging(statuses)) if statuses is not None else None
 
     def explain(
-        self, roll: Roll, error: BaseException, *, unsaved: str = "", saved: str = "", ended: tuple[int, ...] = ()
+        self, statuses: RankStatuses, error: BaseException, *, unsaved: str = "", saved: str = "", ended: tuple[int, ...] = ()
     ) -> LostRankError:
         """What a roll call has shown, in words, for whoever cannot go on because of it; `unsaved` is added to them."""
-        causes = [f"{self._name(rank)} is gone" for rank in roll.gone]
-        causes += [f"{self._name(rank)} did not answer: it is stopped" for rank in roll.stopped]
-        causes += [f"{self._name(rank)} failed ({failure})" for rank, failure in roll.failures.items()]
+        causes = [f"{self._name(rank)} is gone" for rank in statuses.gone]
+        causes += [f"{self._name(rank)} did not answer: it is stopped" for rank in statuses.stopped]
+        causes += [f"{self._name(rank)} failed ({failure})" for rank, failure in statuses.failures.items()]
         if not causes:
             causes = [
-                f"{self._name(rank)} did not answer within {self.patience:g} s{f' (it is {doing})' if doing else ''}"
-                for rank, doing in roll.silent.items()
+                f"{self._name(rank)} did not answer within {self.timeout:g} s{f' (it is {doing})' if doing else ''}"
+                for rank, doing in statuses.silent.items()
             ]
         who = "; ".join(causes) or "every rank is there, but the connections between them broke"
-        if roll.gone or roll.failures:
+        if statuses.gone or statuses.failures:
             fix = "the first rank that failed tells why; a killed one cannot: dmesg tells whether memory ran out"
         else:
             fix = "check that node, and what its process waited for: storage, network, a debugger or a stop signal"
         noticed = f"it noticed by {in_a_line(error)}{_where(error)}"
         told = [f"{who}, so this rank cannot go on", noticed, *([unsaved] if unsaved else [])]
-        code = roll.answers[min(roll.failures)].code if roll.failures else ExitCode.KILLED
+        code = statuses.answers[min(statuses.failures)].code if statuses.failures else ExitCode.KILLED
         return LostRankError("; ".join(told), fix=fix, saved=saved, ended=ended, exit_code=ExitCode(code))
 
-    def end_hanging(self, roll: Roll) -> tuple[int, ...]:
+    def end_hanging(self, statuses: RankStatuses) -> tuple[int, ...]:
         """Kill the hanging ranks of this machine; they can neither save nor leave, and may hold what others need for that.
 
         The lowest rank here that has answered does it, and waits for their end; returns whom it killed.
         """
         here = [rank for rank in range(len(self.processes)) if self.processes[rank].alive() is not None]
-        if self.rank != min(rank for rank in here if rank in roll.answers):
+        if self.rank != min(rank for rank in here if rank in statuses.answers):
             return ()
-        ended = tuple(rank for rank in roll.hanging if self.processes[rank].alive())
+        ended = tuple(rank for rank in statuses.hanging if self.processes[rank].alive())
         for rank in ended:
             os.kill(self.processes[rank].pid, signal.SIGKILL)
-        deadline = time.monotonic() + self.patience
+        deadline = time.monotonic() + self.timeout
         while any(self.processes[rank].alive() for rank in ended) and time.monotonic() < deadline:
             time.sleep(_GLANCE)
         return ended
 
-    def _roll(self, answers: Mapping[int, Answer]) -> Roll:
+    def _roll(self, answers: Mapping[int, Answer]) -> RankStatuses:
         missing = [rank for rank in range(len(self.processes)) if rank not in answers]
         gone = self.gone()
         doing = {rank: self.processes[rank].status() for rank in missing if rank not in gone}
-        return Roll(
+        return RankStatuses(
             answers=answers,
             gone=tuple(rank for rank in missing if rank in gone),
             stopped=tuple(rank for rank, status in doing.items() if status in ("stopped", "tracing-stop")),
@@ -325,7 +325,7 @@ def write_lost_report(lost: LostRankError) -> None:
 def in_a_line(error: BaseException) -> str:
     """Kind and first line; of what gloo says, neither the place in its source nor its advice."""
     told = str(error).partition("\n")[0]
-    if is_line_error(error):
+    if is_connection_error(error):
         told = _SOURCE.sub("", told).partition(". ")[0]
     return f"{type(error).__name__}: {told}"
 

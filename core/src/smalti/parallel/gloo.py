@@ -24,20 +24,20 @@ class BrokenGroupError(dist.DistError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GlooRanks:
+class GlooCommunicator:
     """One rank's end of a gloo group of all ranks; `group` is None in a single process."""
 
     world: World
     group: dist.ProcessGroup | None
 
-    def agree(self, code: int) -> int:
+    def all_reduce_max(self, code: int) -> int:
         if self.group is None:
             return code
         word = torch.tensor(code, dtype=torch.int64)
         dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self.group)
         return int(word)
 
-    def share(self, value: str) -> Sequence[str]:
+    def all_gather_text(self, value: str) -> Sequence[str]:
         if self.group is None:
             return [value]
         found: list[str] = [""] * self.world.size
@@ -45,10 +45,10 @@ class GlooRanks:
         return found
 
     def barrier(self) -> None:
-        self.agree(0)
+        self.all_reduce_max(0)
 
-    def hang_up(self) -> None:
-        hang_up(self.group)
+    def abort(self) -> None:
+        break_connections(self.group)
 
 
 def break_group(seconds: float) -> None:
@@ -57,7 +57,7 @@ def break_group(seconds: float) -> None:
     NCCL's kernels end then with anything in their outputs, and without an error where somebody waited for them. Its abort can
     wait for the device itself: it gets so many seconds.
     """
-    hang_up_all()
+    break_all_connections()
     aborting = threading.Thread(target=_abort_accelerators, name="smalti-abort", daemon=True)
     aborting.start()
     aborting.join(seconds)
@@ -80,13 +80,13 @@ def _accelerators_of(group: dist.ProcessGroup) -> list[Any]:
     return [group._get_backend(device) for device in group._device_types if device.type != "cpu"]
 
 
-def hang_up_all() -> None:
-    """`hang_up` in every group of this process: those of the backend, of the loop and of the saver, whoever has made them."""
+def break_all_connections() -> None:
+    """`break_connections` in every group of this process, whoever has made it."""
     for group in list(_world.pg_map):
-        hang_up(group)
+        break_connections(group)
 
 
-def hang_up(group: dist.ProcessGroup | None) -> None:
+def break_connections(group: dist.ProcessGroup | None) -> None:
     """Break this rank's gloo connections in a group, for good: whoever waits on them, here or elsewhere, gets an error at once.
 
     A line of accelerators beside them stays. `ProcessGroup.abort` has no effect on gloo (torch 2.13); but gloo closes all its
@@ -108,7 +108,7 @@ def _has_gloo(group: dist.ProcessGroup) -> bool:
         return False
 
 
-def is_line_error(error: BaseException) -> bool:
+def is_connection_error(error: BaseException) -> bool:
     """Whether an exception tells that words between ranks failed, as opposed to this rank's own work.
 
     torch has a type for that, but passes on gloo's errors as plain ones, which begin with the place in gloo's source or tell of

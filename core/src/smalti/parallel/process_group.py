@@ -1,7 +1,7 @@
-"""One rank's end of the process group: all of a `Parallel` that does not depend on how the model is spread.
+"""The base class of strategies: everything in a `Parallel` that does not depend on how the model is distributed.
 
-Backends build on `Group`. On accelerators the group has two lines, the accelerator's own (NCCL) for tensors there and gloo for
-tensors in host memory; on the CPU there is gloo alone. Words between ranks go over gloo, so that they never wait for a kernel.
+On accelerators the process group has two backends, the accelerator's own (NCCL) for tensors there and gloo for tensors in host
+memory; on the CPU it has gloo only. A `Communicator` always uses gloo, so that it never waits for a kernel.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smalti.config import Config, LaunchOptions
-from smalti.parallel.gloo import GlooRanks
-from smalti.parallel.protocol import Line, Parallel, PortableState, Ranks
+from smalti.parallel.gloo import GlooCommunicator
+from smalti.parallel.protocol import AbortableCommunicator, Communicator, Parallel, PortableState
 from smalti.parallel.state import named_parameters
 from smalti.types import World
 
@@ -29,7 +29,7 @@ gloo's threads, one of which may wait for that lock to let go of a tensor (torch
 """
 
 
-class Group:
+class ProcessGroupParallel:
     """Joins the process group that the launcher's environment describes.
 
     `context` is the number of neighbouring ranks that work on the same samples. `alone_too` makes a group of one for a single
@@ -43,26 +43,28 @@ class Group:
         if not dist.is_initialized() and (self._world.size > 1 or alone_too):
             _join(self._world, self._timeout)
         own = dist.is_initialized() and dist.get_backend() == "gloo"
-        self._control = GlooRanks(world=self._world, group=dist.group.WORLD) if own else self.side_channel()
+        self._control = GlooCommunicator(world=self._world, group=dist.group.WORLD) if own else self.background_communicator()
 
     @property
     def world(self) -> World:
         return self._world
 
-    def agree(self, code: int) -> int:
-        return self._control.agree(code)
+    def all_reduce_max(self, code: int) -> int:
+        return self._control.all_reduce_max(code)
 
-    def share(self, value: str) -> Sequence[str]:
-        return self._control.share(value)
+    def all_gather_text(self, value: str) -> Sequence[str]:
+        return self._control.all_gather_text(value)
 
     def barrier(self) -> None:
         self._control.barrier()
 
-    def side_channel(self) -> Line:
+    def background_communicator(self) -> AbortableCommunicator:
         several = self._world.size > 1
-        return GlooRanks(world=self._world, group=dist.new_group(backend="gloo", timeout=self._timeout) if several else None)
+        return GlooCommunicator(
+            world=self._world, group=dist.new_group(backend="gloo", timeout=self._timeout) if several else None
+        )
 
-    def alone(self) -> Ranks | None:
+    def local_communicator(self) -> Communicator | None:
         """No rank holds the whole state unless the backend says so."""
         return None
 

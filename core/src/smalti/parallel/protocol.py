@@ -65,17 +65,17 @@ class Span(Tensor):
         return cls.of(torch.empty(length, dtype=dtype), whole, begin)
 
 
-class Ranks(Protocol):
+class Communicator(Protocol):
     """Words between ranks. Methods marked *collective* must be called by every rank, in the same order."""
 
     @property
     def world(self) -> World: ...
 
-    def agree(self, code: int) -> int:
+    def all_reduce_max(self, code: int) -> int:
         """The largest code over ranks. Never waits for the accelerator. *Collective*."""
         ...
 
-    def share(self, value: str) -> Sequence[str]:
+    def all_gather_text(self, value: str) -> Sequence[str]:
         """A short text from each rank, in rank order. For set-up and rare events. *Collective*."""
         ...
 
@@ -84,25 +84,25 @@ class Ranks(Protocol):
         ...
 
 
-class Line(Ranks, Protocol):
+class AbortableCommunicator(Communicator, Protocol):
     """Words between ranks that one of them can end for all."""
 
-    def hang_up(self) -> None:
+    def abort(self) -> None:
         """End every call that waits on this line, here and on other ranks, with an error; nothing can be said after it."""
         ...
 
 
-class Parallel(Ranks, Protocol):
+class Parallel(Communicator, Protocol):
     """One rank's end of the backend. Methods marked *collective* must be called by every rank, in the same order."""
 
-    def side_channel(self) -> Line:
+    def background_communicator(self) -> AbortableCommunicator:
         """Words between ranks on a line of their own, for a thread that works beside the loop. *Collective*, called once.
 
-        `smalti.parallel.GlooRanks` over a process group that nothing else uses.
+        `smalti.parallel.GlooCommunicator` over a process group that nothing else uses.
         """
         ...
 
-    def alone(self) -> Ranks | None:
+    def local_communicator(self) -> Communicator | None:
         """The words of this rank to itself, as of a single process, if it holds the whole state; None if it has a share of it.
 
         When other ranks are lost, it can then save without them: `portable_state` asks nobody, and its tensors are whole.

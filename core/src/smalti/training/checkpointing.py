@@ -57,7 +57,7 @@ def settle(run: Run, outcome: Outcome) -> Outcome:
     announce(run, finish=True, last=True)
     if run.save_failure is None or outcome.reason is StopReason.SAVE_FAILED:
         return outcome
-    told = run.parallel.share(_with_last_good(run, run.save_failure))[0]
+    told = run.parallel.all_gather_text(_with_last_good(run, run.save_failure))[0]
     if outcome.reason > StopReason.SAVE_FAILED:
         return Outcome(reason=outcome.reason, message=f"{outcome.message}; {told}")
     return Outcome(reason=StopReason.SAVE_FAILED, message=told)

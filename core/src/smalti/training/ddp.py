@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from smalti.config import Config
 from smalti.models import Weights, compile_blocks, materialise
-from smalti.parallel import GlooRanks, Group, PortableState, Ranks, capture, in_bf16, restore
+from smalti.parallel import Communicator, GlooCommunicator, PortableState, ProcessGroupParallel, capture, in_bf16, restore
 from smalti.types import Block, World
 
 
-class Replicas(Group):
+class DdpParallel(ProcessGroupParallel):
     """Every rank holds the whole model; gradients are averaged in the last micro-batch of a step."""
 
     def __init__(self, config: Config) -> None:
@@ -63,8 +63,8 @@ class Replicas(Group):
     def discard(self) -> None:
         self._optimizer.zero_grad()
 
-    def alone(self) -> Ranks:
-        return GlooRanks(world=World(device=self.world.device), group=None)
+    def local_communicator(self) -> Communicator:
+        return GlooCommunicator(world=World(device=self.world.device), group=None)
 
     def portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
         return capture(self.unwrap(model), optimizer)

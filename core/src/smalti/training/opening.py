@@ -10,14 +10,14 @@ from smalti.config import Config, RunOptions
 from smalti.data import Encoded, PreparedData, cache_folders, encode_ahead, load_data, scan_data, scan_progress, was_scanned
 from smalti.errors import UserError
 from smalti.models import ModelFamily
-from smalti.parallel import RankError, Ranks, from_main, together
+from smalti.parallel import Communicator, RankError, run_on_all_ranks, run_on_main_rank
 from smalti.plugins import Plugins
 from smalti.rundir import Phases, RunDirectory, RunWriter, join
 from smalti.training.loss import DenoisingLoss
 from smalti.types import DistributedPlan, RunInfo, World
 
 
-def become_run(config: Config, ranks: Ranks, live: RunWriter | None, closing: ExitStack) -> RunWriter | None:
+def become_run(config: Config, ranks: Communicator, live: RunWriter | None, closing: ExitStack) -> RunWriter | None:
     """The run directory in the hands of the main rank, None on others. *Collective*.
 
     `live` is it if this process holds it already; what is taken here is left with `closing`.
@@ -33,14 +33,14 @@ def become_run(config: Config, ranks: Ranks, live: RunWriter | None, closing: Ex
         return ""
 
     try:
-        together(ranks, take)
+        run_on_all_ranks(ranks, take)
     except RankError as failure:
         raise UserError(str(failure), fix=failure.fix) from failure
     return taken[0] if taken else None
 
 
 def open_data(
-    config: Config, plugins: Plugins, family: ModelFamily, ranks: Ranks, directory: Path, live: RunWriter | None
+    config: Config, plugins: Plugins, family: ModelFamily, ranks: Communicator, directory: Path, live: RunWriter | None
 ) -> tuple[PreparedData, Encoded]:
     """The order of samples on this rank, and what of them was encoded ahead. *Collective*.
 
@@ -55,7 +55,7 @@ def open_data(
         return ""
 
     try:
-        from_main(ranks, scan)
+        run_on_main_rank(ranks, scan)
     except RankError as failure:
         raise UserError(str(failure), fix=failure.fix) from failure
     data = load_data(config, plugins, family.alignment, directory)

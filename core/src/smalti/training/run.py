@@ -44,7 +44,7 @@ from smalti.models import (
     wants_channels_last,
     without_weights,
 )
-from smalti.parallel import Boundary, Crew, Parallel, RankError, Ranks, products
+from smalti.parallel import Boundary, Communicator, FailureDetector, Parallel, RankError, products
 from smalti.plugins import Plugins, create, find_family
 from smalti.rundir import Phases, Recent, RunDirectory, RunWriter
 from smalti.system import derive_seed
@@ -82,7 +82,7 @@ class Run:
     directory: RunDirectory
     info: RunInfo
     parallel: Parallel
-    crew: Crew
+    detector: FailureDetector
     family: ModelFamily
     model: nn.Module
     model_config: str
@@ -247,7 +247,7 @@ class Run:
             ema=self.parallel.blank(self.ema.shadows) if self.ema is not None else None,
         )
 
-    def write(self, snapshot: Snapshot, ranks: Ranks) -> Checkpoint:
+    def write(self, snapshot: Snapshot, ranks: Communicator) -> Checkpoint:
         """Write a checkpoint, then let go of the oldest ones. *Collective*; in the saver's thread."""
         root = self.checkpoints.root
         checkpoint = self.backend.save_checkpoint(state=snapshot, target=root, parallel=ranks, config=self.config)
@@ -284,7 +284,7 @@ def open_parallel(plan: DistributedPlan, config: Config) -> Parallel:
 def compare_ranks(parallel: Parallel, config: Config, plugins: Plugins) -> None:
     """Refuse to train when ranks differ in configuration or plugins: they would hang or train different runs. *Collective*."""
     mine = f"config {config.digest}; {'; '.join(plugins.lines)}"
-    everyone = parallel.share(mine)
+    everyone = parallel.all_gather_text(mine)
     different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
     if different:
         other = different[0]
@@ -423,7 +423,7 @@ def build(
     plugins: Plugins,
     plan: DistributedPlan,
     parallel: Parallel,
-    crew: Crew,
+    detector: FailureDetector,
     closing: ExitStack,
     live: RunWriter | None = None,
 ) -> Run:
@@ -451,8 +451,8 @@ def build(
         directory=directory,
         info=run_info(config, plugins, plan, parallel.world, family, data, loss, live, **sizes),
         parallel=parallel,
-        crew=crew,
-        boundary=Boundary(crew.claim, parallel.world.device),
+        detector=detector,
+        boundary=Boundary(detector.claim, parallel.world.device),
         family=family,
         model=model,
         model_config=model_config,
@@ -467,7 +467,7 @@ def build(
         cadence=Cadence.of(config, data),
         checkpoints=CheckpointStore(directory.checkpoints, report=_log.warning),
     )
-    run.saver = Saver(write=run.write, ranks=parallel, side=parallel.side_channel())
+    run.saver = Saver(write=run.write, ranks=parallel, side=parallel.background_communicator())
     closing.callback(run.saver.close)
     resume(run)
     run.start_from_here(closing)

@@ -137,13 +137,13 @@ def agree(run: Run) -> Wish:
     if state.step >= state.max_steps:
         state.request_stop(StopReason.COMPLETED, f"trained {state.step} steps")
     acts = cadence.saves(state) << 2 | cadence.evaluates(state) << 1 | cadence.validates(state)
-    word = run.parallel.agree(int(state.stop_reason) << 3 | acts)
+    word = run.parallel.all_reduce_max(int(state.stop_reason) << 3 | acts)
     reason, draws, evaluates = StopReason(word >> 3), bool(word & 1), bool(word & 2)
     if reason is StopReason.NONE:
         return Wish(validate=draws, evaluate=evaluates, save=bool(word & 4), outcome=None)
     how = "stopped on request" if reason is StopReason.REQUESTED else reason.name.lower()
     mine = state.stop_message or f"{how} at step {state.step} of {state.max_steps}"
-    messages = run.parallel.share(mine if state.stop_reason is reason else "")
+    messages = run.parallel.all_gather_text(mine if state.stop_reason is reason else "")
     outcome = Outcome(reason=reason, message=next(message for message in messages if message))
     completed = reason is StopReason.COMPLETED
     return Wish(validate=completed and draws, evaluate=completed and evaluates, save=reason.saves, outcome=outcome)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from smalti import Block, Config, UserError
 from smalti.models import Weights, compile_blocks, materialise
-from smalti.parallel import Group, PortableState, in_bf16
+from smalti.parallel import PortableState, ProcessGroupParallel, in_bf16
 from smalti_deepspeed.compiling import compiled_in_turn
 from smalti_deepspeed.document import resolved, sized
 from smalti_deepspeed.importing import start_deepspeed, stop_deepspeed
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from smalti_deepspeed.zero import Zero
 
 
-class Engine(Group):
+class Engine(ProcessGroupParallel):
     """Every rank holds its part of masters and moments, of gradients from stage 2 on, and of the parameters in stage 3."""
 
     def __init__(self, config: Config) -> None:

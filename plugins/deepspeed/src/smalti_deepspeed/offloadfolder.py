@@ -23,7 +23,7 @@ from smalti_deepspeed.parsing import place, section
 if TYPE_CHECKING:
     from torch import nn
 
-    from smalti.parallel import Ranks
+    from smalti.parallel import Communicator
 
 LOCK = ".smalti-deepspeed.lock"
 """A file in the folder, locked by the run that swaps there. It stays: who removes it could remove another's lock."""
@@ -116,7 +116,7 @@ class Claim:
         self.cleared = Cleared(count=self.cleared.count + len(paths), bytes=self.cleared.bytes + size)
 
 
-def claim_together(document: Mapping[str, object], ranks: Ranks, *, parameters: int, trained: int) -> Claim | None:
+def claim_together(document: Mapping[str, object], ranks: Communicator, *, parameters: int, trained: int) -> Claim | None:
     """One claim for each machine, held by its first rank; None on the others, and where nothing is swapped to a drive.
 
     Call it before DeepSpeed starts, and `release` at the end. *Collective*: if one machine's folders cannot be had, every rank
@@ -132,7 +132,7 @@ def claim_together(document: Mapping[str, object], ranks: Ranks, *, parameters: 
             claim = Claim.of(wanted, needed=wanted)
         except UserError as error:
             complaint = str(error)
-    complaints = [each for each in ranks.share(complaint) if each]
+    complaints = [each for each in ranks.all_gather_text(complaint) if each]
     if complaints:
         if claim is not None:
             claim.release()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from smalti import CheckpointError, UserError
 from smalti.models import Weights
-from smalti.parallel import PortableState, Ranks, Span, model_tensors, optimizer_settings, shape_of
+from smalti.parallel import Communicator, PortableState, Span, model_tensors, optimizer_settings, shape_of
 from smalti_deepspeed.rowcut import RowCut
 from smalti_deepspeed.zero import Place, Zero, make_moment, make_moments, moments
 
@@ -32,7 +32,7 @@ class Portable:
     On one rank nothing is sent, on several each element goes straight to where it belongs.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, zero: Zero, ranks: Ranks) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, zero: Zero, ranks: Communicator) -> None:
         self._model = model
         self._optimizer = optimizer
         self._zero = zero

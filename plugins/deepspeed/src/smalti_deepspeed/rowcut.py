@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from smalti.parallel import Ranks
+from smalti.parallel import Communicator
 from smalti_deepspeed.ranges import Cut, decode, encode, exchange, rows
 
 
@@ -19,10 +19,10 @@ class RowCut:
     `shapes` are those of the whole tensors, `held` this rank's ranges of them, by name.
     """
 
-    def __init__(self, shapes: Mapping[str, torch.Size], held: Cut, ranks: Ranks) -> None:
+    def __init__(self, shapes: Mapping[str, torch.Size], held: Cut, ranks: Communicator) -> None:
         self._shapes = shapes
         self._rank, size = ranks.world.rank, ranks.world.size
-        self._held = [decode(text) for text in ranks.share(encode(held))]
+        self._held = [decode(text) for text in ranks.all_gather_text(encode(held))]
         # A scalar has no rows: every rank gets the whole of it, and one gives it back.
         self._rows = [
             {name: rows(shape, rank, size) if shape else (0, 1) for name, shape in shapes.items()} for rank in range(size)

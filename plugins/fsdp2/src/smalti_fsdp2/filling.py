@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from smalti.checkpoint import Pieces, decode_pieces, encode_pieces, local_pieces
 from smalti.models import Weights, first_weight
-from smalti.parallel import Ranks
+from smalti.parallel import Communicator
 
 
 @torch.no_grad()
-def fill(model: nn.Module, weights: Weights, ranks: Ranks, *, on_host: bool, from_first: bool) -> None:
+def fill(model: nn.Module, weights: Weights, ranks: Communicator, *, on_host: bool, from_first: bool) -> None:
     """Allocate this rank's shards of a model on the meta device and fill them, and put buffers on the device. *Collective*.
 
     `on_host` keeps the shards in host memory. With `from_first`, rank 0 alone reads `weights` and sends the others their
@@ -42,13 +42,13 @@ def fill_buffers(model: nn.Module, buffers: Mapping[str, Tensor], weights: Weigh
         model.get_submodule(owner)._buffers[own] = first.to(device)
 
 
-def _deal(parameters: Mapping[str, Tensor], weights: Weights, ranks: Ranks) -> None:
+def _deal(parameters: Mapping[str, Tensor], weights: Weights, ranks: Communicator) -> None:
     """Rank 0 reads one tensor after the other and sends every rank its part, all of them at once.
 
     From host memory to host memory: between accelerators, each pair of ranks would get a communicator of its own, whose buffers
     stay on the first rank's device.
     """
-    held = [decode_pieces(text) for text in ranks.share(encode_pieces(local_pieces(parameters)))]
+    held = [decode_pieces(text) for text in ranks.all_gather_text(encode_pieces(local_pieces(parameters)))]
     for name, parameter in parameters.items():
         local = _local(parameter)
         if ranks.world.is_main:

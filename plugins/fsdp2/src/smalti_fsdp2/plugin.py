@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from smalti.checkpoint import Snapshot
     from smalti.models import ModelFamily, Weights
-    from smalti.parallel import Parallel, Ranks
+    from smalti.parallel import Communicator, Parallel
 
 FORMATS = (
     CheckpointFormat(
@@ -109,7 +109,7 @@ class Fsdp:
         return parallel.wrap(model, blocks, weights) if isinstance(parallel, Sharded | FullySharded) else None
 
     @hookimpl
-    def save_checkpoint(self, state: Snapshot, target: Path, parallel: Ranks, config: Config) -> Checkpoint | None:
+    def save_checkpoint(self, state: Snapshot, target: Path, parallel: Communicator, config: Config) -> Checkpoint | None:
         """With a copy of the weights for other tools, if that is asked for; else as the core does."""
         if config[FsdpOptions].fsdp_state_dict_type != "FULL_STATE_DICT":
             return None

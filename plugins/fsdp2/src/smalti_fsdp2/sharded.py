@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from smalti import Block, Config
 from smalti.models import ModelFamily, Weights, compile_blocks, context_plan
-from smalti.parallel import Group, PortableState, capture, in_bf16, restore
+from smalti.parallel import PortableState, ProcessGroupParallel, capture, in_bf16, restore
 from smalti_fsdp2.context import context_group, split_context
 from smalti_fsdp2.filling import fill
 from smalti_fsdp2.options import ContextOptions, FsdpOptions
@@ -25,7 +25,7 @@ from smalti_fsdp2.wrapping import units
 _log = logging.getLogger(__name__)
 
 
-class Sharded(Group):
+class Sharded(ProcessGroupParallel):
     """Every rank holds a part of each parameter; a group of them is gathered just before it computes."""
 
     def __init__(self, config: Config) -> None:

@@ -31,9 +31,9 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from smalti import Block, Config, UserError
 from smalti.models import Weights, compile_blocks
 from smalti.parallel import (
-    Group,
+    Communicator,
     PortableState,
-    Ranks,
+    ProcessGroupParallel,
     fill_settings,
     in_bf16,
     named_parameters,
@@ -59,7 +59,7 @@ _ON_HOST = StateDictOptions(cpu_offload=True, strict=False)
 """Copies of the state go to host memory: beside the live one, the accelerator has no room for them."""
 
 
-class FullySharded(Group):
+class FullySharded(ProcessGroupParallel):
     """Every rank holds a slice of each group of parameters; a group is gathered just before it computes."""
 
     def __init__(self, config: Config) -> None:
@@ -190,7 +190,7 @@ def _strategy(mesh: DeviceMesh, *, reshard: bool) -> ShardingStrategy:
     return ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP
 
 
-def _first_weights(model: nn.Module, weights: Weights, ranks: Ranks, *, from_first: bool) -> Callable[[nn.Module], None]:
+def _first_weights(model: nn.Module, weights: Weights, ranks: Communicator, *, from_first: bool) -> Callable[[nn.Module], None]:
     """What gives a module's own parameters their values. FSDP calls it for one group, cuts that group, and goes on to the next.
 
     With `from_first`, rank 0 alone reads `weights` and sends each tensor to the others.

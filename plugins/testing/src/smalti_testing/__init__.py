@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from smalti_testing.memory import MemoryStorage
     from smalti_testing.optimizers import check_optimizer
     from smalti_testing.plugins import check_plugin
-    from smalti_testing.ranks import RankFailed, Ranks, two_processes
+    from smalti_testing.ranks import RankFailed, RankProcesses, two_processes
     from smalti_testing.storages import check_storage
     from smalti_testing.strategies import check_parallel
     from smalti_testing.tiny import TinyFamily
@@ -36,7 +36,7 @@ __all__ = [
     "Contract",
     "MemoryStorage",
     "RankFailed",
-    "Ranks",
+    "RankProcesses",
     "TinyFamily",
     "check_commands",
     "check_family",
@@ -54,7 +54,7 @@ _HOMES = {
     "smalti_testing.memory": ("MemoryStorage",),
     "smalti_testing.optimizers": ("check_optimizer",),
     "smalti_testing.plugins": ("check_plugin",),
-    "smalti_testing.ranks": ("RankFailed", "Ranks", "two_processes"),
+    "smalti_testing.ranks": ("RankFailed", "RankProcesses", "two_processes"),
     "smalti_testing.storages": ("check_storage",),
     "smalti_testing.strategies": ("check_parallel",),
     "smalti_testing.tiny": ("TinyFamily",),

@@ -24,7 +24,7 @@ from smalti_testing.families import FAMILY
 from smalti_testing.family_subject import CAPTIONS, FamilySubject
 from smalti_testing.optimizers import OPTIMIZER, OptimizerSubject
 from smalti_testing.plugins import PLUGIN, PluginSubject
-from smalti_testing.ranks import Ranks, two_processes
+from smalti_testing.ranks import RankProcesses, two_processes
 from smalti_testing.storages import STORAGE, StorageSubject
 from smalti_testing.strategies import STRATEGY, run_check
 
@@ -129,7 +129,7 @@ class ParallelContract(ContractTests):
     flags: ClassVar[tuple[str, ...]] = ()
     ranks: ClassVar[int] = 2
     seconds: ClassVar[float] = 60.0
-    _processes: ClassVar[Ranks]
+    _processes: ClassVar[RankProcesses]
 
     @classmethod
     def setup_class(cls) -> None:

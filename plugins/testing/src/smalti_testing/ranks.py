@@ -64,7 +64,7 @@ class _Rank:
     output: Path
 
 
-def two_processes(*, ranks: int = 2, group: bool = True, seconds: float = 60.0) -> Ranks:
+def two_processes(*, ranks: int = 2, group: bool = True, seconds: float = 60.0) -> RankProcesses:
     """Ranks to use in a `with` statement.
 
     Args:
@@ -73,10 +73,10 @@ def two_processes(*, ranks: int = 2, group: bool = True, seconds: float = 60.0) 
             environment of a launcher (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT ...) and no group.
         seconds: how long a function may take.
     """
-    return Ranks(ranks, group=group, seconds=seconds)
+    return RankProcesses(ranks, group=group, seconds=seconds)
 
 
-class Ranks:
+class RankProcesses:
     """Processes that run functions together. Made by `two_processes`; started when first needed."""
 
     def __init__(self, size: int, *, group: bool, seconds: float) -> None:

@@ -25,7 +25,7 @@ from smalti import Checkpoint, World
 from smalti.checkpoint import Snapshot, load, save
 from smalti.parallel import PortableState, capture
 from smalti_testing.contract import Contract, expect
-from smalti_testing.ranks import Ranks, two_processes
+from smalti_testing.ranks import RankProcesses, two_processes
 from smalti_testing.strategy_subject import SEED, StrategySubject, open_strategy, whole_state
 
 
@@ -34,7 +34,7 @@ class Alone:
 
     world = World()
 
-    def share(self, value: str) -> Sequence[str]:
+    def all_gather_text(self, value: str) -> Sequence[str]:
         return [value]
 
 
@@ -48,7 +48,7 @@ def check_parallel(name: str, *flags: str, ranks: int = 2, seconds: float = 60.0
             run_check(processes, check, name, flags, Path(folder))
 
 
-def run_check(processes: Ranks, check: str, name: str, flags: Sequence[str], folder: Path) -> None:
+def run_check(processes: RankProcesses, check: str, name: str, flags: Sequence[str], folder: Path) -> None:
     """One check on all of `processes`, which must have been started without a group."""
     processes.run(on_rank, check, name, tuple(flags), processes.size, folder)
 
@@ -78,7 +78,7 @@ def its_flags_choose_it(subject: StrategySubject) -> None:
 def its_world_is_the_launchers(subject: StrategySubject) -> None:
     """Ranks, sizes and the device come from the launcher's environment; every rank is there once and one of them is main."""
     world, count = subject.parallel.world, int(subject.config.value("num_processes"))  # type: ignore[call-overload]
-    told = subject.parallel.share(f"{world.rank} {world.size} {world.is_main}")
+    told = subject.parallel.all_gather_text(f"{world.rank} {world.size} {world.is_main}")
     expect(list(told) == [f"{rank} {count} {rank == 0}" for rank in range(count)], f"the ranks say {list(told)}")
     torch.device(world.device)
 
@@ -132,8 +132,8 @@ def the_largest_code_is_agreed_on(subject: StrategySubject) -> None:
     """
     world = subject.parallel.world
     for code, wanted in ((world.rank, world.size - 1), (-world.rank, 0), (2**40 + 1 - world.rank, 2**40 + 1), (0, 0)):
-        found = subject.parallel.agree(code)
-        expect(isinstance(found, int) and found == wanted, f"agree() gave {found!r} instead of {wanted}")
+        found = subject.parallel.all_reduce_max(code)
+        expect(isinstance(found, int) and found == wanted, f"all_reduce_max() returned {found!r} instead of {wanted}")
 
 
 @STRATEGY.check
@@ -142,16 +142,16 @@ def texts_are_shared_as_they_are(subject: StrategySubject) -> None:
     world = subject.parallel.world
     for text in ("", "größer 日本 \n\t" * (world.rank + 1), "x" * 100_000 * (world.rank + 1)):
         mine = f"{world.rank}{text}"
-        found = subject.parallel.share(mine)
-        expect([each[:1] for each in found] == [str(rank) for rank in range(world.size)], "share() has another order")
-        expect(found[world.rank] == mine, "share() has changed a text")
+        found = subject.parallel.all_gather_text(mine)
+        expect([each[:1] for each in found] == [str(rank) for rank in range(world.size)], "all_gather_text() has another order")
+        expect(found[world.rank] == mine, "all_gather_text() has changed a text")
 
 
 @STRATEGY.check
 def a_barrier_waits_for_everyone(subject: StrategySubject) -> None:
     """Files that one rank has written before the barrier are there for every rank after it."""
     mark = subject.folder / f"mark-{time.time_ns()}"
-    name = subject.parallel.share(mark.name)[0]
+    name = subject.parallel.all_gather_text(mark.name)[0]
     if subject.parallel.world.is_main:
         time.sleep(0.3)
         (subject.folder / name).touch()
@@ -183,7 +183,7 @@ def the_norm_is_that_of_the_whole_gradient(subject: StrategySubject) -> None:
     for number, limit in ((10, 0.0), (11, 1e-3), (12, 1e3)):
         found, wanted = subject.step(number, limit=limit), reference.step(number, subject.parallel.world.size, limit)
         expect(math.isclose(found, wanted, rel_tol=1e-3), f"the norm is {found:.6g}, in one process {wanted:.6g}")
-        told = subject.parallel.share(repr(found))
+        told = subject.parallel.all_gather_text(repr(found))
         expect(len(set(told)) == 1, f"the ranks have the norms {told}")
     subject.follows(reference, "after clipped steps")
 
@@ -248,7 +248,7 @@ def its_state_is_portable(subject: StrategySubject) -> None:
     json.dumps(state.settings, allow_nan=False)
     expect(state.optimizer == "AdamW", f"the optimizer is called {state.optimizer!r}")
     sums = {name: float(tensor.double().sum()) for name, tensor in subject.whole().items()}
-    told = subject.parallel.share(json.dumps(sums))
+    told = subject.parallel.all_gather_text(json.dumps(sums))
     expect(len(set(told)) == 1, "the ranks have different whole tensors")
 
 
@@ -282,7 +282,7 @@ def a_checkpoint_comes_back_bit_for_bit(subject: StrategySubject) -> None:
     subject.step(49)
     snapshot = _snapshot(subject.state(), 50)
     written = _save(subject, snapshot)
-    told = subject.parallel.share(str(written.path))
+    told = subject.parallel.all_gather_text(str(written.path))
     expect(len(set(told)) == 1, f"the ranks have written to {told}")
     wanted = subject.whole()
     subject.step(50)
@@ -294,14 +294,14 @@ def a_checkpoint_comes_back_bit_for_bit(subject: StrategySubject) -> None:
 
 @STRATEGY.check
 def a_rank_that_saves_alone_has_the_whole_state(subject: StrategySubject) -> None:
-    """When the other ranks are lost, one saves without them, if `alone()` gives it the words of a single process for that.
+    """When the other ranks are lost, one saves without them, if `local_communicator()` returns one.
 
     Give None where a rank holds only a share of the state. Else `portable_state` must wait for nobody, and hold no DTensor.
     """
     subject.step(54)
-    alone, wanted, world = subject.parallel.alone(), subject.whole(), subject.parallel.world
-    told = subject.parallel.share("alone" if alone is not None else "together")
-    expect(len(set(told)) == 1, f"alone() gave the ranks {list(told)}")
+    alone, wanted, world = subject.parallel.local_communicator(), subject.whole(), subject.parallel.world
+    told = subject.parallel.all_gather_text("alone" if alone is not None else "together")
+    expect(len(set(told)) == 1, f"local_communicator() gave the ranks {list(told)}")
     if alone is None:
         return
     expect(

@@ -3,50 +3,50 @@
 import torch
 
 from smalti.parallel import capture
-from smalti.training import Replicas
+from smalti.training import DdpParallel
 
 
-class Unaveraged(Replicas):
+class Unaveraged(DdpParallel):
     def accumulate(self, last):
         return super().accumulate(False)
 
 
-class Unscaled(Replicas):
+class Unscaled(DdpParallel):
     def backward(self, loss):
         super().backward(loss * self.world.size)
 
 
-class OwnNorm(Replicas):
+class OwnNorm(DdpParallel):
     def clip_gradients(self, limit):
         return super().clip_gradients(limit) / self.world.size**0.5
 
 
-class Hopeful(Replicas):
+class Hopeful(DdpParallel):
     def mean(self, value):
         return super().mean(torch.nan_to_num(value, nan=0.0, posinf=0.0))
 
 
-class Backwards(Replicas):
+class Backwards(DdpParallel):
     def gather(self, value):
         return super().gather(value)[::-1]
 
 
-class Rounding(Replicas):
-    def agree(self, code):
-        return int(torch.tensor(float(super().agree(code))))
+class Rounding(DdpParallel):
+    def all_reduce_max(self, code):
+        return int(torch.tensor(float(super().all_reduce_max(code))))
 
 
-class Impatient(Replicas):
+class Impatient(DdpParallel):
     def barrier(self):
         pass
 
 
-class Hoarding(Replicas):
+class Hoarding(DdpParallel):
     def discard(self):
         pass
 
 
-class Clinging(Replicas):
+class Clinging(DdpParallel):
     """Computes with the weights of its first forward pass without a gradient."""
 
     def bind(self, model, optimizer):
@@ -61,18 +61,18 @@ class Clinging(Replicas):
         return super().bind(model, optimizer)
 
 
-class Amnesiac(Replicas):
+class Amnesiac(DdpParallel):
     def load_portable_state(self, model, optimizer, state):
         state.moments = {}
         super().load_portable_state(model, optimizer, state)
 
 
-class Crowded(Replicas):
-    def alone(self):
+class Crowded(DdpParallel):
+    def local_communicator(self):
         return self
 
 
-class Prefixed(Replicas):
+class Prefixed(DdpParallel):
     def portable_state(self, model, optimizer):
         state = capture(self.unwrap(model), optimizer)
         state.model = {f"module.{name}": tensor for name, tensor in state.model.items()}

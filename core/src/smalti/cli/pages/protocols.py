@@ -51,18 +51,18 @@ CHAPTERS = (
     Chapter(
         title="Strategies",
         about="`configure_distributed` returns a `DistributedPlan`; its `parallel` names a factory that returns a `Parallel`. "
-        "Inherit from `Group`, or from `Replicas` if each rank has the whole model, and write the methods that have no default "
-        "there.",
+        "Inherit from `ProcessGroupParallel`, or from `DdpParallel` if each rank has the whole model, and write the methods "
+        "that have no default there.",
         classes=(
             "smalti:DistributedPlan",
-            "smalti.parallel:Ranks",
-            "smalti.parallel:Line",
+            "smalti.parallel:Communicator",
+            "smalti.parallel:AbortableCommunicator",
             "smalti.parallel:Parallel",
             "smalti.parallel:PortableState",
             "smalti.parallel:Span",
         ),
         given=("smalti:World", "smalti:Block"),
-        bases=("smalti.parallel:Group", "smalti.training:Replicas"),
+        bases=("smalti.parallel:ProcessGroupParallel", "smalti.training:DdpParallel"),
     ),
     Chapter(
         title="Storages",

@@ -38,7 +38,7 @@ from smalti.data.threads import Threads
 from smalti.diffusion import Conditioning
 from smalti.errors import PreflightError, UserError
 from smalti.models import Cacheable, Encoding, KeepsRawLatents, ModelFamily, latents_to_keep
-from smalti.parallel import RankError, Ranks, together
+from smalti.parallel import Communicator, RankError, run_on_all_ranks
 from smalti.rundir import Phases
 from smalti.system import terminated, write_json_atomically
 from smalti.types import World
@@ -77,7 +77,7 @@ def encode_ahead(
     config: Config,
     family: ModelFamily,
     data: PreparedData,
-    ranks: Ranks,
+    ranks: Communicator,
     folders: CacheFolders,
     log: Path,
     phases: Phases | None = None,
@@ -138,7 +138,7 @@ class _Work:
     """What both kinds of encoding share."""
 
     family: ModelFamily
-    ranks: Ranks
+    ranks: Communicator
     batch: int
     phases: Phases
 
@@ -148,7 +148,7 @@ class _Work:
 
     def open(self, kind: Encoding, folders: Sequence[Path]) -> list[TensorStore]:
         """For each folder the store in it of what this family's encoder makes. *Collective*."""
-        identities = together(self.ranks, lambda: self._identity(kind))
+        identities = run_on_all_ranks(self.ranks, lambda: self._identity(kind))
         if different := [rank for rank, other in enumerate(identities) if other != identities[0]]:
             raise UserError(
                 f"rank {different[0]} has other weights or settings for encoding {kind} than rank 0",
@@ -162,7 +162,7 @@ class _Work:
                 _describe(folder / name, identities[0])
             return ""
 
-        together(self.ranks, describe)
+        run_on_all_ranks(self.ranks, describe)
         return [stores[folder] for folder in folders]
 
     def _identity(self, kind: Encoding) -> str:
@@ -243,7 +243,7 @@ class _Work:
     def _set_aside(self, latents: CachedLatents, data: PreparedData, broken: Mapping[int, str]) -> None:
         """Tell every rank which samples are broken; refuse to train when they are too many. *Collective*."""
         found: dict[str, str] = {}
-        for answer in together(self.ranks, lambda: json.dumps(broken)):
+        for answer in run_on_all_ranks(self.ranks, lambda: json.dumps(broken)):
             found |= json.loads(answer)
         latents.broken = frozenset(int(sample) for sample in found)
         fix = "mend or remove such files, or raise --data_error_budget"
@@ -262,7 +262,7 @@ class _Work:
 
     def _progress(self, what: str, wanted: int, batches: Iterator[int], mine: int, flush: Callable[..., None]) -> None:
         """Do this rank's batches, each of which gives the number of its members; come back when all ranks are done."""
-        total = sum(map(int, together(self.ranks, lambda: str(mine))))
+        total = sum(map(int, run_on_all_ranks(self.ranks, lambda: str(mine))))
         if total == 0:
             return
         self.phases.enter("encoding", total=total, unit="images" if what == "latents" else what)
@@ -289,7 +289,7 @@ class _Work:
 
         try:
             with terminated():
-                while (finished := sum(map(int, together(self.ranks, some)))) < total:
+                while (finished := sum(map(int, run_on_all_ranks(self.ranks, some)))) < total:
                     others = finished - done
                     self.phases.advance(finished)
                     if show:
@@ -315,7 +315,7 @@ class _Work:
                 time.sleep(1.0)
             return ""
 
-        together(self.ranks, look)
+        run_on_all_ranks(self.ranks, look)
 
 
 class _Pending:

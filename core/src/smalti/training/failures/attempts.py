@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from smalti.errors import UserError
-from smalti.parallel import Ranks
+from smalti.parallel import Communicator
 from smalti.plugins import summary, warn
 from smalti.training.failures.faults import is_fault
 from smalti.training.failures.out_of_memory import memory_explained
@@ -28,7 +28,7 @@ class AttemptFailed(UserError):  # noqa: N818 - on most ranks nothing is wrong
         self.own = own
 
 
-def on_all_ranks(ranks: Ranks, action: Callable[[], T]) -> T:
+def on_all_ranks(ranks: Communicator, action: Callable[[], T]) -> T:
     """What `action` gives on this rank, once every rank has done it. *Collective*; `action` must not be.
 
     Raises AttemptFailed, on every rank, when it failed on any. A fault of the accelerator stays what it is.
@@ -41,7 +41,7 @@ def on_all_ranks(ranks: Ranks, action: Callable[[], T]) -> T:
         if is_fault(error):
             raise
         failure = error
-    told = ranks.share(summary(failure) if failure is not None else "")
+    told = ranks.all_gather_text(summary(failure) if failure is not None else "")
     for rank, text in enumerate(told):
         if text:
             raise AttemptFailed(f"rank {rank}: {text}" if len(told) > 1 else text, failure) from failure
@@ -58,7 +58,7 @@ def computed(run: Run, compute: Callable[[], T]) -> T:
         with memory_explained(run.config, run.world, run):
             return compute()
 
-    together = run.world.size > 1 and (run.world.context > 1 or run.parallel.alone() is None)
+    together = run.world.size > 1 and (run.world.context > 1 or run.parallel.local_communicator() is None)
     return explained() if together else on_all_ranks(run.parallel, explained)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from smalti.checkpoint import SUSPECT, SaveError, Snapshot
 from smalti.errors import GpuFaultError
-from smalti.parallel import Crew, LostRankError, Ranks, Roll
+from smalti.parallel import Communicator, FailureDetector, LostRankError, RankStatuses
 from smalti.plugins import notify, summary
 from smalti.system import note_progress
 from smalti.training.failures.out_of_memory import OutOfMemory
@@ -41,7 +41,7 @@ def rescued(run: Run) -> Iterator[None]:
     except BaseException as caught:
         defect = run.saver.defect  # the others have left because of it
         error = caught if caught.__cause__ is defect else defect or caught
-        lost = rescue(run, error, run.crew)
+        lost = rescue(run, error, run.detector)
         if lost is not None:
             raise lost from error
         if error is caught:
@@ -49,43 +49,43 @@ def rescued(run: Run) -> Iterator[None]:
         raise error from None
 
 
-def rescue(run: Run, error: BaseException, crew: Crew, *, aside: bool = False) -> LostRankError | None:
+def rescue(run: Run, error: BaseException, detector: FailureDetector, *, aside: bool = False) -> LostRankError | None:
     """Call the roll because of `error`, save if that falls to this rank; the error to leave with.
 
     None if `error` is this rank's own. `aside`: in another thread than the loop's, which may be stuck in the accelerator; then
     nothing here waits for that.
     """
     distrusted = run.state.stop_reason is StopReason.FAULT_UNSAVED
-    roll = crew.call_roll(error, whole=run.boundary.whole, suspect=distrusted)
-    if roll is None:
-        save_after_failure(run, error, crew)
+    statuses = detector.diagnose(error, whole=run.boundary.whole, suspect=distrusted)
+    if statuses is None:
+        save_after_failure(run, error, detector)
         return None
-    ended = crew.end_hanging(roll)
+    ended = detector.end_hanging(statuses)
     saved, unsaved = "", ""
     try:
         if not run.saver.wait(_PATIENCE if aside else None):
             raise SaveError("the save that was under way does not come to its end")
         if run.ema is not None and not run.ema.wait(_PATIENCE if aside else None):
             raise SaveError("the update of the average does not come to its end")
-        saved, unsaved = last_boundary(run, roll, aside=aside)
+        saved, unsaved = last_boundary(run, statuses, aside=aside)
     except (SaveError, OSError) as failure:
         unsaved = f"step {run.state.step} could not be saved: {failure}"
     if saved or unsaved:
         _log.warning("%s", saved or unsaved)
-    return crew.explain(roll, error, saved=saved, unsaved=unsaved, ended=ended)
+    return detector.explain(statuses, error, saved=saved, unsaved=unsaved, ended=ended)
 
 
-def save_after_failure(run: Run, error: BaseException, crew: Crew) -> None:
+def save_after_failure(run: Run, error: BaseException, detector: FailureDetector) -> None:
     """Save the last step boundary after a failure of this rank's own, where no rank without one is left to do so.
 
     What becomes of it is noted on the error. Not after a fault of the accelerator, where plugins have answered what to do
     (`FaultAction`), nor after a checkpoint that could not be written.
     """
-    ranks = run.parallel.alone() if run.world.size > 1 else run.parallel
+    ranks = run.parallel.local_communicator() if run.world.size > 1 else run.parallel
     unfit = isinstance(error, GpuFaultError | SaveError) or error is run.saver.defect or not isinstance(error, Exception)
     if ranks is None or unfit or run.state.step == 0 or run.boundary.final or not run.boundary.whole:
         return
-    if not crew.saves_after_all_failed():
+    if not detector.saves_after_all_failed():
         return
     try:
         if isinstance(error, OutOfMemory):
@@ -98,19 +98,19 @@ def save_after_failure(run: Run, error: BaseException, crew: Crew) -> None:
     error.add_note(told)
 
 
-def last_boundary(run: Run, roll: Roll, *, aside: bool = False) -> tuple[str, str]:
+def last_boundary(run: Run, statuses: RankStatuses, *, aside: bool = False) -> tuple[str, str]:
     """Save the last step boundary if that falls to this rank; what to tell of it, and what to tell of it if it was not saved.
 
     Raises SaveError or OSError.
     """
-    alone = run.parallel.alone()
+    alone = run.parallel.local_communicator()
     if alone is None:
         return "", f"no rank holds the whole state: {_last_checkpoint(run)}"
     if not run.boundary.whole:
         return "", "its weights were just being changed, so it has not saved them"
-    if roll.saver != run.world.rank or run.state.step == 0:
+    if statuses.saver != run.world.rank or run.state.step == 0:
         return "", ""
-    return save_alone(run, alone, suspect=roll.suspect, aside=aside), ""
+    return save_alone(run, alone, suspect=statuses.suspect, aside=aside), ""
 
 
 def _last_checkpoint(run: Run) -> str:
@@ -118,7 +118,7 @@ def _last_checkpoint(run: Run) -> str:
     return f"its last checkpoint is {newest}" if newest else "there is no checkpoint yet"
 
 
-def save_alone(run: Run, alone: Ranks, *, suspect: bool, aside: bool = False) -> str:
+def save_alone(run: Run, alone: Communicator, *, suspect: bool, aside: bool = False) -> str:
     """Write a checkpoint of the last step boundary unless there is one; returns what to tell of it.
 
     `suspect` marks it as made after a fault of the machine: it never displaces one that is not. Raises SaveError or OSError.

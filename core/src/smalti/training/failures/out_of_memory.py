@@ -133,7 +133,7 @@ def _with_state(use: MemoryUse, run: Run) -> MemoryUse:
         gradients=size(each.grad for each in (*parameters, *flat)),
         moments=size((*states, *flat)),
         ema=size(run.ema.storage) if run.ema is not None else 0,
-        replicated=run.parallel.alone() is not None,
+        replicated=run.parallel.local_communicator() is not None,
         recomputes=_can_recompute(model),
         options={
             name: value for name, value in use.options.items() if name != "model_type" or isinstance(run.family, Adaptable)

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from smalti.errors import ExitCode
-from smalti.parallel import BrokenGroupError, Crew, break_group, write_lost_report
+from smalti.parallel import BrokenGroupError, FailureDetector, break_group, write_lost_report
 from smalti.plugins import notify
 from smalti.system import describe, flush, leave_within, write_exit_report
 from smalti.training.failures.emergency_save import rescue
@@ -43,15 +43,15 @@ class Watchdog:
     `run` is to be set once there is one: what can be saved.
     """
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, detector: FailureDetector) -> None:
         self.run: Run | None = None
-        self._crew = crew
+        self._detector = detector
         self._over = threading.Event()
         self._watched = threading.get_ident()
 
     def __enter__(self) -> Self:
-        if self._crew.board is not None:
-            self._apart = replace(self._crew, board=self._crew.board.apart())
+        if self._detector.board is not None:
+            self._apart = replace(self._detector, board=self._detector.board.apart())
             threading.Thread(target=self._watch, name="smalti-watchdog", daemon=True).start()
         return self
 
@@ -59,7 +59,7 @@ class Watchdog:
         self._over.set()
 
     def _watch(self) -> None:
-        claim = self._crew.claim
+        claim = self._detector.claim
         while not (loss := self._loss()):
             if self._over.wait(_EVERY_SECONDS):
                 return
@@ -77,14 +77,14 @@ class Watchdog:
     def _loss(self) -> str:
         """How another rank was lost, as far as it is known yet; "" if none is."""
         board = self._apart.board
-        if gone := self._crew.gone():
+        if gone := self._detector.gone():
             return f"rank {gone[0]} is gone"
         return "another rank is lost" if board is not None and board.alarmed() else ""
 
     def _comes_back(self, seconds: float) -> bool:
         """Whether the main thread notices in this time, or is through with all that ranks do together."""
         begun = time.monotonic()
-        while not self._crew.claim.taken:
+        while not self._detector.claim.taken:
             changing = self.run is not None and not self.run.boundary.whole
             if time.monotonic() - begun > (_UPDATE_SECONDS if changing else seconds):
                 return False
