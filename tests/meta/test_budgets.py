@@ -1,6 +1,7 @@
 """Files and functions stay small enough to be read in one pass."""
 
 import ast
+import re
 
 import pytest
 
@@ -37,3 +38,15 @@ def test_every_module_says_what_it_is_for(sources):
 
 def test_no_module_is_named_after_nothing(sources):
     assert [str(path) for path in sources if path.stem in FORBIDDEN_NAMES] == []
+
+
+def test_the_budgets_that_are_told_are_those_that_are_held(root):
+    rules, design = (
+        " ".join((root / page).read_text(encoding="utf-8").split()) for page in ("CONTRIBUTING.md", "docs/design.md")
+    )
+    numbers = (str(FILE_LINES), str(FUNCTION_LINES), str(SPECIAL["trainer.py"]))
+    assert re.findall(r"at most (\d+) lines, a function (\d+), `trainer\.py` (\d+)", rules) == [numbers]
+    told = re.findall(
+        r"A file of (\d+) lines and a function of (\d+) fit into a head\. `trainer\.py` is under (\d+) lines", design
+    )
+    assert told == [numbers]

@@ -8,6 +8,7 @@ import pluggy
 import pytest
 
 from smalti.hookspecs import PROJECT, HookSpecs
+from smalti.parallel.protocol import Parallel
 from smalti.plugins.registry import BUILT_IN, PluginInfo, Plugins, Selection, load_plugins
 
 MANAGER = pluggy.PluginManager(PROJECT)
@@ -98,3 +99,16 @@ def test_a_test_is_named_after_the_hook(root, name):
 def test_the_loop_in_the_catalogues_first_words_names_every_hook():
     told = inspect.getsource(inspect.getmodule(HookSpecs)).split('"""')[1]
     assert [name for name in HOOKS if name not in told] == []
+
+
+def test_the_essay_tells_as_many_hooks_and_methods_of_parallel_as_there_are(root):
+    design = " ".join((root / "docs" / "design.md").read_text(encoding="utf-8").split())
+    methods = {name for kind in Parallel.__mro__ if kind.__module__ == Parallel.__module__ for name in vars(kind)}
+    [told] = re.findall(r"one protocol of (\d+) methods, `Parallel`, and all else that varies behind (\d+) hooks", design)
+    assert tuple(map(int, told)) == (len([name for name in methods if not name.startswith("_")]), len(HOOKS))
+
+
+def test_only_the_plugin_that_the_essay_names_asks_for_a_place_in_the_order(root):
+    sources = [*(root / "core" / "src").rglob("*.py"), *root.glob("plugins/*/src/**/*.py")]
+    order = {path.stem: re.findall(r"@hookimpl\((\w+)", path.read_text(encoding="utf-8")) for path in sources}
+    assert {name: found for name, found in order.items() if found} == {"run_directory": ["tryfirst", "trylast"]}
