@@ -112,10 +112,10 @@ def _built(words, watch, closing):
     from smalti.data.from_options import scan_data
     from smalti.parallel.accelerator import pins_memory
     from smalti.parallel.failure_detection import FailureDetector
-    from smalti.parallel.protocol import Span
+    from smalti.parallel.protocol import FlatRange
     from smalti.plugins.lookup import choose_distributed
 
-    Span.of = classmethod(_real_span)
+    FlatRange.of = classmethod(_real_span)
     # Rank 0 is not there to look for these.
     smalti.training.run.chosen_checkpoint = lambda run, choice: None
     smalti.training.opening.run_on_main_rank = lambda ranks, scan: ""
@@ -258,9 +258,9 @@ def _resume(run) -> None:
     saved, blank = run.snapshot(), run.blank()
     stored = {
         name: StoredTensor(shape=shape_of(tensor), dtype=NAMES[tensor.dtype], pieces=1)
-        for name, tensor in named_state(saved.state.moments).items()
+        for name, tensor in named_state(saved.state.optimizer_state).items()
     }
-    blank.state.moments, blank.state.settings = _with_room(blank.state, stored), saved.state.settings
+    blank.state.optimizer_state, blank.state.param_groups = _with_room(blank.state, stored), saved.state.param_groups
     run.parallel.load_portable_state(run.model, run.optimizer, blank.state)
     if run.ema is not None:
         run.parallel.put_back(blank.ema, run.ema.shadows)

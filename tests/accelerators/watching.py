@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._pytree import tree_leaves
 
 from accelerators import fake_cuda
-from smalti.parallel.protocol import Span
+from smalti.parallel.protocol import FlatRange
 
 aten = torch.ops.aten
 _COPIES = (aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default)
@@ -68,7 +68,7 @@ class Watch(FakeTensorMode):
     def _dispatch(self, func, types, args, kwargs):
         if func is aten.record_stream.default:  # for the allocator, and there is none
             return None
-        if any(isinstance(value, Span) for value in args):
+        if any(isinstance(value, FlatRange) for value in args):
             args = tuple(map(_plain, args))
         if func is aten._local_scalar_dense.default and args[0].constant is None:
             return self._number(args[0])
@@ -191,7 +191,7 @@ def _apply(module: nn.Module, change, recurse: bool = True) -> nn.Module:
 
 
 def _plain(value: object) -> object:
-    if not isinstance(value, Span):
+    if not isinstance(value, FlatRange):
         return value
     with unset_fake_temporarily():
         return value.as_subclass(Tensor)

@@ -99,7 +99,7 @@ def load_all(kind: str, folder: Path) -> dict[str, Names]:
 
 def tensors_of(snapshot: Snapshot) -> dict[str, dict[str, torch.Tensor]]:
     """Weights and moments, and the average."""
-    moments = snapshot.state.moments.items()
+    moments = snapshot.state.optimizer_state.items()
     state = snapshot.state.model | {f"{name}.{moment}": each for name, found in moments for moment, each in found.items()}
     return {"state": dict(state), "average": dict(snapshot.ema or {})}
 

@@ -96,7 +96,7 @@ def snapshot(case: int, tensors: dict[str, Tensor], side: str) -> Snapshot:
     for key, tensor in groups["optimizer"].items():
         name, _, moment = key.rpartition(".")
         moments.setdefault(name, {})[moment] = tensor
-    state = PortableState(model=groups["model"], moments=moments, optimizer="AdamW")
+    state = PortableState(model=groups["model"], optimizer_state=moments, optimizer="AdamW")
     return Snapshot(step=1, state=state, ema=groups["ema"], trainer={"step": 1})
 
 

@@ -45,7 +45,7 @@ def snapshot(step: int, size: int = 1000, flags: tuple[str, ...] = ()) -> Snapsh
     """A state of which every number tells its step; about 20 `size` bytes."""
     model = {"a": torch.full((size,), float(step)), "b": torch.full((7,), float(step))}
     moments = {"a": {"exp_avg": torch.full((size,), float(step)), "step": torch.tensor(float(step))}}
-    state = PortableState(model=model, moments=moments, settings=[{"lr": 0.1}], optimizer="AdamW")
+    state = PortableState(model=model, optimizer_state=moments, param_groups=[{"lr": 0.1}], optimizer="AdamW")
     ema = {"a": torch.full((size,), float(step))}
     return Snapshot(step=step, state=state, ema=ema, trainer={"step": step}, flags=flags)
 

@@ -42,8 +42,8 @@ def snapshot(fill=None):
     moments = {"w": {"exp_avg": filled(torch.rand(2, 3)), "step": filled(torch.tensor(5.0))}}
     state = PortableState(
         model={name: filled(tensor) for name, tensor in WEIGHTS.items()},
-        moments=moments,
-        settings=[{"lr": 0.1}],
+        optimizer_state=moments,
+        param_groups=[{"lr": 0.1}],
         optimizer="AdamW",
     )
     ema = {"w": filled(WEIGHTS["w"] * 2)}

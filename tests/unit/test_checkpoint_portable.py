@@ -8,7 +8,7 @@ from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.errors import CheckpointError
-from smalti.parallel.state import capture, named_parameters, optimizer_moments, restore
+from smalti.parallel.state import capture, named_parameters, optimizer_state_of, restore
 from smalti.training.optim.optimizers import FixedRateAdafactor, sgd
 
 
@@ -103,7 +103,7 @@ def test_a_parameter_that_was_never_stepped_stays_so(tmp_path):
     snapshot = Snapshot(step=0, state=capture(other, OPTIMIZERS["AdamW"](other)))
     load(saved.path, snapshot, Alone())
     restore(other, fresh, snapshot.state)
-    assert "outside.weight" not in optimizer_moments(fresh, named_parameters(other))
+    assert "outside.weight" not in optimizer_state_of(fresh, named_parameters(other))
 
 
 def test_a_state_before_the_first_step_has_no_moments_and_restores():
@@ -133,7 +133,7 @@ def test_moments_are_made_in_the_memory_format_of_their_parameter(tmp_path):
     saved = save(tmp_path, Snapshot(step=1, state=capture(model, optimizer)), Alone())
     snapshot = Snapshot(step=0, state=capture(model, OPTIMIZERS["AdamW"](model)))
     load(saved.path, snapshot, Alone())
-    assert snapshot.state.moments["conv.weight"]["exp_avg"].is_contiguous(memory_format=torch.channels_last)
+    assert snapshot.state.optimizer_state["conv.weight"]["exp_avg"].is_contiguous(memory_format=torch.channels_last)
 
 
 def test_names_are_those_of_the_plain_model():

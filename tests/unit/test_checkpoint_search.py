@@ -46,7 +46,7 @@ def run(tmp_path):
     for step in (1, 2):
         model = {"weight": torch.full((1000, 500), float(step))}
         moments = {"weight": {"exp_avg": torch.ones(1000, 500), "exp_avg_sq": torch.ones(1000, 500)}}
-        state = PortableState(model=model, moments=moments, optimizer="AdamW")
+        state = PortableState(model=model, optimizer_state=moments, optimizer="AdamW")
         save(tmp_path / "run" / "checkpoints", Snapshot(step=step, state=state, ema=model, trainer={"step": step}), Alone())
     return tmp_path / "run"
 

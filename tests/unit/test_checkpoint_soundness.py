@@ -35,7 +35,9 @@ def snapshot(step=2):
         name: {"step": torch.tensor(float(step)), "exp_avg": torch.rand(shape), "exp_avg_sq": torch.rand(shape)}
         for name, shape in SHAPES.items()
     }
-    state = PortableState(model=model, moments=moments, settings=[{"lr": 0.1, "betas": [0.9, 0.99]}], optimizer="AdamW")
+    state = PortableState(
+        model=model, optimizer_state=moments, param_groups=[{"lr": 0.1, "betas": [0.9, 0.99]}], optimizer="AdamW"
+    )
     place = {"step": step, "position": step, "epoch": 0, "samples": 4 * step, "effective_batch": 4, "seed": 1}
     return Snapshot(step=step, state=state, ema={name: torch.rand(shape) for name, shape in SHAPES.items()}, trainer=place)
 

@@ -15,7 +15,7 @@ from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.errors import CheckpointError
-from smalti.parallel.protocol import PortableState, Span
+from smalti.parallel.protocol import FlatRange, PortableState
 
 
 @given(data=st.data(), shape=st.lists(st.integers(0, 5), max_size=3).map(tuple))
@@ -39,7 +39,7 @@ def test_the_elements_are_those_of_the_whole_tensor(data, shape):
 
 
 def spans(whole: torch.Tensor, begin: int, end: int) -> Snapshot:
-    state = PortableState(model={"w": Span.empty(end - begin, whole.shape, begin)}, optimizer="AdamW")
+    state = PortableState(model={"w": FlatRange.empty(end - begin, whole.shape, begin)}, optimizer="AdamW")
     return Snapshot(step=0, state=state)
 
 
@@ -47,7 +47,7 @@ def spans(whole: torch.Tensor, begin: int, end: int) -> Snapshot:
 def saved(tmp_path):
     weight = torch.arange(12.0).view(3, 4)
     moments = {"w": {"exp_avg": weight + 100, "step": torch.tensor(7.0)}}
-    state = PortableState(model={"w": weight.bfloat16()}, moments=moments, optimizer="AdamW")
+    state = PortableState(model={"w": weight.bfloat16()}, optimizer_state=moments, optimizer="AdamW")
     return save(tmp_path, Snapshot(step=1, state=state, trainer={"step": 1}), Alone()).path
 
 
@@ -55,14 +55,14 @@ def test_moments_are_made_for_the_same_stretch_and_narrow_types_widen(saved):
     into = spans(torch.empty(3, 4), 3, 9)
     load(saved, into, Alone())
     assert into.state.model["w"].tolist() == [3, 4, 5, 6, 7, 8]
-    assert into.state.moments["w"]["exp_avg"].tolist() == [103, 104, 105, 106, 107, 108]
-    assert into.state.moments["w"]["step"].shape == ()
+    assert into.state.optimizer_state["w"]["exp_avg"].tolist() == [103, 104, 105, 106, 107, 108]
+    assert into.state.optimizer_state["w"]["step"].shape == ()
 
 
 def test_moments_are_read_into_the_room_that_the_target_makes(saved):
     into = spans(torch.empty(3, 4), 3, 9)
     flat = torch.zeros(8)
-    into.state.room = lambda name, moment, dtype: Span.of(flat[1:7], torch.Size([3, 4]), 3)
+    into.state.allocate = lambda name, moment, dtype: FlatRange.of(flat[1:7], torch.Size([3, 4]), 3)
     load(saved, into, Alone())
     assert flat.tolist() == [0, 103, 104, 105, 106, 107, 108, 0]
 

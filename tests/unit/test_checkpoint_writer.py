@@ -25,7 +25,7 @@ ALONE = Alone()
 
 
 def snapshot(step=1, *, optimizer="", moments=None, ema=None, trainer=None, **tensors):
-    state = PortableState(model=tensors, moments=moments or {}, optimizer=optimizer, settings=[{"lr": 0.1}])
+    state = PortableState(model=tensors, optimizer_state=moments or {}, optimizer=optimizer, param_groups=[{"lr": 0.1}])
     return Snapshot(step=step, state=state, ema=ema, trainer=trainer or {}, plugins=("a 1.0",), config_digest="cd")
 
 
@@ -221,22 +221,22 @@ def test_a_fresh_optimizer_gets_the_moments_that_were_saved(tmp_path):
     path = save(tmp_path, snapshot(optimizer="AdamW", moments=adam(), w=torch.ones(2)), ALONE).path
     target = snapshot(optimizer="AdamW", w=torch.zeros(2))
     assert load(path, target, ALONE).moments
-    assert {name: value.tolist() for name, value in target.state.moments["w"].items()} == {"exp_avg": [5, 5], "step": 3}
+    assert {name: value.tolist() for name, value in target.state.optimizer_state["w"].items()} == {"exp_avg": [5, 5], "step": 3}
 
 
 def test_what_was_saved_before_the_first_step_has_no_moments_when_loaded(tmp_path):
     path = save(tmp_path, snapshot(optimizer="AdamW", w=torch.ones(2)), ALONE).path
     target = snapshot(optimizer="AdamW", moments=adam(), w=torch.zeros(2))
     load(path, target, ALONE)
-    assert target.state.moments == {}
+    assert target.state.optimizer_state == {}
 
 
 def test_another_optimizer_starts_afresh_and_says_so(tmp_path):
     path = save(tmp_path, snapshot(optimizer="AdamW", moments=adam(), w=torch.ones(2)), ALONE).path
     target = snapshot(optimizer="Muon", w=torch.zeros(2))
-    target.state.settings = [{"lr": 0.9}]
+    target.state.param_groups = [{"lr": 0.9}]
     loaded = load(path, target, ALONE)
-    assert (loaded.moments, target.state.moments, target.state.settings) == (False, {}, [{"lr": 0.9}])
+    assert (loaded.moments, target.state.optimizer_state, target.state.param_groups) == (False, {}, [{"lr": 0.9}])
     assert loaded.notices == ("the optimizer starts afresh: the checkpoint holds the state of AdamW, this run uses Muon",)
 
 

@@ -162,7 +162,7 @@ def train_partly(folder: Path) -> list[str]:
     optimizer.step()
     state = capture(model, optimizer)
     path = save(folder, Snapshot(step=1, state=state, trainer={}), this_rank()).path
-    wrong = [] if "last.weight" not in state.moments else ["a frozen matrix has moments"]
+    wrong = [] if "last.weight" not in state.optimizer_state else ["a frozen matrix has moments"]
     wrong += ["a frozen matrix is saved"] if "last.weight" in state.model else []
     frozen = dict(model.named_parameters())["last.weight"]
     if not isinstance(frozen, DTensor) or not torch.equal(frozen.full_tensor(), weights.get("last.weight")):

@@ -213,7 +213,7 @@ def without_moments():
     first = odd.state()
     odd.step(0)
     odd.parallel.load_portable_state(odd.model, odd.optimizer, first)
-    return odd.state().moments
+    return odd.state().optimizer_state
 
 
 def test_a_state_from_before_the_first_step_leaves_no_moments(pair):

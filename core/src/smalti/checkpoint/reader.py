@@ -1,7 +1,7 @@
 """Loading: into tensors that are there already, whatever number of ranks and whatever backend wrote the checkpoint.
 
 torch's distributed-checkpoint planner and safetensors reader find which stored pieces cover what this rank holds. They do not
-know a `Span`: that is read here. Names, shapes and types are compared before any tensor is touched.
+know a `FlatRange`: that is read here. Names, shapes and types are compared before any tensor is touched.
 """
 
 from __future__ import annotations
@@ -25,7 +25,16 @@ from smalti.checkpoint.format.verification import verify
 from smalti.checkpoint.planning import memory
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.errors import CheckpointError
-from smalti.parallel import Communicator, PortableState, RankError, Span, named_state, regrouped, run_on_all_ranks, shape_of
+from smalti.parallel import (
+    Communicator,
+    FlatRange,
+    PortableState,
+    RankError,
+    named_state,
+    regrouped,
+    run_on_all_ranks,
+    shape_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +116,11 @@ def _load(path: Path, snapshot: Snapshot) -> Loaded:
     for group, tensors in wanted.items():
         compare(group, tensors, stored[group], state.trainer)
     if same:
-        _compare_settings(state.settings, target.settings)
+        _compare_settings(state.settings, target.param_groups)
     for group, tensors in wanted.items():
         _fill(path / group, tensors)
     if same:
-        target.moments, target.settings = moments, regrouped(state.settings, target.settings)
+        target.optimizer_state, target.param_groups = moments, regrouped(state.settings, target.param_groups)
     return Loaded(
         trainer=dict(state.trainer),
         optimizer=state.optimizer,
@@ -129,7 +138,7 @@ def _with_room(target: PortableState, stored: Mapping[str, StoredTensor]) -> dic
     device, same sharding. Others (step counts, factored
     moments) are plain tensors, scalars on the CPU.
     """
-    moments = {name: dict(found) for name, found in target.moments.items()}
+    moments = {name: dict(found) for name, found in target.optimizer_state.items()}
     for key, tensor in stored.items():
         name, _, moment = key.rpartition(".")
         parameter = target.model.get(name)
@@ -137,7 +146,7 @@ def _with_room(target: PortableState, stored: Mapping[str, StoredTensor]) -> dic
             continue
         dtype = DTYPES[tensor.dtype]
         if tensor.shape == shape_of(parameter) and tensor.shape != ():
-            new = target.room(name, moment, dtype) if target.room else _new_like(parameter, dtype)
+            new = target.allocate(name, moment, dtype) if target.allocate else _new_like(parameter, dtype)
         else:
             new = torch.empty(tensor.shape, dtype=dtype, device=parameter.device if tensor.shape else "cpu")
         moments.setdefault(name, {})[moment] = new
@@ -192,8 +201,8 @@ def _kind(value: object) -> type:
 
 
 def _new_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if isinstance(tensor, Span):
-        return Span.empty(len(tensor), tensor.whole, tensor.begin, dtype)
+    if isinstance(tensor, FlatRange):
+        return FlatRange.empty(len(tensor), tensor.whole, tensor.begin, dtype)
     return torch.empty_like(tensor.detach(), dtype=dtype)
 
 
@@ -208,7 +217,7 @@ def _widens(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def _fill(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    spans = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Span)}
+    spans = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, FlatRange)}
     if spans:
         _fill_spans(TensorFiles(sorted(directory.glob("*.safetensors"))), spans)
     others = {name: tensor for name, tensor in tensors.items() if name not in spans}
@@ -216,7 +225,7 @@ def _fill(directory: Path, tensors: Mapping[str, Tensor]) -> None:
         _fill_tensors(directory, others)
 
 
-def _fill_spans(files: TensorFiles, spans: Mapping[str, Span]) -> None:
+def _fill_spans(files: TensorFiles, spans: Mapping[str, FlatRange]) -> None:
     for name, span in spans.items():
         dtype = DTYPES[files.tensors[name].dtype]
         read = span if span.dtype == dtype else torch.empty(len(span), dtype=dtype)

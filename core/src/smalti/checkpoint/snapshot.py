@@ -33,14 +33,16 @@ class Snapshot:
         """All tensors, under "GROUP/NAME"."""
         groups: Mapping[str, Mapping[str, Tensor]] = {
             "model": self.state.model,
-            "optimizer": named_state(self.state.moments),
+            "optimizer": named_state(self.state.optimizer_state),
             "ema": self.ema or {},
         }
         return {f"{group}/{name}": tensor for group, tensors in groups.items() for name, tensor in tensors.items()}
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> Snapshot:
         """The same with other tensors, given under the names of `tensors()`."""
-        moments = {name: {key: tensors[f"optimizer/{name}.{key}"] for key in kept} for name, kept in self.state.moments.items()}
+        moments = {
+            name: {key: tensors[f"optimizer/{name}.{key}"] for key in kept} for name, kept in self.state.optimizer_state.items()
+        }
         model = {name: tensors[f"model/{name}"] for name in self.state.model}
         ema = None if self.ema is None else {name: tensors[f"ema/{name}"] for name in self.ema}
-        return replace(self, state=replace(self.state, model=model, moments=moments), ema=ema)
+        return replace(self, state=replace(self.state, model=model, optimizer_state=moments), ema=ema)

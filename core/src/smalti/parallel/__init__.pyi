@@ -36,18 +36,18 @@ from .process_group import ProcessGroupParallel as ProcessGroupParallel
 from .protocol import (
     AbortableCommunicator as AbortableCommunicator,
     Communicator as Communicator,
+    FlatRange as FlatRange,
     Parallel as Parallel,
     PortableState as PortableState,
-    Span as Span,
     named_state as named_state,
     shape_of as shape_of,
 )
 from .state import (
     capture as capture,
-    fill_settings as fill_settings,
+    fill_param_groups as fill_param_groups,
     model_tensors as model_tensors,
     named_parameters as named_parameters,
-    optimizer_settings as optimizer_settings,
+    param_groups_of as param_groups_of,
     portable_name as portable_name,
     regrouped as regrouped,
     restore as restore,

@@ -20,31 +20,31 @@ from smalti.types import World
 
 @dataclass(kw_only=True)
 class PortableState:
-    """Model and optimizer as every backend can read them, whichever wrote them.
+    """Model and optimizer state in the form that every strategy reads, whichever wrote it.
 
-    All keys are fully qualified parameter names of the unwrapped model. Values are plain tensors or DTensors; each rank
-    holds its own share of a DTensor and the same plain tensor as every other rank; `Span`s are only for loading. What is frozen
-    is not part of it.
+    All keys are parameter names of the unwrapped model. Values are plain tensors or DTensors: each rank holds its shard of a
+    DTensor, and the same plain tensor as every other rank. `FlatRange`s are for loading only. Frozen parameters are left out.
 
-    `moments` maps parameter name -> moment name ("exp_avg", "exp_avg_sq", "step") -> tensor. `settings` are the optimizer's
-    hyper-parameters per parameter group, JSON-able, without parameters.
+    `optimizer_state` maps a parameter's name to its state: "exp_avg", "exp_avg_sq", "step" ... -> tensor. `param_groups` are
+    the hyper-parameters of each parameter group, JSON-able, without parameters. `optimizer` is the optimizer's class name.
 
-    `room` makes what a moment with the shape of its parameter is read into, from parameter, moment and type; None: a new tensor
-    like the parameter. It is asked only for moments that a checkpoint has and that are not in `moments`.
+    `allocate` takes the name of a parameter, a key of its state and a dtype, and returns the tensor into which that state is
+    read from a checkpoint; None: a new tensor like the parameter. It is called only for state that has the parameter's shape,
+    that a checkpoint has and that `optimizer_state` lacks.
     """
 
     model: dict[str, Tensor]
-    moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    settings: list[dict[str, object]] = field(default_factory=list)
+    optimizer_state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    param_groups: list[dict[str, object]] = field(default_factory=list)
     optimizer: str = ""
-    room: Callable[[str, str, torch.dtype], Tensor] | None = None
+    allocate: Callable[[str, str, torch.dtype], Tensor] | None = None
 
 
-class Span(Tensor):
-    """This rank's stretch of a tensor's elements, counted row by row: (n,). It may begin and end anywhere, and be empty.
+class FlatRange(Tensor):
+    """This rank's range of a flattened tensor, (n,): any range, also an empty one.
 
-    For backends that cut so, it is what `blank_state` may ask for; checkpoints are read straight into it. `whole` is the shape
-    of the tensor, `begin` the first element's place in it.
+    For strategies that shard flat tensors. Checkpoints are read straight into it. `whole` is the shape of the full tensor,
+    `begin` the flat index of the first element.
     """
 
     whole: torch.Size
@@ -171,7 +171,7 @@ class Parallel(Communicator, Protocol):
         ...
 
     def blank(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What a checkpoint can be read into to take the place of such tensors: as `portable`, with any values; or `Span`s.
+        """What a checkpoint can be read into to take the place of such tensors: as `portable` with any values, or `FlatRange`s.
 
         May be in memory shared with `tensors`.
         """
@@ -186,9 +186,9 @@ class Parallel(Communicator, Protocol):
         ...
 
     def blank_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
-        """What a checkpoint can be read into: as `portable_state` with any values, or `Span`s. *Collective*.
+        """What a checkpoint can be read into: as `portable_state` with any values, or `FlatRange`s. *Collective*.
 
-        It may be live, or have live `room`. It has no moments that the optimizer has not.
+        It may be live, or have live `allocate`. It has no moments that the optimizer has not.
         """
         ...
 
@@ -203,7 +203,7 @@ class Parallel(Communicator, Protocol):
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
     """Of the whole tensor of which a rank may hold a part."""
-    return tuple(tensor.whole if isinstance(tensor, Span) else tensor.shape)
+    return tuple(tensor.whole if isinstance(tensor, FlatRange) else tensor.shape)
 
 
 def named_state(values: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:

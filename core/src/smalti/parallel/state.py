@@ -29,8 +29,8 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState
     parameters = named_parameters(model)
     return PortableState(
         model=model_tensors(model),
-        moments=optimizer_moments(optimizer, parameters),
-        settings=optimizer_settings(optimizer, parameters),
+        optimizer_state=optimizer_state_of(optimizer, parameters),
+        param_groups=param_groups_of(optimizer, parameters),
         optimizer=type(optimizer).__name__,
     )
 
@@ -44,8 +44,8 @@ def restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: PortableS
     fill_model(model, state.model)
     if state.optimizer == type(optimizer).__name__:
         parameters = named_parameters(model)
-        fill_moments(optimizer, parameters, state.moments)
-        fill_settings(optimizer, parameters, state.settings)
+        fill_optimizer_state(optimizer, parameters, state.optimizer_state)
+        fill_param_groups(optimizer, parameters, state.param_groups)
 
 
 def portable_name(name: str) -> str:
@@ -87,7 +87,7 @@ def fill_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 tensor.copy_(tensors[name])
 
 
-def optimizer_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+def optimizer_state_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """The tensors of an optimizer's state, by parameter and moment; nothing for parameters that were never stepped."""
     moments: dict[str, dict[str, Tensor]] = {}
     for name, parameter in _optimized(optimizer, parameters).items():
@@ -99,7 +99,7 @@ def optimizer_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str,
     return moments
 
 
-def optimizer_settings(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> list[dict[str, object]]:
+def param_groups_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> list[dict[str, object]]:
     """Hyper-parameters per parameter group, JSON-able, with whatever is kept per parameter and is no tensor."""
     names = _names(parameters)
     settings = []
@@ -115,7 +115,7 @@ def optimizer_settings(optimizer: torch.optim.Optimizer, parameters: Mapping[str
     return settings
 
 
-def fill_moments(
+def fill_optimizer_state(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, Tensor],
     moments: Mapping[str, Mapping[str, Tensor]],
@@ -137,7 +137,7 @@ def fill_moments(
             optimizer.state[parameter][key] = tensor.to(device)
 
 
-def fill_settings(
+def fill_param_groups(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], settings: list[dict[str, object]]
 ) -> None:
     """Set hyper-parameters group by group, each in the type that the optimizer has it in."""

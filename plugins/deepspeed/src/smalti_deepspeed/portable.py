@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from smalti import CheckpointError, UserError
 from smalti.models import Weights
-from smalti.parallel import Communicator, PortableState, Span, model_tensors, optimizer_settings, shape_of
+from smalti.parallel import Communicator, FlatRange, PortableState, model_tensors, param_groups_of, shape_of
 from smalti_deepspeed.rowcut import RowCut
 from smalti_deepspeed.zero import Place, Zero, make_moment, make_moments, moments
 
@@ -60,15 +60,15 @@ class Portable:
         """What can be read from files into these ranges: they themselves where they are in host memory."""
         return {name: self._span(name, into.dtype, into) for name, into in ranges.items()}
 
-    def _span(self, name: str, dtype: torch.dtype, live: Tensor | None) -> Span:
+    def _span(self, name: str, dtype: torch.dtype, live: Tensor | None) -> FlatRange:
         place = self._places[name]
         if live is not None and live.device.type == "cpu":
-            return Span.of(live, place.shape, place.start)
-        return Span.empty(place.length, place.shape, place.start, dtype)
+            return FlatRange.of(live, place.shape, place.start)
+        return FlatRange.empty(place.length, place.shape, place.start, dtype)
 
     def put_back(self, portable: Mapping[str, Tensor], ranges: Mapping[str, Tensor]) -> None:
         """Either all of `portable` are spans, on all ranks, or none."""
-        if all(isinstance(portable[name], Span) for name in ranges):
+        if all(isinstance(portable[name], FlatRange) for name in ranges):
             for name, into in ranges.items():
                 if portable[name].data_ptr() != into.data_ptr():  # not read straight into it
                     into.copy_(portable[name])
@@ -89,8 +89,8 @@ class Portable:
                         found.setdefault(name, {})[key] = tensor
         return PortableState(
             model={**weights, **self._buffers()},
-            moments=found,
-            settings=self._settings(),
+            optimizer_state=found,
+            param_groups=self._settings(),
             optimizer=self._optimizer_name(),
         )
 
@@ -98,15 +98,15 @@ class Portable:
         """What a checkpoint can be read into: nothing is sent for it, nor when it is put back."""
         return PortableState(
             model={**{name: self._span(name, torch.float32, self._live(name)) for name in self._places}, **self._buffers()},
-            settings=self._settings(),
+            param_groups=self._settings(),
             optimizer=self._optimizer_name(),
-            room=self._room,
+            allocate=self._allocate,
         )
 
     def _live(self, name: str) -> Tensor | None:
         return None if self._zero.on_drive else self._places[name].of(self._zero.flats())
 
-    def _room(self, name: str, moment: str, dtype: torch.dtype) -> Tensor:
+    def _allocate(self, name: str, moment: str, dtype: torch.dtype) -> Tensor:
         place, live = self._places[name], None
         if not self._zero.on_drive:
             flat = self._zero.flats()[place.flat]
@@ -118,7 +118,7 @@ class Portable:
         buffers, known = self._buffers(), state.optimizer == self._optimizer_name()
         if odd := (self._places.keys() | buffers.keys()) ^ state.model.keys():
             raise CheckpointError(f"the model has other tensors: {', '.join(sorted(odd)[:3])}")
-        if odd := state.moments.keys() - self._places.keys():
+        if odd := state.optimizer_state.keys() - self._places.keys():
             raise CheckpointError(f"moments of parameters that do not train: {', '.join(sorted(odd)[:3])}")
         for name, buffer in buffers.items():
             buffer.copy_(state.model[name])
@@ -127,9 +127,9 @@ class Portable:
                 flats = self._zero.flats()
                 self.put_back(state.model, {name: place.of(flats) for name, place in places.items()})
                 if known:
-                    self._load_moments(number, {name: state.moments.get(name, {}) for name in places})
+                    self._load_moments(number, {name: state.optimizer_state.get(name, {}) for name in places})
         if known:
-            self._load_settings(state.settings)
+            self._load_settings(state.param_groups)
 
     def fill(self, weights: Weights) -> None:
         """Give the masters these weights, of which each rank reads all that train. Afterwards as after `load`."""
@@ -188,7 +188,7 @@ class Portable:
     def _settings(self) -> list[dict[str, object]]:
         """Hyper-parameters alone: what the optimizer steps are no parameters of the model."""
         groups = [{**group, "params": []} for group in self._optimizer.param_groups]
-        return optimizer_settings(cast(torch.optim.Optimizer, SimpleNamespace(param_groups=groups, state={})), {})
+        return param_groups_of(cast(torch.optim.Optimizer, SimpleNamespace(param_groups=groups, state={})), {})
 
     def _load_settings(self, saved: list[dict[str, object]]) -> None:
         """Those that this optimizer has too; DeepSpeed's have not all of torch's."""

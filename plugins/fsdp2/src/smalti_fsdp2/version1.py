@@ -34,10 +34,10 @@ from smalti.parallel import (
     Communicator,
     PortableState,
     ProcessGroupParallel,
-    fill_settings,
+    fill_param_groups,
     in_bf16,
     named_parameters,
-    optimizer_settings,
+    param_groups_of,
     portable_name,
 )
 from smalti_fsdp2.filling import fill_buffers
@@ -159,16 +159,16 @@ class FullySharded(ProcessGroupParallel):
         found, aliases = cast(dict[str, Tensor], get_model_state_dict(model, options=_ON_HOST)), _aliases(model)
         return PortableState(
             model={name: tensor for name, tensor in found.items() if name not in aliases},
-            moments=_moments(model, optimizer),
-            settings=optimizer_settings(optimizer, named_parameters(model)),
+            optimizer_state=_moments(model, optimizer),
+            param_groups=param_groups_of(optimizer, named_parameters(model)),
             optimizer=type(optimizer).__name__,
         )
 
     def load_portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: PortableState) -> None:
         self.refresh(model)
         if state.optimizer == type(optimizer).__name__:
-            _set_moments(model, optimizer, state.moments)
-            fill_settings(optimizer, named_parameters(model), state.settings)
+            _set_moments(model, optimizer, state.optimizer_state)
+            fill_param_groups(optimizer, named_parameters(model), state.param_groups)
         # Last, because torch lets a fresh optimizer make a step to have moments.
         again = {alias: state.model[name] for alias, name in _aliases(model).items()}
         set_model_state_dict(model, {**state.model, **again})

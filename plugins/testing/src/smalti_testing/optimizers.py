@@ -58,7 +58,7 @@ class Training:
     def state(self) -> dict[str, Tensor]:
         """Copies of the parameters and of what the optimizer keeps."""
         found = capture(self.model, self.optimizer)
-        kept = {f"{name}.{key}": each.clone() for name, held in found.moments.items() for key, each in held.items()}
+        kept = {f"{name}.{key}": each.clone() for name, held in found.optimizer_state.items() for key, each in held.items()}
         return {**self.parameters(), **kept}
 
 
@@ -214,8 +214,8 @@ def its_state_fits_into_a_checkpoint(subject: OptimizerSubject) -> None:
     training = subject.training()
     training.steps(*range(_STEPS))
     state = capture(training.model, training.optimizer)
-    json.dumps(state.settings, allow_nan=False)
-    unknown = state.moments.keys() - dict(training.model.named_parameters()).keys()
+    json.dumps(state.param_groups, allow_nan=False)
+    unknown = state.optimizer_state.keys() - dict(training.model.named_parameters()).keys()
     expect(not unknown, f"there is state of {', '.join(sorted(unknown)[:3])}, which the model does not have")
 
 

@@ -237,15 +237,15 @@ def its_state_is_portable(subject: StrategySubject) -> None:
     subject.step(30)
     state = subject.state()
     trained = {name for name, each in subject.parallel.unwrap(subject.model).named_parameters() if each.requires_grad}
-    expect(set(state.moments) == trained, f"there are moments of {sorted(state.moments)[:5]}")
-    for name, moments in state.moments.items():
+    expect(set(state.optimizer_state) == trained, f"there are moments of {sorted(state.optimizer_state)[:5]}")
+    for name, moments in state.optimizer_state.items():
         expect({"exp_avg", "exp_avg_sq", "step"} <= set(moments), f"{name} has the moments {sorted(moments)}")
         for moment in ("exp_avg", "exp_avg_sq"):
             shapes = tuple(moments[moment].shape), tuple(state.model[name].shape)
             expect(shapes[0] == shapes[1], f"{moment} of {name} is {shapes[0]}, the parameter {shapes[1]}")
     wrong = [name for name, tensor in state.model.items() if tensor.dtype != torch.float32]
     expect(not wrong, f"not in fp32: {wrong[:5]}")
-    json.dumps(state.settings, allow_nan=False)
+    json.dumps(state.param_groups, allow_nan=False)
     expect(state.optimizer == "AdamW", f"the optimizer is called {state.optimizer!r}")
     sums = {name: float(tensor.double().sum()) for name, tensor in subject.whole().items()}
     told = subject.parallel.all_gather_text(json.dumps(sums))
@@ -373,8 +373,10 @@ def _cloned(state: PortableState) -> PortableState:
     """A state that no longer sees the live tensors; shards stay shards."""
     return PortableState(
         model={name: tensor.detach().clone() for name, tensor in state.model.items()},
-        moments={name: {key: each.detach().clone() for key, each in found.items()} for name, found in state.moments.items()},
-        settings=state.settings,
+        optimizer_state={
+            name: {key: each.detach().clone() for key, each in found.items()} for name, found in state.optimizer_state.items()
+        },
+        param_groups=state.param_groups,
         optimizer=state.optimizer,
     )
 

@@ -81,12 +81,13 @@ class StrategySubject:
         """An ordinary model and optimizer in the state in which the strategy is. *Collective*."""
         state, reference = self.state(), self.fresh_reference()
         moments = {
-            name: {moment: whole_tensor(tensor) for moment, tensor in found.items()} for name, found in state.moments.items()
+            name: {moment: whole_tensor(tensor) for moment, tensor in found.items()}
+            for name, found in state.optimizer_state.items()
         }
         plain = PortableState(
             model={name: whole_tensor(tensor) for name, tensor in state.model.items()},
-            moments=moments,
-            settings=state.settings,
+            optimizer_state=moments,
+            param_groups=state.param_groups,
             optimizer=type(reference.optimizer).__name__,
         )
         restore(reference.model, reference.optimizer, plain)
@@ -180,6 +181,6 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 def whole_state(state: PortableState) -> dict[str, Tensor]:
     found = {name: whole_tensor(tensor) for name, tensor in state.model.items()}
-    for name, moments in state.moments.items():
+    for name, moments in state.optimizer_state.items():
         found |= {f"{name}.{moment}": whole_tensor(tensor) for moment, tensor in moments.items()}
     return found

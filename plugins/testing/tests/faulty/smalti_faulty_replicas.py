@@ -63,7 +63,7 @@ class Clinging(DdpParallel):
 
 class Amnesiac(DdpParallel):
     def load_portable_state(self, model, optimizer, state):
-        state.moments = {}
+        state.optimizer_state = {}
         super().load_portable_state(model, optimizer, state)
 
 

@@ -59,7 +59,7 @@ CHAPTERS = (
             "smalti.parallel:AbortableCommunicator",
             "smalti.parallel:Parallel",
             "smalti.parallel:PortableState",
-            "smalti.parallel:Span",
+            "smalti.parallel:FlatRange",
         ),
         given=("smalti:World", "smalti:Block"),
         bases=("smalti.parallel:ProcessGroupParallel", "smalti.training:DdpParallel"),
