@@ -48,6 +48,15 @@ def test_json_names_folder_files_and_commands(capsys, folder):
     assert said["next"][0] == "cd deep/er"
 
 
+def test_packages_that_its_tests_and_the_trial_need_come_first(capsys, monkeypatch):
+    monkeypatch.setattr("smalti.config.known_packages.installed", lambda name: False)
+    for kind, wanted in (("family", ["testing"]), ("observer", ["testing", "toy"])):
+        _, out, _ = new(capsys, f"my-{kind}", "--kind", kind, "--json")
+        first = json.loads(out)["next"][0].split()
+        assert first[:2] == ["pip", "install"]
+        assert [each.rpartition("/")[2].removeprefix("smalti-") for each in first[2:]] == wanted
+
+
 def test_it_needs_no_torch(folder):
     code = "import sys\nfrom smalti.cli.entry import main\ntry: main(['plugin', 'new', 'pebble', '--kind=strategy'])\n"
     code += "except SystemExit as left: assert left.code == 0\nassert 'torch' not in sys.modules"
@@ -62,6 +71,7 @@ NAMES = {
     "trailing-": "trailing",
     "smalti-pebble": "leave the prefix out: pebble",
     "toy": "my_toy",
+    "testing": "smalti-testing",
     "flux": "my_flux",
     "fsdp2": "my_fsdp2",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from packaging.version import Version
 
 from smalti.cli.pages.help import Group
 from smalti.cli.pages.protocols import page
-from smalti.config import PLUGINS, package_of_family, package_of_storage
+from smalti.config import KIT, PLUGINS, package_of_family, package_of_storage
 from smalti.errors import UserError
 from smalti.plugins import Plugins, load_plugins, selection_of
 from smalti.types import FamilyEntry, OptimizerEntry, Registered, StorageEntry
@@ -92,7 +93,9 @@ def new(name: str, kind: str, folder: Path | None, as_json: bool) -> None:
     values = _values(word, kind)
     folder = (folder or Path(values["distribution"])).expanduser()
     written = _write(folder, dict(_rendered(kind, values)))
-    steps = [f"cd {folder}", "pip install -e '.[test]'", "pytest", values["trial"]]
+    missing = [package.target for package in (KIT, *(() if kind == "family" else (PLUGINS["toy"],))) if package.target]
+    steps = [f"pip install {shlex.join(missing)}"] if missing else []
+    steps += [f"cd {shlex.quote(str(folder))}", "pip install -e '.[test]'", "pytest", values["trial"]]
     if as_json:
         said = {"name": word, "kind": kind, "distribution": values["distribution"], "package": values["package"]}
         click.echo(json.dumps({**said, "folder": str(folder.absolute()), "files": written, "next": steps}, indent=2))
@@ -135,7 +138,7 @@ def _holder(word: str, kind: str, plugins: Plugins) -> str:
     """What has this name already: a plugin, installed or official, or something of the kind that a plugin registers."""
     if word in plugins.infos:
         return f"an installed plugin ({plugins.infos[word].source})"
-    official = PLUGINS.get(word)
+    official = PLUGINS.get(word, KIT if word == KIT.plugin else None)
     if kind == "family":
         official = official or package_of_family(word)
     if kind == "storage":

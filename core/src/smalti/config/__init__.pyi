@@ -23,6 +23,7 @@ from .core_options import (
 from .edit import Edit as Edit, set_option as set_option
 from .files import expand as expand, read_mapping as read_mapping, read_text as read_text
 from .known_packages import (
+    KIT as KIT,
     PLUGINS as PLUGINS,
     package_of_cache as package_of_cache,
     package_of_checkpoint as package_of_checkpoint,

@@ -160,6 +160,8 @@ PACKAGES = (
 )
 
 PLUGINS = {package.plugin: package for package in PACKAGES}
+KIT = Package(plugin="testing", folder="testing")
+"""The contract tests for plugins: a package without a plugin."""
 
 
 @cache
