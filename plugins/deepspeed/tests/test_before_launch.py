@@ -20,9 +20,9 @@ from smalti.plugins.lookup import check_strategy, choose_distributed
 from smalti.plugins.registry import PluginInfo, Selection, load_plugins
 from smalti.plugins.schema import schema_of
 from smalti_deepspeed import checks, offloadfolder
-from smalti_deepspeed.document import resolved
+from smalti_deepspeed.accelerate_import import KEYS
+from smalti_deepspeed.config import resolved
 from smalti_deepspeed.offloadfolder import LOCK, Claim, Leftovers, claim_together, swap_bytes
-from smalti_deepspeed.translation import KEYS
 
 PLUGINS = load_plugins(Selection(only=("deepspeed", "fsdp2", "toy")))
 SCHEMA = schema_of(PLUGINS)
@@ -192,7 +192,7 @@ def test_swapping_to_a_drive_needs_libaio(tmp_path):
 
 
 def test_what_is_asked_before_a_run_imports_neither_torch_nor_deepspeed():
-    modules = ("plugin", "checks", "document", "launchfile", "commands", "verdict", "templates", "builder", "offloadfolder")
+    modules = ("plugin", "checks", "config", "accelerate_export", "commands", "report", "templates", "builder", "offloadfolder")
     code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(f'smalti_deepspeed.{name}')\n"
     code += "print(*({'torch', 'deepspeed', 'accelerate'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True, timeout=60, check=True)

@@ -11,7 +11,7 @@ from smalti.config.resolution import resolve, restore
 from smalti.plugins.lookup import choose_distributed
 from smalti.plugins.registry import Selection, load_plugins
 from smalti.plugins.schema import schema_of
-from smalti_deepspeed.document import resolved, sized
+from smalti_deepspeed.config import resolved, sized
 from smalti_deepspeed.optimizers import NAMES, normalised
 
 DATA = Path(__file__).parents[3] / "tests" / "data"

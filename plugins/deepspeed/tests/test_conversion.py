@@ -16,7 +16,7 @@ from smalti.checkpoint.format.verification import verify
 from smalti.parallel.gloo import GlooCommunicator
 from smalti_deepspeed.conversion import open_deepspeed
 from smalti_deepspeed.formats import FORMATS
-from smalti_deepspeed.importing import start_deepspeed, stop_deepspeed
+from smalti_deepspeed.startup import start_deepspeed, stop_deepspeed
 from smalti_testing import TinyFamily, two_processes
 from smalti_testing.strategy_subject import whole_state
 

@@ -19,8 +19,8 @@ from smalti.config.resolution import resolve
 from smalti.plugins.registry import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 from smalti_deepspeed.builder import FIELDS, build, choices_of
-from smalti_deepspeed.document import resolved, sized
-from smalti_deepspeed.implications import ONLY_OF, OTHER_SCHEDULERS, SCHEDULERS
+from smalti_deepspeed.config import resolved, sized
+from smalti_deepspeed.derived_options import ONLY_OF, OTHER_SCHEDULERS, SCHEDULERS
 from smalti_deepspeed.keys import DATA_TYPES, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, REMOVED_TOP, REMOVED_ZERO, SHORT, TOP, ZERO
 from smalti_deepspeed.optimizers import NAMES, REMOVED
 

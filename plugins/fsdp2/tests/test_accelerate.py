@@ -25,8 +25,8 @@ from smalti.launch.plan import LaunchPlan, check_accelerators, expected_kind, pl
 from smalti.plugins.lookup import choose_distributed
 from smalti.plugins.registry import BUILT_IN, Selection, load_plugins
 from smalti.plugins.schema import check, schema_of
+from smalti_fsdp2.accelerate_import import KEYS, PARALLELISM_KEYS, STRATEGIES
 from smalti_fsdp2.options import FsdpOptions, enabled
-from smalti_fsdp2.translation import KEYS, PARALLELISM_KEYS, STRATEGIES
 
 DATA = Path(__file__).parents[3] / "tests" / "data"
 PLUGINS = load_plugins(Selection(only=("fsdp2",)))

@@ -13,8 +13,8 @@ from nursery import forked_processes
 from smalti import Block, UserError
 from smalti.models.context_parallel import Attention, ContextPlan, Join, Split, context_plan
 from smalti.models.family import SampleRequest, native_objective
+from smalti_fsdp2.activation_checkpointing import recompute
 from smalti_fsdp2.context import split_context
-from smalti_fsdp2.recomputation import recompute
 from smalti_testing import RankFailed, TinyFamily
 from smalti_toy.family import ToyFamily, ToyShape
 

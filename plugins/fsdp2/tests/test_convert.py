@@ -36,7 +36,7 @@ from smalti.plugins.registry import load_plugins
 from smalti.training.optim.optimizers import matrices, parameter_groups
 from smalti.types import World
 from smalti_fsdp2.conversion import open_accelerate, open_dcp
-from smalti_fsdp2.metadata import read_metadata
+from smalti_fsdp2.dcp_metadata import read_metadata
 from smalti_toy.family import ToyShape, ToyTransformer
 
 STEPS = 3
@@ -201,7 +201,7 @@ def test_a_pickle_in_place_of_the_metadata_is_refused_by_name_and_not_run(tmp_pa
 
 
 def test_reading_metadata_imports_no_torch(made):
-    code = "import sys, pathlib; from smalti_fsdp2.metadata import read_metadata; read_metadata(pathlib.Path(sys.argv[1]))"
+    code = "import sys, pathlib; from smalti_fsdp2.dcp_metadata import read_metadata; read_metadata(pathlib.Path(sys.argv[1]))"
     code += "\nsys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, made / "nested" / ".metadata"]).returncode == 0
 

@@ -19,9 +19,9 @@ from smalti.models.blocks import find_blocks
 from smalti.models.weights import FolderWeights, SeededWeights, without_weights
 from smalti.parallel.gloo import GlooCommunicator
 from smalti.parallel.state import capture, restore
-from smalti_fsdp2.filling import fill
+from smalti_fsdp2.activation_checkpointing import recompute
+from smalti_fsdp2.load_weights import fill
 from smalti_fsdp2.options import FsdpOptions
-from smalti_fsdp2.recomputation import recompute
 from smalti_fsdp2.sharding import shard, shard_mesh
 from smalti_fsdp2.wrapping import units
 from smalti_testing import two_processes

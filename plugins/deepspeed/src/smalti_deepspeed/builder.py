@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from smalti import ConfigError, Problem, UserError
-from smalti_deepspeed.implications import SCHEDULERS, implied
-from smalti_deepspeed.inspection import DEVICES, STAGES
+from smalti_deepspeed.derived_options import SCHEDULERS, implied
 from smalti_deepspeed.optimizers import ON_CPU, USABLE, optimizer_settings
 from smalti_deepspeed.parsing import Document
+from smalti_deepspeed.validate import DEVICES, STAGES
 
 AUTO = "auto"
 

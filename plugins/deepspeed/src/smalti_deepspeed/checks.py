@@ -1,6 +1,6 @@
 """What is wrong with a run under DeepSpeed, told before anything is launched. Imports no torch, no DeepSpeed.
 
-What is wrong with the JSON by itself is told as soon as options are read, in `implications`.
+What is wrong with the JSON by itself is told as soon as options are read, in `derived_options`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ctypes.util import find_library
 from smalti import Config, Problem
 from smalti.config import LaunchOptions, OptimizerOptions, cuda_graph_problem
 from smalti.parallel import is_rocm
-from smalti_deepspeed.document import given, offload_folders, resolved
+from smalti_deepspeed.config import given, offload_folders, resolved
 from smalti_deepspeed.optimizers import ENTRIES, ON_CPU, deepspeed_name, needs_accelerator, refusal
 from smalti_deepspeed.options import enabled
 from smalti_deepspeed.parsing import is_open, place, section

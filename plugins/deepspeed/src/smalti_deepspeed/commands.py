@@ -116,7 +116,7 @@ def check_command(context: click.Context, file: Path, words: tuple[str, ...], as
     contradict each other and whether the run could be launched, and prints the complete configuration that DeepSpeed would get.
     Exits with 2 if something is wrong.
     """
-    from smalti_deepspeed.verdict import judge, judge_in_run
+    from smalti_deepspeed.report import judge, judge_in_run
 
     text = _read(file)
     verdict = judge(text, str(file))
@@ -192,8 +192,8 @@ def templates_show(name: str, as_json: bool) -> None:
 @_FORCE
 def templates_save(name: str, file: Path, force: bool) -> None:
     """Store the configuration in FILE as NAME. FILE may be - for standard input."""
+    from smalti_deepspeed.report import judge
     from smalti_deepspeed.templates import save_template
-    from smalti_deepspeed.verdict import judge
 
     text = _read(file)
     if problems := judge(text, str(file)).problems:

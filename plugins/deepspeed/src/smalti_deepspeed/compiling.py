@@ -23,7 +23,7 @@ import torch
 from torch.utils.file_baton import FileBaton
 
 from smalti import UserError
-from smalti_deepspeed.importing import replaced
+from smalti_deepspeed.startup import replaced
 
 _TURN = ".smalti-turn"
 """Beside `lock`: locked by the process that compiles, and not empty while it has torch's mark."""

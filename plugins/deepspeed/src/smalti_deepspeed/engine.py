@@ -18,11 +18,11 @@ from smalti import Block, Config, UserError
 from smalti.models import Weights, compile_blocks, materialise
 from smalti.parallel import PortableState, ProcessGroupParallel, in_bf16
 from smalti_deepspeed.compiling import compiled_in_turn
-from smalti_deepspeed.document import resolved, sized
-from smalti_deepspeed.importing import start_deepspeed, stop_deepspeed
+from smalti_deepspeed.config import resolved, sized
 from smalti_deepspeed.offloadfolder import Claim, claim_together
 from smalti_deepspeed.optimizers import needs_accelerator
 from smalti_deepspeed.parsing import is_open, section
+from smalti_deepspeed.startup import start_deepspeed, stop_deepspeed
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine

@@ -16,7 +16,7 @@ from smalti import Cleared, Config, PreflightError, UserError
 from smalti.cli import in_bytes
 from smalti.config import LaunchOptions
 from smalti.system import free_bytes, make_directory, remove_tree
-from smalti_deepspeed.document import offload_folders, resolved
+from smalti_deepspeed.config import offload_folders, resolved
 from smalti_deepspeed.options import DeepSpeedOptions, enabled
 from smalti_deepspeed.parsing import place, section
 

@@ -13,7 +13,7 @@ from smalti_deepspeed.parsing import as_text, is_none, read
 def _as_document(value: object) -> object:
     """JSON in one line, whatever it was given as: a file is read here, so that every rank has what the launcher read.
 
-    What cannot be read stays as it is, for `implications` to complain about.
+    What cannot be read stays as it is, for `derived_options` to complain about.
     """
     if is_none(value):
         return None

@@ -16,11 +16,11 @@ from smalti import (
     hookimpl,
 )
 from smalti.config import LaunchOptions
+from smalti_deepspeed.accelerate_import import translate
+from smalti_deepspeed.derived_options import implied
 from smalti_deepspeed.formats import FORMATS
-from smalti_deepspeed.implications import implied
 from smalti_deepspeed.optimizers import ENTRIES
 from smalti_deepspeed.options import DeepSpeedOptions, enabled
-from smalti_deepspeed.translation import translate
 
 if TYPE_CHECKING:
     import click
@@ -64,8 +64,8 @@ class DeepSpeed:
     def configure_distributed(self, config: Config) -> DistributedPlan | None:
         if not enabled(config):
             return None
-        from smalti_deepspeed.document import offload_folders, resolved
-        from smalti_deepspeed.launchfile import fragment
+        from smalti_deepspeed.accelerate_export import fragment
+        from smalti_deepspeed.config import offload_folders, resolved
 
         document = resolved(config, world_size=config[LaunchOptions].num_processes)
         return DistributedPlan(

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from smalti.parallel import Communicator
-from smalti_deepspeed.ranges import Cut, decode, encode, exchange, rows
+from smalti_deepspeed.resharding import Cut, decode, encode, exchange, rows
 
 
 class RowCut:

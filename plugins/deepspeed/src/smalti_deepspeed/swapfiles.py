@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from smalti import ExitCode, UserError
-from smalti_deepspeed.importing import replaced
 from smalti_deepspeed.parsing import section
+from smalti_deepspeed.startup import replaced
 
 
 class SwapError(UserError):

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from smalti import UserError
 from smalti.training import decouple_decay
-from smalti_deepspeed.importing import replaced
+from smalti_deepspeed.startup import replaced
 from smalti_deepspeed.swapping import swap_whole_pages
 
 

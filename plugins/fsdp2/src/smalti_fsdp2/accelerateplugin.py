@@ -8,7 +8,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from smalti import UserError
-from smalti_fsdp2.launchfile import backward_prefetch, strategy
+from smalti_fsdp2.accelerate_export import backward_prefetch, strategy
 from smalti_fsdp2.options import POLICIES, FsdpOptions
 from smalti_fsdp2.wrapping import load_policy
 

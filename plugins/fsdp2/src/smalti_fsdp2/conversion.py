@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from smalti import CheckpointError
-from smalti_fsdp2.metadata import Chunk, Key, SavedTensor, Span, read_metadata
+from smalti_fsdp2.dcp_metadata import Chunk, Key, SavedTensor, Span, read_metadata
 from smalti_fsdp2.statedict import StateDicts, Value
 
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"

@@ -15,10 +15,10 @@ from smalti import (
     Problem,
     hookimpl,
 )
+from smalti_fsdp2.accelerate_export import fragment
+from smalti_fsdp2.accelerate_import import translate
 from smalti_fsdp2.checks import has_unseen_classes, problems
-from smalti_fsdp2.launchfile import fragment
 from smalti_fsdp2.options import ContextOptions, FsdpOptions, enabled, named_classes
-from smalti_fsdp2.translation import translate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,7 +81,7 @@ class Fsdp:
             name="fsdp2",
             accelerate=fragment(config),
             title="FSDP" if version == 2 else "FSDP 1",
-            parallel="smalti_fsdp2.sharded:Sharded" if version == 2 else "smalti_fsdp2.version1:FullySharded",
+            parallel="smalti_fsdp2.sharded:Sharded" if version == 2 else "smalti_fsdp2.fsdp1:FullySharded",
             context=config[ContextOptions].context_parallel_size,
             deals_heads=config[ContextOptions].context_parallel_comm_strategy == "alltoall",
             shards=True,
@@ -101,8 +101,8 @@ class Fsdp:
     def wrap_model(
         self, model: nn.Module, family: ModelFamily, blocks: list[Block], parallel: Parallel, weights: Weights
     ) -> nn.Module | None:
+        from smalti_fsdp2.fsdp1 import FullySharded
         from smalti_fsdp2.sharded import Sharded
-        from smalti_fsdp2.version1 import FullySharded
 
         if isinstance(parallel, Sharded):
             parallel.share_tokens(model, family)

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from smalti import Block, Config
 from smalti.models import ModelFamily, Weights, compile_blocks, context_plan
 from smalti.parallel import PortableState, ProcessGroupParallel, capture, in_bf16, restore
+from smalti_fsdp2.activation_checkpointing import recompute
 from smalti_fsdp2.context import context_group, split_context
-from smalti_fsdp2.filling import fill
+from smalti_fsdp2.load_weights import fill
 from smalti_fsdp2.options import ContextOptions, FsdpOptions
-from smalti_fsdp2.recomputation import recompute
 from smalti_fsdp2.sharding import prefetch, shard, shard_mesh
 from smalti_fsdp2.wrapping import units
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from smalti import CheckpointError
 from smalti.checkpoint import NAMES, Contents, StoredTensor, memory, optimizer_of
 from smalti.parallel import portable_name
-from smalti_fsdp2.metadata import Key
+from smalti_fsdp2.dcp_metadata import Key
 
 _MODELS = frozenset(("model", "module", "state_dict", "model_state_dict", "net", "network", "transformer", "unet"))
 _GROUPS, _STATE, _STEPS = "param_groups", "state", ("step", "global_step")

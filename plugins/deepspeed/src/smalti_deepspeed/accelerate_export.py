@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from smalti import Config
 from smalti.config import LaunchOptions
-from smalti_deepspeed.document import resolved
+from smalti_deepspeed.accelerate_import import KEYS
+from smalti_deepspeed.config import resolved
 from smalti_deepspeed.parsing import section
-from smalti_deepspeed.translation import KEYS
 
 
 def fragment(config: Config) -> dict[str, object]:

@@ -40,9 +40,9 @@ from smalti.parallel import (
     param_groups_of,
     portable_name,
 )
-from smalti_fsdp2.filling import fill_buffers
+from smalti_fsdp2.activation_checkpointing import recompute
+from smalti_fsdp2.load_weights import fill_buffers
 from smalti_fsdp2.options import FsdpOptions
-from smalti_fsdp2.recomputation import recompute
 from smalti_fsdp2.sharding import precision, shard_mesh
 from smalti_fsdp2.wrapping import units
 

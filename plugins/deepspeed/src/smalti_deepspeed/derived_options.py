@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from smalti import Problem, Translation, UserError
-from smalti_deepspeed import inspection
+from smalti_deepspeed import validate
 from smalti_deepspeed.optimizers import ON_CPU, normalised, refusal, smalti_name
 from smalti_deepspeed.parsing import Document, is_none, is_open, place, read, section
 
@@ -141,8 +141,8 @@ class _Reader:
         return name
 
     def read_inspection(self) -> None:
-        self.notices += inspection.notices(self.document)
-        for problem in inspection.problems(self.document):
+        self.notices += validate.notices(self.document)
+        for problem in validate.problems(self.document):
             self._refuse(problem.where, problem.message, problem.fix)
 
     def read_folder(self, folder: object) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from smalti import Config
 from smalti.config import DataOptions, OptimizerOptions, RunOptions, TrainingOptions
 from smalti.parallel import in_bf16
-from smalti_deepspeed.implications import SCHEDULERS, named
+from smalti_deepspeed.derived_options import SCHEDULERS, named
 from smalti_deepspeed.keys import ACCELERATES, OTHERWISE, SHORT
 from smalti_deepspeed.optimizers import deepspeed_name, normalised, optimizer_settings
 from smalti_deepspeed.options import DeepSpeedOptions

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from smalti import Config
 from smalti.config import LaunchOptions
+from smalti_fsdp2.accelerate_import import IDLE, PARALLELISM, section, unused
 from smalti_fsdp2.options import ContextOptions, FsdpOptions
-from smalti_fsdp2.translation import IDLE, PARALLELISM, section, unused
 
 
 def fragment(config: Config) -> dict[str, object]:

@@ -14,7 +14,7 @@ from smalti.plugins.registry import load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.training.optim.optimizers import matrices, parameter_groups
 from smalti_fsdp2.checks import problems
-from smalti_fsdp2.version1 import FullySharded
+from smalti_fsdp2.fsdp1 import FullySharded
 from smalti_testing.strategies import run_check
 from smalti_testing.strategy_subject import FLAGS, open_strategy, whole_state
 

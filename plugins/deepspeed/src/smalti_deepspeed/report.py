@@ -11,8 +11,8 @@ from smalti import Config, ConfigError, Problem, UserError
 from smalti.cli import Invocation
 from smalti.config import GROUPS, LaunchOptions, Schema
 from smalti_deepspeed.checks import problems as problems_of
-from smalti_deepspeed.document import resolved
-from smalti_deepspeed.implications import implied
+from smalti_deepspeed.config import resolved
+from smalti_deepspeed.derived_options import implied
 from smalti_deepspeed.parsing import Document, parse
 
 
