@@ -10,7 +10,7 @@ PROJECTS := core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
 ARGS ?=
 # One thread a process: the tests and the demo start several processes on few cores.
 LIBAIO := $(CURDIR)/$(VENV)/libaio
-TEST_ENV := OMP_NUM_THREADS=1 HF_HOME=$(CURDIR)/$(VENV)/hf CXX=$(CURDIR)/tests/quick-c++ TORCH_EXTENSIONS_DIR=$(CURDIR)/$(VENV)/compiled \
+TEST_ENV := OMP_NUM_THREADS=1 HF_HOME=$(CURDIR)/$(VENV)/hf CXX=$(CURDIR)/tests/support/quick-c++ TORCH_EXTENSIONS_DIR=$(CURDIR)/$(VENV)/compiled \
 	CPATH=$(LIBAIO)/include$${CPATH:+:$$CPATH} LIBRARY_PATH=$(LIBAIO)/lib$${LIBRARY_PATH:+:$$LIBRARY_PATH} \
 	LD_LIBRARY_PATH=$(LIBAIO)/lib$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}
 
@@ -76,7 +76,7 @@ $(VENV)/dev.done: $(BIN)/python constraints.txt requirements-demo.txt requiremen
 	touch $@ $(VENV)/demo.done
 
 # What DeepSpeed steps with on CPUs takes minutes and both cores: not while tests run, whose time is limited.
-$(VENV)/compiled.done: $(VENV)/dev.done tests/quick-c++ tests/compiled.py tests/accelerators/fake_cuda.cpp
+$(VENV)/compiled.done: $(VENV)/dev.done tests/support/quick-c++ tests/support/compile_extensions.py tests/accelerators/fake_cuda.cpp
 	rm -rf $(VENV)/compiled
-	$(TEST_ENV) $(BIN)/python tests/compiled.py
+	$(TEST_ENV) PYTHONPATH=tests $(BIN)/python -m support.compile_extensions
 	touch $@

@@ -13,7 +13,14 @@ from smalti.plugins.registry import Plugins, Selection, load_plugins
 from smalti.plugins.schema import schema_of
 
 DATA = Path(__file__).parent / "data"
-LONGEST_FIRST = ("plugins/deepspeed", "tests/e2e", "tests/contracts", "tests/unit/test_torture.py", "plugins", "tests/install")
+LONGEST_FIRST = (
+    "plugins/deepspeed",
+    "tests/e2e",
+    "tests/contracts",
+    "tests/torture/test_torture.py",
+    "plugins",
+    "tests/install",
+)
 """Where tests take longest: begun first, so that no process is left with a long file when the others have done all theirs."""
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from accelerators.rehearsal import encoded, rehearse
-from nursery import forked_processes
+from support.forked_ranks import forked_processes
 
 PIPELINES = Path(__file__).parents[2] / "plugins/diffusers/tests/tiny.py"
 TOY = {"model_family": "toy", "toy_width": 32, "toy_depth": 2, "toy_heads": 2}

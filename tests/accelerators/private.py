@@ -41,6 +41,6 @@ if __name__ == "__main__":
     cluster.install()
     watching.install()
 
-    from nursery import main
+    from support.forked_ranks import main
 
     main(int(sys.argv[1]))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nursery import forked_processes
+from support.forked_ranks import forked_processes
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-import pages
+from support import pages
 
 BLOCKS = pages.blocks("checkpoints.md")
 COMMANDS = pages.commands(BLOCKS)

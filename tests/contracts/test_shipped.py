@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from nursery import ForkedContract
 from smalti.data.storage.local import LocalStorage
 from smalti.plugins.registry import BUILT_IN
 from smalti_testing import MemoryStorage, TinyFamily
@@ -18,6 +17,7 @@ from smalti_testing.optimizers import OPTIMIZER, OptimizerSubject
 from smalti_testing.plugins import PLUGIN, PluginSubject
 from smalti_testing.pytest import FamilyContract, StorageContract
 from smalti_toy.family import ToyFamily, ToyShape
+from support.forked_ranks import ForkedContract
 
 ROOT = Path(__file__).parents[2]
 

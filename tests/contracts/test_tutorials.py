@@ -5,7 +5,7 @@ import shutil
 import pytest
 import tiny
 
-import pages
+from support import pages
 
 TUTORIALS = sorted(path.stem for path in (pages.DOCS / "tutorials").glob("*.md"))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import pages
+from support import pages
 
 BLOCKS = pages.blocks("writing-a-plugin.md")
 GENERATED = "smalti-"

@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw
 
 from smalti.launch.launcher import kill_tree
 from smalti.rundir.directory import RunDirectory
-from standing import standing
+from support.warm_processes import warm_processes
 
 PROBE = Path(__file__).parent / "probe"
 TINY = {
@@ -241,6 +241,6 @@ def train(pictures):
     ) -> Finished:
         given = {"PROBE_SPOIL": spoil, "PROBE_TRACKER": tracker, **of_the_run(directory, probe=probe), **(variables or {})}
         flags = [*words(pictures, directory, **options), *(["--dry-run"] if dry else [])]
-        return Finished.of(directory, *standing().train(flags, given))
+        return Finished.of(directory, *warm_processes().train(flags, given))
 
     return start

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from nursery import forked_processes
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.training.optim.ema import Ema
 from smalti_testing.strategy_subject import open_strategy, whole_tensor
+from support.forked_ranks import forked_processes
 
 SHARDED = ("--fsdp_enable", "--optimizer=adamw")
 FROM_FIRST = (*SHARDED, "--fsdp_cpu_ram_efficient_loading")

@@ -9,7 +9,6 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from nursery import forked_processes
 from smalti.config.resolution import resolve
 from smalti.errors import PreflightError
 from smalti.hookspecs import hookimpl
@@ -18,6 +17,7 @@ from smalti.launch.rank import run_rank
 from smalti.plugins.registry import PluginInfo, Selection, load_plugins
 from smalti.plugins.schema import schema_of
 from smalti_toy.family import ToyShape, ToyTransformer
+from support.forked_ranks import forked_processes
 
 FLAGS = (
     "--model_family=toy",

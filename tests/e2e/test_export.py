@@ -17,7 +17,7 @@ from smalti.checkpoint.writer import save
 from smalti.cli.checkpoint import checkpoint
 from smalti.errors import UserError
 from smalti.parallel.protocol import PortableState
-from smalti_testing.strategies import Alone
+from smalti_testing.strategies import SingleRank
 
 OPTIONS = {"max_train_steps": 2, "train_batch_size": 4, "use_ema": True, "checkpoint_step_interval": 1}
 
@@ -94,7 +94,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_nothing_half_made_is_left(run, 
 
 def test_a_value_too_large_for_half_precision_is_refused(tmp_path):
     snapshot = Snapshot(step=1, state=PortableState(model={"large": torch.tensor([1.0, 7e4])}))
-    saved = save(tmp_path, snapshot, Alone())
+    saved = save(tmp_path, snapshot, SingleRank())
     trained = Trained(OwnCheckpoint(saved.path), averaged=False, precision="fp16")
     with pytest.raises(UserError, match="large has values that are too large for float16"):
         trained.read("large")

@@ -11,7 +11,7 @@ import pytest
 
 from smalti.cli.entry import main
 from smalti.cli.plugin import KINDS
-from standing import standing
+from support.warm_processes import warm_processes
 
 ROOT = Path(__file__).parents[2]
 LONGEST = "n" * 24
@@ -77,7 +77,7 @@ def test_the_family_trains_resumes_and_samples(account, pictures, tmp_path):
     sources = [account.packages / kind / "src" for kind in KINDS]
     installed = {"PYTHONPATH": os.pathsep.join(map(str, (account.site, *sources))), "HF_HOME": str(tmp_path / "hf")}
     for steps in (4, 6):
-        code, output = standing().train([*flags, f"--max_train_steps={steps}"], installed)
+        code, output = warm_processes().train([*flags, f"--max_train_steps={steps}"], installed)
         assert code == 0, output
     lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     assert [event["step"] for event in map(json.loads, lines) if event["type"] == "step"] == [1, 2, 3, 4, 5, 6]

@@ -186,3 +186,8 @@ def test_every_room_has_a_short_readme(base):
         readme = face.with_name("README.md")
         lengths[face.parent.name] = len(readme.read_text().splitlines()) if readme.exists() else 0
     assert {room: lines for room, lines in lengths.items() if not 5 <= lines <= LINES_OF_A_README} == {}
+
+
+def test_unit_tests_lie_in_folders_named_after_the_rooms(root):
+    folders = {path.name for path in (root / "tests/unit").iterdir() if path.name != "__pycache__"}
+    assert folders <= FLOOR.keys()

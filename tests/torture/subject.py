@@ -26,7 +26,7 @@ class Report:
             self.broken.append(otherwise)
 
 
-class Alone:
+class SingleRank:
     """The only rank."""
 
     world = World()
@@ -38,7 +38,7 @@ class Alone:
         return [value]
 
 
-ALONE = Alone()
+ALONE = SingleRank()
 
 
 def snapshot(step: int, size: int = 1000, flags: tuple[str, ...] = ()) -> Snapshot:

@@ -270,7 +270,7 @@ def test_what_is_swapped_is_counted_for_the_ranks_of_one_machine(tmp_path):
     assert swap_bytes(ZERO2, 1000, 500) == {}
 
 
-class Alone:
+class SingleRank:
     """The ranks of a world with this one in it, which say what this one says."""
 
     def __init__(self, rank: int) -> None:
@@ -282,12 +282,12 @@ class Alone:
 
 def test_one_rank_of_each_machine_claims_the_folder(drive):
     document = resolved(configure(swapping(drive)), world_size=2)
-    assert claim_together(document, Alone(1), parameters=10, trained=10) is None
+    assert claim_together(document, SingleRank(1), parameters=10, trained=10) is None
     assert (drive / "zero_stage_3").exists()
-    claim = claim_together(document, Alone(0), parameters=10, trained=10)
+    claim = claim_together(document, SingleRank(0), parameters=10, trained=10)
     assert not (drive / "zero_stage_3").exists()
     with pytest.raises(UserError, match="another run swaps into"):
-        claim_together(document, Alone(0), parameters=10, trained=10)
+        claim_together(document, SingleRank(0), parameters=10, trained=10)
     claim.release()
 
 

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-import pages
+from support import pages
 
 COMMANDS = [
     line for block in pages.blocks("deepspeed.md") if block.kind == "sh" for line in block.text.replace("\\\n", "").splitlines()

@@ -6,7 +6,7 @@ import pytest
 from pictured import PROMPT
 from PIL import Image
 
-from standing import standing
+from support.warm_processes import warm_processes
 
 OPTIONS = {
     "resolution": 16,
@@ -40,6 +40,6 @@ def train(pictures):
     def start(directory: Path, **options) -> tuple[int, str]:
         values = {**OPTIONS, "instance_data_dir": pictures, "output_dir": directory, **options}
         words = [f"--{name}={value}" for name, value in values.items()]
-        return standing().train(words, {"HF_HOME": str(directory.parent / "hf"), "SMALTI_CONTEXT_PARALLEL_ON_CPU": "1"})
+        return warm_processes().train(words, {"HF_HOME": str(directory.parent / "hf"), "SMALTI_CONTEXT_PARALLEL_ON_CPU": "1"})
 
     return start

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nursery import forked_processes
 from smalti.config.resolution import resolve
 from smalti.models.context_parallel import context_plan
 from smalti.plugins.families import find_family
@@ -12,6 +11,7 @@ from smalti.plugins.registry import load_plugins
 from smalti.plugins.schema import schema_of
 from smalti_fsdp2.context import split_context
 from smalti_testing.family_subject import FamilySubject
+from support.forked_ranks import forked_processes
 
 KINDS = {
     "flux": ("flux", {}),

@@ -29,7 +29,7 @@ from smalti.rundir.png import image_settings
 from smalti.training.loss import denoising_loss
 from smalti_diffusers.components import Components
 from smalti_testing.family_subject import CAPTIONS, FRAME, FamilySubject
-from smalti_testing.strategies import Alone
+from smalti_testing.strategies import SingleRank
 
 IN_PROCESS = ("auraflow", "flux2", "lumina2", "qwen_image", "z_image")
 """Families that are trained and exported here in this process; Flux is, too, but as a user does it."""
@@ -131,7 +131,7 @@ def test_scheduler_and_pipeline_say_what_the_run_has_trained(tmp_path):
     words = ["--model_family=sdxl", f"--pretrained_model_name_or_path={tiny.sdxl(tmp_path / 'base')}"]
     words += ["--prediction_type=v_prediction", "--rescale_betas_zero_snr", "--sdxl_empty_prompt=encoded"]
     family = find_family(resolve(schema_of(plugins), words, environment={}), plugins)
-    saved = save(tmp_path, Snapshot(step=1, state=PortableState(model={"bias": torch.ones(2)})), Alone())
+    saved = save(tmp_path, Snapshot(step=1, state=PortableState(model={"bias": torch.ones(2)})), SingleRank())
     trained = Trained(OwnCheckpoint(saved.path), averaged=False, precision=None)
     family.export(ExportFolder(tmp_path / "made", trained, None, lambda done, total: None))
     written = type(family.frozen.scheduler).from_pretrained(tmp_path / "made" / "scheduler")
@@ -182,7 +182,7 @@ def test_any_family_learns_and_its_exported_pipeline_draws_what_it_drew(tmp_path
     subject = FamilySubject(family)
     model, losses = trained(family, subject)
     assert losses[-1] < losses[0]
-    saved = save(tmp_path, Snapshot(step=1, state=PortableState(model=dict(model.state_dict()))), Alone())
+    saved = save(tmp_path, Snapshot(step=1, state=PortableState(model=dict(model.state_dict()))), SingleRank())
     tensors = Trained(OwnCheckpoint(saved.path), averaged=False, precision=None)
     family.export(ExportFolder(tmp_path / "made", tensors, None, lambda done, total: None))
     exported = DiffusionPipeline.from_pretrained(tmp_path / "made")

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from nursery import forked_processes
 from smalti.errors import UserError
 from smalti.models.memory_format import put_channels_last, wants_channels_last
 from smalti_testing import TinyFamily
 from smalti_testing.strategy_subject import open_strategy, whole_state
+from support.forked_ranks import forked_processes
 
 STRATEGIES = {"ddp": (), "fsdp2": ("--fsdp_enable",)}
 

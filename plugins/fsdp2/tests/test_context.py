@@ -9,7 +9,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from nursery import forked_processes
 from smalti import Block, UserError
 from smalti.models.context_parallel import Attention, ContextPlan, Join, Split, context_plan
 from smalti.models.family import SampleRequest, native_objective
@@ -17,6 +16,7 @@ from smalti_fsdp2.activation_checkpointing import recompute
 from smalti_fsdp2.context import split_context
 from smalti_testing import RankFailed, TinyFamily
 from smalti_toy.family import ToyFamily, ToyShape
+from support.forked_ranks import forked_processes
 
 TOY = ToyFamily(ToyShape(width=32, depth=2, heads=4, max_tokens=4, vocabulary=64))
 STRATEGIES = ("allgather", "alltoall")

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from nursery import forked_processes
 from smalti import CheckpointError, CheckpointFormat
 from smalti.checkpoint.conversion.convert import convert
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
@@ -38,6 +37,7 @@ from smalti.types import World
 from smalti_fsdp2.conversion import open_accelerate, open_dcp
 from smalti_fsdp2.dcp_metadata import read_metadata
 from smalti_toy.family import ToyShape, ToyTransformer
+from support.forked_ranks import forked_processes
 
 STEPS = 3
 TOY = {"toy_width": 32, "toy_depth": 1, "toy_heads": 2}
@@ -282,7 +282,7 @@ def test_chunks_that_do_not_fill_their_tensor_are_refused_before_any_memory_is_t
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
     """A run to its end, on four pictures a step."""
-    from standing import standing  # not there in the processes that run the functions of this file
+    from support.warm_processes import warm_processes  # not there in the processes that run the functions of this file
 
     pictures = tmp_path_factory.mktemp("pictures")
     for number in range(8):
@@ -306,7 +306,7 @@ def train(tmp_path_factory):
             **options,
         }
         words = [f"--{name}={value}" for name, value in given.items()]
-        code, output = standing().train(words, {"HF_HOME": str(directory.parent / "hf")})
+        code, output = warm_processes().train(words, {"HF_HOME": str(directory.parent / "hf")})
         assert code == 0, output
         return output
 

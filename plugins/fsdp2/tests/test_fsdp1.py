@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from nursery import ForkedContract, forked_processes
 from smalti import Block
 from smalti.config.resolution import resolve
 from smalti.models.weights import without_weights
@@ -17,6 +16,7 @@ from smalti_fsdp2.checks import problems
 from smalti_fsdp2.fsdp1 import FullySharded
 from smalti_testing.strategies import run_check
 from smalti_testing.strategy_subject import FLAGS, open_strategy, whole_state
+from support.forked_ranks import ForkedContract, forked_processes
 
 VERSION1 = ("--fsdp_enable", "--fsdp_version=1")
 

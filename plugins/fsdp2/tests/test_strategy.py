@@ -1,6 +1,6 @@
 """FSDP2 keeps the contract of a distribution strategy, on one, two and four ranks."""
 
-from nursery import ForkedContract
+from support.forked_ranks import ForkedContract
 
 
 class TestOneRank(ForkedContract):

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nursery import forked_processes
 from smalti.data import StoredFile
 from smalti.diffusion import build_objective
 from smalti.models import SeededWeights
@@ -25,6 +24,7 @@ from smalti_testing.pytest import StorageContract
 from smalti_testing.storages import STORAGE, StorageSubject
 from smalti_testing.strategies import on_rank
 from smalti_testing.tiny import TinyModel
+from support.forked_ranks import forked_processes
 
 
 def test_the_kit_is_imported_without_torch_and_pytest_and_shows_its_names():

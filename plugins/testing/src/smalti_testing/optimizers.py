@@ -25,7 +25,7 @@ from smalti.parallel import PortableState, capture, restore
 from smalti.plugins import BUILT_IN, Plugins, Selection, find_optimizer, load_plugins, schema_of
 from smalti.training import build_registered, matrices, parameter_groups
 from smalti_testing.contract import Contract, expect
-from smalti_testing.strategies import Alone
+from smalti_testing.strategies import SingleRank
 from smalti_testing.tiny import TinyFamily
 
 FLAGS = ("--learning_rate=0.01", "--adam_weight_decay=0.1", "--accelerate_config=none")
@@ -274,10 +274,10 @@ def flat_parts_of_parameters_are_stepped_like_the_whole(subject: OptimizerSubjec
 def _resumed(training: Training, subject: OptimizerSubject) -> Training:
     """Another model and optimizer, from a checkpoint of this one."""
     folder = Path(tempfile.mkdtemp(dir=subject.folder))
-    written = save(folder, _snapshot(capture(training.model, training.optimizer)), Alone())  # type: ignore[arg-type]
+    written = save(folder, _snapshot(capture(training.model, training.optimizer)), SingleRank())  # type: ignore[arg-type]
     fresh = subject.training(seed=8)
     into = _snapshot(capture(fresh.model, fresh.optimizer))
-    load(written.path, into, Alone())  # type: ignore[arg-type]
+    load(written.path, into, SingleRank())  # type: ignore[arg-type]
     restore(fresh.model, fresh.optimizer, into.state)
     return fresh
 

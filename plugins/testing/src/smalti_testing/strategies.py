@@ -29,7 +29,7 @@ from smalti_testing.ranks import RankProcesses, two_processes
 from smalti_testing.strategy_subject import SEED, StrategySubject, open_strategy, whole_state
 
 
-class Alone:
+class SingleRank:
     """The part of a `Parallel` that checkpoints need, for one process that asks nobody."""
 
     world = World()
@@ -311,7 +311,7 @@ def a_rank_that_saves_alone_has_the_whole_state(subject: StrategySubject) -> Non
         done = save(subject.folder, _snapshot(subject.state(), 55), alone)
         reference = subject.fresh_reference(seed=8)
         into = _snapshot(capture(reference.model, reference.optimizer), 0)
-        load(done.path, into, Alone())  # type: ignore[arg-type]
+        load(done.path, into, SingleRank())  # type: ignore[arg-type]
         _equal(wanted, whole_state(into.state), "in what one rank saved, different:")
     subject.parallel.barrier()
 
@@ -324,7 +324,7 @@ def one_process_reads_its_checkpoints(subject: StrategySubject) -> None:
     written = _save(subject, snapshot)
     wanted, reference = subject.whole(), subject.fresh_reference(seed=8)
     into = _snapshot(capture(reference.model, reference.optimizer), 0)
-    load(written.path, into, Alone())  # type: ignore[arg-type]
+    load(written.path, into, SingleRank())  # type: ignore[arg-type]
     _equal(wanted, whole_state(into.state), "in the checkpoint, different:")
 
 
@@ -337,7 +337,7 @@ def it_goes_on_from_a_checkpoint_of_one_process(subject: StrategySubject) -> Non
     reference = subject.fresh_reference(seed=9)
     reference.step(70, subject.parallel.world.size, 0.0)
     if subject.parallel.world.is_main:
-        save(subject.folder, _snapshot(capture(reference.model, reference.optimizer), 70), Alone())  # type: ignore[arg-type]
+        save(subject.folder, _snapshot(capture(reference.model, reference.optimizer), 70), SingleRank())  # type: ignore[arg-type]
     subject.parallel.barrier()
     into = _snapshot(subject.blank(), 0)
     [path] = subject.folder.glob("step-*")

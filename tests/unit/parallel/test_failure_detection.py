@@ -13,7 +13,6 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from nursery import forked_processes
 from smalti.config.resolution import resolve
 from smalti.errors import ExitCode, GpuFaultError
 from smalti.parallel.failure_detection import Answer, Claim, FailureDetector, RankStatuses, StatusBoard, in_a_line
@@ -24,6 +23,7 @@ from smalti.plugins.registry import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.system.process import Process
 from smalti.types import World
+from support.forked_ranks import forked_processes
 
 WHO = """import json, sys, time
 from dataclasses import asdict

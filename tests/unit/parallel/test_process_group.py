@@ -5,8 +5,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from nursery import forked_processes
 from smalti_testing.strategy_subject import open_strategy
+from support.forked_ranks import forked_processes
 
 
 def part_with_words_under_way():

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from nursery import Alone
 from smalti.checkpoint.format.safetensors_layout import Piece, encode_header
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
 from smalti.checkpoint.reader import load
@@ -16,6 +15,7 @@ from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.errors import CheckpointError
 from smalti.parallel.protocol import FlatRange, PortableState
+from support.forked_ranks import SingleRank
 
 
 @given(data=st.data(), shape=st.lists(st.integers(0, 5), max_size=3).map(tuple))
@@ -48,12 +48,12 @@ def saved(tmp_path):
     weight = torch.arange(12.0).view(3, 4)
     moments = {"w": {"exp_avg": weight + 100, "step": torch.tensor(7.0)}}
     state = PortableState(model={"w": weight.bfloat16()}, optimizer_state=moments, optimizer="AdamW")
-    return save(tmp_path, Snapshot(step=1, state=state, trainer={"step": 1}), Alone()).path
+    return save(tmp_path, Snapshot(step=1, state=state, trainer={"step": 1}), SingleRank()).path
 
 
 def test_moments_are_made_for_the_same_stretch_and_narrow_types_widen(saved):
     into = spans(torch.empty(3, 4), 3, 9)
-    load(saved, into, Alone())
+    load(saved, into, SingleRank())
     assert into.state.model["w"].tolist() == [3, 4, 5, 6, 7, 8]
     assert into.state.optimizer_state["w"]["exp_avg"].tolist() == [103, 104, 105, 106, 107, 108]
     assert into.state.optimizer_state["w"]["step"].shape == ()
@@ -63,13 +63,13 @@ def test_moments_are_read_into_the_room_that_the_target_makes(saved):
     into = spans(torch.empty(3, 4), 3, 9)
     flat = torch.zeros(8)
     into.state.allocate = lambda name, moment, dtype: FlatRange.of(flat[1:7], torch.Size([3, 4]), 3)
-    load(saved, into, Alone())
+    load(saved, into, SingleRank())
     assert flat.tolist() == [0, 103, 104, 105, 106, 107, 108, 0]
 
 
 def test_another_shape_of_the_whole_is_refused(saved):
     with pytest.raises(CheckpointError, match=r"w \[3, 4\] for \[4, 3\]"):
-        load(saved, spans(torch.empty(4, 3), 3, 9), Alone())
+        load(saved, spans(torch.empty(4, 3), 3, 9), SingleRank())
 
 
 def test_a_file_that_ends_within_the_stretch_is_told(saved):

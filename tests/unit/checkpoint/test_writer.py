@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 
-from nursery import Alone
 from smalti.checkpoint.dtypes import NAMES
 from smalti.checkpoint.format.manifest import read_manifest
 from smalti.checkpoint.format.safetensors_layout import Piece
@@ -20,8 +19,9 @@ from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import SaveError, save
 from smalti.errors import CheckpointError, ExitCode
 from smalti.parallel.protocol import PortableState
+from support.forked_ranks import SingleRank
 
-ALONE = Alone()
+ALONE = SingleRank()
 
 
 def snapshot(step=1, *, optimizer="", moments=None, ema=None, trainer=None, **tensors):
@@ -42,7 +42,7 @@ def files_limited_to(size):
 # --- saving ---------------------------------------------------------------------------------------------------------
 
 
-class Counting(Alone):
+class Counting(SingleRank):
     """Counts the bytes that a rank tells the others."""
 
     told = 0

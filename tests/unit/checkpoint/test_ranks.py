@@ -13,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from nursery import Alone, Pair, forked_processes
 from smalti.checkpoint.format.manifest import read_manifest
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
@@ -24,6 +23,7 @@ from smalti.checkpoint.writer import SaveError, save
 from smalti.errors import CheckpointError
 from smalti.parallel.protocol import PortableState
 from smalti.parallel.state import capture, restore
+from support.forked_ranks import Pair, SingleRank, forked_processes
 
 
 def net():
@@ -137,7 +137,7 @@ def divided_after_one_was_alone(rank, parallel):
     tensors = {"model/a": torch.ones(4), "model/b": torch.ones(4)}
     before = divide_together(parallel, tensors)
     if rank == 1:
-        divide_together(Alone(), {"model/c": torch.ones(1)})
+        divide_together(SingleRank(), {"model/c": torch.ones(1)})
     return [list(before.mine), list(divide_together(parallel, tensors).mine)]
 
 
@@ -235,7 +235,7 @@ def test_names_under_ddp_are_those_of_the_plain_model(ran):
 
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])
 def test_one_process_goes_on_bit_for_bit_from_what_two_saved(ran, uninterrupted, kind):
-    assert resume(Path(ran[0][kind]), zeroed(net()), Alone(), range(3, 6)) == uninterrupted
+    assert resume(Path(ran[0][kind]), zeroed(net()), SingleRank(), range(3, 6)) == uninterrupted
 
 
 @pytest.mark.parametrize("kind", ["replicated on two", "sharded on two"])
@@ -247,7 +247,7 @@ def test_averages_and_the_trainers_state_come_back_on_one_process(ran):
     model = net()
     ema = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     snapshot = Snapshot(step=0, state=capture(model, adamw(model)), ema=ema)
-    loaded = load(Path(ran[0]["sharded"]), snapshot, Alone())
+    loaded = load(Path(ran[0]["sharded"]), snapshot, SingleRank())
     assert (loaded.trainer, loaded.manifest.world_size) == ({"position": 9}, 2)
     assert all(torch.equal(ema[name], parameter * 2) for name, parameter in model.named_parameters())
 
@@ -259,7 +259,7 @@ def test_shards_of_any_size_are_cut_anew_for_another_sharding(ran, kind):
 
 def test_shards_of_any_size_are_put_together_in_one_process(ran):
     fresh = {name: torch.zeros_like(tensor) for name, tensor in odd_tensors().items()}
-    load(Path(ran[0]["odd"]), Snapshot(step=0, state=PortableState(model=fresh)), Alone())
+    load(Path(ran[0]["odd"]), Snapshot(step=0, state=PortableState(model=fresh)), SingleRank())
     assert all(torch.equal(fresh[name], tensor) for name, tensor in odd_tensors().items())
 
 

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from nursery import forked_processes
 from smalti.checkpoint.format.full_weights import write_weights
 from smalti.checkpoint.format.manifest import read_manifest
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
@@ -32,6 +31,7 @@ from smalti.parallel.collective import RankError, run_on_main_rank
 from smalti.parallel.gloo import GlooCommunicator
 from smalti.parallel.protocol import PortableState
 from smalti.types import World
+from support.forked_ranks import forked_processes
 
 COPY = "weights/diffusion_pytorch_model.safetensors"
 ALONE = GlooCommunicator(world=World(), group=None)

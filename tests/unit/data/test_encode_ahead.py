@@ -15,7 +15,6 @@ import torch.distributed as dist
 from PIL import Image
 
 import smalti.data.cache.encode_ahead
-from nursery import forked_processes
 from smalti.checkpoint.format.safetensors_layout import read_header
 from smalti.config.resolution import resolve
 from smalti.data.batch_check import BatchShape
@@ -32,6 +31,7 @@ from smalti.plugins.registry import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.types import World
 from smalti_testing.tiny import TinyFamily
+from support.forked_ranks import forked_processes
 
 BATCH = 4
 

@@ -3,13 +3,13 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from nursery import Alone
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.errors import CheckpointError
 from smalti.parallel.state import capture, named_parameters, optimizer_state_of, restore
 from smalti.training.optim.optimizers import FixedRateAdafactor, sgd
+from support.forked_ranks import SingleRank
 
 
 class Net(nn.Module):
@@ -68,7 +68,7 @@ def test_training_goes_on_bit_for_bit_in_a_fresh_optimizer(tmp_path, name):
     optimizer = OPTIMIZERS[name](model)
     for number in range(3):
         step(model, optimizer, number)
-    saved = save(tmp_path, Snapshot(step=3, state=capture(model, optimizer)), Alone())
+    saved = save(tmp_path, Snapshot(step=3, state=capture(model, optimizer)), SingleRank())
 
     other = Net()
     nn.init.zeros_(other.inside.weight)
@@ -76,7 +76,7 @@ def test_training_goes_on_bit_for_bit_in_a_fresh_optimizer(tmp_path, name):
     for group in fresh.param_groups:
         group["lr"] = group["lr"] * 0
     snapshot = Snapshot(step=0, state=capture(other, fresh))
-    load(saved.path, snapshot, Alone())
+    load(saved.path, snapshot, SingleRank())
     restore(other, fresh, snapshot.state)
     for number in range(3, 6):
         step(model, optimizer, number)
@@ -96,12 +96,12 @@ def test_a_parameter_that_was_never_stepped_stays_so(tmp_path):
     model = Net()
     optimizer = OPTIMIZERS["AdamW"](model)
     step(model, optimizer, 0, without={"outside.weight"})
-    saved = save(tmp_path, Snapshot(step=1, state=capture(model, optimizer)), Alone())
+    saved = save(tmp_path, Snapshot(step=1, state=capture(model, optimizer)), SingleRank())
     other = Net()
     fresh = OPTIMIZERS["AdamW"](other)
     step(other, fresh, 9)
     snapshot = Snapshot(step=0, state=capture(other, OPTIMIZERS["AdamW"](other)))
-    load(saved.path, snapshot, Alone())
+    load(saved.path, snapshot, SingleRank())
     restore(other, fresh, snapshot.state)
     assert "outside.weight" not in optimizer_state_of(fresh, named_parameters(other))
 
@@ -118,10 +118,10 @@ def test_loading_keeps_the_tensors_that_the_model_has(tmp_path):
     model = Net()
     optimizer = OPTIMIZERS["AdamW"](model)
     step(model, optimizer, 0)
-    saved = save(tmp_path, Snapshot(step=1, state=capture(model, optimizer)), Alone())
+    saved = save(tmp_path, Snapshot(step=1, state=capture(model, optimizer)), SingleRank())
     before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     snapshot = Snapshot(step=0, state=capture(model, optimizer))
-    load(saved.path, snapshot, Alone())
+    load(saved.path, snapshot, SingleRank())
     restore(model, optimizer, snapshot.state)
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
 
@@ -130,9 +130,9 @@ def test_moments_are_made_in_the_memory_format_of_their_parameter(tmp_path):
     model = Net()
     optimizer = OPTIMIZERS["AdamW"](model)
     step(model, optimizer, 0)
-    saved = save(tmp_path, Snapshot(step=1, state=capture(model, optimizer)), Alone())
+    saved = save(tmp_path, Snapshot(step=1, state=capture(model, optimizer)), SingleRank())
     snapshot = Snapshot(step=0, state=capture(model, OPTIMIZERS["AdamW"](model)))
-    load(saved.path, snapshot, Alone())
+    load(saved.path, snapshot, SingleRank())
     assert snapshot.state.optimizer_state["conv.weight"]["exp_avg"].is_contiguous(memory_format=torch.channels_last)
 
 
@@ -173,10 +173,10 @@ def test_state_per_parameter_that_is_no_tensor_comes_back():
 def test_settings_come_back_in_the_types_that_the_optimizer_uses(tmp_path):
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25), betas=(0.5, 0.75))
-    saved = save(tmp_path, Snapshot(step=1, state=capture(model, optimizer)), Alone())
+    saved = save(tmp_path, Snapshot(step=1, state=capture(model, optimizer)), SingleRank())
     fresh = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1.0))
     snapshot = Snapshot(step=0, state=capture(model, fresh))
-    load(saved.path, snapshot, Alone())
+    load(saved.path, snapshot, SingleRank())
     restore(model, fresh, snapshot.state)
     assert (fresh.param_groups[0]["lr"], fresh.param_groups[0]["betas"]) == (torch.tensor(0.25), (0.5, 0.75))
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from checkpoints import DAMAGE, flip, flipped_bit, make, missing_file, no_manifest, remake_manifest
 from smalti.checkpoint.format.manifest import SUSPECT
 from smalti.checkpoint.format.safetensors_layout import Piece, encode_header, read_header, stored_tensors
 from smalti.checkpoint.format.statefile import State
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
 from smalti.errors import CheckpointError
+from support.checkpoints import DAMAGE, flip, flipped_bit, make, missing_file, no_manifest, remake_manifest
 
 OTHER = State(step=1, trainer={"other": 1}).encode()
 

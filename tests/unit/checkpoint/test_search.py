@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nursery import Alone, Pair, forked_processes
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.search import find_together
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.parallel.collective import RankError
 from smalti.parallel.protocol import PortableState
+from support.forked_ranks import Pair, SingleRank, forked_processes
 
 
 def found_in(folders, choice):
@@ -47,7 +47,9 @@ def run(tmp_path):
         model = {"weight": torch.full((1000, 500), float(step))}
         moments = {"weight": {"exp_avg": torch.ones(1000, 500), "exp_avg_sq": torch.ones(1000, 500)}}
         state = PortableState(model=model, optimizer_state=moments, optimizer="AdamW")
-        save(tmp_path / "run" / "checkpoints", Snapshot(step=step, state=state, ema=model, trainer={"step": step}), Alone())
+        save(
+            tmp_path / "run" / "checkpoints", Snapshot(step=step, state=state, ema=model, trainer={"step": step}), SingleRank()
+        )
     return tmp_path / "run"
 
 

@@ -22,7 +22,7 @@ from smalti.types import World
 KILLS = 20
 
 
-class Alone:
+class SingleRank:
     world = World()
 
     def all_gather_text(self, value):
@@ -37,7 +37,7 @@ def snapshot(step):
 def save_for_ever(root, step, acknowledge):
     store = CheckpointStore(root)
     while True:
-        save(root, snapshot(step), Alone())
+        save(root, snapshot(step), SingleRank())
         os.write(acknowledge, step.to_bytes(8, "big"))
         store.rotate(2)
         step += 1
@@ -67,7 +67,7 @@ def look(root, acknowledged):
     if path is None:
         return {"acknowledged": acknowledged, "found": None}
     target = snapshot(0)
-    found = load(path, target, Alone()).trainer["step"]
+    found = load(path, target, SingleRank()).trainer["step"]
     return {
         "acknowledged": acknowledged,
         "found": found,
@@ -83,7 +83,7 @@ def main(root, seed):
     for _ in range(KILLS):
         looks.append(look(root, kill_once(root, step, chance.uniform(0, 0.08))))
         step = looks[-1]["found"] + 1
-    save(root, snapshot(step), Alone())
+    save(root, snapshot(step), SingleRank())
     CheckpointStore(root).rotate(2)
     print(json.dumps({"looks": looks, "left": sorted(path.name for path in root.iterdir()), "last": step}))
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-import pages
 from smalti import errors
 from smalti.errors import ExitCode
+from support import pages
 
 PAGE = (pages.DOCS / "operations.md").read_text(encoding="utf-8")
 [SCRIPT] = [block for block in pages.blocks("operations.md") if block.kind == "bash"]

@@ -40,7 +40,7 @@ def test_what_is_ended_before_it_has_saved_has_another_code_than_what_has_saved(
 
 SIGNALLED = """
 import os, signal, sys, time
-from smalti.system.signals import Terminated, pre_emptions, terminated
+from smalti.system.signals import Terminated, preemption_signals, terminated
 if "ignored" in sys.argv:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 try:

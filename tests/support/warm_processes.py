@@ -19,13 +19,13 @@ from functools import cache
 from importlib import import_module, invalidate_caches
 from pathlib import Path
 
-from nursery import forked_processes
+from support.forked_ranks import forked_processes
 
 MOST = 4
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class Standing:
+class WarmProcesses:
     """Up to four processes, started when the first run needs them. They end with this one."""
 
     def __init__(self) -> None:
@@ -52,9 +52,9 @@ class Standing:
 
 
 @cache
-def standing() -> Standing:
+def warm_processes() -> WarmProcesses:
     """The ones of this test process."""
-    found = Standing()
+    found = WarmProcesses()
     atexit.register(found.close)
     return found
 
@@ -87,8 +87,8 @@ def command_line(words: list[str], variables: dict[str, str], place: Path) -> tu
         if self.plan.launcher == "in-process":
             return ordinary(self, standby)
         write_launch_files(self.directory, self.config, self.plugins, self.plan)
-        if self.live is not None:
-            self.live.close()  # the first rank takes the directory itself
+        if self.run_as_rank is not None:
+            self.run_as_rank.close()  # the first rank takes the directory itself
         waiting.append((str(self.directory.path), len(self.plan.ranks)))
         return 0
 

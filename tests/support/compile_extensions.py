@@ -1,4 +1,4 @@
-"""Compile what tests need compiled: `python tests/compiled.py`, before the tests, whose time is limited.
+"""Compile what tests need compiled, before the tests: `PYTHONPATH=tests python -m support.compile_extensions`.
 
 The devices of tests/accelerators. What DeepSpeed compiles when it is first needed: steps of optimizers in host memory, and
 swapping to a drive, which needs libaio; where that is not installed, Debian's packages are unpacked below the virtual

@@ -19,7 +19,7 @@ from smalti.parallel.state import capture
 from smalti.types import Checkpoint, World
 
 
-class Alone:
+class SingleRank:
     world = World()
 
     def all_reduce_max(self, code):
@@ -32,7 +32,7 @@ class Alone:
         pass
 
 
-class Second(Alone):
+class Second(SingleRank):
     """The second of two ranks that hold the same tensors."""
 
     world = World(rank=1, size=2)
@@ -47,7 +47,7 @@ def snapshot(step, **tensors):
 
 @pytest.fixture
 def saver(tmp_path):
-    one = Saver(write=lambda state, ranks: save(tmp_path, state, ranks), ranks=Alone(), side=Alone())
+    one = Saver(write=lambda state, ranks: save(tmp_path, state, ranks), ranks=SingleRank(), side=SingleRank())
     yield one
     one.close()
 
@@ -62,7 +62,7 @@ def held(tmp_path):
         go.wait(30)
         return save(tmp_path, state, ranks)
 
-    one = Saver(write=write, ranks=Alone(), side=Alone())
+    one = Saver(write=write, ranks=SingleRank(), side=SingleRank())
     one.go, one.calls = go, calls
     yield one
     go.set()
@@ -71,7 +71,7 @@ def held(tmp_path):
 
 def saved(path, *names):
     target = snapshot(0, **{name: torch.zeros(3) for name in names})
-    load(path, target, Alone())
+    load(path, target, SingleRank())
     return {name: tensor.tolist() for name, tensor in target.state.model.items()}
 
 
@@ -131,7 +131,7 @@ def test_a_save_that_the_system_refuses_comes_back_as_a_value(tmp_path):
     def write(state, ranks):
         raise SaveError("no room", errno=errno.ENOSPC)
 
-    one = Saver(write=write, ranks=Alone(), side=Alone())
+    one = Saver(write=write, ranks=SingleRank(), side=SingleRank())
     one.begin(snapshot(1, w=torch.ones(3)))
     assert one.landed(finish=True).errno == errno.ENOSPC
     one.close()
@@ -151,23 +151,23 @@ def test_a_failed_copy_lets_the_loop_go_on_to_hear_of_it(saver):
 
 
 def test_a_save_that_ends_well_here_and_badly_elsewhere_has_failed():
-    class FailedElsewhere(Alone):
+    class FailedElsewhere(SingleRank):
         def all_reduce_max(self, code):
             return max(code, 1)
 
     done = Checkpoint(step=1, path=None, size=0, seconds=0)
-    one = Saver(write=lambda state, ranks: done, ranks=FailedElsewhere(), side=Alone())
+    one = Saver(write=lambda state, ranks: done, ranks=FailedElsewhere(), side=SingleRank())
     one.begin(snapshot(1, w=torch.ones(3)))
     assert "another rank" in one.landed(finish=True).message
     one.close()
 
 
 def test_a_line_that_breaks_is_told_before_the_state_changes():
-    class Broken(Alone):
+    class Broken(SingleRank):
         def all_gather_text(self, value):
             raise dist.DistNetworkError("gone")
 
-    one = Saver(write=lambda state, ranks: None, ranks=Alone(), side=Broken())
+    one = Saver(write=lambda state, ranks: None, ranks=SingleRank(), side=Broken())
     one.begin(snapshot(1, w=torch.ones(3)))
     with pytest.raises(dist.DistNetworkError):
         one.release()
@@ -175,14 +175,14 @@ def test_a_line_that_breaks_is_told_before_the_state_changes():
 
 
 def test_a_line_that_broke_is_told_without_asking_anybody():
-    class Deaf(Alone):
+    class Deaf(SingleRank):
         def all_reduce_max(self, code):
             raise AssertionError("asked")
 
     def write(state, ranks):
         raise dist.DistNetworkError("gone")
 
-    one = Saver(write=write, ranks=Deaf(), side=Alone())
+    one = Saver(write=write, ranks=Deaf(), side=SingleRank())
     one.begin(snapshot(1, w=torch.ones(3)))
     with pytest.raises(dist.DistNetworkError):
         one.landed(finish=True)
@@ -198,7 +198,7 @@ def test_the_copy_has_moments_and_averages_under_their_names():
     model(torch.ones(3)).sum().backward()
     optimizer.step()
     live = Snapshot(step=1, state=capture(model, optimizer), ema={"weight": torch.ones(2, 3)}, trainer={"a": 1})
-    copy = Staging("cpu").copy(live, Alone())
+    copy = Staging("cpu").copy(live, SingleRank())
     assert copy.tensors().keys() == live.tensors().keys()
     assert all(torch.equal(copy.tensors()[name], tensor) for name, tensor in live.tensors().items())
     assert all(copy.tensors()[name].data_ptr() != tensor.data_ptr() for name, tensor in live.tensors().items())

@@ -51,7 +51,7 @@ class Forked(RankProcesses):
 
     def _open(self, environment: Mapping[str, str], line: int, output: int) -> Child:
         life = {"environment": dict(environment), "folder": str(Path.cwd()), "group": self._group}
-        return Child(mother(self._module).bear(line, output, imports=self._imports, life=life))
+        return Child(fork_server(self._module).fork(line, output, imports=self._imports, life=life))
 
     def close(self) -> None:
         self._kill()
@@ -59,7 +59,12 @@ class Forked(RankProcesses):
 
 
 def forked_processes(
-    *, ranks: int = 2, group: bool = True, seconds: float = PATIENCE, imports: Sequence[str] = (), module: str = "nursery"
+    *,
+    ranks: int = 2,
+    group: bool = True,
+    seconds: float = PATIENCE,
+    imports: Sequence[str] = (),
+    module: str = "support.forked_ranks",
 ) -> Forked:
     """Ranks to use in a `with` statement; see `two_processes`.
 
@@ -69,7 +74,7 @@ def forked_processes(
     return Forked(ranks, group=group, seconds=seconds, imports=imports, module=module)
 
 
-class Alone:
+class SingleRank:
     """`smalti.parallel.Communicator` of one process."""
 
     world = World()
@@ -118,12 +123,12 @@ class Child:
         self._process.send_signal(number)
 
 
-class Mother:
+class ForkServer:
     """The process that has made the imports, running `python -m MODULE`. It ends with this one."""
 
     def __init__(self, module: str) -> None:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        here = str(Path(__file__).parent)
+        here = str(Path(__file__).parents[1])
         path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
         with theirs:
             self._process = subprocess.Popen(
@@ -134,23 +139,23 @@ class Mother:
                 start_new_session=True,
             )
 
-    def bear(self, line: int, output: int, **order: object) -> int:
+    def fork(self, line: int, output: int, **order: object) -> int:
         """The process id of a new rank with these two descriptors, by the order that `main` takes."""
         socket.send_fds(self._line, [json.dumps(order).encode()], [line, output])
         return int(self._line.recv(100))
 
 
 @cache
-def mother(module: str) -> Mother:
+def fork_server(module: str) -> ForkServer:
     """The one of this test process that runs this module."""
-    return Mother(module)
+    return ForkServer(module)
 
 
 # --- in that process ------------------------------------------------------------------------------------------------
 
 
 def main(descriptor: int) -> None:
-    """Bear children until nobody is there to ask for them. In a child, return when it has done its work."""
+    """Fork ranks until nobody is there to ask for them. In a rank, return when it has done its work."""
     for name in HEAVY:
         import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them here
@@ -162,16 +167,16 @@ def main(descriptor: int) -> None:
             wanted = json.loads(order)
             for name in wanted["imports"]:
                 import_module(name)
-            gc.freeze()  # so that children need not go through all that was imported
+            gc.freeze()  # so that ranks need not go through all that was imported
             if (child := os.fork()) == 0:
                 break
             line.send(str(child).encode())
             for each in descriptors:
                 os.close(each)
-    live(*descriptors, **wanted["life"])
+    run_as_rank(*descriptors, **wanted["life"])
 
 
-def live(line: int, output: int, environment: Mapping[str, str], folder: str, group: bool) -> None:
+def run_as_rank(line: int, output: int, environment: Mapping[str, str], folder: str, group: bool) -> None:
     """As the process that `smalti_testing.ranks` would have started."""
     from smalti_testing.rank import main
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from PIL import Image
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _CHANGING = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00|\b[0-9a-f]{16}\b")
 """Times of day and digests of configurations: shown as they were once, and different in every run."""
