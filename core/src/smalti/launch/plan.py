@@ -230,7 +230,7 @@ def write_launch_files(directory: RunDirectory, config: Config, plugins: Plugins
 
     Every machine writes launch.json, with the same values in it, so that its workers need not wait for another machine.
     Once there were steps, the first two are written beside those of the run, whose place they take when it goes on
-    (`LiveRun.take_launch_files`). So a launch that is refused, because its options do not fit the checkpoint say, changes
+    (`RunWriter.take_launch_files`). So a launch that is refused, because its options do not fit the checkpoint say, changes
     nothing.
     """
     described = {
