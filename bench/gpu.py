@@ -197,7 +197,7 @@ def batch_of(case: Case, family, told, device: str) -> SimpleNamespace:
     import torch
 
     from smalti.data.buckets import Bucket
-    from smalti.models.size_conditioning import Frame
+    from smalti.models.size_conditioning import SizeConditioning
 
     size = case.edge // family.vae_scale
     return SimpleNamespace(
@@ -206,7 +206,7 @@ def batch_of(case: Case, family, told, device: str) -> SimpleNamespace:
         latents=torch.randn(case.batch, family.latent_channels, size, size, device=device),
         captions=("",) * case.batch,
         conditioning={name: one.expand(case.batch, *one.shape[1:]) for name, one in told.items()},
-        frames=(Frame(width=case.edge, height=case.edge, left=0, top=0),) * case.batch,
+        size_conditioning=(SizeConditioning(width=case.edge, height=case.edge, left=0, top=0),) * case.batch,
         numbers=tuple(range(case.batch)),
     )
 

@@ -113,7 +113,7 @@ def by_hand(run: Run):
     def step() -> None:
         noise = torch.randn_like(pixels)
         t = objective.times(torch.rand(size).clamp(1e-4, 1 - 1e-4))
-        noisy = objective.corrupt(pixels, noise, t)
+        noisy = objective.add_noise(pixels, noise, t)
         conditioning = family.encode_captions(captions)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             prediction = family.forward(model, noisy, objective.timesteps(t), conditioning)

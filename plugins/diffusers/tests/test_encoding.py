@@ -92,9 +92,9 @@ class Subject:
         request = SampleRequest(
             prompts=PROMPTS, seeds=(1, 2), width=64, height=96, steps=2, guidance=2.0, objective=native_objective(family)
         )
-        told, untold = (encoded.conditioning(texts, "cpu") for texts in (PROMPTS, [""] * len(PROMPTS)))
+        conditioning, unconditional = (encoded.conditioning(texts, "cpu") for texts in (PROMPTS, [""] * len(PROMPTS)))
         with torch.no_grad():
-            return family.sample(model, replace(request, told=told, untold=untold))
+            return family.sample(model, replace(request, conditioning=conditioning, unconditional=unconditional))
 
 
 def test_losses_and_pictures_are_the_same_without_encoders(subject):

@@ -158,7 +158,7 @@ def trained(family, subject):
         conditioning=None,
         numbers=(1, 2, 3),
         keys=CAPTIONS,
-        frames=(FRAME,) * 3,
+        size_conditioning=(FRAME,) * 3,
     )
     model, losses = subject.model(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

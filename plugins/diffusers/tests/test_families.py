@@ -304,7 +304,7 @@ def test_a_picture_says_what_it_was_guided_with(family_of, kind, settings):
     request = SampleRequest(
         prompts=["a fox"], seeds=(1,), width=64, height=64, steps=2, guidance=3.5, objective=RectifiedFlow()
     )
-    assert family_of(kind, "--flux_true_cfg_scale=2").drawing_settings(request) == settings
+    assert family_of(kind, "--flux_true_cfg_scale=2").sampling_settings(request) == settings
 
 
 def test_the_tokenizer_of_flux2_dev_is_refused_where_it_cannot_be_made(family_of, tmp_path):

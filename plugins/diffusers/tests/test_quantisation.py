@@ -101,7 +101,7 @@ def test_a_quantised_layer_says_nearly_what_it_said_and_gives_back_nearly_the_sa
     torch.manual_seed(0)
     plain = nn.Linear(128, 256).requires_grad_(False)
     layer = QuantisedLinear(copy.deepcopy(plain), precision)
-    layer.weights_filled()
+    layer.weights_loaded()
     inputs = torch.randn(2, 64, 128, requires_grad=True)
     said = [each(inputs) for each in (layer, plain)]
     gradients = [torch.autograd.grad(each.square().sum(), inputs)[0] for each in said]
@@ -113,7 +113,7 @@ def test_a_quantised_layer_says_nearly_what_it_said_and_gives_back_nearly_the_sa
 
 def test_under_autocast_a_quantised_layer_computes_in_the_type_of_the_run():
     layer = QuantisedLinear(nn.Linear(16, 16).bfloat16().requires_grad_(False), "int8-torchao")
-    layer.weights_filled()
+    layer.weights_loaded()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer(torch.randn(2, 16)).dtype == torch.bfloat16
 

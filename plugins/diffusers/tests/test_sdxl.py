@@ -14,8 +14,8 @@ from smalti.config.resolution import resolve
 from smalti.diffusion.objective import build_objective
 from smalti.models.blocks import describe_blocks, find_blocks
 from smalti.models.family import SampleRequest, image_tokens
-from smalti.models.memory_format import put_channels_last
-from smalti.models.size_conditioning import Frame, encode
+from smalti.models.memory_format import use_channels_last
+from smalti.models.size_conditioning import SizeConditioning, encode
 from smalti.models.weights import materialise
 from smalti.plugins.registry import Selection, load_plugins
 from smalti.plugins.schema import schema_of
@@ -65,7 +65,7 @@ def test_an_image_counts_as_many_tokens_as_its_largest_attention_is_given(folder
     for module in model.modules():
         if type(module).__name__ == "BasicTransformerBlock":
             module.register_forward_pre_hook(lambda module, arguments: lengths.append(arguments[0].shape[1]))
-    frame = Frame(width=64, height=64, left=0, top=0)
+    frame = SizeConditioning(width=64, height=64, left=0, top=0)
     width, height = 2 * family.alignment, family.alignment
     with torch.no_grad():
         conditioning = encode(family, ["a fox"], [frame], width, height)
@@ -102,9 +102,9 @@ def flat(inputs):
     return found
 
 
-def told_by_smalti(family, captions, frames, like, width, height):
+def told_by_smalti(family, captions, size_conditioning, like, width, height):
     """What smalti calls it with, for the same noisy latents and time."""
-    conditioning = encode(family, captions, frames, width, height)
+    conditioning = encode(family, captions, size_conditioning, width, height)
     timesteps = torch.full((len(captions),), float(like["timestep"]))
     return flat(family.inputs(like["sample"], timesteps, conditioning))
 
@@ -116,7 +116,7 @@ def different(one, other):
 
 
 def test_the_model_is_told_what_the_pipeline_tells_it(folder):
-    frame = Frame(width=640, height=333, left=7, top=5)
+    frame = SizeConditioning(width=640, height=333, left=7, top=5)
     theirs = told_by_the_pipeline(
         folder,
         prompt=["a red fox", "two boats"],
@@ -135,7 +135,7 @@ def test_the_model_is_told_what_the_pipeline_tells_it(folder):
 def test_a_dropped_caption_is_what_the_pipeline_guides_away_from(tmp_path, force_zeros):
     folder = tiny.sdxl(tmp_path, force_zeros=force_zeros)
     theirs = told_by_the_pipeline(folder, prompt=["a red fox"], width=64, height=64, guidance_scale=5.0)
-    frame = Frame(width=64, height=64, left=0, top=0)
+    frame = SizeConditioning(width=64, height=64, left=0, top=0)
     ours = told_by_smalti(family_of(folder), ["", "a red fox"], [frame, frame], theirs, 64, 64)
     assert different(theirs, ours) == []
 
@@ -153,16 +153,19 @@ def test_what_a_dropped_caption_is_can_be_chosen_and_is_cached_apart(tmp_path, c
     assert [identity["auto"] == identity[choice] for choice in (same, other)] == [True, False]
 
 
-def test_frames_are_told_sample_by_sample(folder):
-    frames = [Frame(width=640, height=480, left=3, top=0), Frame(width=100, height=200, left=0, top=9)]
-    told = family_of(folder).encode_frames(frames, 96, 64)["time_ids"]
+def test_size_conditioning_is_given_sample_by_sample(folder):
+    sizes = [
+        SizeConditioning(width=640, height=480, left=3, top=0),
+        SizeConditioning(width=100, height=200, left=0, top=9),
+    ]
+    told = family_of(folder).encode_size_conditioning(sizes, 96, 64)["time_ids"]
     assert told.tolist() == [[480, 640, 0, 3, 64, 96], [200, 100, 9, 0, 64, 96]]
 
 
-def test_another_frame_makes_another_prediction(folder):
+def test_another_size_conditioning_makes_another_prediction(folder):
     family = family_of(folder)
     model = materialise(family.build_model(), family.weights(0), "cpu")
-    frame = Frame(width=640, height=480, left=0, top=0)
+    frame = SizeConditioning(width=640, height=480, left=0, top=0)
     noisy = torch.randn(1, 4, 16, 16)
     one, other = (
         family.forward(model, noisy, torch.tensor([500.0]), encode(family, ["a"], [each], 64, 64))
@@ -177,10 +180,10 @@ def test_convolutions_run_on_channels_last_with_the_same_result(folder):
         family = family_of(folder)
         model = materialise(family.build_model(), family.weights(0), "cpu")
         if chosen:
-            put_channels_last(model)
+            use_channels_last(model)
         for module in (each for each in model.modules() if isinstance(each, torch.nn.Conv2d) and chosen):
             module.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-        conditioning = encode(family, ["a fox"], [Frame(width=64, height=64, left=0, top=0)], 64, 64)
+        conditioning = encode(family, ["a fox"], [SizeConditioning(width=64, height=64, left=0, top=0)], 64, 64)
         noisy = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(0))
         found.append(family.forward(model, noisy, torch.tensor([500.0]), conditioning))
     assert torch.allclose(*found, atol=1e-5)
@@ -248,7 +251,7 @@ def test_pictures_are_drawn_with_the_prediction_that_is_trained(folder, configur
 
 
 def test_training_corrupts_as_the_scheduler_undoes(folder, configured):
-    alpha, _ = build_objective("epsilon", native="epsilon").rates(torch.arange(1000))
+    alpha, _ = build_objective("epsilon", native="epsilon").alpha_sigma(torch.arange(1000))
     theirs = configured(folder).frozen.scheduler.alphas_cumprod.sqrt()
     assert torch.allclose(alpha, theirs, atol=1e-5)
 

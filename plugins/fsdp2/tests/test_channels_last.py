@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from smalti.errors import UserError
-from smalti.models.memory_format import put_channels_last, wants_channels_last
+from smalti.models.memory_format import use_channels_last, wants_channels_last
 from smalti_testing import TinyFamily
 from smalti_testing.strategy_subject import open_strategy, whole_state
 from support.forked_ranks import forked_processes
@@ -70,4 +70,4 @@ def test_it_is_on_by_itself_for_families_of_convolutions_on_cuda_devices(chosen,
 
 def test_a_model_without_convolutions_is_refused_when_it_is_asked_for():
     with pytest.raises(UserError, match="no convolutions"):
-        put_channels_last(torch.nn.Linear(2, 2))
+        use_channels_last(torch.nn.Linear(2, 2))

@@ -142,8 +142,8 @@ class Timeless(TinyFamily):
 
 
 class Echoing(TinyFamily):
-    def encode_frames(self, frames, width, height):
-        return {"words": torch.zeros(len(frames))}
+    def encode_size_conditioning(self, size_conditioning, width, height):
+        return {"words": torch.zeros(len(size_conditioning))}
 
 
 class Sociable(TinyFamily):

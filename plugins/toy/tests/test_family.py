@@ -200,7 +200,7 @@ def test_it_learns_two_words_with_every_prediction(prediction: str) -> None:
         numbers = range(step * 16, step * 16 + 16)
         t = objective.times(noise.uniform(numbers)[:, 0])
         drawn = noise.normal(numbers, (3, 8, 8))
-        noisy = objective.corrupt(latents, drawn, t)
+        noisy = objective.add_noise(latents, drawn, t)
         prediction_ = family.forward(model, noisy, objective.timesteps(t), conditioning)
         loss = objective.loss(prediction_, latents, drawn, noisy, t).mean()
         loss.backward()  # type: ignore[no-untyped-call]

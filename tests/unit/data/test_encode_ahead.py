@@ -149,7 +149,7 @@ def test_a_random_cut_is_drawn_once_for_all_runs_and_its_frame_says_where(pets, 
         data = data_of(pets, seed=seed)
         runs.append({})
         for micro in batches(data, encode(Encoding(), data, tmp_path / "cache")):
-            for key, latents, frame in zip(micro.keys, micro.latents, micro.frames, strict=True):
+            for key, latents, frame in zip(micro.keys, micro.latents, micro.size_conditioning, strict=True):
                 # Scaled to half its size, the ramp rises by two levels a pixel, from a half.
                 assert abs(round((float(latents[0, 0, 8]) + 1) * 127.5) - (2 * (frame.left + 8) + 0.5)) <= 1
                 assert runs[-1].setdefault(key, frame) == frame

@@ -23,7 +23,7 @@ from smalti.data.scan.quarantine import allowed_errors
 from smalti.data.storage.local import LocalStorage
 from smalti.data.storage.protocol import TransientStorageError
 from smalti.errors import PreflightError
-from smalti.models.size_conditioning import Frame
+from smalti.models.size_conditioning import SizeConditioning
 from smalti.types import World
 
 
@@ -145,7 +145,7 @@ def test_a_frame_says_where_the_cut_was(tmp_path: Path) -> None:
         Image.fromarray(ramp).save(tmp_path / f"wide/{number}.png")
         (tmp_path / f"wide/{number}.txt").write_text("a ramp")
     for micro in (batch.micro[0] for batch in take(data_of(tmp_path / "wide", crop=True, crop_style="random"), 4)):
-        for pixels, frame in zip(micro.pixels, micro.frames, strict=True):
+        for pixels, frame in zip(micro.pixels, micro.size_conditioning, strict=True):
             # Scaled to half its size, the ramp rises by two levels a pixel, from a half.
             shown = round((float(pixels[0, 0, 8]) + 1) * 127.5)
             assert (frame.width, frame.height, frame.top) == (200, 32, 0)
@@ -153,9 +153,9 @@ def test_a_frame_says_where_the_cut_was(tmp_path: Path) -> None:
 
 
 def test_a_picture_that_is_not_cut_has_its_frame_at_the_corner(pets: Path) -> None:
-    frames = {frame for batch in take(data_of(pets), 3) for frame in batch.micro[0].frames}
+    size_conditioning = {frame for batch in take(data_of(pets), 3) for frame in batch.micro[0].size_conditioning}
 
-    assert frames == {Frame(width=16, height=16, left=0, top=0)}
+    assert size_conditioning == {SizeConditioning(width=16, height=16, left=0, top=0)}
 
 
 def test_datasets_share_buckets_and_repeats_weigh_them(tmp_path: Path) -> None:

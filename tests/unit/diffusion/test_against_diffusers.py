@@ -25,7 +25,7 @@ def test_noisy_latents_and_v_targets_agree(schedule: BetaSchedule, zero_snr: boo
     ours = build_objective("v_prediction", beta_schedule=schedule, rescale_betas_zero_snr=zero_snr)
     latents, noise, t = seeded_noise(range(6), SHAPE), seeded_noise(range(6, 12), SHAPE), torch.arange(0, 1000, 180)
     noisy = peer.add_noise(latents, noise, t)
-    torch.testing.assert_close(ours.corrupt(latents, noise, t), noisy, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(ours.add_noise(latents, noise, t), noisy, atol=2e-4, rtol=1e-4)
     assert ours.loss(peer.get_velocity(latents, noise, t), latents, noise, noisy, t).max() < 1e-7
 
 

@@ -35,7 +35,7 @@ def pictures(count: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
 
 def perfect(objective: Objective, latents: torch.Tensor, noise: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     """What a model that knows everything would answer, by the definitions in the papers."""
-    alpha, sigma = (rate.view(-1, 1, 1, 1) for rate in objective.rates(t))
+    alpha, sigma = (rate.view(-1, 1, 1, 1) for rate in objective.alpha_sigma(t))
     return {
         "epsilon": noise,
         "sample": latents,
@@ -48,7 +48,7 @@ def perfect(objective: Objective, latents: torch.Tensor, noise: torch.Tensor, t:
 def test_the_right_answer_costs_nothing(objective: Objective) -> None:
     latents, noise = pictures()
     t = objective.times(torch.tensor([0.002, 0.1, 0.5, 0.9, 0.998]))
-    noisy = objective.corrupt(latents, noise, t)
+    noisy = objective.add_noise(latents, noise, t)
     answer = perfect(objective, latents, noise, t)
     assert objective.loss(answer, latents, noise, noisy, t).max() < 1e-10
 
@@ -59,7 +59,7 @@ def test_each_sample_has_its_own_cost(objective: Objective) -> None:
     t = objective.times(torch.full((5,), 0.5))
     answer = perfect(objective, latents, noise, t).clone()
     answer[2] += 1
-    costs = objective.loss(answer, latents, noise, objective.corrupt(latents, noise, t), t)
+    costs = objective.loss(answer, latents, noise, objective.add_noise(latents, noise, t), t)
     assert costs.shape == (5,)
     assert costs.argmax() == 2
     assert costs.dtype == torch.float32
@@ -69,8 +69,8 @@ def test_each_sample_has_its_own_cost(objective: Objective) -> None:
 def test_split_finds_the_picture_and_the_noise_again(objective: Objective) -> None:
     latents, noise = pictures()
     t = objective.times(torch.tensor([0.05, 0.3, 0.5, 0.7, 0.95]))
-    noisy = objective.corrupt(latents, noise, t)
-    picture, rest = objective.split(perfect(objective, latents, noise, t), noisy, t)
+    noisy = objective.add_noise(latents, noise, t)
+    picture, rest = objective.to_x0_and_noise(perfect(objective, latents, noise, t), noisy, t)
     torch.testing.assert_close(picture, latents, atol=2e-4, rtol=1e-3)
     torch.testing.assert_close(rest, noise, atol=2e-4, rtol=1e-3)
 
@@ -79,9 +79,9 @@ def test_split_finds_the_picture_and_the_noise_again(objective: Objective) -> No
 def test_corruption_mixes_at_the_rates_and_keeps_the_dtype(objective: Objective) -> None:
     latents, noise = pictures()
     t = objective.times(torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9]))
-    alpha, sigma = (rate.view(-1, 1, 1, 1) for rate in objective.rates(t))
-    torch.testing.assert_close(objective.corrupt(latents, noise, t), alpha * latents + sigma * noise)
-    assert objective.corrupt(latents.bfloat16(), noise.bfloat16(), t).dtype == torch.bfloat16
+    alpha, sigma = (rate.view(-1, 1, 1, 1) for rate in objective.alpha_sigma(t))
+    torch.testing.assert_close(objective.add_noise(latents, noise, t), alpha * latents + sigma * noise)
+    assert objective.add_noise(latents.bfloat16(), noise.bfloat16(), t).dtype == torch.bfloat16
 
 
 @everywhere
@@ -108,7 +108,7 @@ def test_flow_sample_is_judged_by_velocity_with_a_floor() -> None:
     latents, noise = pictures(2)
     t = torch.tensor([0.5, 0.01])
     objective = RectifiedFlow("sample")
-    costs = objective.loss(latents + 0.1, latents, noise, objective.corrupt(latents, noise, t), t)
+    costs = objective.loss(latents + 0.1, latents, noise, objective.add_noise(latents, noise, t), t)
     torch.testing.assert_close(costs, torch.tensor([(0.1 / 0.5) ** 2, (0.1 / 0.05) ** 2]))
 
 

@@ -23,7 +23,7 @@ def knows(objective: Objective) -> Denoise:
 
     def denoise(noisy: torch.Tensor, timesteps: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
         t = timesteps / 1000 if isinstance(objective, RectifiedFlow) else timesteps.long()
-        alpha, sigma = (rate.view(-1, 1, 1, 1) for rate in objective.rates(t))
+        alpha, sigma = (rate.view(-1, 1, 1, 1) for rate in objective.alpha_sigma(t))
         picture = conditioning["level"].view(-1, 1, 1, 1).expand_as(noisy)
         noise = (noisy - alpha * picture) / sigma
         return {

@@ -10,7 +10,7 @@ from smalti.config.resolution import resolve
 from smalti.data.buckets import Bucket
 from smalti.data.loader import MicroBatch
 from smalti.diffusion.timesteps import LogitNormal, Uniform
-from smalti.models.size_conditioning import Frame
+from smalti.models.size_conditioning import SizeConditioning
 from smalti.models.weights import materialise
 from smalti.plugins.registry import load_plugins
 from smalti.plugins.schema import schema_of
@@ -80,5 +80,5 @@ def batch() -> MicroBatch:
         conditioning=None,
         numbers=(1, 2),
         keys=("a", "b"),
-        frames=(Frame(width=WIDTH, height=HEIGHT, left=0, top=0),) * 2,
+        size_conditioning=(SizeConditioning(width=WIDTH, height=HEIGHT, left=0, top=0),) * 2,
     )

@@ -32,7 +32,7 @@ from smalti.data.prepared import PreparedData
 from smalti.data.scan.quarantine import BadSampleError, ErrorBudget, Quarantined
 from smalti.diffusion import Conditioning
 from smalti.errors import UserError
-from smalti.models import Frame
+from smalti.models import SizeConditioning
 from smalti.parallel import pins_memory, use_device
 from smalti.system import derive_seed, uniform
 from smalti.types import World
@@ -47,7 +47,7 @@ class MicroBatch:
     The pictures are `pixels` (B, 3, H, W), fp32 in [-1, 1], or else `latents` as they were kept, if they were encoded before
     (`smalti.models.latents_of` makes the model's latents of either). `conditioning` is
     that of the captions, None if they were not. `numbers` are unique over the run and belong to the visit; `keys` are
-    "DATASET/KEY"; `frames` say what the pictures show of their originals.
+    "DATASET/KEY"; `size_conditioning` says what the images show of their originals.
     """
 
     bucket: Bucket
@@ -57,7 +57,7 @@ class MicroBatch:
     captions: tuple[str, ...]
     numbers: tuple[int, ...]
     keys: tuple[str, ...]
-    frames: tuple[Frame, ...]
+    size_conditioning: tuple[SizeConditioning, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -188,7 +188,7 @@ class Loader(Iterator[Batch]):
             captions=captions,
             numbers=tuple(whole.numbers[first : first + size]),
             keys=tuple(visit.key for visit in visits),
-            frames=tuple(visit.frame for visit in visits),
+            size_conditioning=tuple(visit.size for visit in visits),
         )
 
     def _pixels(self, visits: Sequence[_Visit], bucket: Bucket) -> Tensor:
@@ -242,7 +242,7 @@ class _Visit:
     content: Bytes | Tensor
     caption: str
     key: str
-    frame: Frame
+    size: SizeConditioning
 
 
 class _Reader:
@@ -274,7 +274,7 @@ class _Reader:
         # The run is about to stop by agreement; until then this rank has to keep step with the others.
         width, height = batch.bucket.width, batch.bucket.height
         blank = np.full((3, height, width), 255, dtype=np.uint8)
-        return _Visit(content=blank, caption="", key="", frame=Frame(width=width, height=height, left=0, top=0))
+        return _Visit(content=blank, caption="", key="", size=SizeConditioning(width=width, height=height, left=0, top=0))
 
     def _encoded(self, sample: int, bucket: Bucket) -> tuple[Tensor, Corner]:
         """The latents of a sample; once they are lost, of another one, for the step in which the run stops by agreement."""
@@ -322,13 +322,14 @@ class _Reader:
         position, row = self._data.locate(sample)
         dataset = self._data.datasets[position]
         left, top = corner
-        frame = Frame(width=int(dataset.index.widths[row]), height=int(dataset.index.heights[row]), left=left, top=top)
+        width, height = int(dataset.index.widths[row]), int(dataset.index.heights[row])
+        size = SizeConditioning(width=width, height=height, left=left, top=top)
         captions = dataset.index.captions(row)
         choice = 0
         if len(captions) > 1:
             choice = int(uniform(derive_seed("caption", self._data.order.seed, batch.epoch, sample)) * len(captions))
         key = f"{dataset.spec.id}/{dataset.index.key(row)}"
-        return _Visit(content=content, caption=captions[choice], key=key, frame=frame)
+        return _Visit(content=content, caption=captions[choice], key=key, size=size)
 
 
 def _normalised(pictures: Bytes) -> NDArray[np.float32]:

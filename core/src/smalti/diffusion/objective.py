@@ -40,11 +40,11 @@ class Objective(Protocol):
         """Fractions of the way to noise in (0, 1], as a timestep sampler gives them -> this process's times."""
         ...
 
-    def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
+    def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """(alpha, sigma) of x_t = alpha x0 + sigma e, each (B,)."""
         ...
 
-    def corrupt(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+    def add_noise(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """Noisy latents at `t`, in the dtype of `latents`."""
         ...
 
@@ -60,7 +60,7 @@ class Objective(Protocol):
         """Signal-to-noise ratio (alpha / sigma)^2."""
         ...
 
-    def split(self, prediction: Tensor, noisy: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    def to_x0_and_noise(self, prediction: Tensor, noisy: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """The picture and the noise that a raw prediction says `noisy` is made of. Velocity is noise - picture."""
         ...
 
@@ -140,10 +140,10 @@ class RectifiedFlow:
     def times(self, u: Tensor) -> Tensor:
         return u.float()
 
-    def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
+    def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
         return 1 - t, t
 
-    def corrupt(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+    def add_noise(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         return torch.lerp(latents.float(), noise.float(), _per_sample(t, latents)).to(latents.dtype)
 
     def loss(self, prediction: Tensor, latents: Tensor, noise: Tensor, noisy: Tensor, t: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class RectifiedFlow:
     def snr(self, t: Tensor) -> Tensor:
         return ((1 - t) / t).square()
 
-    def split(self, prediction: Tensor, noisy: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    def to_x0_and_noise(self, prediction: Tensor, noisy: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         time, told, noisy = _per_sample(t, noisy), prediction.float(), noisy.float()
         if self.prediction == "flow_matching":
             return noisy - time * told, noisy + (1 - time) * told
@@ -189,21 +189,21 @@ class Ddpm:
         self.prediction: Prediction = prediction
         self.cost = cost or Cost()
         self.steps = len(betas)
-        self._rates = torch.stack([alphas.sqrt(), (1 - alphas).sqrt()]).float()
+        self._alpha_sigma = torch.stack([alphas.sqrt(), (1 - alphas).sqrt()]).float()
 
     def times(self, u: Tensor) -> Tensor:
         # Step k stands for the fractions (k, k + 1] / steps, so that 1 is the last step; the small number keeps a fraction
         # such as 0.96 from falling into the next step by rounding.
         return ((u.float() * self.steps - 1e-3).ceil() - 1).clamp(0, self.steps - 1).long()
 
-    def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        if self._rates.device != t.device:
-            self._rates = self._rates.to(t.device)
-        alpha, sigma = self._rates[:, t]
+    def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        if self._alpha_sigma.device != t.device:
+            self._alpha_sigma = self._alpha_sigma.to(t.device)
+        alpha, sigma = self._alpha_sigma[:, t]
         return alpha, sigma
 
-    def corrupt(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        alpha, sigma = self._rates_for(t, latents)
+    def add_noise(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        alpha, sigma = self._alpha_sigma_for(t, latents)
         return (alpha * latents.float() + sigma * noise.float()).to(latents.dtype)
 
     def loss(self, prediction: Tensor, latents: Tensor, noise: Tensor, noisy: Tensor, t: Tensor) -> Tensor:
@@ -211,26 +211,26 @@ class Ddpm:
             return self.cost(prediction, noise)
         if self.prediction == "sample":
             return self.cost(prediction, latents)
-        alpha, sigma = self._rates_for(t, latents)
+        alpha, sigma = self._alpha_sigma_for(t, latents)
         return self.cost(prediction, alpha * noise.float() - sigma * latents.float())
 
     def timesteps(self, t: Tensor) -> Tensor:
         return t.float()
 
     def snr(self, t: Tensor) -> Tensor:
-        alpha, sigma = self.rates(t)
+        alpha, sigma = self.alpha_sigma(t)
         return (alpha / sigma).square()
 
-    def split(self, prediction: Tensor, noisy: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        (alpha, sigma), told, noisy = self._rates_for(t, noisy), prediction.float(), noisy.float()
+    def to_x0_and_noise(self, prediction: Tensor, noisy: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        (alpha, sigma), told, noisy = self._alpha_sigma_for(t, noisy), prediction.float(), noisy.float()
         if self.prediction == "epsilon":
             return (noisy - sigma * told) / alpha, told
         if self.prediction == "sample":
             return told, (noisy - alpha * told) / sigma
         return alpha * noisy - sigma * told, sigma * noisy + alpha * told
 
-    def _rates_for(self, t: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
-        alpha, sigma = self.rates(t)
+    def _alpha_sigma_for(self, t: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
+        alpha, sigma = self.alpha_sigma(t)
         return _per_sample(alpha, latents), _per_sample(sigma, latents)
 
 

@@ -70,9 +70,9 @@ class Sampler:
         for step, time in enumerate(self.times(start.device)):
             t = time.expand(len(start))
             if step:
-                alpha, sigma = self.objective.rates(time)
+                alpha, sigma = self.objective.alpha_sigma(time)
                 noisy = alpha * picture + sigma * noise
-            picture, noise = self.objective.split(self._predict(denoise, noisy, t, conditioning, guided), noisy, t)
+            picture, noise = self.objective.to_x0_and_noise(self._predict(denoise, noisy, t, conditioning, guided), noisy, t)
         return picture
 
     def _predict(self, denoise: Denoise, noisy: Tensor, t: Tensor, conditioning: Conditioning, guided: bool) -> Tensor:

@@ -35,12 +35,17 @@ from .family import (
     native_objective as native_objective,
     native_schedule as native_schedule,
 )
-from .memory_format import put_channels_last as put_channels_last, wants_channels_last as wants_channels_last
-from .size_conditioning import Frame as Frame, SeesFrames as SeesFrames, encode as encode, with_frames as with_frames
+from .memory_format import use_channels_last as use_channels_last, wants_channels_last as wants_channels_last
+from .size_conditioning import (
+    SizeConditioning as SizeConditioning,
+    TakesSizes as TakesSizes,
+    encode as encode,
+    with_size_conditioning as with_size_conditioning,
+)
 from .tf32 import choose_tf32 as choose_tf32, products_in_tf32 as products_in_tf32, tf32_choice as tf32_choice
 from .weights import (
-    Filled as Filled,
     FolderWeights as FolderWeights,
+    PostLoadTransform as PostLoadTransform,
     SeededWeights as SeededWeights,
     first_weight as first_weight,
     materialise as materialise,

@@ -27,8 +27,8 @@ class SampleRequest:
     `objective` is what the loss trains, its prediction and its noise schedule. A family that samples by itself hands it to its
     sampler (`smalti.diffusion.Sampler`) and builds no other.
 
-    `told` is the conditioning of the prompts and `untold` that of as many empty ones, where they were encoded before; families
-    that are no `Cacheable` are given neither.
+    `conditioning` is that of the prompts and `unconditional` that of as many empty prompts, where they were encoded before
+    training; both are None for families that are not `Cacheable`.
     """
 
     prompts: Sequence[str]
@@ -38,8 +38,8 @@ class SampleRequest:
     steps: int
     guidance: float
     objective: Objective
-    told: Conditioning | None = None
-    untold: Conditioning | None = None
+    conditioning: Conditioning | None = None
+    unconditional: Conditioning | None = None
 
 
 class Weights(Protocol):
@@ -61,14 +61,14 @@ class ModelFamily(Protocol):
     """One architecture with its conditioning, from prompt and picture to prediction and back.
 
     One whose tokens several ranks can share has a method `context_plan` besides: see `smalti.models.context_parallel`. One
-    whose model is told what a picture shows of its original has `encode_frames`: see `smalti.models.size_conditioning`.
+    whose model is conditioned on sizes and crops has `encode_size_conditioning`: see `smalti.models.size_conditioning`.
 
     A family of DDPM may also have `beta_schedule`, the noise schedule that its model was trained with, where that is not
     "scaled_linear" (`smalti.diffusion.BetaSchedule`), and one of rectified flow `flow_shift`, how far times are moved towards
     noise unless the user says how far (`smalti.diffusion.Shift`). One whose model spends much of its time in convolutions says
     `convolutional = True`; on CUDA devices they then compute with channels last (`smalti.models.memory_format`). One whose
     model no backend can share out says why in `indivisible`, in words that end "cannot share out ...". A module of its model
-    that turns its first weights into something else once it has them is a `smalti.models.weights.Filled`.
+    that turns its first weights into something else once it has them is a `smalti.models.weights.PostLoadTransform`.
     """
 
     name: str
@@ -215,7 +215,7 @@ def latents_of(family: ModelFamily, pixels: Tensor | None, kept: Tensor | None) 
 class TellsSettings(Protocol):
     """What a family has besides if it may draw with other settings than those that it is asked for."""
 
-    def drawing_settings(self, request: SampleRequest) -> dict[str, float]:
+    def sampling_settings(self, request: SampleRequest) -> dict[str, float]:
         """What it draws with, by name, such as "guidance"; it is written into the pictures in place of what was asked for."""
         ...
 

@@ -20,7 +20,7 @@ def wants_channels_last(chosen: bool | None, family: ModelFamily, device: str) -
     return chosen
 
 
-def put_channels_last(model: nn.Module) -> None:
+def use_channels_last(model: nn.Module) -> None:
     """Make every two-dimensional convolution of `model`, which may be on the meta device, compute with channels last.
 
     Raises UserError for a model that has none.

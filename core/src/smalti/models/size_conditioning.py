@@ -1,6 +1,6 @@
-"""What a training picture shows of its original, for families whose model is told (micro-conditioning, Podell et al. 2023).
+"""What a training image shows of its original, for models that are conditioned on it (micro-conditioning, Podell et al. 2023).
 
-A family that wants to know has a method `encode_frames`. The size that is trained at is that of the pixels.
+The family of such a model overrides `encode_size_conditioning`. The size that is trained at is that of the pixels.
 
 Shapes: B samples.
 """
@@ -16,8 +16,8 @@ from smalti.models.family import ModelFamily
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """One picture: it was scaled from `width` x `height` pixels, and cut `left` and `top` pixels from the scaled one's corner.
+class SizeConditioning:
+    """One image: it was scaled from `width` x `height` pixels, then cropped at (`left`, `top`) in pixels of the scaled image.
 
     `width` and `height` are those of the upright original.
     """
@@ -28,26 +28,28 @@ class Frame:
     top: int
 
 
-class SeesFrames(Protocol):
-    """What a `ModelFamily` has besides, if its model is told of frames."""
+class TakesSizes(Protocol):
+    """What a `ModelFamily` has besides, if its model is conditioned on sizes and crops."""
 
-    def encode_frames(self, frames: Sequence[Frame], width: int, height: int) -> Conditioning:
-        """Conditioning with a leading dimension of len(frames), on the family's device, for pictures of one trained size.
+    def encode_size_conditioning(self, sizes: Sequence[SizeConditioning], width: int, height: int) -> Conditioning:
+        """Conditioning with a leading dimension of len(sizes), on the family's device, for images of one trained size.
 
         Its names are others than those of `encode_captions`; `forward` gets both.
         """
         ...
 
 
-def encode(family: ModelFamily, captions: Sequence[str], frames: Sequence[Frame], width: int, height: int) -> Conditioning:
-    """All that a model is told of samples beside the noisy pictures, which are `width` x `height` pixels."""
-    return with_frames(family, family.encode_captions(captions), frames, width, height)
+def encode(
+    family: ModelFamily, captions: Sequence[str], sizes: Sequence[SizeConditioning], width: int, height: int
+) -> Conditioning:
+    """All conditioning of samples, whose images are `width` x `height` pixels."""
+    return with_size_conditioning(family, family.encode_captions(captions), sizes, width, height)
 
 
-def with_frames(
-    family: ModelFamily, conditioning: Conditioning, frames: Sequence[Frame], width: int, height: int
+def with_size_conditioning(
+    family: ModelFamily, conditioning: Conditioning, sizes: Sequence[SizeConditioning], width: int, height: int
 ) -> Conditioning:
     """The same for captions that are encoded already."""
-    if hasattr(family, "encode_frames"):
-        return conditioning | cast(SeesFrames, family).encode_frames(frames, width, height)
+    if hasattr(family, "encode_size_conditioning"):
+        return conditioning | cast(TakesSizes, family).encode_size_conditioning(sizes, width, height)
     return conditioning

@@ -171,10 +171,10 @@ def first_weight(weights: Weights, name: str, parameter: Tensor) -> Tensor:
 
 
 @runtime_checkable
-class Filled(Protocol):
+class PostLoadTransform(Protocol):
     """A module that turns its first weights into something else, such as quantised ones, as soon as it has them."""
 
-    def weights_filled(self) -> None:
+    def weights_loaded(self) -> None:
         """This module's own parameters and buffers have their values, on their device. Called once, under no_grad."""
         ...
 
@@ -184,7 +184,7 @@ def materialise(model: nn.Module, weights: Weights, device: str) -> nn.Module:
     """The model with every meta parameter replaced by its tensor from `weights`, and everything on `device`.
 
     For backends that keep the whole model on each rank. Parameters that are shared stay shared; types are the model's. Each
-    `Filled` module is told before the next one gets its weights, so that what it lets go of never exists all at once.
+    `PostLoadTransform` is called before the next module gets its weights, so that what it frees never exists all at once.
     """
     made: WeakValueDictionary[nn.Parameter, nn.Parameter] = WeakValueDictionary()
     known = set(weights.names())
@@ -202,6 +202,6 @@ def materialise(model: nn.Module, weights: Weights, device: str) -> nn.Module:
             full = f"{prefix}.{name}" if prefix else name
             if buffer is not None:
                 module._buffers[name] = (weights.get(full) if full in known else buffer).to(device)
-        if isinstance(module, Filled):
-            module.weights_filled()
+        if isinstance(module, PostLoadTransform):
+            module.weights_loaded()
     return model

@@ -27,12 +27,12 @@ from smalti.diffusion import (
     build_timesteps,
     build_weighting,
 )
-from smalti.models import Frame, ModelFamily, image_tokens, latents_of, native_schedule, with_frames
+from smalti.models import ModelFamily, SizeConditioning, image_tokens, latents_of, native_schedule, with_size_conditioning
 from smalti.parallel import to_device
 
 
 class MicroBatch(Protocol):
-    """What the loader gives: pictures (B, 3, H, W) in [-1, 1], with captions, frames, and a number unique to each sample.
+    """What the loader yields: images (B, 3, H, W) in [-1, 1], captions, sizes and crops, and a number unique to each sample.
 
     Instead of pixels there may be latents, and beside the captions their conditioning: what was encoded before training.
     """
@@ -48,7 +48,7 @@ class MicroBatch(Protocol):
     @property
     def captions(self) -> Sequence[str]: ...
     @property
-    def frames(self) -> Sequence[Frame]: ...
+    def size_conditioning(self) -> Sequence[SizeConditioning]: ...
     @property
     def numbers(self) -> Sequence[int]: ...
 
@@ -85,7 +85,7 @@ class DenoisingLoss:
     weighting: Weighting
     noise: SampleNoise
     dropout: float
-    untold: Conditioning | None = None
+    unconditional: Conditioning | None = None
     """One row: the conditioning of the empty prompt, if texts were encoded before training."""
 
     def __call__(self, model: nn.Module, batch: MicroBatch, precision: Precision) -> Tensor:
@@ -96,9 +96,10 @@ class DenoisingLoss:
             chance = self.noise.uniform(batch.numbers, 2)
             tokens = image_tokens(self.family, batch.bucket.width, batch.bucket.height)
             t = to_device(self.objective.times(self.timesteps(chance[:, 0], tokens)), latents.device)
-            noisy = self.objective.corrupt(latents, noise, t)
-            told = self._told(batch, dropped=chance[:, 1] < self.dropout)
-            conditioning = with_frames(self.family, told, batch.frames, batch.bucket.width, batch.bucket.height)
+            noisy = self.objective.add_noise(latents, noise, t)
+            texts = self._caption_conditioning(batch, dropped=chance[:, 1] < self.dropout)
+            width, height = batch.bucket.width, batch.bucket.height
+            conditioning = with_size_conditioning(self.family, texts, batch.size_conditioning, width, height)
         with precision.autocast():
             prediction = self.family.forward(model, noisy, self.objective.timesteps(t), conditioning)
         losses = self.objective.loss(prediction, latents, noise, noisy, t)
@@ -108,15 +109,15 @@ class DenoisingLoss:
         """Which noise levels images of these sizes are trained at, in words: "logit-normal(0, 1), shift 3 (...)"."""
         return self.timesteps.describe({image_tokens(self.family, bucket.width, bucket.height) for bucket in buckets})
 
-    def _told(self, batch: MicroBatch, dropped: Tensor) -> Conditioning:
+    def _caption_conditioning(self, batch: MicroBatch, dropped: Tensor) -> Conditioning:
         """The conditioning of the captions, and of the empty prompt where a caption is `dropped` (in host memory)."""
-        if batch.conditioning is None or self.untold is None:
+        if batch.conditioning is None or self.unconditional is None:
             captions = ["" if drop else caption for caption, drop in zip(batch.captions, dropped.tolist(), strict=True)]
             return self.family.encode_captions(captions)
-        untold = self.untold
+        unconditional = self.unconditional
         dropped = to_device(dropped, self.noise.device)
         return {
-            name: torch.where(dropped.view(-1, *[1] * (rows.ndim - 1)), untold[name], rows)
+            name: torch.where(dropped.view(-1, *[1] * (rows.ndim - 1)), unconditional[name], rows)
             for name, rows in batch.conditioning.items()
         }
 
@@ -130,10 +131,12 @@ def default_distribution(objective: Objective) -> Distribution:
     return "logit_normal" if isinstance(objective, RectifiedFlow) else "uniform"
 
 
-def denoising_loss(config: Config, family: ModelFamily, device: str, untold: Conditioning | None = None) -> DenoisingLoss:
+def denoising_loss(
+    config: Config, family: ModelFamily, device: str, unconditional: Conditioning | None = None
+) -> DenoisingLoss:
     """The loss that the options describe. Raises UserError for options that do not go together.
 
-    `untold` is the row of the empty prompt, on the device; None if texts are encoded in every step.
+    `unconditional` is the row of the empty prompt, on the device; None if texts are encoded in every step.
     """
     options = config[ObjectiveOptions]
     objective = objective_of(config, family)
@@ -154,5 +157,5 @@ def denoising_loss(config: Config, family: ModelFamily, device: str, untold: Con
         weighting=build_weighting(objective, snr_gamma=options.snr_gamma, flow_weighting=options.flow_weighting),
         noise=SampleNoise(config[RunOptions].seed, device),
         dropout=config[DataOptions].caption_dropout_probability,
-        untold=untold,
+        unconditional=unconditional,
     )

@@ -39,8 +39,8 @@ from smalti.models import (
     choose_tf32,
     config_of,
     ensure_compiled,
-    put_channels_last,
     tf32_choice,
+    use_channels_last,
     wants_channels_last,
     without_weights,
 )
@@ -304,7 +304,7 @@ def build_model(config: Config, plugins: Plugins, family: ModelFamily, device: s
             raise UserError(f"{family.name} cannot recompute activations", fix="--no_gradient_checkpointing")
         enable()
     if wants_channels_last(config[TrainingOptions].channels_last, family, device):
-        put_channels_last(model)
+        use_channels_last(model)
     choose_attention(model, config[TrainingOptions].sdpa_backend, device)
     choose_tf32(model, tf32_choice(config, device))
     return model, plugins.hook.detect_blocks(model=model, family=family, config=config) or []

@@ -71,13 +71,13 @@ class AuraFlow(PipelineFamily):
     def text_settings(self) -> dict[str, object]:
         return {"length": self.text_length}
 
-    def prompts(self, told: Conditioning, untold: Conditioning) -> dict[str, object]:
+    def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
         """The masks are asked for and not used: what is padding is zeros already."""
-        everything = torch.ones(told["tokens"].shape[:2], dtype=torch.int64, device=self._device)
+        everything = torch.ones(conditioning["tokens"].shape[:2], dtype=torch.int64, device=self._device)
         return {
-            "prompt_embeds": told["tokens"],
+            "prompt_embeds": conditioning["tokens"],
             "prompt_attention_mask": everything,
-            "negative_prompt_embeds": untold["tokens"],
+            "negative_prompt_embeds": unconditional["tokens"],
             "negative_prompt_attention_mask": everything,
         }
 

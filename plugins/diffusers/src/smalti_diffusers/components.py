@@ -48,9 +48,9 @@ def _fetch(name: str, revision: str | None) -> Path:
     except HFValidationError as error:
         raise UserError(f"{name} is neither a folder nor a hub id", fix="name a folder in diffusers' layout") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        told = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
         raise UserError(
-            f"{name} is not a local folder, and the download from the Hugging Face Hub failed: {told}",
+            f"{name} is not a local folder, and the download from the Hugging Face Hub failed: {reason}",
             fix="`hf auth login` and accept the model's terms on its page; check the network; or name a local folder",
         ) from error
 

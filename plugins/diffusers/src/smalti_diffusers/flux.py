@@ -77,11 +77,11 @@ class Flux(PipelineFamily):
     def inputs(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> dict[str, object]:
         height, width = noisy.shape[-2:]
         tokens = conditioning["tokens"]
-        told = torch.full((len(noisy),), self.options.flux_guidance_value, device=noisy.device)
+        guidance = torch.full((len(noisy),), self.options.flux_guidance_value, device=noisy.device)
         return {
             "hidden_states": pack(noisy),
             "timestep": timesteps / 1000,
-            "guidance": told if self._distilled else None,
+            "guidance": guidance if self._distilled else None,
             "pooled_projections": conditioning["pooled"],
             "encoder_hidden_states": tokens,
             "txt_ids": torch.zeros(tokens.shape[1], 3, device=noisy.device),
@@ -108,16 +108,16 @@ class Flux(PipelineFamily):
     def text_settings(self) -> dict[str, object]:
         return {"length": self.text_length}
 
-    def prompts(self, told: Conditioning, untold: Conditioning) -> dict[str, object]:
+    def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
         """Guidance is an argument of the model itself; away from the empty prompt only if that is asked for."""
         return {
-            "prompt_embeds": told["tokens"],
-            "pooled_prompt_embeds": told["pooled"],
-            "negative_prompt_embeds": untold["tokens"],
-            "negative_pooled_prompt_embeds": untold["pooled"],
+            "prompt_embeds": conditioning["tokens"],
+            "pooled_prompt_embeds": conditioning["pooled"],
+            "negative_prompt_embeds": unconditional["tokens"],
+            "negative_pooled_prompt_embeds": unconditional["pooled"],
         }
 
-    def drawing_settings(self, request: SampleRequest) -> dict[str, float]:
+    def sampling_settings(self, request: SampleRequest) -> dict[str, float]:
         """A model that was not distilled is not told `--validation_guidance`."""
         scale = self.options.flux_true_cfg_scale
         return {"true_cfg_scale": scale} if self._distilled else {"guidance": scale}

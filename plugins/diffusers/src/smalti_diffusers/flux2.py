@@ -129,11 +129,11 @@ class Flux2(PipelineFamily):
         tokens = conditioning["tokens"]
         batch, length = tokens.shape[:2]
         height, width = noisy.shape[-2:]
-        told = torch.full((batch,), self.options.flux_guidance_value, device=noisy.device)
+        guidance = torch.full((batch,), self.options.flux_guidance_value, device=noisy.device)
         return {
             "hidden_states": noisy.flatten(2).transpose(1, 2),
             "timestep": timesteps / 1000,
-            "guidance": told if self.pipeline == DEV else None,
+            "guidance": guidance if self.pipeline == DEV else None,
             "encoder_hidden_states": tokens,
             "txt_ids": _positions(batch, (1, 1, 1, length), noisy.device),
             "img_ids": _positions(batch, (1, height, width, 1), noisy.device),
@@ -158,13 +158,13 @@ class Flux2(PipelineFamily):
 
     # --- pictures ---------------------------------------------------------------------------------------------------
 
-    def prompts(self, told: Conditioning, untold: Conditioning) -> dict[str, object]:
+    def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
         """Dev is not guided away from anything."""
         if self.pipeline == DEV:
-            return {"prompt_embeds": told["tokens"]}
-        return {"prompt_embeds": told["tokens"], "negative_prompt_embeds": untold["tokens"]}
+            return {"prompt_embeds": conditioning["tokens"]}
+        return {"prompt_embeds": conditioning["tokens"], "negative_prompt_embeds": unconditional["tokens"]}
 
-    def drawing_settings(self, request: SampleRequest) -> dict[str, float]:
+    def sampling_settings(self, request: SampleRequest) -> dict[str, float]:
         """A distilled klein is not guided, whatever `--validation_guidance` says."""
         return {"guidance": 1.0} if self.components.settings.get("is_distilled") else {}
 

@@ -69,12 +69,12 @@ class Lumina2(PipelineFamily):
     def text_settings(self) -> dict[str, object]:
         return {"length": self.text_length}
 
-    def prompts(self, told: Conditioning, untold: Conditioning) -> dict[str, object]:
+    def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
         return {
-            "prompt_embeds": told["tokens"],
-            "prompt_attention_mask": told["mask"],
-            "negative_prompt_embeds": untold["tokens"],
-            "negative_prompt_attention_mask": untold["mask"],
+            "prompt_embeds": conditioning["tokens"],
+            "prompt_attention_mask": conditioning["mask"],
+            "negative_prompt_embeds": unconditional["tokens"],
+            "negative_prompt_attention_mask": unconditional["mask"],
         }
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:

@@ -28,8 +28,8 @@ def check_noise_schedule(config: Config, scheduler: Mapping[str, object], pipeli
         )
     trained = dict(zip(("beta_start", "beta_end"), PUBLISHED_BETAS.get(str(said), ()), strict=False))
     if wrong := [name for name, beta in trained.items() if scheduler.get(name) != beta]:
-        told = ", ".join(f"{name}={scheduler.get(name)} instead of {trained[name]}" for name in wrong)
-        raise UserError(f"the scheduler of {pipeline} has a noise schedule that cannot be trained: {told}", fix=_MENDED)
+        wrong_values = ", ".join(f"{name}={scheduler.get(name)} instead of {trained[name]}" for name in wrong)
+        raise UserError(f"the scheduler of {pipeline} has a noise schedule that cannot be trained: {wrong_values}", fix=_MENDED)
     if scheduler.get("rescale_betas_zero_snr") and not options.rescale_betas_zero_snr:
         raise UserError(
             f"the scheduler of {pipeline} ends in pure noise (zero terminal SNR), and the run would not",

@@ -299,16 +299,17 @@ class PipelineFamily:
 
     def sample(self, model: nn.Module, request: SampleRequest) -> Tensor:
         """Pictures by the pipeline itself, with this model in it. It is given the conditioning that training would use."""
-        told, untold = request.told, request.untold
-        if told is None or untold is None:
+        conditioning, unconditional = request.conditioning, request.unconditional
+        if conditioning is None or unconditional is None:
             with torch.autocast(self._device.type, enabled=False):
-                told, untold = self.encode_captions(request.prompts), self.encode_captions([""] * len(request.prompts))
+                conditioning = self.encode_captions(request.prompts)
+                unconditional = self.encode_captions([""] * len(request.prompts))
         pipeline = cast("Callable[..., object]", self.frozen)
         self.frozen.to(self._device)  # type: ignore[attr-defined]
         setattr(pipeline, self.part, model)
         try:
             drawn = pipeline(
-                **self.prompts(told, untold),
+                **self.prompts(conditioning, unconditional),
                 width=request.width,
                 height=request.height,
                 num_inference_steps=request.steps,
@@ -322,7 +323,7 @@ class PipelineFamily:
         pictures: Tensor = drawn.images  # type: ignore[attr-defined]
         return pictures.float() * 2 - 1
 
-    def prompts(self, told: Conditioning, untold: Conditioning) -> dict[str, object]:
+    def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
         """The pipeline's arguments for prompts that are encoded, and for the empty ones that it guides away from."""
         raise NotImplementedError
 

@@ -89,13 +89,13 @@ class PixArt(PipelineFamily):
     def text_settings(self) -> dict[str, object]:
         return {"length": self.text_length}
 
-    def prompts(self, told: Conditioning, untold: Conditioning) -> dict[str, object]:
+    def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
         return {
             "negative_prompt": None,
-            "prompt_embeds": told["tokens"],
-            "prompt_attention_mask": told["mask"],
-            "negative_prompt_embeds": untold["tokens"],
-            "negative_prompt_attention_mask": untold["mask"],
+            "prompt_embeds": conditioning["tokens"],
+            "prompt_attention_mask": conditioning["mask"],
+            "negative_prompt_embeds": unconditional["tokens"],
+            "negative_prompt_attention_mask": unconditional["mask"],
         }
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
@@ -107,8 +107,8 @@ class PixArt(PipelineFamily):
         if self.pipeline != ALPHA or self.components.config(self.part)["sample_size"] != 128:
             return {"resolution": None, "aspect_ratio": None}
         height, width = (size * self.vae_scale for size in noisy.shape[-2:])
-        told = to_device(torch.tensor([height, width, height / width], dtype=torch.float32), noisy.device)
-        return {"resolution": told[:2].expand(len(noisy), 2), "aspect_ratio": told[2:].expand(len(noisy), 1)}
+        size = to_device(torch.tensor([height, width, height / width], dtype=torch.float32), noisy.device)
+        return {"resolution": size[:2].expand(len(noisy), 2), "aspect_ratio": size[2:].expand(len(noisy), 1)}
 
 
 def family(config: Config) -> PixArt:

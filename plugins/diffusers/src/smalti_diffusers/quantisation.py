@@ -38,8 +38,8 @@ class QuantisedLinear(nn.Linear):
     def quantised(self) -> bool:
         return "weight" not in self._parameters
 
-    def weights_filled(self) -> None:
-        """Quantise the weight, which has its first values now (`smalti.models.weights.Filled`)."""
+    def weights_loaded(self) -> None:
+        """Quantise the weight, which has its first values now (`smalti.models.weights.PostLoadTransform`)."""
         weight = self.weight.detach()
         del self.weight
         self.weight = _quantise(weight, self.precision)

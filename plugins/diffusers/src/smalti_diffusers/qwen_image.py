@@ -133,10 +133,10 @@ class QwenImage(PipelineFamily):
     def text_settings(self) -> dict[str, object]:
         return {"length": self.text_length}
 
-    def prompts(self, told: Conditioning, untold: Conditioning) -> dict[str, object]:
+    def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
         """Guidance by the empty caption, which the pipeline sees only with a mask; it drops one that masks nothing."""
-        tokens, mask = _as_long_as_the_longest(told["tokens"], told["mask"])
-        empty, of_empty = _as_long_as_the_longest(untold["tokens"], untold["mask"])
+        tokens, mask = _as_long_as_the_longest(conditioning["tokens"], conditioning["mask"])
+        empty, of_empty = _as_long_as_the_longest(unconditional["tokens"], unconditional["mask"])
         return {
             "prompt_embeds": tokens,
             "prompt_embeds_mask": mask,

@@ -45,7 +45,7 @@ class Sana(PipelineFamily):
 
     @cached_property
     def instruction(self) -> list[str]:
-        """What the pipeline puts before every prompt to make Gemma tell more of it, unless it is told otherwise."""
+        """What the pipeline puts before every prompt to make Gemma tell more of it, unless another one is given."""
         call = class_of("diffusers", self.pipeline).__call__
         return cast(list[str], signature(call).parameters["complex_human_instruction"].default)
 
@@ -70,13 +70,13 @@ class Sana(PipelineFamily):
     def text_settings(self) -> dict[str, object]:
         return {"length": self.text_length, "instruction": self.instruction}
 
-    def prompts(self, told: Conditioning, untold: Conditioning) -> dict[str, object]:
+    def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
         return {
             "negative_prompt": None,
-            "prompt_embeds": told["tokens"],
-            "prompt_attention_mask": told["mask"],
-            "negative_prompt_embeds": untold["tokens"],
-            "negative_prompt_attention_mask": untold["mask"],
+            "prompt_embeds": conditioning["tokens"],
+            "prompt_attention_mask": conditioning["mask"],
+            "negative_prompt_embeds": unconditional["tokens"],
+            "negative_prompt_attention_mask": unconditional["mask"],
         }
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:

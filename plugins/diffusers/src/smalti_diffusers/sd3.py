@@ -100,12 +100,12 @@ class StableDiffusion3(PipelineFamily):
     def text_settings(self) -> dict[str, object]:
         return {"length": self.text_length}
 
-    def prompts(self, told: Conditioning, untold: Conditioning) -> dict[str, object]:
+    def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
         return {
-            "prompt_embeds": told["tokens"],
-            "pooled_prompt_embeds": told["pooled"],
-            "negative_prompt_embeds": untold["tokens"],
-            "negative_pooled_prompt_embeds": untold["pooled"],
+            "prompt_embeds": conditioning["tokens"],
+            "pooled_prompt_embeds": conditioning["pooled"],
+            "negative_prompt_embeds": unconditional["tokens"],
+            "negative_pooled_prompt_embeds": unconditional["pooled"],
         }
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from smalti import Config, UserError
 from smalti.config import ObjectiveOptions
 from smalti.diffusion import Conditioning
-from smalti.models import Frame
+from smalti.models import SizeConditioning
 from smalti.parallel import to_device
 from smalti_diffusers.components import Components
 from smalti_diffusers.noiseschedule import check_noise_schedule
@@ -85,13 +85,13 @@ class Sdxl(PipelineFamily):
             )
         if self._zeros_for_empty:
             # As the pipeline has it where there is no negative prompt: not the encoded empty one.
-            told = torch.tensor([caption != "" for caption in captions], device=self._device)
-            tokens, pooled = tokens * told[:, None, None], pooled * told[:, None]
+            given = torch.tensor([caption != "" for caption in captions], device=self._device)
+            tokens, pooled = tokens * given[:, None, None], pooled * given[:, None]
         return {"tokens": tokens.float(), "pooled": pooled.float()}
 
-    def encode_frames(self, frames: Sequence[Frame], width: int, height: int) -> Conditioning:
+    def encode_size_conditioning(self, sizes: Sequence[SizeConditioning], width: int, height: int) -> Conditioning:
         """(B, 6): height and width of the original, top and left of the cut, height and width that are trained."""
-        rows = [(frame.height, frame.width, frame.top, frame.left, height, width) for frame in frames]
+        rows = [(size.height, size.width, size.top, size.left, height, width) for size in sizes]
         return {"time_ids": to_device(torch.tensor(rows, dtype=torch.float32), self._device).view(len(rows), 6)}
 
     def example_conditioning(self, width: int, height: int) -> Conditioning:
@@ -114,12 +114,12 @@ class Sdxl(PipelineFamily):
     def text_settings(self) -> dict[str, object]:
         return {"zeros_for_empty": self._zeros_for_empty}
 
-    def prompts(self, told: Conditioning, untold: Conditioning) -> dict[str, object]:
+    def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
         return {
-            "prompt_embeds": told["tokens"],
-            "pooled_prompt_embeds": told["pooled"],
-            "negative_prompt_embeds": untold["tokens"],
-            "negative_pooled_prompt_embeds": untold["pooled"],
+            "prompt_embeds": conditioning["tokens"],
+            "pooled_prompt_embeds": conditioning["pooled"],
+            "negative_prompt_embeds": unconditional["tokens"],
+            "negative_pooled_prompt_embeds": unconditional["pooled"],
         }
 
     def pipeline_changes(self) -> dict[str, object]:

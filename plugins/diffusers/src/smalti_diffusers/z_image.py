@@ -60,8 +60,8 @@ class ZImage(PipelineFamily):
     def text_settings(self) -> dict[str, object]:
         return {"length": self.text_length}
 
-    def prompts(self, told: Conditioning, untold: Conditioning) -> dict[str, object]:
-        return {"prompt_embeds": _rows(told), "negative_prompt_embeds": _rows(untold)}
+    def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
+        return {"prompt_embeds": _rows(conditioning), "negative_prompt_embeds": _rows(unconditional)}
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         """The pipeline counts guidance from 0, which is none; elsewhere, and for smalti, none is 1."""

@@ -17,9 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from smalti.diffusion import STEPS, Conditioning, Objective, Prediction, RectifiedFlow
-from smalti.models import Adaptable, Cacheable, Encoding, KeepsRawLatents, ModelFamily, SeesFrames, native_objective
+from smalti.models import Adaptable, Cacheable, Encoding, KeepsRawLatents, ModelFamily, TakesSizes, native_objective
 from smalti_testing.contract import BrokenContract, Contract, expect
-from smalti_testing.family_subject import CAPTIONS, FRAME, FamilySubject
+from smalti_testing.family_subject import CAPTIONS, SIZE, FamilySubject
 
 _ALLOWED_BUFFERS = 64 * 2**20
 _TOLERANCE = 1e-3
@@ -133,15 +133,15 @@ def captions_mean_the_same_each_time(subject: FamilySubject) -> None:
 
 @FAMILY.check
 def frames_have_rows_beside_those_of_captions(subject: FamilySubject) -> None:
-    """`encode_frames`, for families that have it: one row for each frame, under names that captions do not use.
+    """`encode_size_conditioning`, for families that have it: one row for each frame, under names that captions do not use.
 
     Both kinds of conditioning are handed to `forward` in one dictionary, so that a shared name would lose one of them.
     """
     family = subject.family
-    if not hasattr(family, "encode_frames"):
+    if not hasattr(family, "encode_size_conditioning"):
         return
     width, height = subject.size
-    found = cast(SeesFrames, family).encode_frames([FRAME, replace(FRAME, left=9)], width, height)
+    found = cast(TakesSizes, family).encode_size_conditioning([SIZE, replace(SIZE, left=9)], width, height)
     for name, tensor in found.items():
         expect(tensor.shape[:1] == (2,), f"{name} is {tuple(tensor.shape)} for 2 frames")
     shared = found.keys() & family.encode_captions(subject.captions[:1]).keys()
@@ -260,7 +260,7 @@ def pictures_are_drawn_in_the_size_that_was_asked_for(subject: FamilySubject) ->
 
     (B, 3, H, W), about [-1, 1], every number finite, from any seed.
     """
-    pictures = subject.draw(subject.model(), subject.captions, range(len(subject.captions)))
+    pictures = subject.sample(subject.model(), subject.captions, range(len(subject.captions)))
     width, height = subject.size
     expect(
         pictures.shape == (len(subject.captions), 3, height, width), f"{width}x{height} was drawn as {tuple(pictures.shape)}"
@@ -275,13 +275,13 @@ def a_picture_depends_on_its_prompt_and_seed_alone(subject: FamilySubject) -> No
     Draw the first noise of each picture from a generator of its own (`smalti.diffusion.seeded_noise`).
     """
     model = subject.model()
-    together = subject.draw(model, subject.captions, (5, 6, 7))
+    together = subject.sample(model, subject.captions, (5, 6, 7))
     torch.manual_seed(1)
-    again = subject.draw(model, subject.captions, (5, 6, 7))
+    again = subject.sample(model, subject.captions, (5, 6, 7))
     expect(torch.equal(together, again), "the same prompts and seeds gave other pictures the second time")
-    alone = subject.draw(model, subject.captions[1:2], (6,))
+    alone = subject.sample(model, subject.captions[1:2], (6,))
     expect(_distance(together[1:2], alone) < _TOLERANCE, "a picture depends on those that are drawn beside it")
-    other = subject.draw(model, subject.captions[1:2], (8,))
+    other = subject.sample(model, subject.captions[1:2], (8,))
     expect(_distance(alone, other) > 1e-6, "another seed gave the same picture")
 
 
@@ -302,7 +302,7 @@ def it_samples_with_the_objective_that_is_trained(subject: FamilySubject) -> Non
     model = subject.model()
     vars(family)["forward"] = knowing
     try:
-        drawn = subject.draw(model, subject.captions[:1], (5,))
+        drawn = subject.sample(model, subject.captions[:1], (5,))
     finally:
         del vars(family)["forward"]
     if asked:
@@ -315,7 +315,8 @@ def it_samples_with_the_objective_that_is_trained(subject: FamilySubject) -> Non
 def a_picture_is_drawn_from_what_was_encoded_before(subject: FamilySubject) -> None:
     """`Cacheable`, for families that are: text encoders are gone while the model trains, and `sample` does without them.
 
-    Draw from `told` and `untold` of the request where they are given, and bring back what decodes pictures for as long as that.
+    Sample from `conditioning` and `unconditional` of the request where they are given. What decodes latents may be moved back
+    to the device for as long as that takes.
     """
     family = subject.family
     if not isinstance(family, Cacheable):
@@ -324,14 +325,14 @@ def a_picture_is_drawn_from_what_was_encoded_before(subject: FamilySubject) -> N
         first, second = (json.dumps(family.encoder_identity(kind), sort_keys=True) for _ in range(2))
         expect(first == second, f"encoder_identity({kind!r}) is another the second time")
     model, told = subject.model(), family.encode_captions(subject.captions)
-    before = subject.draw(model, subject.captions, (5, 6, 7))
+    before = subject.sample(model, subject.captions, (5, 6, 7))
     for kind in get_args(Encoding):
         family.release_encoder(kind)
     expect(
-        torch.equal(subject.draw(model, subject.captions, (5, 6, 7), told), before),
+        torch.equal(subject.sample(model, subject.captions, (5, 6, 7), told), before),
         "without encoders, other pictures are drawn",
     )
-    turned = subject.draw(model, subject.captions, (5, 6, 7), {name: rows.flip(0) for name, rows in told.items()})
+    turned = subject.sample(model, subject.captions, (5, 6, 7), {name: rows.flip(0) for name, rows in told.items()})
     expect(_distance(turned, before) > 1e-6, "sample does not draw from the conditioning that it is told")
 
 
@@ -386,7 +387,7 @@ def its_flops_are_those_that_torch_counts(subject: FamilySubject) -> None:
 def _perfect(objective: Objective, image: Tensor, noisy: Tensor, timesteps: Tensor) -> Tensor:
     """What a model predicts that knows the image (1, C, h, w) behind every row of `noisy`."""
     t = timesteps / STEPS if isinstance(objective, RectifiedFlow) else timesteps.round().long()
-    alpha, sigma = (rate.view(-1, 1, 1, 1) for rate in objective.rates(t))
+    alpha, sigma = (each.view(-1, 1, 1, 1) for each in objective.alpha_sigma(t))
     noise = (noisy.float() - alpha * image) / sigma
     match objective.prediction:
         case "epsilon":

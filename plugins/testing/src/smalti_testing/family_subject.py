@@ -14,10 +14,10 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 
 from smalti.diffusion import Conditioning
-from smalti.models import Frame, ModelFamily, SampleRequest, encode, materialise, native_objective
+from smalti.models import ModelFamily, SampleRequest, SizeConditioning, encode, materialise, native_objective
 
 CAPTIONS: tuple[str, str, str] = ("a red fox in the snow", "two boats", "")
-FRAME = Frame(width=640, height=480, left=3, top=0)
+SIZE = SizeConditioning(width=640, height=480, left=3, top=0)
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,12 @@ class FamilySubject:
     def encode(self, captions: Sequence[str]) -> Conditioning:
         width, height = self.size
         with torch.no_grad():
-            return encode(self.family, captions, [FRAME] * len(captions), width, height)
+            return encode(self.family, captions, [SIZE] * len(captions), width, height)
 
-    def draw(self, model: nn.Module, prompts: Sequence[str], seeds: Sequence[int], told: Conditioning | None = None) -> Tensor:
-        """Pictures; `told` is the conditioning of the prompts, if the family is to draw from that."""
+    def sample(
+        self, model: nn.Module, prompts: Sequence[str], seeds: Sequence[int], conditioning: Conditioning | None = None
+    ) -> Tensor:
+        """Images; `conditioning` is that of the prompts, if the family is to sample from it."""
         width, height = self.size
         request = SampleRequest(
             prompts=prompts,
@@ -82,7 +84,8 @@ class FamilySubject:
             guidance=2.0,
             objective=native_objective(self.family),
         )
-        if told is not None:
-            request = replace(request, told=told, untold=self.family.encode_captions([""] * len(prompts)))
+        if conditioning is not None:
+            empty = self.family.encode_captions([""] * len(prompts))
+            request = replace(request, conditioning=conditioning, unconditional=empty)
         with torch.no_grad():
             return self.family.sample(model, request)

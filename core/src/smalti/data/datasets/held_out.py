@@ -23,7 +23,7 @@ from smalti.data.images import normalised
 from smalti.data.prepared import PreparedData
 from smalti.data.scan.quarantine import BadSampleError
 from smalti.diffusion import Conditioning
-from smalti.models import Frame
+from smalti.models import SizeConditioning
 from smalti.system import derive_seed, text_hash
 
 _READERS = 4
@@ -53,7 +53,7 @@ class HeldOutPictures:
     latents: Tensor | None
     captions: tuple[str, ...]
     conditioning: Conditioning | None
-    frames: tuple[Frame, ...]
+    size_conditioning: tuple[SizeConditioning, ...]
     numbers: tuple[int, ...]
     readable: Tensor
 
@@ -110,7 +110,7 @@ class HeldOut:
             latents=pictures if self._latents is not None else None,
             captions=captions,
             conditioning=conditioning,
-            frames=tuple(self._frame(sample, corner) for sample, (_, corner) in zip(batch.samples, found, strict=True)),
+            size_conditioning=tuple(map(self._size_conditioning, batch.samples, (corner for _, corner in found))),
             numbers=tuple(self._number(sample) for sample in batch.samples),
             readable=torch.tensor([sample not in self._bad for sample in batch.samples], dtype=torch.float32),
         )
@@ -139,10 +139,10 @@ class HeldOut:
             picture, corner = np.full((3, bucket.height, bucket.width), 255, dtype=np.uint8), (0, 0)
         return torch.from_numpy(picture), corner
 
-    def _frame(self, sample: int, corner: Corner) -> Frame:
+    def _size_conditioning(self, sample: int, corner: Corner) -> SizeConditioning:
         position, row = self._data.locate(sample)
         index = self._data.datasets[position].index
-        return Frame(width=int(index.widths[row]), height=int(index.heights[row]), left=corner[0], top=corner[1])
+        return SizeConditioning(width=int(index.widths[row]), height=int(index.heights[row]), left=corner[0], top=corner[1])
 
     def _caption(self, sample: int) -> str:
         """Of several captions always the first."""

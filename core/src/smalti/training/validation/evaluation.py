@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from smalti.config import ValidationOptions
 from smalti.data import HeldOut, HeldOutPictures
 from smalti.diffusion import STEPS, Conditioning, SampleNoise
-from smalti.models import ModelFamily, latents_of, with_frames
+from smalti.models import ModelFamily, latents_of, with_size_conditioning
 from smalti.plugins import notify
 from smalti.training.failures.attempts import computed
 from smalti.training.metrics import log_metrics
@@ -92,7 +92,7 @@ def _batch_losses(run: Run, model: nn.Module, pictures: HeldOutPictures, noise: 
     columns = []
     for level in levels:
         t = objective.times(torch.full((len(latents),), level, device=latents.device))
-        noisy = objective.corrupt(latents, drawn, t)
+        noisy = objective.add_noise(latents, drawn, t)
         with run.parallel.autocast():
             prediction = family.forward(model, noisy, objective.timesteps(t), conditioning)
         columns.append(objective.loss(prediction, latents, drawn, noisy, t))
@@ -100,9 +100,9 @@ def _batch_losses(run: Run, model: nn.Module, pictures: HeldOutPictures, noise: 
 
 
 def _encoded(family: ModelFamily, pictures: HeldOutPictures) -> tuple[Tensor, Conditioning]:
-    """Latents (B, C, h, w) and what the model is told of the pictures: encoded before training, or now."""
-    told, bucket = pictures.conditioning, pictures.bucket
-    if told is None:
-        told = family.encode_captions(pictures.captions)
+    """Latents (B, C, h, w) and conditioning of the images: encoded before training, or now."""
+    conditioning, bucket = pictures.conditioning, pictures.bucket
+    if conditioning is None:
+        conditioning = family.encode_captions(pictures.captions)
     latents = latents_of(family, pictures.pixels, pictures.latents)
-    return latents, with_frames(family, told, pictures.frames, bucket.width, bucket.height)
+    return latents, with_size_conditioning(family, conditioning, pictures.size_conditioning, bucket.width, bucket.height)

@@ -130,12 +130,12 @@ def _draw(run: Run, model: nn.Module, place: int, size: Bucket) -> Iterator[tupl
             steps=options.validation_num_inference_steps,
             guidance=options.validation_guidance,
             objective=run.loss.objective,
-            told=run.encoded.conditioning(wanted, run.world.device),
-            untold=run.encoded.conditioning([""] * len(wanted), run.world.device),
+            conditioning=run.encoded.conditioning(wanted, run.world.device),
+            unconditional=run.encoded.conditioning([""] * len(wanted), run.world.device),
         )
         settings = {"guidance": request.guidance}
         if isinstance(run.family, TellsSettings):
-            settings |= run.family.drawing_settings(request)
+            settings |= run.family.sampling_settings(request)
         for number, pixels in zip(numbers, run.family.sample(model, request), strict=True):
             yield place * len(prompts) + number, _as_image(pixels), settings
 
