@@ -27,10 +27,10 @@ import json, resource, time
 import torch
 import smalti.training.run, smalti.models.weights
 import smalti_fluxsized
-from smalti.cli.arguments import Invocation
+from smalti.cli.arguments import CommandLine
 from smalti_fsdp2.detection import detect
 
-invocation = Invocation.read(["--model_family=fluxsized"])
+invocation = CommandLine.read(["--model_family=fluxsized"])
 config = invocation.config()
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 begin = time.perf_counter()

@@ -154,7 +154,7 @@ def build(case: Case, folder: Path, directory: Path, closing: ExitStack) -> Simp
     """Model, optimizer and loss as a run has them, and one batch."""
     import torch
 
-    from smalti.cli.arguments import Invocation
+    from smalti.cli.arguments import CommandLine
     from smalti.config.core_options import TrainingOptions
     from smalti.plugins.families import find_family
     from smalti.plugins.lookup import choose_distributed
@@ -164,7 +164,7 @@ def build(case: Case, folder: Path, directory: Path, closing: ExitStack) -> Simp
 
     words = [f"--model_family={case.family}", f"--pretrained_model_name_or_path={folder}", "--init_from_config"]
     words += [f"--output_dir={directory}", f"--train_batch_size={case.batch}", "--mixed_precision=bf16", *case.flags]
-    invocation = Invocation.read(words)
+    invocation = CommandLine.read(words)
     config, plugins = invocation.config(), invocation.plugins
     plan = choose_distributed(config, plugins)
     parallel = open_parallel(plan, config)

@@ -17,7 +17,7 @@ import torch
 from run import Result, paired
 
 from smalti import RunState, StepResult, hookimpl
-from smalti.cli.arguments import Invocation
+from smalti.cli.arguments import CommandLine
 from smalti.launch.preflight import Preparation
 from smalti.parallel.failure_detection import FailureDetector
 from smalti.plugins.lookup import choose_distributed
@@ -47,7 +47,7 @@ def measure() -> list[Result]:
 
 def opened(words: list[str], closing: ExitStack) -> Run:
     """A run of one process, ready for its first step."""
-    invocation = Invocation.read([*words, "--without=console", "--without=plots"])
+    invocation = CommandLine.read([*words, "--without=console", "--without=plots"])
     config, plugins = invocation.config(), invocation.plugins
     Preparation.of(config, plugins, write=True)
     plan = choose_distributed(config, plugins)

@@ -82,7 +82,7 @@ def encoded(words: Sequence[str], pipelines: Path, name: str, folder: Path) -> N
     """
     import importlib.util
 
-    from smalti.cli.arguments import Invocation
+    from smalti.cli.arguments import CommandLine
     from smalti.data.cache.encode_ahead import encode_ahead
     from smalti.data.from_options import cache_folders, scan_data
     from smalti.data.prepared import PreparedData
@@ -94,7 +94,7 @@ def encoded(words: Sequence[str], pipelines: Path, name: str, folder: Path) -> N
     tiny = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tiny)
     getattr(tiny, name)(folder)
-    invocation = Invocation.read([*words, "--use_cpu"])
+    invocation = CommandLine.read([*words, "--use_cpu"])
     config, plugins = invocation.config(), invocation.plugins
     family = find_family(config, plugins)
     family.to("cpu")
@@ -108,7 +108,7 @@ def _built(words, watch, closing):
 
     import smalti.training.opening
     import smalti.training.run
-    from smalti.cli.arguments import Invocation
+    from smalti.cli.arguments import CommandLine
     from smalti.data.from_options import scan_data
     from smalti.parallel.accelerator import pins_memory
     from smalti.parallel.failure_detection import FailureDetector
@@ -120,7 +120,7 @@ def _built(words, watch, closing):
     smalti.training.run.chosen_checkpoint = lambda run, choice: None
     smalti.training.opening.run_on_main_rank = lambda ranks, scan: ""
     smalti.training.opening.load_data = scan_data
-    invocation = Invocation.read(list(words))
+    invocation = CommandLine.read(list(words))
     config, plugins = invocation.config(), invocation.plugins
     plan = choose_distributed(config, plugins)
     parallel = smalti.training.run.open_parallel(plan, config)

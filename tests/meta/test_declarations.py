@@ -15,7 +15,7 @@ import pytest
 
 import smalti
 from smalti.cli import entry
-from smalti.cli.pages.help import Additions, Command
+from smalti.cli.pages.help import Command, CommandCollector
 from smalti.cli.pages.options import reference_page
 from smalti.config.known_packages import PACKAGES, PLUGINS
 from smalti.config.options import OptionGroup, Schema
@@ -179,7 +179,7 @@ def test_all_packages_have_one_version_and_their_official_names(root):
 def test_the_table_of_packages_says_what_each_of_them_adds(package):
     subject = PluginSubject(package.plugin)
     options = Schema(tuple(cast(list[OptionGroup], subject.listed("declare_options")))).options.values()
-    commands = Additions()
+    commands = CommandCollector()
     subject.answers("register_commands", commands=commands)
     formats = cast(list[CheckpointFormat], subject.listed("register_checkpoint_formats"))
 

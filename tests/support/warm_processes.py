@@ -87,20 +87,20 @@ def command_line(words: list[str], variables: dict[str, str], place: Path) -> tu
         if self.plan.launcher == "in-process":
             return ordinary(self, standby)
         write_launch_files(self.directory, self.config, self.plugins, self.plan)
-        if self.run_as_rank is not None:
-            self.run_as_rank.close()  # the first rank takes the directory itself
+        if self.writer is not None:
+            self.writer.close()  # the first rank takes the directory itself
         waiting.append((str(self.directory.path), len(self.plan.ranks)))
         return 0
 
     command = import_module("smalti.cli.train")
-    standing_by, command.standing_by = command.standing_by, lambda config: nullcontext()  # nothing is launched
+    standby_launcher, command.standby_launcher = command.standby_launcher, lambda config: nullcontext()  # nothing is launched
     ordinary, Preparation.launch = Preparation.launch, launch
     try:
         with _as_if_new(variables, place / "0.log"):
             code = _exit_code(main, ["train", *words])
     finally:
         Preparation.launch = ordinary
-        command.standing_by = standing_by
+        command.standby_launcher = standby_launcher
     return code, *(waiting[0] if waiting else ("", 0))
 
 

@@ -264,11 +264,11 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What an observer needs to know about a run when it starts. The same on every rank but for `world` and `live`.
+    """What an observer needs to know about a run when it starts. The same on every rank but for `world` and `writer`.
 
     `parameters` and `trainable` count elements over all ranks; `timesteps` says in words at which noise levels the run trains;
-    `plugins` are "name distribution version" lines. `live` is the run directory in the hands of this process: on the main rank,
-    for the plugin that writes the events there.
+    `plugins` are "name distribution version" lines. `writer` writes to the run directory; it is set on the main rank only, for
+    the plugin that writes the events.
     """
 
     id: str
@@ -282,7 +282,7 @@ class RunInfo:
     effective_batch: int
     timesteps: str
     plugins: tuple[str, ...]
-    live: RunWriter | None = None
+    writer: RunWriter | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

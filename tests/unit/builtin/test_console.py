@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 from smalti.builtin.console import Console, LineDisplay, Progress, duration, speed
 from smalti.config.options import Schema
 from smalti.config.resolution import Config
-from smalti.rundir.recent import Rate, Recent, seconds_for
+from smalti.rundir.recent import SmoothedMetrics, Throughput, seconds_for
 from smalti.types import Checkpoint, EvaluationResult, RunInfo, RunState, StepResult, ValidationImage, ValidationResult, World
 
 _speeds = st.floats(0.001, 1000)
@@ -78,13 +78,13 @@ def test_a_line_tells_what_is_known_of_the_devices() -> None:
 
 
 def test_nothing_is_known_before_the_first_step() -> None:
-    assert Rate().samples_per_second is None
+    assert Throughput().samples_per_second is None
     assert seconds_for(10, 4, None) is None
 
 
 @given(seconds=_speeds, count=st.integers(1, 50))
 def test_a_steady_run_has_its_exact_speed(seconds: float, count: int) -> None:
-    rate = Rate()
+    rate = Throughput()
     for _ in range(count):
         rate.update(seconds=seconds, samples=4)
     assert rate.samples_per_second == pytest.approx(4 / seconds)
@@ -93,7 +93,7 @@ def test_a_steady_run_has_its_exact_speed(seconds: float, count: int) -> None:
 
 @given(times=st.lists(_speeds, min_size=3, max_size=20))
 def test_the_speed_lies_between_the_slowest_and_the_fastest_step_after_the_first(times: list[float]) -> None:
-    rate = Rate()
+    rate = Throughput()
     for seconds in times:
         rate.update(seconds=seconds, samples=1)
     assert rate.samples_per_second is not None
@@ -101,14 +101,14 @@ def test_the_speed_lies_between_the_slowest_and_the_fastest_step_after_the_first
 
 
 def test_a_slow_first_step_is_forgotten_with_the_second() -> None:
-    rate = Rate()
+    rate = Throughput()
     rate.update(seconds=120, samples=1)
     rate.update(seconds=1, samples=1)
     assert rate.samples_per_second == pytest.approx(1)
 
 
 def test_after_a_half_life_the_new_speed_weighs_as_much_as_the_old() -> None:
-    rate = Rate(half_life=10)
+    rate = Throughput(half_life=10)
     for _ in range(1000):
         rate.update(seconds=1, samples=1)
     for _ in range(20):
@@ -120,12 +120,12 @@ def test_after_a_half_life_the_new_speed_weighs_as_much_as_the_old() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_shown_and_does_not_spoil_the_next_ones() -> None:
-    recent = Recent()
+    recent = SmoothedMetrics()
     assert repr([recent.update(loss, 1)[0] for loss in (0.5, math.nan, 0.5)]) == "[0.5, nan, 0.5]"
 
 
 def test_the_loss_is_the_mean_of_about_twenty_steps() -> None:
-    recent = Recent()
+    recent = SmoothedMetrics()
     shown = [recent.update(loss, 1)[0] for loss in [1.0] * 100 + [0.0] * 20]
     assert (shown[99], shown[-1]) == (pytest.approx(1), pytest.approx(0.95**20, rel=0.01))
 

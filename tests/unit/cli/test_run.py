@@ -28,24 +28,25 @@ from smalti.rundir.writer import acquire
 from smalti.rundir.directory import RunDirectory
 from smalti.types import Outcome, RunState, StepResult, StopReason
 state = RunState(max_steps=1000)
-with acquire(RunDirectory(sys.argv[1])) as live:
+with acquire(RunDirectory(sys.argv[1])) as writer:
     for step in range(1, 1001):
         state.step = step
         loss = float("nan") if step == 2 else 0.5
-        RunEvents(live).step(state, StepResult(step=step, loss=loss, grad_norm=1, learning_rate=1e-4, samples=8, seconds=0.02))
+        result = StepResult(step=step, loss=loss, grad_norm=1, learning_rate=1e-4, samples=8, seconds=0.02)
+        RunEvents(writer).step(state, result)
         print(step, flush=True)
         time.sleep(0.02)
-        for request in live.take_requests():
+        for request in writer.take_requests():
             if request.kind == "sample":
-                live.acknowledge(request, accepted=False, message="this run draws nothing")
+                writer.acknowledge(request, accepted=False, message="this run draws nothing")
             elif request.kind == "save":
-                live.acknowledge(request, message=f"saving after step {step}")
+                writer.acknowledge(request, message=f"saving after step {step}")
             else:
-                live.acknowledge(request, message=f"stopping after step {step}")
+                writer.acknowledge(request, message=f"stopping after step {step}")
                 state.request_stop(StopReason.INTERRUPTED, "it was asked to")
         if state.stop_reason:
             break
-    RunEvents(live).end(state, Outcome(reason=state.stop_reason, message=state.stop_message))
+    RunEvents(writer).end(state, Outcome(reason=state.stop_reason, message=state.stop_message))
 """
 
 
@@ -91,8 +92,8 @@ def test_runs_are_listed_with_how_they_fare(tmp_path: Path) -> None:
 
 
 def test_the_listing_for_machines_is_strict_json(tmp_path: Path) -> None:
-    with acquire(RunDirectory(tmp_path / "a")) as live:
-        live.events.append("step", step=1, loss=float("nan"), max_steps=5)
+    with acquire(RunDirectory(tmp_path / "a")) as writer:
+        writer.events.append("step", step=1, loss=float("nan"), max_steps=5)
     (row,) = json.loads(smalti_run("ls", tmp_path, "--json").stdout)
     assert (row["path"], row["step"], row["max_steps"], row["loss"]) == (str(tmp_path / "a"), 1, 5, "NaN")
     assert row["status"]["condition"] == "failed"
@@ -117,10 +118,10 @@ def test_a_refusal_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_run_need_not_be_waited_for(tmp_path: Path) -> None:
-    with acquire(RunDirectory(tmp_path)) as live:
+    with acquire(RunDirectory(tmp_path)) as writer:
         result = smalti_run("save", tmp_path, "--no-wait")
         assert (result.exit_code, result.stdout) == (0, f"{tmp_path}: requested to save\n")
-        assert [request.kind for request in live.take_requests()] == ["save"]
+        assert [request.kind for request in writer.take_requests()] == ["save"]
 
 
 def test_a_run_that_does_not_answer_in_time_is_told_about(tmp_path: Path) -> None:
@@ -150,20 +151,20 @@ def test_watching_ends_with_the_run_and_with_its_exit_code(tmp_path: Path) -> No
 
 
 def test_watching_a_run_that_has_ended_shows_where_it_came_to(tmp_path: Path) -> None:
-    with acquire(RunDirectory(tmp_path)) as live:
+    with acquire(RunDirectory(tmp_path)) as writer:
         for step in (1, 2):
-            live.events.append("step", step=step, max_steps=9, loss=0.5, samples=8, seconds=0.1, learning_rate=1e-4)
-        RunEvents(live).end(RunState(max_steps=9, step=2), Outcome(reason=StopReason.PREEMPTED, message="preempted"))
+            writer.events.append("step", step=step, max_steps=9, loss=0.5, samples=8, seconds=0.1, learning_rate=1e-4)
+        RunEvents(writer).end(RunState(max_steps=9, step=2), Outcome(reason=StopReason.PREEMPTED, message="preempted"))
     result = smalti_run("watch", tmp_path)
     assert result.stdout.startswith("step 2/9  loss 0.5 ")
     assert (result.stderr, result.exit_code) == (f"{tmp_path}: stopped: preempted\n", ExitCode.PREEMPTED)
 
 
 def test_watching_does_not_repeat_what_was_before(tmp_path: Path) -> None:
-    with acquire(RunDirectory(tmp_path)) as live:
-        live.events.append("checkpoint", step=1, path="checkpoints/step-1")
-        live.events.append("step", step=2, max_steps=9)
-        live.events.append("checkpoint", step=2, path="checkpoints/step-2")
+    with acquire(RunDirectory(tmp_path)) as writer:
+        writer.events.append("checkpoint", step=1, path="checkpoints/step-1")
+        writer.events.append("step", step=2, max_steps=9)
+        writer.events.append("checkpoint", step=2, path="checkpoints/step-2")
     shown = smalti_run("watch", tmp_path).stdout
     assert "step-1" not in shown
     assert "step-2" in shown
@@ -187,15 +188,15 @@ def test_ctrl_c_ends_the_watching_and_not_the_run(tmp_path: Path) -> None:
 
 
 def test_events_are_passed_through_from_the_first_to_the_last(tmp_path: Path) -> None:
-    with acquire(RunDirectory(tmp_path)) as live:
-        live.events.append("step", step=1, loss=float("inf"))
+    with acquire(RunDirectory(tmp_path)) as writer:
+        writer.events.append("step", step=1, loss=float("inf"))
     result = smalti_run("watch", tmp_path, "--json")
     assert result.stdout == RunDirectory(tmp_path).events_file.read_text()
 
 
 def test_passing_through_can_go_on_from_an_offset(tmp_path: Path) -> None:
-    with acquire(RunDirectory(tmp_path)) as live:
-        live.events.append("step", step=1)
+    with acquire(RunDirectory(tmp_path)) as writer:
+        writer.events.append("step", step=1)
     first, second = RunDirectory(tmp_path).events()
     result = smalti_run("watch", tmp_path, "--json", "--offset", first.end)
     assert [json.loads(line)["step"] for line in result.stdout.splitlines()] == [second.step]
@@ -209,8 +210,8 @@ def test_a_run_that_never_starts_is_not_waited_for_for_ever(tmp_path: Path) -> N
 
 def test_what_other_nodes_report_is_shown_too(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    with acquire(directory) as live:
-        live.events.append("step", step=1, max_steps=9)
+    with acquire(directory) as writer:
+        writer.events.append("step", step=1, max_steps=9)
     directory.node_events_file(1).write_text('{"type": "health", "t": 1, "step": 1, "message": "GPU 3 is hot"}\n')
     assert "health: GPU 3 is hot\n" in smalti_run("watch", tmp_path).stdout
 
@@ -226,6 +227,6 @@ def test_what_other_nodes_report_is_shown_too(tmp_path: Path) -> None:
     ],
 )
 def test_what_happens_is_told_in_words(tmp_path: Path, kind: EventKind, fields: dict[str, object], text: str) -> None:
-    with acquire(RunDirectory(tmp_path)) as live:
-        live.events.append(kind, step=1, **fields)
+    with acquire(RunDirectory(tmp_path)) as writer:
+        writer.events.append(kind, step=1, **fields)
     assert text.format(tmp_path) in smalti_run("watch", tmp_path).stdout.splitlines()

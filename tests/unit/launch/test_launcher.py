@@ -19,7 +19,7 @@ from smalti.launch.launcher import kill_tree, run_workers, summarize_exits
 from smalti.launch.plan import LaunchPlan
 from smalti.rundir.directory import RunDirectory
 from smalti.rundir.writer import prepare
-from smalti.system.exit_reports import ExitReport, HookEnd, preallocate, read_exit_reports
+from smalti.system.exit_reports import ExitReport, UnreturnedHook, preallocate, read_exit_reports
 from smalti.system.process import Process
 from smalti.types import DistributedPlan
 
@@ -111,7 +111,10 @@ def test_a_rank_that_was_ended_because_another_one_was_killed_is_not_named():
 
 
 def test_the_hooks_that_ranks_did_not_come_back_from_are_named_where_no_rank_failed_by_itself():
-    hooks = {0: HookEnd(hook="hook 'on_step_end' of plugin 'x' (x 1.0)", fix="update x"), 1: HookEnd(hook="hook 'y'")}
+    hooks = {
+        0: UnreturnedHook(hook="hook 'on_step_end' of plugin 'x' (x 1.0)", fix="update x"),
+        1: UnreturnedHook(hook="hook 'y'"),
+    }
     lost = replace(end(1, ExitCode.KILLED, 1, "rank 0 is gone\n  fix: see dmesg"), follows=True, saved="saved step 3")
     assert summarize_exits([lost], 1, range(2), {0: "SIGABRT"}, {0: hooks[0]})[1].splitlines() == [
         "rank 0 was killed by SIGABRT; rank 1: rank 0 is gone",

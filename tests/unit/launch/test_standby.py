@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from smalti.launch.standby import Standby
+from smalti.launch.standby import StandbyLauncher
 from smalti.system.parent import PARENT_VARIABLE
 
 MODULE = """
@@ -29,7 +29,7 @@ def standby(tmp_path, monkeypatch):
     (tmp_path / "a_launcher.py").write_text(MODULE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("GONE", "by then")
-    found = Standby()
+    found = StandbyLauncher()
     yield found
     found.close()
 
@@ -50,7 +50,7 @@ def test_one_that_is_not_wanted_is_gone_and_one_that_has_ended_starts_nothing(st
     (agent,) = agents(psutil.Process())
     standby.close()
     assert not agent.is_running()
-    other = Standby()
+    other = StandbyLauncher()
     (agent,) = agents(psutil.Process())
     agent.send_signal(signal.SIGUSR1)  # as some schedulers send it to all processes of a job
     psutil.wait_procs([agent], timeout=60)
@@ -59,7 +59,10 @@ def test_one_that_is_not_wanted_is_gone_and_one_that_has_ended_starts_nothing(st
 
 
 def test_it_ends_with_a_process_that_is_killed_and_says_nothing():
-    code = "import time; from smalti.launch.standby import Standby; held = Standby(); print(flush=True); time.sleep(600)"
+    code = (
+        "import time; from smalti.launch.standby import StandbyLauncher; "
+        "held = StandbyLauncher(); print(flush=True); time.sleep(600)"
+    )
     starter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     starter.stdout.readline()
     (agent,) = agents(psutil.Process(starter.pid))

@@ -114,9 +114,9 @@ def test_machines_that_join_take_what_the_first_one_has_chosen(prepared, configu
     flags = ("--use_cpu", "--num_processes=2", "--num_machines=2", "--main_process_ip=h")
     first = prepared(*flags, write=True)
     assert first.directory.record().mixed_precision == "no"
-    first.live.close()
-    with acquire(first.directory, mixed_precision="bf16") as live:  # as on a machine that has bf16 instructions
-        live.phases.enter("launching")
+    first.writer.close()
+    with acquire(first.directory, mixed_precision="bf16") as writer:  # as on a machine that has bf16 instructions
+        writer.phases.enter("launching")
         joined = prepared(*flags, "--machine_rank=1", write=True)
     assert joined.config[TrainingOptions].mixed_precision == "bf16"
 

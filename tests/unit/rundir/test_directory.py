@@ -52,7 +52,7 @@ def elsewhere(path: Path, *, age: float) -> None:
     """Make `path` look as if a run on another host had given its last sign of life so long ago."""
     directory = RunDirectory(path)
     prepare(directory)
-    process = replace(Process.current(), host="other-host", space="elsewhere")
+    process = replace(Process.current(), host="other-host", pid_namespace="elsewhere")
     directory.heartbeat_file.write_text(json.dumps({"process": asdict(process), "started": time.time() - 1000}))
     beat(directory, age)
 
@@ -71,13 +71,13 @@ def eventually(holds: Callable[[], bool]) -> bool:
     return True
 
 
-def step(live: RunWriter, number: int, loss: float = 0.5, max_steps: int = 10) -> None:
+def step(writer: RunWriter, number: int, loss: float = 0.5, max_steps: int = 10) -> None:
     result = StepResult(step=number, loss=loss, grad_norm=1.0, learning_rate=1e-4, samples=8, seconds=0.1)
-    RunEvents(live).step(RunState(max_steps=max_steps, step=number), result)
+    RunEvents(writer).step(RunState(max_steps=max_steps, step=number), result)
 
 
-def end(live: RunWriter, reason: StopReason) -> None:
-    RunEvents(live).end(RunState(max_steps=10, step=3), Outcome(reason=reason, message="said why"))
+def end(writer: RunWriter, reason: StopReason) -> None:
+    RunEvents(writer).end(RunState(max_steps=10, step=3), Outcome(reason=reason, message="said why"))
 
 
 # --- how a run fares ------------------------------------------------------------------------------------------------
@@ -115,6 +115,19 @@ def test_a_run_that_lives_but_gives_no_sign_is_stale(tmp_path: Path) -> None:
         assert re.match(r"no sign of life for \d+ s from process \d+ on ", status.message)
 
 
+def test_processes_are_read_as_earlier_versions_wrote_them(tmp_path: Path) -> None:
+    with running(tmp_path):
+        directory = RunDirectory(tmp_path)
+        record, heartbeat = directory.record(), directory.heartbeat()
+        for file in (directory.record_file, directory.heartbeat_file):
+            old = file.read_text().replace('"pid_namespace"', '"space"').replace('"start_time"', '"birth"')
+            file.write_text(old)
+            assert '"space"' in old
+        assert directory.record() == record
+        found = directory.heartbeat()
+        assert (found and found.process, directory.status().condition) == (heartbeat and heartbeat.process, "running")
+
+
 def test_a_run_on_another_host_is_judged_by_its_heartbeat(tmp_path: Path) -> None:
     elsewhere(tmp_path, age=STALE_SECONDS - 10)
     before = RunDirectory(tmp_path).status().condition
@@ -134,17 +147,17 @@ def test_a_run_on_another_host_is_judged_by_its_heartbeat(tmp_path: Path) -> Non
     ],
 )
 def test_the_last_word_tells_how_a_run_ended(tmp_path: Path, reason: StopReason, condition: str, code: ExitCode) -> None:
-    with acquire(RunDirectory(tmp_path)) as live:
-        step(live, 3)
-        end(live, reason)
+    with acquire(RunDirectory(tmp_path)) as writer:
+        step(writer, 3)
+        end(writer, reason)
     status = RunDirectory(tmp_path).status()
     assert (status.condition, status.message, status.exit_code) == (condition, "said why", code)
 
 
 @pytest.mark.parametrize(("error", "code"), [(ValueError("bad"), 1), (UserError("bad"), 2), (GpuFaultError("bad"), 5)])
 def test_a_run_that_an_exception_ended_has_failed_with_it(tmp_path: Path, error: Exception, code: int) -> None:
-    with acquire(RunDirectory(tmp_path)) as live:
-        events = RunEvents(live)
+    with acquire(RunDirectory(tmp_path)) as writer:
+        events = RunEvents(writer)
         events.error(RunState(max_steps=10), error)
         events.end(RunState(max_steps=10), None)
     status = RunDirectory(tmp_path).status()
@@ -152,21 +165,21 @@ def test_a_run_that_an_exception_ended_has_failed_with_it(tmp_path: Path, error:
 
 
 def test_a_run_that_leaves_without_a_last_word_has_failed(tmp_path: Path) -> None:
-    with acquire(RunDirectory(tmp_path)) as live:
-        step(live, 3)
+    with acquire(RunDirectory(tmp_path)) as writer:
+        step(writer, 3)
     assert RunDirectory(tmp_path).status().condition == "failed"
 
 
 def test_a_run_that_goes_on_is_running_whatever_its_last_attempt_came_to(tmp_path: Path) -> None:
-    with acquire(RunDirectory(tmp_path)) as live:
-        end(live, StopReason.COMPLETED)
+    with acquire(RunDirectory(tmp_path)) as writer:
+        end(writer, StopReason.COMPLETED)
     with acquire(RunDirectory(tmp_path)):
         assert RunDirectory(tmp_path).status().condition == "running"
 
 
 def test_the_last_word_of_an_earlier_attempt_does_not_count_for_a_later_one(tmp_path: Path) -> None:
-    with acquire(RunDirectory(tmp_path)) as live:
-        end(live, StopReason.COMPLETED)
+    with acquire(RunDirectory(tmp_path)) as writer:
+        end(writer, StopReason.COMPLETED)
     before = RunDirectory(tmp_path).events_file.read_bytes()
     with running(tmp_path) as child:
         child.kill()
@@ -176,16 +189,16 @@ def test_the_last_word_of_an_earlier_attempt_does_not_count_for_a_later_one(tmp_
 
 def test_a_launch_that_fails_before_its_first_step_is_told_and_leaves_a_run_with_steps_as_it_was(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    with acquire(directory) as live:
-        live.conclude(ExitCode.PREFLIGHT, "no images")
+    with acquire(directory) as writer:
+        writer.end_launch(ExitCode.PREFLIGHT, "no images")
     new = directory.status()
-    with acquire(directory) as live:
-        live.begin_training()
-        step(live, 3)
-        end(live, StopReason.COMPLETED)
+    with acquire(directory) as writer:
+        writer.begin_training()
+        step(writer, 3)
+        end(writer, StopReason.COMPLETED)
     before = directory.record()
-    with acquire(directory) as live:
-        live.conclude(ExitCode.USAGE, "another seed")
+    with acquire(directory) as writer:
+        writer.end_launch(ExitCode.USAGE, "another seed")
     assert (new.condition, new.message, new.exit_code) == ("failed", "no images", 3)
     assert (directory.status().condition, directory.record()) == ("finished", before)
     last = directory.latest("state")
@@ -194,15 +207,15 @@ def test_a_launch_that_fails_before_its_first_step_is_told_and_leaves_a_run_with
 
 
 def test_what_a_run_is_busy_with_is_told_with_how_far_it_is(tmp_path: Path) -> None:
-    with acquire(RunDirectory(tmp_path)) as live:
-        live.phases.enter("encoding", total=50_000, unit="images")
-        live.phases.advance(1200)
+    with acquire(RunDirectory(tmp_path)) as writer:
+        writer.phases.enter("encoding", total=50_000, unit="images")
+        writer.phases.advance(1200)
         assert eventually(lambda: RunDirectory(tmp_path).phase() is not None)
         summary = RunDirectory(tmp_path).summary()
         assert summary is not None
         assert str(summary.phase) == "encoding 1,200/50,000 images"
         assert summary.seconds_remaining is not None
-        step(live, 1)
+        step(writer, 1)
         assert RunDirectory(tmp_path).phase() is None
 
 
@@ -251,8 +264,8 @@ def test_the_place_of_a_killed_run_is_taken_over_at_once(tmp_path: Path) -> None
     with running(tmp_path) as child:
         child.kill()
         child.wait()
-        with acquire(RunDirectory(tmp_path)) as live:
-            assert live.record.process == Process.current()
+        with acquire(RunDirectory(tmp_path)) as writer:
+            assert writer.record.process == Process.current()
 
 
 def test_the_place_of_a_run_that_fell_silent_on_another_host_is_taken_over(tmp_path: Path) -> None:
@@ -308,11 +321,11 @@ def test_of_several_runs_that_start_at_once_after_a_crash_one_gets_through(tmp_p
 
 def test_a_run_that_was_thought_dead_and_replaced_is_told_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("smalti.rundir.writer.BEAT_SECONDS", 0.02)
-    with acquire(RunDirectory(tmp_path)) as live:
+    with acquire(RunDirectory(tmp_path)) as writer:
         elsewhere_process = replace(Process.current(), host="other-host")
         heartbeat = {"process": asdict(elsewhere_process), "started": time.time()}
         RunDirectory(tmp_path).heartbeat_file.write_text(json.dumps(heartbeat))
-        assert eventually(lambda: [request.kind for request in live.take_requests()] == ["stop"])
+        assert eventually(lambda: [request.kind for request in writer.take_requests()] == ["stop"])
     assert RunDirectory(tmp_path).heartbeat_file.exists(), "the heartbeat of the other run must stay"
 
 
@@ -335,26 +348,26 @@ def test_a_heartbeat_that_somebody_removed_comes_back(tmp_path: Path, monkeypatc
 
 def test_a_run_keeps_its_id_and_name_over_all_attempts(tmp_path: Path) -> None:
     first = prepare(RunDirectory(tmp_path), name="cats", config_digest="a")
-    with acquire(RunDirectory(tmp_path), config_digest="b", world_size=4) as live:
-        again = live.record
+    with acquire(RunDirectory(tmp_path), config_digest="b", world_size=4) as writer:
+        again = writer.record
     assert (again.id, again.name, again.created) == (first.id, "cats", first.created)
     assert RunDirectory(tmp_path).record() == again
 
 
 def test_events_of_all_attempts_stay(tmp_path: Path) -> None:
     for number in (1, 2):
-        with acquire(RunDirectory(tmp_path)) as live:
-            step(live, number)
+        with acquire(RunDirectory(tmp_path)) as writer:
+            step(writer, number)
     assert [event.step for event in RunDirectory(tmp_path).events() if event.kind == "step"] == [1, 2]
 
 
 def test_what_lies_in_the_directory_is_told_by_its_place_there(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     image = ValidationImage(prompt="a fox", seed=7, path=directory.samples_at(5) / "0.png")
-    with acquire(directory) as live:
-        RunEvents(live).validation(ValidationResult(step=5, images=(image,), folder=directory.samples_at(5)))
-        RunEvents(live).checkpoint(Checkpoint(step=5, path=directory.checkpoints / "step-5", size=10, seconds=0.5))
-        RunEvents(live).checkpoint(Checkpoint(step=6, path=Path("/elsewhere/step-6"), size=10, seconds=0.5))
+    with acquire(directory) as writer:
+        RunEvents(writer).validation(ValidationResult(step=5, images=(image,), folder=directory.samples_at(5)))
+        RunEvents(writer).checkpoint(Checkpoint(step=5, path=directory.checkpoints / "step-5", size=10, seconds=0.5))
+        RunEvents(writer).checkpoint(Checkpoint(step=6, path=Path("/elsewhere/step-6"), size=10, seconds=0.5))
     _, sample, inside, outside = directory.events()
     assert sample.fields == {
         "overview": "samples/00000005",
@@ -365,8 +378,8 @@ def test_what_lies_in_the_directory_is_told_by_its_place_there(tmp_path: Path) -
 
 
 def test_a_step_is_told_with_all_that_is_known_of_it(tmp_path: Path) -> None:
-    with acquire(RunDirectory(tmp_path)) as live:
-        step(live, 3, loss=math.nan)
+    with acquire(RunDirectory(tmp_path)) as writer:
+        step(writer, 3, loss=math.nan)
     event = RunDirectory(tmp_path).latest("step")
     assert event is not None
     assert (event.step, event.fields) == (
@@ -389,14 +402,14 @@ def test_a_step_is_told_with_all_that_is_known_of_it(tmp_path: Path) -> None:
 
 
 def test_following_a_run_ends_with_the_run(tmp_path: Path) -> None:
-    live = acquire(RunDirectory(tmp_path))
+    writer = acquire(RunDirectory(tmp_path))
 
     def run() -> None:
-        step(live, 1)
+        step(writer, 1)
         time.sleep(0.5)
-        step(live, 2)
-        end(live, StopReason.COMPLETED)
-        live.close()
+        step(writer, 2)
+        end(writer, StopReason.COMPLETED)
+        writer.close()
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -406,9 +419,9 @@ def test_following_a_run_ends_with_the_run(tmp_path: Path) -> None:
 
 
 def test_a_summary_tells_where_the_run_stands(tmp_path: Path) -> None:
-    with acquire(RunDirectory(tmp_path)) as live:
+    with acquire(RunDirectory(tmp_path)) as writer:
         values = {"loss": 9.0, "smoothed_loss": 0.25, "samples": 8, "recent_samples_per_second": 80.0, "max_steps": 10}
-        live.events.append("step", step=4, **values)
+        writer.events.append("step", step=4, **values)
         summary = RunDirectory(tmp_path).summary()
     assert summary is not None
     assert (summary.step, summary.max_steps, summary.loss) == (4, 10, 0.25)
@@ -417,8 +430,8 @@ def test_a_summary_tells_where_the_run_stands(tmp_path: Path) -> None:
 
 
 def test_speed_is_that_of_the_present_attempt(tmp_path: Path) -> None:
-    with acquire(RunDirectory(tmp_path)) as live:
-        live.events.append("step", step=2, loss=0.5, samples=8, recent_samples_per_second=80.0, max_steps=10)
+    with acquire(RunDirectory(tmp_path)) as writer:
+        writer.events.append("step", step=2, loss=0.5, samples=8, recent_samples_per_second=80.0, max_steps=10)
     acquire(RunDirectory(tmp_path)).close()
     summary = RunDirectory(tmp_path).summary()
     assert summary is not None
@@ -444,26 +457,26 @@ def test_a_folder_that_cannot_be_used_is_named_and_left_out(tmp_path: Path, capl
 
 def test_a_directory_of_another_run_at_the_same_place_is_left_to_that_one(tmp_path: Path) -> None:
     mine, other = tmp_path / "run", RunDirectory(tmp_path / "run")
-    with acquire(RunDirectory(mine)) as live:
-        live.begin_training()
+    with acquire(RunDirectory(mine)) as writer:
+        writer.begin_training()
         mine.rename(tmp_path / "moved")
         (tmp_path / "new").mkdir()
         prepare(RunDirectory(tmp_path / "new"))
         (tmp_path / "new").rename(mine)
-        assert eventually(lambda: [request.kind for request in live.take_requests()] == ["stop"])
+        assert eventually(lambda: [request.kind for request in writer.take_requests()] == ["stop"])
     assert sorted(path.name for path in mine.iterdir()) == ["run.json"]
-    assert other.record() != live.record
+    assert other.record() != writer.record
 
 
 def test_a_directory_that_cannot_be_made_again_is_made_as_soon_as_it_can(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "folder/run")
-    with acquire(directory) as live:
-        live.begin_training()
-        step(live, 1)
+    with acquire(directory) as writer:
+        writer.begin_training()
+        step(writer, 1)
         (tmp_path / "folder").rename(tmp_path / "moved")
         (tmp_path / "folder").write_text("in its way")
         time.sleep(0.8)
-        step(live, 2)
+        step(writer, 2)
         (tmp_path / "folder").unlink()
-        assert eventually(lambda: [request.kind for request in live.take_requests()] == ["save"])
+        assert eventually(lambda: [request.kind for request in writer.take_requests()] == ["save"])
     assert [event.step for event in directory.events() if event.kind == "step"] == [1, 2]

@@ -26,28 +26,28 @@ def _acks(directory: RunDirectory) -> list[tuple[str, object, str]]:
 
 def test_requests_are_taken_once_and_in_the_order_in_which_they_were_made(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    with acquire(directory) as live:
+    with acquire(directory) as writer:
         asked = [directory.request(kind) for kind in ("save", "sample", "stop", "save")]
-        taken = live.take_requests()
+        taken = writer.take_requests()
         assert [request.id for request in taken] == [request.id for request in asked]
-        assert live.take_requests() == []
+        assert writer.take_requests() == []
 
 
 def test_details_reach_the_run(tmp_path: Path) -> None:
-    with acquire(RunDirectory(tmp_path)) as live:
+    with acquire(RunDirectory(tmp_path)) as writer:
         RunDirectory(tmp_path).request("stop", reason="preempted")
-        (request,) = live.take_requests()
+        (request,) = writer.take_requests()
         assert request.details == {"reason": "preempted"}
 
 
 def test_the_answer_of_a_run_reaches_who_asked(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    with acquire(directory) as live:
+    with acquire(directory) as writer:
 
         def answer() -> None:
-            while not (requests := live.take_requests()):
+            while not (requests := writer.take_requests()):
                 time.sleep(0.01)
-            live.acknowledge(requests[0], accepted=False, message="not now")
+            writer.acknowledge(requests[0], accepted=False, message="not now")
 
         thread = threading.Thread(target=answer)
         thread.start()
@@ -65,9 +65,9 @@ def test_without_an_answer_the_wait_ends(tmp_path: Path) -> None:
 
 def test_a_run_that_ends_answers_what_it_cannot_do_any_more(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    with acquire(directory) as live:
+    with acquire(directory) as writer:
         request = directory.request("save")
-        RunEvents(live).end(RunState(max_steps=1), Outcome(reason=StopReason.COMPLETED, message=""))
+        RunEvents(writer).end(RunState(max_steps=1), Outcome(reason=StopReason.COMPLETED, message=""))
     event = directory.answer(request, timeout=10)
     assert event is not None
     assert event.text("message") == "the run has ended"
@@ -78,8 +78,8 @@ def test_a_request_to_a_run_that_died_does_not_stop_the_next_one(tmp_path: Path)
     prepare(directory)
     directory.control.mkdir()
     (directory.control / "1.json").write_text('{"kind": "stop"}')
-    with acquire(directory) as live:
-        assert live.take_requests() == []
+    with acquire(directory) as writer:
+        assert writer.take_requests() == []
     assert _acks(directory) == [("1", False, "it was asked before this run started")]
 
 
@@ -87,57 +87,57 @@ def test_a_request_to_a_run_that_died_does_not_stop_the_next_one(tmp_path: Path)
 def test_nothing_can_be_asked_of_a_run_that_is_not_there(tmp_path: Path, ended: bool) -> None:
     directory = RunDirectory(tmp_path)
     if ended:
-        with acquire(directory) as live:
-            RunEvents(live).end(RunState(max_steps=1), Outcome(reason=StopReason.COMPLETED, message="trained 1 steps"))
+        with acquire(directory) as writer:
+            RunEvents(writer).end(RunState(max_steps=1), Outcome(reason=StopReason.COMPLETED, message="trained 1 steps"))
     with pytest.raises(UserError, match="nobody is there to stop"):
         directory.request("stop")
     assert not directory.control.exists()
 
 
 def test_a_program_that_writes_the_simplest_request_is_understood(tmp_path: Path) -> None:
-    with acquire(RunDirectory(tmp_path)) as live:
+    with acquire(RunDirectory(tmp_path)) as writer:
         RunDirectory(tmp_path).control.mkdir()
         (tmp_path / "control/from-elsewhere.json").write_text('{"kind": "save"}')
-        (request,) = live.take_requests()
+        (request,) = writer.take_requests()
         assert (request.id, request.kind, request.details) == ("from-elsewhere", "save", {})
 
 
 def test_what_a_run_cannot_do_is_refused(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    with acquire(directory) as live:
+    with acquire(directory) as writer:
         directory.control.mkdir()
         (tmp_path / "control/a.json").write_text('{"kind": "dance"}')
-        assert live.take_requests() == []
+        assert writer.take_requests() == []
     assert _acks(directory) == [("a", False, "a run cannot dance")]
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"kind": 3}', '{"work": "of weeks"}'])
 def test_a_file_that_is_no_request_stays_and_is_mentioned_once(tmp_path: Path, content: str) -> None:
     directory = RunDirectory(tmp_path)
-    with acquire(directory) as live:
+    with acquire(directory) as writer:
         directory.control.mkdir()
         (tmp_path / "control/mine.json").write_text(content)
-        assert [live.take_requests(), live.take_requests()] == [[], []]
+        assert [writer.take_requests(), writer.take_requests()] == [[], []]
     assert (tmp_path / "control/mine.json").read_text() == content
     assert [event.kind for event in directory.events()] == ["state", "warning"]
 
 
 def test_a_request_is_never_seen_half_written(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    with acquire(directory) as live:
+    with acquire(directory) as writer:
         stop = threading.Event()
         seen: list[str] = []
 
-        def take(live: RunWriter) -> None:
+        def take(writer: RunWriter) -> None:
             while not stop.is_set():
-                seen.extend(request.id for request in live.take_requests())
+                seen.extend(request.id for request in writer.take_requests())
 
-        thread = threading.Thread(target=take, args=(live,))
+        thread = threading.Thread(target=take, args=(writer,))
         thread.start()
         asked = [directory.request("save", note="x" * 5000).id for _ in range(50)]
         stop.set()
         thread.join()
-        seen += [request.id for request in live.take_requests()]
+        seen += [request.id for request in writer.take_requests()]
     assert seen == asked
     assert "warning" not in {event.kind for event in directory.events()}
 

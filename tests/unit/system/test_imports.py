@@ -75,10 +75,10 @@ def test_a_launcher_that_checks_a_run_does_not_import_what_trains_it(tmp_path):
     words += ["--max_train_steps=1", "--num_processes=2", "--use_cpu"]
     code = """
         import sys
-        from smalti.cli.arguments import Invocation
+        from smalti.cli.arguments import CommandLine
         from smalti.launch.preflight import Preparation
         from smalti.launch.checks import check_run
-        invocation = Invocation.read(sys.argv[1:])
+        invocation = CommandLine.read(sys.argv[1:])
         check_run(invocation.draft(), invocation.plugins)
         assert "torch" in sys.modules
         big = {"torch.distributed.checkpoint", "torch.distributed.tensor", "sympy", "pyarrow.compute"}

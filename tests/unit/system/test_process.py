@@ -14,11 +14,11 @@ def test_this_process_is_alive() -> None:
 
 
 def test_a_process_that_took_over_the_number_is_not_the_one_that_had_it() -> None:
-    assert replace(Process.current(), birth="1").alive() is False
+    assert replace(Process.current(), start_time="1").alive() is False
 
 
 def test_a_process_of_another_host_cannot_be_judged() -> None:
-    assert replace(Process.current(), space="elsewhere").alive() is None
+    assert replace(Process.current(), pid_namespace="elsewhere").alive() is None
 
 
 def test_a_process_that_was_killed_is_dead_even_before_its_parent_looks() -> None:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from smalti.errors import ExitCode
-from smalti.system.signals import REPEAT_SECONDS, Demands, immediate_exit_code
+from smalti.system.signals import REPEAT_SECONDS, SignalFilter, immediate_exit_code
 
 INT, TERM, HUP, USR1, USR2 = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 LATE = REPEAT_SECONDS + 1
@@ -26,11 +26,11 @@ LATE = REPEAT_SECONDS + 1
 )
 def test_ctrl_c_counts_always_and_sigterm_again_only_when_it_comes_late(came, counted):
     now = [0.0]
-    demands = Demands(clock=lambda: now[0])
+    signal_filter = SignalFilter(clock=lambda: now[0])
     answers = []
     for number, moment in came:
         now[0] = moment
-        answers.append(demands.counts(number))
+        answers.append(signal_filter.accepts(number))
     assert answers == counted
 
 
@@ -40,11 +40,11 @@ def test_what_is_ended_before_it_has_saved_has_another_code_than_what_has_saved(
 
 SIGNALLED = """
 import os, signal, sys, time
-from smalti.system.signals import Terminated, preemption_signals, terminated
+from smalti.system.signals import Terminated, preemption_signals, preemption_as_exception
 if "ignored" in sys.argv:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 try:
-    with terminated():
+    with preemption_as_exception():
         try:
             os.kill(os.getpid(), signal.SIGUSR1)
             print("trained")

@@ -52,7 +52,7 @@ class Progress:
         mfu: float | None = None,
         peak_memory_mb: float | None = None,
     ) -> None:
-        """The run has come to `step`. Loss and speed are smoothed (`Recent`); what is None of the devices stays."""
+        """The run has come to `step`. Loss and speed are smoothed (`SmoothedMetrics`); what is None of the devices stays."""
         self.step, self.loss, self.learning_rate, self._updated = step, loss, learning_rate, now
         self.samples_per_second, self._samples = samples_per_second, samples
         self.mfu = self.mfu if mfu is None else mfu

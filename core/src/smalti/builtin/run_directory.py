@@ -21,7 +21,7 @@ from smalti.types import (
     ValidationResult,
 )
 
-LOOK_SECONDS = 0.25
+CHECK_SECONDS = 0.25
 """How often the folder of requests is looked at: a look costs a system call, on shared storage a round trip."""
 
 _REASONS = {
@@ -34,14 +34,14 @@ _REASONS = {
 class RunEvents:
     """What the loop reports, as events of the run directory."""
 
-    def __init__(self, live: RunWriter) -> None:
-        self._live = live
+    def __init__(self, writer: RunWriter) -> None:
+        self._writer = writer
         self._error: BaseException | None = None
 
     def start(self, state: RunState, info: RunInfo) -> None:
         """What trains, and how far it is to go. From here on the configuration of the launch is that of the run."""
-        self._live.take_launch_files()
-        self._live.events.append(
+        self._writer.take_launch_files()
+        self._writer.events.append(
             "state",
             step=state.step,
             state="running",
@@ -57,24 +57,24 @@ class RunEvents:
     def step(self, state: RunState, result: StepResult) -> None:
         """One step, without what is not known. `max_steps` is in every line: the last one alone tells how far the run is."""
         known = {name: value for name, value in asdict(result).items() if value is not None}
-        self._live.events.append("step", max_steps=state.max_steps, epoch=state.epoch, **known)
+        self._writer.events.append("step", max_steps=state.max_steps, epoch=state.epoch, **known)
 
     def validation(self, result: ValidationResult) -> None:
         """Images, by their paths in the run directory."""
-        inside = self._live.directory.relative
+        inside = self._writer.directory.relative
         images = [{"prompt": image.prompt, "seed": image.seed, "path": inside(image.path)} for image in result.images]
-        self._live.events.append("sample", step=result.step, overview=inside(overview(result.folder)), images=images)
+        self._writer.events.append("sample", step=result.step, overview=inside(overview(result.folder)), images=images)
 
     def evaluation(self, result: EvaluationResult) -> None:
         """The loss on held-out images, in all and by timestep."""
         fields = {name: value for name, value in asdict(result).items() if name != "step"}
-        self._live.events.append("eval", step=result.step, **fields)
+        self._writer.events.append("eval", step=result.step, **fields)
 
     def checkpoint(self, checkpoint: Checkpoint) -> None:
-        self._live.events.append(
+        self._writer.events.append(
             "checkpoint",
             step=checkpoint.step,
-            path=self._live.directory.relative(checkpoint.path),
+            path=self._writer.directory.relative(checkpoint.path),
             size=checkpoint.size,
             seconds=checkpoint.seconds,
             blocked=checkpoint.blocked,
@@ -84,22 +84,22 @@ class RunEvents:
         """Something that the run continues without; with the traceback, unless the user or the system is to blame for it."""
         known = error is None or isinstance(error, UserError | OSError)
         trace = {} if known else {"traceback": "".join(traceback.format_exception(error))}
-        self._live.events.append("warning", step=state.step, message=message, **trace)
+        self._writer.events.append("warning", step=state.step, message=message, **trace)
 
     def error(self, state: RunState, error: BaseException) -> None:
         """An exception that is leaving the loop, with its traceback."""
         self._error = error
         trace = "".join(traceback.format_exception(error))
-        self._live.events.append("error", step=state.step, error=type(error).__name__, message=str(error), traceback=trace)
+        self._writer.events.append("error", step=state.step, error=type(error).__name__, message=str(error), traceback=trace)
 
     def end(self, state: RunState, outcome: Outcome | None) -> None:
         """The last event; None is for the end by an exception. Nothing may be recorded after it."""
         if outcome is not None:
-            self._live.end(state.step, _condition(outcome.reason), outcome.message, outcome.exit_code)
+            self._writer.end(state.step, _condition(outcome.reason), outcome.message, outcome.exit_code)
             return
         message = f"{type(self._error).__name__}: {self._error}" if self._error else "an exception ended it"
         code = self._error.exit_code if isinstance(self._error, UserError | GpuFaultError) else ExitCode.FAILED
-        self._live.end(state.step, "failed", message, code)
+        self._writer.end(state.step, "failed", message, code)
 
 
 def _condition(reason: StopReason) -> Condition:
@@ -112,50 +112,50 @@ class Events:
     """Speaks for the run from the start of the loop to its end."""
 
     def __init__(self) -> None:
-        self._live: RunWriter | None = None
+        self._writer: RunWriter | None = None
         self._events: RunEvents | None = None
-        self._looked = 0.0
-        self._draws = False
+        self._checked_at = 0.0
+        self._generates_images = False
         self._interval = 1
 
     @hookimpl(tryfirst=True)  # so that there are events of what others do
     def on_train_start(self, state: RunState, info: RunInfo) -> None:
-        if info.live is None:
+        if info.writer is None:
             return
-        self._live = info.live
-        self._draws = bool(info.config[ValidationOptions].validation_prompt)
+        self._writer = info.writer
+        self._generates_images = bool(info.config[ValidationOptions].validation_prompt)
         self._interval = info.config[TrackingOptions].log_interval
-        self._events = RunEvents(info.live)
+        self._events = RunEvents(info.writer)
         self._events.start(state, info)
         compiles = info.config[LaunchOptions].dynamo_backend is not None  # in the first step
-        self._live.phases.enter("compiling" if compiles else "training")
+        self._writer.phases.enter("compiling" if compiles else "training")
 
     @hookimpl
     def on_step_end(self, state: RunState, result: StepResult) -> None:
-        if self._live is None or self._events is None:
+        if self._writer is None or self._events is None:
             return
-        if (phase := self._live.phases.current) is not None and phase.name == "compiling":
-            self._live.phases.enter("training")
+        if (phase := self._writer.phases.current) is not None and phase.name == "compiling":
+            self._writer.phases.enter("training")
         if result.step % self._interval == 0 or result.skipped or result.step == state.max_steps:
             self._events.step(state, result)
-        if time.monotonic() - self._looked > LOOK_SECONDS:
-            self._looked = time.monotonic()
-            for request in self._live.take_requests():
-                self._obey(self._live, state, request)
+        if time.monotonic() - self._checked_at > CHECK_SECONDS:
+            self._checked_at = time.monotonic()
+            for request in self._writer.take_requests():
+                self._handle(self._writer, state, request)
 
-    def _obey(self, live: RunWriter, state: RunState, request: Request) -> None:
+    def _handle(self, writer: RunWriter, state: RunState, request: Request) -> None:
         if request.kind == "stop":
             reason = _REASONS.get(str(request.details.get("reason")), StopReason.REQUESTED)
             state.request_stop(reason, str(request.details.get("message", "")))
-            live.acknowledge(request, message=f"stopping after step {state.step}, with a checkpoint")
+            writer.acknowledge(request, message=f"stopping after step {state.step}, with a checkpoint")
         elif request.kind == "save":
             state.request_save()
-            live.acknowledge(request, message=f"saving after step {state.step}")
-        elif self._draws:
+            writer.acknowledge(request, message=f"saving after step {state.step}")
+        elif self._generates_images:
             state.request_validation()
-            live.acknowledge(request, message=f"drawing after step {state.step}")
+            writer.acknowledge(request, message=f"drawing after step {state.step}")
         else:
-            live.acknowledge(request, accepted=False, message="this run has no validation_prompt")
+            writer.acknowledge(request, accepted=False, message="this run has no validation_prompt")
 
     @hookimpl
     def on_validation(self, state: RunState, result: ValidationResult) -> None:
@@ -192,7 +192,7 @@ class Events:
         if self._events is None:
             return
         self._events.end(state, outcome)
-        self._live = self._events = None
+        self._writer = self._events = None
 
 
 plugin = Events()

@@ -13,7 +13,7 @@ from smalti.plugins import Plugins, load_plugins, schema_of, selection_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Invocation:
+class CommandLine:
     """A command line split into its configuration file, the plugins it selects, and its flags."""
 
     file: Path | None
@@ -22,7 +22,7 @@ class Invocation:
     schema: Schema
 
     @classmethod
-    def read(cls, words: Sequence[str]) -> Invocation:
+    def read(cls, words: Sequence[str]) -> CommandLine:
         """`[CONFIG] [--flags]` or `[--flags] --config CONFIG`. Loads the selected plugins; resolves nothing yet."""
         file, flags = _split_file(words)
         plugins = load_plugins(selection_of(flags, file, os.environ))
@@ -60,7 +60,7 @@ def _split_file(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     return (Path(files[0]).expanduser() if files else None), flags
 
 
-def take_switch(words: list[str], *names: str) -> bool:
+def pop_flag(words: list[str], *names: str) -> bool:
     """Whether one of these switches is among the words; it is removed."""
     found = [word for word in words if word.replace("_", "-") in names]
     for word in found:

@@ -9,8 +9,8 @@ from dataclasses import asdict
 
 import click
 
-from smalti.cli.arguments import Invocation
-from smalti.cli.output import counted, in_bytes, print_table
+from smalti.cli.arguments import CommandLine
+from smalti.cli.output import counted, format_bytes, print_table
 from smalti.cli.pages.help import Group
 from smalti.config import Config
 from smalti.plugins import Plugins, find_cache, list_caches, load_plugins, selection_of
@@ -40,7 +40,7 @@ def ls(words: tuple[str, ...], as_json: bool) -> None:
     if not reports:
         click.echo("no plugin has a cache", err=True)
         return
-    rows = [(report.name, f"{report.entries:,}", in_bytes(report.bytes), report.title, report.place) for report in reports]
+    rows = [(report.name, f"{report.entries:,}", format_bytes(report.bytes), report.title, report.place) for report in reports]
     print_table(("cache", "entries", "size", "what", "where"), rows, right=(1, 2))
 
 
@@ -54,13 +54,13 @@ def clear(name: str, words: tuple[str, ...], yes: bool, as_json: bool) -> None:
     plugins, config = _asked(words)
     found = find_cache(plugins, name, config)
     if not yes and sys.stdin.isatty() and (size := found.size()):
-        what = f"{counted(found.entries(), 'entry', 'entries')}, {in_bytes(size)}, in {found.place}"
+        what = f"{counted(found.entries(), 'entry', 'entries')}, {format_bytes(size)}, in {found.place}"
         click.confirm(f"clear {what}?", abort=True, err=True)
     cleared = found.clear()
     if as_json:
         click.echo(json.dumps({"cache": name, "place": found.place, **asdict(cleared)}, indent=2))
         return
-    told = f"{counted(cleared.count, 'entry', 'entries')} ({in_bytes(cleared.bytes)})"
+    told = f"{counted(cleared.count, 'entry', 'entries')} ({format_bytes(cleared.bytes)})"
     click.echo(f"{found.place}: {told} cleared" if cleared.bytes else f"{found.place}: nothing to clear")
 
 
@@ -68,5 +68,5 @@ def _asked(words: tuple[str, ...]) -> tuple[Plugins, Config | None]:
     """The plugins, and the configuration if one was given: whoever gives none need not have one that is sound."""
     if not words:
         return load_plugins(selection_of((), None, os.environ), strict=False), None
-    invocation = Invocation.read(words)
+    invocation = CommandLine.read(words)
     return invocation.plugins, invocation.config()

@@ -33,7 +33,7 @@ from smalti.checkpoint import (
     stored_tensors,
     verify,
 )
-from smalti.cli.output import counted, in_bytes, print_table
+from smalti.cli.output import counted, format_bytes, print_table
 from smalti.cli.pages.help import Group
 from smalti.errors import CheckpointError
 from smalti.plugins import load_plugins, selection_of
@@ -70,7 +70,7 @@ def list_checkpoints(run_dir: Path, as_json: bool) -> None:
         _print_json([_entry_as_json(entry) for entry in entries])
         return
     rows = [
-        (entry.path.name, in_bytes(m.size), str(m.world_size), m.created, ", ".join(m.flags))
+        (entry.path.name, format_bytes(m.size), str(m.world_size), m.created, ", ".join(m.flags))
         if (m := entry.manifest)
         else (entry.path.name, "", "", "", f"not usable: {entry.problem}")
         for entry in entries
@@ -105,7 +105,7 @@ def inspect_checkpoint(context: click.Context, path: Path, tensors: bool, as_jso
         "checkpoint": str(path),
         "step": str(manifest.step),
         "made": f"{manifest.created} by {counted(manifest.world_size, 'rank')}",
-        "size": f"{in_bytes(manifest.size)} in {counted(len(manifest.files), 'file')}",
+        "size": f"{format_bytes(manifest.size)} in {counted(len(manifest.files), 'file')}",
         "config": manifest.config_digest,
         "plugins": ", ".join(manifest.plugins),
         "flags": ", ".join(manifest.flags),
@@ -116,10 +116,10 @@ def inspect_checkpoint(context: click.Context, path: Path, tensors: bool, as_jso
     for group, found in groups.items():
         elements = sum(tensor.elements for tensor in found.values())
         click.echo(
-            f"\n{group}: {counted(len(found), 'tensor')}, {elements:,} elements, {in_bytes(_size(found))}, {_types(found)}"
+            f"\n{group}: {counted(len(found), 'tensor')}, {elements:,} elements, {format_bytes(_size(found))}, {_types(found)}"
         )
         if tensors:
-            rows = [(name, t.dtype, str(list(t.shape)), in_bytes(t.size)) for name, t in found.items()]
+            rows = [(name, t.dtype, str(list(t.shape)), format_bytes(t.size)) for name, t in found.items()]
             print_table(("name", "type", "shape", "size"), rows, right=(3,))
 
 
@@ -178,7 +178,7 @@ def convert_checkpoint(source: Path, target: Path, kind: Target, ema: bool, as_j
     if as_json:
         _print_json(vars(done) | {"path": str(done.path)})
         return
-    size = f"{counted(done.tensors, 'tensor')}, {in_bytes(done.size)} in {counted(len(done.files), 'file')}"
+    size = f"{counted(done.tensors, 'tensor')}, {format_bytes(done.size)} in {counted(len(done.files), 'file')}"
     click.echo(f"{done.path}: step {done.step} from {done.source_format}, {size}, verified")
     for notice in done.notices:
         click.echo(f"note: {notice}")
@@ -243,7 +243,7 @@ def export_checkpoint(
     if as_json:
         _print_json(vars(done) | {"path": str(done.path), "checkpoint": str(done.checkpoint)})
         return
-    what = f"{counted(done.tensors, 'averaged tensor' if ema else 'trained tensor')}, {in_bytes(done.size)}"
+    what = f"{counted(done.tensors, 'averaged tensor' if ema else 'trained tensor')}, {format_bytes(done.size)}"
     click.echo(f"{done.path}: {done.family} at step {done.step}, {what} in {counted(len(done.files), 'file')}, verified")
 
 
@@ -325,7 +325,7 @@ def _groups_as_json(groups: Mapping[str, Mapping[str, StoredTensor]], tensors: b
 
 def _print_verification(result: Verification) -> None:
     if result.ok and result.manifest:
-        click.echo(f"{result.path.name}  ok  {in_bytes(result.manifest.size)}")
+        click.echo(f"{result.path.name}  ok  {format_bytes(result.manifest.size)}")
         return
     click.echo(f"{result.path.name}  DAMAGED")
     for problem in result.problems:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from smalti.cli.arguments import Invocation
+from smalti.cli.arguments import CommandLine
 from smalti.cli.pages.help import Formatter, Group, on_terminal, show_page, write_options
 from smalti.cli.pages.options import condition, default_text, describe, reference_page, sections
 from smalti.config import (
@@ -65,7 +65,7 @@ def show(words: tuple[str, ...], complete: bool, as_json: bool) -> None:
 
     Takes the same arguments as `smalti train`. --json prints every value with its source.
     """
-    resolved = Invocation.read(words).config()
+    resolved = CommandLine.read(words).config()
     if as_json:
         values = {name: {"value": value, "source": resolved.source(name)} for name, value in resolved.values().items()}
         click.echo(json.dumps({"digest": resolved.digest, "values": values, "notices": list(resolved.notices)}, indent=2))
@@ -87,7 +87,7 @@ def explain(key: str, words: tuple[str, ...], as_json: bool) -> None:
 
     After KEY, takes the same arguments as `smalti train`.
     """
-    invocation = Invocation.read(words)
+    invocation = CommandLine.read(words)
     option = invocation.schema.find(key)
     if option is None:
         problem = unknown(key, invocation.schema, where="")
@@ -128,7 +128,7 @@ def reference(words: tuple[str, ...], as_json: bool) -> None:
 
     --plugins and --without select plugins, as in `smalti train`.
     """
-    invocation = Invocation.read(words)
+    invocation = CommandLine.read(words)
     invocation.config()
     schema = invocation.schema
     if as_json:
@@ -161,7 +161,7 @@ def import_accelerate(words: tuple[str, ...], given: str | None, merge: bool, fo
     notices.
     """
     target = _target(given, ".toml")
-    invocation = Invocation.read(words)
+    invocation = CommandLine.read(words)
     file = invocation.file
     if file is None:
         raise UserError("no Accelerate YAML given", fix="smalti config import-accelerate FILE")
@@ -208,7 +208,7 @@ def export_accelerate(words: tuple[str, ...], given: str | None, force: bool, as
     Takes the same arguments as `smalti train`.
     """
     target = _target(given, ".yaml", ".yml")
-    invocation = Invocation.read(words)
+    invocation = CommandLine.read(words)
     resolved = invocation.config()
     if resolved[LaunchOptions].use_cpu:
         raise UserError("use_cpu is set: a launch on CPUs uses no Accelerate YAML", fix="--no_use_cpu")

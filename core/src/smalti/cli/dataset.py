@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from smalti.cli.arguments import Invocation
+from smalti.cli.arguments import CommandLine
 from smalti.cli.pages.help import Group
 from smalti.config import Config, DataOptions, ModelOptions, RunOptions
 from smalti.data import (
@@ -105,7 +105,7 @@ def reference() -> None:
 
 def _asked(words: tuple[str, ...]) -> tuple[Config, Plugins]:
     """The configuration and the plugins."""
-    invocation = Invocation.read(words)
+    invocation = CommandLine.read(words)
     config = invocation.config()
     options = config[DataOptions]
     if not (options.data_backend_config or options.datasets or options.instance_data_dir):

@@ -12,10 +12,10 @@ from typing import NoReturn
 
 import click
 
-from smalti.cli.pages.help import Additions, Group, colour
+from smalti.cli.pages.help import CommandCollector, Group, colour
 from smalti.config import package_of_command
 from smalti.errors import ExitCode, UserError
-from smalti.system import End, describe, ignore_write_errors, keep_imports, live_for_one_command
+from smalti.system import ProcessExit, describe, ignore_signals_after_command, ignore_write_errors, keep_imports
 
 COMMANDS = {
     "train": ("smalti.cli.train:train", "Train a model, or resume its training."),
@@ -82,7 +82,7 @@ class Commands(Group):
         """The commands that installed plugins add; those left out by the environment are not imported."""
         from smalti.plugins import load_plugins, selection_of
 
-        group = Additions(tuple(COMMANDS))
+        group = CommandCollector(tuple(COMMANDS))
         plugins = load_plugins(selection_of((), None, os.environ), strict=False)
         for name in sorted(plugins.claims("register_commands")):
             try:
@@ -111,8 +111,8 @@ def main_train() -> None:
 
 
 def _be_the_process(arguments: list[str]) -> NoReturn:
-    end = End.install()
-    live_for_one_command()
+    end = ProcessExit.install()
+    ignore_signals_after_command()
     keep_imports()
     ignore_write_errors("stderr")
     end.code = _run(arguments)

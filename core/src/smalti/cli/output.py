@@ -43,7 +43,7 @@ def _last(text: str, begin: int, columns: int) -> str:
     return "".join(f"\n    {line}" for line in wrap(text, max(columns - 4, _NARROWEST), break_on_hyphens=False))
 
 
-def in_bytes(number: int) -> str:
+def format_bytes(number: int) -> str:
     """1536 -> "1.5 KiB"."""
     units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
     power = min(int(math.log2(number)) // 10, len(units) - 1) if number else 0

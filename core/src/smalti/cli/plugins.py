@@ -11,7 +11,7 @@ from typing import cast
 import click
 
 from smalti.cli.output import counted, print_table
-from smalti.cli.pages.help import Additions, Command
+from smalti.cli.pages.help import Command, CommandCollector
 from smalti.config import OptionGroup, packages_with_families
 from smalti.plugins import BUILT_IN, PluginInfo, Plugins, load_plugins, selection_of
 from smalti.types import FamilyEntry, Registered
@@ -69,7 +69,7 @@ def _added(name: str, loaded: Plugins) -> dict[str, list[str]]:
     groups = cast(list[OptionGroup], answers("declare_options"))
     added["options"] = [option for group in groups for option in group.options.model_fields]
     if "register_commands" in loaded.infos[name].hooks:
-        commands = Additions()
+        commands = CommandCollector()
         loaded.call_only(name, "register_commands", commands=commands)
         added["commands"] = list(commands.commands)
     return {kind: names for kind, names in added.items() if names}

@@ -9,13 +9,13 @@ from typing import cast
 
 import click
 
-from smalti.cli.arguments import Invocation, take_switch
+from smalti.cli.arguments import CommandLine, pop_flag
 from smalti.cli.pages.help import Command, Formatter, show_page, write_options
 from smalti.cli.pages.options import matching, sections
 from smalti.config import Schema, package_of_topic, unknown
 from smalti.errors import ExitCode, UserError, problems_in
-from smalti.launch import check_run, standing_by
-from smalti.system import Stopped, Terminated, ignore_write_errors, importing, terminated
+from smalti.launch import check_run, standby_launcher
+from smalti.system import Stopped, Terminated, ignore_write_errors, importing, preemption_as_exception
 
 _WIDEST = 100
 _FLAGS = (
@@ -68,10 +68,10 @@ def train(context: click.Context, words: tuple[str, ...]) -> int:
     """
     rest = list(words)
     topic = _take_topic(rest)
-    everything, some = take_switch(rest, "--help-all"), take_switch(rest, "--help", "-h")
-    dry_run, as_json = take_switch(rest, "--dry-run"), take_switch(rest, "--json")
+    everything, some = pop_flag(rest, "--help-all"), pop_flag(rest, "--help", "-h")
+    dry_run, as_json = pop_flag(rest, "--dry-run"), pop_flag(rest, "--json")
     try:
-        invocation = Invocation.read(rest)
+        invocation = CommandLine.read(rest)
         if topic is not None:
             show_page(topic_page(invocation.schema, topic))
             return 0
@@ -116,13 +116,13 @@ def topic_page(schema: Schema, topic: str) -> str:
     return formatter.getvalue().strip()
 
 
-def _train(invocation: Invocation, *, dry_run: bool, as_json: bool) -> int:
+def _train(invocation: CommandLine, *, dry_run: bool, as_json: bool) -> int:
     config = invocation.draft()
     if config.problems:
         check_run(config, invocation.plugins)  # raises, with what else is wrong
     try:
-        with terminated(), ExitStack() as closing:
-            standby = None if dry_run else closing.enter_context(standing_by(config))
+        with preemption_as_exception(), ExitStack() as closing:
+            standby = None if dry_run else closing.enter_context(standby_launcher(config))
             with importing():
                 from smalti.launch import Preparation  # imports much, so only once the options are right
 

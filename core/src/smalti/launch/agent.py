@@ -25,7 +25,7 @@ from smalti.system import (
     FOLDER_VARIABLE,
     PARENT_VARIABLE,
     SIGNALLED,
-    End,
+    ProcessExit,
     die_with_parent,
     ignore_write_errors,
     importing,
@@ -47,7 +47,7 @@ _POLL_SECONDS = 0.1
 
 
 def main() -> None:
-    end = End.install()
+    end = ProcessExit.install()
     keep_imports()
     ignore_write_errors()
     die_with_parent()
@@ -66,7 +66,7 @@ def main() -> None:
     tempfile.tempdir = os.environ.get(FOLDER_VARIABLE)  # torch makes a folder for logs and leaves it behind
     sys.argv = words
     extend_kill_timeout()
-    pass_on_notices()
+    forward_notices()
     try:
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     except ChildFailedError as error:
@@ -90,7 +90,7 @@ def wait_for_command(descriptor: int) -> list[str] | None:
     return list(order["words"])
 
 
-def pass_on_notices() -> None:
+def forward_notices() -> None:
     """Take SIGUSR1 and SIGUSR2, of which torch's agent knows nothing and dies, for SIGTERM, which it passes on to its ranks."""
     for notice in (signal.SIGUSR1, signal.SIGUSR2):
         if signal.getsignal(notice) is not signal.SIG_IGN:

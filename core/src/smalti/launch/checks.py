@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
+class CheckedRun:
     """What the checks made on their way."""
 
     distributed: DistributedPlan
@@ -49,7 +49,7 @@ class Checked:
 
 
 @dataclass(kw_only=True)
-class Findings:
+class ProblemCollector:
     """What is wrong, from checks that know nothing of each other."""
 
     problems: list[Problem] = field(default_factory=list)
@@ -74,13 +74,13 @@ class Findings:
             raise ConfigError(self.problems)
 
 
-def check_run(config: Config, plugins: Plugins, *, thorough: bool = False) -> Checked:
+def check_run(config: Config, plugins: Plugins, *, thorough: bool = False) -> CheckedRun:
     """Whether these options can train. Raises ConfigError with every problem, also those that the `config` of a draft has.
 
     With `thorough` the model is built, without weights, and compared with the checkpoint to resume from. That takes seconds,
     and ranks that are launched find the same before their first step.
     """
-    findings = Findings(problems=list(config.problems))
+    findings = ProblemCollector(problems=list(config.problems))
     findings.problems += complaints(config, plugins)
     config = config.unsettled(findings.problems)
     findings.ask(lambda: _datasets(config, plugins))
@@ -99,7 +99,7 @@ def check_run(config: Config, plugins: Plugins, *, thorough: bool = False) -> Ch
             findings.ask(lambda: _model(config, plugins, family, distributed, checkpoint))
     findings.tell()
     assert distributed and family and loss, "all that was asked has answered"  # noqa: PT018
-    return Checked(distributed=distributed, family=family, loss=loss, checkpoint=checkpoint)
+    return CheckedRun(distributed=distributed, family=family, loss=loss, checkpoint=checkpoint)
 
 
 def _datasets(config: Config, plugins: Plugins) -> None:

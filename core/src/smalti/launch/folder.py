@@ -27,7 +27,7 @@ _OWNER = "owner.json"
 @contextmanager
 def launch_folder(ranks: Iterable[int]) -> Iterator[str]:
     """A new one with room for the last words of these ranks. Raises PreflightError when there is no room for it."""
-    clear_abandoned(Path(tempfile.gettempdir()))
+    remove_abandoned(Path(tempfile.gettempdir()))
     try:
         folder = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
         (Path(folder.name) / _OWNER).write_text(json.dumps(asdict(Process.current())))
@@ -49,7 +49,7 @@ def processes_of(folder: str) -> list[psutil.Process]:
     return found
 
 
-def clear_abandoned(place: Path) -> None:
+def remove_abandoned(place: Path) -> None:
     """Remove this user's folders in `place` whose launch is over: it started here, and none of its processes is left."""
     for folder in place.glob(f"{_PREFIX}*"):
         owner = _owner(folder)

@@ -17,23 +17,23 @@ import psutil
 from smalti.errors import ExitCode, PreflightError, UserError
 from smalti.launch.folder import launch_folder, processes_of
 from smalti.launch.plan import DIGEST_VARIABLE, LaunchPlan
-from smalti.launch.standby import AGENT, Standby
+from smalti.launch.standby import AGENT, StandbyLauncher
 from smalti.rundir import ATTEMPT_VARIABLE, STOPPED_EARLY, Request, RunDirectory, RunWriter
 from smalti.system import (
     FOLDER_VARIABLE,
     PARENT_VARIABLE,
     SIGNALLED,
     STOPPING,
-    Demands,
     ExitReport,
-    HookEnd,
-    conclude,
-    handled,
+    SignalFilter,
+    UnreturnedHook,
+    ignore_later_signals,
     immediate_exit_code,
     preemption_signals,
     read_exit_reports,
     read_hooks,
     read_killed,
+    signal_handler,
 )
 
 POLL_SECONDS = 0.1
@@ -46,7 +46,7 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """What torch's agent passes on to its ranks."""
 _STARTER = "the process that starts the ranks"
 
-Verdict = tuple[ExitCode, str]
+LaunchResult = tuple[ExitCode, str]
 
 
 def run_workers(
@@ -54,31 +54,31 @@ def run_workers(
     directory: RunDirectory,
     *,
     digest: str = "",
-    live: RunWriter | None = None,
-    standby: Standby | None = None,
-) -> Verdict:
-    """Start the workers of this machine and wait; the exit code by meaning, and the sentence that goes with it.
+    writer: RunWriter | None = None,
+    standby: StandbyLauncher | None = None,
+) -> LaunchResult:
+    """Start the workers of this node and wait for them. Returns the exit code and a message that explains it.
 
-    The first Ctrl-C or signal of `preemption_signals` becomes a stop request that all ranks agree on, or ends a launch before
-    its first step; another one that counts (`Demands`) ends every process at once. Workers refuse a configuration that has not
-    this `digest`, if given. `live` is the run directory in the hands of this process, None where that of another machine has
-    it; `standby` a process that is ready to start them. Raises PreflightError when the port for the other machines is taken, or
-    when there is no room for temporary files.
+    The first Ctrl-C or signal of `preemption_signals` becomes a stop request that all ranks agree on; before the first step it
+    ends the launch. A second one that `SignalFilter` accepts kills every process. Workers refuse a configuration whose digest
+    is not `digest`, if given. `writer` is None where a process of another node owns the run directory. `standby` is a process
+    that is ready to start the ranks. Raises PreflightError if the port for the other nodes is in use, or if temporary files
+    cannot be created.
     """
     if plan.port is not None:
         _check_port(plan.port)
     with launch_folder(plan.ranks) as ends, _signals() as received:
         own = {FOLDER_VARIABLE: ends, PARENT_VARIABLE: str(os.getpid()), **({DIGEST_VARIABLE: digest} if digest else {})}
-        if live is not None:
-            own[ATTEMPT_VARIABLE] = repr(live.record.started)
-            live.phases.enter("launching")
+        if writer is not None:
+            own[ATTEMPT_VARIABLE] = repr(writer.record.started)
+            writer.phases.enter("launching")
         environment = {**os.environ, **plan.environment, **plan.secrets, **own}
         launched = _Launched(_started(plan.command, environment, standby), ends)
         try:
-            verdict = _wait(launched, received, directory, live)
+            verdict = _wait(launched, received, directory, writer)
         finally:
             launched.end()
-        conclude()
+        ignore_later_signals()
         folder = Path(ends)
         if verdict is not None:
             return verdict
@@ -87,7 +87,9 @@ def run_workers(
         )
 
 
-def _started(command: Sequence[str], environment: Mapping[str, str], standby: Standby | None) -> subprocess.Popen[bytes]:
+def _started(
+    command: Sequence[str], environment: Mapping[str, str], standby: StandbyLauncher | None
+) -> subprocess.Popen[bytes]:
     """`python -m LAUNCHER ...` such that it writes down which of its ranks were killed."""
     python, switch, *rest = command
     if switch == "-m":
@@ -169,27 +171,27 @@ def _check_port(port: int) -> None:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The signals that came in, without mere repetitions (`Demands`), for the waiting loop to look at."""
+    """The signals that came in, without mere repetitions (`SignalFilter`), for the waiting loop to look at."""
     received: list[int] = []
-    demands = Demands()
+    signal_filter = SignalFilter()
 
     def handle(number: int, frame: object) -> None:
-        if demands.counts(number):
+        if signal_filter.accepts(number):
             received.append(number)
 
-    with handled((signal.SIGINT, *preemption_signals()), handle):
+    with signal_handler((signal.SIGINT, *preemption_signals()), handle):
         yield received
 
 
-def _wait(launched: _Launched, received: list[int], directory: RunDirectory, live: RunWriter | None) -> Verdict | None:
+def _wait(launched: _Launched, received: list[int], directory: RunDirectory, writer: RunWriter | None) -> LaunchResult | None:
     """Wait for the end and obey signals. A verdict if they ended the processes; None if those ended by themselves."""
     asked: Request | None = None
     passed_on = False
-    elsewhere = _Elsewhere(directory) if live is None else None
+    elsewhere = _Elsewhere(directory) if writer is None else None
     while True:
         over = launched.over()
         if received and _is_young(directory):
-            return _end_early(launched, received, live)
+            return _end_early(launched, received, writer)
         if elsewhere is not None and (verdict := elsewhere.stopped_early()):
             _end_gently(launched, received)
             return verdict
@@ -201,7 +203,7 @@ def _wait(launched: _Launched, received: list[int], directory: RunDirectory, liv
             )
             return _end_now(launched, immediate_exit_code(received[-1]), message)
         if received and not passed_on and (asked is None or _refused(directory, asked)):
-            asked = _ask(directory, received[0], on_request=live is not None and live.stop_asked is not None)
+            asked = _ask(directory, received[0], on_request=writer is not None and writer.stop_request is not None)
             if asked is None:
                 launched.pass_on(received[0])
                 passed_on = True
@@ -222,7 +224,7 @@ class _Elsewhere:
         self._attempt = heartbeat.started if heartbeat is not None else None
         self._looked = time.monotonic()
 
-    def stopped_early(self) -> Verdict | None:
+    def stopped_early(self) -> LaunchResult | None:
         """What became of it if it was stopped before its first step. Looks now and then."""
         if self._attempt is None or time.monotonic() - self._looked < _LOOK_SECONDS:
             return None
@@ -250,11 +252,11 @@ def _refused(directory: RunDirectory, asked: Request) -> bool:
     return answer is not None and not answer.fields.get("accepted")
 
 
-def _end_early(launched: _Launched, received: list[int], live: RunWriter | None) -> Verdict:
+def _end_early(launched: _Launched, received: list[int], writer: RunWriter | None) -> LaunchResult:
     """Before the first step there is nothing to save but what is being encoded."""
     number = received[0]
     _end_gently(launched, received)
-    if live is not None and live.stop_asked:
+    if writer is not None and writer.stop_request:
         return ExitCode.STOPPED, STOPPED_EARLY
     code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.PREEMPTED
     return code, "stopped before the run began; nothing was changed"
@@ -270,7 +272,7 @@ def _end_gently(launched: _Launched, received: list[int]) -> None:
     launched.end()
 
 
-def _end_now(launched: _Launched, code: ExitCode, message: str) -> Verdict:
+def _end_now(launched: _Launched, code: ExitCode, message: str) -> LaunchResult:
     _say("ending now")
     launched.end()
     return code, message
@@ -303,8 +305,8 @@ def summarize_exits(
     status: int,
     ranks: range,
     killed: Mapping[int, str] | None = None,
-    hooks: Mapping[int, HookEnd] | None = None,
-) -> Verdict:
+    hooks: Mapping[int, UnreturnedHook] | None = None,
+) -> LaunchResult:
     """One verdict for the launch from the last words of its ranks and the launcher's own exit status.
 
     A failure outweighs a clean stop, and the earliest failure of a rank's own is the cause: the others are what it led to. A
@@ -349,7 +351,7 @@ def summarize_exits(
     return ExitCode(ends[0].exit_code), ends[0].message
 
 
-def _with_hooks(causes: str, hooks: Mapping[int, HookEnd]) -> str:
+def _with_hooks(causes: str, hooks: Mapping[int, UnreturnedHook]) -> str:
     """With the hooks that ranks did not come back from; what to do about their plugins replaces what others advise."""
     lines = [f"rank {rank} did not come back from {end.hook}" for rank, end in sorted(hooks.items())]
     fixes = list(dict.fromkeys(f"fix: {end.fix}" for end in hooks.values() if end.fix))

@@ -39,11 +39,11 @@ from smalti.launch.plan import (
     write_launch_files,
     yaml_text,
 )
-from smalti.launch.standby import Standby
+from smalti.launch.standby import StandbyLauncher
 from smalti.parallel import ImageSize, accelerator_kind, choose_precision, cost_of, cpu_notices, describe, describe_devices
 from smalti.plugins import Plugins, choose_distributed
 from smalti.rundir import POLL_SECONDS, STOPPED_EARLY, RunDirectory, RunWriter, acquire, overview
-from smalti.system import Stopped, Terminated, exit_reports, importing, interrupt
+from smalti.system import Stopped, Terminated, exit_reports, importing, interrupt_main_thread
 from smalti.training import check_resumable
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Preparation:
 
     `data` is None on machines that only join a launch: the first one has looked at it. `facts` say on which "device" the run
     computes and in which "precision"; where the data were looked at, also how many "tokens" the largest images are and at which
-    noise levels ("timesteps") they are trained. `live` is the run directory, which the first machine has taken; None on the
+    noise levels ("timesteps") they are trained. `writer` is the run directory, which the first machine has taken; None on the
     others, and for a dry run.
     """
 
@@ -69,7 +69,7 @@ class Preparation:
     plan: LaunchPlan
     data: PreparedData | None
     facts: Mapping[str, str]
-    live: RunWriter | None
+    writer: RunWriter | None
     notices: tuple[str, ...]
 
     @classmethod
@@ -97,9 +97,9 @@ class Preparation:
         plan = plan_launch(config, distributed, directory.path, kind, environment)
         notices += [*config.notices, *plan.notices, *cost_of(config, kind)]
         facts = {"device": describe_devices(config, kind), "precision": describe(config, kind)}
-        live = _take(directory, config) if write and not joins else None
-        with _failures_recorded(live):
-            data = None if joins else cls._look_at_data(config, plugins, checked.family.alignment, live)
+        writer = _take(directory, config) if write and not joins else None
+        with _failures_recorded(writer):
+            data = None if joins else cls._look_at_data(config, plugins, checked.family.alignment, writer)
             if data is not None:
                 size = _largest_image(checked.family, data)
                 facts |= {
@@ -116,52 +116,52 @@ class Preparation:
             plan=plan,
             data=data,
             facts=facts,
-            live=live,
+            writer=writer,
             notices=tuple(dict.fromkeys(notices)),
         )
 
     @staticmethod
-    def _look_at_data(config: Config, plugins: Plugins, alignment: int, live: RunWriter | None) -> PreparedData:
-        if live is None:
+    def _look_at_data(config: Config, plugins: Plugins, alignment: int, writer: RunWriter | None) -> PreparedData:
+        if writer is None:
             return scan_data(config, plugins, alignment, None)
-        live.phases.enter("scanning")
-        progress = scan_progress(live.phases)
-        return scan_data(config, plugins, alignment, live.directory.data, progress, attempt=live.record.started)
+        writer.phases.enter("scanning")
+        progress = scan_progress(writer.phases)
+        return scan_data(config, plugins, alignment, writer.directory.data, progress, attempt=writer.record.started)
 
-    def launch(self, standby: Standby | None = None) -> ExitCode:
+    def launch(self, standby: StandbyLauncher | None = None) -> ExitCode:
         """Run to the end. The last lines printed say how it ended and how to go on. `standby` is ready to start the ranks."""
         for notice in self.notices:
             click.echo(f"smalti: note: {notice}", err=True)
         click.echo(f"smalti: {self.plugins.summary}", err=True)
         click.echo(f"smalti: {'; '.join(f'{name} {self.facts[name]}' for name in _FIRST if name in self.facts)}", err=True)
-        with _failures_recorded(self.live):
+        with _failures_recorded(self.writer):
             write_launch_files(self.directory, self.config, self.plugins, self.plan)
-            if self.live is not None:
-                self.live.keep_files()
+            if self.writer is not None:
+                self.writer.keep_files()
             sys.stdout.flush()
             code, message = self._run(standby)
-        if self.live is not None:
-            self.live.conclude(code, message)
+        if self.writer is not None:
+            self.writer.end_launch(code, message)
         self._print_summary(code, message)
-        if self.live is not None:
-            self.live.close()
+        if self.writer is not None:
+            self.writer.close()
         return code
 
-    def _run(self, standby: Standby | None) -> tuple[ExitCode, str]:
+    def _run(self, standby: StandbyLauncher | None) -> tuple[ExitCode, str]:
         if self.plan.launcher != "in-process":
             from smalti.launch.launcher import run_workers
 
-            return run_workers(self.plan, self.directory, digest=self.config.digest, live=self.live, standby=standby)
+            return run_workers(self.plan, self.directory, digest=self.config.digest, writer=self.writer, standby=standby)
         with importing():
             from smalti.launch.rank import run_rank
 
         os.environ.update(self.plan.environment)
         try:
-            outcome = run_rank(self.config, self.plugins, self.live)
+            outcome = run_rank(self.config, self.plugins, self.writer)
         except GpuFaultError as error:
             return error.exit_code, str(error)
         except KeyboardInterrupt as stop:
-            if self.live is not None and self.live.stop_asked:
+            if self.writer is not None and self.writer.stop_request:
                 return ExitCode.STOPPED, STOPPED_EARLY
             code = ExitCode.PREEMPTED if isinstance(stop, Terminated) else ExitCode.INTERRUPTED
             return code, "stopped outside of a training step; saved checkpoints and caches are intact"
@@ -174,7 +174,7 @@ class Preparation:
         click.echo(f"smalti: {'done' if complete else f'ended with exit code {int(code)}'}: {message}", err=True)
         if not self.directory.config_file.exists():  # somebody has removed it
             return
-        again = f"{own_name()} train {shlex.quote(str(self.directory.config_file))}"
+        again = f"{program_name()} train {shlex.quote(str(self.directory.config_file))}"
         if complete:
             click.echo(f"  train longer {again}{_twice_as_long(self.config)}", err=True)
         else:
@@ -244,30 +244,30 @@ def _twice_as_long(config: Config) -> str:
 
 def _take(directory: RunDirectory, config: Config) -> RunWriter:
     """Become the run there. UserError when another one lives there."""
-    live = acquire(
+    writer = acquire(
         directory,
         config_digest=config.digest,
         world_size=config[LaunchOptions].num_processes,
         mixed_precision=config[TrainingOptions].mixed_precision,
-        on_stop=interrupt,
+        on_stop=interrupt_main_thread,
     )
-    live.events.mask = config.masked
-    return live
+    writer.events.mask = config.masked
+    return writer
 
 
 @contextmanager
-def _failures_recorded(live: RunWriter | None) -> Iterator[None]:
+def _failures_recorded(writer: RunWriter | None) -> Iterator[None]:
     """An exception ends the run in the eyes of those who watch it too. It becomes `Stopped` where a stop was asked for."""
     try:
         yield
     except BaseException as error:
-        if live is None:
+        if writer is None:
             raise
-        asked = isinstance(error, KeyboardInterrupt) and live.stop_asked
-        live.conclude(
-            *((ExitCode.STOPPED, STOPPED_EARLY) if asked else (exit_reports.code_of(error), exit_reports.describe(error)))
+        asked = isinstance(error, KeyboardInterrupt) and writer.stop_request
+        writer.end_launch(
+            *((ExitCode.STOPPED, STOPPED_EARLY) if asked else (exit_reports.exit_code_of(error), exit_reports.describe(error)))
         )
-        live.close()
+        writer.close()
         if asked:
             raise Stopped from None
         raise
@@ -300,7 +300,7 @@ def _largest_image(family: ModelFamily, data: PreparedData) -> ImageSize:
     return max(sizes, key=lambda size: size.tokens)
 
 
-def own_name() -> str:
+def program_name() -> str:
     """What to type for this program: its name where the shell finds it, else the path by which it was called."""
     called = Path(sys.argv[0])
     if called.name not in ("smalti", "smalti-train"):

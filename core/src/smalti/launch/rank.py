@@ -13,39 +13,39 @@ from smalti.plugins import Plugins, choose_distributed
 from smalti.rundir import RunWriter
 from smalti.system import (
     STOPPING,
-    Demands,
-    code_of,
-    conclude,
+    SignalFilter,
     describe,
-    handled,
+    exit_code_of,
+    exit_within,
+    ignore_later_signals,
     immediate_exit_code,
     launched,
-    leave_within,
     preemption_signals,
-    say,
+    print_from_handler,
+    signal_handler,
     write_exit_report,
 )
 from smalti.training import LEAVE_SECONDS, Watchdog, become_run, build, memory_explained, open_parallel, train
 from smalti.types import DistributedPlan, Outcome, RunState, StopReason
 
 
-def run_rank(config: Config, plugins: Plugins, live: RunWriter | None = None) -> Outcome:
+def run_rank(config: Config, plugins: Plugins, writer: RunWriter | None = None) -> Outcome:
     """Build and train on this rank. Every rank of the run calls it; an agreed stop returns on all of them.
 
-    `live` is the run directory, if this process holds it already.
+    `writer` is the run directory, if this process holds it already.
     """
     plan = choose_distributed(config, plugins)
     with ExitStack() as signals, opened(plan, config) as parallel, ExitStack() as closing:
         detector = FailureDetector.meet(parallel)
         with exit_reported(detector):
             with Watchdog(detector) as watchdog:
-                live = become_run(config, parallel, live, closing)
+                writer = become_run(config, parallel, writer, closing)
                 with memory_explained(config, parallel.world):
-                    run = watchdog.run = build(config, plugins, plan, parallel, detector, closing, live)
-                if live is not None:
-                    live.begin_training()
+                    run = watchdog.run = build(config, plugins, plan, parallel, detector, closing, writer)
+                if writer is not None:
+                    writer.begin_training()
                 signals.enter_context(stop_signals(run.state))  # to the very end: what is said and closed last is not cut off
-                signals.callback(conclude)
+                signals.callback(ignore_later_signals)
                 outcome = train(run)
             if not run.parted:
                 parallel.barrier()  # nobody leaves the group while another still talks to it
@@ -79,9 +79,9 @@ def exit_reported(detector: FailureDetector) -> Iterator[None]:
     except BaseException as error:
         lost = error if isinstance(error, LostRankError) else detector.notice(error)
         if launched() and detector.board is not None:
-            leave_within(LEAVE_SECONDS, code_of(lost or error))
+            exit_within(LEAVE_SECONDS, exit_code_of(lost or error))
         if lost is None:
-            write_exit_report(code_of(error), describe(error))
+            write_exit_report(exit_code_of(error), describe(error))
             raise
         write_lost_report(lost)
         if lost is error:
@@ -97,18 +97,18 @@ def stop_signals(state: RunState) -> Iterator[None]:
     passed on by torch's agent.
     """
     counted_elsewhere = launched()
-    demands, asked = Demands(), False
+    signal_filter, asked = SignalFilter(), False
 
     def handle(number: int, frame: object) -> None:
         nonlocal asked
-        if not demands.counts(number) or (asked and counted_elsewhere):
+        if not signal_filter.accepts(number) or (asked and counted_elsewhere):
             return
         if asked:
-            say("ending now: what was saved before is complete, the steps since then are lost")
+            print_from_handler("ending now: what was saved before is complete, the steps since then are lost")
             os._exit(immediate_exit_code(number))
         asked = True
-        say(STOPPING)
+        print_from_handler(STOPPING)
         state.request_stop(StopReason.INTERRUPTED if number == signal.SIGINT else StopReason.PREEMPTED)
 
-    with handled((signal.SIGINT, *preemption_signals()), handle):
+    with signal_handler((signal.SIGINT, *preemption_signals()), handle):
         yield

@@ -20,7 +20,7 @@ from smalti.system import PARENT_VARIABLE
 AGENT = "smalti.launch.agent"
 
 
-class Standby:
+class StandbyLauncher:
     """A `smalti.launch.agent` that waits to be told what to run."""
 
     def __init__(self) -> None:
@@ -55,12 +55,12 @@ class Standby:
 
 
 @contextmanager
-def standing_by(config: Config) -> Iterator[Standby | None]:
+def standby_launcher(config: Config) -> Iterator[StandbyLauncher | None]:
     """For the launch of several ranks; None for one, which needs no other process."""
     if config[LaunchOptions].num_processes == 1:
         yield None
         return
-    standby = Standby()
+    standby = StandbyLauncher()
     try:
         yield standby
     finally:

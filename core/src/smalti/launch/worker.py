@@ -20,19 +20,19 @@ from smalti.launch.plan import DIGEST_VARIABLE
 from smalti.plugins import Plugins, Selection, load_plugins, schema_of
 from smalti.rundir import RunDirectory
 from smalti.system import (
-    End,
+    ProcessExit,
     Terminated,
-    code_of,
     describe,
     die_with_parent,
+    exit_code_of,
     hook_file,
+    ignore_signals_after_command,
     ignore_write_errors,
     importing,
     keep_imports,
-    kept_in,
     launched,
-    live_for_one_command,
     raise_open_files_limit,
+    record_hook_in,
     write_exit_report,
 )
 
@@ -43,10 +43,10 @@ def main(arguments: list[str] | None = None) -> None:
     A stop that all ranks agreed on is success for the launcher of processes, whatever its exit code means for the user:
     otherwise it would take the first rank's goodbye for a failure and kill the rest.
     """
-    end = End()
+    end = ProcessExit()
     if arguments is None:  # else this process has other things to do afterwards
-        end = End.install()
-        live_for_one_command()
+        end = ProcessExit.install()
+        ignore_signals_after_command()
         keep_imports()
         die_with_parent()
         raise_open_files_limit()
@@ -75,12 +75,12 @@ def _work(directory: Path) -> None:
         from smalti.launch.rank import run_rank
 
     try:
-        with kept_in(hook_file()) if launched() else nullcontext():
+        with record_hook_in(hook_file()) if launched() else nullcontext():
             outcome = run_rank(*load_run(directory))
     except BaseException as error:
-        write_exit_report(code_of(error), describe(error))
+        write_exit_report(exit_code_of(error), describe(error))
         if isinstance(error, UserError | Terminated):  # the launcher says what there is to say
-            sys.exit(int(code_of(error)))
+            sys.exit(int(exit_code_of(error)))
         raise
     write_exit_report(outcome.exit_code, outcome.message)
 

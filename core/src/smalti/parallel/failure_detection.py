@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from smalti.errors import ExitCode, UserError
 from smalti.parallel.gloo import BrokenGroupError, break_all_connections, is_connection_error
 from smalti.parallel.protocol import Communicator
-from smalti.system import Process, code_of, describe, write_exit_report
+from smalti.system import Process, describe, exit_code_of, write_exit_report
 
 T = TypeVar("T")
 
@@ -225,7 +225,7 @@ class FailureDetector:
         if not self.claim.take():
             threading.Event().wait()
         if not (is_connection_error(error) or (isinstance(error, RuntimeError) and (self.claim.loss or self.gone()))):
-            self.board.post(Answer(whole=whole, failure=in_a_line(error), code=code_of(error), suspect=suspect))
+            self.board.post(Answer(whole=whole, failure=in_a_line(error), code=exit_code_of(error), suspect=suspect))
             return None
         mine = Answer(whole=whole)
         self.board.post(mine)

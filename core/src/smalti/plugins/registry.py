@@ -20,7 +20,7 @@ from smalti.errors import BrokenPlugin, MissingPlugin, UserError
 from smalti.hookspecs import PROJECT, HookSpecs
 from smalti.plugins.factories import BLAME, add_blame
 from smalti.plugins.returns import ANSWERS, checked
-from smalti.system import noted
+from smalti.system import record_hook
 from smalti.types import DistributedPlan, Origin, Registered
 
 GROUP = "smalti.plugins"
@@ -134,7 +134,7 @@ class Plugins:
         for caller in self._manager.get_hookcallers(plugin) or ():
             for implementation in caller.get_hookimpls():
                 if implementation.plugin is plugin:
-                    call = noted(implementation.function, f"hook {caller.name!r} of {origin}", fix=fix)
+                    call = record_hook(implementation.function, f"hook {caller.name!r} of {origin}", fix=fix)
                     if caller.name in ANSWERS:
                         call = checked(call, caller.name, origin)
                     implementation.function = call  # type: ignore[misc]  # pluggy asks the plugin for it only once

@@ -23,7 +23,7 @@ def take(directory: RunDirectory, record: RunRecord) -> None:
         file.write(_content(record, None))
 
 
-def take_part(directory: RunDirectory, record: RunRecord, worker: Process) -> None:
+def add_worker(directory: RunDirectory, record: RunRecord, worker: Process) -> None:
     """The same for the main rank of the launch that holds the directory: from now on either of them keeps others out."""
     atomic_write(directory.heartbeat_file, _content(record, worker).encode())
 
@@ -61,7 +61,7 @@ def dead_heartbeat(directory: RunDirectory) -> Heartbeat | None:
     return None
 
 
-def clear_away(directory: RunDirectory, dead: Heartbeat) -> None:
+def remove_dead_heartbeat(directory: RunDirectory, dead: Heartbeat) -> None:
     """Remove the heartbeat of a dead run; one process at a time, lest a slow one remove what a quick one put in its place."""
     turn = directory.path / ".takeover"
     try:

@@ -12,7 +12,7 @@ LOSS_KEPT = 0.95
 """The mean over about the last 20 steps: each step weighs so much less than the next one."""
 
 
-class Rate:
+class Throughput:
     """The speed of a run in the recent past: older time counts half as much after every `half_life` seconds.
 
     The first step also pays for compilation and warm-up, so it counts only until there is a second one.
@@ -36,11 +36,11 @@ class Rate:
         return self._samples / self._seconds if self._seconds > 0 else None
 
 
-class Recent:
+class SmoothedMetrics:
     """Loss and speed of the steps so far, the latest first of all."""
 
     def __init__(self) -> None:
-        self._rate = Rate()
+        self._rate = Throughput()
         self._sum = self._weight = 0.0
         self._updated = time.monotonic()
 

@@ -37,7 +37,15 @@ from smalti.rundir.directory import (
     RunRecord,
 )
 from smalti.rundir.events import EventWriter
-from smalti.rundir.heartbeat import clear_away, dead_heartbeat, in_use, refuse_foreign_files, take, take_part, write_record
+from smalti.rundir.heartbeat import (
+    add_worker,
+    dead_heartbeat,
+    in_use,
+    refuse_foreign_files,
+    remove_dead_heartbeat,
+    take,
+    write_record,
+)
 from smalti.rundir.phases import Phase, Phases
 from smalti.rundir.restoring import Restorer
 from smalti.system import Process
@@ -105,7 +113,7 @@ def acquire(
     record = replace(record, started=time.time(), process=Process.current())
     with _writing_to(directory):
         if dead := dead_heartbeat(directory):
-            clear_away(directory, dead)
+            remove_dead_heartbeat(directory, dead)
         try:
             take(directory, record)
         except FileExistsError:
@@ -137,8 +145,8 @@ def join(directory: RunDirectory, *, config_digest: str = "", world_size: int = 
 class RunWriter:
     """The run's own hands on its directory: events, answers to requests, the heartbeat. Leave with `close`, or use `with`.
 
-    A run that leaves without `end` or `conclude` counts as failed. `phases` is what this process is busy with, and the
-    events tell of it. `stop_asked` is the request that ends the run before its first step, if there was one.
+    A run that leaves without `end` or `end_launch` counts as failed. `phases` is what this process is busy with, and the
+    events tell of it. `stop_request` is the request that ends the run before its first step, if there was one.
     """
 
     def __init__(
@@ -153,7 +161,7 @@ class RunWriter:
         self.directory = directory
         self.record = record
         self.phases = Phases()
-        self.stop_asked: Request | None = None
+        self.stop_request: Request | None = None
         self.events = EventWriter(directory.events_file)
         self._before = before
         self._on_stop = on_stop
@@ -175,7 +183,7 @@ class RunWriter:
             self.events.append("state", state="starting", message=str(record.process), world_size=record.world_size)
             self._refuse_requests("it was asked before this run started")
         else:
-            take_part(directory, record, worker)
+            add_worker(directory, record, worker)
         self._pulse.start()
 
     def __enter__(self) -> RunWriter:
@@ -269,7 +277,7 @@ class RunWriter:
         self._restore_if_lost(surely=True)
         self.events.append("state", step=step, state=condition, message=message, exit_code=code)
 
-    def conclude(self, code: ExitCode, message: str) -> None:
+    def end_launch(self, code: ExitCode, message: str) -> None:
         """The last word of a launch, from the process that launched it, unless the run has said it itself.
 
         A launch that failed before its first step leaves a run that had made steps as it was.
@@ -279,7 +287,7 @@ class RunWriter:
             return
         record = self.directory.record()
         condition: str = "failed"
-        if self.stop_asked or code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
+        if self.stop_request or code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
             condition = "stopped"
         elif code is ExitCode.DONE:
             condition = "finished"
@@ -335,7 +343,7 @@ class RunWriter:
             with suppress(FileExistsError):
                 take(self.directory, self.record)
             if self._worker is not None:
-                take_part(self.directory, self.record, self._worker)
+                add_worker(self.directory, self.record, self._worker)
         except OSError as error:
             if not self._gone:
                 _log.warning(
@@ -361,7 +369,7 @@ class RunWriter:
         elif not self._holds(heartbeat):
             self._give_way(heartbeat)
         elif self._worker is not None and heartbeat.worker is None:  # somebody removed it, and the launcher brought it back
-            take_part(self.directory, self.record, self._worker)
+            add_worker(self.directory, self.record, self._worker)
         else:
             os.utime(self.directory.heartbeat_file)
 
@@ -381,7 +389,7 @@ class RunWriter:
 
     def _answer_early(self) -> None:
         """Before the first step there is nothing to save, and a stop need not wait for anything."""
-        if self._on_stop is None or self.stop_asked:
+        if self._on_stop is None or self.stop_request:
             return
         with self._asking:
             if not self._training and (record := self.directory.record()) is not None:
@@ -394,7 +402,7 @@ class RunWriter:
                     continue
                 if not self._new_owner:
                     self.acknowledge(request, message="stopping before the first step: there is nothing to save")
-                self.stop_asked = request
+                self.stop_request = request
                 self._on_stop()
                 return
 

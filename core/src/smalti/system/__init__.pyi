@@ -1,13 +1,13 @@
 from . import exit_reports as exit_reports, files as files
-from .current_hook import kept_in as kept_in, noted as noted
-from .exit import End as End, flush as flush
+from .current_hook import record_hook as record_hook, record_hook_in as record_hook_in
+from .exit import ProcessExit as ProcessExit, flush_standard_streams as flush_standard_streams
 from .exit_reports import (
     FOLDER_VARIABLE as FOLDER_VARIABLE,
     SIGNALLED as SIGNALLED,
     ExitReport as ExitReport,
-    HookEnd as HookEnd,
-    code_of as code_of,
+    UnreturnedHook as UnreturnedHook,
     describe as describe,
+    exit_code_of as exit_code_of,
     hook_file as hook_file,
     launched as launched,
     preallocate as preallocate,
@@ -34,22 +34,22 @@ from .files import (
     write_json_atomically as write_json_atomically,
 )
 from .imports import importing as importing, keep_imports as keep_imports
-from .liveness import latest_progress as latest_progress, leave_within as leave_within, note_progress as note_progress
+from .liveness import exit_within as exit_within, latest_progress as latest_progress, note_progress as note_progress
 from .parent import PARENT_VARIABLE as PARENT_VARIABLE, die_with_parent as die_with_parent
 from .process import Process as Process, raise_open_files_limit as raise_open_files_limit
 from .signals import (
     STOPPING as STOPPING,
-    Demands as Demands,
+    SignalFilter as SignalFilter,
     Stopped as Stopped,
     Terminated as Terminated,
-    conclude as conclude,
-    handled as handled,
+    ignore_later_signals as ignore_later_signals,
+    ignore_signals_after_command as ignore_signals_after_command,
     immediate_exit_code as immediate_exit_code,
-    interrupt as interrupt,
-    live_for_one_command as live_for_one_command,
+    interrupt_main_thread as interrupt_main_thread,
+    preemption_as_exception as preemption_as_exception,
     preemption_signals as preemption_signals,
-    say as say,
-    terminated as terminated,
+    print_from_handler as print_from_handler,
+    signal_handler as signal_handler,
 )
 from .stateless_random import (
     as_signed as as_signed,

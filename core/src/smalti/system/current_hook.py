@@ -15,17 +15,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 
-ROOM = 256
+FILE_BYTES = 256
 """Bytes of the file."""
 
 
 class _Note:
-    """Of one thread of this process, in which the loop is. Hooks that other threads call are not noted."""
+    """Of one thread of this process, in which the loop is. Hooks that other threads call are not recorded."""
 
     def __init__(self) -> None:
         self.file: int | None = None
         self.thread = 0
-        self.text = b" " * ROOM
+        self.text = b" " * FILE_BYTES
 
     def wanted(self) -> bool:
         return self.file is not None and self.thread == threading.get_ident()
@@ -41,8 +41,8 @@ _note = _Note()
 
 
 @contextmanager
-def kept_in(path: Path) -> Iterator[None]:
-    """Note in this file, which has `ROOM` bytes, what this thread is in; nowhere if there is no such file."""
+def record_hook_in(path: Path) -> Iterator[None]:
+    """Note in this file, which has `FILE_BYTES` bytes, what this thread is in; nowhere if there is no such file."""
     with ExitStack() as closing:
         with suppress(FileNotFoundError):
             file = os.open(path, os.O_WRONLY)
@@ -52,13 +52,13 @@ def kept_in(path: Path) -> Iterator[None]:
         yield
 
 
-def noted(function: Callable[..., object], hook: str, *, fix: str) -> Callable[..., object]:
-    """The implementation of a hook, which is noted while it runs. `functools.wraps` keeps its code to be found in tracebacks.
+def record_hook(function: Callable[..., object], hook: str, *, fix: str) -> Callable[..., object]:
+    """Wrap the implementation of a hook so that it is recorded while it runs. `functools.wraps` keeps tracebacks readable.
 
-    `hook` says which it is, and whose, and `fix` what to do if it is to blame. Costs two writes of a page that stays in memory,
+    `hook` names the hook and its plugin, `fix` says what to do if the plugin is the cause. Costs two writes to a cached page,
     less than two microseconds together.
     """
-    own = f"{hook}\n{fix}".encode()[:ROOM].ljust(ROOM)
+    own = f"{hook}\n{fix}".encode()[:FILE_BYTES].ljust(FILE_BYTES)
 
     @wraps(function)
     def call(*arguments: object) -> object:

@@ -14,7 +14,7 @@ from typing import Self
 
 
 @dataclass
-class End:
+class ProcessExit:
     """Ends the process with `code` when Python has ended all that is Python's; as ever, while there is none.
 
     What would come then is taking down modules and C++ libraries. With torch and diffusers loaded that lasts a second or two.
@@ -34,11 +34,11 @@ class End:
     def __call__(self) -> None:
         if self.code is None:
             return
-        flush()
+        flush_standard_streams()
         os._exit(self.code)
 
 
-def flush() -> None:
+def flush_standard_streams() -> None:
     """Let go of all that was printed."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # as it is for a process that was started without

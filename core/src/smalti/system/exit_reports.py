@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from smalti.errors import ExitCode, GpuFaultError, UserError
-from smalti.system.current_hook import ROOM as HOOK_ROOM
+from smalti.system.current_hook import FILE_BYTES as HOOK_FILE_BYTES
 from smalti.system.signals import Terminated
 
 FOLDER_VARIABLE = "SMALTI_OUTCOME_DIR"
@@ -23,7 +23,7 @@ FOLDER_VARIABLE = "SMALTI_OUTCOME_DIR"
 SIGNALLED = 128
 """The exit status of a launcher's agent that a signal has made to stop its ranks is this and the signal's number."""
 _KILLED = "killed.json"
-_ROOM = 16 * 1024
+_FILE_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +105,9 @@ def _hook_of(rank: int) -> str:
 def preallocate(folder: Path, ranks: Iterable[int]) -> None:
     """Keep room for all these words: a disk that fills up meanwhile does not make a good end look like none."""
     for rank in ranks:
-        (folder / _hook_of(rank)).write_bytes(b" " * HOOK_ROOM)
-        (folder / _of_rank(rank)).write_bytes(b" " * _ROOM)
-    (folder / _KILLED).write_bytes(b" " * _ROOM)
+        (folder / _hook_of(rank)).write_bytes(b" " * HOOK_FILE_BYTES)
+        (folder / _of_rank(rank)).write_bytes(b" " * _FILE_BYTES)
+    (folder / _KILLED).write_bytes(b" " * _FILE_BYTES)
 
 
 def _write(path: Path, content: object) -> None:
@@ -142,21 +142,21 @@ def read_killed(folder: Path) -> dict[int, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HookEnd:
+class UnreturnedHook:
     """The hook in which a rank ended without coming back from it, in words, and what to do about its plugin, if anything."""
 
     hook: str
     fix: str = ""
 
 
-def read_hooks(folder: Path, ranks: Iterable[int]) -> dict[int, HookEnd]:
+def read_hooks(folder: Path, ranks: Iterable[int]) -> dict[int, UnreturnedHook]:
     """By rank; without those that ended outside of hooks."""
-    found: dict[int, HookEnd] = {}
+    found: dict[int, UnreturnedHook] = {}
     for rank in ranks:
         with suppress(OSError):
             hook, _, fix = (folder / _hook_of(rank)).read_text(encoding="utf-8", errors="replace").strip().partition("\n")
             if hook:
-                found[rank] = HookEnd(hook=hook, fix=fix)
+                found[rank] = UnreturnedHook(hook=hook, fix=fix)
     return found
 
 
@@ -168,7 +168,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{notes}"
 
 
-def code_of(error: BaseException) -> ExitCode:
+def exit_code_of(error: BaseException) -> ExitCode:
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.PREEMPTED if isinstance(error, Terminated) else ExitCode.INTERRUPTED
     return error.exit_code if isinstance(error, UserError | GpuFaultError) else ExitCode.FAILED

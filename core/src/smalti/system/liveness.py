@@ -10,7 +10,7 @@ import threading
 import time
 from contextlib import suppress
 
-from smalti.system.exit import flush
+from smalti.system.exit import flush_standard_streams
 from smalti.system.exit_reports import exit_report_file, launched
 
 _EVERY_SECONDS = 1.0
@@ -43,7 +43,7 @@ def note_progress() -> None:
     _progress.note()
 
 
-def leave_within(seconds: float, code: int) -> None:
+def exit_within(seconds: float, code: int) -> None:
     """End this process with `code` once it has neither ended nor made progress with a save for so long.
 
     For ranks that fail: what is closed last may wait for ranks that will not answer.
@@ -53,7 +53,7 @@ def leave_within(seconds: float, code: int) -> None:
     def end() -> None:
         while (left := seconds - min(time.monotonic() - begun, _progress.age())) > 0:
             time.sleep(left)
-        flush()
+        flush_standard_streams()
         os._exit(code)
 
     threading.Thread(target=end, name="smalti-leave", daemon=True).start()

@@ -9,8 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 
 import psutil
+from pydantic import AliasChoices, Field
 
 _PROC = Path("/proc")
 _OPEN_FILES = 2**16
@@ -19,28 +21,30 @@ _OPEN_FILES = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """Who runs. `space` names the boot and the container in which `pid` means something, `birth` the moment of its start.
+    """A process, identified beyond its `pid`, which the system gives to another process later.
 
-    Both are opaque and only compared; `birth` is empty where the system does not tell it.
+    `pid_namespace` identifies the boot and the container in which `pid` is valid, `start_time` when the process started. Both
+    are opaque and only compared. `start_time` is empty where the system does not report it. Run directories of earlier
+    versions call them `space` and `birth`.
     """
 
     pid: int
     host: str
-    space: str
-    birth: str
+    pid_namespace: Annotated[str, Field(validation_alias=AliasChoices("pid_namespace", "space"))]
+    start_time: Annotated[str, Field(validation_alias=AliasChoices("start_time", "birth"))]
 
     @classmethod
     def current(cls) -> Process:
         pid = os.getpid()
-        return cls(pid=pid, host=socket.gethostname(), space=_space(), birth=_birth(pid) or "")
+        return cls(pid=pid, host=socket.gethostname(), pid_namespace=_pid_namespace(), start_time=_start_time(pid) or "")
 
     def alive(self) -> bool | None:
         """Whether it still runs; None when that cannot be told from here: another host or container, or no right to look."""
-        if self.space != _space():
+        if self.pid_namespace != _pid_namespace():
             return None
-        birth = _birth(self.pid)
-        if birth is not None:
-            return birth == self.birth
+        start_time = _start_time(self.pid)
+        if start_time is not None:
+            return start_time == self.start_time
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -80,7 +84,7 @@ def raise_open_files_limit() -> None:
 
 
 @cache
-def _space() -> str:
+def _pid_namespace() -> str:
     """Process numbers mean the same in two processes where this is the same."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
@@ -89,7 +93,7 @@ def _space() -> str:
         return socket.gethostname()
 
 
-def _birth(pid: int) -> str | None:
+def _start_time(pid: int) -> str | None:
     """When the process started, in ticks since boot; "" if it has ended, None if that is not to be seen here."""
     try:
         stat = (_PROC / str(pid) / "stat").read_text()

@@ -19,12 +19,12 @@ STOPPING = "finishing this step, then saving; press Ctrl-C again to end now"
 
 
 @dataclass
-class _Life:
-    one_command: bool = False
-    concluded: bool = False
+class _SignalState:
+    exits_after_command: bool = False
+    run_ended: bool = False
 
 
-_life = _Life()
+_state = _SignalState()
 
 
 class Stopped(KeyboardInterrupt):
@@ -39,35 +39,35 @@ class Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def terminated() -> Iterator[None]:
+def preemption_as_exception() -> Iterator[None]:
     """Within it, `preemption_signals` raise `Terminated`, as Ctrl-C raises KeyboardInterrupt; only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    demands = Demands()
-    _life.concluded = False
+    signal_filter = SignalFilter()
+    _state.run_ended = False
 
     def handle(number: int, frame: object) -> None:
-        if demands.counts(number) and not _life.concluded:
+        if signal_filter.accepts(number) and not _state.run_ended:
             raise Terminated
 
-    with handled(preemption_signals(), handle):
+    with signal_handler(preemption_signals(), handle):
         yield
 
 
-def interrupt() -> None:
-    """Raise `Terminated` in the main thread, from any other one. Only while `terminated` is in force there."""
+def interrupt_main_thread() -> None:
+    """Raise `Terminated` in the main thread, from any other one. Only while `preemption_as_exception` is in force there."""
     signal.pthread_kill(cast(int, threading.main_thread().ident), signal.SIGTERM)
 
 
-def conclude() -> None:
-    """The run has ended, and how is known: until `terminated` begins anew, its signals change nothing any more."""
-    _life.concluded = True
+def ignore_later_signals() -> None:
+    """The run has ended, and how is known: until `preemption_as_exception` begins anew, its signals change nothing any more."""
+    _state.run_ended = True
 
 
-def live_for_one_command() -> None:
+def ignore_signals_after_command() -> None:
     """After its command this process only ends: a signal that would kill it then is ignored, lest it spoil the exit code."""
-    _life.one_command = True
+    _state.exits_after_command = True
 
 
 def preemption_signals() -> tuple[signal.Signals, ...]:
@@ -79,7 +79,7 @@ def preemption_signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGTERM, *(each for each in notices if signal.getsignal(each) is not signal.SIG_IGN))
 
 
-class Demands:
+class SignalFilter:
     """Tells signals that ask for something from those that only repeat what was asked: for each process that counts them, one.
 
     The first asks for a stop; of the later ones those that count ask for the end at once. Ctrl-C does: it is a person's
@@ -91,7 +91,7 @@ class Demands:
         self._begun = False
         self._terminated: float | None = None
 
-    def counts(self, number: int) -> bool:
+    def accepts(self, number: int) -> bool:
         first, self._begun = not self._begun, True
         if number == signal.SIGTERM:
             if self._terminated is None:
@@ -106,21 +106,21 @@ def immediate_exit_code(number: int) -> ExitCode:
     return ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.KILLED
 
 
-def say(text: str) -> None:
+def print_from_handler(text: str) -> None:
     """To standard error, also from within a handler of a signal, where `print` may be in the middle of something."""
     with suppress(OSError):  # nobody reads it any more
         os.write(2, f"smalti: {text}\n".encode())
 
 
 @contextmanager
-def handled(signals: Iterable[signal.Signals], handle: Callable[[int, object], None]) -> Iterator[None]:
+def signal_handler(signals: Iterable[signal.Signals], handle: Callable[[int, object], None]) -> Iterator[None]:
     """Meanwhile these signals call `handle`. In the main thread."""
     before = {number: signal.signal(number, handle) for number in signals}
     try:
         yield
     finally:
         for number, handler in before.items():
-            if handler is signal.SIG_DFL and _life.one_command:
+            if handler is signal.SIG_DFL and _state.exits_after_command:
                 handler = signal.SIG_IGN
             if handler is not None:  # as it is for one that was not installed from Python, which cannot be put back
                 signal.signal(number, handler)

@@ -17,15 +17,15 @@ from smalti.training.loss import DenoisingLoss
 from smalti.types import DistributedPlan, RunInfo, World
 
 
-def become_run(config: Config, ranks: Communicator, live: RunWriter | None, closing: ExitStack) -> RunWriter | None:
+def become_run(config: Config, ranks: Communicator, writer: RunWriter | None, closing: ExitStack) -> RunWriter | None:
     """The run directory in the hands of the main rank, None on others. *Collective*.
 
-    `live` is it if this process holds it already; what is taken here is left with `closing`.
+    `writer` is it if this process holds it already; what is taken here is left with `closing`.
     """
-    taken = [] if live is None else [live]
+    taken = [] if writer is None else [writer]
 
     def take() -> str:
-        if ranks.world.is_main and live is None:
+        if ranks.world.is_main and writer is None:
             directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
             taken.append(join(directory, config_digest=config.digest, world_size=ranks.world.size))
             closing.callback(taken[0].close)
@@ -40,16 +40,16 @@ def become_run(config: Config, ranks: Communicator, live: RunWriter | None, clos
 
 
 def open_data(
-    config: Config, plugins: Plugins, family: ModelFamily, ranks: Communicator, directory: Path, live: RunWriter | None
+    config: Config, plugins: Plugins, family: ModelFamily, ranks: Communicator, directory: Path, writer: RunWriter | None
 ) -> tuple[PreparedData, Encoded]:
     """The order of samples on this rank, and what of them was encoded ahead. *Collective*.
 
     Reads the indexes that the launcher wrote just now into `directory`. Where nobody has, rank 0 scans, however long it takes.
     """
-    phases = live.phases if live is not None else Phases()
+    phases = writer.phases if writer is not None else Phases()
 
     def scan() -> str:
-        attempt = live.record.started if live is not None else None
+        attempt = writer.record.started if writer is not None else None
         if attempt is None or not was_scanned(directory, attempt):
             scan_data(config, plugins, family.alignment, directory, scan_progress(phases), attempt=attempt)
         return ""
@@ -72,7 +72,7 @@ def run_info(
     family: ModelFamily,
     data: PreparedData,
     loss: DenoisingLoss,
-    live: RunWriter | None,
+    writer: RunWriter | None,
     **sizes: int,
 ) -> RunInfo:
     """What observers are told of the run; `sizes` are `parameters` and `trainable`."""
@@ -89,5 +89,5 @@ def run_info(
         effective_batch=data.order.effective_batch,
         timesteps=loss.describe_timesteps(count.bucket for count in data.counts),
         plugins=plugins.lines,
-        live=live,
+        writer=writer,
     )

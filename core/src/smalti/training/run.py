@@ -46,7 +46,7 @@ from smalti.models import (
 )
 from smalti.parallel import Boundary, Communicator, FailureDetector, Parallel, RankError, products
 from smalti.plugins import Plugins, create, find_family
-from smalti.rundir import Phases, Recent, RunDirectory, RunWriter
+from smalti.rundir import Phases, RunDirectory, RunWriter, SmoothedMetrics
 from smalti.system import derive_seed
 from smalti.training.loss import DenoisingLoss, denoising_loss
 from smalti.training.metrics import log_metrics, metrics_of
@@ -106,7 +106,7 @@ class Run:
     """Whether this rank may be out of step with the others, so that it must not wait for them; only at the very end."""
     scheduler: LambdaLR = field(init=False)
     batches: Loader = field(init=False)
-    recent: Recent = field(init=False)
+    recent: SmoothedMetrics = field(init=False)
     utilisation: Utilisation = field(init=False)
     memory: Memory = field(init=False)
     data_changes: list[object] = field(default_factory=list)
@@ -135,7 +135,7 @@ class Run:
         )
         closing.callback(self.batches.close)
         self.held_out = self._held_out()
-        self.recent, kind = Recent(), torch.device(self.world.device).type
+        self.recent, kind = SmoothedMetrics(), torch.device(self.world.device).type
         self.utilisation = Utilisation(
             family=self.family,
             trained=self.info.trainable / self.info.parameters,
@@ -158,7 +158,7 @@ class Run:
     @property
     def phases(self) -> Phases:
         """What this rank is busy with; told of on the main rank."""
-        return self.info.live.phases if self.info.live is not None else Phases()
+        return self.info.writer.phases if self.info.writer is not None else Phases()
 
     @property
     def hook(self) -> HookSpecs:
@@ -425,14 +425,14 @@ def build(
     parallel: Parallel,
     detector: FailureDetector,
     closing: ExitStack,
-    live: RunWriter | None = None,
+    writer: RunWriter | None = None,
 ) -> Run:
     """Assemble a run on this rank. *Collective*. What has to be closed in the end is put on `closing`."""
     compare_ranks(parallel, config, plugins)
     directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
     family = find_family(config, plugins)
     family.to(parallel.world.device)
-    data, encoded = open_data(config, plugins, family, parallel, directory.data, live)
+    data, encoded = open_data(config, plugins, family, parallel, directory.data, writer)
     bare, blocks = build_model(config, plugins, family, parallel.world.device)
     seed = config[RunOptions].seed
     adapter = family.adapter(seed) if isinstance(family, Adaptable) else None
@@ -449,7 +449,7 @@ def build(
         plugins=plugins,
         backend=plugins.backend(plan),
         directory=directory,
-        info=run_info(config, plugins, plan, parallel.world, family, data, loss, live, **sizes),
+        info=run_info(config, plugins, plan, parallel.world, family, data, loss, writer, **sizes),
         parallel=parallel,
         detector=detector,
         boundary=Boundary(detector.claim, parallel.world.device),

@@ -209,10 +209,10 @@ def templates_save(name: str, file: Path, force: bool) -> None:
 @_JSON
 def templates_apply(name: str, file: Path, as_json: bool) -> None:
     """Set deepspeed_config in the configuration FILE to the template NAME."""
-    from smalti.cli import Invocation
+    from smalti.cli import CommandLine
     from smalti_deepspeed.templates import apply_template
 
-    edit = apply_template(name, file.expanduser(), Invocation.read(()).schema)
+    edit = apply_template(name, file.expanduser(), CommandLine.read(()).schema)
     if as_json:
         shown = {"file": str(edit.path), "key": edit.key, "old": edit.old, "new": edit.new, "written": edit.written}
         click.echo(json.dumps(shown, indent=2))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smalti import Cleared, Config, PreflightError, UserError
-from smalti.cli import in_bytes
+from smalti.cli import format_bytes
 from smalti.config import LaunchOptions
 from smalti.system import free_bytes, make_directory, remove_tree
 from smalti_deepspeed.config import offload_folders, resolved
@@ -182,7 +182,8 @@ def _check_room(folder: Path, wanted: int, *, freed: int = 0) -> None:
     free = free_bytes(folder)
     if free is not None and free + freed < wanted:
         raise PreflightError(
-            f"the ranks of this machine will swap about {in_bytes(wanted)} into {folder}, where {in_bytes(free)} are free",
+            f"the ranks of this machine will swap about {format_bytes(wanted)} into {folder}, "
+            f"where {format_bytes(free)} are free",
             fix="make room there, or name a folder on another drive with --offload_param_path",
         )
 

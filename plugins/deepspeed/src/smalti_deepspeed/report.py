@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pydantic import ValidationError
 
 from smalti import Config, ConfigError, Problem, UserError
-from smalti.cli import Invocation
+from smalti.cli import CommandLine
 from smalti.config import GROUPS, LaunchOptions, Schema
 from smalti_deepspeed.checks import problems as problems_of
 from smalti_deepspeed.config import resolved
@@ -70,7 +70,7 @@ def _unfit(values: Mapping[str, tuple[str, object]]) -> Iterator[Problem]:
 
 def judge_in_run(text: str, words: Sequence[str]) -> Verdict:
     """A configuration that is sound by itself as that of the run that `words` describe, which are those of `smalti train`."""
-    invocation = Invocation.read([*words, f"--deepspeed_config={text}"])
+    invocation = CommandLine.read([*words, f"--deepspeed_config={text}"])
     try:
         config: Config = invocation.config()
     except ConfigError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from smalti import Config, UserError
-from smalti.cli import Command, Invocation, counted, in_bytes, print_table
+from smalti.cli import Command, CommandLine, counted, format_bytes, print_table
 from smalti.config import Schema
 from smalti.models import BlockClass, Structure, unknown_classes
 from smalti_fsdp2.detection import FLAG, Detection, detect
@@ -34,7 +34,7 @@ def detect_blocks(words: tuple[str, ...], refresh: bool, file: Path | None, as_j
 
     --apply writes the suggested classes, or those given with --fsdp_transformer_layer_cls_to_wrap.
     """
-    invocation = Invocation.read(words)
+    invocation = CommandLine.read(words)
     config = invocation.config()
     for notice in config.notices:
         _note(notice)
@@ -128,4 +128,4 @@ def _meaning(detection: Detection) -> Iterator[tuple[str, str]]:
 
 
 def _bf16(parameters: int) -> str:
-    return f"{in_bytes(2 * parameters)} in bf16"
+    return f"{format_bytes(2 * parameters)} in bf16"

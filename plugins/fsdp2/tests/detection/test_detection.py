@@ -51,9 +51,9 @@ def test_twelve_billion_parameters_take_less_than_fifty_megabytes(site):
     code = """
 import resource
 import smalti.training.run, smalti_fluxsized
-from smalti.cli.arguments import Invocation
+from smalti.cli.arguments import CommandLine
 from smalti_fsdp2.detection import detect
-invocation = Invocation.read(["--model_family=fluxsized"])
+invocation = CommandLine.read(["--model_family=fluxsized"])
 config = invocation.config()
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 before = peak()
@@ -67,9 +67,9 @@ def test_a_known_answer_is_the_same_and_needs_no_torch(look, site):
     fresh = look("--model_family=toy")
     code = """
 import json, sys
-from smalti.cli.arguments import Invocation
+from smalti.cli.arguments import CommandLine
 from smalti_fsdp2.detection import detect
-invocation = Invocation.read(["--model_family=toy"])
+invocation = CommandLine.read(["--model_family=toy"])
 print(json.dumps(detect(invocation.config(), invocation.plugins).as_json()))
 assert not {"torch", "numpy", "accelerate"} & sys.modules.keys()
 """

@@ -21,7 +21,7 @@ MAX_LINES = 3
 _PAPER, _INK, _FAINT = (253, 253, 252), (38, 38, 38), (238, 238, 235)
 
 
-def picture_grid(
+def image_grid(
     pictures: Sequence[Path],
     captions: Sequence[str],
     target: Path,

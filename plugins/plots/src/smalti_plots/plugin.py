@@ -23,10 +23,10 @@ class Plots:
         if self._directory is None:
             return
         # Plugins are told before the core, which names the sheet if there is one.
-        from smalti_plots.grid import picture_grid
+        from smalti_plots.grid import image_grid
 
         paths, prompts = [image.path for image in result.images], [image.prompt for image in result.images]
-        picture_grid(paths, prompts, result.folder / CONTACT_SHEET)
+        image_grid(paths, prompts, result.folder / CONTACT_SHEET)
 
     @hookimpl
     def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:

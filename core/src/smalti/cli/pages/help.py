@@ -72,7 +72,7 @@ class Group(Command, click.Group):
     group_class = type
 
 
-class Additions(click.Group):
+class CommandCollector(click.Group):
     """What `register_commands` is given: a group that takes each name once, and none of those that are `taken`."""
 
     def __init__(self, taken: Sequence[str] = ()) -> None:

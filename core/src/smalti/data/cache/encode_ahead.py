@@ -40,7 +40,7 @@ from smalti.errors import PreflightError, UserError
 from smalti.models import Cacheable, Encoding, KeepsRawLatents, ModelFamily, latents_to_keep
 from smalti.parallel import Communicator, RankError, run_on_all_ranks
 from smalti.rundir import Phases
-from smalti.system import terminated, write_json_atomically
+from smalti.system import preemption_as_exception, write_json_atomically
 from smalti.types import World
 
 T = TypeVar("T")
@@ -288,7 +288,7 @@ class _Work:
             return str(done)
 
         try:
-            with terminated():
+            with preemption_as_exception():
                 while (finished := sum(map(int, run_on_all_ranks(self.ranks, some)))) < total:
                     others = finished - done
                     self.phases.advance(finished)

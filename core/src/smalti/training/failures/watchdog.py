@@ -21,7 +21,7 @@ from typing import Self
 from smalti.errors import ExitCode
 from smalti.parallel import BrokenGroupError, FailureDetector, break_group, write_lost_report
 from smalti.plugins import notify
-from smalti.system import describe, flush, leave_within, write_exit_report
+from smalti.system import describe, exit_within, flush_standard_streams, write_exit_report
 from smalti.training.failures.emergency_save import rescue
 from smalti.training.run import Run
 
@@ -94,7 +94,7 @@ class Watchdog:
 
     def _leave(self) -> None:
         """In place of the main thread, which stays where it is. Does not return."""
-        leave_within(LEAVE_SECONDS, ExitCode.FAILED)
+        exit_within(LEAVE_SECONDS, ExitCode.FAILED)
         error = BrokenGroupError(f"the main thread does not come back from {self._place()}")
         try:
             lost = self._apart.notice(error) if self.run is None else rescue(self.run, error, self._apart, aside=True)
@@ -105,7 +105,7 @@ class Watchdog:
         except BaseException as failure:  # noqa: BLE001 - the top of all that is left of this process
             write_exit_report(ExitCode.FAILED, describe(failure))
             traceback.print_exc()
-        flush()
+        flush_standard_streams()
         os._exit(ExitCode.FAILED)
 
     def _place(self) -> str:
@@ -123,8 +123,8 @@ class Watchdog:
         def tell() -> None:
             notify(run.plugins, "on_error", run.state, error=error)
             notify(run.plugins, "on_train_end", run.state, outcome=None)
-            if run.info.live is not None:
-                run.info.live.close()
+            if run.info.writer is not None:
+                run.info.writer.close()
 
         telling = threading.Thread(target=tell, name="smalti-farewell", daemon=True)
         telling.start()
