@@ -74,15 +74,15 @@ def blocked(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> 
     for number in range(2 * (PAIRS + 1)):
         beside = number % 2 == 0
         begin = time.perf_counter()
-        saver.begin(Snapshot(step=number, state=capture(model, optimizer)), at_once=not beside)
+        saver.begin(Snapshot(step=number, state=capture(model, optimizer)), blocking=not beside)
         start = time.perf_counter() - begin
         forward_backward(model)
         begin = time.perf_counter()
-        saver.release()
+        saver.wait_for_staging()
         times[beside].append(start + time.perf_counter() - begin)
         optimizer.step()
         optimizer.zero_grad()
-        saver.landed(finish=True)
+        saver.poll(finish=True)
         shutil.rmtree(place / f"step-{number:08d}")
     saver.close()
     # The first of each makes buffers and warms caches.
@@ -94,7 +94,7 @@ def beside(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> R
 
     def step() -> None:
         forward_backward(model)
-        saver.release()
+        saver.wait_for_staging()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -103,14 +103,14 @@ def beside(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> R
 
     def step_beside() -> None:
         step()
-        if saver.landed() is not None:
+        if saver.poll() is not None:
             begin()
 
     numbers, slowed, free = itertools.count(), [], []
     for _ in range(PAIRS + 1):
         begin()
         slowed.append(seconds(lambda: [step_beside() for _ in range(STEPS)]) / STEPS)
-        saver.landed(finish=True)
+        saver.poll(finish=True)
         shutil.rmtree(place)
         free.append(seconds(lambda: [step() for _ in range(STEPS)]) / STEPS)
     saver.close()

@@ -177,7 +177,7 @@ def resident(key: str) -> int:
 def checkpoint_times(stage: int, folder: Path) -> dict[str, tuple[list[float], list[float]]]:
     """Seconds to save and to load, ours and DeepSpeed's, pair by pair."""
     from smalti.checkpoint.format.store import CheckpointStore
-    from smalti.checkpoint.search import find_together
+    from smalti.checkpoint.search import find_on_all_ranks
     from smalti.checkpoint.snapshot import Snapshot
 
     found = subject(2, LARGE, zero(stage))
@@ -192,7 +192,7 @@ def checkpoint_times(stage: int, folder: Path) -> dict[str, tuple[list[float], l
     def load_ours(place: Path) -> None:
         state = found.parallel.blank_state(found.model, found.optimizer)
         snapshot = Snapshot(step=1, state=state, trainer={"step": 1})
-        path = find_together(found.parallel, CheckpointStore(place), "latest")  # reads and checks all of it
+        path = find_on_all_ranks(found.parallel, CheckpointStore(place), "latest")  # reads and checks all of it
         found.backend.load_checkpoint(source=path, state=snapshot, parallel=found.parallel)
         found.parallel.load_portable_state(found.model, found.optimizer, snapshot.state)
 
@@ -236,14 +236,14 @@ def save_waits(folder: Path) -> tuple[list[float], list[float]]:
         state = found.parallel.portable_state(found.model, found.optimizer)
         snapshot = Snapshot(step=number, state=state, ema=found.ema.shadows, trainer={"step": number})
         begin = time.perf_counter()
-        saver.begin(snapshot, at_once=not beside)
+        saver.begin(snapshot, blocking=not beside)
         blocked = time.perf_counter() - begin
         found.backward()
         begin = time.perf_counter()
-        saver.release()
+        saver.wait_for_staging()
         blocked += time.perf_counter() - begin
         found.parallel.step()
-        saver.landed(finish=True)
+        saver.poll(finish=True)
         times[beside].append(blocked)
     saver.close()
     return times[True][1:], times[False][1:]

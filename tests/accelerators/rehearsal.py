@@ -171,7 +171,7 @@ def _go_through(run, seen, watch) -> None:
 
     from smalti.checkpoint.async_saver import Saver
     from smalti.parallel.gloo import GlooCommunicator
-    from smalti.training.checkpointing import announce, save
+    from smalti.training.checkpointing import poll_save, save
     from smalti.training.trainer import agree, train_step
     from smalti.training.validation.evaluation import evaluate
     from smalti.training.validation.validation import validate
@@ -214,12 +214,12 @@ def _go_through(run, seen, watch) -> None:
     with _phase(seen, "save", watch, home):
         save(run, last=False)
         run.saver.wait()  # so that no step makes the host wait meanwhile, which would order what is not
-        announce(run, finish=True)
+        poll_save(run, finish=True)
     with _phase(seen, "save beside a step", watch, home):
         save(run, last=False)
         step()
         run.saver.wait()
-        announce(run, finish=True)
+        poll_save(run, finish=True)
     if run.held_out is not None:
         with _phase(seen, "evaluate", watch, home):
             evaluate(run)
@@ -257,7 +257,7 @@ def _resume(run) -> None:
 
     saved, blank = run.snapshot(), run.blank()
     stored = {
-        name: StoredTensor(shape=shape_of(tensor), dtype=NAMES[tensor.dtype], pieces=1)
+        name: StoredTensor(shape=shape_of(tensor), dtype=NAMES[tensor.dtype], chunks=1)
         for name, tensor in named_state(saved.state.optimizer_state).items()
     }
     blank.state.optimizer_state, blank.state.param_groups = _with_room(blank.state, stored), saved.state.param_groups

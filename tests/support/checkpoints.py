@@ -9,11 +9,11 @@ import struct
 from blake3 import blake3
 
 from smalti.checkpoint.format.manifest import FileRecord, Manifest, read_manifest
-from smalti.checkpoint.format.safetensors_layout import Piece, encode_header
+from smalti.checkpoint.format.safetensors_layout import Chunk, encode_header
 from smalti.checkpoint.format.statefile import State
 from smalti.checkpoint.format.store import CheckpointStore
 
-PIECE = Piece(dtype="F32", shape=(4,), offsets=(0,))
+PIECE = Chunk(dtype="F32", shape=(4,), offsets=(0,))
 TENSORS = encode_header([("w", PIECE)]) + bytes(range(16))
 
 

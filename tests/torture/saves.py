@@ -81,12 +81,12 @@ def _save_for_ever(
     saver = Saver(write=write, ranks=ALONE, side=ALONE)
     while True:
         live = snapshot(step, size)
-        saver.begin(live, at_once=not beside)
-        saver.release()
+        saver.begin(live, blocking=not beside)
+        saver.wait_for_staging()
         if beside:
             for tensor in live.tensors().values():
                 tensor.fill_(-7)
-        saver.landed(finish=True)
+        saver.poll(finish=True)
         acknowledge(step)
         step += 1
 

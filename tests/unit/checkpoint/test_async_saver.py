@@ -78,10 +78,10 @@ def saved(path, *names):
 def test_what_is_written_is_the_state_at_the_boundary(held):
     weight = torch.ones(3)
     held.begin(snapshot(1, w=weight))
-    held.release()
+    held.wait_for_staging()
     weight.fill_(2)
     held.go.set()
-    assert saved(held.landed(finish=True).path, "w") == {"w": [1, 1, 1]}
+    assert saved(held.poll(finish=True).path, "w") == {"w": [1, 1, 1]}
 
 
 def test_a_buffer_may_change_before_the_release(held):
@@ -89,25 +89,25 @@ def test_a_buffer_may_change_before_the_release(held):
     held.begin(snapshot(1, w=torch.ones(3), b=statistics), changing=["b"])
     statistics.fill_(2)
     held.go.set()
-    assert saved(held.landed(finish=True).path, "w", "b")["b"] == [1, 1, 1]
+    assert saved(held.poll(finish=True).path, "w", "b")["b"] == [1, 1, 1]
 
 
 def test_training_goes_on_while_the_save_is_written(held):
     held.begin(snapshot(1, w=torch.ones(3)))
-    held.release()
-    assert held.landed() is None
+    held.wait_for_staging()
+    assert held.poll() is None
 
 
 def test_a_save_that_is_done_is_told_once(saver):
     saver.begin(snapshot(1, w=torch.ones(3)))
-    told = [saver.landed(finish=True), saver.landed()]
+    told = [saver.poll(finish=True), saver.poll()]
     assert (told[0].step, told[1]) == (1, None)
 
 
 def test_with_at_once_the_live_tensors_are_written_before_begin_returns(held):
     weight = torch.ones(3)
     held.go.set()
-    held.begin(snapshot(1, w=weight), at_once=True)
+    held.begin(snapshot(1, w=weight), blocking=True)
     assert held.calls[0].state.model["w"] is weight
 
 
@@ -115,7 +115,7 @@ def test_host_memory_is_used_again_for_the_next_save(held):
     held.go.set()
     for step in (1, 2):
         held.begin(snapshot(step, w=torch.full((3,), float(step))))
-        held.landed(finish=True)
+        held.poll(finish=True)
     first, second = (call.state.model["w"] for call in held.calls)
     assert first.data_ptr() == second.data_ptr()
 
@@ -123,7 +123,7 @@ def test_host_memory_is_used_again_for_the_next_save(held):
 def test_a_tensor_of_another_size_gets_another_buffer(saver):
     for step in (1, 2):
         saver.begin(snapshot(step, w=torch.ones(step * 3)))
-        done = saver.landed(finish=True)
+        done = saver.poll(finish=True)
     assert done.step == 2
 
 
@@ -133,21 +133,21 @@ def test_a_save_that_the_system_refuses_comes_back_as_a_value(tmp_path):
 
     one = Saver(write=write, ranks=SingleRank(), side=SingleRank())
     one.begin(snapshot(1, w=torch.ones(3)))
-    assert one.landed(finish=True).errno == errno.ENOSPC
+    assert one.poll(finish=True).errno == errno.ENOSPC
     one.close()
 
 
 def test_a_defect_in_a_save_is_raised_in_the_loop(saver):
     saver.begin(replace(snapshot(1, w=torch.ones(3)), trainer={"loss": float("nan")}))
     with pytest.raises(ValueError, match="JSON compliant"):
-        saver.landed(finish=True)
+        saver.poll(finish=True)
 
 
 def test_a_failed_copy_lets_the_loop_go_on_to_hear_of_it(saver):
     saver.begin(snapshot(1, w=torch.ones(3, device="meta")))
-    saver.release()
+    saver.wait_for_staging()
     with pytest.raises(NotImplementedError):
-        saver.landed(finish=True)
+        saver.poll(finish=True)
 
 
 def test_a_save_that_ends_well_here_and_badly_elsewhere_has_failed():
@@ -158,7 +158,7 @@ def test_a_save_that_ends_well_here_and_badly_elsewhere_has_failed():
     done = Checkpoint(step=1, path=None, size=0, seconds=0)
     one = Saver(write=lambda state, ranks: done, ranks=FailedElsewhere(), side=SingleRank())
     one.begin(snapshot(1, w=torch.ones(3)))
-    assert "another rank" in one.landed(finish=True).message
+    assert "another rank" in one.poll(finish=True).message
     one.close()
 
 
@@ -170,7 +170,7 @@ def test_a_line_that_breaks_is_told_before_the_state_changes():
     one = Saver(write=lambda state, ranks: None, ranks=SingleRank(), side=Broken())
     one.begin(snapshot(1, w=torch.ones(3)))
     with pytest.raises(dist.DistNetworkError):
-        one.release()
+        one.wait_for_staging()
     one.close()
 
 
@@ -185,7 +185,7 @@ def test_a_line_that_broke_is_told_without_asking_anybody():
     one = Saver(write=write, ranks=Deaf(), side=SingleRank())
     one.begin(snapshot(1, w=torch.ones(3)))
     with pytest.raises(dist.DistNetworkError):
-        one.landed(finish=True)
+        one.poll(finish=True)
     one.close()
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from smalti import CheckpointFormat, hookimpl
 from smalti.checkpoint.conversion.convert import ConversionError, convert
-from smalti.checkpoint.conversion.formats import Contents, optimizer_of, recognise
+from smalti.checkpoint.conversion.formats import Contents, detect_format, optimizer_of
 from smalti.checkpoint.format.manifest import SUSPECT, read_manifest
 from smalti.checkpoint.format.safetensors_layout import StoredTensor
 from smalti.checkpoint.format.verification import verify
@@ -141,7 +141,7 @@ def test_a_full_disk_leaves_nothing_and_is_no_wrong_call(tmp_path, formats):
 
 def test_what_no_format_recognises_is_told_with_what_was_looked_for(tmp_path, formats):
     with pytest.raises(CheckpointError, match=r"smalti \(smalti's own\): manifest\.json") as caught:
-        recognise(tmp_path, formats)
+        detect_format(tmp_path, formats)
     assert "smalti-fsdp2 reads what torch and Accelerate save" in caught.value.fix
 
 
@@ -151,7 +151,7 @@ def test_a_format_whose_package_is_not_installed_names_the_package(tmp_path, for
     (tmp_path / mark).parent.mkdir(exist_ok=True)
     (tmp_path / mark).touch()
     with pytest.raises(MissingPlugin) as caught:
-        recognise(tmp_path, formats)
+        detect_format(tmp_path, formats)
     assert caught.value.fix.startswith("pip install ")
     assert caught.value.fix.endswith("deepspeed" if "mp_rank" in mark else "fsdp2")
 
@@ -160,7 +160,7 @@ def test_a_folder_of_two_formats_is_taken_for_neither(tmp_path):
     (tmp_path / "x").touch()
     twins = [CheckpointFormat(name=name, title="", marks=("x",), factory="") for name in ("one", "two")]
     with pytest.raises(CheckpointError, match="of one and two at once"):
-        recognise(tmp_path, twins)
+        detect_format(tmp_path, twins)
 
 
 # --- formats of plugins ---------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class Reader:
         if self.kind == "broken":
             {}["missing"]
         print("words that are in nobody's way")
-        tensor = StoredTensor(dtype="U8", shape=(4,), pieces=1)
+        tensor = StoredTensor(dtype="U8", shape=(4,), chunks=1)
         self.contents = Contents(tensors={"model/count": tensor}, step=4, notices=("counted by hand",))
 
     def read(self, name):
@@ -309,7 +309,7 @@ stored = st.builds(
     StoredTensor,
     dtype=st.sampled_from(["F32", "BF16"]),
     shape=st.lists(st.integers(0, 9), max_size=3).map(tuple),
-    pieces=st.just(1),
+    chunks=st.just(1),
 )
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from smalti.checkpoint.format.manifest import read_manifest
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
-from smalti.checkpoint.planning import divide_together
+from smalti.checkpoint.planning import plan_on_all_ranks
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import SaveError, save
@@ -135,10 +135,10 @@ def results_of_this_rank(root):
 def divided_after_one_was_alone(rank, parallel):
     """What this rank writes of two tensors, before and after rank 1 has divided another one by itself."""
     tensors = {"model/a": torch.ones(4), "model/b": torch.ones(4)}
-    before = divide_together(parallel, tensors)
+    before = plan_on_all_ranks(parallel, tensors)
     if rank == 1:
-        divide_together(SingleRank(), {"model/c": torch.ones(1)})
-    return [list(before.mine), list(divide_together(parallel, tensors).mine)]
+        plan_on_all_ranks(SingleRank(), {"model/c": torch.ones(1)})
+    return [list(before.mine), list(plan_on_all_ranks(parallel, tensors).mine)]
 
 
 def disk_full_on_one(rank, root, parallel):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from smalti.checkpoint.format.store import CheckpointStore
-from smalti.checkpoint.search import find_together
+from smalti.checkpoint.search import find_on_all_ranks
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.parallel.collective import RankError
@@ -24,7 +24,7 @@ def found_in(folders, choice):
     store = CheckpointStore(Path("checkpoints"), report=told.append)
     before = bytes_read()
     try:
-        answer = str(find_together(Pair(rank), store, choice))
+        answer = str(find_on_all_ranks(Pair(rank), store, choice))
     except RankError as failure:
         answer = f"refused: {failure}; {failure.fix}"
     return answer, told, bytes_read() - before

@@ -1,4 +1,4 @@
-"""A stretch of a tensor's elements, which begins and ends anywhere, is read from the files whatever pieces those hold."""
+"""A stretch of a tensor's elements, which begins and ends anywhere, is read from the files whatever chunks those hold."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from smalti.checkpoint.format.safetensors_layout import Piece, encode_header
+from smalti.checkpoint.format.safetensors_layout import Chunk, encode_header
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
@@ -30,8 +30,8 @@ def test_the_elements_are_those_of_the_whole_tensor(data, shape):
         start = 0
         for path, part in zip(paths, np.split(whole, cuts, axis) if shape else [whole], strict=True):
             offsets = tuple(start if each == axis else 0 for each in range(len(shape)))
-            piece = Piece(dtype="F32", shape=part.shape, offsets=offsets)
-            path.write_bytes(encode_header([("w", piece)]) + part.tobytes())
+            chunk = Chunk(dtype="F32", shape=part.shape, offsets=offsets)
+            path.write_bytes(encode_header([("w", chunk)]) + part.tobytes())
             start += part.shape[axis] if shape else 0
         room = np.zeros(end - begin, dtype=np.float32)
         TensorFiles(paths).read_into(room.view(np.uint8).data, "w", begin)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from smalti.checkpoint.format.manifest import SUSPECT
-from smalti.checkpoint.format.safetensors_layout import Piece, encode_header, read_header, stored_tensors
+from smalti.checkpoint.format.safetensors_layout import Chunk, encode_header, read_header, stored_tensors
 from smalti.checkpoint.format.statefile import State
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
@@ -112,17 +112,17 @@ def test_a_checkpoint_under_another_name_is_still_whole(tmp_path):
     assert verify(make(tmp_path, 1).rename(tmp_path / "the-good-one")).ok
 
 
-def test_pieces_of_a_tensor_are_joined_over_files(tmp_path):
+def test_chunks_of_a_tensor_are_joined_over_files(tmp_path):
     for number, offset in enumerate((0, 4)):
-        piece = Piece(dtype="F32", shape=(4,), offsets=(offset,))
-        (tmp_path / f"{number}.safetensors").write_bytes(encode_header([("w", piece)]) + bytes(16))
-    assert (stored_tensors(tmp_path)["w"].shape, stored_tensors(tmp_path)["w"].pieces) == ((8,), 2)
+        chunk = Chunk(dtype="F32", shape=(4,), offsets=(offset,))
+        (tmp_path / f"{number}.safetensors").write_bytes(encode_header([("w", chunk)]) + bytes(16))
+    assert (stored_tensors(tmp_path)["w"].shape, stored_tensors(tmp_path)["w"].chunks) == ((8,), 2)
 
 
-def test_a_gap_between_pieces_is_an_error(tmp_path):
-    piece = Piece(dtype="F32", shape=(4,), offsets=(4,))
-    (tmp_path / "0.safetensors").write_bytes(encode_header([("w", piece)]) + bytes(16))
-    with pytest.raises(CheckpointError, match="pieces of w do not fill it"):
+def test_a_gap_between_chunks_is_an_error(tmp_path):
+    chunk = Chunk(dtype="F32", shape=(4,), offsets=(4,))
+    (tmp_path / "0.safetensors").write_bytes(encode_header([("w", chunk)]) + bytes(16))
+    with pytest.raises(CheckpointError, match="chunks of w do not fill it"):
         stored_tensors(tmp_path)
 
 

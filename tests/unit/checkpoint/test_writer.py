@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 from smalti.checkpoint.dtypes import NAMES
 from smalti.checkpoint.format.manifest import read_manifest
-from smalti.checkpoint.format.safetensors_layout import Piece
+from smalti.checkpoint.format.safetensors_layout import Chunk
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
-from smalti.checkpoint.planning import check_whole, divide, divide_together
+from smalti.checkpoint.planning import check_complete, divide, plan_on_all_ranks
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import SaveError, save
@@ -57,9 +57,9 @@ def test_what_ranks_hold_is_exchanged_once_and_not_at_every_save():
     told = []
     for tensors in (many, many, many | {"model/blocks.0.attention.weight": torch.ones(3, 2)}):
         ranks = Counting()
-        division = divide_together(ranks, tensors)
+        division = plan_on_all_ranks(ranks, tensors)
         told.append(ranks.told)
-        assert {name: piece.shape for name, piece in division.mine.items()} == {n: tuple(t.shape) for n, t in tensors.items()}
+        assert {name: chunk.shape for name, chunk in division.mine.items()} == {n: tuple(t.shape) for n, t in tensors.items()}
         assert division.sizes["model/blocks.0.attention.weight"] == tensors["model/blocks.0.attention.weight"].nbytes
     assert told[1] < 200 < told[0] < 20_000
     assert told[2] > 200
@@ -274,8 +274,8 @@ def test_a_state_of_another_form_is_refused(tmp_path):
 # --- who writes what ------------------------------------------------------------------------------------------------
 
 
-def piece(elements, offset=0):
-    return Piece(dtype="F32", shape=(elements,), offsets=(offset,))
+def chunk(elements, offset=0):
+    return Chunk(dtype="F32", shape=(elements,), offsets=(offset,))
 
 
 @given(
@@ -286,13 +286,13 @@ def piece(elements, offset=0):
 )
 def test_every_piece_is_written_once_and_replicas_even_out_the_load(replicated, shards):
     held = [
-        {f"replica {number}": piece(size) for number, size in enumerate(replicated)}
-        | {f"shard {number}": piece(sizes[rank], sum(sizes[:rank])) for number, sizes in enumerate(shards)}
+        {f"replica {number}": chunk(size) for number, size in enumerate(replicated)}
+        | {f"shard {number}": chunk(sizes[rank], sum(sizes[:rank])) for number, sizes in enumerate(shards)}
         for rank in range(len(shards[0]))
     ]
     writes = divide(held)
     written = sorted((name, held[rank][name].offsets) for rank, names in enumerate(writes) for name in names)
-    assert written == sorted({(name, p.offsets) for pieces in held for name, p in pieces.items()})
+    assert written == sorted({(name, p.offsets) for chunks in held for name, p in chunks.items()})
     loads = [sum(held[rank][name].size for name in names) for rank, names in enumerate(writes)]
     for rank, names in enumerate(writes):
         replicas = [held[rank][name].size for name in names if name.startswith("replica")]
@@ -300,11 +300,11 @@ def test_every_piece_is_written_once_and_replicas_even_out_the_load(replicated, 
 
 
 def test_a_tensor_that_the_ranks_do_not_hold_whole_is_refused():
-    held = [{"w": piece(4)}, {"w": piece(2, offset=6)}]
-    with pytest.raises(CheckpointError, match="pieces of w do not fill it"):
-        check_whole(held, {"w": torch.ones(8)})
+    held = [{"w": chunk(4)}, {"w": chunk(2, offset=6)}]
+    with pytest.raises(CheckpointError, match="chunks of w do not fill it"):
+        check_complete(held, {"w": torch.ones(8)})
 
 
 def test_a_tensor_whose_end_nobody_holds_is_refused():
     with pytest.raises(CheckpointError, match="do not hold the whole of w"):
-        check_whole([{"w": piece(4)}], {"w": torch.ones(8)})
+        check_complete([{"w": chunk(4)}], {"w": torch.ones(8)})

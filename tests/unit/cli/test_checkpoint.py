@@ -7,7 +7,7 @@ from blake3 import blake3
 from click.testing import CliRunner
 
 from smalti.checkpoint.format.manifest import FileRecord, Manifest
-from smalti.checkpoint.format.safetensors_layout import Piece, encode_header
+from smalti.checkpoint.format.safetensors_layout import Chunk, encode_header
 from smalti.checkpoint.format.statefile import State
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.cli.checkpoint import checkpoint
@@ -17,10 +17,10 @@ def make(run, step, *, elements=600, flags=()):
     store = CheckpointStore(run / "checkpoints")
     with store.exclusive():
         partial = store.prepare(step)
-        pieces = [("blocks.0.weight", Piece(dtype="F32", shape=(elements, 2), offsets=(0, 0)))]
-        pieces += [("step", Piece(dtype="I64", shape=(), offsets=()))]
+        chunks = [("blocks.0.weight", Chunk(dtype="F32", shape=(elements, 2), offsets=(0, 0)))]
+        chunks += [("step", Chunk(dtype="I64", shape=(), offsets=()))]
         files = {
-            "model/a.safetensors": encode_header(pieces) + bytes(8 * elements + 8),
+            "model/a.safetensors": encode_header(chunks) + bytes(8 * elements + 8),
             "state.json": State(step=step).encode(),
         }
         records = {}

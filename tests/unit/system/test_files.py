@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from blake3 import blake3
 
-from smalti.checkpoint.format.digests import matches, write_recorded
+from smalti.checkpoint.format.digests import matches, write_with_digest
 from smalti.checkpoint.format.manifest import FileRecord
 from smalti.system.files import atomic_write, parse_json, write_json_atomically
 
@@ -54,7 +54,7 @@ def test_what_is_no_json_is_not_written(tmp_path):
 
 def test_a_file_is_recorded_with_the_digest_of_its_contents_in_pieces_of_any_size(tmp_path):
     data = os.urandom(9_000_000)
-    record = write_recorded(tmp_path / "a", [data[:5_000_000], b"", data[5_000_000:]])
+    record = write_with_digest(tmp_path / "a", [data[:5_000_000], b"", data[5_000_000:]])
     assert record == FileRecord(size=len(data), digest=blake3(data).hexdigest(), algorithm="blake3")
     assert matches(tmp_path / "a", record)
     assert not matches(tmp_path / "a", replace(record, digest=blake3(data[:-1]).hexdigest()))

@@ -54,7 +54,7 @@ def statistics(act: str, folder: Path) -> tuple[dict[str, list], dict[str, list]
     run.state = RunState(max_steps=2, save_requested=True)
     run.snapshot = lambda: Snapshot(step=1, state=subject.state(), trainer={"step": 1})
     save(run, last=False)
-    saved = run.saver.landed(finish=True)
+    saved = run.saver.poll(finish=True)
     run.saver.close()
     files = [load_file(path) for path in (saved.path / "model").glob("*.safetensors")]
     return own, {name: file[name].tolist() for file in files for name in own.keys() & file.keys()}

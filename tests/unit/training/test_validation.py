@@ -76,9 +76,9 @@ def test_averaged_weights_are_not_put_in_place_before_a_checkpoint_has_its_copy_
     saver.begin(Snapshot(step=1, state=subject.state(), trainer={"step": 1}))
     with at_rest(run):
         line.entered.set()
-        saver.release()
+        saver.wait_for_staging()
         assert any(not torch.equal(tensor, weights[name]) for name, tensor in subject.state().model.items())
-    landed = saver.landed(finish=True)
+    landed = saver.poll(finish=True)
     saver.close()
     saved = {name: tensor for path in (landed.path / "model").glob("*.safetensors") for name, tensor in load_file(path).items()}
     assert saved.keys() == weights.keys()

@@ -2,7 +2,7 @@ from .async_saver import Saver as Saver
 from .conversion.convert import (
     ConversionError as ConversionError,
     Target as Target,
-    check_room as check_room,
+    check_free_space as check_free_space,
     convert as convert,
     make_folder as make_folder,
 )
@@ -31,7 +31,7 @@ from .format.manifest import (
 )
 from .format.safetensors_layout import (
     ITEM_SIZES as ITEM_SIZES,
-    Piece as Piece,
+    Chunk as Chunk,
     StoredTensor as StoredTensor,
     encode_header as encode_header,
     read_layout as read_layout,
@@ -39,15 +39,15 @@ from .format.safetensors_layout import (
 )
 from .format.statefile import read_state as read_state
 from .format.store import CheckpointStore as CheckpointStore, Entry as Entry
-from .format.verification import Verification as Verification, glance as glance, verify as verify
+from .format.verification import Verification as Verification, quick_check as quick_check, verify as verify
 from .planning import (
-    Pieces as Pieces,
-    decode_pieces as decode_pieces,
-    encode_pieces as encode_pieces,
-    local_pieces as local_pieces,
+    Chunks as Chunks,
+    decode_chunks as decode_chunks,
+    encode_chunks as encode_chunks,
+    local_chunks as local_chunks,
     memory as memory,
 )
 from .reader import Loaded as Loaded, compare as compare, load as load
-from .search import find_together as find_together
+from .search import find_on_all_ranks as find_on_all_ranks
 from .snapshot import Snapshot as Snapshot
 from .writer import SaveError as SaveError, save as save

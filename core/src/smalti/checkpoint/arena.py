@@ -1,4 +1,4 @@
-"""One piece of host memory from which many tensors are cut, pinned as a whole for copies from an accelerator."""
+"""One block of host memory that many tensors share, pinned as one for copies from an accelerator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 class Arena:
     """Room for tensors of the given sizes in bytes, handed out in that order by `take`.
 
-    torch rounds each piece of pinned memory up to a power of two and never gives it back: for the shards of a large model that
+    torch rounds each block of pinned memory up to a power of two and never gives it back: for the shards of a large model that
     is half as much again, of memory that cannot be swapped. On CUDA devices this is ordinary memory instead, of the size that
     is needed, which is then registered. Memory that the system does not let be pinned is used as it is; copies are slower then.
     """
@@ -35,11 +35,11 @@ class Arena:
             self._memory = torch.empty(length, dtype=torch.uint8, pin_memory=pins_memory(kind))
 
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """The next piece, as a tensor with any values."""
+        """The next part, as a tensor with any values."""
         size = shape.numel() * dtype.itemsize
-        piece = self._memory[self._taken : self._taken + size]
+        chunk = self._memory[self._taken : self._taken + size]
         self._taken += _aligned(size)
-        return piece.view(dtype).view(shape)
+        return chunk.view(dtype).view(shape)
 
     def release(self) -> None:
         """Before it is let go of: nothing that was taken may be used any more."""

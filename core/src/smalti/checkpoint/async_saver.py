@@ -1,8 +1,8 @@
-"""Saving beside training: one checkpoint at a time, in a thread of its own.
+"""Asynchronous saves: one checkpoint at a time, written by a background thread.
 
-begin      the state at a step boundary; the thread copies it to host memory while the next step computes
-release    before anything of that state changes: waits until it was copied
-landed     what became of it, told at a later step boundary on all ranks at once
+begin              takes the state at a step boundary; the thread copies it to host memory while the next step computes
+wait_for_staging   to be called before any of that state changes: waits until it was copied
+poll               the result of the save, at a later step boundary and on all ranks at once
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from smalti.types import Checkpoint
 Write = Callable[[Snapshot, Communicator], Checkpoint]
 
 
-class _Standing(IntEnum):
-    """How a save stands on a rank; the largest over ranks counts."""
+class _SaveStatus(IntEnum):
+    """Status of a save on one rank; the largest over all ranks counts."""
 
     SAVED = 0
     FAILED = 1
@@ -33,32 +33,33 @@ class _Standing(IntEnum):
 
 
 @dataclass(kw_only=True)
-class _Flight:
-    """A save that has begun. `blocked` is how long training has waited for it, in seconds.
+class _PendingSave:
+    """A save that has begun. `blocked`: seconds that training has waited for it.
 
-    `cut_off` is what broke the line to the other ranks, `defect` a failure of this rank alone, for which it broke the line.
+    `connection_error` is what broke the connection to the other ranks; `local_error` a failure of this rank alone, after which
+    it closed the connection.
     """
 
     step: int
-    cut_off: RuntimeError | None = None
-    defect: BaseException | None = None
-    released: Event = field(default_factory=Event)
+    connection_error: RuntimeError | None = None
+    local_error: BaseException | None = None
+    staged: Event = field(default_factory=Event)
     result: Future[Checkpoint] = field(init=False)
     blocked: float = 0.0
 
-    def standing(self) -> _Standing:
+    def status(self) -> _SaveStatus:
         if not self.result.done():
-            return _Standing.RUNNING
+            return _SaveStatus.RUNNING
         error = self.result.exception()
         if error is None:
-            return _Standing.SAVED
-        return _Standing.FAILED if isinstance(error, SaveError) else _Standing.BROKEN
+            return _SaveStatus.SAVED
+        return _SaveStatus.FAILED if isinstance(error, SaveError) else _SaveStatus.BROKEN
 
 
 class Saver:
-    """Writes checkpoints with `write`, in a thread that speaks to the other ranks' threads through `side`.
+    """Writes checkpoints with `write`, in a thread that communicates with the other ranks' threads through `side`.
 
-    The loop's own words go through `ranks`. All methods belong to the loop's thread.
+    `ranks` is the communicator of the training loop. Call all methods from the loop's thread.
     """
 
     def __init__(self, *, write: Write, ranks: Communicator, side: AbortableCommunicator) -> None:
@@ -68,100 +69,101 @@ class Saver:
         self._staging = Staging(ranks.world.device)
         device = ranks.world.device
         self._thread = ThreadPoolExecutor(1, "smalti-save", initializer=use_device, initargs=(device,))
-        self._flight: _Flight | None = None
+        self._pending: _PendingSave | None = None
 
-    def begin(self, snapshot: Snapshot, *, changing: Collection[str] = (), at_once: bool = False) -> None:
-        """Start to write a snapshot of live tensors; the save before must have landed.
+    def begin(self, snapshot: Snapshot, *, changing: Collection[str] = (), blocking: bool = False) -> None:
+        """Start to write a snapshot of live tensors; the previous save must have ended.
 
-        `changing` names tensors of the model that may change before `release` (buffers do, in a forward pass). With `at_once`
-        this waits until all is written, and spares the copy.
+        `changing` names tensors of the model that may change before `wait_for_staging` (buffers do, in a forward pass). With
+        `blocking` this waits until everything is written, and makes no copy.
         """
-        assert self._flight is None, "one save at a time"
+        assert self._pending is None, "one save at a time"
         started = time.perf_counter()
-        flight = _Flight(step=snapshot.step)
-        steady = snapshot if at_once else frozen(snapshot, changing)
+        pending = _PendingSave(step=snapshot.step)
+        source = snapshot if blocking else frozen(snapshot, changing)
         self._staging.follow()
-        flight.result = self._thread.submit(self._save, flight, steady, not at_once)
-        self._flight = flight
-        if at_once:
-            wait([flight.result])
-        flight.blocked = time.perf_counter() - started
+        pending.result = self._thread.submit(self._save, pending, source, not blocking)
+        self._pending = pending
+        if blocking:
+            wait([pending.result])
+        pending.blocked = time.perf_counter() - started
 
-    def release(self) -> None:
+    def wait_for_staging(self) -> None:
         """Wait until the state that `begin` was given may change.
 
-        Raises what broke the line to the other ranks, if that happened meanwhile; nothing has changed then since the boundary.
+        Raises the error that broke the connection to the other ranks, if there was one; then nothing has changed since the step
+        boundary.
         """
-        flight = self._flight
-        if flight is None:
+        pending = self._pending
+        if pending is None:
             return
-        if not flight.released.is_set():
+        if not pending.staged.is_set():
             started = time.perf_counter()
-            flight.released.wait()
-            flight.blocked += time.perf_counter() - started
-        if flight.cut_off is not None:
-            raise flight.cut_off
+            pending.staged.wait()
+            pending.blocked += time.perf_counter() - started
+        if pending.connection_error is not None:
+            raise pending.connection_error
 
-    def landed(self, *, finish: bool = False) -> Checkpoint | SaveError | None:
-        """What became of the save in flight, the same on every rank; None if there is none, or some rank still works on it.
+    def poll(self, *, finish: bool = False) -> Checkpoint | SaveError | None:
+        """The result of the pending save, the same on every rank; None if there is none, or some rank is still working on it.
 
-        *Collective*. With `finish` this waits for it. A failure that is neither the system's nor the user's is raised, on every
-        rank; what broke the line to the other ranks at once, without asking them.
+        *Collective*. With `finish` this waits for the save to end. Raises, on every rank, a failure that neither the system nor
+        the user caused; raises an error of the connection to the other ranks at once, without communicating.
         """
-        flight = self._flight
-        if flight is None:
+        pending = self._pending
+        if pending is None:
             return None
         if finish:
-            wait([flight.result])
-        if flight.cut_off is not None:
-            raise flight.cut_off
+            wait([pending.result])
+        if pending.connection_error is not None:
+            raise pending.connection_error
         try:
-            standing = self._ranks.all_reduce_max(flight.standing())
+            status = self._ranks.all_reduce_max(pending.status())
         except RuntimeError:
-            if flight.defect is not None:  # which made the others leave
-                raise flight.defect from None
+            if pending.local_error is not None:  # which made the others leave
+                raise pending.local_error from None
             raise
-        if standing == _Standing.RUNNING:
+        if status == _SaveStatus.RUNNING:
             return None
-        self._flight = None
-        error = flight.result.exception()
-        if error is None and standing == _Standing.SAVED:
-            return replace(flight.result.result(), blocked=flight.blocked)
-        told = error or SaveError(f"cannot save step {flight.step}: another rank failed at its end")
-        if standing == _Standing.BROKEN or not isinstance(told, SaveError):
-            raise told
-        return told
+        self._pending = None
+        error = pending.result.exception()
+        if error is None and status == _SaveStatus.SAVED:
+            return replace(pending.result.result(), blocked=pending.blocked)
+        failure = error or SaveError(f"cannot save step {pending.step}: another rank failed while finishing it")
+        if status == _SaveStatus.BROKEN or not isinstance(failure, SaveError):
+            raise failure
+        return failure
 
     @property
-    def defect(self) -> BaseException | None:
-        """What failed on this rank alone as it wrote the save in flight; the others find the line broken."""
-        return self._flight.defect if self._flight is not None else None
+    def local_error(self) -> BaseException | None:
+        """The failure of this rank alone in the pending save; the other ranks find the connection broken."""
+        return self._pending.local_error if self._pending is not None else None
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Until the save in flight has come to its end, if there is one, whatever it is; whether it did in this time."""
-        return self._flight is None or not wait([self._flight.result], timeout=seconds).not_done
+        """Wait until the pending save has ended, with any result; returns False if it has not within this time."""
+        return self._pending is None or not wait([self._pending.result], timeout=seconds).not_done
 
     def close(self) -> None:
-        """Let a save in flight come to its end, whatever it is."""
+        """Wait for the pending save to end, with any result."""
         self._thread.shutdown(wait=True)
 
-    def _save(self, flight: _Flight, snapshot: Snapshot, stage: bool) -> Checkpoint:
+    def _save(self, pending: _PendingSave, snapshot: Snapshot, stage: bool) -> Checkpoint:
         try:
             if stage:
                 snapshot = self._staging.copy(snapshot, self._side)
-            flight.released.set()
+            pending.staged.set()
             return self._write(snapshot, self._side)
         except RankError as failure:
-            message = f"cannot save step {flight.step}: {failure}"
+            message = f"cannot save step {pending.step}: {failure}"
             raise SaveError(message, fix=failure.fix, errno=failure.errno) from failure
         except SaveError:
             raise
         except BaseException as error:
             if isinstance(error, RuntimeError) and is_connection_error(error):
-                flight.cut_off = error
+                pending.connection_error = error
             else:
-                flight.defect = error
+                pending.local_error = error
                 self._side.abort()  # the others may wait for this rank
             raise
         finally:
-            flight.released.set()
+            pending.staged.set()

@@ -1,6 +1,6 @@
 """Loading: into tensors that are there already, whatever number of ranks and whatever backend wrote the checkpoint.
 
-torch's distributed-checkpoint planner and safetensors reader find which stored pieces cover what this rank holds. They do not
+torch's distributed-checkpoint planner and safetensors reader find which stored chunks cover what this rank holds. They do not
 know a `FlatRange`: that is read here. Names, shapes and types are compared before any tensor is touched.
 """
 
@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from smalti.checkpoint.dtypes import DTYPES
+from smalti.checkpoint.format.content_validation import STATEFUL_OPTIMIZERS
 from smalti.checkpoint.format.manifest import GROUPS, STATE, Manifest, read_manifest
 from smalti.checkpoint.format.safetensors_layout import StoredTensor, stored_tensors
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
-from smalti.checkpoint.format.soundness import WITH_MOMENTS
 from smalti.checkpoint.format.statefile import read_state
 from smalti.checkpoint.format.verification import verify
 from smalti.checkpoint.planning import memory
@@ -95,7 +95,7 @@ def _load(path: Path, snapshot: Snapshot) -> Loaded:
     same = state.optimizer == target.optimizer
     moments: dict[str, dict[str, Tensor]] = {}
     if same and stored["optimizer"]:
-        moments = _with_room(target, stored["optimizer"])
+        moments = _allocated_state(target, stored["optimizer"])
         wanted["optimizer"] = named_state(moments)
     elif not same:
         notices.append(
@@ -103,7 +103,7 @@ def _load(path: Path, snapshot: Snapshot) -> Loaded:
             f"this run uses {target.optimizer or 'none'}"
         )
 
-    if same and not stored["optimizer"] and manifest.step > 0 and state.optimizer in WITH_MOMENTS:
+    if same and not stored["optimizer"] and manifest.step > 0 and state.optimizer in STATEFUL_OPTIMIZERS:
         notices.append(f"the checkpoint has no moments of {state.optimizer}: they start afresh")
 
     if stored["ema"] and snapshot.ema is not None:
@@ -131,7 +131,7 @@ def _load(path: Path, snapshot: Snapshot) -> Loaded:
     )
 
 
-def _with_room(target: PortableState, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, Tensor]]:
+def _allocated_state(target: PortableState, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, Tensor]]:
     """The target's moments, and new ones for those that only the checkpoint has.
 
     A moment with the shape of its parameter has the room that the target makes for it, or is made like the parameter: same

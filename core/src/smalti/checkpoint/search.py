@@ -14,7 +14,7 @@ from smalti.errors import CheckpointError, UserError
 from smalti.parallel import Communicator, run_on_all_ranks
 
 
-def find_together(ranks: Communicator, store: CheckpointStore, choice: str) -> Path | None:
+def find_on_all_ranks(ranks: Communicator, store: CheckpointStore, choice: str) -> Path | None:
     """What `store.resolve(choice)` finds on the main rank, on every rank. *Collective*.
 
     Only the main rank's `store` is asked. Raises RankError on all ranks when there is nothing that can be used.

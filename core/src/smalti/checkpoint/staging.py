@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from smalti.checkpoint.arena import Arena
-from smalti.checkpoint.planning import divide_together
+from smalti.checkpoint.planning import plan_on_all_ranks
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.parallel import Communicator, side_stream
 
@@ -39,8 +39,8 @@ class Staging:
         Tensors that another rank writes stay on the meta device: they have a shape there, and no contents.
         """
         tensors = snapshot.tensors()
-        mine = divide_together(ranks, tensors).mine
-        self._make_room({name: tensor.detach() for name, tensor in tensors.items() if name in mine})
+        mine = plan_on_all_ranks(ranks, tensors).mine
+        self._allocate({name: tensor.detach() for name, tensor in tensors.items() if name in mine})
         with self._stream or nullcontext():
             for name, buffer in self._buffers.items():
                 _local(buffer).copy_(_local(tensors[name]), non_blocking=self._stream is not None)
@@ -49,7 +49,7 @@ class Staging:
         other = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items() if name not in mine}
         return snapshot.replaced({**self._buffers, **other})
 
-    def _make_room(self, tensors: Mapping[str, Tensor]) -> None:
+    def _allocate(self, tensors: Mapping[str, Tensor]) -> None:
         """A buffer like each of these: those of the save before, if it was of the same tensors."""
         layout = {name: (tensor.dtype, _local(tensor).shape, tensor.device) for name, tensor in tensors.items()}
         if layout == self._layout:

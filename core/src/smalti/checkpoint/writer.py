@@ -20,13 +20,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from smalti.checkpoint.format.digests import write_recorded
+from smalti.checkpoint.format.digests import write_with_digest
 from smalti.checkpoint.format.full_weights import write_copy
 from smalti.checkpoint.format.manifest import GROUPS, STATE, FileRecord, Manifest
 from smalti.checkpoint.format.safetensors_layout import encode_header, split
 from smalti.checkpoint.format.statefile import State
 from smalti.checkpoint.format.store import CheckpointStore
-from smalti.checkpoint.planning import Pieces, divide_together, memory
+from smalti.checkpoint.planning import Chunks, memory, plan_on_all_ranks
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.errors import CheckpointError, ExitCode, UserError
 from smalti.parallel import Communicator, RankError, run_on_all_ranks, run_on_main_rank, use_device
@@ -82,12 +82,12 @@ def _explained(root: Path, snapshot: Snapshot, failure: RankError, full_weights:
     message = f"cannot save step {snapshot.step} in {root}: {failure}"
     if failure.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         needed = _needed({name: t.numel() * t.element_size() for name, t in snapshot.tensors().items()}, full_weights)
-        message += f" ({_readable(needed)} needed{_told_free(root)})"
+        message += f" ({_readable(needed)} needed{_free_text(root)})"
     fix = failure.fix or _REMEDIES.get(failure.errno or 0, "")
     return SaveError(message, fix=fix, errno=failure.errno)
 
 
-def _told_free(root: Path) -> str:
+def _free_text(root: Path) -> str:
     try:
         room = files.free_bytes(root)
     except OSError:
@@ -104,7 +104,7 @@ def _needed(sizes: Mapping[str, int], full_weights: bool) -> int:
     return sum(size * (2 if full_weights and name.startswith("model/") else 1) for name, size in sizes.items())
 
 
-def _check_room(room: int | None, sizes: Mapping[str, int], full_weights: bool) -> None:
+def _check_free_space(room: int | None, sizes: Mapping[str, int], full_weights: bool) -> None:
     """Raises OSError when the file system has said that it cannot hold tensors of these sizes."""
     if room is not None and _needed(sizes, full_weights) > room:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -152,14 +152,14 @@ def _save(
     seen = run_on_all_ranks(ranks, look)
     if "" in seen:
         _blame(directory, ranks, unseen=not seen[ranks.world.rank])
-    division = divide_together(ranks, tensors)
+    division = plan_on_all_ranks(ranks, tensors)
 
     def write() -> str:
         if main:
-            _check_room(room, division.sizes, full_weights)
+            _check_free_space(room, division.sizes, full_weights)
         records = _write_tensors(directory, division.mine, tensors, ranks.world)
         if main:
-            records[STATE] = write_recorded(directory / STATE, [_state(snapshot)])
+            records[STATE] = write_with_digest(directory / STATE, [_state(snapshot)])
         return _encode(records)
 
     records = {name: record for part in run_on_all_ranks(ranks, write) for name, record in _decode(part).items()}
@@ -207,20 +207,20 @@ def _decode(text: str) -> dict[str, FileRecord]:
     return {name: FileRecord(**record) for name, record in json.loads(text).items()}
 
 
-def _write_tensors(directory: Path, pieces: Pieces, tensors: Mapping[str, Tensor], world: World) -> dict[str, FileRecord]:
+def _write_tensors(directory: Path, chunks: Chunks, tensors: Mapping[str, Tensor], world: World) -> dict[str, FileRecord]:
     """This rank's share, several files at a time; their records by relative name."""
 
     def write(item: tuple[str, list[str]]) -> tuple[str, FileRecord]:
         file, names = item
-        header = encode_header([(name.partition("/")[2], pieces[name]) for name in names])
-        return file, write_recorded(directory / file, chain([header], (memory(tensors[name]) for name in names)))
+        header = encode_header([(name.partition("/")[2], chunks[name]) for name in names])
+        return file, write_with_digest(directory / file, chain([header], (memory(tensors[name]) for name in names)))
 
-    share = sum(piece.size for piece in pieces.values()) // _THREADS
+    share = sum(chunk.size for chunk in chunks.values()) // _THREADS
     limit = min(max(share, _SMALLEST_FILE), _LARGEST_FILE)  # small enough for threads to share the work
     contents = {
         f"{group}/rank-{world.rank:05d}-part-{number:05d}.safetensors": names
         for group in GROUPS
-        for number, names in enumerate(split({n: p for n, p in pieces.items() if n.startswith(f"{group}/")}, limit))
+        for number, names in enumerate(split({n: p for n, p in chunks.items() if n.startswith(f"{group}/")}, limit))
     }
     threads = min(_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads, initializer=use_device, initargs=(world.device,)) as pool:

@@ -317,7 +317,7 @@ def _groups_as_json(groups: Mapping[str, Mapping[str, StoredTensor]], tensors: b
         }
         if tensors:
             summary["contents"] = {
-                name: {"dtype": t.dtype, "shape": list(t.shape), "pieces": t.pieces} for name, t in found.items()
+                name: {"dtype": t.dtype, "shape": list(t.shape), "pieces": t.chunks} for name, t in found.items()
             }
         described[group] = summary
     return described

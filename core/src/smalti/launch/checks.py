@@ -115,9 +115,11 @@ def _checkpoint(config: Config) -> Path | None:
     folder = config[RunOptions].output_dir
     if folder is None:
         return None
-    from smalti.checkpoint import CheckpointStore, glance
+    from smalti.checkpoint import CheckpointStore, quick_check
 
-    return CheckpointStore(RunDirectory(folder).checkpoints).resolve(config[RunOptions].resume_from_checkpoint, check=glance)
+    return CheckpointStore(RunDirectory(folder).checkpoints).resolve(
+        config[RunOptions].resume_from_checkpoint, check=quick_check
+    )
 
 
 def _family(config: Config, plugins: Plugins, *, fetch: bool) -> ModelFamily | None:

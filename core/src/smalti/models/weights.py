@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from smalti.checkpoint import DTYPES, Piece, read_layout
+from smalti.checkpoint import DTYPES, Chunk, read_layout
 from smalti.errors import CheckpointError, UserError
 from smalti.models.family import Weights
 from smalti.system import parse_json
@@ -78,23 +78,23 @@ class FolderWeights:
     def __init__(self, path: Path) -> None:
         self._files = _files_by_name(path)
         self._path = path
-        self._layouts: dict[Path, dict[str, tuple[Piece, int]]] = {}
+        self._layouts: dict[Path, dict[str, tuple[Chunk, int]]] = {}
 
     def names(self) -> Iterator[str]:
         return iter(self._files)
 
     def get(self, name: str) -> Tensor:
         path = self._files[name]
-        piece, position = self._layout(path)[name]
-        tensor = torch.empty(piece.shape, dtype=DTYPES[piece.dtype])
+        chunk, position = self._layout(path)[name]
+        tensor = torch.empty(chunk.shape, dtype=DTYPES[chunk.dtype])
         # Not mapped: what was read would stay in memory as long as any tensor of the file does.
         with path.open("rb") as file:
             file.seek(position)
-            if file.readinto(tensor.view(-1).view(torch.uint8).numpy().data) != piece.size:
+            if file.readinto(tensor.view(-1).view(torch.uint8).numpy().data) != chunk.size:
                 raise UserError(f"{path} has become shorter", fix=_AGAIN)
         return tensor
 
-    def _layout(self, path: Path) -> dict[str, tuple[Piece, int]]:
+    def _layout(self, path: Path) -> dict[str, tuple[Chunk, int]]:
         """Where the tensors of a file are."""
         if path not in self._layouts:
             self._layouts[path] = _layout_of(path)
@@ -107,19 +107,19 @@ class FolderWeights:
         """
         seen = hashlib.sha256()
         for name, path in sorted(self._files.items()):
-            piece, position = self._layout(path)[name]
-            seen.update(f"{name} {piece.dtype} {piece.shape} ".encode())
+            chunk, position = self._layout(path)[name]
+            seen.update(f"{name} {chunk.dtype} {chunk.shape} ".encode())
             with path.open("rb") as file:
-                for place in (0, piece.size // 2, max(piece.size - _SAMPLE, 0)):
+                for place in (0, chunk.size // 2, max(chunk.size - _SAMPLE, 0)):
                     file.seek(position + place)
-                    seen.update(file.read(min(_SAMPLE, piece.size - place)))
+                    seen.update(file.read(min(_SAMPLE, chunk.size - place)))
         return seen.hexdigest()
 
     def __str__(self) -> str:
         return str(self._path)
 
 
-def _layout_of(path: Path) -> dict[str, tuple[Piece, int]]:
+def _layout_of(path: Path) -> dict[str, tuple[Chunk, int]]:
     """Where the tensors of a file are. Raises UserError, which names the file, for one that is cut off or otherwise damaged."""
     try:
         return read_layout(path)

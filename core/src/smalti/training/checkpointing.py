@@ -16,45 +16,45 @@ _log = logging.getLogger(__name__)
 
 
 def save(run: Run, *, last: bool) -> None:
-    """Begin a checkpoint, once the one before has landed. *Collective*. The last one of a run is finished here."""
-    announce(run, finish=True, last=last)
+    """Begin a checkpoint, once the one before has ended. *Collective*. The last one of a run is finished here."""
+    poll_save(run, finish=True, last=last)
     run.state.save_requested = False
-    at_once = last or not run.config[CheckpointOptions].checkpoint_async
+    blocking = last or not run.config[CheckpointOptions].checkpoint_async
     model = run.parallel.unwrap(run.model)
     take_first_ranks(model, run.parallel)
     buffers = [portable_name(name) for name, _ in model.named_buffers()]
     with run.phases.during("saving"):
-        run.saver.begin(run.snapshot(), changing=buffers, at_once=at_once)
-        if at_once:
-            announce(run, finish=True, last=last)
+        run.saver.begin(run.snapshot(), changing=buffers, blocking=blocking)
+        if blocking:
+            poll_save(run, finish=True, last=last)
 
 
-def announce(run: Run, *, finish: bool = False, last: bool = False) -> None:
-    """Tell the observers what became of the save in flight, on every rank at the same step. *Collective*.
+def poll_save(run: Run, *, finish: bool = False, last: bool = False) -> None:
+    """Report the result of the pending save, if it has ended, on every rank at the same step. *Collective*.
 
     A failure becomes a request to stop where `--on_save_error=stop`; else the next interval tries again.
     """
-    landed = run.saver.landed(finish=finish)
-    if landed is None:
+    result = run.saver.poll(finish=finish)
+    if result is None:
         return
-    run.save_failure = landed if isinstance(landed, SaveError) else None
-    if isinstance(landed, Checkpoint):
-        notify(run.plugins, "on_checkpoint", run.state, checkpoint=landed)
+    run.save_failure = result if isinstance(result, SaveError) else None
+    if isinstance(result, Checkpoint):
+        notify(run.plugins, "on_checkpoint", run.state, checkpoint=result)
         return
-    stops = run.config[CheckpointOptions].on_save_error == "stop" or landed.errno is None
+    stops = run.config[CheckpointOptions].on_save_error == "stop" or result.errno is None
     if run.world.is_main:
         then = "stopping" if stops else "older checkpoints are intact" + ("" if last else ", training goes on")
-        _log.warning("%s; %s%s", landed.message, then, f"\n  fix: {landed.fix}" if landed.fix else "")
-    notify(run.plugins, "on_checkpoint_failed", run.state, error=landed)
+        _log.warning("%s; %s%s", result.message, then, f"\n  fix: {result.fix}" if result.fix else "")
+    notify(run.plugins, "on_checkpoint_failed", run.state, error=result)
     if stops:
-        run.state.request_stop(StopReason.SAVE_FAILED, _with_last_good(run, landed))
+        run.state.request_stop(StopReason.SAVE_FAILED, _with_last_good(run, result))
 
 
-def settle(run: Run, outcome: Outcome) -> Outcome:
-    """The outcome once the save in flight has landed; a failure if the last one could not be written. *Collective*."""
+def finish_save(run: Run, outcome: Outcome) -> Outcome:
+    """The outcome once the pending save has ended; a failure if the last one could not be written. *Collective*."""
     if outcome.reason is StopReason.FAULT_UNSAVED:
         return outcome  # the accelerator may have failed under the save as well, and its fault is what counts
-    announce(run, finish=True, last=True)
+    poll_save(run, finish=True, last=True)
     if run.save_failure is None or outcome.reason is StopReason.SAVE_FAILED:
         return outcome
     told = run.parallel.all_gather_text(_with_last_good(run, run.save_failure))[0]

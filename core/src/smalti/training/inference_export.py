@@ -16,7 +16,7 @@ from smalti.checkpoint import (
     Precision,
     Progress,
     Trained,
-    check_room,
+    check_free_space,
     make_folder,
 )
 from smalti.config import Config, restore
@@ -78,7 +78,7 @@ def export(
         report("exporting the raw weights; validation images are sampled with the EMA weights, which --ema exports")
 
     def write(folder: Path) -> dict[str, FileRecord]:
-        check_room(folder, trained.tensors.values())
+        check_free_space(folder, trained.tensors.values())
         adapter = cast(Mapping[str, object] | None, checkpoint.contents.trainer.get("adapter"))
         made = ExportFolder(folder, trained, adapter, progress)
         family.export(made)

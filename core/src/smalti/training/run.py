@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from smalti.checkpoint import CheckpointStore, SaveError, Saver, Snapshot, find_together
+from smalti.checkpoint import CheckpointStore, SaveError, Saver, Snapshot, find_on_all_ranks
 from smalti.config import (
     CheckpointOptions,
     Config,
@@ -404,7 +404,7 @@ def take_place(run: Run, trainer: Mapping[str, int], resumption: Resumption) -> 
 def chosen_checkpoint(run: Run, choice: str) -> Path | None:
     """The checkpoint that rank 0 finds and all ranks verify, on every rank; its error too. *Collective*."""
     try:
-        return find_together(run.parallel, run.checkpoints, choice)
+        return find_on_all_ranks(run.parallel, run.checkpoints, choice)
     except RankError as failure:
         raise CheckpointError(f"cannot resume from {choice!r}: {failure}", fix=failure.fix) from failure
 

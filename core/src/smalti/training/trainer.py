@@ -12,7 +12,7 @@ from smalti.config import TrainingOptions
 from smalti.data import Batch
 from smalti.models import attention_kernel, products_in_tf32, tf32_choice
 from smalti.plugins import observed, summary, warn
-from smalti.training.checkpointing import announce, save, settle
+from smalti.training.checkpointing import finish_save, poll_save, save
 from smalti.training.failures.attempts import attempt
 from smalti.training.failures.emergency_save import rescued
 from smalti.training.failures.faults import faults_answered, faults_end
@@ -45,12 +45,12 @@ def loop(run: Run) -> Outcome:
             run.advance(batch, result)
             run.hook.on_step_end(state=run.state, result=result)
             run.report(result)
-            announce(run)  # a save that came to its end meanwhile
+            poll_save(run)  # a save that came to its end meanwhile
         wish = agree(run)
         if wish.save:
             save(run, last=wish.outcome is not None)  # before anything that can fail
         if wish.outcome is not None:
-            return finish(run, wish, settle(run, wish.outcome))  # every rank returns here, or none does
+            return finish(run, wish, finish_save(run, wish.outcome))  # every rank returns here, or none does
         with faults_answered(run, batch):
             judge(run, wish)
     raise AssertionError("the stream of batches is endless")
@@ -95,7 +95,7 @@ def train_step(run: Run, batch: Batch) -> StepResult:
     norm = float(run.parallel.clip_gradients(run.max_grad_norm))
     finite = math.isfinite(loss_value) and math.isfinite(norm)
     learning_rate = float(run.optimizer.param_groups[0]["lr"])
-    run.saver.release()
+    run.saver.wait_for_staging()
     if run.ema is not None:
         run.ema.wait()
     run.boundary.leave()  # from here on weights, moments and averages may change

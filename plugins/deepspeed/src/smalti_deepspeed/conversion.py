@@ -315,7 +315,7 @@ def _check_bytes(path: Path) -> None:
 def _stored(name: str, tensor: _Tensor) -> StoredTensor:
     if tensor.dtype not in NAMES:
         raise CheckpointError(f"{name} is of type {tensor.dtype}, which a checkpoint cannot hold")
-    return StoredTensor(dtype=NAMES[tensor.dtype], shape=tensor.shape, pieces=1)
+    return StoredTensor(dtype=NAMES[tensor.dtype], shape=tensor.shape, chunks=1)
 
 
 def _plain(group: Mapping[str, object]) -> dict[str, object]:

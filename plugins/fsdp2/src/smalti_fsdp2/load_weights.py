@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from smalti.checkpoint import Pieces, decode_pieces, encode_pieces, local_pieces
+from smalti.checkpoint import Chunks, decode_chunks, encode_chunks, local_chunks
 from smalti.models import Weights, first_weight
 from smalti.parallel import Communicator
 
@@ -26,7 +26,7 @@ def fill(model: nn.Module, weights: Weights, ranks: Communicator, *, on_host: bo
     fill_buffers(model, buffers, weights, ranks.world.device)
     parameters = dict(model.named_parameters())
     if not from_first or ranks.world.size == 1:
-        mine = local_pieces(parameters)
+        mine = local_chunks(parameters)
         for name, parameter in parameters.items():
             _local(parameter).copy_(_part(first_weight(weights, name, parameter), mine, name))
     else:
@@ -48,12 +48,12 @@ def _deal(parameters: Mapping[str, Tensor], weights: Weights, ranks: Communicato
     From host memory to host memory: between accelerators, each pair of ranks would get a communicator of its own, whose buffers
     stay on the first rank's device.
     """
-    held = [decode_pieces(text) for text in ranks.all_gather_text(encode_pieces(local_pieces(parameters)))]
+    held = [decode_chunks(text) for text in ranks.all_gather_text(encode_chunks(local_chunks(parameters)))]
     for name, parameter in parameters.items():
         local = _local(parameter)
         if ranks.world.is_main:
             whole = first_weight(weights, name, parameter).to("cpu", local.dtype)
-            parts = [_part(whole, pieces, name).contiguous() for pieces in held]
+            parts = [_part(whole, chunks, name).contiguous() for chunks in held]
             under_way = [dist.isend(part, rank) for rank, part in enumerate(parts) if rank > 0 and part.numel()]
             local.copy_(parts[0])
             for message in filter(None, under_way):
@@ -64,11 +64,11 @@ def _deal(parameters: Mapping[str, Tensor], weights: Weights, ranks: Communicato
             local.copy_(received)
 
 
-def _part(whole: Tensor, pieces: Pieces, name: str) -> Tensor:
-    piece = pieces.get(name)
-    if piece is None:
+def _part(whole: Tensor, chunks: Chunks, name: str) -> Tensor:
+    chunk = chunks.get(name)
+    if chunk is None:
         return whole.flatten()[:0]
-    return whole[_slices(piece.offsets, piece.shape)]
+    return whole[_slices(chunk.offsets, chunk.shape)]
 
 
 def _slices(offsets: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:

@@ -143,7 +143,7 @@ def _model_key(folder: Path, found: _Sorted) -> Key:
 def _stored(name: str, value: Value) -> StoredTensor:
     if value.dtype is None or value.shape is None or value.dtype not in NAMES:
         raise CheckpointError(f"{name} is of type {value.dtype}, which a checkpoint cannot hold")
-    return StoredTensor(dtype=NAMES[value.dtype], shape=value.shape, pieces=1)
+    return StoredTensor(dtype=NAMES[value.dtype], shape=value.shape, chunks=1)
 
 
 def _tensor(value: Value, name: str) -> Tensor:

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Literal
 
 from smalti.checkpoint.conversion.external import opened
-from smalti.checkpoint.conversion.formats import Contents, Source, recognise
-from smalti.checkpoint.format.digests import matches, write_recorded
+from smalti.checkpoint.conversion.formats import Contents, Source, detect_format
+from smalti.checkpoint.format.digests import matches, write_with_digest
 from smalti.checkpoint.format.full_weights import write_weights
 from smalti.checkpoint.format.manifest import GROUPS, MANIFEST, STATE, FileRecord, Manifest
-from smalti.checkpoint.format.safetensors_layout import Piece, StoredTensor, encode_header, split
+from smalti.checkpoint.format.safetensors_layout import Chunk, StoredTensor, encode_header, split
 from smalti.checkpoint.format.statefile import State
 from smalti.checkpoint.format.verification import named_step, verify
 from smalti.errors import CheckpointError, ExitCode, UserError
@@ -70,7 +70,7 @@ def convert(
     transformers load; with `averaged`, the averaged ones (EMA). `formats` are those that plugins register. Raises UserError for
     a format that is not known, a checkpoint that is damaged or holds no weights, a target that is there already, a full disk.
     """
-    kind = recognise(source, formats)
+    kind = detect_format(source, formats)
     if target.exists() or target.is_symlink():
         raise UserError(f"{target} already exists, and nothing is overwritten", fix="choose a new folder")
     with opened(source, kind) as opened_source:
@@ -157,7 +157,7 @@ def _written(
 ) -> dict[str, FileRecord]:
     """The files of the target, written and read back."""
     stored = {name: each.tensor for name, each in tensors.items()}
-    check_room(folder, stored.values())
+    check_free_space(folder, stored.values())
     if to == "safetensors":
         records = write_weights(folder, stored, read, contents.model_config)
         problems = [f"{name} does not read back" for name, each in records.items() if not matches(folder / name, each)]
@@ -169,7 +169,7 @@ def _written(
     return records
 
 
-def check_room(folder: Path, tensors: Iterable[StoredTensor]) -> None:
+def check_free_space(folder: Path, tensors: Iterable[StoredTensor]) -> None:
     """Raises ConversionError before anything is written when the file system says that it cannot hold these tensors."""
     room, needed = files.free_bytes(folder), sum(tensor.size for tensor in tensors)
     if room is not None and needed > room:
@@ -182,19 +182,19 @@ def _write_checkpoint(
     """A checkpoint as one rank would have saved it, manifest and all."""
     records: dict[str, FileRecord] = {}
     for group in GROUPS:
-        pieces = {
-            name: Piece(dtype=each.dtype, shape=each.shape, offsets=(0,) * len(each.shape))
+        chunks = {
+            name: Chunk(dtype=each.dtype, shape=each.shape, offsets=(0,) * len(each.shape))
             for name, each in tensors.items()
             if name.startswith(f"{group}/")
         }
-        if pieces:
+        if chunks:
             files.make_directory(folder / group)
-        for number, names in enumerate(split(pieces, _LARGEST_FILE)):
+        for number, names in enumerate(split(chunks, _LARGEST_FILE)):
             file = f"{group}/rank-00000-part-{number:05d}.safetensors"
-            header = encode_header([(name.partition("/")[2], pieces[name]) for name in names])
+            header = encode_header([(name.partition("/")[2], chunks[name]) for name in names])
             blocks = (block for name in names for block in read(name))
-            records[file] = write_recorded(folder / file, chain([header], blocks))
-        if pieces:
+            records[file] = write_with_digest(folder / file, chain([header], blocks))
+        if chunks:
             files.fsync_directory(folder / group)
     state = State(
         step=contents.step,
@@ -203,7 +203,7 @@ def _write_checkpoint(
         trainer={"step": contents.step, **contents.trainer},
         model_config=contents.model_config,
     )
-    records[STATE] = write_recorded(folder / STATE, [state.encode()])
+    records[STATE] = write_with_digest(folder / STATE, [state.encode()])
     manifest = Manifest(
         step=contents.step,
         world_size=1,

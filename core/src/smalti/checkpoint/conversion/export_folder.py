@@ -17,10 +17,10 @@ from torch import Tensor
 
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.checkpoint.dtypes import DTYPES, NAMES
-from smalti.checkpoint.format.digests import matches, write_recorded
+from smalti.checkpoint.format.digests import matches, write_with_digest
 from smalti.checkpoint.format.full_weights import LARGEST_FILE, write_weights
 from smalti.checkpoint.format.manifest import FileRecord
-from smalti.checkpoint.format.safetensors_layout import Piece, StoredTensor, encode_header
+from smalti.checkpoint.format.safetensors_layout import Chunk, StoredTensor, encode_header
 from smalti.checkpoint.planning import memory
 from smalti.errors import UserError
 from smalti.system import Block, files
@@ -107,23 +107,23 @@ class ExportFolder:
 
     def write_tensors(self, name: str, renamed: Mapping[str, str], notes: Mapping[str, str]) -> None:
         """A safetensors file of trained tensors: their new names, and those that they have. `notes` become its metadata."""
-        pieces = {
-            new: Piece(
+        chunks = {
+            new: Chunk(
                 dtype=self.tensors[old].dtype, shape=self.tensors[old].shape, offsets=(0,) * len(self.tensors[old].shape)
             )
             for new, old in renamed.items()
         }
-        header = encode_header(list(pieces.items()), plain=True, notes=notes)
+        header = encode_header(list(chunks.items()), plain=True, notes=notes)
         blocks = (block for old in renamed.values() for block in self._read(old))
-        self.records[name] = write_recorded(self._place(name), chain([header], blocks))
+        self.records[name] = write_with_digest(self._place(name), chain([header], blocks))
 
     def write_json(self, name: str, value: Mapping[str, object]) -> None:
         data = json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"
-        self.records[name] = write_recorded(self._place(name), [data])
+        self.records[name] = write_with_digest(self._place(name), [data])
 
     def copy(self, source: Path, name: str) -> None:
         """A file as it is."""
-        self.records[name] = write_recorded(self._place(name), _blocks(source))
+        self.records[name] = write_with_digest(self._place(name), _blocks(source))
 
     def finish(self) -> dict[str, FileRecord]:
         """Sync the folders and read every file back. What was written, by name; raises OSError for what is damaged."""

@@ -34,7 +34,7 @@ _CONTENTS, _DATA, _END, _ERROR = b"contents", b"data", b"end", b"error"
 # --- on this side ---------------------------------------------------------------------------------------------------
 
 
-class ForeignSource:
+class ExternalSource:
     """A `Source` in another process."""
 
     def __init__(self, path: Path, process: subprocess.Popen[bytes], line: Connection, output: IO[bytes]) -> None:
@@ -83,7 +83,7 @@ def opened(path: Path, kind: CheckpointFormat) -> Iterator[Source]:
                 words, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
         try:
-            yield ForeignSource(path, process, ours, output)
+            yield ExternalSource(path, process, ours, output)
         finally:
             with suppress(OSError):  # it has ended by itself
                 ours.send_bytes(b"")

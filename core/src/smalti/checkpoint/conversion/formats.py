@@ -51,7 +51,7 @@ class Contents:
     def decode(cls, data: bytes) -> Self:
         body = json.loads(data)
         body["tensors"] = {
-            name: StoredTensor(dtype=t["dtype"], shape=tuple(t["shape"]), pieces=t["pieces"])
+            name: StoredTensor(dtype=t["dtype"], shape=tuple(t["shape"]), chunks=t["chunks"])
             for name, t in body["tensors"].items()
         }
         return cls(**body | {key: tuple(body[key]) for key in ("plugins", "flags", "notices")})
@@ -99,7 +99,7 @@ def _checked(path: Path) -> Manifest:
     return found.manifest
 
 
-def recognise(folder: Path, formats: Sequence[CheckpointFormat]) -> CheckpointFormat:
+def detect_format(folder: Path, formats: Sequence[CheckpointFormat]) -> CheckpointFormat:
     """The format of a checkpoint, told by the files in its folder. Raises UserError if there is none, or more than one."""
     found = [each for each in formats if any(path.is_file() for mark in each.marks for path in folder.glob(mark))]
     if len(found) == 1:

@@ -26,7 +26,7 @@ class _Digest(Protocol):
     def hexdigest(self) -> str: ...
 
 
-def write_recorded(path: Path, contents: Iterable[files.Block]) -> FileRecord:
+def write_with_digest(path: Path, contents: Iterable[files.Block]) -> FileRecord:
     """A new file with these contents, synced; what the manifest says about it. Takes blocks of any size."""
     digest = _new_digest(ALGORITHMS[0])
     with files.create(path) as file:

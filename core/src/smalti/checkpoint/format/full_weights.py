@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
-from smalti.checkpoint.format.digests import write_recorded
+from smalti.checkpoint.format.digests import write_with_digest
 from smalti.checkpoint.format.manifest import WEIGHTS, FileRecord
-from smalti.checkpoint.format.safetensors_layout import Piece, StoredTensor, encode_header, split
+from smalti.checkpoint.format.safetensors_layout import Chunk, StoredTensor, encode_header, split
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
 from smalti.system import Block, files
 
@@ -55,22 +55,22 @@ def write_weights(
     `config` is what the model's config.json holds; None if it has none.
     """
     stem = _stem(config)
-    pieces = {name: Piece(dtype=t.dtype, shape=t.shape, offsets=(0,) * len(t.shape)) for name, t in tensors.items()}
-    parts = split(pieces, largest_file) or [[]]
+    chunks = {name: Chunk(dtype=t.dtype, shape=t.shape, offsets=(0,) * len(t.shape)) for name, t in tensors.items()}
+    parts = split(chunks, largest_file) or [[]]
     records: dict[str, FileRecord] = {}
     places: dict[str, str] = {}
     for number, names in enumerate(parts, start=1):
         file = f"{stem}.safetensors" if len(parts) == 1 else f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors"
-        header = encode_header([(name, pieces[name]) for name in names], plain=True)
-        records[file] = write_recorded(folder / file, chain([header], (block for name in names for block in read(name))))
+        header = encode_header([(name, chunks[name]) for name in names], plain=True)
+        records[file] = write_with_digest(folder / file, chain([header], (block for name in names for block in read(name))))
         places |= dict.fromkeys(names, file)
     if len(parts) > 1:
-        size = sum(piece.size for piece in pieces.values())
+        size = sum(chunk.size for chunk in chunks.values())
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
         name = f"{stem}.safetensors.index.json"
-        records[name] = write_recorded(folder / name, [_json(index)])
+        records[name] = write_with_digest(folder / name, [_json(index)])
     if config is not None:
-        records["config.json"] = write_recorded(folder / "config.json", [_json(config)])
+        records["config.json"] = write_with_digest(folder / "config.json", [_json(config)])
     files.fsync_directory(folder)
     return records
 

@@ -1,6 +1,6 @@
-"""The header of a safetensors file: which pieces of which tensors lie where.
+"""The header of a safetensors file: which chunks of which tensors lie where.
 
-The layout is that of torch's sharded safetensors checkpoints: a piece is stored under the name of its tensor, and the file's
+The layout is that of torch's sharded safetensors checkpoints: a chunk is stored under the name of its tensor, and the file's
 metadata tell at which offsets in the whole tensor it starts. A file without such metadata holds whole tensors.
 
 Importing this module imports no torch. Format: https://github.com/huggingface/safetensors
@@ -33,7 +33,7 @@ _LARGEST_HEADER = 32 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class Chunk:
     """A box cut out of a tensor, or the whole of it. `offsets` is where the box starts, `shape` how far it reaches."""
 
     dtype: str
@@ -48,11 +48,11 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """A whole tensor as the files of a directory hold it: in `pieces` boxes that fill it."""
+    """A whole tensor as the files of a directory hold it: in `chunks` boxes that fill it."""
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: int
+    chunks: int
 
     @property
     def elements(self) -> int:
@@ -64,49 +64,49 @@ class StoredTensor:
         return self.elements * ITEM_SIZES[self.dtype]
 
 
-def encode_header(pieces: Sequence[tuple[str, Piece]], *, plain: bool = False, notes: Mapping[str, str] | None = None) -> bytes:
-    """What a file that holds these named pieces, one after the other in this order, starts with.
+def encode_header(chunks: Sequence[tuple[str, Chunk]], *, plain: bool = False, notes: Mapping[str, str] | None = None) -> bytes:
+    """What a file that holds these named chunks, one after the other in this order, starts with.
 
-    A `plain` one says nothing of where pieces lie in their tensors: it is for whole tensors only. `notes` are further entries
+    A `plain` one says nothing of where chunks lie in their tensors: it is for whole tensors only. `notes` are further entries
     of the file's metadata.
     """
     metadata = {"format": "pt", **(notes or {})}
     if not plain:
-        sharding = {name: {"saved_offsets": piece.offsets} for name, piece in pieces}
+        sharding = {name: {"saved_offsets": chunk.offsets} for name, chunk in chunks}
         metadata |= {"DCP_VERSION": "1.0", _SHARDING: json.dumps(sharding)}
     body: dict[str, object] = {_METADATA: metadata}
     start = 0
-    for name, piece in pieces:
-        body[name] = {"dtype": piece.dtype, "shape": piece.shape, "data_offsets": [start, start + piece.size]}
-        start += piece.size
+    for name, chunk in chunks:
+        body[name] = {"dtype": chunk.dtype, "shape": chunk.shape, "data_offsets": [start, start + chunk.size]}
+        start += chunk.size
     text = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
     if len(text) > _LARGEST_HEADER:
-        raise CheckpointError(f"{len(pieces)} tensors are too many for one file")
+        raise CheckpointError(f"{len(chunks)} tensors are too many for one file")
     text += b" " * (-len(text) % 8)  # data begin at a multiple of 8, so that they can be mapped into memory
     return struct.pack("<Q", len(text)) + text
 
 
-def split(pieces: Mapping[str, Piece], limit: int) -> list[list[str]]:
-    """The names of these pieces, shared out to files of at most `limit` bytes; a larger piece has a file of its own."""
+def split(chunks: Mapping[str, Chunk], limit: int) -> list[list[str]]:
+    """The names of these chunks, shared out to files of at most `limit` bytes; a larger chunk has a file of its own."""
     parts: list[list[str]] = []
     room = 0
     # Wide elements first: then every tensor starts at a multiple of its element size.
-    for name in sorted(pieces, key=lambda name: (-ITEM_SIZES[pieces[name].dtype], name)):
-        if not parts or room < pieces[name].size:
+    for name in sorted(chunks, key=lambda name: (-ITEM_SIZES[chunks[name].dtype], name)):
+        if not parts or room < chunks[name].size:
             parts.append([])
             room = limit
         parts[-1].append(name)
-        room -= pieces[name].size
+        room -= chunks[name].size
     return parts
 
 
-def read_header(path: Path) -> dict[str, Piece]:
-    """The pieces in a file, by tensor name: `read_layout` without the places."""
-    return {name: piece for name, (piece, _) in read_layout(path).items()}
+def read_header(path: Path) -> dict[str, Chunk]:
+    """The chunks in a file, by tensor name: `read_layout` without the places."""
+    return {name: chunk for name, (chunk, _) in read_layout(path).items()}
 
 
-def read_layout(path: Path) -> dict[str, tuple[Piece, int]]:
-    """The pieces in a file and the bytes at which they start, by tensor name.
+def read_layout(path: Path) -> dict[str, tuple[Chunk, int]]:
+    """The chunks in a file and the bytes at which they start, by tensor name.
 
     Checks that they fill the file exactly; reads no tensor data. Raises CheckpointError, which leaves naming the file to the
     caller, for anything but a sound safetensors file: a pickle, a truncated file, a header that lies.
@@ -121,8 +121,8 @@ def read_layout(path: Path) -> dict[str, tuple[Piece, int]]:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(_LARGEST_HEADER, status.st_size - 8):
                 raise ValueError("the header is longer than it can be")
-            pieces = _pieces(parse_json(file.read(length)), data=status.st_size - 8 - length)
-            return {name: (piece, 8 + length + begin) for name, (piece, begin) in pieces.items()}
+            chunks = _chunks(parse_json(file.read(length)), data=status.st_size - 8 - length)
+            return {name: (chunk, 8 + length + begin) for name, (chunk, begin) in chunks.items()}
     except ValueError as error:
         raise CheckpointError(f"is not a sound safetensors file: {error}") from None
     except OSError as error:
@@ -132,36 +132,36 @@ def read_layout(path: Path) -> dict[str, tuple[Piece, int]]:
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """All tensors in the safetensors files of a directory; none when there is no such directory.
 
-    Raises CheckpointError when pieces of one tensor disagree or leave a gap.
+    Raises CheckpointError when chunks of one tensor disagree or leave a gap.
     """
-    pieces: dict[str, list[Piece]] = {}
+    chunks: dict[str, list[Chunk]] = {}
     for path in sorted(directory.glob("*.safetensors")):
         try:
             header = read_header(path)
         except CheckpointError as error:
             raise CheckpointError(f"{path} {error.message}") from error
-        for name, piece in header.items():
-            pieces.setdefault(name, []).append(piece)
-    return {name: join(name, found) for name, found in sorted(pieces.items())}
+        for name, chunk in header.items():
+            chunks.setdefault(name, []).append(chunk)
+    return {name: join(name, found) for name, found in sorted(chunks.items())}
 
 
-def join(name: str, pieces: Sequence[Piece]) -> StoredTensor:
-    """The tensor that these pieces make up. Raises CheckpointError when they disagree or leave a gap."""
-    first = pieces[0]
-    if any(piece.dtype != first.dtype or len(piece.shape) != len(first.shape) for piece in pieces):
-        raise CheckpointError(f"the pieces of {name} are of different kinds")
-    ends = [[start + length for start, length in zip(p.offsets, p.shape, strict=True)] for p in pieces]
-    whole = StoredTensor(dtype=first.dtype, shape=tuple(max(column) for column in zip(*ends, strict=True)), pieces=len(pieces))
-    if sum(math.prod(piece.shape) for piece in pieces) != whole.elements:
-        raise CheckpointError(f"the pieces of {name} do not fill it")
-    if _overlap(pieces):
-        raise CheckpointError(f"pieces of {name} overlap")
+def join(name: str, chunks: Sequence[Chunk]) -> StoredTensor:
+    """The tensor that these chunks make up. Raises CheckpointError when they disagree or leave a gap."""
+    first = chunks[0]
+    if any(chunk.dtype != first.dtype or len(chunk.shape) != len(first.shape) for chunk in chunks):
+        raise CheckpointError(f"the chunks of {name} are of different kinds")
+    ends = [[start + length for start, length in zip(p.offsets, p.shape, strict=True)] for p in chunks]
+    whole = StoredTensor(dtype=first.dtype, shape=tuple(max(column) for column in zip(*ends, strict=True)), chunks=len(chunks))
+    if sum(math.prod(chunk.shape) for chunk in chunks) != whole.elements:
+        raise CheckpointError(f"the chunks of {name} do not fill it")
+    if _overlap(chunks):
+        raise CheckpointError(f"chunks of {name} overlap")
     return whole
 
 
-def _overlap(pieces: Sequence[Piece]) -> bool:
-    """Whether two pieces hold the same element. They are looked at in the order of their first rows."""
-    boxes = sorted(tuple(zip(piece.offsets, piece.shape, strict=True)) for piece in pieces)
+def _overlap(chunks: Sequence[Chunk]) -> bool:
+    """Whether two chunks hold the same element. They are looked at in the order of their first rows."""
+    boxes = sorted(tuple(zip(chunk.offsets, chunk.shape, strict=True)) for chunk in chunks)
     for number, box in enumerate(boxes):
         for other in boxes[number + 1 :]:
             if box and other[0][0] >= sum(box[0]):
@@ -171,12 +171,12 @@ def _overlap(pieces: Sequence[Piece]) -> bool:
     return False
 
 
-def _pieces(header: object, data: int) -> dict[str, tuple[Piece, int]]:
-    """The pieces and where in the data they start; `data` bytes follow the header, all of which must belong to a piece."""
+def _chunks(header: object, data: int) -> dict[str, tuple[Chunk, int]]:
+    """The chunks and where in the data they start; `data` bytes follow the header, all of which must belong to a chunk."""
     if not isinstance(header, dict):
         raise ValueError("the header is not an object")
     offsets = _saved_offsets(header.pop(_METADATA, {}))
-    pieces: dict[str, tuple[Piece, int]] = {}
+    chunks: dict[str, tuple[Chunk, int]] = {}
     spans: list[tuple[int, int]] = []
     for name, entry in header.items():
         if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
@@ -186,11 +186,11 @@ def _pieces(header: object, data: int) -> dict[str, tuple[Piece, int]]:
         dtype = entry["dtype"]
         if not isinstance(dtype, str) or dtype not in ITEM_SIZES or len(start) != len(shape):
             raise ValueError(f"the entry of {name} is malformed")
-        piece = Piece(dtype=dtype, shape=shape, offsets=start)
+        chunk = Chunk(dtype=dtype, shape=shape, offsets=start)
         span = _counts(entry["data_offsets"], name)
-        if len(span) != 2 or span[1] - span[0] != piece.size:
+        if len(span) != 2 or span[1] - span[0] != chunk.size:
             raise ValueError(f"{name} does not have the bytes that its shape asks for")
-        pieces[name] = piece, span[0]
+        chunks[name] = chunk, span[0]
         spans.append((span[0], span[1]))
     position = 0
     for begin, end in sorted(spans):
@@ -199,7 +199,7 @@ def _pieces(header: object, data: int) -> dict[str, tuple[Piece, int]]:
         position = end
     if position != data:
         raise ValueError(f"{data} bytes of data where the header says {position}")
-    return pieces
+    return chunks
 
 
 def _saved_offsets(metadata: object) -> dict[str, object]:

@@ -89,7 +89,7 @@ class CheckpointStore:
         path = Path(choice).expanduser()
         if (path / MANIFEST).exists() or (path.is_dir() and _NAME.fullmatch(path.name)):
             if not (result := check(path)).ok:
-                raise _unusable(result)
+                raise _unusable_error(result)
             return path
         for root in (path / "checkpoints", path):
             if (store := CheckpointStore(root, report=self._report)).all():
@@ -119,7 +119,7 @@ class CheckpointStore:
                 if results[-1].ok:
                     return entry.path
         if results:
-            raise _unusable(results[0])
+            raise _unusable_error(results[0])
         there = ", ".join(map(str, sorted({entry.step for entry in entries}))) or "none"
         raise CheckpointError(f"there is no checkpoint of step {step} in {self.root}", fix=f"there are: {there}")
 
@@ -274,7 +274,7 @@ def _entry(path: Path, step: int, revision: int) -> Entry:
     return Entry(step=step, revision=revision, path=path, manifest=manifest, problem=problem)
 
 
-def _unusable(result: Verification) -> CheckpointError:
+def _unusable_error(result: Verification) -> CheckpointError:
     return CheckpointError(
         f"this checkpoint cannot be used: {_told(result)}", fix='choose another one, or "latest" for the newest whole one'
     )

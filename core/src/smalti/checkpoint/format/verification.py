@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from smalti.checkpoint.format.content_validation import find_non_finite, inconsistencies, why_not_resumable
 from smalti.checkpoint.format.digests import matches
 from smalti.checkpoint.format.manifest import GROUPS, MANIFEST, STATE, FileRecord, Manifest, read_manifest
 from smalti.checkpoint.format.safetensors_layout import read_header
-from smalti.checkpoint.format.soundness import contradictions, not_finite, unusable
 from smalti.errors import CheckpointError
 from smalti.system import parse_json
 
@@ -59,13 +59,13 @@ def verify(checkpoint: Path, *, rank: int = 0, ranks: int = 1, to_resume: bool =
         told = pool.map(lambda name: _content_problem(checkpoint / name, name, mine[name], to_resume), mine)
         problems |= {name: problem for name, problem in zip(mine, told, strict=True) if problem}
     if not problems and rank == 0:
-        problems |= contradictions(checkpoint, manifest)
-        if not problems and to_resume and (reason := unusable(checkpoint)):
+        problems |= inconsistencies(checkpoint, manifest)
+        if not problems and to_resume and (reason := why_not_resumable(checkpoint)):
             problems[STATE] = reason.removeprefix(f"{STATE} ")
     return Verification(path=checkpoint, manifest=manifest, problems=_told(checkpoint, manifest, problems))
 
 
-def glance(checkpoint: Path) -> Verification:
+def quick_check(checkpoint: Path) -> Verification:
     """The same for a run that is to resume, without the contents of tensors. Takes no time."""
     try:
         manifest = read_manifest(checkpoint)
@@ -74,14 +74,14 @@ def glance(checkpoint: Path) -> Verification:
     problems = _listing_problems(checkpoint, manifest)
     if not problems and (problem := _content_problem(checkpoint / STATE, STATE, manifest.files[STATE], to_resume=True)):
         problems[STATE] = problem
-    if not problems and (reason := unusable(checkpoint)):
+    if not problems and (reason := why_not_resumable(checkpoint)):
         problems[STATE] = reason.removeprefix(f"{STATE} ")
     if not problems:
-        problems |= contradictions(checkpoint, manifest)
+        problems |= inconsistencies(checkpoint, manifest)
     return Verification(path=checkpoint, manifest=manifest, problems=_told(checkpoint, manifest, problems))
 
 
-def is_foreign(name: str) -> bool:
+def is_ignored(name: str) -> bool:
     """Whether a file or directory is one that file browsers and network file systems leave behind (.DS_Store, .nfs...).
 
     They are no part of a checkpoint and no damage to it. Whatever a reader of tensors would pick up is not foreign.
@@ -92,7 +92,7 @@ def is_foreign(name: str) -> bool:
 def files_in(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Everything in a checkpoint directory but its sub-directories, by relative name, without following links."""
     with os.scandir(directory) as entries:
-        found = sorted((entry for entry in entries if not is_foreign(entry.name)), key=lambda entry: entry.name)
+        found = sorted((entry for entry in entries if not is_ignored(entry.name)), key=lambda entry: entry.name)
     for entry in found:
         if entry.is_dir(follow_symlinks=False):
             for name, status in files_in(directory / entry.name):
@@ -154,7 +154,7 @@ def _content_problem(path: Path, name: str, record: FileRecord, to_resume: bool)
             parse_json(path.read_bytes())
         else:
             read_header(path)
-            if to_resume and name.partition("/")[0] in GROUPS and (tensor := not_finite(path)):
+            if to_resume and name.partition("/")[0] in GROUPS and (tensor := find_non_finite(path)):
                 return f"holds numbers that are not finite, in {tensor}"
     except CheckpointError as error:
         return error.message

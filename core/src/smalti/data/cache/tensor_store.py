@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from smalti.checkpoint import DTYPES, ITEM_SIZES, NAMES, Piece, encode_header
+from smalti.checkpoint import DTYPES, ITEM_SIZES, NAMES, Chunk, encode_header
 from smalti.errors import UserError
 from smalti.system import create, fsync_directory, rename, sync, write
 
@@ -76,7 +76,7 @@ class FolderStore:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with create(draft) as file:
-                write(file, encode_header([(each, _piece(tensor)) for each, tensor in tensors.items()], plain=True))
+                write(file, encode_header([(each, _chunk(tensor)) for each, tensor in tensors.items()], plain=True))
                 for tensor in tensors.values():
                     write(file, _bytes(tensor))
                 sync(file)
@@ -149,8 +149,8 @@ def _wide_first(entry: Entry) -> list[tuple[str, Tensor]]:
     return sorted(entry.items(), key=lambda item: (-item[1].element_size(), item[0]))
 
 
-def _piece(tensor: Tensor) -> Piece:
-    return Piece(dtype=NAMES[tensor.dtype], shape=tuple(tensor.shape), offsets=(0,) * tensor.ndim)
+def _chunk(tensor: Tensor) -> Chunk:
+    return Chunk(dtype=NAMES[tensor.dtype], shape=tuple(tensor.shape), offsets=(0,) * tensor.ndim)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

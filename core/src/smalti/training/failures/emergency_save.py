@@ -39,8 +39,8 @@ def rescued(run: Run) -> Iterator[None]:
     try:
         yield
     except BaseException as caught:
-        defect = run.saver.defect  # the others have left because of it
-        error = caught if caught.__cause__ is defect else defect or caught
+        local_error = run.saver.local_error  # the others have left because of it
+        error = caught if caught.__cause__ is local_error else local_error or caught
         lost = rescue(run, error, run.detector)
         if lost is not None:
             raise lost from error
@@ -82,7 +82,7 @@ def save_after_failure(run: Run, error: BaseException, detector: FailureDetector
     (`FaultAction`), nor after a checkpoint that could not be written.
     """
     ranks = run.parallel.local_communicator() if run.world.size > 1 else run.parallel
-    unfit = isinstance(error, GpuFaultError | SaveError) or error is run.saver.defect or not isinstance(error, Exception)
+    unfit = isinstance(error, GpuFaultError | SaveError) or error is run.saver.local_error or not isinstance(error, Exception)
     if ranks is None or unfit or run.state.step == 0 or run.boundary.final or not run.boundary.whole:
         return
     if not detector.saves_after_all_failed():

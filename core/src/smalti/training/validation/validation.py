@@ -69,7 +69,7 @@ def at_rest(run: Run) -> Iterator[nn.Module]:
     Afterwards it is as before, bit for bit, but that running statistics are those of rank 0. After an exception that other
     ranks do not know of, nothing is asked of them.
     """
-    run.saver.release()  # the weights are about to change, and a checkpoint may still be copying them
+    run.saver.wait_for_staging()  # the weights are about to change, and a checkpoint may still be copying them
     model = run.parallel.unwrap(run.model)
     take_first_ranks(model, run.parallel)
     model.eval()

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smalti.checkpoint.format.manifest import GROUPS, STATE, Manifest
-from smalti.checkpoint.format.safetensors_layout import Piece, StoredTensor, read_layout, stored_tensors
+from smalti.checkpoint.format.safetensors_layout import Chunk, StoredTensor, read_layout, stored_tensors
 from smalti.checkpoint.format.statefile import State, read_state
 from smalti.errors import CheckpointError
 
@@ -22,14 +22,14 @@ _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 _EXPONENT_OF_BF16 = np.uint16(0x7F80)
 _AT_ONCE = 2**20
 """Numbers that are looked at together, so that they stay in the processor's cache."""
-WITH_MOMENTS = frozenset(
+STATEFUL_OPTIMIZERS = frozenset(
     ("AdamW", "Adam", "SGD", "Adagrad", "Adafactor", "FixedRateAdafactor", "Joined", "DeepSpeedCPUAdam", "FusedAdam")
 )
 """Optimizers that keep moments, the same ones for all parameters with as many dimensions. Others keep the same for parameters
 of the same shape."""
 
 
-def contradictions(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
+def inconsistencies(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
     """What in state.json and in the headers of tensors cannot be, by file or folder. Reads no tensors."""
     try:
         state = read_state(checkpoint / STATE)
@@ -46,12 +46,14 @@ def contradictions(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
             found[group] = f"cannot be put together: {error.message}"
     if found:
         return found
-    if strange := next(_strange_moments(state, stored["model"], stored["optimizer"]), ""):
-        found["optimizer"] = strange
+    if problem := next(_inconsistent_optimizer_state(state, stored["model"], stored["optimizer"]), ""):
+        found["optimizer"] = problem
     return found
 
 
-def _strange_moments(state: State, model: Mapping[str, StoredTensor], optimizer: Mapping[str, StoredTensor]) -> Iterator[str]:
+def _inconsistent_optimizer_state(
+    state: State, model: Mapping[str, StoredTensor], optimizer: Mapping[str, StoredTensor]
+) -> Iterator[str]:
     """Moments of no parameter, and parameters of which some moments are missing."""
     moments: dict[str, set[str]] = {}
     for key in optimizer:
@@ -63,13 +65,13 @@ def _strange_moments(state: State, model: Mapping[str, StoredTensor], optimizer:
     alike: dict[object, tuple[str, set[str]]] = {}
     for name, found in moments.items():
         shape = model[name].shape
-        other, usual = alike.setdefault(len(shape) if state.optimizer in WITH_MOMENTS else shape, (name, found))
+        other, usual = alike.setdefault(len(shape) if state.optimizer in STATEFUL_OPTIMIZERS else shape, (name, found))
         if found != usual:
             different = ", ".join(sorted(found ^ usual))
             yield f"has {different} for one of {other} and {name} and not for the other"
 
 
-def unusable(checkpoint: Path) -> str:
+def why_not_resumable(checkpoint: Path) -> str:
     """Why no run can go on from this checkpoint, whatever its options; "" if one can."""
     try:
         trainer = read_state(checkpoint / STATE).trainer
@@ -84,42 +86,42 @@ def _are(names: list[str]) -> str:
     return "is" if len(names) == 1 else "are"
 
 
-def not_finite(path: Path) -> str:
+def find_non_finite(path: Path) -> str:
     """The first tensor in a safetensors file that has numbers which are not finite, and how many; "" if none has.
 
     -inf is let pass in weights: masks are made of it. Reads the whole file.
     """
     moments = path.parent.name == "optimizer"
-    for name, (piece, position) in read_layout(path).items():
-        if count := _count(path, piece, position, lowest=moments):
-            return f"{name} ({count} of {max(1, _size(piece))} numbers)"
+    for name, (chunk, position) in read_layout(path).items():
+        if count := _count(path, chunk, position, lowest=moments):
+            return f"{name} ({count} of {max(1, _size(chunk))} numbers)"
     return ""
 
 
-def _size(piece: Piece) -> int:
-    return int(np.prod(piece.shape, dtype=np.int64))
+def _size(chunk: Chunk) -> int:
+    return int(np.prod(chunk.shape, dtype=np.int64))
 
 
-def _count(path: Path, piece: Piece, position: int, *, lowest: bool) -> int:
+def _count(path: Path, chunk: Chunk, position: int, *, lowest: bool) -> int:
     """How many numbers are NaN or infinite, with -inf only if the `lowest` counts too."""
-    kind = np.uint16 if piece.dtype == "BF16" else _FLOATS.get(piece.dtype)
-    if kind is None or not _size(piece):
+    kind = np.uint16 if chunk.dtype == "BF16" else _FLOATS.get(chunk.dtype)
+    if kind is None or not _size(chunk):
         return 0
-    numbers = np.memmap(path, dtype=kind, mode="r", offset=position, shape=(_size(piece),))
+    numbers = np.memmap(path, dtype=kind, mode="r", offset=position, shape=(_size(chunk),))
     parts = (numbers[start : start + _AT_ONCE] for start in range(0, len(numbers), _AT_ONCE))
-    return sum((_strange_bf16 if piece.dtype == "BF16" else _strange)(part, lowest=lowest) for part in parts)
+    return sum((_count_non_finite_bf16 if chunk.dtype == "BF16" else _count_non_finite)(part, lowest=lowest) for part in parts)
 
 
-def _strange_bf16(numbers: NDArray[np.uint16], *, lowest: bool) -> int:
+def _count_non_finite_bf16(numbers: NDArray[np.uint16], *, lowest: bool) -> int:
     """numpy does not know bf16, which is the upper half of fp32; a number is not finite if all bits of its exponent are set."""
     if (numbers & _EXPONENT_OF_BF16).max() < _EXPONENT_OF_BF16:
         return 0
-    return _strange((numbers.astype(np.uint32) << 16).view(np.float32), lowest=lowest)
+    return _count_non_finite((numbers.astype(np.uint32) << 16).view(np.float32), lowest=lowest)
 
 
-def _strange(numbers: NDArray[np.floating[Any]], *, lowest: bool) -> int:
+def _count_non_finite(numbers: NDArray[np.floating[Any]], *, lowest: bool) -> int:
     with np.errstate(all="ignore"):
         if np.isfinite(np.add.reduce(numbers)):
             return 0  # whatever is not finite spreads to the sum
-    strange = ~np.isfinite(numbers)
-    return int(strange.sum()) if lowest else int((strange & ~np.isneginf(numbers)).sum())
+    non_finite = ~np.isfinite(numbers)
+    return int(non_finite.sum()) if lowest else int((non_finite & ~np.isneginf(numbers)).sum())

@@ -9,13 +9,13 @@ from blake3 import blake3
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from smalti.checkpoint.format.content_validation import find_non_finite
 from smalti.checkpoint.format.manifest import FileRecord, Manifest, read_manifest
-from smalti.checkpoint.format.safetensors_layout import Piece, join
-from smalti.checkpoint.format.soundness import not_finite
+from smalti.checkpoint.format.safetensors_layout import Chunk, join
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
 from smalti.checkpoint.reader import load
-from smalti.checkpoint.search import find_together
+from smalti.checkpoint.search import find_on_all_ranks
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.errors import CheckpointError
@@ -117,9 +117,9 @@ def test_a_state_that_cannot_be_is_named_and_the_checkpoint_before_is_taken(root
     [problem] = verify(root / "step-00000002", to_resume=True).problems
     assert problem.startswith("state.json ")
     assert told in problem
-    assert find_together(ALONE, CheckpointStore(root), "latest") == root / "step-00000001"
+    assert find_on_all_ranks(ALONE, CheckpointStore(root), "latest") == root / "step-00000001"
     with pytest.raises(RankError, match=re.escape(told)):
-        find_together(ALONE, CheckpointStore(root), "2")
+        find_on_all_ranks(ALONE, CheckpointStore(root), "2")
 
 
 def without(name):
@@ -150,7 +150,7 @@ def test_tensors_that_cannot_be_are_named_and_the_checkpoint_before_is_taken(roo
     edit_tensors(root / "step-00000002", group, change)
     [problem] = verify(root / "step-00000002", to_resume=True).problems
     assert told in problem
-    assert find_together(ALONE, CheckpointStore(root), "latest") == root / "step-00000001"
+    assert find_on_all_ranks(ALONE, CheckpointStore(root), "latest") == root / "step-00000001"
 
 
 def test_weights_that_are_not_finite_are_no_damage_to_who_only_looks(root):
@@ -170,13 +170,13 @@ def test_one_number_among_a_million_is_found_in_every_type(tmp_path, dtype, plac
     save_file({"w": many}, tmp_path / "sound.safetensors")
     many[place] = float("nan")
     save_file({"w": many}, tmp_path / "spoiled.safetensors")
-    assert not_finite(tmp_path / "sound.safetensors") == ""
-    assert not_finite(tmp_path / "spoiled.safetensors") == f"w (1 of {2**20 + 5} numbers)"
+    assert find_non_finite(tmp_path / "sound.safetensors") == ""
+    assert find_non_finite(tmp_path / "spoiled.safetensors") == f"w (1 of {2**20 + 5} numbers)"
 
 
 def test_large_numbers_are_finite_though_their_sum_is_not(tmp_path):
     save_file({"w": torch.full((100,), 3e38), "i": torch.arange(3)}, tmp_path / "large.safetensors")
-    assert not_finite(tmp_path / "large.safetensors") == ""
+    assert find_non_finite(tmp_path / "large.safetensors") == ""
 
 
 def test_a_setting_of_another_kind_is_refused_before_anything_is_loaded(root):
@@ -199,23 +199,23 @@ def test_moments_that_are_gone_altogether_are_told(root):
 
 
 def box(offsets, shape):
-    return Piece(dtype="F32", offsets=offsets, shape=shape)
+    return Chunk(dtype="F32", offsets=offsets, shape=shape)
 
 
 @pytest.mark.parametrize(
-    "pieces",
+    "chunks",
     [
         [box((0,), (2,)), box((1,), (2,)), box((3,), (0,)), box((3,), (1,)), box((4,), (0,))],
         [box((0, 0), (2, 2)), box((1, 1), (1, 1)), box((0, 2), (1, 1)), box((1, 2), (1, 1)), box((2, 0), (1, 2))],
         [box((0, 0), (1, 4)), box((0, 0), (1, 4)), box((2, 0), (1, 4))],
     ],
 )
-def test_pieces_that_overlap_and_leave_a_gap_of_the_same_size_are_refused(pieces):
+def test_chunks_that_overlap_and_leave_a_gap_of_the_same_size_are_refused(chunks):
     with pytest.raises(CheckpointError, match=r"overlap|do not fill"):
-        join("w", pieces)
+        join("w", chunks)
 
 
-def test_pieces_of_any_cut_are_put_together():
-    pieces = [box((row, column), (1, 2)) for row in range(3) for column in (0, 2)]
-    assert join("w", pieces).shape == (3, 4)
+def test_chunks_of_any_cut_are_put_together():
+    chunks = [box((row, column), (1, 2)) for row in range(3) for column in (0, 2)]
+    assert join("w", chunks).shape == (3, 4)
     assert join("b", [box((), ())]).shape == ()
