@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from smalti.data.storage.local import LocalStorage
+from smalti.hookspecs import HookSpecs
 from smalti.plugins.registry import BUILT_IN
 from smalti_testing import MemoryStorage, TinyFamily
 from smalti_testing.commands import COMMAND, CommandSubject
@@ -43,7 +44,7 @@ OPTIMIZERS = [
     (name, entry.name)
     for name in shipped()
     if name != "deepspeed"  # its entries only hold the groups, until DeepSpeed makes the optimizer itself
-    for entry in subject(name).listed("register_optimizers")
+    for entry in subject(name).answer(HookSpecs.register_optimizers) or ()
 ]
 
 

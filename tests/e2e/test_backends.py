@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from smalti.checkpoint.snapshot import Snapshot
+from smalti.hookspecs import HookSpecs
 from smalti.training.optim.ema import Ema
 from smalti_testing.strategy_subject import open_strategy, whole_tensor
 from support.forked_ranks import forked_processes
@@ -72,7 +73,7 @@ def save_one(kind: str, folder: Path) -> None:
         subject.step(100 * list(KINDS).index(kind) + number)
     _, _, snapshot = opened(kind)
     where, parallel = folder / kind, subject.parallel
-    subject.backend.save_checkpoint(state=snapshot, target=where, parallel=parallel, config=subject.config)
+    subject.backend.decide(HookSpecs.save_checkpoint, state=snapshot, target=where, parallel=parallel, config=subject.config)
     whole = {group: {name: whole_tensor(each) for name, each in found.items()} for group, found in tensors_of(snapshot).items()}
     if parallel.world.is_main:
         for group, tensors in whole.items():
@@ -86,7 +87,7 @@ def load_all(kind: str, folder: Path) -> dict[str, Names]:
         subject, ema, snapshot = opened(kind)
         parallel = subject.parallel
         [path] = (folder / other).glob("step-*")
-        subject.backend.load_checkpoint(source=path, state=snapshot, parallel=parallel)
+        subject.backend.decide(HookSpecs.load_checkpoint, source=path, state=snapshot, parallel=parallel)
         parallel.load_portable_state(subject.model, subject.optimizer, snapshot.state)
         if ema is not None:
             parallel.put_back(snapshot.ema, ema.shadows)

@@ -8,7 +8,6 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import PurePath
-from typing import cast
 
 import click
 import pytest
@@ -18,11 +17,11 @@ from smalti.cli import entry
 from smalti.cli.pages.help import Command, CommandCollector
 from smalti.cli.pages.options import reference_page
 from smalti.config.known_packages import PACKAGES, PLUGINS
-from smalti.config.options import OptionGroup, Schema
+from smalti.config.options import Schema
 from smalti.config.resolution import PER_MACHINE
-from smalti.plugins.registry import BUILT_IN, Selection, load_plugins
+from smalti.hookspecs import HookSpecs
+from smalti.plugins.registry import BUILT_IN, RegisterHook, Selection, load_plugins
 from smalti.plugins.schema import schema_of
-from smalti.types import CheckpointFormat, Registered
 from smalti_testing.plugins import PluginSubject
 
 
@@ -178,19 +177,19 @@ def test_all_packages_have_one_version_and_their_official_names(root):
 @pytest.mark.parametrize("package", [each for each in PLUGINS.values() if each.folder], ids=lambda each: each.plugin)
 def test_the_table_of_packages_says_what_each_of_them_adds(package):
     subject = PluginSubject(package.plugin)
-    options = Schema(tuple(cast(list[OptionGroup], subject.listed("declare_options")))).options.values()
+    options = Schema(tuple(subject.answer(HookSpecs.declare_options) or ())).options.values()
     commands = CommandCollector()
-    subject.answers("register_commands", commands=commands)
-    formats = cast(list[CheckpointFormat], subject.listed("register_checkpoint_formats"))
+    subject.answer(HookSpecs.register_commands, commands=commands)
+    formats = subject.answer(HookSpecs.register_checkpoint_formats) or ()
 
-    def names(hook: str) -> set[str]:
-        return {each.name for each in cast(list[Registered], subject.listed(hook))}
+    def names(hook: RegisterHook) -> set[str]:
+        return {each.name for each in subject.answer(hook) or ()}
 
     assert set(package.options) == {name for option in options for name in (option.name, *option.aliases)}
     assert set(package.commands) == set(commands.commands)
-    assert set(package.caches) == names("register_caches")
-    assert set(package.families) == names("register_model_families")
-    assert set(package.storages) == names("register_storage") | names("register_metadata_backends")
+    assert set(package.caches) == names(HookSpecs.register_caches)
+    assert set(package.families) == names(HookSpecs.register_model_families)
+    assert set(package.storages) == names(HookSpecs.register_storage) | names(HookSpecs.register_metadata_backends)
     assert set(package.checkpoints) == {(mark, each.name) for each in formats for mark in each.marks}
 
 

@@ -116,8 +116,8 @@ def test_loading_all_built_in_plugins_imports_no_torch():
 
 def test_what_makes_the_families_imports_no_more_than_a_launcher_needs():
     code = "import sys\nfrom pkgutil import resolve_name\nfrom smalti.plugins.registry import load_plugins\n"
-    code += "from smalti.types import FamilyEntry\n"
-    code += "for entry in load_plugins().gather('register_model_families', FamilyEntry):\n    resolve_name(entry.factory)\n"
+    code += "from smalti.hookspecs import HookSpecs\n"
+    code += "for entry in load_plugins().gather(HookSpecs.register_model_families):\n    resolve_name(entry.factory)\n"
     code += (
         "later = {'diffusers', 'transformers', 'accelerate', 'torch.distributed.tensor', 'sympy', 'torch.utils.flop_counter'}\n"
     )

@@ -291,7 +291,7 @@ class HookSpecs:
     # --- health -----------------------------------------------------------------------------------------------------
 
     @_spec
-    def on_gpu_fault(self, fault: GpuFault, state: RunState) -> FaultAction:
+    def on_gpu_fault(self, state: RunState, fault: GpuFault) -> FaultAction:
         """gather: what to do about a fault. The worst answer over plugins wins; the core's own counts where no other has one.
 
         Called on the rank that saw the fault, inside the loop. What comes of an answer on one rank and on several: see

@@ -13,6 +13,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
 from smalti import Cleared, Config, OptimizerEntry, PreflightError, UserError, World, hookimpl
 from smalti.config.resolution import resolve
+from smalti.hookspecs import HookSpecs
 from smalti.launch.plan import plan_launch, yaml_text
 from smalti.launch.preflight import Preparation
 from smalti.plugins.caches import clear_cache, list_caches
@@ -36,8 +37,8 @@ def configure(document: object, *flags: str) -> Config:
 
 
 def complaints(document: object, *flags: str) -> list[str]:
-    answers = PLUGINS.answers("check_config", config=configure(document, *flags))
-    told = [problem.message for plugin, problems in answers if plugin == "deepspeed" for problem in problems]
+    answers = PLUGINS.answers(HookSpecs.check_config, config=configure(document, *flags))
+    told = [problem.message for problem in answers.get("deepspeed", ())]
     return [message for message in told if message != NO_LIBAIO]  # machines differ in that
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from smalti import Config, UserError
 from smalti.config.resolution import resolve, restore
+from smalti.hookspecs import HookSpecs
 from smalti.launch.preflight import Preparation
 from smalti.plugins.lookup import check_strategy, choose_distributed
 from smalti.plugins.registry import Selection, load_plugins
@@ -17,8 +18,8 @@ def config(*flags: str) -> Config:
 
 
 def complaints(*flags: str) -> list[str]:
-    answers = PLUGINS.answers("check_config", config=config(*flags))
-    return [problem.message for plugin, problems in answers if plugin == "fsdp2" for problem in problems]
+    answers = PLUGINS.answers(HookSpecs.check_config, config=config(*flags))
+    return [problem.message for problem in answers.get("fsdp2", ())]
 
 
 @pytest.mark.parametrize(
@@ -103,8 +104,8 @@ GRAPHS = ("--num_processes=2", "--fsdp_enable", "--dynamo_backend=inductor")
 
 @pytest.mark.parametrize(("mode", "fix"), [("reduce-overhead", "default"), ("max-autotune", "max-autotune-no-cudagraphs")])
 def test_cuda_graphs_are_refused_with_the_nearest_mode_without(mode, fix):
-    answers = PLUGINS.answers("check_config", config=config(*GRAPHS, f"--dynamo_mode={mode}"))
-    [problem] = [problem for plugin, problems in answers if plugin == "fsdp2" for problem in problems]
+    answers = PLUGINS.answers(HookSpecs.check_config, config=config(*GRAPHS, f"--dynamo_mode={mode}"))
+    [problem] = answers["fsdp2"]
     assert "CUDA graphs, which does not work with FSDP" in problem.message
     assert problem.fix == f"--dynamo_mode={fix}"
 

@@ -22,13 +22,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from smalti import CheckpointError, CheckpointFormat
+from smalti import CheckpointError
 from smalti.checkpoint.conversion.convert import convert
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
 from smalti.checkpoint.format.statefile import read_state
 from smalti.checkpoint.format.verification import verify
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
+from smalti.hookspecs import HookSpecs
 from smalti.parallel.gloo import GlooCommunicator
 from smalti.parallel.state import capture
 from smalti.plugins.registry import load_plugins
@@ -116,7 +117,7 @@ def own(made):
 
 @pytest.fixture(scope="module")
 def formats():
-    return load_plugins().gather("register_checkpoint_formats", CheckpointFormat)
+    return load_plugins().gather(HookSpecs.register_checkpoint_formats)
 
 
 def tensors(path):

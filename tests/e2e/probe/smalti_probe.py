@@ -134,7 +134,7 @@ class Probe:
         self.note("on_checkpoint_failed", step=state.step, error=error.message)
 
     @hookimpl
-    def on_gpu_fault(self, fault, state):
+    def on_gpu_fault(self, state, fault):
         self.note("on_gpu_fault", kind=fault.kind)
         return FaultAction[os.environ["PROBE_FAULT"]] if "PROBE_FAULT" in os.environ else None
 

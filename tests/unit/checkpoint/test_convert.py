@@ -22,6 +22,7 @@ from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.cli.checkpoint import checkpoint
 from smalti.errors import CheckpointError, ExitCode, MissingPlugin, UserError
+from smalti.hookspecs import HookSpecs
 from smalti.parallel.gloo import GlooCommunicator
 from smalti.parallel.protocol import PortableState
 from smalti.parallel.state import capture, regrouped, restore
@@ -58,7 +59,7 @@ def source(tmp_path):
 
 @pytest.fixture
 def formats(plugins):
-    return plugins.gather("register_checkpoint_formats", CheckpointFormat)
+    return plugins.gather(HookSpecs.register_checkpoint_formats)
 
 
 # --- checkpoints of smalti ------------------------------------------------------------------------------------------
@@ -207,9 +208,7 @@ def count(plugins, tmp_path, monkeypatch):
 
     def go(kind):
         (tmp_path / "foreign" / "counting").write_text(kind)
-        return convert(
-            tmp_path / "foreign", tmp_path / "target", plugins.gather("register_checkpoint_formats", CheckpointFormat)
-        )
+        return convert(tmp_path / "foreign", tmp_path / "target", plugins.gather(HookSpecs.register_checkpoint_formats))
 
     return go
 

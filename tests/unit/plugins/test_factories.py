@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from smalti.errors import BrokenPlugin, MissingPlugin, UserError
+from smalti.hookspecs import HookSpecs
 from smalti.plugins.factories import create
 from smalti.plugins.families import find_family
 from smalti.plugins.lookup import choose_distributed
@@ -112,10 +113,10 @@ def test_an_optimizer_that_cannot_be_built_is_not_blamed_on_the_core(plugins, co
     module(lion=lion)
     register(plugins, register_optimizers=[OptimizerEntry(name="lion", title="Lion", factory="theirs:lion")])
     config = configure("--optimizer=lion")
-    registry = plugins.gather("register_optimizers", OptimizerEntry)
+    registry = plugins.gather(HookSpecs.register_optimizers)
     groups = [{"params": [("weight", torch.nn.Parameter(torch.ones(2, 2)))]}]
     with pytest.raises(TypeError) as caught:
-        plugins.hook.build_optimizer(model=None, groups=groups, config=config, registry=registry)
+        plugins.decide(HookSpecs.build_optimizer, model=None, groups=groups, config=config, registry=registry)
     assert caught.value.__notes__ == ["raised by plugin 'old' (smalti-old 1.2) in the optimizer 'lion' (theirs:lion)"]
 
 

@@ -8,11 +8,11 @@ from smalti import hookimpl
 from smalti.config.resolution import resolve
 from smalti.data.from_options import catalog_of
 from smalti.errors import ConfigError, UserError
+from smalti.hookspecs import HookSpecs
 from smalti.plugins.caches import find_cache
 from smalti.plugins.lookup import choose_distributed
 from smalti.plugins.registry import PluginInfo
 from smalti.plugins.schema import check, schema_of
-from smalti.types import OptimizerEntry
 
 
 class GlitterOptions(smalti.Options):
@@ -93,7 +93,7 @@ def test_hook_check_config_complaints_come_together_with_the_cores(sparkling, co
 
 def test_hook_register_commands_adds_a_command(sparkling):
     group = click.Group()
-    sparkling.hook.register_commands(commands=group)
+    sparkling.notify(HookSpecs.register_commands, commands=group)
     assert {"glitter", "run"} <= group.commands.keys()
 
 
@@ -116,7 +116,7 @@ def test_hook_register_metadata_backends_makes_a_source_of_captions_known(sparkl
 
 
 def test_hook_register_optimizers_adds_to_the_registry(sparkling):
-    names = {entry.name for entry in sparkling.gather("register_optimizers", OptimizerEntry)}
+    names = {entry.name for entry in sparkling.gather(HookSpecs.register_optimizers)}
     assert {"shake", "adamw"} <= names
 
 

@@ -67,7 +67,7 @@ def test_only_the_chosen_backend_is_asked_for_a_backend_role(plugins):
     for name in ("one", "two"):
         plugins.register(info(name), Backend(name, nn.Identity(), asked))
     plan = DistributedPlan(name="one", title="One", parallel="nowhere:at_all")
-    plugins.backend(plan).wrap_model(model=None, family=None, blocks=[], parallel=None, weights=None)
+    plugins.backend(plan).decide(HookSpecs.wrap_model, model=None, family=None, blocks=[], parallel=None, weights=None)
     assert asked == ["one"]
 
 
@@ -76,7 +76,7 @@ def test_a_plugin_that_is_no_backend_may_take_a_backend_role_first(plugins):
     plugins.register(info("one"), Backend("one", nn.Identity(), asked))
     plugins.register(info("special"), Wrapper("special", None, asked))
     plan = DistributedPlan(name="one", title="One", parallel="nowhere:at_all")
-    plugins.backend(plan).wrap_model(model=None, family=None, blocks=[], parallel=None, weights=None)
+    plugins.backend(plan).decide(HookSpecs.wrap_model, model=None, family=None, blocks=[], parallel=None, weights=None)
     assert asked == ["special", "one"]
 
 
@@ -92,18 +92,18 @@ def test_in_a_decide_hook_the_core_is_asked_last(plugins):
             return [Block(path="mine", class_name="Mine", parameters=1)]
 
     plugins.register(info("detector"), Detector())
-    assert [block.path for block in plugins.hook.detect_blocks(model=None, family=None, config=None)] == ["mine"]
+    assert [block.path for block in plugins.decide(HookSpecs.detect_blocks, model=None, family=None, config=None)] == ["mine"]
 
 
 def test_gathered_answers_are_sorted_by_name(plugins):
     plugins.register(info("families"), Families("zebra", "ant"))
-    assert [family.name for family in plugins.gather("register_model_families", FamilyEntry)] == ["ant", "toy", "zebra"]
+    assert [family.name for family in plugins.gather(HookSpecs.register_model_families)] == ["ant", "toy", "zebra"]
 
 
 def test_one_name_from_two_plugins_is_an_error_that_names_both_distributions(plugins):
     plugins.register(info("families"), Families("toy"))
     with pytest.raises(UserError) as raised:
-        plugins.gather("register_model_families", FamilyEntry)
+        plugins.gather(HookSpecs.register_model_families)
     assert "'toy' is provided twice: by plugin 'toy' (smalti-toy " in str(raised.value)
     assert "and by plugin 'families' (dist-families 1.0)" in str(raised.value)
     assert "--without families" in str(raised.value)
@@ -112,7 +112,7 @@ def test_one_name_from_two_plugins_is_an_error_that_names_both_distributions(plu
 def test_one_name_twice_from_one_plugin_is_an_error_too(plugins):
     plugins.register(info("families"), Families("ant", "ant"))
     with pytest.raises(UserError, match="'ant' is provided twice"):
-        plugins.gather("register_model_families", FamilyEntry)
+        plugins.gather(HookSpecs.register_model_families)
 
 
 def test_an_answer_of_another_type_is_a_defect_of_its_plugin(plugins):
@@ -123,7 +123,7 @@ def test_an_answer_of_another_type_is_a_defect_of_its_plugin(plugins):
 
     plugins.register(info("wrong"), Wrong())
     with pytest.raises(TypeError, match=r"plugin 'wrong' \(dist-wrong 1.0\) returned the str 'flux' from"):
-        plugins.gather("register_model_families", FamilyEntry)
+        plugins.gather(HookSpecs.register_model_families)
 
 
 ANSWERS = {
@@ -145,7 +145,7 @@ def test_whatever_hook_returns_something_else_the_plugin_is_named(plugins, hook)
     plugin = SimpleNamespace(**{hook: hookimpl(lambda: ANSWERS[hook])})
     plugins.register(info("wrong"), plugin)
     with pytest.raises(TypeError, match=rf"plugin 'wrong' \(dist-wrong 1.0\) returned the .* from '{hook}', not a"):
-        getattr(plugins.hook, hook)(**dict.fromkeys(parameters))
+        plugins.notify(vars(HookSpecs)[hook], **dict.fromkeys(parameters))
 
 
 def test_one_object_stands_for_a_list_of_it(plugins):
@@ -155,7 +155,20 @@ def test_one_object_stands_for_a_list_of_it(plugins):
             return Problem(message="no")
 
     plugins.register(info("bare"), Bare())
-    assert plugins.call_only("bare", "check_config", config=None) == [[Problem(message="no")]]
+    assert plugins.call_one("bare", HookSpecs.check_config, config=None) == [Problem(message="no")]
+
+
+def test_a_hook_is_called_with_its_own_arguments_only(plugins):
+    with pytest.raises(TypeError, match="missing a required argument: 'config'"):
+        plugins.answers(HookSpecs.check_config)
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'also'"):
+        plugins.call_one("core", HookSpecs.check_config, config=None, also=1)
+
+
+def test_only_backend_roles_are_decided_by_a_backend(plugins):
+    plan = DistributedPlan(name="core", title="Core", parallel="nowhere:at_all")
+    with pytest.raises(AssertionError, match="detect_blocks is not a backend role"):
+        plugins.backend(plan).decide(HookSpecs.detect_blocks, model=None, family=None, config=None)
 
 
 WITH_A_FIX = UserError("no", fix="yes")
@@ -165,7 +178,7 @@ WITH_A_FIX = UserError("no", fix="yes")
 def test_an_exception_keeps_its_type_and_is_told_where_it_came_from(plugins, error):
     plugins.register(info("raising"), Raising(error))
     with pytest.raises(type(error)) as raised:
-        plugins.hook.check_config(config=None)
+        plugins.notify(HookSpecs.check_config, config=None)
     told, *fix = raised.value.__notes__
     assert told == "raised by plugin 'raising' (dist-raising 1.0) in hook 'check_config'"
     assert fix == ([] if error is WITH_A_FIX else ["fix: update dist-raising, or leave the plugin out with --without raising"])
@@ -181,14 +194,14 @@ def test_blame_goes_to_the_plugin_deepest_in_the_traceback(plugins):
 
     plugins.register(info("outer"), Outer())
     with pytest.raises(RuntimeError) as raised:
-        plugins.hook.check_config(config=None)
+        plugins.notify(HookSpecs.check_config, config=None)
     assert raised.value.__notes__[0] == "raised by plugin 'outer' (dist-outer 1.0) in hook 'check_config'"
 
 
 def test_a_plugin_that_was_switched_off_for_a_hook_is_not_asked_again(plugins):
     plugins.register(info("raising"), Raising(ValueError("no")))
-    plugins.switch_off("raising", "check_config")
-    assert "raising" not in plugins.claims("check_config")
+    plugins.disable("raising", HookSpecs.check_config)
+    assert "raising" not in plugins.implementers(HookSpecs.check_config)
 
 
 def test_a_plugin_need_not_take_all_arguments(plugins):
@@ -200,7 +213,7 @@ def test_a_plugin_need_not_take_all_arguments(plugins):
             seen.append(checkpoint.step)
 
     plugins.register(info("brief"), Brief())
-    plugins.call_only("brief", "on_checkpoint", state=None, checkpoint=Checkpoint(step=3, path="p", size=1, seconds=1.0))
+    plugins.call_one("brief", HookSpecs.on_checkpoint, state=None, checkpoint=Checkpoint(step=3, path="p", size=1, seconds=1.0))
     assert seen == [3]
 
 

@@ -36,8 +36,8 @@ from smalti.checkpoint import (
 from smalti.cli.output import counted, format_bytes, print_table
 from smalti.cli.pages.help import Group
 from smalti.errors import CheckpointError
+from smalti.hookspecs import HookSpecs
 from smalti.plugins import load_plugins, selection_of
-from smalti.types import CheckpointFormat
 
 if TYPE_CHECKING:
     from smalti.checkpoint import Precision
@@ -170,9 +170,7 @@ def convert_checkpoint(source: Path, target: Path, kind: Target, ema: bool, as_j
     """
     if ema and kind != "safetensors":
         raise click.UsageError("--ema needs --format=safetensors: a checkpoint keeps both weights")
-    formats = load_plugins(selection_of((), None, os.environ), strict=False).gather(
-        "register_checkpoint_formats", CheckpointFormat
-    )
+    formats = load_plugins(selection_of((), None, os.environ), strict=False).gather(HookSpecs.register_checkpoint_formats)
     with _progress(f"converting {source.name}") as progress:
         done = convert(_source(source), target, formats, to=kind, averaged=ema, progress=progress)
     if as_json:

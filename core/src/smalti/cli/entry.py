@@ -80,13 +80,14 @@ class Commands(Group):
 
     def _from_plugins(self) -> dict[str, click.Command]:
         """The commands that installed plugins add; those left out by the environment are not imported."""
+        from smalti.hookspecs import HookSpecs
         from smalti.plugins import load_plugins, selection_of
 
         group = CommandCollector(tuple(COMMANDS))
         plugins = load_plugins(selection_of((), None, os.environ), strict=False)
-        for name in sorted(plugins.claims("register_commands")):
+        for name in sorted(plugins.implementers(HookSpecs.register_commands)):
             try:
-                plugins.call_only(name, "register_commands", commands=group)
+                plugins.call_one(name, HookSpecs.register_commands, commands=group)
             except Exception as error:  # noqa: BLE001 - one plugin's defect must not take the other commands away
                 click.echo(f"smalti: warning: ignoring the commands of plugin {name!r}: {describe(error)}", err=True)
         return dict(group.commands)

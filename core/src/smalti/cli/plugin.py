@@ -22,8 +22,8 @@ from smalti.cli.pages.help import Group
 from smalti.cli.pages.protocols import page
 from smalti.config import KIT, PLUGINS, package_of_family, package_of_storage
 from smalti.errors import UserError
-from smalti.plugins import Plugins, load_plugins, selection_of
-from smalti.types import FamilyEntry, OptimizerEntry, Registered, StorageEntry
+from smalti.hookspecs import HookSpecs
+from smalti.plugins import Plugins, RegisterHook, load_plugins, selection_of
 
 _SUFFIX = ".tmpl"
 _LONGEST = 24
@@ -36,37 +36,33 @@ _TRAIN = (
 class Kind:
     """One kind of plugin that there are templates for, in the folder of its name.
 
-    `trial` is a command that uses the plugin. What it registers is of the type `entry`, under the plugin's name.
+    `trial` is a command that uses the plugin. `hook` is where it registers an entry under the plugin's name.
     """
 
     title: str
     trial: str
-    hook: str = ""
-    entry: type[Registered] = Registered
+    hook: RegisterHook | None = None
 
 
 KINDS = {
     "family": Kind(
         title="a model family",
         trial=_TRAIN.replace("=toy", "=$name"),
-        hook="register_model_families",
-        entry=FamilyEntry,
+        hook=HookSpecs.register_model_families,
     ),
     "storage": Kind(
         title="a storage for datasets",
         trial=_TRAIN.replace(
             "--instance_data_dir=photos", """--datasets='[{"id": "photos", "type": "$name", "${name}_file": "photos.zip"}]'"""
         ),
-        hook="register_storage",
-        entry=StorageEntry,
+        hook=HookSpecs.register_storage,
     ),
     "strategy": Kind(title="a distribution strategy", trial=f"{_TRAIN} --num_processes=2 --use_cpu --${{name}}_enable"),
     "observer": Kind(title="an observer of runs", trial=f"{_TRAIN} --${{name}}_interval=1"),
     "optimizer": Kind(
         title="an optimizer",
         trial=f"{_TRAIN} --optimizer=$name --learning_rate=1e-4",
-        hook="register_optimizers",
-        entry=OptimizerEntry,
+        hook=HookSpecs.register_optimizers,
     ),
 }
 
@@ -146,7 +142,7 @@ def _holder(word: str, kind: str, plugins: Plugins) -> str:
     if official is not None:
         return official.distribution
     about = KINDS[kind]
-    for entry in plugins.gather(about.hook, about.entry) if about.hook else ():
+    for entry in plugins.gather(about.hook) if about.hook else ():
         if entry.name == word:
             return f"{entry.kind} of {entry.origin}"
     return ""

@@ -6,23 +6,22 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import cast
 
 import click
 
 from smalti.cli.output import counted, print_table
 from smalti.cli.pages.help import Command, CommandCollector
-from smalti.config import OptionGroup, packages_with_families
-from smalti.plugins import BUILT_IN, PluginInfo, Plugins, load_plugins, selection_of
-from smalti.types import FamilyEntry, Registered
+from smalti.config import packages_with_families
+from smalti.hookspecs import HookSpecs
+from smalti.plugins import BUILT_IN, PluginInfo, Plugins, RegisterHook, load_plugins, selection_of
 
-_ADDS = {
-    "register_model_families": "families",
-    "register_storage": "storages",
-    "register_metadata_backends": "metadata backends",
-    "register_optimizers": "optimizers",
-    "register_checkpoint_formats": "checkpoint formats",
-    "register_caches": "caches",
+_ADDS: Mapping[RegisterHook, str] = {
+    HookSpecs.register_model_families: "families",
+    HookSpecs.register_storage: "storages",
+    HookSpecs.register_metadata_backends: "metadata backends",
+    HookSpecs.register_optimizers: "optimizers",
+    HookSpecs.register_checkpoint_formats: "checkpoint formats",
+    HookSpecs.register_caches: "caches",
 }
 """Hooks whose answers have names, and what these are called."""
 _COLOURS = {"active": "green", "broken": "red", "incompatible": "red"}
@@ -41,7 +40,7 @@ def plugins(hooks: bool, as_json: bool, only: tuple[str, ...], without: tuple[st
     """
     words = [f"--plugins={name}" for name in only] + [f"--without={name}" for name in without]
     loaded = load_plugins(selection_of(words, None, os.environ), strict=False)
-    families = loaded.gather("register_model_families", FamilyEntry)
+    families = loaded.gather(HookSpecs.register_model_families)
     added = {name: _added(name, loaded) for name in loaded.infos}
     if as_json:
         listing = {
@@ -60,18 +59,12 @@ def plugins(hooks: bool, as_json: bool, only: tuple[str, ...], without: tuple[st
 
 def _added(name: str, loaded: Plugins) -> dict[str, list[str]]:
     """What a plugin adds, by kind."""
-
-    def answers(hook: str) -> list[object]:
-        found = loaded.call_only(name, hook) if hook in loaded.infos[name].hooks else []
-        return [each for answer in found for each in cast(list[object], answer or [])]
-
-    added = {kind: [entry.name for entry in cast(list[Registered], answers(hook))] for hook, kind in _ADDS.items()}
-    groups = cast(list[OptionGroup], answers("declare_options"))
+    added = {kind: [entry.name for entry in loaded.call_one(name, hook) or ()] for hook, kind in _ADDS.items()}
+    groups = loaded.call_one(name, HookSpecs.declare_options) or ()
     added["options"] = [option for group in groups for option in group.options.model_fields]
-    if "register_commands" in loaded.infos[name].hooks:
-        commands = CommandCollector()
-        loaded.call_only(name, "register_commands", commands=commands)
-        added["commands"] = list(commands.commands)
+    commands = CommandCollector()
+    loaded.call_one(name, HookSpecs.register_commands, commands=commands)
+    added["commands"] = list(commands.commands)
     return {kind: names for kind, names in added.items() if names}
 
 

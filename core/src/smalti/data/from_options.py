@@ -25,10 +25,10 @@ from smalti.data.datasets.spec import (
 from smalti.data.prepared import DataRules, Dataset, PreparedData, build_datasets, load_datasets, prepare, refuse_trained
 from smalti.data.scan.index import Progress
 from smalti.errors import ConfigError, Problem
+from smalti.hookspecs import HookSpecs
 from smalti.plugins import Plugins, choose_distributed
 from smalti.rundir import Phases, RunDirectory
 from smalti.system import atomic_write
-from smalti.types import MetadataEntry, StorageEntry
 
 Scan = Callable[[str], Progress]
 _SCAN_NOTE = "scan.json"
@@ -36,9 +36,7 @@ _SCAN_NOTE = "scan.json"
 
 def catalog_of(plugins: Plugins) -> Catalog:
     """The storages and metadata backends of all active plugins."""
-    return Catalog.of(
-        plugins.gather("register_storage", StorageEntry), plugins.gather("register_metadata_backends", MetadataEntry)
-    )
+    return Catalog.of(plugins.gather(HookSpecs.register_storage), plugins.gather(HookSpecs.register_metadata_backends))
 
 
 def dataset_specs(config: Config, catalog: Catalog) -> tuple[DatasetSpec, ...]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from smalti.config import Config, DataOptions, ModelOptions, OptimizerOptions, RunOptions, ValidationOptions
 from smalti.errors import CheckpointError, ConfigError, Problem, Unsettled, UserError, problems_in
+from smalti.hookspecs import HookSpecs
 from smalti.plugins import (
     Plugins,
     check_shares,
@@ -26,7 +27,7 @@ from smalti.plugins import (
     known_families,
 )
 from smalti.rundir import RunDirectory
-from smalti.types import DistributedPlan, OptimizerEntry
+from smalti.types import DistributedPlan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -86,7 +87,7 @@ def check_run(config: Config, plugins: Plugins, *, thorough: bool = False) -> Ch
     findings.ask(lambda: _datasets(config, plugins))
     checkpoint = findings.ask(lambda: _checkpoint(config))
     distributed = findings.ask(lambda: choose_distributed(config, plugins))
-    entries = plugins.gather("register_optimizers", OptimizerEntry)
+    entries = plugins.gather(HookSpecs.register_optimizers)
     if findings.ask(lambda: find_optimizer(config[OptimizerOptions].optimizer, entries)) and distributed:
         findings.ask(lambda: check_strategy(distributed, config, plugins))
     family = findings.ask(lambda: _family(config, plugins, fetch=not findings.problems))

@@ -7,12 +7,14 @@ from .lookup import (
     choose_distributed as choose_distributed,
     find_optimizer as find_optimizer,
 )
-from .observers import consult as consult, notify as notify, observed as observed, summary as summary, warn as warn
+from .observers import ask_each as ask_each, notify_each as notify_each, observed as observed, summary as summary, warn as warn
 from .registry import (
     BUILT_IN as BUILT_IN,
     GROUP as GROUP,
+    Backend as Backend,
     PluginInfo as PluginInfo,
     Plugins as Plugins,
+    RegisterHook as RegisterHook,
     Selection as Selection,
     load_plugins as load_plugins,
 )

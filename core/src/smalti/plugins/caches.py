@@ -12,6 +12,7 @@ from typing import Protocol, cast
 
 from smalti.config import Config, package_of_cache, resolve
 from smalti.errors import UserError
+from smalti.hookspecs import HookSpecs
 from smalti.plugins.factories import create
 from smalti.plugins.registry import Plugins
 from smalti.plugins.schema import schema_of
@@ -60,7 +61,7 @@ class CacheReport:
 def list_caches(plugins: Plugins, config: Config | None = None) -> list[CacheReport]:
     """Every cache with its size, sorted by name. `config` says where those are that a configuration puts somewhere."""
     reports = []
-    for entry in plugins.gather("register_caches", CacheEntry):
+    for entry in plugins.gather(HookSpecs.register_caches):
         cache = _open(entry, plugins, config)
         reports.append(
             CacheReport(name=entry.name, title=entry.title, place=cache.place, entries=cache.entries(), bytes=cache.size())
@@ -70,7 +71,7 @@ def list_caches(plugins: Plugins, config: Config | None = None) -> list[CacheRep
 
 def find_cache(plugins: Plugins, name: str, config: Config | None = None) -> Cache:
     """The cache of this name, in any spelling. Raises UserError with the names that there are."""
-    entries = {entry.name: entry for entry in plugins.gather("register_caches", CacheEntry)}
+    entries = {entry.name: entry for entry in plugins.gather(HookSpecs.register_caches)}
     spelled = {_fold(each): each for each in entries}
     if _fold(name) in spelled:
         return _open(entries[spelled[_fold(name)]], plugins, config)

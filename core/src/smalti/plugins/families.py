@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from smalti.config import Config, ModelOptions, package_of_family, packages_with_families
 from smalti.errors import BrokenPlugin, MissingPlugin, UserError
+from smalti.hookspecs import HookSpecs
 from smalti.plugins.factories import create
 from smalti.plugins.registry import Plugins
 from smalti.types import FamilyEntry
@@ -35,7 +36,7 @@ def family_entry(config: Config, plugins: Plugins) -> FamilyEntry:
 
 def known_families(plugins: Plugins) -> dict[str, FamilyEntry]:
     """The families on offer, by name."""
-    return {entry.name: entry for entry in plugins.gather("register_model_families", FamilyEntry)}
+    return {entry.name: entry for entry in plugins.gather(HookSpecs.register_model_families)}
 
 
 def find_family(config: Config, plugins: Plugins) -> ModelFamily:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from smalti.config import Config, OptimizerOptions
 from smalti.errors import BrokenPlugin, UserError
+from smalti.hookspecs import HookSpecs
 from smalti.plugins.registry import Plugins
 from smalti.types import DistributedPlan, OptimizerEntry
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 def choose_distributed(config: Config, plugins: Plugins) -> DistributedPlan:
     """The one backend that claims the run. Raises UserError when two do."""
-    claims = plugins.gather("configure_distributed", DistributedPlan, config=config)
+    claims = plugins.gather(HookSpecs.configure_distributed, config=config)
     wanted = [plan for plan in reversed(claims) if not plan.fallback]  # the last registered first, as in every decide hook
     if len(wanted) > 1:
         raise UserError(
@@ -44,7 +45,7 @@ def find_optimizer(name: str, entries: Sequence[OptimizerEntry]) -> OptimizerEnt
 
 def check_strategy(plan: DistributedPlan, config: Config, plugins: Plugins) -> None:
     """Refuse an unknown optimizer, and one that cannot work on parts of parameters where the strategy makes them."""
-    entries = plugins.gather("register_optimizers", OptimizerEntry)
+    entries = plugins.gather(HookSpecs.register_optimizers)
     chosen = find_optimizer(config[OptimizerOptions].optimizer, entries)
 
     def works(entry: OptimizerEntry) -> bool:

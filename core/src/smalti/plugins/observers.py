@@ -7,50 +7,70 @@ Not for `on_step_end`, whose exceptions end the run, nor for `log_metrics`, whic
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import cast
-
-import pluggy
+from typing import Concatenate, ParamSpec, TypeVar, cast
 
 from smalti.errors import UserError
+from smalti.hookspecs import HookSpecs
 from smalti.plugins.registry import Plugins
 from smalti.types import Outcome, RunInfo, RunState
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
 
 
-def notify(plugins: Plugins, hook: str, state: RunState, *, but: Collection[str] = (), **arguments: object) -> list[Exception]:
-    """Call a notify hook of every plugin, in the usual order, whatever the others do; failures are reported and returned.
+def notify_each(
+    plugins: Plugins,
+    hook: Callable[Concatenate[HookSpecs, RunState, P], None],
+    state: RunState,
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> list[Exception]:
+    """Call a notify hook of every plugin, whatever the others do. Failures are reported with `warn`, and returned."""
+    return _ask(plugins, hook, state, (), args, kwargs)[1]
 
-    `but` names plugins that are left out.
-    """
-    return _call(plugins, hook, state, but, arguments)[1]
+
+def ask_each(
+    plugins: Plugins,
+    hook: Callable[Concatenate[HookSpecs, RunState, P], R],
+    state: RunState,
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> dict[str, R]:
+    """The answers to a gather hook by plugin. A plugin that fails has none; its failure is reported with `warn`."""
+    return _ask(plugins, hook, state, (), args, kwargs)[0]
 
 
-def consult(plugins: Plugins, hook: str, state: RunState, **arguments: object) -> dict[str, object]:
-    """The answers to a gather hook by plugin; one that fails has none, and is reported."""
-    return _call(plugins, hook, state, (), arguments)[0]
-
-
-def _call(
-    plugins: Plugins, hook: str, state: RunState, but: Collection[str], arguments: dict[str, object]
-) -> tuple[dict[str, object], list[Exception]]:
-    answers: dict[str, object] = {}
+def _ask(
+    plugins: Plugins,
+    hook: Callable[Concatenate[HookSpecs, RunState, ...], R],
+    state: RunState,
+    without: Collection[str],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+) -> tuple[dict[str, R], list[Exception]]:
+    answers: dict[str, R] = {}
     failures: list[Exception] = []
-    for name in _order(plugins, hook):
-        if name in but:
+    for name in plugins.implementers(hook):
+        if name in without:
             continue
         try:
-            for answer in plugins.call_only(name, hook, state=state, **arguments):
-                answers[name] = answer
+            answer = plugins.call_one(name, hook, state, *args, **kwargs)
         except Exception as error:  # noqa: BLE001 - the isolation of observers: whatever one raises, the others have their turn
             failures.append(error)
-            message = f"plugin {name!r} ({plugins.infos[name].source}) failed in hook {hook!r}: {summary(error)}"
-            if hook == "on_warning":
+            message = f"plugin {name!r} ({plugins.infos[name].source}) failed in hook {hook.__name__!r}: {summary(error)}"
+            if hook is HookSpecs.on_warning:
                 _write(message, error)
             else:
                 warn(plugins, state, f"{message}; the run is not affected", error)
+        else:
+            if answer is not None:
+                answers[name] = answer
     return answers, failures
 
 
@@ -61,7 +81,7 @@ def warn(plugins: Plugins, state: RunState, message: str, error: Exception, *, q
     """
     if not quiet:
         _write(message, error)
-    notify(plugins, "on_warning", state, message=message, error=error)
+    notify_each(plugins, HookSpecs.on_warning, state, message=message, error=error)
 
 
 def _write(message: str, error: Exception) -> None:
@@ -92,27 +112,21 @@ def observed(plugins: Plugins, state: RunState, info: RunInfo) -> Iterator[list[
     unstarted: list[str] = []
     under_way: BaseException | None = None
     try:
-        unstarted += _order(plugins, "on_train_start")
+        unstarted += plugins.implementers(HookSpecs.on_train_start)
         while unstarted:
-            plugins.call_only(unstarted[0], "on_train_start", state=state, info=info)
+            plugins.call_one(unstarted[0], HookSpecs.on_train_start, state, info=info)
             del unstarted[0]
         yield ended
     except BaseException as error:
         under_way = error
-        _note(error, notify(plugins, "on_error", state, but=unstarted, error=error))
+        _note(error, _ask(plugins, HookSpecs.on_error, state, unstarted, (), {"error": error})[1])
         raise
     finally:
         outcome = ended[0] if ended and under_way is None else None
-        _note(under_way, notify(plugins, "on_train_end", state, but=unstarted, outcome=outcome))
+        _note(under_way, _ask(plugins, HookSpecs.on_train_end, state, unstarted, (), {"outcome": outcome})[1])
 
 
 def _note(error: BaseException | None, failures: list[Exception]) -> None:
     for failure in failures if error is not None else ():
         told = ", ".join((summary(failure), *getattr(failure, "__notes__", ())))
         cast(BaseException, error).add_note(f"after that: {told}")
-
-
-def _order(plugins: Plugins, hook: str) -> list[str]:
-    """The plugins that implement a hook, in the order in which they are called."""
-    caller = cast(pluggy.HookCaller, getattr(plugins.hook, hook))
-    return [each.plugin_name for each in reversed(caller.get_hookimpls())]

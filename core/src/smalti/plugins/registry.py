@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from importlib import import_module
@@ -11,7 +11,7 @@ from importlib.metadata import Distribution, EntryPoint, entry_points, version
 from pathlib import Path
 from traceback import extract_tb, walk_tb
 from types import CodeType
-from typing import Literal, Protocol, TypeVar, cast
+from typing import Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast
 
 import pluggy
 
@@ -44,7 +44,15 @@ class Named(Protocol):
     def name(self) -> str: ...
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T", bound=Named)
+Hook = Callable[Concatenate[HookSpecs, ...], object]
+"""A function of `HookSpecs`, which stands for the hook."""
+RegisterHook = Callable[[HookSpecs], Sequence[Registered]]
+"""A hook in which plugins register entries."""
+ROLES: frozenset[Hook] = frozenset({HookSpecs.wrap_model, HookSpecs.save_checkpoint, HookSpecs.load_checkpoint})
+"""The hooks in which only the chosen backend is asked, besides plugins that are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +101,7 @@ class PluginInfo:
 
 @dataclass(kw_only=True)
 class Plugins:
-    """The registered plugins, a typed way to call their hooks, and the blame when one fails."""
+    """The registered plugins: calls their hooks, and notes on an exception which plugin raised it."""
 
     infos: dict[str, PluginInfo] = field(default_factory=dict)
 
@@ -101,8 +109,6 @@ class Plugins:
         self._manager = pluggy.PluginManager(PROJECT)
         self._manager.add_hookspecs(HookSpecs)
         self._manager.add_hookcall_monitoring(lambda *_: None, self._attribute)
-        self.hook = cast(HookSpecs, self._manager.hook)
-        """Every hook, typed. Call with keywords. A decide hook gives its answer, the others a list of answers."""
 
     # --- registering ------------------------------------------------------------------------------------------------
 
@@ -144,62 +150,78 @@ class Plugins:
             self._manager.unregister(plugin)
 
     # --- calling ----------------------------------------------------------------------------------------------------
+    #
+    # One method for each kind of hook. `hook` is the function of `HookSpecs`, so a type checker knows its arguments and answer:
+    # `plugins.decide(HookSpecs.detect_blocks, model=model, family=family, config=config)`.
 
-    def gather(self, hook: str, kind: type[T], **arguments: object) -> list[T]:
-        """All answers to a gather hook, merged and sorted by `name`; the same name twice is an error naming both sources."""
+    def decide(self, hook: Callable[Concatenate[HookSpecs, P], R | None], /, *args: P.args, **kwargs: P.kwargs) -> R | None:
+        """The first answer to a decide hook that is not None, or None. A backend role is for `backend` instead."""
+        return cast(R | None, self._caller(hook)(**_by_name(hook, args, kwargs)))
+
+    def gather(
+        self, hook: Callable[Concatenate[HookSpecs, P], Sequence[T] | T | None], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]:
+        """All entries that plugins return from a gather hook, sorted by `name`.
+
+        Raises UserError, with both sources, when two entries have the same name.
+        """
         owners: dict[str, PluginInfo] = {}
         merged: list[T] = []
-        for plugin, answer in self.answers(hook, **arguments):
+        for plugin, answer in self.answers(hook, *args, **kwargs).items():
             info = self.infos[plugin]
             for each in cast(list[T], answer if isinstance(answer, list) else [answer]):
                 if (first := owners.get(each.name)) is not None:
                     raise UserError(
                         f"{each.name!r} is provided twice: by plugin {first.name!r} ({first.source}) "
                         f"and by plugin {info.name!r} ({info.source})",
-                        fix=f"leave one of them out, for example with --without {info.name}",
+                        fix=f"disable one of them, for example with --without {info.name}",
                     )
                 owners[each.name] = info
                 merged.append(replace(each, origin=info.origin) if isinstance(each, Registered) else each)
         return sorted(merged, key=lambda each: each.name)
 
-    def answers(self, hook: str, **arguments: object) -> list[tuple[str, object]]:
-        """Each plugin's own answer to a gather hook, in the order of registration."""
-        found: list[tuple[str, object]] = []
-        for name in self.infos:
-            plugin = self._manager.get_plugin(name)
-            if plugin is None or hook not in self.infos[name].hooks:
-                continue
-            found.extend((name, answer) for answer in self.call_only(name, hook, **arguments) if answer is not None)
-        return found
+    def notify(self, hook: Callable[Concatenate[HookSpecs, P], None], /, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call a notify hook of every plugin. The first exception ends it; `notify_each` isolates plugins."""
+        self._caller(hook)(**_by_name(hook, args, kwargs))
 
-    def call_only(self, name: str, hook: str, **arguments: object) -> list[object]:
-        """Call one plugin's implementation of a gather or notify hook; its answer, alone in a list."""
-        return self._only(hook, {name})(**arguments)
+    def answers(
+        self, hook: Callable[Concatenate[HookSpecs, P], R | None], /, *args: P.args, **kwargs: P.kwargs
+    ) -> dict[str, R]:
+        """The answers to a gather hook that are not None, by plugin, in the order of registration."""
+        found = {name: self.call_one(name, hook, *args, **kwargs) for name in self.infos}
+        return {name: answer for name, answer in found.items() if answer is not None}
 
-    def backend(self, plan: DistributedPlan) -> HookSpecs:
-        """The hooks as the chosen backend sees them: other backends are not asked for its roles."""
-        owner = self.owner_of_plan(plan)
-        return cast(HookSpecs, _BackendHooks(self, owner))
+    def call_one(
+        self, plugin: str, hook: Callable[Concatenate[HookSpecs, P], R | None], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R | None:
+        """What one plugin returns from a gather or notify hook; None if it does not implement it."""
+        if hook.__name__ not in self.infos[plugin].hooks:
+            return None
+        answers = cast(list[R], self._caller(hook, {plugin})(**_by_name(hook, args, kwargs)))
+        return answers[0] if answers else None
 
-    def owner_of_plan(self, plan: DistributedPlan) -> str:
-        """The plugin whose plan this is; a plan carries the name of its plugin."""
+    def backend(self, plan: DistributedPlan) -> Backend:
+        """The backend whose plan this is, for its roles. Raises UserError for a plan that is not named like a plugin."""
         if plan.name not in self.infos:
             raise UserError(f"the plan {plan.title!r} carries the name {plan.name!r}, which is not the name of a plugin")
-        return plan.name
+        return Backend(plugins=self, name=plan.name)
 
-    def claims(self, hook: str) -> set[str]:
-        """Names of the active plugins that implement a hook."""
-        return {name for name, info in self.infos.items() if hook in info.hooks}
+    def implementers(self, hook: Hook) -> list[str]:
+        """Names of the active plugins that implement a hook, in the order in which they are called."""
+        implementations = reversed(self._caller(hook).get_hookimpls())
+        return [each.plugin_name for each in implementations if hook.__name__ in self.infos[each.plugin_name].hooks]
 
-    def _only(self, hook: str, names: set[str]) -> Callable[..., list[object]]:
-        removed = [self._manager.get_plugin(other) for other in self.infos if other not in names]
-        kept = [plugin for plugin in removed if plugin is not None]
-        return cast(Callable[..., list[object]], self._manager.subset_hook_caller(hook, kept))
+    def disable(self, plugin: str, hook: Hook) -> None:
+        """Call this plugin's implementation of a hook no more: the isolation of trackers."""
+        info = self.infos[plugin]
+        info.hooks = tuple(name for name in info.hooks if name != hook.__name__)
 
-    def switch_off(self, name: str, hook: str) -> None:
-        """Ask this plugin no more for this hook: the isolation of trackers."""
-        info = self.infos[name]
-        info.hooks = tuple(each for each in info.hooks if each != hook)
+    def _caller(self, hook: Hook, names: Collection[str] | None = None) -> pluggy.HookCaller:
+        """What calls the implementations of a hook: all of them, or those of these plugins."""
+        if names is None:
+            return cast(pluggy.HookCaller, getattr(self._manager.hook, hook.__name__))
+        others = [self._manager.get_plugin(name) for name in self.infos if name not in names]
+        return self._manager.subset_hook_caller(hook.__name__, [plugin for plugin in others if plugin is not None])
 
     # --- telling ----------------------------------------------------------------------------------------------------
 
@@ -236,21 +258,26 @@ class Plugins:
                 return
 
 
-class _BackendHooks:
-    """Calls hooks with all backends but one left out."""
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """The plugin whose plan was chosen for the run. Its roles are decided without the other backends."""
 
-    ROLES = frozenset({"wrap_model", "save_checkpoint", "load_checkpoint"})
+    plugins: Plugins
+    name: str
 
-    def __init__(self, plugins: Plugins, owner: str) -> None:
-        self._plugins = plugins
-        self._owner = owner
+    def decide(self, role: Callable[Concatenate[HookSpecs, P], R | None], /, *args: P.args, **kwargs: P.kwargs) -> R | None:
+        """The first answer that is not None: of plugins that are no backend, of this one, then of the core."""
+        assert role in ROLES, f"{role.__name__} is not a backend role"
+        others = {*self.plugins.implementers(HookSpecs.configure_distributed)} - {self.name}
+        asked = {name for name in self.plugins.infos if name not in others}
+        return cast(R | None, self.plugins._caller(role, asked)(**_by_name(role, args, kwargs)))
 
-    def __getattr__(self, hook: str) -> Callable[..., object]:
-        if hook not in self.ROLES:
-            raise AttributeError(f"{hook!r} is not a backend role")
-        backends = self._plugins.claims("configure_distributed") - {self._owner}
-        others = {name for name in self._plugins.infos if name not in backends}
-        return self._plugins._only(hook, others)
+
+def _by_name(hook: Hook, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
+    """The arguments of a call by their names, which is how pluggy passes them on. Raises TypeError for wrong ones."""
+    arguments = inspect.signature(hook).bind(None, *args, **kwargs).arguments
+    del arguments["self"]
+    return arguments
 
 
 def _code_of(function: Callable[..., object]) -> CodeType | None:

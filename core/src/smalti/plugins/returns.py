@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from pkgutil import resolve_name
 
+from smalti.hookspecs import HookSpecs
 from smalti.types import Origin
 
 
@@ -32,24 +33,25 @@ class Answer:
         raise TypeError(f"{origin} returned {_shown(given)} from {hook!r}, not {wanted}")
 
 
-ANSWERS = {
-    "declare_options": Answer("smalti.config.options:OptionGroup", several=True),
-    "check_config": Answer("smalti.errors:Problem", several=True),
-    "register_model_families": Answer("smalti.types:FamilyEntry", several=True),
-    "register_storage": Answer("smalti.types:StorageEntry", several=True),
-    "register_metadata_backends": Answer("smalti.types:MetadataEntry", several=True),
-    "register_optimizers": Answer("smalti.types:OptimizerEntry", several=True),
-    "register_checkpoint_formats": Answer("smalti.types:CheckpointFormat", several=True),
-    "register_caches": Answer("smalti.types:CacheEntry", several=True),
-    "configure_distributed": Answer("smalti.types:DistributedPlan"),
-    "detect_blocks": Answer("smalti.types:Block", several=True),
-    "wrap_model": Answer("torch.nn:Module"),
-    "build_optimizer": Answer("torch.optim:Optimizer"),
-    "save_checkpoint": Answer("smalti.types:Checkpoint"),
-    "load_checkpoint": Answer("smalti.checkpoint.reader:Loaded"),
-    "on_gpu_fault": Answer("smalti.types:FaultAction"),
+_ANSWERS: Mapping[Callable[..., object], Answer] = {
+    HookSpecs.declare_options: Answer("smalti.config.options:OptionGroup", several=True),
+    HookSpecs.check_config: Answer("smalti.errors:Problem", several=True),
+    HookSpecs.register_model_families: Answer("smalti.types:FamilyEntry", several=True),
+    HookSpecs.register_storage: Answer("smalti.types:StorageEntry", several=True),
+    HookSpecs.register_metadata_backends: Answer("smalti.types:MetadataEntry", several=True),
+    HookSpecs.register_optimizers: Answer("smalti.types:OptimizerEntry", several=True),
+    HookSpecs.register_checkpoint_formats: Answer("smalti.types:CheckpointFormat", several=True),
+    HookSpecs.register_caches: Answer("smalti.types:CacheEntry", several=True),
+    HookSpecs.configure_distributed: Answer("smalti.types:DistributedPlan"),
+    HookSpecs.detect_blocks: Answer("smalti.types:Block", several=True),
+    HookSpecs.wrap_model: Answer("torch.nn:Module"),
+    HookSpecs.build_optimizer: Answer("torch.optim:Optimizer"),
+    HookSpecs.save_checkpoint: Answer("smalti.types:Checkpoint"),
+    HookSpecs.load_checkpoint: Answer("smalti.checkpoint.reader:Loaded"),
+    HookSpecs.on_gpu_fault: Answer("smalti.types:FaultAction"),
 }
-"""By hook; what the others return is not looked at."""
+"""What the others return is not checked."""
+ANSWERS = {hook.__name__: answer for hook, answer in _ANSWERS.items()}
 
 
 def checked(function: Callable[..., object], hook: str, origin: Origin) -> Callable[..., object]:

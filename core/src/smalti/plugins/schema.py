@@ -9,8 +9,9 @@ from typing import cast
 
 from pydantic import ValidationError
 
-from smalti.config import GROUPS, PREFIX, Config, OptionGroup, PluginOptions, Schema, expand, flat, read_mapping
+from smalti.config import GROUPS, PREFIX, Config, PluginOptions, Schema, expand, flat, read_mapping
 from smalti.errors import ConfigError, Problem, Unsettled, UserError
+from smalti.hookspecs import HookSpecs
 from smalti.plugins.registry import PluginInfo, Plugins, Selection
 
 
@@ -19,11 +20,11 @@ def schema_of(plugins: Plugins) -> Schema:
 
     Raises UserError when two plugins declare the same option.
     """
-    groups = plugins.gather("declare_options", OptionGroup)
+    groups = plugins.gather(HookSpecs.declare_options)
     owners: dict[str, PluginInfo] = {}
-    for plugin, answer in plugins.answers("declare_options"):
+    for plugin, answer in plugins.answers(HookSpecs.declare_options).items():
         mine = plugins.infos[plugin]
-        for option in Schema(tuple(cast(list[OptionGroup], answer))).options.values():
+        for option in Schema(tuple(answer)).options.values():
             for name in (option.name, *option.aliases):
                 if (other := owners.setdefault(name, mine)) is not mine:
                     raise UserError(
@@ -78,11 +79,10 @@ def complaints(config: Config, plugins: Plugins, *, without: Collection[str] = (
     A plugin that needs an option whose value is not known says nothing.
     """
     found: list[Problem] = []
-    for name, info in plugins.infos.items():
-        if "check_config" in info.hooks and name not in without:
+    for name in plugins.infos:
+        if name not in without:
             with suppress(Unsettled):
-                for answer in plugins.call_only(name, "check_config", config=config):
-                    found += cast(list[Problem], answer or [])
+                found += plugins.call_one(name, HookSpecs.check_config, config=config) or []
     return found
 
 

@@ -6,8 +6,9 @@ import logging
 
 from smalti.checkpoint import SaveError
 from smalti.config import CheckpointOptions
+from smalti.hookspecs import HookSpecs
 from smalti.parallel import portable_name
-from smalti.plugins import notify
+from smalti.plugins import notify_each
 from smalti.training.run import Run
 from smalti.training.validation.running_stats import take_first_ranks
 from smalti.types import Checkpoint, Outcome, StopReason
@@ -39,13 +40,13 @@ def poll_save(run: Run, *, finish: bool = False, last: bool = False) -> None:
         return
     run.save_failure = result if isinstance(result, SaveError) else None
     if isinstance(result, Checkpoint):
-        notify(run.plugins, "on_checkpoint", run.state, checkpoint=result)
+        notify_each(run.plugins, HookSpecs.on_checkpoint, run.state, checkpoint=result)
         return
     stops = run.config[CheckpointOptions].on_save_error == "stop" or result.errno is None
     if run.world.is_main:
         then = "stopping" if stops else "older checkpoints are intact" + ("" if last else ", training goes on")
         _log.warning("%s; %s%s", result.message, then, f"\n  fix: {result.fix}" if result.fix else "")
-    notify(run.plugins, "on_checkpoint_failed", run.state, error=result)
+    notify_each(run.plugins, HookSpecs.on_checkpoint_failed, run.state, error=result)
     if stops:
         run.state.request_stop(StopReason.SAVE_FAILED, _with_last_good(run, result))
 

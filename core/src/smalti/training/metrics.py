@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from smalti.hookspecs import HookSpecs
 from smalti.plugins import Plugins
 from smalti.types import StepResult, World
 
@@ -33,11 +34,11 @@ def log_metrics(plugins: Plugins, world: World, metrics: Mapping[str, float], st
     """Hand numbers to every tracker. Main rank only; a tracker's failure is told once and ends its part in the run."""
     if not world.is_main:
         return
-    for name in sorted(plugins.claims("log_metrics")):
+    for name in sorted(plugins.implementers(HookSpecs.log_metrics)):
         try:
-            plugins.call_only(name, "log_metrics", metrics=metrics, step=step)
+            plugins.call_one(name, HookSpecs.log_metrics, metrics=metrics, step=step)
         except Exception as error:  # noqa: BLE001 - the isolation of trackers: whatever they raise, training goes on
-            plugins.switch_off(name, "log_metrics")
+            plugins.disable(name, HookSpecs.log_metrics)
             source = plugins.infos[name].source
             _log.warning(
                 "tracking by plugin %r (%s) is off from step %d on: %s: %s", name, source, step, type(error).__name__, error

@@ -45,7 +45,7 @@ from smalti.models import (
     without_weights,
 )
 from smalti.parallel import Boundary, Communicator, FailureDetector, Parallel, RankError, products
-from smalti.plugins import Plugins, create, find_family
+from smalti.plugins import Backend, Plugins, create, find_family
 from smalti.rundir import Phases, RunDirectory, RunWriter, SmoothedMetrics
 from smalti.system import derive_seed
 from smalti.training.loss import DenoisingLoss, denoising_loss
@@ -60,7 +60,6 @@ from smalti.types import (
     Block,
     Checkpoint,
     DistributedPlan,
-    OptimizerEntry,
     RunInfo,
     RunState,
     StepResult,
@@ -77,7 +76,7 @@ class Run:
 
     config: Config
     plugins: Plugins
-    backend: HookSpecs
+    backend: Backend
     """The hooks with all backends but the chosen one left out; for the backend roles."""
     directory: RunDirectory
     info: RunInfo
@@ -159,10 +158,6 @@ class Run:
     def phases(self) -> Phases:
         """What this rank is busy with; told of on the main rank."""
         return self.info.writer.phases if self.info.writer is not None else Phases()
-
-    @property
-    def hook(self) -> HookSpecs:
-        return self.plugins.hook
 
     @property
     def world(self) -> World:
@@ -250,7 +245,9 @@ class Run:
     def write(self, snapshot: Snapshot, ranks: Communicator) -> Checkpoint:
         """Write a checkpoint, then let go of the oldest ones. *Collective*; in the saver's thread."""
         root = self.checkpoints.root
-        checkpoint = self.backend.save_checkpoint(state=snapshot, target=root, parallel=ranks, config=self.config)
+        checkpoint = self.backend.decide(
+            HookSpecs.save_checkpoint, state=snapshot, target=root, parallel=ranks, config=self.config
+        )
         assert checkpoint is not None, "the core's own answer comes last"
         if self.world.is_main:
             self.rotate()
@@ -307,7 +304,7 @@ def build_model(config: Config, plugins: Plugins, family: ModelFamily, device: s
         use_channels_last(model)
     choose_attention(model, config[TrainingOptions].sdpa_backend, device)
     choose_tf32(model, tf32_choice(config, device))
-    return model, plugins.hook.detect_blocks(model=model, family=family, config=config) or []
+    return model, plugins.decide(HookSpecs.detect_blocks, model=model, family=family, config=config) or []
 
 
 def parameter_counts(model: nn.Module) -> dict[str, int]:
@@ -329,7 +326,9 @@ def wrap_model(
     """The model with its first weights, spread over the ranks by the chosen backend, compiled if asked for. *Collective*."""
     weights = family.weights(seed)
     backend = plugins.backend(plan)
-    wrapped = backend.wrap_model(model=model, family=family, blocks=blocks, parallel=parallel, weights=weights)
+    wrapped = backend.decide(
+        HookSpecs.wrap_model, model=model, family=family, blocks=blocks, parallel=parallel, weights=weights
+    )
     if wrapped is None:
         message = f"{plan.origin} was chosen for the run and its hook 'wrap_model' returned no model"
         raise BrokenPlugin(message, fix=plan.origin.way_round)
@@ -353,7 +352,7 @@ def resume(run: Run) -> None:
 def restore(run: Run, found: Path) -> None:
     """Fill the run from a checkpoint. *Collective*."""
     snapshot = run.blank()
-    loaded = run.backend.load_checkpoint(source=found, state=snapshot, parallel=run.parallel)
+    loaded = run.backend.decide(HookSpecs.load_checkpoint, source=found, state=snapshot, parallel=run.parallel)
     assert loaded is not None, "the core's own answer comes last"
     check_adapter(run.adapter, loaded.trainer, found)
     check_step_sizes(loaded.optimizer, run.optimizer)
@@ -479,7 +478,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer over the parameters that train, named as the family names them; `decayed` ones get weight decay."""
     groups = parameter_groups(parallel.unwrap(model), config[OptimizerOptions].adam_weight_decay, decayed)
-    registry = plugins.gather("register_optimizers", OptimizerEntry)
-    optimizer = plugins.hook.build_optimizer(model=model, groups=groups, config=config, registry=registry)
+    registry = plugins.gather(HookSpecs.register_optimizers)
+    optimizer = plugins.decide(HookSpecs.build_optimizer, model=model, groups=groups, config=config, registry=registry)
     assert optimizer is not None, "the core's own answer comes last"
     return optimizer

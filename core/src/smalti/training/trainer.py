@@ -10,6 +10,7 @@ import torch
 
 from smalti.config import TrainingOptions
 from smalti.data import Batch
+from smalti.hookspecs import HookSpecs
 from smalti.models import attention_kernel, products_in_tf32, tf32_choice
 from smalti.plugins import observed, summary, warn
 from smalti.training.checkpointing import finish_save, poll_save, save
@@ -43,7 +44,7 @@ def loop(run: Run) -> Outcome:
         with faults_answered(run, batch):
             result = run.measure(batch, train_step(run, batch))
             run.advance(batch, result)
-            run.hook.on_step_end(state=run.state, result=result)
+            run.plugins.notify(HookSpecs.on_step_end, state=run.state, result=result)
             run.report(result)
             poll_save(run)  # a save that came to its end meanwhile
         wish = agree(run)

@@ -17,6 +17,7 @@ from typing import cast
 import click
 
 from smalti.cli import built_in_commands
+from smalti.hookspecs import HookSpecs
 from smalti_testing.contract import BrokenContract, Contract, expect
 from smalti_testing.plugins import PluginSubject, environment_for
 
@@ -36,7 +37,7 @@ class CommandSubject:
         if self.plugin == "core":
             return built_in_commands()
         group = click.Group()
-        PluginSubject(self.plugin).answers("register_commands", commands=group)
+        PluginSubject(self.plugin).answer(HookSpecs.register_commands, commands=group)
         return dict(group.commands)
 
     @cached_property

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from smalti import OptimizerEntry
 from smalti.checkpoint import Snapshot, load, save
 from smalti.config import Config, OptimizerOptions, resolve
+from smalti.hookspecs import HookSpecs
 from smalti.models import materialise
 from smalti.parallel import PortableState, capture, restore
 from smalti.plugins import BUILT_IN, Plugins, Selection, find_optimizer, load_plugins, schema_of
@@ -78,7 +79,7 @@ class OptimizerSubject:
 
     @cached_property
     def registry(self) -> list[OptimizerEntry]:
-        return self.plugins.gather("register_optimizers", OptimizerEntry)
+        return self.plugins.gather(HookSpecs.register_optimizers)
 
     @property
     def entry(self) -> OptimizerEntry:

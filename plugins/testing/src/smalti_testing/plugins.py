@@ -11,32 +11,36 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from importlib.metadata import distribution
 from inspect import signature
-from typing import cast, get_args
+from typing import Concatenate, ParamSpec, TypeVar, cast, get_args
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from smalti import CacheEntry, DistributedPlan, FamilyEntry, MetadataEntry, OptimizerEntry, Problem, StorageEntry
-from smalti.config import Config, Level, Option, OptionGroup, Schema, resolve
+from smalti import CacheEntry, CheckpointFormat, FamilyEntry, MetadataEntry, OptimizerEntry, StorageEntry
+from smalti.config import Config, Level, Option, Schema, resolve
 from smalti.hookspecs import PROJECT, HookSpecs
 from smalti.plugins import BUILT_IN, PluginInfo, Plugins, Selection, load_plugins, schema_of
 from smalti_testing.contract import BrokenContract, Contract, expect
 
-Entry = FamilyEntry | StorageEntry | MetadataEntry | OptimizerEntry | CacheEntry
+P = ParamSpec("P")
+R = TypeVar("R")
+Entry = FamilyEntry | StorageEntry | MetadataEntry | OptimizerEntry | CheckpointFormat | CacheEntry
 
-REGISTRIES: dict[str, type[Entry]] = {
-    "register_model_families": FamilyEntry,
-    "register_storage": StorageEntry,
-    "register_metadata_backends": MetadataEntry,
-    "register_optimizers": OptimizerEntry,
-    "register_caches": CacheEntry,
-}
+FACTORIES: tuple[Callable[[HookSpecs], Sequence[Entry]], ...] = (
+    HookSpecs.register_model_families,
+    HookSpecs.register_storage,
+    HookSpecs.register_metadata_backends,
+    HookSpecs.register_optimizers,
+    HookSpecs.register_checkpoint_formats,
+    HookSpecs.register_caches,
+)
+"""The hooks whose entries name a factory."""
 HOOKS = frozenset(name for name in vars(HookSpecs) if not name.startswith("_"))
 
 
@@ -70,13 +74,9 @@ class PluginSubject:
         """A configuration in which nothing is given."""
         return resolve(schema_of(self.plugins), environment={"HF_HOME": os.devnull})
 
-    def answers(self, hook: str, **arguments: object) -> list[object]:
-        """What this plugin alone says to a hook; nothing when it does not implement it."""
-        return self.plugins.call_only(self.name, hook, **arguments) if hook in self.info.hooks else []
-
-    def listed(self, hook: str) -> list[object]:
-        """The answers to a hook that gives lists, in one list."""
-        return [each for answer in self.answers(hook) for each in cast(Sequence[object], answer)]
+    def answer(self, hook: Callable[Concatenate[HookSpecs, P], R | None], /, *args: P.args, **kwargs: P.kwargs) -> R | None:
+        """What this plugin alone returns from a gather or notify hook; None when it does not implement it."""
+        return self.plugins.call_one(self.name, hook, *args, **kwargs)
 
     @cached_property
     def start(self) -> dict[str, object]:
@@ -195,7 +195,7 @@ def its_options_are_declared_well(subject: PluginSubject) -> None:
     exists. `when` names another option, alone, with "== value" or with "> number".
     """
     schema = schema_of(subject.plugins)
-    for group in cast(list[OptionGroup], subject.listed("declare_options")):
+    for group in subject.answer(HookSpecs.declare_options) or ():
         expect(bool(group.title), f"the group {group.name!r} has no title")
         expect(_is_word(group.name), f"the group {group.name!r} is not named in lower case with underscores")
         group.options()
@@ -224,8 +224,8 @@ def it_registers_nothing_twice(subject: PluginSubject) -> None:
     Take a name that says whose it is: prefix options with the plugin's own word.
     """
     schema_of(subject.plugins)
-    for hook, kind in REGISTRIES.items():
-        subject.plugins.gather(hook, kind)
+    for hook in FACTORIES:
+        subject.plugins.gather(hook)
 
 
 @PLUGIN.check
@@ -234,14 +234,16 @@ def what_it_registers_can_be_found_and_imported(subject: PluginSubject) -> None:
 
     The factory's module is where torch may be imported.
     """
-    for hook, kind in REGISTRIES.items():
-        for entry in subject.listed(hook):
-            if not isinstance(entry, kind):
-                raise BrokenContract(f"{hook} gave a {type(entry).__name__}, not a {kind.__name__}")
-            word = entry.name.replace("-", "_") if kind is CacheEntry else entry.name  # typed like a command
-            expect(_is_word(word), f"{hook}: {entry.name!r} is not in lower case with underscores")
-            expect(bool(entry.title), f"{hook}: {entry.name!r} has no title")
-            _import(entry.factory, f"{hook}: {entry.name!r}")
+    for hook in FACTORIES:
+        for entry in subject.answer(hook) or ():
+            what = f"{hook.__name__}: {entry.name!r}"
+            dashes = isinstance(entry, CacheEntry | CheckpointFormat)
+            expect(
+                _is_word(entry.name.replace("-", "_") if dashes else entry.name),
+                f"{what} is not in lower case with underscores",
+            )
+            expect(bool(entry.title), f"{what} has no title")
+            _import(entry.factory, what)
 
 
 @PLUGIN.check
@@ -251,7 +253,7 @@ def its_optimizers_can_be_built(subject: PluginSubject) -> None:
     Those are `betas`, `eps` and `weight_decay` unless the entry names fewer; name in `accepts` what your factory takes. It is
     a `torch.optim.Optimizer` over all of the parameters that it gets.
     """
-    entries = [entry for entry in subject.listed("register_optimizers") if isinstance(entry, OptimizerEntry)]
+    entries = subject.answer(HookSpecs.register_optimizers)
     if not entries:
         return
     import torch
@@ -272,13 +274,8 @@ def it_finds_its_way_in_a_configuration_that_says_nothing(subject: PluginSubject
 
     `check_config` gives a list of `Problem`s, each with a message and a fix, and raises nothing: any value may be None.
     """
-    for answer in subject.answers("check_config", config=subject.config):
-        expect(isinstance(answer, list), f"check_config gave a {type(answer).__name__}, not a list")
-        for problem in cast(list[object], answer):
-            expect(
-                isinstance(problem, Problem) and bool(problem.message) and bool(problem.fix),
-                f"check_config gave {problem!r}: not a Problem with a message and a fix",
-            )
+    for problem in subject.answer(HookSpecs.check_config, config=subject.config) or ():
+        expect(bool(problem.message) and bool(problem.fix), f"check_config returned {problem!r}, without a message or a fix")
 
 
 @PLUGIN.check
@@ -288,9 +285,8 @@ def it_claims_no_run_that_did_not_ask_for_it(subject: PluginSubject) -> None:
     `configure_distributed` answers None unless an option of yours is set. The plan carries the plugin's own name, by which its
     other hooks are found.
     """
-    for plan in subject.answers("configure_distributed", config=subject.config):
-        if not isinstance(plan, DistributedPlan):
-            raise BrokenContract(f"configure_distributed gave a {type(plan).__name__}, not a DistributedPlan")
+    plan = subject.answer(HookSpecs.configure_distributed, config=subject.config)
+    if plan is not None:
         expect(plan.fallback, f"with no option set, it claims the run as {plan.title!r}")
         expect(plan.name == subject.name, f"the plan carries the name {plan.name!r}, the plugin is called {subject.name!r}")
         _import(plan.parallel, "the plan's parallel")

@@ -16,7 +16,9 @@ import click
 
 from smalti.cli import main as smalti
 from smalti.config import resolve
+from smalti.hookspecs import HookSpecs
 from smalti.plugins import load_plugins, schema_of, selection_of
+from smalti_testing.plugins import FACTORIES
 
 HEAVY = ("torch", "accelerate", "diffusers", "transformers", "deepspeed", "boto3", "pynvml", "fastapi", "pandas", "matplotlib")
 HELP = ("--help", "train --help-all")
@@ -24,23 +26,12 @@ HELP = ("--help", "train --help-all")
 
 def main(name: str) -> None:
     plugins = load_plugins(selection_of((), None, os.environ), strict=False)
-    hooks = plugins.infos[name].hooks
     config = resolve(schema_of(plugins), environment={"HF_HOME": os.devnull})
-    arguments: dict[str, dict[str, object]] = {
-        "declare_options": {},
-        "register_model_families": {},
-        "register_storage": {},
-        "register_metadata_backends": {},
-        "register_optimizers": {},
-        "register_checkpoint_formats": {},
-        "register_caches": {},
-        "register_commands": {"commands": click.Group()},
-        "check_config": {"config": config},
-        "configure_distributed": {"config": config},
-    }
-    for hook, values in arguments.items():
-        if hook in hooks:
-            plugins.call_only(name, hook, **values)
+    for hook in (HookSpecs.declare_options, *FACTORIES):
+        plugins.call_one(name, hook)
+    plugins.call_one(name, HookSpecs.register_commands, commands=click.Group())
+    plugins.call_one(name, HookSpecs.check_config, config=config)
+    plugins.call_one(name, HookSpecs.configure_distributed, config=config)
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         helped = {words: status(words.split()) for words in HELP}

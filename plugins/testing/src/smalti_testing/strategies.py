@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from smalti import Checkpoint, World
 from smalti.checkpoint import Snapshot, load, save
+from smalti.hookspecs import HookSpecs
 from smalti.parallel import PortableState, capture
 from smalti_testing.contract import Contract, expect
 from smalti_testing.ranks import RankProcesses, two_processes
@@ -271,7 +272,7 @@ def a_state_that_is_put_back_goes_on_bit_for_bit(subject: StrategySubject) -> No
 
 def _save(subject: StrategySubject, snapshot: Snapshot) -> Checkpoint:
     where, parallel, config = subject.folder, subject.parallel, subject.config
-    written = subject.backend.save_checkpoint(state=snapshot, target=where, parallel=parallel, config=config)
+    written = subject.backend.decide(HookSpecs.save_checkpoint, state=snapshot, target=where, parallel=parallel, config=config)
     assert written is not None, "the core's own answer comes last"
     return written
 
@@ -287,7 +288,7 @@ def a_checkpoint_comes_back_bit_for_bit(subject: StrategySubject) -> None:
     wanted = subject.whole()
     subject.step(50)
     into = _snapshot(subject.blank(), 0)
-    subject.backend.load_checkpoint(source=written.path, state=into, parallel=subject.parallel)
+    subject.backend.decide(HookSpecs.load_checkpoint, source=written.path, state=into, parallel=subject.parallel)
     subject.parallel.load_portable_state(subject.model, subject.optimizer, into.state)
     _equal(wanted, subject.whole(), "after loading, different:")
 
@@ -341,7 +342,7 @@ def it_goes_on_from_a_checkpoint_of_one_process(subject: StrategySubject) -> Non
     subject.parallel.barrier()
     into = _snapshot(subject.blank(), 0)
     [path] = subject.folder.glob("step-*")
-    subject.backend.load_checkpoint(source=path, state=into, parallel=subject.parallel)
+    subject.backend.decide(HookSpecs.load_checkpoint, source=path, state=into, parallel=subject.parallel)
     subject.parallel.load_portable_state(subject.model, subject.optimizer, into.state)
     subject.follows(reference, "after loading")
     subject.step(71)

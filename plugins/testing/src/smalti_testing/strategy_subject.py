@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from smalti import DistributedPlan
 from smalti.config import Config, resolve
-from smalti.hookspecs import HookSpecs
 from smalti.models import materialise
 from smalti.parallel import Parallel, PortableState, capture, restore
-from smalti.plugins import BUILT_IN, Plugins, Selection, choose_distributed, load_plugins, schema_of
+from smalti.plugins import BUILT_IN, Backend, Plugins, Selection, choose_distributed, load_plugins, schema_of
 from smalti.training import build_model, build_optimizer, matrices, open_parallel, wrap_model
 from smalti_testing.contract import expect
 from smalti_testing.tiny import TinyFamily
@@ -59,7 +58,7 @@ class StrategySubject:
     plugins: Plugins
     plan: DistributedPlan
     parallel: Parallel
-    backend: HookSpecs
+    backend: Backend
     family: TinyFamily
     model: nn.Module
     optimizer: torch.optim.Optimizer

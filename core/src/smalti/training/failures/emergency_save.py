@@ -18,8 +18,9 @@ from torch import Tensor
 
 from smalti.checkpoint import SUSPECT, SaveError, Snapshot
 from smalti.errors import GpuFaultError
+from smalti.hookspecs import HookSpecs
 from smalti.parallel import Communicator, FailureDetector, LostRankError, RankStatuses
-from smalti.plugins import notify, summary
+from smalti.plugins import notify_each, summary
 from smalti.system import note_progress
 from smalti.training.failures.out_of_memory import OutOfMemory
 from smalti.training.run import Run
@@ -129,7 +130,7 @@ def save_alone(run: Run, alone: Communicator, *, suspect: bool, aside: bool = Fa
             return f"step {step} was saved before: {entry.path}"
     snapshot = off_device(run) if aside else run.snapshot()
     checkpoint = run.write(replace(snapshot, flags=(*snapshot.flags, SUSPECT)) if suspect else snapshot, alone)
-    notify(run.plugins, "on_checkpoint", run.state, checkpoint=checkpoint)
+    notify_each(run.plugins, HookSpecs.on_checkpoint, run.state, checkpoint=checkpoint)
     return f"saved step {step} from rank {run.world.rank} before leaving: {checkpoint.path}"
 
 

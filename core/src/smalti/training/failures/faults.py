@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
 
 import torch
 
 from smalti.config import RunOptions
 from smalti.data import Batch
 from smalti.errors import GpuFaultError
-from smalti.plugins import consult, warn
+from smalti.hookspecs import HookSpecs
+from smalti.plugins import ask_each, warn
 from smalti.training.failures.out_of_memory import is_out_of_memory
 from smalti.training.run import Run
 from smalti.types import FaultAction, GpuFault, StopReason, World
@@ -112,9 +112,9 @@ def faults_end(run: Run) -> Iterator[None]:
 def answer(run: Run, fault: GpuFault) -> FaultAction:
     """What the plugins want done, the worst answer first; it is put to the state as a request, which the loop obeys."""
     state = run.state
-    answers = consult(run.plugins, "on_gpu_fault", state, fault=fault)
+    answers = ask_each(run.plugins, HookSpecs.on_gpu_fault, state, fault=fault)
     others = [action for name, action in answers.items() if name != _DEFAULT] or list(answers.values())
-    action = max((cast(FaultAction, each) for each in others), default=FaultAction.STOP_UNSAVED)
+    action = max(others, default=FaultAction.STOP_UNSAVED)
     message = _told(fault)
     if not run.boundary.whole:
         action, message = FaultAction.STOP_UNSAVED, f"{message}, while the weights were being changed"

@@ -19,8 +19,9 @@ from types import TracebackType
 from typing import Self
 
 from smalti.errors import ExitCode
+from smalti.hookspecs import HookSpecs
 from smalti.parallel import BrokenGroupError, FailureDetector, break_group, write_lost_report
-from smalti.plugins import notify
+from smalti.plugins import notify_each
 from smalti.system import describe, exit_within, flush_standard_streams, write_exit_report
 from smalti.training.failures.emergency_save import rescue
 from smalti.training.run import Run
@@ -121,8 +122,8 @@ class Watchdog:
             return
 
         def tell() -> None:
-            notify(run.plugins, "on_error", run.state, error=error)
-            notify(run.plugins, "on_train_end", run.state, outcome=None)
+            notify_each(run.plugins, HookSpecs.on_error, run.state, error=error)
+            notify_each(run.plugins, HookSpecs.on_train_end, run.state, outcome=None)
             if run.info.writer is not None:
                 run.info.writer.close()
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from smalti.config import ValidationOptions
 from smalti.data import HeldOut, HeldOutPictures
 from smalti.diffusion import STEPS, Conditioning, SampleNoise
+from smalti.hookspecs import HookSpecs
 from smalti.models import ModelFamily, latents_of, with_size_conditioning
-from smalti.plugins import notify
+from smalti.plugins import notify_each
 from smalti.training.failures.attempts import computed
 from smalti.training.metrics import log_metrics
 from smalti.training.validation.validation import at_rest
@@ -56,7 +57,7 @@ def evaluate(run: Run) -> EvaluationResult:
     )
     by_timestep = {f"eval_loss/t={timestep}": loss for timestep, loss in result.by_timestep.items()}
     log_metrics(run.plugins, run.world, {"eval_loss": result.loss, **by_timestep}, result.step)
-    notify(run.plugins, "on_evaluation", run.state, result=result)
+    notify_each(run.plugins, HookSpecs.on_evaluation, run.state, result=result)
     return result
 
 

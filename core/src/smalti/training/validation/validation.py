@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from smalti.config import DataOptions, ValidationOptions, sizes_in
 from smalti.data import Bucket
 from smalti.errors import UserError
+from smalti.hookspecs import HookSpecs
 from smalti.models import SampleRequest, TellsSettings
-from smalti.plugins import notify
+from smalti.plugins import notify_each
 from smalti.rundir import save_image
 from smalti.training.failures.attempts import AttemptFailed, computed, on_all_ranks
 from smalti.training.validation.running_stats import take_first_ranks
@@ -109,7 +110,7 @@ def validate(run: Run) -> ValidationResult:
 
     on_all_ranks(run.parallel, write)
     result = ValidationResult(step=run.state.step, images=images, folder=folder)
-    notify(run.plugins, "on_validation", run.state, result=result)
+    notify_each(run.plugins, HookSpecs.on_validation, run.state, result=result)
     return result
 
 
