@@ -88,8 +88,8 @@ shares = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 20), st.integ
 @given(shares, st.integers(1, 64))
 def test_the_minimum_repeats_are_just_enough(parts: list[tuple[str, int, int]], batch: int) -> None:
     one = count(64, *parts)
-    repeats = one.needed_repeats(batch, by_hand_too=True)
+    repeats = one.needed_repeats(batch, override_manual=True)
 
     assert repeats is not None
-    assert one.total_with(repeats, by_hand_too=True) >= batch
-    assert repeats == 0 or one.total_with(repeats - 1, by_hand_too=True) < batch
+    assert one.total_with(repeats, override_manual=True) >= batch
+    assert repeats == 0 or one.total_with(repeats - 1, override_manual=True) < batch

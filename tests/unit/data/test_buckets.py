@@ -1,4 +1,4 @@
-"""Aspect buckets: aligned, near the wanted area and shape, and covered by the scaled picture."""
+"""Aspect buckets: aligned, near the wanted area and shape, and covered by the scaled image."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import math
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from smalti.data.buckets import Bucket, Framing
+from smalti.data.buckets import Bucket, CropSettings
 
 settings.register_profile("no hurry", deadline=None)
 settings.load_profile("no hurry")
 
 sides = st.integers(1, 20_000)
-framings = st.builds(
-    Framing,
+crop_settings = st.builds(
+    CropSettings,
     resolution=st.sampled_from([64.0, 500.0, 1024.0]),
     resolution_type=st.sampled_from(["pixel", "pixel_area"]),
     alignment=st.sampled_from([1, 4, 8, 64]),
@@ -25,74 +25,74 @@ framings = st.builds(
 draws = st.tuples(*[st.floats(0, 1, exclude_max=True)] * 2)
 
 
-@given(framings, sides, sides)
-def test_both_sides_are_multiples_of_the_alignment(framing: Framing, width: int, height: int) -> None:
-    bucket = framing.bucket(width, height)
+@given(crop_settings, sides, sides)
+def test_both_sides_are_multiples_of_the_alignment(crop_settings: CropSettings, width: int, height: int) -> None:
+    bucket = crop_settings.bucket(width, height)
 
-    assert (bucket.width % framing.alignment, bucket.height % framing.alignment) == (0, 0)
+    assert (bucket.width % crop_settings.alignment, bucket.height % crop_settings.alignment) == (0, 0)
     assert min(bucket.width, bucket.height) > 0
 
 
-@given(framings, sides, sides)
-def test_a_transposed_picture_has_the_transposed_bucket(framing: Framing, width: int, height: int) -> None:
-    bucket = framing.bucket(width, height)
+@given(crop_settings, sides, sides)
+def test_a_transposed_picture_has_the_transposed_bucket(crop_settings: CropSettings, width: int, height: int) -> None:
+    bucket = crop_settings.bucket(width, height)
 
-    assert framing.bucket(height, width) == Bucket(bucket.height, bucket.width)
+    assert crop_settings.bucket(height, width) == Bucket(bucket.height, bucket.width)
 
 
-@given(framings, sides, sides, draws)
+@given(crop_settings, sides, sides, draws)
 def test_the_scaled_picture_covers_the_bucket_and_the_cut_lies_inside(
-    framing: Framing, width: int, height: int, draw: tuple[float, float]
+    crop_settings: CropSettings, width: int, height: int, fractions: tuple[float, float]
 ) -> None:
-    bucket = framing.bucket(width, height)
-    resized = framing.resized(width, height, bucket)
-    left, top = framing.corner(resized, bucket, draw)
+    bucket = crop_settings.bucket(width, height)
+    resized = crop_settings.resized(width, height, bucket)
+    left, top = crop_settings.offset(resized, bucket, fractions)
 
     assert 0 <= left <= resized[0] - bucket.width
     assert 0 <= top <= resized[1] - bucket.height
 
 
-@given(framings, sides, sides)
-def test_nothing_is_scaled_further_than_needed(framing: Framing, width: int, height: int) -> None:
-    bucket = framing.bucket(width, height)
-    resized = framing.resized(width, height, bucket)
+@given(crop_settings, sides, sides)
+def test_nothing_is_scaled_further_than_needed(crop_settings: CropSettings, width: int, height: int) -> None:
+    bucket = crop_settings.bucket(width, height)
+    resized = crop_settings.resized(width, height, bucket)
 
     assert resized[0] == bucket.width or resized[1] == bucket.height
 
 
-@given(framings, sides, sides)
-def test_a_cropped_picture_keeps_its_aspect_ratio_to_half_a_pixel(framing: Framing, width: int, height: int) -> None:
-    if not framing.crop:
+@given(crop_settings, sides, sides)
+def test_a_cropped_picture_keeps_its_aspect_ratio_to_half_a_pixel(crop_settings: CropSettings, width: int, height: int) -> None:
+    if not crop_settings.crop:
         return
-    bucket = framing.bucket(width, height)
-    resized = framing.resized(width, height, bucket)
+    bucket = crop_settings.bucket(width, height)
+    resized = crop_settings.resized(width, height, bucket)
     scale = max(bucket.width / width, bucket.height / height)
 
     assert resized == pytest.approx((width * scale, height * scale), abs=0.5 + 1e-6)
 
 
-@given(framings, st.integers(200, 5000), st.floats(1, 4))
-def test_a_bucket_has_nearly_the_aspect_ratio_of_the_picture(framing: Framing, short: int, aspect: float) -> None:
-    if framing.crop and framing.crop_aspect == "square":
+@given(crop_settings, st.integers(200, 5000), st.floats(1, 4))
+def test_a_bucket_has_nearly_the_aspect_ratio_of_the_picture(crop_settings: CropSettings, short: int, aspect: float) -> None:
+    if crop_settings.crop and crop_settings.crop_aspect == "square":
         return
     long = math.ceil(short * aspect)
-    bucket = framing.bucket(long, short)
+    bucket = crop_settings.bucket(long, short)
     # Rounding of the ratio to two decimals, and of each side to half the alignment.
-    error = 0.005 + framing.alignment / 2 * (1 / bucket.height + 1 / bucket.width)
+    error = 0.005 + crop_settings.alignment / 2 * (1 / bucket.height + 1 / bucket.width)
 
     assert math.log(bucket.width / bucket.height) == pytest.approx(math.log(long / short), abs=1.2 * error + 1e-6)
 
 
 @given(st.sampled_from([512.0, 1024.0]), st.integers(500, 4000), st.integers(500, 4000))
 def test_an_area_is_kept_whatever_the_shape(edge: float, width: int, height: int) -> None:
-    bucket = Framing(resolution=edge, alignment=8).bucket(width, height)
+    bucket = CropSettings(resolution=edge, alignment=8).bucket(width, height)
 
     assert bucket.width * bucket.height == pytest.approx(edge * edge, rel=0.03)
 
 
 @given(sides, sides)
 def test_square_crops_share_one_bucket(width: int, height: int) -> None:
-    assert Framing(resolution=512, crop=True).bucket(width, height) == Bucket(512, 512)
+    assert CropSettings(resolution=512, crop=True).bucket(width, height) == Bucket(512, 512)
 
 
 @pytest.mark.parametrize(
@@ -107,18 +107,18 @@ def test_square_crops_share_one_bucket(width: int, height: int) -> None:
     ],
 )
 def test_known_sizes_go_to_known_buckets(kind: str, resolution: float, size: tuple[int, int], bucket: str) -> None:
-    assert str(Framing(resolution=resolution, resolution_type=kind).bucket(*size)) == bucket  # type: ignore[arg-type]
+    assert str(CropSettings(resolution=resolution, resolution_type=kind).bucket(*size)) == bucket  # type: ignore[arg-type]
 
 
 def test_without_cropping_a_picture_is_bent_to_its_bucket() -> None:
-    framing = Framing(resolution=64, alignment=8)
+    crop_settings = CropSettings(resolution=64, alignment=8)
 
-    assert framing.resized(1000, 999, Bucket(64, 64)) == (64, 64)
+    assert crop_settings.resized(1000, 999, Bucket(64, 64)) == (64, 64)
 
 
 def test_a_random_cut_reaches_both_ends() -> None:
-    framing = Framing(resolution=64, crop=True, crop_style="random")
-    cuts = {framing.corner((67, 64), Bucket(64, 64), (k / 100, 0.0))[0] for k in range(100)}
+    crop_settings = CropSettings(resolution=64, crop=True, crop_style="random")
+    cuts = {crop_settings.offset((67, 64), Bucket(64, 64), (k / 100, 0.0))[0] for k in range(100)}
 
     assert cuts == {0, 1, 2, 3}
 
@@ -128,6 +128,6 @@ def test_a_random_cut_reaches_both_ends() -> None:
     [("pixel", 300, False), ("pixel_area", 300, True), ("area", 0.1, True), ("area", 0.2, False)],
 )
 def test_the_least_size_is_measured_in_the_unit_of_the_resolution(kind: str, minimum: float, accepted: bool) -> None:
-    framing = Framing(resolution=64, resolution_type=kind, minimum_size=minimum)  # type: ignore[arg-type]
+    crop_settings = CropSettings(resolution=64, resolution_type=kind, minimum_size=minimum)  # type: ignore[arg-type]
 
-    assert framing.accepts(600, 250) is accepted
+    assert crop_settings.accepts(600, 250) is accepted

@@ -1,4 +1,4 @@
-"""Encoding before training: what is encoded and what is not, the same samples as without it, broken pictures, kills."""
+"""Encoding before training: what is encoded and what is not, the same samples as without it, broken images, kills."""
 
 import json
 import os
@@ -43,15 +43,15 @@ class Encoding(TinyFamily):
         super().__init__()
         self.version, self.stop_after = version, stop_after
         self.texts: list[str] = []
-        self.pictures = 0
+        self.images = 0
 
     def encode_captions(self, captions):
         self.texts += captions
         return super().encode_captions(captions)
 
     def encode_images(self, pixels):
-        self.pictures += len({row.numpy().tobytes() for row in pixels})
-        if self.pictures > self.stop_after:
+        self.images += len({row.numpy().tobytes() for row in pixels})
+        if self.images > self.stop_after:
             os.kill(os.getpid(), signal.SIGKILL)
         return pixels * self.version
 
@@ -68,14 +68,14 @@ def pets(tmp_path):
 
 
 def draw(folder: Path, count: int = 20) -> Path:
-    """Pictures that are ramps from left to right, 200 x 32 pixels, each of its own green."""
+    """Images that are ramps from left to right, 200 x 32 pixels, each of its own green."""
     folder.mkdir()
     ramp = np.zeros((32, 200, 3), dtype=np.uint8)
     ramp[:, :, 0] = np.arange(200)
     for number in range(count):
         ramp[:, :, 1] = 10 * number
         Image.fromarray(ramp).save(folder / f"{number:02}.png")
-        (folder / f"{number:02}.txt").write_text(f"picture {number // 2}")
+        (folder / f"{number:02}.txt").write_text(f"image {number // 2}")
     return folder
 
 
@@ -107,15 +107,15 @@ def seen(some):
 def test_what_is_there_is_not_encoded_again_and_what_changed_is(pets, tmp_path):
     first, second, other = Encoding(), Encoding(), Encoding(version=2)
     encode(first, data_of(pets), tmp_path / "cache")
-    assert (first.pictures, set(first.texts)) == (20, {"", "a pet", *(f"picture {number}" for number in range(10))})
+    assert (first.images, set(first.texts)) == (20, {"", "a pet", *(f"image {number}" for number in range(10))})
 
     shutil.copy(pets / "01.png", pets / "00.png")
     (pets / "05.txt").write_text("another")
     encoded = encode(second, data_of(pets, seed=4), tmp_path / "cache")
-    assert (second.pictures, set(second.texts)) == (1, {"another"})
+    assert (second.images, set(second.texts)) == (1, {"another"})
 
     changed = encode(other, data_of(pets), tmp_path / "cache")
-    assert (other.pictures, len(set(other.texts))) == (20, 13)
+    assert (other.images, len(set(other.texts))) == (20, 13)
     pair = [batches(data_of(pets), each, count=1)[0].latents for each in (encoded, changed)]
     assert torch.equal(2 * pair[0], pair[1])
 
@@ -164,14 +164,14 @@ def test_a_part_that_cannot_be_read_is_named_kept_and_encoded_again(pets, tmp_pa
     os.truncate(part, part.stat().st_size - 1)
     again = Encoding()
     encode(again, data_of(pets), tmp_path / "cache")
-    assert again.pictures == 20
+    assert again.images == 20
     assert f"{part} cannot be read" in caplog.text
     assert part.exists()
 
 
 def test_a_folder_that_cannot_be_written_to_and_a_full_disk_are_told_with_the_way_out(pets, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(PreflightError, match=r"cannot keep encoded pictures(.|\n)*--cache_dir"):
+    with pytest.raises(PreflightError, match=r"cannot keep encoded images(.|\n)*--cache_dir"):
         encode(Encoding(), data_of(pets), tmp_path / "file" / "cache")
 
     store = FolderStore(tmp_path / "full")
@@ -193,12 +193,12 @@ def test_a_folder_that_cannot_be_written_to_and_a_full_disk_are_told_with_the_wa
 
 
 def encode_on_two_ranks(folder: Path, cache: Path, stop_after: int) -> tuple[int, list]:
-    """Pictures encoded here, and what this rank then sees of its batches. Parts are written after every batch."""
+    """Images encoded here, and what this rank then sees of its batches. Parts are written after every batch."""
     smalti.data.cache.encode_ahead._PART_BYTES = 1
     world = World(rank=dist.get_rank(), size=2)
     family, data = Encoding(stop_after=stop_after), data_of(folder)
     encoded = encode(family, data, cache, GlooCommunicator(world=world, group=dist.group.WORLD))
-    return family.pictures, seen(batches(data, encoded, world=world))
+    return family.images, seen(batches(data, encoded, world=world))
 
 
 def test_ranks_share_the_work_and_what_was_written_before_a_kill_is_not_encoded_again(pets, tmp_path):
@@ -215,5 +215,5 @@ def test_ranks_share_the_work_and_what_was_written_before_a_kill_is_not_encoded_
     again = Encoding()
     encoded = encode(again, data_of(pets), tmp_path / "killed")
     assert 0 < written < 20
-    assert again.pictures == 20 - written
+    assert again.images == 20 - written
     assert seen(batches(data_of(pets), encoded)) == seen(batches(data_of(pets)))

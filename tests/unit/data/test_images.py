@@ -1,4 +1,4 @@
-"""Bytes to pixels: every kind of picture, upright, on white, in the right range; anything else is an error."""
+"""Bytes to pixels: every kind of image, upright, on white, in the right range; anything else is an error."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 import torch
 from PIL import Image
 
-from smalti.data.buckets import Bucket, Framing
+from smalti.data.buckets import Bucket, CropSettings
 from smalti.data.images import crop, decode, normalised
 from smalti.data.scan.image_headers import read_header
 from smalti.data.scan.quarantine import BadSampleError
 from smalti.data.storage.local import LocalStorage
 
-SAME = Framing(resolution=8, alignment=8)
+SAME = CropSettings(resolution=8, alignment=8)
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
@@ -92,30 +92,30 @@ def test_pictures_are_turned_upright(kind: str, turn: int, tmp_path: Path) -> No
     exif[0x0112] = turn
     data = encoded(Image.fromarray(np.ascontiguousarray(seen[turn](scene))), kind, exif=exif, quality=95)
     (tmp_path / "image").write_bytes(data)
-    picture = decode(data, SAME, Bucket(24, 16))
+    image = decode(data, SAME, Bucket(24, 16))
     header = read_header(LocalStorage(tmp_path), "image", len(data))
 
     assert (header.width, header.height) == (24, 16)
-    assert (picture.mean(0).reshape(2, 8, 2, 12).mean((1, 3)) > 128).tolist() == [[True, False], [False, False]]
+    assert (image.mean(0).reshape(2, 8, 2, 12).mean((1, 3)) > 128).tolist() == [[True, False], [False, False]]
 
 
 def test_scaling_keeps_smooth_colours_smooth() -> None:
     ramp = np.tile(np.linspace(0, 255, 640, dtype=np.uint8), (480, 1))
     image = Image.fromarray(np.stack([ramp] * 3, axis=-1))
-    picture = decode(encoded(image, "JPEG", quality=95), SAME, Bucket(64, 48)).astype(int)
+    image = decode(encoded(image, "JPEG", quality=95), SAME, Bucket(64, 48)).astype(int)
 
     expected = np.linspace(2, 253, 64)
-    assert np.abs(picture - expected).max() <= 3
+    assert np.abs(image - expected).max() <= 3
 
 
 def test_a_cut_is_the_bucket_of_the_scaled_picture() -> None:
-    framing = Framing(resolution=8, alignment=8, crop=True, crop_style="center")
+    crop_settings = CropSettings(resolution=8, alignment=8, crop=True, crop_style="center")
     wide = np.zeros((8, 24, 3), dtype=np.uint8)
     wide[:, 8:16] = (0, 255, 0)
-    picture = decode(encoded(Image.fromarray(wide)), framing, Bucket(8, 8))
+    image = decode(encoded(Image.fromarray(wide)), crop_settings, Bucket(8, 8))
 
-    assert picture.shape == (3, 8, 24)
-    cut = crop(picture, Bucket(8, 8), framing.corner((24, 8), Bucket(8, 8)))
+    assert image.shape == (3, 8, 24)
+    cut = crop(image, Bucket(8, 8), crop_settings.offset((24, 8), Bucket(8, 8)))
     assert (cut == np.array([0, 255, 0], dtype=np.uint8)[:, None, None]).all()
 
 
@@ -129,7 +129,7 @@ def damaged(kind: str) -> bytes:
     return data[: len(data) // 2]
 
 
-@pytest.mark.parametrize("data", [b"", b"no picture", *map(damaged, ("PNG", "JPEG", "WEBP", "AVIF", "TIFF", "BMP", "GIF"))])
+@pytest.mark.parametrize("data", [b"", b"no image", *map(damaged, ("PNG", "JPEG", "WEBP", "AVIF", "TIFF", "BMP", "GIF"))])
 def test_what_is_not_a_whole_picture_is_an_error(data: bytes) -> None:
     with pytest.raises(BadSampleError):
         decode(data, SAME, Bucket(8, 8))

@@ -24,7 +24,7 @@ from smalti.data.storage.protocol import TransientStorageError
 from smalti.errors import ConfigError, UserError
 
 
-def picture(path: Path, width: int = 12, height: int = 8, caption: str | None = "a thing", exif: bytes = b"") -> None:
+def image(path: Path, width: int = 12, height: int = 8, caption: str | None = "a thing", exif: bytes = b"") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (width, height), "red").save(path, exif=exif)
     if caption is not None:
@@ -74,8 +74,8 @@ def reasons(index: DatasetIndex) -> dict[str, str]:
 
 
 def test_an_index_holds_size_caption_and_etag_of_every_picture(tmp_path: Path) -> None:
-    picture(tmp_path / "b.png", 30, 20, "a boat")
-    picture(tmp_path / "sub/a.jpg", 10, 40, "an ant")
+    image(tmp_path / "b.png", 30, 20, "a boat")
+    image(tmp_path / "sub/a.jpg", 10, 40, "an ant")
     index = build(tmp_path)
 
     assert healthy(index) == ["b.png", "sub/a.jpg"]
@@ -87,7 +87,7 @@ def test_an_index_holds_size_caption_and_etag_of_every_picture(tmp_path: Path) -
 def test_every_kind_of_picture_file_is_found_whatever_the_case(tmp_path: Path) -> None:
     names = ["a.PNG", "b.jpg", "c.JPEG", "d.webp", "e.bmp", "f.gif", "g.tif", "h.tiff", "i.avif", "j.jfif", "k.jpe"]
     for name in names:
-        picture(tmp_path / name, 21, 13)
+        image(tmp_path / name, 21, 13)
     index = build(tmp_path)
 
     assert healthy(index) == names
@@ -96,7 +96,7 @@ def test_every_kind_of_picture_file_is_found_whatever_the_case(tmp_path: Path) -
 
 def test_hidden_files_are_left_out(tmp_path: Path) -> None:
     for name in ("a.png", "._a.png", ".cache/b.png", "sub/.c.png"):
-        picture(tmp_path / name)
+        image(tmp_path / name)
 
     assert healthy(build(tmp_path)) == ["a.png"]
 
@@ -104,8 +104,8 @@ def test_hidden_files_are_left_out(tmp_path: Path) -> None:
 def test_sizes_are_those_after_the_exif_rotation(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    picture(tmp_path / "a.jpg", 30, 20, exif=exif.tobytes())
-    picture(tmp_path / "b.png", 30, 20, exif=exif.tobytes())
+    image(tmp_path / "a.jpg", 30, 20, exif=exif.tobytes())
+    image(tmp_path / "b.png", 30, 20, exif=exif.tobytes())
     index = build(tmp_path)
 
     assert (index.widths.tolist(), index.heights.tolist()) == ([20, 20], [30, 30])
@@ -138,12 +138,12 @@ def test_a_decompression_bomb_is_an_error(tmp_path: Path) -> None:
 
 
 def test_broken_samples_are_set_aside_with_the_reason(tmp_path: Path) -> None:
-    picture(tmp_path / "good.png")
-    picture(tmp_path / "nocaption.png", caption=None)
-    picture(tmp_path / "empty.png", caption=" \n ")
-    picture(tmp_path / "latin.png")
+    image(tmp_path / "good.png")
+    image(tmp_path / "nocaption.png", caption=None)
+    image(tmp_path / "empty.png", caption=" \n ")
+    image(tmp_path / "latin.png")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    (tmp_path / "text.png").write_bytes(b"not a picture")
+    (tmp_path / "text.png").write_bytes(b"not an image")
     (tmp_path / "text.txt").write_text("caption")
     index = build(tmp_path)
 
@@ -152,14 +152,14 @@ def test_broken_samples_are_set_aside_with_the_reason(tmp_path: Path) -> None:
         "empty.png": "no caption: empty.txt is empty",
         "latin.png": "no caption: latin.txt is not UTF-8 text",
         "nocaption.png": "no caption: there is no nocaption.txt",
-        "text.png": "not a readable picture: unknown format",
+        "text.png": "not a readable image: unknown format",
     }
 
 
 def test_what_is_no_regular_file_is_set_aside_and_never_waited_for(tmp_path: Path) -> None:
     folder = tmp_path / "pets"
     for name in ("caption", "good", "loop"):
-        picture(folder / f"{name}.png", caption="a thing" if name == "good" else None)
+        image(folder / f"{name}.png", caption="a thing" if name == "good" else None)
     os.mkfifo(folder / "caption.txt")
     os.mkfifo(folder / "image.png")
     (folder / "image.txt").write_text("never seen")
@@ -181,8 +181,8 @@ def test_what_is_no_regular_file_is_set_aside_and_never_waited_for(tmp_path: Pat
 
 
 def test_a_name_that_is_not_utf_8_sets_aside_that_sample_alone(tmp_path: Path) -> None:
-    picture(tmp_path / "good.png")
-    picture(tmp_path / "x/deep.png")
+    image(tmp_path / "good.png")
+    image(tmp_path / "x/deep.png")
     (tmp_path / "x").rename(tmp_path / os.fsdecode(b"f\xe9"))
     (tmp_path / os.fsdecode(b"caf\xe9.png")).hardlink_to(tmp_path / "good.png")
     index = build(tmp_path)
@@ -193,14 +193,14 @@ def test_a_name_that_is_not_utf_8_sets_aside_that_sample_alone(tmp_path: Path) -
 
 
 def test_each_line_of_a_text_file_is_a_caption_unless_told_otherwise(tmp_path: Path) -> None:
-    picture(tmp_path / "a.png", caption="one \n\n two\n")
+    image(tmp_path / "a.png", caption="one \n\n two\n")
 
     assert build(tmp_path).captions(0) == ("one", "two")
     assert build(tmp_path, disable_multiline_split=True).captions(0) == ("one \n\n two",)
 
 
 def test_names_and_prompts_are_captions_too(tmp_path: Path) -> None:
-    picture(tmp_path / "a_red__cat.v2.png", caption="ignored")
+    image(tmp_path / "a_red__cat.v2.png", caption="ignored")
 
     assert build(tmp_path, caption_strategy="filename").captions(0) == ("a red cat.v2",)
     assert build(tmp_path, caption_strategy="instanceprompt", instance_prompt="sks").captions(0) == ("sks",)
@@ -211,11 +211,11 @@ def test_names_and_prompts_are_captions_too(tmp_path: Path) -> None:
 def test_only_what_is_new_or_changed_is_opened_again(tmp_path: Path) -> None:
     folder, cache = tmp_path / "pets", tmp_path / "run/pets.arrow"
     for name in "abcd":
-        picture(folder / f"{name}.png")
+        image(folder / f"{name}.png")
     build(folder, cache)
-    picture(folder / "b.png", 50, 60)  # writes the text anew as well
+    image(folder / "b.png", 50, 60)  # writes the text anew as well
     (folder / "c.txt").write_text("another caption")
-    picture(folder / "e.png")
+    image(folder / "e.png")
     (folder / "d.png").unlink()
     storage = CountingStorage(folder)
     index = build(folder, cache, storage)
@@ -228,7 +228,7 @@ def test_only_what_is_new_or_changed_is_opened_again(tmp_path: Path) -> None:
 def test_an_unchanged_dataset_is_listed_but_not_opened(tmp_path: Path) -> None:
     folder, cache = tmp_path / "pets", tmp_path / "pets.arrow"
     for number in range(20):
-        picture(folder / f"{number}.png")
+        image(folder / f"{number}.png")
     first = build(folder, cache)
     storage = CountingStorage(folder)
     second = build(folder, cache, storage)
@@ -239,8 +239,8 @@ def test_an_unchanged_dataset_is_listed_but_not_opened(tmp_path: Path) -> None:
 
 def test_broken_samples_are_looked_at_again(tmp_path: Path) -> None:
     folder, cache = tmp_path / "pets", tmp_path / "pets.arrow"
-    picture(folder / "a.png")
-    picture(folder / "b.png", caption=None)
+    image(folder / "a.png")
+    image(folder / "b.png", caption=None)
     build(folder, cache)
     (folder / "b.txt").write_text("now it has one")
 
@@ -249,7 +249,7 @@ def test_broken_samples_are_looked_at_again(tmp_path: Path) -> None:
 
 def test_other_captions_wanted_means_another_index(tmp_path: Path) -> None:
     folder, cache = tmp_path / "pets", tmp_path / "pets.arrow"
-    picture(folder / "name.png", caption="text")
+    image(folder / "name.png", caption="text")
     build(folder, cache)
 
     assert build(folder, cache, caption_strategy="filename").captions(0) == ("name",)
@@ -257,7 +257,7 @@ def test_other_captions_wanted_means_another_index(tmp_path: Path) -> None:
 
 def test_a_damaged_index_is_built_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, cache = tmp_path / "pets", tmp_path / "pets.arrow"
-    picture(folder / "a.png")
+    image(folder / "a.png")
     build(folder, cache)
     cache.write_bytes(cache.read_bytes()[:100])
 
@@ -267,8 +267,8 @@ def test_a_damaged_index_is_built_anew(tmp_path: Path, caplog: pytest.LogCapture
 
 def test_an_index_can_be_loaded_by_another_process(tmp_path: Path) -> None:
     folder, cache = tmp_path / "pets", tmp_path / "pets.arrow"
-    picture(folder / "a.png")
-    picture(folder / "b.png", caption=None)
+    image(folder / "a.png")
+    image(folder / "b.png", caption=None)
     built = build(folder, cache)
     loaded = load_index(spec_of(folder), cache)
 
@@ -281,7 +281,7 @@ def test_an_index_can_be_loaded_by_another_process(tmp_path: Path) -> None:
 
 def test_an_index_of_another_configuration_is_not_loaded(tmp_path: Path) -> None:
     folder, cache = tmp_path / "pets", tmp_path / "pets.arrow"
-    picture(folder / "a.png")
+    image(folder / "a.png")
     build(folder, cache)
 
     with pytest.raises(UserError, match="another configuration"):
@@ -297,7 +297,7 @@ def test_a_folder_without_pictures_is_an_error(tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_samples_are_counted_by_extension(tmp_path: Path) -> None:
-    picture(tmp_path / "a.png")
+    image(tmp_path / "a.png")
     for name in ("b.heic", "sub/c.HEIC", "d.mp4", "README", "metadata.jsonl", ".hidden.heic", "stray.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"?")
@@ -310,10 +310,10 @@ def test_files_that_are_no_samples_are_counted_by_extension(tmp_path: Path) -> N
 
 def test_a_choice_of_samples_hardly_changes_when_files_are_added(tmp_path: Path) -> None:
     for number in range(40):
-        picture(tmp_path / f"{number:02}.bmp", caption="x")
+        image(tmp_path / f"{number:02}.bmp", caption="x")
     before = healthy(build(tmp_path, max_num_samples=10))
     for number in range(40, 44):
-        picture(tmp_path / f"{number:02}.bmp", caption="x")
+        image(tmp_path / f"{number:02}.bmp", caption="x")
     after = healthy(build(tmp_path, max_num_samples=10))
 
     assert len(before) == len(after) == 10
@@ -326,8 +326,8 @@ def table(folder: Path, *rows: dict[str, object]) -> None:
 
 
 def test_a_json_table_gives_sizes_and_captions_without_opening_pictures(tmp_path: Path) -> None:
-    picture(tmp_path / "a.png", caption=None)
-    picture(tmp_path / "sub/b.png", caption=None)
+    image(tmp_path / "a.png", caption=None)
+    image(tmp_path / "sub/b.png", caption=None)
     table(
         tmp_path,
         {"filename": "sub/b.png", "caption": ["one", "two"], "width": 640, "height": 480},
@@ -341,7 +341,7 @@ def test_a_json_table_gives_sizes_and_captions_without_opening_pictures(tmp_path
 
 
 def test_a_json_table_may_leave_out_sizes_and_captions(tmp_path: Path) -> None:
-    picture(tmp_path / "a.png", 30, 20, "from the file")
+    image(tmp_path / "a.png", 30, 20, "from the file")
     table(tmp_path, {"filename": "a.png"})
 
     assert build(tmp_path, metadata_backend="json", caption_strategy="textfile").captions(0) == ("from the file",)
@@ -349,17 +349,17 @@ def test_a_json_table_may_leave_out_sizes_and_captions(tmp_path: Path) -> None:
 
 
 def test_a_table_names_what_belongs_to_the_dataset(tmp_path: Path) -> None:
-    picture(tmp_path / "a.png")
-    picture(tmp_path / "unlisted.png")
+    image(tmp_path / "a.png")
+    image(tmp_path / "unlisted.png")
     table(tmp_path, {"filename": "a.png", "caption": "x"}, {"filename": "gone.png", "caption": "y"})
     index = build(tmp_path, metadata_backend="json")
 
     assert healthy(index) == ["a.png"]
-    assert "there is no such picture" in reasons(index)["gone.png"]
+    assert "there is no such image" in reasons(index)["gone.png"]
 
 
 def test_a_faulty_table_is_told_with_its_lines(tmp_path: Path) -> None:
-    picture(tmp_path / "a.png")
+    image(tmp_path / "a.png")
     (tmp_path / "metadata.jsonl").write_text(
         '{"filename": "a.png"}\n{oops\n{"caption": 1}\n{"filename": "b", "width": "wide"}\n'
     )
@@ -371,15 +371,15 @@ def test_a_faulty_table_is_told_with_its_lines(tmp_path: Path) -> None:
 
 
 def test_a_missing_table_says_where_it_was_looked_for(tmp_path: Path) -> None:
-    picture(tmp_path / "a.png")
+    image(tmp_path / "a.png")
 
     with pytest.raises(UserError, match=r"metadata\.jsonl cannot be read"):
         build(tmp_path, metadata_backend="json")
 
 
 def test_a_scan_keeps_index_and_quarantine_list_in_the_run_directory(tmp_path: Path) -> None:
-    picture(tmp_path / "pets/a.png")
-    picture(tmp_path / "pets/b.png", caption=None)
+    image(tmp_path / "pets/a.png")
+    image(tmp_path / "pets/b.png", caption=None)
     seen: list[tuple[str, int, int]] = []
     progress = lambda name: lambda done, total: seen.append((name, done, total))
     build_datasets([spec_of(tmp_path / "pets")], Catalog(), tmp_path / "run", progress)
@@ -395,7 +395,7 @@ def test_a_storage_that_does_not_answer_stops_the_scan_and_gives_no_sample_up(tm
         def read_range(self, key: str, start: int, length: int) -> bytes:
             raise TransientStorageError("the server is away")
 
-    picture(tmp_path / "a.png")
+    image(tmp_path / "a.png")
 
     with pytest.raises(TransientStorageError):
         build(tmp_path, storage=Away(tmp_path))

@@ -28,7 +28,7 @@ from smalti.types import World
 
 
 def fill(folder: Path, count: int, size: tuple[int, int] = (16, 16)) -> Path:
-    """Pictures whose colour is their number, with two captions each."""
+    """Images whose colour is their number, with two captions each."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
         Image.new("RGB", size, (number, 2 * number, 0)).save(folder / f"{number:03}.png")
@@ -135,7 +135,7 @@ def test_random_cuts_differ_between_visits_and_not_between_runs(tmp_path: Path) 
     first, second = (torch.cat([batch.micro[0].pixels for batch in take(data, 4, cache_bytes=room)]) for room in (0, 1 << 20))
 
     assert torch.equal(first, second)
-    assert len({float(picture[0, 0, 0]) for picture in first}) > 8
+    assert len({float(image[0, 0, 0]) for image in first}) > 8
 
 
 def test_a_frame_says_where_the_cut_was(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_picture_that_breaks_is_replaced_by_the_next_and_recorded(pets: Path) 
         items = loader.errors.items
 
     assert [item.key for item in items] == ["004.png"]
-    assert items[0].reason == "not a readable picture: unknown format"
+    assert items[0].reason == "not a readable image: unknown format"
     place = next(place for place, visit in enumerate(healthy) if visit[1] == "pets/004.png")
     order = data.order.batch(place // 4)
     following = next(data.order.replacements(order, place % 4))
@@ -217,7 +217,7 @@ def test_a_bucket_with_nothing_readable_asks_for_a_stop(tmp_path: Path) -> None:
     with Loader(data, world=World(), micro_batch=4) as loader:
         next(loader)
 
-    assert (loader.budget_exhausted or "").startswith("no picture of bucket 16x16 can be read; ")
+    assert (loader.budget_exhausted or "").startswith("no image of bucket 16x16 can be read; ")
 
 
 class Away(LocalStorage):
@@ -342,11 +342,11 @@ def test_small_pictures_are_left_out_with_a_notice(pets: Path) -> None:
     data = data_of(pets, minimum_image_size=8)
 
     assert data.counts[0].total == 20
-    assert data.notices == ("dataset pets: 3 of 23 pictures are below minimum_image_size and left out",)
+    assert data.notices == ("dataset pets: 3 of 23 images are below minimum_image_size and left out",)
 
 
 def test_nothing_left_to_train_on_is_an_error(pets: Path) -> None:
-    with pytest.raises(PreflightError, match="no dataset holds a picture"):
+    with pytest.raises(PreflightError, match="no dataset has an image that can be trained on"):
         data_of(pets, minimum_image_size=8000)
 
 

@@ -11,7 +11,7 @@ import pytest
 from smalti.data.batch_check import BatchShape
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.spec import DataDefaults, DatasetSpec, load_backend_config, parse_datasets
-from smalti.data.prepared import DataRules, framing_of
+from smalti.data.prepared import DataRules, crop_settings_of
 from smalti.errors import ConfigError
 from smalti.types import MetadataEntry, StorageEntry
 
@@ -73,7 +73,7 @@ def test_images_keep_their_aspect_ratio_unless_told_otherwise(
 def test_nothing_is_stretched_by_default() -> None:
     """A photograph of 4:3 in the bucket 576x448 of 512 pixels, which is 9:7."""
     rules = DataRules(seed=0, shape=BatchShape(train_batch_size=1, ranks=1, accumulation=1))
-    framing = framing_of(spec_of(resolution=512), rules)
+    framing = crop_settings_of(spec_of(resolution=512), rules)
     bucket = framing.bucket(1600, 1200)
 
     assert (str(bucket), framing.resized(1600, 1200, bucket)) == ("576x448", (597, 448))
@@ -233,7 +233,7 @@ def test_two_default_text_caches_are_a_problem() -> None:
 def test_a_file_without_enabled_pictures_is_a_problem() -> None:
     _, problems = parse({**PETS, "disabled": True})
 
-    assert "no dataset with pictures is enabled" in problems[0]
+    assert "no dataset with images is enabled" in problems[0]
 
 
 def test_a_file_is_read_with_or_without_a_byte_order_mark(tmp_path: Path) -> None:

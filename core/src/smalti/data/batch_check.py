@@ -1,7 +1,7 @@
 """Does every bucket fill a batch? Answered before a launch, with the numbers and the ways out.
 
 effective batch size = train_batch_size x ranks x gradient_accumulation_steps. Every aspect bucket needs that many samples,
-repeats counted; otherwise one batch would hold the same picture several times.
+repeats counted; otherwise one batch would hold the same image several times.
 """
 
 from __future__ import annotations
@@ -60,18 +60,18 @@ class BucketCount:
         """The datasets whose repeats were not set by hand."""
         return tuple(share.dataset for share in self.shares if not share.repeats)
 
-    def total_with(self, repeats: int, *, by_hand_too: bool) -> int:
+    def total_with(self, repeats: int, *, override_manual: bool) -> int:
         """Samples in an epoch if repeats were at least this; those set by hand are raised only if asked."""
         return sum(
-            share.samples * ((max(share.repeats, repeats) if by_hand_too or not share.repeats else share.repeats) + 1)
+            share.samples * ((max(share.repeats, repeats) if override_manual or not share.repeats else share.repeats) + 1)
             for share in self.shares
         )
 
-    def needed_repeats(self, effective: int, *, by_hand_too: bool) -> int | None:
+    def needed_repeats(self, effective: int, *, override_manual: bool) -> int | None:
         """The fewest repeats that fill a batch; None if only repeats set by hand could."""
-        if not by_hand_too and not self.adjustable:
+        if not override_manual and not self.adjustable:
             return None
-        return next(number for number in count() if self.total_with(number, by_hand_too=by_hand_too) >= effective)
+        return next(number for number in count() if self.total_with(number, override_manual=override_manual) >= effective)
 
 
 def check_batches(
@@ -85,7 +85,7 @@ def check_batches(
     short = [one for one in counts if one.total < shape.effective]
     if not short:
         return {}
-    raised = {one.bucket: one.needed_repeats(shape.effective, by_hand_too=False) for one in short}
+    raised = {one.bucket: one.needed_repeats(shape.effective, override_manual=False) for one in short}
     if allow_oversubscription and None not in raised.values():
         return {bucket: repeats for bucket, repeats in raised.items() if repeats is not None}
     raise PreflightError(_explain(counts, short, shape, allow_oversubscription))
@@ -102,7 +102,7 @@ def describe_raised(counts: Sequence[BucketCount], raised: Mapping[Bucket, int],
 
 
 def _explain(counts: Sequence[BucketCount], short: Sequence[BucketCount], shape: BatchShape, allowed: bool) -> str:
-    minimum = max(one.needed_repeats(shape.effective, by_hand_too=True) or 0 for one in short)
+    minimum = max(one.needed_repeats(shape.effective, override_manual=True) or 0 for one in short)
     lines = ["Dataset configuration will produce zero usable batches.", "", "Current configuration:"]
     for dataset, shares in _by_dataset(counts, short).items():
         lines += [
@@ -119,7 +119,7 @@ def _explain(counts: Sequence[BucketCount], short: Sequence[BucketCount], shape:
         f"{len(short)} bucket(s) have too few samples:",
     ]
     lines += [f"  - {one.bucket}: {_sum(one)}, needs {shape.effective}. {_minimum(one, shape)}" for one in short]
-    lines += ["", "Ways out, any one of them:", *_ways_out(short, shape, minimum, allowed)]
+    lines += ["", "Ways out, any one of them:", *_suggestions(short, shape, minimum, allowed)]
     if any(share.repeats for one in short for share in one.shares):
         lines += [
             "",
@@ -140,10 +140,10 @@ def _sum(one: BucketCount) -> str:
 
 
 def _minimum(one: BucketCount, shape: BatchShape) -> str:
-    return f"Minimum repeats required: {one.needed_repeats(shape.effective, by_hand_too=True)}"
+    return f"Minimum repeats required: {one.needed_repeats(shape.effective, override_manual=True)}"
 
 
-def _ways_out(short: Sequence[BucketCount], shape: BatchShape, minimum: int, allowed: bool) -> list[str]:
+def _suggestions(short: Sequence[BucketCount], shape: BatchShape, minimum: int, allowed: bool) -> list[str]:
     fewest = min(one.total for one in short)
     ways = []
     for name, value in (
@@ -156,7 +156,7 @@ def _ways_out(short: Sequence[BucketCount], shape: BatchShape, minimum: int, all
             ways.append(f"{name}: {most} instead of {value}")
     ways += [
         f"more repeats: at least {minimum} in every dataset named above",
-        "more pictures of these shapes, or none; with crop and crop_aspect=square all share one bucket",
+        "more images of these shapes, or none; with crop and crop_aspect=square all share one bucket",
     ]
     if not allowed:
         ways.append("--allow_dataset_oversubscription: repeats of the short buckets are raised by themselves")

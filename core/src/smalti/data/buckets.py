@@ -1,6 +1,6 @@
-"""Aspect buckets: which size a picture is trained at, and how it gets there.
+"""Aspect buckets: which size an image is trained at, and how it gets there.
 
-All pictures of a batch have one size, the bucket. A bucket's sides are multiples of the alignment that the model family
+All images of a batch have one size, the bucket. A bucket's sides are multiples of the alignment that the model family
 needs, its area is that of the wanted resolution, and its aspect ratio is near the image's own. The image is scaled until it
 covers the bucket and what juts out is cropped; without cropping it is stretched to the bucket, which bends its aspect ratio by
 what alignment costs: up to 6 % at 1024 pixels with an alignment of 64, 13 % at 512.
@@ -29,8 +29,8 @@ class Bucket:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Framing:
-    """The rule by which one dataset's pictures find their bucket.
+class CropSettings:
+    """The rule by which one dataset's images find their bucket.
 
     Args:
         resolution: pixels, or megapixels with `resolution_type` "area".
@@ -39,10 +39,10 @@ class Framing:
         alignment: both sides of a bucket are multiples of this many pixels.
         aspect_rounding: decimals to which aspect ratios are rounded, so that nearly equal ones share a bucket.
         crop: cut what juts out, rather than bend the aspect ratio a little.
-        crop_aspect: with `crop`, "square" cuts every picture to a square and "preserve" keeps its aspect ratio.
+        crop_aspect: with `crop`, "square" cuts every image to a square and "preserve" keeps its aspect ratio.
         crop_style: with `crop`, where to cut: "center", "corner" (top left), or "random" (anew at every visit; once, where
             latents are made before training).
-        minimum_size: pictures smaller than this are left out; in the unit of `resolution`, 0 keeps all.
+        minimum_size: images smaller than this are left out; in the unit of `resolution`, 0 keeps all.
     """
 
     resolution: float
@@ -55,14 +55,14 @@ class Framing:
     minimum_size: float = 0.0
 
     def accepts(self, width: int, height: int) -> bool:
-        """Whether a picture of this size is large enough to train on."""
+        """Whether an image of this size is large enough to train on."""
         if self.resolution_type == "pixel":
             return min(width, height) >= self.minimum_size
         return width * height >= self._area(self.minimum_size)
 
     def bucket(self, width: int, height: int) -> Bucket:
-        """The bucket of a picture. A picture and its transpose have transposed buckets."""
-        # Long over short, so that tall pictures are rounded as wide ones are (and never to zero).
+        """The bucket of an image. An image and its transpose have transposed buckets."""
+        # Long over short, so that tall images are rounded as wide ones are (and never to zero).
         aspect = 1.0
         if not (self.crop and self.crop_aspect == "square"):
             aspect = round(max(width, height) / min(width, height), self.aspect_rounding)
@@ -76,7 +76,7 @@ class Framing:
         return Bucket(long, short) if width >= height else Bucket(short, long)
 
     def resized(self, width: int, height: int, bucket: Bucket) -> tuple[int, int]:
-        """Width and height to scale a picture to: the bucket's own, or with `crop` the smallest that cover it."""
+        """Width and height to scale an image to: the bucket's own, or with `crop` the smallest that cover it."""
         if not self.crop:
             return bucket.width, bucket.height
         # In whole numbers: w/W < h/H means that the width is what limits.
@@ -84,8 +84,8 @@ class Framing:
             return bucket.width, max(bucket.height, _divide(height * bucket.width, width))
         return max(bucket.width, _divide(width * bucket.height, height)), bucket.height
 
-    def corner(self, resized: tuple[int, int], bucket: Bucket, draw: tuple[float, float] = (0.0, 0.0)) -> tuple[int, int]:
-        """Left and top of the bucket's cut out of a scaled picture. `draw`: two numbers in [0, 1) that "random" cuts by."""
+    def offset(self, resized: tuple[int, int], bucket: Bucket, fractions: tuple[float, float] = (0.0, 0.0)) -> tuple[int, int]:
+        """Left and top of the bucket's cut out of a scaled image. `fractions`: two numbers in [0, 1) that "random" cuts by."""
         across, down = resized[0] - bucket.width, resized[1] - bucket.height
         match self.crop_style:
             case "center":
@@ -93,7 +93,7 @@ class Framing:
             case "corner":
                 return 0, 0
             case "random":  # the last offset is as likely as any other
-                return int(draw[0] * (across + 1)), int(draw[1] * (down + 1))
+                return int(fractions[0] * (across + 1)), int(fractions[1] * (down + 1))
 
     def _area(self, size: float) -> float:
         return size * 1e6 if self.resolution_type == "area" else size * size

@@ -22,7 +22,7 @@ from smalti.data.datasets.spec import (
     texts_entry,
     unused_caches,
 )
-from smalti.data.prepared import DataRules, Dataset, PreparedData, build_datasets, load_datasets, prepare, refuse_trained
+from smalti.data.prepared import DataRules, Dataset, PreparedData, build_datasets, check_no_overlap, load_datasets, prepare
 from smalti.data.scan.index import Progress
 from smalti.errors import ConfigError, Problem
 from smalti.hookspecs import HookSpecs
@@ -62,11 +62,11 @@ def dataset_specs(config: Config, catalog: Catalog) -> tuple[DatasetSpec, ...]:
         crop_aspect=options.crop_aspect,
     )
     specs, problems = parse_datasets(entries, where=where, defaults=defaults, catalog=catalog)
-    problems = (*problems, *_unused_prompt(config, specs), *_mixed_up_folders(config, specs))
+    problems = (*problems, *_unused_prompt(config, specs), *_overlapping_folders(config, specs))
     if problems:
         raise ConfigError(problems)
     most = config[ValidationOptions].num_eval_images
-    return tuple(_at_most(spec, most) if spec.dataset_type == "eval" and most is not None else spec for spec in specs)
+    return tuple(_limited(spec, most) if spec.dataset_type == "eval" and most is not None else spec for spec in specs)
 
 
 def _unused_prompt(config: Config, specs: Sequence[DatasetSpec]) -> list[Problem]:
@@ -77,7 +77,7 @@ def _unused_prompt(config: Config, specs: Sequence[DatasetSpec]) -> list[Problem
     return [Problem(message="instance_prompt is given, and no dataset uses it", where="instance_prompt", fix=fix)]
 
 
-def _mixed_up_folders(config: Config, specs: Sequence[DatasetSpec]) -> list[Problem]:
+def _overlapping_folders(config: Config, specs: Sequence[DatasetSpec]) -> list[Problem]:
     """Datasets that would take the run's own images for samples.
 
     A hidden folder is not searched for images, and with a table only the images in it count.
@@ -103,7 +103,7 @@ def _mixed_up_folders(config: Config, specs: Sequence[DatasetSpec]) -> list[Prob
     return problems
 
 
-def _at_most(spec: DatasetSpec, most: int) -> DatasetSpec:
+def _limited(spec: DatasetSpec, most: int) -> DatasetSpec:
     return spec.model_copy(update={"max_num_samples": min(most, spec.max_num_samples or most)})
 
 
@@ -160,9 +160,9 @@ def scan_data(
         atomic_write(directory / _SCAN_NOTE, json.dumps(note).encode())
     if not held_out:
         wanted = [name for name in ("eval_steps_interval", "eval_epoch_interval") if getattr(config[ValidationOptions], name)]
-        told = [f"{' and '.join(wanted)} without effect: no dataset has the dataset_type eval"] if wanted else []
-        return replace(data, notices=(*data.notices, *told))
-    refuse_trained(data.datasets, held_out)
+        messages = [f"{' and '.join(wanted)} without effect: no dataset has the dataset_type eval"] if wanted else []
+        return replace(data, notices=(*data.notices, *messages))
+    check_no_overlap(data.datasets, held_out)
     return _with_held_out(data, held_out, rules)
 
 
@@ -201,7 +201,7 @@ def load_data(config: Config, plugins: Plugins, alignment: int, directory: Path)
 
 
 def _with_held_out(data: PreparedData, datasets: tuple[Dataset, ...], rules: DataRules) -> PreparedData:
-    """The data with pictures that are evaluated. They need not fill batches."""
+    """The data with images that are evaluated. They need not fill batches."""
     held_out = prepare(datasets, replace(rules, shape=BatchShape(train_batch_size=1, ranks=1, accumulation=1)))
     return replace(data, held_out=held_out, notices=(*data.notices, *held_out.notices))
 
@@ -219,7 +219,7 @@ def cache_folders(config: Config, plugins: Plugins) -> CacheFolders:
     given = config[DataOptions].cache_dir or cast(Path, config[RunOptions].output_dir) / "cache"
     specs = dataset_specs(config, catalog_of(plugins))
     entry = texts_entry(specs)
-    latents = {spec.id: latents_folder(spec, specs) or given for spec in specs if spec.has_pictures}
+    latents = {spec.id: latents_folder(spec, specs) or given for spec in specs if spec.has_images}
     return CacheFolders(
         texts=_absolute(entry.cache_dir if entry is not None and entry.cache_dir is not None else given),
         latents={name: _absolute(folder) for name, folder in latents.items()},

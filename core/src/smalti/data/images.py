@@ -1,6 +1,6 @@
-"""From the bytes of a picture to numbers for a model.
+"""From the bytes of an image to numbers for a model.
 
-Shapes: B pictures, H, W pixels, 3 colours (red, green, blue).
+Shapes: B images, H, W pixels, 3 colours (red, green, blue).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from smalti.data.buckets import Bucket, Framing
+from smalti.data.buckets import Bucket, CropSettings
 from smalti.data.scan.image_headers import DECODING_ERRORS, open_image, orientation
 from smalti.data.scan.quarantine import BadSampleError
 from smalti.data.storage.protocol import Storage, StorageError, TransientStorageError
@@ -30,25 +30,25 @@ _UPRIGHT = {
 }
 
 
-def read_picture(storage: Storage, key: str, framing: Framing, bucket: Bucket) -> Bytes:
+def read_image(storage: Storage, key: str, crop_settings: CropSettings, bucket: Bucket) -> Bytes:
     """`decode` of a stored file. Raises BadSampleError also for one that is gone or may not be read."""
     try:
-        return decode(storage.read(key), framing, bucket)
+        return decode(storage.read(key), crop_settings, bucket)
     except TransientStorageError:
         raise
     except StorageError as error:
         raise BadSampleError(error.message) from error
 
 
-def decode(data: bytes, framing: Framing, bucket: Bucket) -> Bytes:
-    """A picture as (3, H, W) bytes: upright, RGB on white, scaled for its bucket but not yet cut.
+def decode(data: bytes, crop_settings: CropSettings, bucket: Bucket) -> Bytes:
+    """An image as (3, H, W) bytes: upright, RGB on white, scaled for its bucket but not yet cut.
 
-    Raises BadSampleError for anything that is not a whole, readable picture.
+    Raises BadSampleError for anything that is not a whole, readable image.
     """
     with open_image(data) as image:
         turn = orientation(image)
         width, height = image.size if turn < 5 else image.size[::-1]
-        target = framing.resized(width, height, bucket)
+        target = crop_settings.resized(width, height, bucket)
         # A JPEG can be decoded at a fraction of its size; twice the target leaves the quality to the filter below.
         image.draft(None, (2 * max(target), 2 * max(target)))
         try:
@@ -57,14 +57,14 @@ def decode(data: bytes, framing: Framing, bucket: Bucket) -> Bytes:
             if rgb.size != target:
                 rgb = rgb.resize(target, Image.Resampling.LANCZOS)
         except DECODING_ERRORS as error:
-            raise BadSampleError(f"the picture is damaged: {error or type(error).__name__}") from error
+            raise BadSampleError(f"the image is damaged: {error or type(error).__name__}") from error
     return np.ascontiguousarray(np.asarray(rgb).transpose(2, 0, 1))
 
 
 def on_white(image: Image.Image) -> Image.Image:
-    """Any kind of picture as RGB; what is transparent becomes white, 16 bits become 8."""
+    """Any kind of image as RGB; what is transparent becomes white, 16 bits become 8."""
     if image.mode == "F":
-        raise BadSampleError("pixels are floating-point numbers, whose range is not known: convert the picture")
+        raise BadSampleError("pixels are floating-point numbers, whose range is not known: convert the image")
     if image.mode.startswith("I"):
         levels = np.asarray(image).astype(np.int64).clip(0, 65535)
         image = Image.fromarray(((levels * 255 + 32767) // 65535).astype(np.uint8))
@@ -75,12 +75,12 @@ def on_white(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def crop(picture: Bytes, bucket: Bucket, corner: tuple[int, int]) -> Bytes:
-    """The bucket's cut (3, H, W) of a scaled picture, as a view. `corner`: its left and top, of `Framing.corner`."""
-    left, top = corner
-    return picture[:, top : top + bucket.height, left : left + bucket.width]
+def crop(image: Bytes, bucket: Bucket, offset: tuple[int, int]) -> Bytes:
+    """The bucket's cut (3, H, W) of a scaled image, as a view. `offset`: its left and top, of `CropSettings.offset`."""
+    left, top = offset
+    return image[:, top : top + bucket.height, left : left + bucket.width]
 
 
-def normalised(pictures: Tensor) -> Tensor:
+def normalised(images: Tensor) -> Tensor:
     """Bytes as fp32 in [-1, 1], on the same device; 0 is -1 and 255 is 1."""
-    return pictures.to(torch.float32).div_(127.5).sub_(1.0)
+    return images.to(torch.float32).div_(127.5).sub_(1.0)

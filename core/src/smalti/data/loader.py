@@ -2,9 +2,9 @@
 
 Worker threads read, decode and scale; decoding releases the interpreter lock, so they run beside the training step. At most
 `prefetch` batches are in the making or waiting: the next one is started when one is taken. Where latents or texts were encoded
-before training (`smalti.data.cache.embedding_cache`), threads read those, and open no picture.
+before training (`smalti.data.cache.embedding_cache`), threads read those, and open no image.
 
-Shapes: B pictures of a micro-batch, H, W pixels, 3 colours, latents (B, C, h, w).
+Shapes: B images of a micro-batch, H, W pixels, 3 colours, latents (B, C, h, w).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from smalti.data.buckets import Bucket
-from smalti.data.cache.embedding_cache import CachedLatents, CachedTexts, Corner
-from smalti.data.images import Bytes, crop, normalised, read_picture
+from smalti.data.cache.embedding_cache import CachedLatents, CachedTexts, CropOffset
+from smalti.data.images import Bytes, crop, normalised, read_image
 from smalti.data.order import GlobalBatch
 from smalti.data.prepared import PreparedData
 from smalti.data.scan.quarantine import BadSampleError, ErrorBudget, Quarantined
@@ -37,14 +37,14 @@ from smalti.parallel import pins_memory, use_device
 from smalti.system import derive_seed, uniform
 from smalti.types import World
 
-_MOST_WORKERS = 8
+_MAX_WORKERS = 8
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
     """What one forward pass of this rank gets; tensors are on its device.
 
-    The pictures are `pixels` (B, 3, H, W), fp32 in [-1, 1], or else `latents` as they were kept, if they were encoded before
+    The images are `pixels` (B, 3, H, W), fp32 in [-1, 1], or else `latents` as they were kept, if they were encoded before
     (`smalti.models.latents_of` makes the model's latents of either). `conditioning` is
     that of the captions, None if they were not. `numbers` are unique over the run and belong to the visit; `keys` are
     "DATASET/KEY"; `size_conditioning` says what the images show of their originals.
@@ -73,22 +73,22 @@ class Batch:
 class Loader(Iterator[Batch]):
     """Iterates without end. Close it, or use it in a `with` block.
 
-    A picture that cannot be read is recorded in `errors` and replaced by the next readable one in the stream of its bucket.
+    An image that cannot be read is recorded in `errors` and replaced by the next readable one in the stream of its bucket.
     Which one that is depends on the sample's place alone, so the other ranks need not be told. Errors of the storage itself,
     and defects, come out of `next` with the traceback of the thread where they happened.
 
     Args:
         data: what `prepare` returned; the same on every rank.
         world: where this rank stands; ranks that work on the same samples get the same ones.
-        micro_batch: pictures per rank and forward pass.
+        micro_batch: images per rank and forward pass.
         accumulation: forward passes per optimizer step.
-        errors: counts broken pictures; a fresh one if not given.
+        errors: counts broken images; a fresh one if not given.
         position: how many global batches came before.
         prefetch: batches kept ready.
         workers: threads; chosen by the number of cores if 0.
-        cache_bytes: memory for scaled pictures. It is filled once and then kept: in a shuffled order that serves as many visits
+        cache_bytes: memory for scaled images. It is filled once and then kept: in a shuffled order that serves as many visits
             as any other policy.
-        latents: those of all pictures, if they were encoded before.
+        latents: those of all images, if they were encoded before.
         texts: the conditioning of all captions, if they were encoded before.
     """
 
@@ -128,11 +128,11 @@ class Loader(Iterator[Batch]):
         self.waited = 0.0
         """Seconds that the last batch was waited for; near 0 as long as the threads keep up."""
         self._stopping = threading.Event()
-        workers = workers or min(_MOST_WORKERS, prefetch, max(1, _cores() // world.local_size))
+        workers = workers or min(_MAX_WORKERS, prefetch, max(1, _cores() // world.local_size))
         self._pool = ThreadPoolExecutor(workers, "smalti-loader", initializer=use_device, initargs=(world.device,))
         self._ready: deque[Future[Batch]] = deque()
         for _ in range(prefetch):
-            self._start_one()
+            self._submit_next()
 
     @property
     def budget_exhausted(self) -> str | None:
@@ -145,11 +145,11 @@ class Loader(Iterator[Batch]):
         begin = time.perf_counter()
         batch = self._ready.popleft().result()
         self.waited = time.perf_counter() - begin
-        self._start_one()
+        self._submit_next()
         return batch if self._on_host else self._on_device(batch)
 
     def close(self) -> None:
-        """Stop the threads; returns when they have ended, which takes as long as one picture. May be called again."""
+        """Stop the threads; returns when they have ended, which takes as long as one image. May be called again."""
         self._stopping.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._ready.clear()
@@ -160,44 +160,44 @@ class Loader(Iterator[Batch]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
-    def _start_one(self) -> None:
+    def _submit_next(self) -> None:
         self._ready.append(self._pool.submit(self._assemble, self._next))
         self._next += 1
 
     def _assemble(self, position: int) -> Batch:
         """In a worker thread: this rank's part of a global batch; fp32, or for an accelerator bytes, pinned if possible."""
-        whole = self._order.batch(position)
-        micro = tuple(self._micro(whole, index) for index in range(self._accumulation))
-        return Batch(position=position, epoch=whole.epoch, bucket=whole.bucket, micro=micro)
+        global_batch = self._order.batch(position)
+        micro = tuple(self._micro(global_batch, index) for index in range(self._accumulation))
+        return Batch(position=position, epoch=global_batch.epoch, bucket=global_batch.bucket, micro=micro)
 
-    def _micro(self, whole: GlobalBatch, index: int) -> MicroBatch:
+    def _micro(self, global_batch: GlobalBatch, index: int) -> MicroBatch:
         size = self._micro_batch
         first = (index * self._world.data_size + self._world.data_rank) * size
         visits = []
         for slot in range(first, first + size):
             if self._stopping.is_set():
                 break
-            visits.append(self._reader.visit(whole, slot))
+            visits.append(self._reader.visit(global_batch, slot))
         captions = tuple(visit.caption for visit in visits)
         latents = self._latents(visits)
         return MicroBatch(
-            bucket=whole.bucket,
-            pixels=self._pixels(visits, whole.bucket) if latents is None else None,
+            bucket=global_batch.bucket,
+            pixels=self._pixels(visits, global_batch.bucket) if latents is None else None,
             latents=latents,
             conditioning=self._conditioning(captions),
             captions=captions,
-            numbers=tuple(whole.numbers[first : first + size]),
+            numbers=tuple(global_batch.numbers[first : first + size]),
             keys=tuple(visit.key for visit in visits),
             size_conditioning=tuple(visit.size for visit in visits),
         )
 
     def _pixels(self, visits: Sequence[_Visit], bucket: Bucket) -> Tensor:
         shape = (self._micro_batch, 3, bucket.height, bucket.width)
-        pictures = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pins)
-        view: Bytes = pictures.numpy()
+        images = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pins)
+        view: Bytes = images.numpy()
         for place, visit in enumerate(visits):
             view[place] = visit.content
-        return torch.from_numpy(_normalised(view)) if self._on_host else pictures
+        return torch.from_numpy(_normalised(view)) if self._on_host else images
 
     def _latents(self, visits: Sequence[_Visit]) -> Tensor | None:
         found = [visit.content for visit in visits if isinstance(visit.content, Tensor)]
@@ -237,7 +237,7 @@ class Loader(Iterator[Batch]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Visit:
-    """One sample as it is trained: the picture's bytes (3, H, W), or its latents (C, h, w)."""
+    """One sample as it is trained: the image's bytes (3, H, W), or its latents (C, h, w)."""
 
     content: Bytes | Tensor
     caption: str
@@ -254,8 +254,8 @@ class _Reader:
         self._latents = latents
         self._bad: set[int] = set(latents.broken) if latents is not None else set()
         self._cache: dict[int, Bytes] = {}
-        self._alike: dict[Bucket, tuple[Tensor, Corner]] = {}
-        self._room = cache_bytes
+        self._substitutes: dict[Bucket, tuple[Tensor, CropOffset]] = {}
+        self._cache_bytes_free = cache_bytes
 
     def visit(self, batch: GlobalBatch, slot: int) -> _Visit:
         number = batch.numbers[slot]
@@ -264,64 +264,64 @@ class _Reader:
                 continue
             if self._latents is not None:
                 return self._complete(sample, *self._encoded(sample, batch.bucket), batch)
-            picture = self._try(sample, batch.bucket)
-            if picture is not None:
-                return self._complete(sample, *self._cut(sample, picture, batch.bucket, number), batch)
+            image = self._load(sample, batch.bucket)
+            if image is not None:
+                return self._complete(sample, *self._crop(sample, image, batch.bucket, number), batch)
             if self._errors.exhausted:
                 break
         else:
-            self._errors.exhaust(f"no picture of bucket {batch.bucket} can be read")
+            self._errors.exhaust(f"no image of bucket {batch.bucket} can be read")
         # The run is about to stop by agreement; until then this rank has to keep step with the others.
         width, height = batch.bucket.width, batch.bucket.height
         blank = np.full((3, height, width), 255, dtype=np.uint8)
         return _Visit(content=blank, caption="", key="", size=SizeConditioning(width=width, height=height, left=0, top=0))
 
-    def _encoded(self, sample: int, bucket: Bucket) -> tuple[Tensor, Corner]:
+    def _encoded(self, sample: int, bucket: Bucket) -> tuple[Tensor, CropOffset]:
         """The latents of a sample; once they are lost, of another one, for the step in which the run stops by agreement."""
         assert self._latents is not None
         try:
-            self._alike[bucket] = found = self._latents.get(sample, bucket)
+            self._substitutes[bucket] = found = self._latents.get(sample, bucket)
         except UserError as error:
-            if bucket not in self._alike:
+            if bucket not in self._substitutes:
                 raise
             self._errors.exhaust(error.message, error.fix)
-            return self._alike[bucket]
+            return self._substitutes[bucket]
         return found
 
-    def _try(self, sample: int, bucket: Bucket) -> Bytes | None:
-        """The scaled picture of a sample, or None when it is bad."""
-        picture = self._cache.get(sample)
-        if picture is not None:
-            return picture
+    def _load(self, sample: int, bucket: Bucket) -> Bytes | None:
+        """The scaled image of a sample, or None when it is bad."""
+        image = self._cache.get(sample)
+        if image is not None:
+            return image
         position, row = self._data.locate(sample)
         dataset = self._data.datasets[position]
         key = dataset.index.key(row)
         try:
-            picture = read_picture(dataset.storage, key, self._data.framings[position], bucket)
+            image = read_image(dataset.storage, key, self._data.crop_settings[position], bucket)
         except BadSampleError as error:
             self._bad.add(sample)
             self._errors.record(Quarantined(dataset=dataset.spec.id, key=key, reason=str(error)))
             return None
-        # Two threads may count at once; then the limit is missed by a picture or two, which does no harm.
-        if picture.nbytes <= self._room:
-            self._room -= picture.nbytes
-            self._cache[sample] = picture
-        return picture
+        # Two threads may count at once; then the limit is missed by an image or two, which does no harm.
+        if image.nbytes <= self._cache_bytes_free:
+            self._cache_bytes_free -= image.nbytes
+            self._cache[sample] = image
+        return image
 
-    def _cut(self, sample: int, picture: Bytes, bucket: Bucket, number: int) -> tuple[Bytes, Corner]:
-        """The bucket's part of a scaled picture, and where it is; drawn from the visit's number."""
-        if picture.shape == (3, bucket.height, bucket.width):
-            return picture, (0, 0)
-        framing, seed = self._data.framings[self._data.locate(sample)[0]], self._data.order.seed
-        draw = uniform(derive_seed("across", seed, number)), uniform(derive_seed("down", seed, number))
-        corner = framing.corner((picture.shape[2], picture.shape[1]), bucket, draw)
-        return crop(picture, bucket, corner), corner
+    def _crop(self, sample: int, image: Bytes, bucket: Bucket, number: int) -> tuple[Bytes, CropOffset]:
+        """The bucket's part of a scaled image, and where it is; drawn from the visit's number."""
+        if image.shape == (3, bucket.height, bucket.width):
+            return image, (0, 0)
+        crop_settings, seed = self._data.crop_settings[self._data.locate(sample)[0]], self._data.order.seed
+        fractions = uniform(derive_seed("across", seed, number)), uniform(derive_seed("down", seed, number))
+        offset = crop_settings.offset((image.shape[2], image.shape[1]), bucket, fractions)
+        return crop(image, bucket, offset), offset
 
-    def _complete(self, sample: int, content: Bytes | Tensor, corner: Corner, batch: GlobalBatch) -> _Visit:
-        """What belongs to the picture besides; one of the captions, drawn from the epoch."""
+    def _complete(self, sample: int, content: Bytes | Tensor, offset: CropOffset, batch: GlobalBatch) -> _Visit:
+        """What belongs to the image besides; one of the captions, drawn from the epoch."""
         position, row = self._data.locate(sample)
         dataset = self._data.datasets[position]
-        left, top = corner
+        left, top = offset
         width, height = int(dataset.index.widths[row]), int(dataset.index.heights[row])
         size = SizeConditioning(width=width, height=height, left=left, top=top)
         captions = dataset.index.captions(row)
@@ -332,9 +332,9 @@ class _Reader:
         return _Visit(content=content, caption=captions[choice], key=key, size=size)
 
 
-def _normalised(pictures: Bytes) -> NDArray[np.float32]:
+def _normalised(images: Bytes) -> NDArray[np.float32]:
     """Like `pixels.normalised`, to the last bit. In numpy, which stays on this thread: torch would start a team of its own."""
-    values = pictures.astype(np.float32)
+    values = images.astype(np.float32)
     values /= np.float32(127.5)
     values -= np.float32(1.0)
     return values

@@ -73,8 +73,8 @@ class Order:
         self.buckets = tuple(sorted(buckets, key=lambda one: one.bucket))
         self.seed = seed
         self.effective_batch = effective_batch
-        self._decks = [_Deck(bucket) for bucket in self.buckets]
-        self._dealt = np.array([bucket.copies.sum() for bucket in self.buckets], dtype=np.int64)
+        self._permutations = [_BucketPermutation(bucket) for bucket in self.buckets]
+        self._samples_per_epoch = np.array([bucket.copies.sum() for bucket in self.buckets], dtype=np.int64)
         # A batch may reach from one pass into the next, and threads may stand on both sides of the end of an epoch.
         self._passes: _Recent[Numbers] = _Recent(2 * len(self.buckets) + 2)
         self._epochs: _Recent[_Epoch] = _Recent(2)
@@ -82,7 +82,7 @@ class Order:
     def batch(self, position: int) -> GlobalBatch:
         """The global batch at a position, 0 being the first of the run."""
         number = self.epoch_of(position)
-        epoch = self._epochs.get(number, partial(self._deal, number))
+        epoch = self._epochs.get(number, partial(self._make_epoch, number))
         step = position - epoch.start
         bucket = int(epoch.buckets[step])
         first = int(epoch.ordinals[step]) * self.effective_batch
@@ -99,13 +99,13 @@ class Order:
         if position < 0:
             raise ValueError("positions count from 0")
         # An epoch holds at least total/B - buckets batches.
-        total = int(self._dealt.sum())
+        total = int(self._samples_per_epoch.sum())
         latest = (position + 1 + len(self.buckets)) * self.effective_batch // total + 1
         return bisect_right(range(latest + 1), position, key=self.epoch_start) - 1
 
     def epoch_start(self, epoch: int) -> int:
         """The position at which an epoch begins."""
-        return int((self._dealt * epoch // self.effective_batch).sum())
+        return int((self._samples_per_epoch * epoch // self.effective_batch).sum())
 
     def replacements(self, batch: GlobalBatch, slot: int) -> Iterator[int]:
         """Samples to put in place of one that cannot be read: those that follow it in the stream of its bucket.
@@ -114,7 +114,7 @@ class Order:
         a rank that replaces one need not tell the others.
         """
         bucket = bisect_right(self.buckets, batch.bucket, key=lambda one: one.bucket) - 1
-        size = self._decks[bucket].size
+        size = self._permutations[bucket].size
         start = batch.first + slot + 1
         for place in range(start, start + 2 * size, self.effective_batch):
             for sample in self._stream(bucket, place, min(self.effective_batch, start + 2 * size - place)):
@@ -122,18 +122,18 @@ class Order:
 
     def _stream(self, bucket: int, start: int, count: int) -> Numbers:
         """`count` samples of a bucket's stream from a place in it."""
-        deck = self._decks[bucket]
+        bucket_permutation = self._permutations[bucket]
         parts = []
         while count > 0:
-            number, offset = divmod(start, deck.size)
-            cards = self._passes.get((bucket, number), partial(deck.shuffled, self.seed, number))
-            part = cards[offset : offset + count]
+            number, offset = divmod(start, bucket_permutation.size)
+            shuffled = self._passes.get((bucket, number), partial(bucket_permutation.shuffled, self.seed, number))
+            part = shuffled[offset : offset + count]
             parts.append(part)
             start, count = start + len(part), count - len(part)
         return np.concatenate(parts)
 
-    def _deal(self, number: int) -> _Epoch:
-        before, after = (self._dealt * epoch // self.effective_batch for epoch in (number, number + 1))
+    def _make_epoch(self, number: int) -> _Epoch:
+        before, after = (self._samples_per_epoch * epoch // self.effective_batch for epoch in (number, number + 1))
         counts = after - before
         buckets = np.repeat(np.arange(len(counts)), counts)[
             permutation(int(counts.sum()), derive_seed("epoch", self.seed, number))
@@ -153,10 +153,10 @@ class _Epoch:
     ordinals: Numbers
 
 
-class _Deck:
+class _BucketPermutation:
     """The samples of one pass of a bucket, unshuffled.
 
-    Repeats that all samples share do not make a pass longer but passes more frequent: then the copies of a picture lie far
+    Repeats that all samples share do not make a pass longer but passes more frequent: then the copies of an image lie far
     apart.
     """
 

@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smalti.data.batch_check import BatchShape, BucketCount, Share, check_batches, describe_raised
-from smalti.data.buckets import Bucket, Framing
+from smalti.data.buckets import Bucket, CropSettings
 from smalti.data.datasets.captions import NO_TEXT_FILE
 from smalti.data.datasets.catalog import Catalog
-from smalti.data.datasets.sources import Selective, told_of
+from smalti.data.datasets.sources import ReportsSkipped, describe_skipped
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.order import BucketSamples, Order
 from smalti.data.scan.identity import Identity
@@ -42,15 +42,15 @@ class Dataset:
     spec: DatasetSpec
     storage: Storage
     index: DatasetIndex
-    passed_over: Mapping[str, int] = field(default_factory=dict)
+    skipped_files: Mapping[str, int] = field(default_factory=dict)
     """Files that are no samples, by extension; known where the dataset was just scanned."""
 
     @property
     def notices(self) -> tuple[str, ...]:
         """What the user should know about its entry and its files."""
-        if not self.passed_over:
+        if not self.skipped_files:
             return self.spec.notices
-        total, names = sum(self.passed_over.values()), told_of(self.passed_over)
+        total, names = sum(self.skipped_files.values()), describe_skipped(self.skipped_files)
         return (
             *self.spec.notices,
             f"dataset {self.spec.id}: {total} files are left out, as smalti does not read them: {names}",
@@ -83,14 +83,14 @@ class PreparedData:
 
     order: Order
     datasets: tuple[Dataset, ...]
-    framings: tuple[Framing, ...]
+    crop_settings: tuple[CropSettings, ...]
     counts: tuple[BucketCount, ...]
     notices: tuple[str, ...]
     quarantined: tuple[Quarantined, ...]
     allowed_errors: int
     offsets: tuple[int, ...]
     held_out: PreparedData | None = None
-    """The pictures that are not trained on but evaluated, if there are any; their order means nothing."""
+    """The images that are not trained on but evaluated, if there are any; their order means nothing."""
 
     def locate(self, sample: int) -> tuple[int, int]:
         """The position of a sample's dataset in `datasets`, and its row there."""
@@ -108,8 +108,8 @@ class PreparedData:
     @cached_property
     def identity(self) -> Identity:
         """What the data are. Worked out once, since nothing of it changes during a run; reads all keys."""
-        pairs = zip(self.datasets, self.framings, strict=True)
-        settings = {dataset.spec.id: _settings(dataset.spec, framing) for dataset, framing in pairs}
+        pairs = zip(self.datasets, self.crop_settings, strict=True)
+        settings = {dataset.spec.id: _settings(dataset.spec, crop_settings) for dataset, crop_settings in pairs}
         return Identity.of(self.indexes, self.order, settings)
 
 
@@ -138,8 +138,8 @@ def build_datasets(
         index = build_index(spec, storage, source, cache, progress(spec.id) if progress else None)
         if directory:
             write_quarantine(directory / f"{spec.id}.quarantine.jsonl", index.quarantined)
-        passed_over = dict(source.passed_over) if isinstance(source, Selective) else {}
-        datasets.append(Dataset(spec=spec, storage=storage, index=index, passed_over=passed_over))
+        skipped_files = dict(source.skipped_files) if isinstance(source, ReportsSkipped) else {}
+        datasets.append(Dataset(spec=spec, storage=storage, index=index, skipped_files=skipped_files))
     return tuple(datasets)
 
 
@@ -161,73 +161,75 @@ def prepare(datasets: Sequence[Dataset], rules: DataRules, *, notices: Sequence[
     """
     datasets = tuple(sorted(datasets, key=lambda dataset: dataset.spec.id))
     offsets = (0, *accumulate(len(dataset.index) for dataset in datasets))[:-1]
-    framings = tuple(framing_of(dataset.spec, rules) for dataset in datasets)
+    crop_settings = tuple(crop_settings_of(dataset.spec, rules) for dataset in datasets)
     quarantined = tuple(item for dataset in datasets for item in dataset.index.quarantined)
     allowed = allowed_errors(rules.error_budget, sum(len(dataset.index) for dataset in datasets))
     if len(quarantined) > allowed:
-        _refuse_without_captions(datasets)
-        raise PreflightError(_too_many(quarantined, allowed), fix="mend or remove these files, or raise --data_error_budget")
+        _check_captions_exist(datasets)
+        raise PreflightError(_over_budget(quarantined, allowed), fix="mend or remove these files, or raise --data_error_budget")
 
-    told = [*notices, *(notice for dataset in datasets for notice in dataset.notices)]
+    messages = [*notices, *(notice for dataset in datasets for notice in dataset.notices)]
     if quarantined:
-        told.append(f"{len(quarantined)} samples are set aside (the error budget allows {allowed}): {_reasons(quarantined)}")
-    contents: dict[Bucket, list[_Content]] = {}
-    for dataset, framing, offset in zip(datasets, framings, offsets, strict=True):
-        by_bucket, small = _rows_by_bucket(dataset.index, framing)
+        messages.append(
+            f"{len(quarantined)} samples are set aside (the error budget allows {allowed}): {_reasons(quarantined)}"
+        )
+    contents: dict[Bucket, list[_BucketPart]] = {}
+    for dataset, settings, offset in zip(datasets, crop_settings, offsets, strict=True):
+        by_bucket, small = _rows_by_bucket(dataset.index, settings)
         if small:
             total = len(dataset.index)
-            told.append(f"dataset {dataset.spec.id}: {small} of {total} pictures are below minimum_image_size and left out")
+            messages.append(f"dataset {dataset.spec.id}: {small} of {total} images are below minimum_image_size and left out")
         for bucket, rows in by_bucket.items():
-            content = _Content(dataset=dataset.spec.id, samples=rows + offset, repeats=dataset.spec.repeats)
+            content = _BucketPart(dataset=dataset.spec.id, samples=rows + offset, repeats=dataset.spec.repeats)
             contents.setdefault(bucket, []).append(content)
     if not contents:
-        _refuse_without_captions(datasets)
+        _check_captions_exist(datasets)
         raise PreflightError("no dataset has an image that can be trained on", fix="lower minimum_image_size or add images")
 
     counts = tuple(
         BucketCount(bucket=bucket, shares=tuple(content.share for content in contents[bucket])) for bucket in sorted(contents)
     )
     raised = check_batches(counts, rules.shape, allow_oversubscription=rules.allow_oversubscription)
-    told += describe_raised(counts, raised, rules.shape)
+    messages += describe_raised(counts, raised, rules.shape)
     buckets = [_bucket_samples(bucket, parts, raised.get(bucket, 0)) for bucket, parts in contents.items()]
     return PreparedData(
         order=Order(buckets, seed=rules.seed, effective_batch=rules.shape.effective),
         datasets=datasets,
-        framings=framings,
+        crop_settings=crop_settings,
         counts=counts,
-        notices=tuple(told),
+        notices=tuple(messages),
         quarantined=quarantined,
         allowed_errors=allowed,
         offsets=offsets,
     )
 
 
-def refuse_trained(training: Sequence[Dataset], held_out: Sequence[Dataset]) -> None:
-    """Raises PreflightError for pictures that are held out of one dataset and lie in another that is trained on."""
-    names = {place for dataset in held_out for place in _places(dataset)}
+def check_no_overlap(training: Sequence[Dataset], held_out: Sequence[Dataset]) -> None:
+    """Raises PreflightError for images that are held out of one dataset and lie in another that is trained on."""
+    names = {place for dataset in held_out for place in _image_ids(dataset)}
     for dataset in training:
-        both = [place[-1] for place in _places(dataset) if place in names]
+        both = [place[-1] for place in _image_ids(dataset) if place in names]
         if both:
             raise PreflightError(
-                f"{len(both)} pictures of the eval datasets are trained on too, by the dataset {dataset.spec.id}: {both[0]}",
+                f"{len(both)} images of the eval datasets are trained on too, by the dataset {dataset.spec.id}: {both[0]}",
                 fix="give the eval dataset a folder of its own, outside of those that are trained on",
             )
 
 
-def _places(dataset: Dataset) -> Iterator[tuple[str, ...]]:
-    """What tells each picture of a dataset from those of others."""
+def _image_ids(dataset: Dataset) -> Iterator[tuple[str, ...]]:
+    """What tells each image of a dataset from those of others."""
     spec = dataset.spec
     if spec.type == "local" and spec.instance_data_dir is not None:
         root = os.path.realpath(spec.instance_data_dir)
-        yield from ((os.path.join(root, key),) for key in dataset.index.keys())  # noqa: PTH118, SIM118 - once per picture
+        yield from ((os.path.join(root, key),) for key in dataset.index.keys())  # noqa: PTH118, SIM118 - once per image
     else:
         root = f"{spec.type} {spec.instance_data_dir} {sorted(spec.storage_options.items())}"
         yield from ((root, key) for key in dataset.index.keys())  # noqa: SIM118
 
 
-def framing_of(spec: DatasetSpec, rules: DataRules) -> Framing:
-    """How a dataset's pictures find their bucket."""
-    return Framing(
+def crop_settings_of(spec: DatasetSpec, rules: DataRules) -> CropSettings:
+    """How a dataset's images find their bucket."""
+    return CropSettings(
         resolution=spec.resolution,
         resolution_type=spec.resolution_type,
         alignment=rules.alignment,
@@ -239,22 +241,22 @@ def framing_of(spec: DatasetSpec, rules: DataRules) -> Framing:
     )
 
 
-def _settings(spec: DatasetSpec, framing: Framing) -> dict[str, object]:
+def _settings(spec: DatasetSpec, crop_settings: CropSettings) -> dict[str, object]:
     """What decides in which order a dataset's images come and how they are cropped, by the names that users give it."""
     return {
-        "resolution": framing.resolution,
-        "resolution_type": framing.resolution_type,
-        "aspect_bucket_alignment": framing.alignment,
-        "aspect_bucket_rounding": framing.aspect_rounding,
-        "crop": framing.crop,
-        **({"crop_aspect": framing.crop_aspect, "crop_style": framing.crop_style} if framing.crop else {}),
-        "minimum_image_size": framing.minimum_size,
+        "resolution": crop_settings.resolution,
+        "resolution_type": crop_settings.resolution_type,
+        "aspect_bucket_alignment": crop_settings.alignment,
+        "aspect_bucket_rounding": crop_settings.aspect_rounding,
+        "crop": crop_settings.crop,
+        **({"crop_aspect": crop_settings.crop_aspect, "crop_style": crop_settings.crop_style} if crop_settings.crop else {}),
+        "minimum_image_size": crop_settings.minimum_size,
         "repeats": spec.repeats,
     }
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Content:
+class _BucketPart:
     """What one dataset puts into a bucket. `repeats` 0 means that they were not set by hand."""
 
     dataset: str
@@ -270,28 +272,28 @@ def _of_kind(specs: Iterable[DatasetSpec], kind: Kind) -> list[DatasetSpec]:
     return [spec for spec in specs if spec.dataset_type == kind]
 
 
-def _rows_by_bucket(index: DatasetIndex, framing: Framing) -> tuple[dict[Bucket, NDArray[np.int64]], int]:
+def _rows_by_bucket(index: DatasetIndex, crop_settings: CropSettings) -> tuple[dict[Bucket, NDArray[np.int64]], int]:
     """The healthy rows by bucket, ascending, and how many are too small."""
     rows = index.healthy
     sizes = index.widths[rows].astype(np.int64) << 32 | index.heights[rows]
-    # Pictures come in far fewer sizes than there are pictures, so the rule is applied once per size.
+    # Images come in far fewer sizes than there are images, so the rule is applied once per size.
     distinct, which = np.unique(sizes, return_inverse=True)
     buckets = []
     for size in distinct.tolist():
         width, height = size >> 32, size & 0xFFFFFFFF
-        buckets.append(framing.bucket(width, height) if framing.accepts(width, height) else None)
+        buckets.append(crop_settings.bucket(width, height) if crop_settings.accepts(width, height) else None)
     names = sorted({bucket for bucket in buckets if bucket is not None})
     numbers = {bucket: number for number, bucket in enumerate(names)}
     choice = np.array([-1 if bucket is None else numbers[bucket] for bucket in buckets], dtype=np.int64)[which]
     return {bucket: rows[choice == number] for bucket, number in numbers.items()}, int((choice < 0).sum())
 
 
-def _bucket_samples(bucket: Bucket, parts: Sequence[_Content], raised: int) -> BucketSamples:
+def _bucket_samples(bucket: Bucket, parts: Sequence[_BucketPart], raised: int) -> BucketSamples:
     copies = [np.full(len(part.samples), (part.repeats or raised) + 1, dtype=np.int64) for part in parts]
     return BucketSamples(bucket=bucket, samples=np.concatenate([part.samples for part in parts]), copies=np.concatenate(copies))
 
 
-def _refuse_without_captions(datasets: Iterable[Dataset]) -> None:
+def _check_captions_exist(datasets: Iterable[Dataset]) -> None:
     """Raises PreflightError for a dataset in which no image at all has a text file: it was meant to be captioned otherwise."""
     for dataset in datasets:
         if all(item.reason.startswith(NO_TEXT_FILE) for item in dataset.index.quarantined) and not len(dataset.index.healthy):
@@ -302,7 +304,7 @@ def _refuse_without_captions(datasets: Iterable[Dataset]) -> None:
             )
 
 
-def _too_many(quarantined: Sequence[Quarantined], allowed: int) -> str:
+def _over_budget(quarantined: Sequence[Quarantined], allowed: int) -> str:
     return f"{len(quarantined)} samples cannot be used, and the error budget allows {allowed}: {_reasons(quarantined)}"
 
 

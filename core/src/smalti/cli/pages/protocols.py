@@ -81,7 +81,7 @@ CHAPTERS = (
             "smalti.data:MetadataSource",
             "smalti.data:Listed",
         ),
-        optional=("smalti.data:Selective",),
+        optional=("smalti.data:ReportsSkipped",),
     ),
     Chapter(
         title="Optimizers",

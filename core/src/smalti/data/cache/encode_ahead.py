@@ -1,11 +1,11 @@
-"""Before training: encode every picture and every text once, on all ranks together, keep them, and put the encoders away.
+"""Before training: encode every image and every text once, on all ranks together, keep them, and put the encoders away.
 
 What is there already, from this run or from another one with the same encoders, is not encoded again. Each rank takes the keys
 that fall to it by their own value, so shares are disjoint however many ranks there are and whatever each of them sees. All
 ranks speak every few seconds: so none waits for a slower one longer than that, a failure of one is everyone's at once, and the
 main rank can say how far all of them are.
 
-Shapes: B pictures or texts of a batch, always the same number: kernels sum in another order for another one. A short batch is
+Shapes: B images or texts of a batch, always the same number: kernels sum in another order for another one. A short batch is
 filled up with its first member.
 """
 
@@ -28,7 +28,7 @@ import torch
 
 from smalti.config import Config, DataOptions, ValidationOptions
 from smalti.data.buckets import Bucket
-from smalti.data.cache.embedding_cache import CachedLatents, CachedTexts, Corner
+from smalti.data.cache.embedding_cache import CachedLatents, CachedTexts, CropOffset
 from smalti.data.cache.tensor_store import Entry, FolderStore, TensorStore
 from smalti.data.from_options import CacheFolders
 from smalti.data.images import Bytes, normalised
@@ -64,7 +64,7 @@ class Encoded:
     latents: CachedLatents | None = None
     texts: CachedTexts | None = None
     held_out: CachedLatents | None = None
-    """Latents of the pictures that are held out, if there are any."""
+    """Latents of the images that are held out, if there are any."""
 
     def conditioning(self, texts: Sequence[str], device: str) -> Conditioning | None:
         """That of these texts, on the device; None if texts are encoded in every step."""
@@ -86,14 +86,14 @@ def encode_ahead(
 
     To be called before there is a model: encoders and it need not fit beside each other.
 
-    `log` is a folder for this rank's list of broken pictures. What is encoded when a signal or Ctrl-C ends it is kept. Raises
-    PreflightError on all ranks when one cannot go on: no room, no right to write, more broken pictures than the error budget
+    `log` is a folder for this rank's list of broken images. What is encoded when a signal or Ctrl-C ends it is kept. Raises
+    PreflightError on all ranks when one cannot go on: no room, no right to write, more broken images than the error budget
     allows.
     """
     if not isinstance(family, Cacheable):
         return Encoded()
     options, world = config[DataOptions], ranks.world
-    work = _Work(family=family, ranks=ranks, batch=options.train_batch_size, phases=phases or Phases())
+    work = _Encoder(family=family, ranks=ranks, batch=options.train_batch_size, phases=phases or Phases())
     every = [data] if data.held_out is None else [data, data.held_out]
     texts, latents = None, list[CachedLatents]()
     try:
@@ -108,7 +108,7 @@ def encode_ahead(
                     places = [folders.latents[dataset.spec.id] for dataset in one.datasets]
                     latents.append(CachedLatents(one, work.open("latents", places)))
                     broken = log / f"encoding.rank-{world.rank}.quarantine.jsonl"
-                    work.encode_pictures(latents[-1], one, one.error_budget(broken))
+                    work.encode_images(latents[-1], one, one.error_budget(broken))
                 family.release_encoder("latents")
     except RankError as failure:
         raise PreflightError(str(failure), fix=failure.fix) from failure
@@ -125,7 +125,7 @@ def all_captions(data: PreparedData) -> Iterator[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Picture:
+class _Task:
     """A sample to encode, and where its latents go."""
 
     sample: int
@@ -134,7 +134,7 @@ class _Picture:
 
 
 @dataclass(kw_only=True)
-class _Work:
+class _Encoder:
     """What both kinds of encoding share."""
 
     family: ModelFamily
@@ -181,23 +181,25 @@ class _Work:
         mine = [by_key[key] for key in sorted(missing) if self._is_mine(key)]
 
         def encode(batch: list[str]) -> int:
-            rows = self.family.encode_captions(_filled(batch, self.batch))
+            rows = self.family.encode_captions(_padded(batch, self.batch))
             rows = {name: values.cpu() for name, values in rows.items()}
             pending.add({texts.key(text): {name: rows[name][row] for name in rows} for row, text in enumerate(batch)})
             return len(batch)
 
         pending = _Pending(texts.store)
         self._progress("texts", len(by_key), map(encode, _batches(mine, self.batch)), len(mine), pending.flush)
-        self._await(texts.store, by_key)
+        self._wait_until_visible(texts.store, by_key)
 
-    # --- pictures ---------------------------------------------------------------------------------------------------
+    # --- images ---------------------------------------------------------------------------------------------------
 
-    def encode_pictures(self, latents: CachedLatents, data: PreparedData, errors: ErrorBudget) -> None:
-        """Latents of all pictures, but for those that cannot be read, which are then known to `latents`. *Collective*."""
-        if self.world.is_main and any(framing.crop and framing.crop_style == "random" for framing in data.framings):
-            _Show.say("each picture is cut at random once, and not anew at each visit; --vae_cache_disable does that")
+    def encode_images(self, latents: CachedLatents, data: PreparedData, errors: ErrorBudget) -> None:
+        """Latents of all images, but for those that cannot be read, which are then known to `latents`. *Collective*."""
+        if self.world.is_main and any(
+            crop_settings.crop and crop_settings.crop_style == "random" for crop_settings in data.crop_settings
+        ):
+            _ProgressLine.say("each image is cut at random once, and not anew at each visit; --vae_cache_disable does that")
         wanted = [
-            _Picture(sample=sample, bucket=content.bucket, key=latents.key(sample, content.bucket))
+            _Task(sample=sample, bucket=content.bucket, key=latents.key(sample, content.bucket))
             for content in data.order.buckets
             for sample in content.samples.tolist()
         ]
@@ -207,20 +209,20 @@ class _Work:
         pending = {store: _Pending(store) for store in missing}
         broken: dict[int, str] = {}
 
-        def encode(batch: Sequence[tuple[_Picture, Bytes, Corner] | BadSampleError]) -> int:
+        def encode(batch: Sequence[tuple[_Task, Bytes, CropOffset] | BadSampleError]) -> int:
             good = [one for one in batch if not isinstance(one, BadSampleError)]
             if errors.exhausted:
                 raise PreflightError(errors.exhausted, fix="mend or remove such files, or raise --data_error_budget")
             if good:
-                pixels = torch.from_numpy(np.stack(_filled([picture for _, picture, _ in good], self.batch)))
+                pixels = torch.from_numpy(np.stack(_padded([image for _, image, _ in good], self.batch)))
                 made = latents_to_keep(self.family, normalised(pixels.to(self.world.device))).cpu()
-                for row, (one, _, corner) in enumerate(good):
-                    pending[latents.store(one.sample)].add({one.key: latents.entry(made[row], corner)})
+                for row, (one, _, offset) in enumerate(good):
+                    pending[latents.store(one.sample)].add({one.key: latents.entry(made[row], offset)})
             return len(batch)
 
-        def read(one: _Picture) -> tuple[_Picture, Bytes, Corner] | BadSampleError:
+        def read(one: _Task) -> tuple[_Task, Bytes, CropOffset] | BadSampleError:
             try:
-                return one, *latents.picture(one.sample, one.bucket)
+                return one, *latents.image(one.sample, one.bucket)
             except BadSampleError as error:
                 position, row = data.locate(one.sample)
                 dataset = data.datasets[position]
@@ -233,14 +235,14 @@ class _Work:
                 one.flush(everything=everything)
 
         with Threads(_DECODING_THREADS, "smalti-decode") as pool:
-            ready = _ahead(pool, read, batches, ahead=2 + 2 * _DECODING_THREADS // self.batch)
+            ready = _prefetch(pool, read, batches, ahead=2 + 2 * _DECODING_THREADS // self.batch)
             self._progress("latents", len(wanted), map(encode, ready), len(mine), flush)
-        self._set_aside(latents, data, broken)
+        self._share_broken(latents, data, broken)
         for store in pending:
             keys = (one.key for one in wanted if one.sample not in latents.broken and latents.store(one.sample) is store)
-            self._await(store, keys)
+            self._wait_until_visible(store, keys)
 
-    def _set_aside(self, latents: CachedLatents, data: PreparedData, broken: Mapping[int, str]) -> None:
+    def _share_broken(self, latents: CachedLatents, data: PreparedData, broken: Mapping[int, str]) -> None:
         """Tell every rank which samples are broken; refuse to train when they are too many. *Collective*."""
         found: dict[str, str] = {}
         for answer in run_on_all_ranks(self.ranks, lambda: json.dumps(broken)):
@@ -253,7 +255,7 @@ class _Work:
             raise PreflightError(message + next(iter(found.values())), fix=fix)
         for content in data.order.buckets:
             if latents.broken.issuperset(content.samples.tolist()):
-                raise PreflightError(f"no picture of bucket {content.bucket} can be read", fix=fix)
+                raise PreflightError(f"no image of bucket {content.bucket} can be read", fix=fix)
 
     # --- all ranks together -----------------------------------------------------------------------------------------
 
@@ -266,7 +268,7 @@ class _Work:
         if total == 0:
             return
         self.phases.enter("encoding", total=total, unit="images" if what == "latents" else what)
-        show = _Show(what=what, total=total) if self.world.is_main else None
+        show = _ProgressLine(what=what, total=total) if self.world.is_main else None
         if show:
             there = "; the others are there already" if total < wanted else ""
             show.say(f"encoding {total:,} of {wanted:,} {what}{there}")
@@ -300,7 +302,7 @@ class _Work:
         if show:
             show.update(finished)
 
-    def _await(self, store: TensorStore, keys: Iterable[str]) -> None:
+    def _wait_until_visible(self, store: TensorStore, keys: Iterable[str]) -> None:
         """Until this rank sees what all ranks have written. *Collective*."""
         wanted = list(keys)
 
@@ -342,7 +344,7 @@ class _Pending:
             self._entries, self._bytes = {}, 0
 
 
-class _Show:
+class _ProgressLine:
     """How far all ranks are, as a line on standard error now and then and one in the end."""
 
     def __init__(self, *, what: str, total: int) -> None:
@@ -371,7 +373,7 @@ def _describe(place: Path, identity: str) -> None:
             write_json_atomically(place / "encoder.json", json.loads(identity))
     except OSError as error:
         raise UserError(
-            f"cannot keep encoded pictures and texts in {place}: {error.strerror or error}",
+            f"cannot keep encoded images and texts in {place}: {error.strerror or error}",
             fix="--cache_dir=FOLDER, or encode in every step with --vae_cache_disable --text_cache_disable",
         ) from error
 
@@ -381,18 +383,18 @@ def _batches(items: Sequence[T], size: int) -> Iterator[list[T]]:
         yield list(items[start : start + size])
 
 
-def _by_bucket(pictures: Iterable[_Picture]) -> list[list[_Picture]]:
-    groups: dict[Bucket, list[_Picture]] = {}
-    for one in pictures:
+def _by_bucket(images: Iterable[_Task]) -> list[list[_Task]]:
+    groups: dict[Bucket, list[_Task]] = {}
+    for one in images:
         groups.setdefault(one.bucket, []).append(one)
     return list(groups.values())
 
 
-def _filled(batch: list[T], size: int) -> list[T]:
+def _padded(batch: list[T], size: int) -> list[T]:
     return batch + [batch[0]] * (size - len(batch))
 
 
-def _ahead(pool: Threads, function: Callable[[T], R], batches: Iterable[list[T]], ahead: int) -> Iterator[list[R]]:
+def _prefetch(pool: Threads, function: Callable[[T], R], batches: Iterable[list[T]], ahead: int) -> Iterator[list[R]]:
     """The batches with `function` applied to every member, in order; so many batches are in the making at once."""
     waiting: list[list[Future[R]]] = []
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Where encoded pictures and texts are kept: small groups of tensors under keys, written once and never changed.
+"""Where encoded images and texts are kept: small groups of tensors under keys, written once and never changed.
 
 A `TensorStore` may be anything that can tell which keys it has, take many entries and give one. `FolderStore` is a folder of
 safetensors files, the parts. Each part is whole or not there: it gets its name when its bytes are on the disk. A part is never

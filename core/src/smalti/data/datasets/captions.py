@@ -1,4 +1,4 @@
-"""What is said about a picture. A sample without a caption is set aside with the reason; it is never trained as ""."""
+"""What is said about an image. A sample without a caption is set aside with the reason; it is never trained as ""."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_captions(spec: DatasetSpec, storage: Storage, listed: Listed) -> tuple[
 
 
 def depends_on_text_file(spec: DatasetSpec) -> bool:
-    """Whether a change of the text file beside a picture changes its captions."""
+    """Whether a change of the text file beside an image changes its captions."""
     return spec.caption_strategy == "textfile" and not spec.only_instance_prompt
 
 

@@ -1,9 +1,9 @@
-"""Pictures that are never trained on, to measure the loss on them: in which batches they come, and reading them.
+"""Images that are never trained on, to measure the loss on them: in which batches they come, and reading them.
 
 The batches do not depend on the number of ranks, because the last bits of a sample's loss can depend on its neighbours. Ranks
-get whole batches. A picture's number, from which its noise is drawn, comes from its name: others can come and go.
+get whole batches. An image's number, from which its noise is drawn, comes from its name: others can come and go.
 
-Shapes: B pictures of a batch, H, W pixels, latents (B, C, h, w).
+Shapes: B images of a batch, H, W pixels, latents (B, C, h, w).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from smalti.data.buckets import Bucket
-from smalti.data.cache.embedding_cache import CachedLatents, CachedTexts, Corner, cut_for_good
+from smalti.data.cache.embedding_cache import CachedLatents, CachedTexts, CropOffset, fixed_crop
 from smalti.data.images import normalised
 from smalti.data.prepared import PreparedData
 from smalti.data.scan.quarantine import BadSampleError
@@ -40,12 +40,12 @@ class HeldOutBatch:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HeldOutPictures:
+class HeldOutImages:
     """A batch that was read, on the device that was asked for: `pixels` (B, 3, H, W), fp32 in [-1, 1], or else `latents`
     as they were kept.
 
-    `conditioning` is that of the captions, if texts were encoded before. `numbers` belong to the pictures for good. `readable`
-    is (B,), 1 or 0: a picture that cannot be read is blank and counts for nothing.
+    `conditioning` is that of the captions, if texts were encoded before. `numbers` belong to the images for good. `readable`
+    is (B,), 1 or 0: an image that cannot be read is blank and counts for nothing.
     """
 
     bucket: Bucket
@@ -59,7 +59,7 @@ class HeldOutPictures:
 
 
 class HeldOut:
-    """All samples of `data`, in batches of up to `batch` pictures; `latents` and `texts` as far as they were encoded before."""
+    """All samples of `data`, in batches of up to `batch` images; `latents` and `texts` as far as they were encoded before."""
 
     def __init__(
         self,
@@ -94,29 +94,29 @@ class HeldOut:
             mine = first + rank
             yield self.batches[min(mine, len(self.batches) - 1)], mine < len(self.batches)
 
-    def read(self, batch: HeldOutBatch) -> HeldOutPictures:
-        """Raises what the storage raises when it is out of reach; pictures that are broken are told of once."""
+    def read(self, batch: HeldOutBatch) -> HeldOutImages:
+        """Raises what the storage raises when it is out of reach; images that are broken are told of once."""
         read = self._encoded if self._latents is not None else self._visit
         with ThreadPoolExecutor(_READERS, "smalti-held-out") as pool:
             found = list(pool.map(lambda sample: read(sample, batch.bucket), batch.samples))
-        pictures = torch.stack([picture for picture, _ in found]).to(self._device)
+        images = torch.stack([image for image, _ in found]).to(self._device)
         captions = tuple(self._caption(sample) for sample in batch.samples)
         conditioning = None
         if self._texts is not None:
             conditioning = {name: rows.to(self._device) for name, rows in self._texts.rows(captions).items()}
-        return HeldOutPictures(
+        return HeldOutImages(
             bucket=batch.bucket,
-            pixels=normalised(pictures) if self._latents is None else None,
-            latents=pictures if self._latents is not None else None,
+            pixels=normalised(images) if self._latents is None else None,
+            latents=images if self._latents is not None else None,
             captions=captions,
             conditioning=conditioning,
-            size_conditioning=tuple(map(self._size_conditioning, batch.samples, (corner for _, corner in found))),
+            size_conditioning=tuple(map(self._size_conditioning, batch.samples, (offset for _, offset in found))),
             numbers=tuple(self._number(sample) for sample in batch.samples),
             readable=torch.tensor([sample not in self._bad for sample in batch.samples], dtype=torch.float32),
         )
 
-    def _encoded(self, sample: int, bucket: Bucket) -> tuple[Tensor, Corner]:
-        """Latents (C, h, w), and where the picture was cut. In the place of a broken one, those of any other."""
+    def _encoded(self, sample: int, bucket: Bucket) -> tuple[Tensor, CropOffset]:
+        """Latents (C, h, w), and where the image was cut. In the place of a broken one, those of any other."""
         assert self._latents is not None
         if sample in self._bad:
             sample = next(other for other in self._samples_of(bucket) if other not in self._bad)
@@ -125,10 +125,10 @@ class HeldOut:
     def _samples_of(self, bucket: Bucket) -> Iterator[int]:
         return (sample for batch in self.batches if batch.bucket == bucket for sample in batch.samples)
 
-    def _visit(self, sample: int, bucket: Bucket) -> tuple[Tensor, Corner]:
-        """The picture (3, H, W) as bytes, and where it was cut."""
+    def _visit(self, sample: int, bucket: Bucket) -> tuple[Tensor, CropOffset]:
+        """The image (3, H, W) as bytes, and where it was cut."""
         try:
-            picture, corner = cut_for_good(self._data, sample, bucket)
+            image, offset = fixed_crop(self._data, sample, bucket)
         except BadSampleError as error:
             if sample not in self._bad:
                 position, row = self._data.locate(sample)
@@ -136,13 +136,13 @@ class HeldOut:
                 told = "%s: %s is held out and cannot be read, so it does not count: %s"
                 _log.warning(told, dataset.spec.id, dataset.index.key(row), error)
             self._bad.add(sample)
-            picture, corner = np.full((3, bucket.height, bucket.width), 255, dtype=np.uint8), (0, 0)
-        return torch.from_numpy(picture), corner
+            image, offset = np.full((3, bucket.height, bucket.width), 255, dtype=np.uint8), (0, 0)
+        return torch.from_numpy(image), offset
 
-    def _size_conditioning(self, sample: int, corner: Corner) -> SizeConditioning:
+    def _size_conditioning(self, sample: int, offset: CropOffset) -> SizeConditioning:
         position, row = self._data.locate(sample)
         index = self._data.datasets[position].index
-        return SizeConditioning(width=int(index.widths[row]), height=int(index.heights[row]), left=corner[0], top=corner[1])
+        return SizeConditioning(width=int(index.widths[row]), height=int(index.heights[row]), left=offset[0], top=offset[1])
 
     def _caption(self, sample: int) -> str:
         """Of several captions always the first."""

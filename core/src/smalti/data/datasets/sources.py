@@ -1,6 +1,6 @@
 """Where a dataset's names, sizes and captions come from: the folder itself, or a table.
 
-A source lists samples and opens no picture. What it does not know, the index finds out: a missing size from the picture's
+A source lists samples and opens no image. What it does not know, the index finds out: a missing size from the image's
 header, captions by the dataset's `caption_strategy`.
 """
 
@@ -21,14 +21,14 @@ from smalti.errors import ConfigError, Problem, UserError
 DESCRIPTIONS = frozenset((".json", ".jsonl", ".csv", ".tsv", ".parquet", ".md", ".toml", ".yaml", ".yml", ".ini", ".db"))
 """Extensions of files that stand beside images without being samples, so that nobody misses them."""
 _DEFAULT_TABLE = "metadata.jsonl"
-_MOST_PROBLEMS = 10  # more lines than this are not reported
+_MAX_PROBLEMS = 10  # more lines than this are not reported
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listed:
     """A sample as its source lists it. None means that the source does not know.
 
-    `size` is that of the file in bytes. `caption_etag` is the etag of the text file beside the picture, "" without one, so that
+    `size` is that of the file in bytes. `caption_etag` is the etag of the text file beside the image, "" without one, so that
     a changed caption is noticed. A `problem` sets the sample aside without another look.
     """
 
@@ -43,11 +43,11 @@ class Listed:
 
 
 @runtime_checkable
-class Selective(Protocol):
+class ReportsSkipped(Protocol):
     """What a source has besides `list` when it leaves files out that may have been meant as samples."""
 
     @property
-    def passed_over(self) -> Mapping[str, int]:
+    def skipped_files(self) -> Mapping[str, int]:
         """How many files of the last `list` were left out, by extension in small letters ("" for none)."""
         ...
 
@@ -61,15 +61,15 @@ class MetadataSource(Protocol):
 
 
 class Discovery:
-    """Every picture below the dataset's root, by file extension. Hidden files and folders (".name") are left out."""
+    """Every image below the dataset's root, by file extension. Hidden files and folders (".name") are left out."""
 
     def __init__(self, spec: DatasetSpec, storage: Storage) -> None:
         self._storage = storage
-        self.passed_over: Mapping[str, int] = {}
+        self.skipped_files: Mapping[str, int] = {}
 
     def list(self) -> Iterator[Listed]:
-        files = sorted_out(self._storage)
-        self.passed_over = files.passed_over
+        files = list_files(self._storage)
+        self.skipped_files = files.skipped_files
         for key, file in files.images.items():
             etag = files.texts.get(caption_key(key), "")
             yield Listed(key=key, size=file.size, etag=file.etag, caption_etag=etag)
@@ -78,7 +78,7 @@ class Discovery:
 class JsonLines:
     """A table with one JSON object per line; its columns are named in the dataset's `json` block.
 
-    The storage is listed as well, for file sizes and etags: a line without a file is set aside, a picture without a line is not
+    The storage is listed as well, for file sizes and etags: a line without a file is set aside, an image without a line is not
     part of the dataset.
     """
 
@@ -88,11 +88,11 @@ class JsonLines:
 
     def list(self) -> Iterator[Listed]:
         lines = _parse(self._read(), self._table, self.location)
-        files = sorted_out(self._storage)
+        files = list_files(self._storage)
         for key in sorted(lines):
             file = files.images.get(key)
             if file is None:
-                yield Listed(key=key, size=0, etag="", problem=f"listed in {self.location}, but there is no such picture")
+                yield Listed(key=key, size=0, etag="", problem=f"listed in {self.location}, but there is no such image")
                 continue
             row = lines[key]
             yield Listed(
@@ -121,20 +121,20 @@ class JsonLines:
 class Files:
     """The files of a storage: images by key, in order of their keys, and the etags of text files by key.
 
-    `passed_over` counts what is neither, by extension in small letters. Hidden files, and files that describe data
+    `skipped_files` counts what is neither, by extension in small letters. Hidden files, and files that describe data
     (`DESCRIPTIONS`), are in none of them.
     """
 
     images: Mapping[str, StoredFile]
     texts: Mapping[str, str]
-    passed_over: Mapping[str, int]
+    skipped_files: Mapping[str, int]
 
 
-def sorted_out(storage: Storage) -> Files:
+def list_files(storage: Storage) -> Files:
     """List a storage."""
     images: dict[str, StoredFile] = {}
     texts: dict[str, str] = {}
-    passed_over: Counter[str] = Counter()
+    skipped_files: Counter[str] = Counter()
     for file in storage.list():
         extension = posixpath.splitext(file.key)[1].lower()
         if file.key.startswith(".") or "/." in file.key:
@@ -144,18 +144,18 @@ def sorted_out(storage: Storage) -> Files:
         elif extension == ".txt":
             texts[file.key] = file.etag
         elif extension not in DESCRIPTIONS:
-            passed_over[extension] += 1
-    return Files(images=images, texts=texts, passed_over=passed_over)
+            skipped_files[extension] += 1
+    return Files(images=images, texts=texts, skipped_files=skipped_files)
 
 
-def told_of(passed_over: Mapping[str, int]) -> str:
+def describe_skipped(skipped_files: Mapping[str, int]) -> str:
     """Such counts in words, the most first: "12 .heic, 1 without an extension"."""
-    ordered = sorted(passed_over.items(), key=lambda item: (-item[1], item[0]))
+    ordered = sorted(skipped_files.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count} {extension or 'without an extension'}" for extension, count in ordered)
 
 
 def caption_key(key: str) -> str:
-    """The key of the text file that belongs to a picture."""
+    """The key of the text file that belongs to an image."""
     return f"{posixpath.splitext(key)[0]}.txt"
 
 
@@ -180,7 +180,7 @@ def _parse(data: bytes, table: JsonTable, location: str) -> dict[str, _Line]:
             lines[key] = line
         except ValueError as error:  # JSON and UTF-8 errors are ValueErrors too
             problems.append(Problem(message=str(error), where=f"{location}, line {number}", fix="correct the line"))
-            if len(problems) == _MOST_PROBLEMS:
+            if len(problems) == _MAX_PROBLEMS:
                 break
     if problems:
         raise ConfigError(problems)

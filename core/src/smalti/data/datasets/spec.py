@@ -46,7 +46,7 @@ REFUSED: Mapping[str, str] = {
     "video": "videos cannot be trained on; remove this dataset or disable it",
 }
 
-_WITH_PICTURES = ("image", "eval")
+_WITH_IMAGES = ("image", "eval")
 
 SWITCHES = ("disabled", "disable")
 
@@ -57,8 +57,8 @@ CAPTION_STRATEGIES = ("textfile", "filename", "instanceprompt")
 """Where captions may come from besides a metadata table."""
 
 # Beyond these a resolution is surely in the wrong unit.
-_MOST_MEGAPIXELS = 64
-_FEWEST_PIXELS = 4
+_MAX_MEGAPIXELS = 64
+_MIN_PIXELS = 4
 
 
 def _lowered(value: object) -> object:
@@ -190,14 +190,14 @@ class DatasetSpec(BaseModel):
     """What the user should know about keys that have no effect."""
 
     @property
-    def has_pictures(self) -> bool:
-        return self.dataset_type in _WITH_PICTURES
+    def has_images(self) -> bool:
+        return self.dataset_type in _WITH_IMAGES
 
     @property
     def uses_instance_prompt(self) -> bool:
         """Whether `instance_prompt` is in the captions."""
         strategy = self.caption_strategy == "instanceprompt"
-        return self.has_pictures and (strategy or self.prepend_instance_prompt or self.only_instance_prompt)
+        return self.has_images and (strategy or self.prepend_instance_prompt or self.only_instance_prompt)
 
 
 FILE_KEYS = {
@@ -261,7 +261,7 @@ def parse_datasets(
         reader.read(position, entry)
     reader.check_references()
     if not any(entry.get("dataset_type", "image") == "image" for _, entry in enabled):
-        reader.problems.append(Problem(message="no dataset with pictures is enabled", where=where, fix="add one"))
+        reader.problems.append(Problem(message="no dataset with images is enabled", where=where, fix="add one"))
     return tuple(sorted(reader.specs, key=lambda spec: spec.id)), tuple(reader.problems)
 
 
@@ -281,7 +281,7 @@ def latents_folder(spec: DatasetSpec, specs: Sequence[DatasetSpec]) -> str | Non
 def unused_caches(specs: Sequence[DatasetSpec]) -> tuple[str, ...]:
     """A sentence about entries for caches that are accepted and do nothing, if there are any."""
     used = texts_entry(specs)
-    named = [spec.id for spec in specs if spec.type != "local" and not spec.has_pictures]
+    named = [spec.id for spec in specs if spec.type != "local" and not spec.has_images]
     named += [spec.id for spec in specs if spec.type == "local" and spec.dataset_type == "text_embeds" and spec is not used]
     if not named:
         return ()
@@ -315,7 +315,7 @@ class _Reader:
             for one in error.errors(include_url=False):
                 self._complain(place, f"{'.'.join(map(str, one['loc']))}: {one['msg']}")
             return
-        if spec.has_pictures:
+        if spec.has_images:
             self._check_captions(place, spec)
             self._check_sizes(place, spec)
         if len(self.problems) == before:
@@ -363,10 +363,10 @@ class _Reader:
             values = {**_CROP_ALONE, **values}
         self._check_choice(place, "type", storage, self.catalog.storages)
         kind = values.setdefault("dataset_type", "image")
-        if kind in _WITH_PICTURES:
+        if kind in _WITH_IMAGES:
             self._check_choice(place, "metadata_backend", metadata, self.catalog.metadata)
             if storage == "local" and "instance_data_dir" not in values:
-                self._complain(place, "instance_data_dir is missing", "name the folder that holds the pictures")
+                self._complain(place, "instance_data_dir is missing", "name the folder that holds the images")
         return {**values, "storage_options": options, "notices": tuple(notices)}
 
     def _check_captions(self, place: str, spec: DatasetSpec) -> None:
@@ -388,10 +388,10 @@ class _Reader:
                     )
 
     def _check_sizes(self, place: str, spec: DatasetSpec) -> None:
-        if spec.resolution_type == "area" and spec.resolution > _MOST_MEGAPIXELS:
+        if spec.resolution_type == "area" and spec.resolution > _MAX_MEGAPIXELS:
             message = f"resolution {spec.resolution:g} with resolution_type 'area' means as many megapixels"
             self._complain(place, message, "give megapixels (1024x1024 is 1.05), or set resolution_type to 'pixel_area'")
-        elif spec.resolution_type != "area" and spec.resolution < _FEWEST_PIXELS:
+        elif spec.resolution_type != "area" and spec.resolution < _MIN_PIXELS:
             message = f"resolution {spec.resolution:g} with resolution_type {spec.resolution_type!r} means as many pixels"
             self._complain(place, message, "give pixels, or set resolution_type to 'area' for megapixels")
 

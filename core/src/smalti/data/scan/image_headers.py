@@ -18,7 +18,7 @@ EXTENSIONS = frozenset(
 )
 """File names that are taken for images, in any case."""
 
-LARGEST = 89_478_485
+MAX_PIXELS = 89_478_485
 """Pixels. More than this (Pillow's own warning level) is taken for a decompression bomb."""
 
 # What Pillow's decoders raise for files that are not what they say.
@@ -39,7 +39,7 @@ DECODING_ERRORS = (
 
 _HEAD = 64 * 1024
 _ORIENTATION = 0x0112
-_TURNED = (5, 6, 7, 8)  # values of the EXIF orientation that swap width and height
+_SWAPPED = (5, 6, 7, 8)  # values of the EXIF orientation that swap width and height
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,13 +73,13 @@ def read_header(storage: Storage, key: str, size: int) -> Header:
 
 
 def open_image(data: bytes) -> Image.Image:
-    """The picture in a file, not decoded yet. Raises BadSampleError when it is none, or far too large."""
+    """The image in a file, not decoded yet. Raises BadSampleError when it is none, or far too large."""
     try:
         image = Image.open(io.BytesIO(data))
     except DECODING_ERRORS as error:
-        raise BadSampleError(f"not a readable picture: {_reason(error)}") from error
-    if image.width * image.height > LARGEST:
-        raise BadSampleError(f"{image.width}x{image.height} is more than {LARGEST // 1_000_000} megapixels: scale it down")
+        raise BadSampleError(f"not a readable image: {_reason(error)}") from error
+    if image.width * image.height > MAX_PIXELS:
+        raise BadSampleError(f"{image.width}x{image.height} is more than {MAX_PIXELS // 1_000_000} megapixels: scale it down")
     return image
 
 
@@ -88,18 +88,18 @@ def orientation(image: Image.Image) -> int:
     if image.format == "TIFF":
         return 1  # Pillow applies it by itself, to the size when it opens and to the pixels when it loads
     if image.format == "PNG" and "exif" not in image.info:
-        return 1  # asking further would decode the picture, to look behind it
+        return 1  # asking further would decode the image, to look behind it
     try:
         value = image.getexif().get(_ORIENTATION, 1)
     except DECODING_ERRORS:
-        return 1  # a damaged EXIF block is no reason to give the picture up
+        return 1  # a damaged EXIF block is no reason to give the image up
     return value if value in range(1, 9) else 1
 
 
 def _size(data: bytes) -> tuple[int, int]:
     with open_image(data) as image:
         width, height = image.size
-        return (height, width) if orientation(image) in _TURNED else (width, height)
+        return (height, width) if orientation(image) in _SWAPPED else (width, height)
 
 
 def _reason(error: Exception) -> str:

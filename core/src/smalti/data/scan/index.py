@@ -1,6 +1,6 @@
 """The index of a dataset: one row per sample, kept as an Arrow file that is mapped into memory.
 
-Building it opens only what is new or changed since the last time, reads headers rather than pictures, and keeps broken
+Building it opens only what is new or changed since the last time, reads headers rather than images, and keeps broken
 samples as rows with a reason. Rows are sorted by key. One process builds; every process may read the result.
 """
 
@@ -23,7 +23,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from smalti.data.datasets.captions import depends_on_text_file, read_captions
-from smalti.data.datasets.sources import Listed, MetadataSource, Selective, told_of
+from smalti.data.datasets.sources import Listed, MetadataSource, ReportsSkipped, describe_skipped
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.scan.image_headers import EXTENSIONS, read_header
 from smalti.data.scan.quarantine import BadSampleError, Quarantined
@@ -50,7 +50,7 @@ _SCHEMA = pa.schema(
 )
 _FORMAT = 2  # counts up when a scan finds something else in the same files
 _BATCH = 4096  # rows that are written at a time
-_PIECE = 32  # rows that a thread inspects at a time
+_CHUNK = 32  # rows that a thread inspects at a time
 
 Progress = Callable[[int, int], None]
 """Called with the samples done and their number in all, every few thousand of them."""
@@ -114,11 +114,11 @@ def build_index(
     """Scan a dataset; returns its index, which is also written to `cache` (in memory only when that is None).
 
     Rows of an earlier index in `cache` are taken over where nothing changed. Broken samples become rows with a reason. Raises
-    UserError for a dataset that holds no picture at all, and TransientStorageError when the storage does not answer.
+    UserError for a dataset that holds no image at all, and TransientStorageError when the storage does not answer.
     """
     listed = _chosen(spec, source.list())
     if not listed:
-        others = told_of(source.passed_over) if isinstance(source, Selective) else ""
+        others = describe_skipped(source.skipped_files) if isinstance(source, ReportsSkipped) else ""
         raise UserError(
             f"dataset {spec.id!r}: there is no image in {storage.location}"
             + (f", but other files: {others}" if others else ""),
@@ -170,8 +170,8 @@ class _Scan:
         with Threads(min(32, 4 * (os.cpu_count() or 1)), "smalti-scan") as pool:
             while some := list(islice(samples, _BATCH)):
                 rows = partial(self._rows, known=self._known(some[0].key, some[-1].key))
-                pieces = [some[start : start + _PIECE] for start in range(0, len(some), _PIECE)]
-                yield list(chain.from_iterable(pool.map(rows, pieces)))
+                chunks = [some[start : start + _CHUNK] for start in range(0, len(some), _CHUNK)]
+                yield list(chain.from_iterable(pool.map(rows, chunks)))
                 done += len(some)
                 if progress is not None:
                     progress(done, len(listed))

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class BadSampleError(Exception):
-    """This one sample cannot be used; the text is the reason, in words for the owner of the picture."""
+    """This one sample cannot be used; the text is the reason, in words for the owner of the image."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ def write_quarantine(path: Path, items: Iterable[Quarantined]) -> None:
 def allowed_errors(budget: float, samples: int) -> int:
     """How many bad samples a budget allows: a share of `samples` when it is below 1, else that many.
 
-    A share above 0 allows at least one, so that a single bad picture never stops a small run; 0 allows none.
+    A share above 0 allows at least one, so that a single bad image never stops a small run; 0 allows none.
     """
     if budget >= 1:
         return int(budget)

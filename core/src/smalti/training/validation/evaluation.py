@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from smalti.config import ValidationOptions
-from smalti.data import HeldOut, HeldOutPictures
+from smalti.data import HeldOut, HeldOutImages
 from smalti.diffusion import STEPS, Conditioning, SampleNoise
 from smalti.hookspecs import HookSpecs
 from smalti.models import ModelFamily, latents_of, with_size_conditioning
@@ -85,7 +85,7 @@ def _losses(run: Run, model: nn.Module, held_out: HeldOut, levels: list[float]) 
     return whole.sum(0).cpu().double()
 
 
-def _batch_losses(run: Run, model: nn.Module, pictures: HeldOutPictures, noise: SampleNoise, levels: list[float]) -> Tensor:
+def _batch_losses(run: Run, model: nn.Module, pictures: HeldOutImages, noise: SampleNoise, levels: list[float]) -> Tensor:
     """(B, T)."""
     family, objective = run.family, run.loss.objective
     latents, conditioning = _encoded(family, pictures)
@@ -100,7 +100,7 @@ def _batch_losses(run: Run, model: nn.Module, pictures: HeldOutPictures, noise: 
     return torch.stack(columns, dim=1)
 
 
-def _encoded(family: ModelFamily, pictures: HeldOutPictures) -> tuple[Tensor, Conditioning]:
+def _encoded(family: ModelFamily, pictures: HeldOutImages) -> tuple[Tensor, Conditioning]:
     """Latents (B, C, h, w) and conditioning of the images: encoded before training, or now."""
     conditioning, bucket = pictures.conditioning, pictures.bucket
     if conditioning is None:
