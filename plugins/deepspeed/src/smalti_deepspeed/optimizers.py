@@ -58,7 +58,7 @@ ENTRIES = tuple(
     OptimizerEntry(
         name=_OWN[name],
         title=f"DeepSpeed's {name}",
-        factory="smalti_deepspeed.placeholder_optimizer:stand_in",
+        factory="smalti_deepspeed.placeholder_optimizer:placeholder",
         accepts=tuple(key for key in optimizer_settings(name) if key != "lr"),
     )
     for name in USABLE

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from smalti import CheckpointError, UserError
 from smalti.models import Weights
 from smalti.parallel import Communicator, FlatRange, PortableState, model_tensors, param_groups_of, shape_of
-from smalti_deepspeed.rowcut import RowCut
+from smalti_deepspeed.resharding import RowSharding
 from smalti_deepspeed.zero import Place, Zero, make_moment, make_moments, moments
 
 _FORMS = {
@@ -41,7 +41,7 @@ class Portable:
         for name, place in self._places.items():
             self._groups.setdefault(place.flat, {})[name] = place
         held = {name: (place.start, place.start + place.length) for name, place in self._places.items()}
-        self._rows = RowCut({name: place.shape for name, place in self._places.items()}, held, ranks)
+        self._rows = RowSharding({name: place.shape for name, place in self._places.items()}, held, ranks)
 
     def masters(self) -> dict[str, Tensor]:
         """This rank's range of each weight that trains, (n,), live, in fp32. Raises UserError if they lie on a drive."""

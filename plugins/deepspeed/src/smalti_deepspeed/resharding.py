@@ -1,8 +1,8 @@
-"""Tensors that are cut into ranges of their elements, and the way from one such cut to another.
+"""Flat ranges, as ZeRO shards tensors to DTensors sharded by rows, as checkpoints and other strategies hold them, and back.
 
-ZeRO lays parameters end to end and cuts that into equal parts: a rank holds a range of a parameter's elements, counted row by
-row, which may begin and end anywhere. Checkpoints and all other strategies hold whole rows: those are ranges too. Elements go
-straight from the rank that has them to the one that wants them; no rank needs a whole tensor for it.
+ZeRO concatenates parameters and shards the result equally: a rank holds a range of a parameter's flattened elements, which may
+begin and end anywhere. Whole rows are such ranges too. Each element goes straight from the rank that has it to the rank that
+needs it; no rank ever holds a full tensor.
 """
 
 from __future__ import annotations
@@ -13,14 +13,62 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from smalti.parallel import Communicator
 
 Range = tuple[int, int]
 """First element, and the one after the last."""
-Cut = Mapping[str, Range]
-"""What one rank holds of each tensor, by name. All ranks have the same names in the same order."""
+Ranges = Mapping[str, Range]
+"""The range that one rank holds of each tensor, by name. All ranks have the same names in the same order."""
 
 _BATCH = 2**26
 """Elements, of all ranks together, that travel at once: few calls, and buffers that are small beside a model."""
+
+
+class RowSharding:
+    """Built on every rank from what it holds of each tensor. *Collective*.
+
+    `shapes` are those of the whole tensors, `held` this rank's ranges of them, by name.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size], held: Ranges, ranks: Communicator) -> None:
+        self._shapes = shapes
+        self._rank, size = ranks.world.rank, ranks.world.size
+        self._held = [decode(text) for text in ranks.all_gather_text(encode(held))]
+        # A scalar has no rows: every rank gets the whole of it, and one gives it back.
+        self._rows = [
+            {name: rows(shape, rank, size) if shape else (0, 1) for name, shape in shapes.items()} for rank in range(size)
+        ]
+        self._givers = [
+            {name: span if shapes[name] or rank == 0 else (0, 0) for name, span in cut.items()}
+            for rank, cut in enumerate(self._rows)
+        ]
+        self._mesh = init_device_mesh("cpu", (size,))
+
+    def portable(self, ranges: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies in host memory of tensors of which this rank gives its range, (n,); some or all of the names. *Collective*."""
+        found = exchange(ranges, self._held, self._rows, self._rank)
+        return {name: self._as_rows(part.cpu(), self._shapes[name]) for name, part in found.items()}
+
+    def put_back(self, portable: Mapping[str, Tensor], ranges: Mapping[str, Tensor]) -> None:
+        """Fill this rank's ranges, (n,), from tensors like those that `self.portable` gave. *Collective*."""
+        parts = {}
+        for name, into in ranges.items():
+            start, stop = self._givers[self._rank][name]
+            tensor = portable[name]
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            parts[name] = local.detach().reshape(-1)[: stop - start].to(into.device, into.dtype)
+        exchange(parts, self._givers, self._held, self._rank, into=ranges)
+
+    def _as_rows(self, part: Tensor, shape: torch.Size) -> Tensor:
+        if not shape:
+            return part.view(())
+        size = shape[1:].numel()
+        local = part.view(part.numel() // size if size else 0, *shape[1:])
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
 def rows(shape: Sequence[int], rank: int, ranks: int) -> Range:
@@ -30,19 +78,19 @@ def rows(shape: Sequence[int], rank: int, ranks: int) -> Range:
     return min(rank * each, count) * size, min((rank + 1) * each, count) * size
 
 
-def encode(cut: Cut) -> str:
+def encode(cut: Ranges) -> str:
     """For the way to the other ranks."""
     return json.dumps(cut)
 
 
-def decode(text: str) -> Cut:
+def decode(text: str) -> Ranges:
     return {name: (start, stop) for name, (start, stop) in json.loads(text).items()}
 
 
 def exchange(
     parts: Mapping[str, Tensor],
-    have: Sequence[Cut],
-    want: Sequence[Cut],
+    have: Sequence[Ranges],
+    want: Sequence[Ranges],
     rank: int,
     *,
     into: Mapping[str, Tensor] | None = None,
@@ -59,7 +107,7 @@ def exchange(
 
 
 def _exchange(
-    parts: Mapping[str, Tensor], found: Mapping[str, Tensor], have: Sequence[Cut], want: Sequence[Cut], rank: int
+    parts: Mapping[str, Tensor], found: Mapping[str, Tensor], have: Sequence[Ranges], want: Sequence[Ranges], rank: int
 ) -> None:
     """Fill those of `found` that have the names of `parts`."""
     like = next(iter(parts.values()))
@@ -85,13 +133,13 @@ def _exchange(
         position += place.numel()
 
 
-def _travels(names: Iterable[str], have: Sequence[Cut], want: Sequence[Cut]) -> bool:
+def _travels(names: Iterable[str], have: Sequence[Ranges], want: Sequence[Ranges]) -> bool:
     """Whether any rank has what another one wants: often not, since many sizes divide by the ranks. All ranks say the same."""
     pairs = [(mine, theirs) for one, mine in enumerate(have) for other, theirs in enumerate(want) if one != other]
     return any(_overlap(mine[name], theirs[name]) for name in names for mine, theirs in pairs)
 
 
-def _batches(parts: Mapping[str, Tensor], have: Sequence[Cut]) -> Iterator[list[str]]:
+def _batches(parts: Mapping[str, Tensor], have: Sequence[Ranges]) -> Iterator[list[str]]:
     """The names, some at a time, of one type and device; the same on every rank."""
     batch: list[str] = []
     size = 0
