@@ -176,7 +176,7 @@ def build(case: Case, folder: Path, directory: Path, closing: ExitStack) -> Simp
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     decayed, weights = matrices(model), SomeWeights(model)
     model = plugins.backend(plan).wrap_model(model=model, family=family, blocks=blocks, parallel=parallel, weights=weights)
-    model, optimizer = parallel.bind(model, build_optimizer(config, plugins, parallel, model, decayed))
+    model, optimizer = parallel.setup(model, build_optimizer(config, plugins, parallel, model, decayed))
     model.train()
     shapes = family.example_conditioning(case.edge, case.edge)
     told = {name: torch.randn_like(one, device=device) for name, one in shapes.items()}

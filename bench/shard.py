@@ -101,7 +101,7 @@ class Subject:
         model = self.backend.wrap_model(model=bare, family=self.family, blocks=blocks, parallel=self.parallel, weights=weights)
         assert model is not None
         optimizer = build_optimizer(config, plugins, self.parallel, model, decayed)
-        self.model, self.optimizer = self.parallel.bind(model, optimizer)
+        self.model, self.optimizer = self.parallel.setup(model, optimizer)
         self.ema = Ema(dict(self.parallel.unwrap(self.model).named_parameters()), 0.99)
         self.pictures = torch.randn(BATCH, 3, SIZE, SIZE)
 
@@ -185,16 +185,16 @@ def checkpoint_times(stage: int, folder: Path) -> dict[str, tuple[list[float], l
     times: dict[str, tuple[list[float], list[float]]] = {"save": ([], []), "load": ([], [])}
 
     def save_ours(place: Path) -> None:
-        state = found.parallel.portable_state(found.model, found.optimizer)
+        state = found.parallel.state.portable()
         snapshot = Snapshot(step=1, state=state, trainer={"step": 1})
         found.backend.save_checkpoint(state=snapshot, target=place, parallel=found.parallel, config=found.config)
 
     def load_ours(place: Path) -> None:
-        state = found.parallel.blank_state(found.model, found.optimizer)
+        state = found.parallel.state.empty()
         snapshot = Snapshot(step=1, state=state, trainer={"step": 1})
         path = find_on_all_ranks(found.parallel, CheckpointStore(place), "latest")  # reads and checks all of it
         found.backend.load_checkpoint(source=path, state=snapshot, parallel=found.parallel)
-        found.parallel.load_portable_state(found.model, found.optimizer, snapshot.state)
+        found.parallel.state.load(snapshot.state)
 
     def save_theirs(place: Path) -> None:
         found.model.save_checkpoint(str(place))  # type: ignore[operator]
@@ -233,7 +233,7 @@ def save_waits(folder: Path) -> tuple[list[float], list[float]]:
     times: dict[bool, list[float]] = {True: [], False: []}
     for number in range(2 * (SAVES + 1)):
         beside = number % 2 == 0
-        state = found.parallel.portable_state(found.model, found.optimizer)
+        state = found.parallel.state.portable()
         snapshot = Snapshot(step=number, state=state, ema=found.ema.shadows, trainer={"step": number})
         begin = time.perf_counter()
         saver.begin(snapshot, blocking=not beside)

@@ -112,7 +112,7 @@ def _built(words, watch, closing):
     from smalti.data.from_options import scan_data
     from smalti.parallel.accelerator import pins_memory
     from smalti.parallel.failure_detection import FailureDetector
-    from smalti.parallel.protocol import FlatRange
+    from smalti.parallel.state import FlatRange
     from smalti.plugins.lookup import choose_distributed
 
     FlatRange.of = classmethod(_real_span)
@@ -226,7 +226,7 @@ def _go_through(run, seen, watch) -> None:
     with _phase(seen, "sample", watch, home):
         validate(run)
     with _phase(seen, "discard", watch, home):
-        run.parallel.discard()
+        run.parallel.zero_grad()
     with _phase(seen, "resume", watch, home):
         _resume(run)
         step()
@@ -253,17 +253,17 @@ def _resume(run) -> None:
     from smalti.checkpoint.dtypes import NAMES
     from smalti.checkpoint.format.safetensors_layout import StoredTensor
     from smalti.checkpoint.reader import _with_room
-    from smalti.parallel.protocol import named_state, shape_of
+    from smalti.parallel.state import named_state, shape_of
 
-    saved, blank = run.snapshot(), run.blank()
+    saved, blank = run.snapshot(), run.empty()
     stored = {
         name: StoredTensor(shape=shape_of(tensor), dtype=NAMES[tensor.dtype], chunks=1)
         for name, tensor in named_state(saved.state.optimizer_state).items()
     }
     blank.state.optimizer_state, blank.state.param_groups = _with_room(blank.state, stored), saved.state.param_groups
-    run.parallel.load_portable_state(run.model, run.optimizer, blank.state)
+    run.parallel.state.load(blank.state)
     if run.ema is not None:
-        run.parallel.put_back(blank.ema, run.ema.shadows)
+        run.parallel.state.copy_from(blank.ema, run.ema.shadows)
 
 
 @contextmanager

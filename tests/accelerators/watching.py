@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._pytree import tree_leaves
 
 from accelerators import fake_cuda
-from smalti.parallel.protocol import FlatRange
+from smalti.parallel.state import FlatRange
 
 aten = torch.ops.aten
 _COPIES = (aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default)

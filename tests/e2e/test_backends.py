@@ -61,8 +61,8 @@ def opened(kind: str):
     """The strategy on this rank, an average beside it, and its state as a snapshot."""
     subject = open_strategy(*KINDS[kind])
     parallel = subject.parallel
-    ema = Ema(parallel.masters(subject.model), 0.5) if kind in AVERAGED else None
-    average = parallel.portable(ema.shadows) if ema else None
+    ema = Ema(parallel.state.master_weights(), 0.5) if kind in AVERAGED else None
+    average = parallel.state.portable_weights(ema.shadows) if ema else None
     return subject, ema, Snapshot(step=1, state=subject.state(), ema=average, trainer={"step": 1})
 
 
@@ -88,10 +88,10 @@ def load_all(kind: str, folder: Path) -> dict[str, Names]:
         parallel = subject.parallel
         [path] = (folder / other).glob("step-*")
         subject.backend.decide(HookSpecs.load_checkpoint, source=path, state=snapshot, parallel=parallel)
-        parallel.load_portable_state(subject.model, subject.optimizer, snapshot.state)
+        parallel.state.load(snapshot.state)
         if ema is not None:
-            parallel.put_back(snapshot.ema, ema.shadows)
-        loaded = Snapshot(step=1, state=subject.state(), ema=parallel.portable(ema.shadows) if ema else None)
+            parallel.state.copy_from(snapshot.ema, ema.shadows)
+        loaded = Snapshot(step=1, state=subject.state(), ema=parallel.state.portable_weights(ema.shadows) if ema else None)
         found = tensors_of(loaded)
         state, average = (different(found[group], folder / other / f"{group}.safetensors") for group in found)
         wrong[other] = state, average

@@ -16,7 +16,7 @@ from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.cli.checkpoint import checkpoint
 from smalti.errors import UserError
-from smalti.parallel.protocol import PortableState
+from smalti.parallel.state import PortableState
 from smalti_testing.strategies import SingleRank
 
 OPTIONS = {"max_train_steps": 2, "train_batch_size": 4, "use_ema": True, "checkpoint_step_interval": 1}

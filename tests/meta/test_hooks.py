@@ -8,7 +8,7 @@ import pluggy
 import pytest
 
 from smalti.hookspecs import PROJECT, HookSpecs
-from smalti.parallel.protocol import Parallel
+from smalti.parallel.protocol import Parallel, TrainingState
 from smalti.plugins.registry import BUILT_IN, PluginInfo, Plugins, Selection, load_plugins
 
 MANAGER = pluggy.PluginManager(PROJECT)
@@ -103,9 +103,14 @@ def test_the_loop_in_the_catalogues_first_words_names_every_hook():
 
 def test_the_essay_tells_as_many_hooks_and_methods_of_parallel_as_there_are(root):
     design = " ".join((root / "docs" / "design.md").read_text(encoding="utf-8").split())
-    methods = {name for kind in Parallel.__mro__ if kind.__module__ == Parallel.__module__ for name in vars(kind)}
-    [told] = re.findall(r"one protocol of (\d+) methods, `Parallel`, and all else that varies behind (\d+) hooks", design)
-    assert tuple(map(int, told)) == (len([name for name in methods if not name.startswith("_")]), len(HOOKS))
+
+    def methods(protocol: type) -> int:
+        names = {name for kind in protocol.__mro__ if kind.__module__ == protocol.__module__ for name in vars(kind)}
+        return len([name for name in names if not name.startswith("_")])
+
+    form = r"`Parallel` with (\d+) methods and its `TrainingState` with (\d+), and all else that varies behind (\d+) hooks"
+    [told] = re.findall(form, design)
+    assert tuple(map(int, told)) == (methods(Parallel), methods(TrainingState), len(HOOKS))
 
 
 def test_only_the_plugin_that_the_essay_names_asks_for_a_place_in_the_order(root):

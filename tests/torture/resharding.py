@@ -16,7 +16,7 @@ from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.parallel.gloo import GlooCommunicator
-from smalti.parallel.protocol import PortableState
+from smalti.parallel.state import PortableState
 from smalti.types import World
 from smalti_testing import two_processes
 

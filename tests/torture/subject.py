@@ -10,7 +10,7 @@ import torch
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
-from smalti.parallel.protocol import PortableState
+from smalti.parallel.state import PortableState
 from smalti.types import World
 
 

@@ -127,7 +127,7 @@ def held(flags: tuple[str, ...]) -> tuple[int, int, int]:
     """Elements of masters, of the first moment, and of the average on this rank."""
     subject = open_strategy("deepspeed", flags, 2)
     subject.step(90)
-    masters = subject.parallel.masters(subject.model)
+    masters = subject.parallel.state.master_weights()
     moments = (state["exp_avg"] for state in subject.optimizer.state.values())
     average = Ema(masters, 0.5).shadows.values()
     first, second, third = (sum(each.numel() for each in tensors) for tensors in (masters.values(), moments, average))

@@ -10,6 +10,7 @@ import tiny
 import torch
 from PIL import Image
 
+from smalti.builtin.ddp_parallel import DdpParallel
 from smalti.config.resolution import Config, resolve
 from smalti.data.cache.encode_ahead import Encoded, encode_ahead
 from smalti.data.from_options import cache_folders, scan_data
@@ -19,7 +20,6 @@ from smalti.models.family import SampleRequest, native_objective
 from smalti.models.weights import materialise
 from smalti.plugins.registry import load_plugins
 from smalti.plugins.schema import schema_of
-from smalti.training.ddp import DdpParallel
 from smalti.training.loss import denoising_loss
 from smalti.training.run import find_family
 from smalti.types import World

@@ -21,7 +21,7 @@ from smalti.cli.checkpoint import checkpoint
 from smalti.config.resolution import resolve
 from smalti.data.buckets import Bucket
 from smalti.data.loader import MicroBatch
-from smalti.parallel.protocol import PortableState
+from smalti.parallel.state import PortableState
 from smalti.plugins.families import find_family
 from smalti.plugins.registry import load_plugins
 from smalti.plugins.schema import schema_of

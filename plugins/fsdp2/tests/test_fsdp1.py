@@ -95,7 +95,7 @@ class Odd:
     plain: OddModel
 
     def state(self):
-        return self.parallel.portable_state(self.model, self.optimizer)
+        return self.parallel.state.portable()
 
     def step(self, number, micro=1, limit=0.0):
         """A step on this rank's samples, all micro-batches alike; the norm of the gradient."""
@@ -135,7 +135,7 @@ def open_odd(*flags) -> Odd:
     decayed = matrices(bare)
     model = parallel.wrap(bare, blocks, weights)
     optimizer = torch.optim.AdamW(parameter_groups(model, 0.1, decayed), lr=0.01, eps=1e-3)
-    return Odd(parallel, *parallel.bind(model, optimizer), weights, plain)
+    return Odd(parallel, *parallel.setup(model, optimizer), weights, plain)
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def put_back():
     state, groups = odd.state(), odd.optimizer.param_groups
     odd.step(1)
     wanted = whole_state(odd.state())
-    odd.parallel.load_portable_state(odd.model, odd.optimizer, state)
+    odd.parallel.state.load(state)
     odd.step(1)
     found = whole_state(odd.state())
     return [name for name in wanted if not torch.equal(wanted[name], found[name])], odd.optimizer.param_groups is groups
@@ -212,7 +212,7 @@ def without_moments():
     odd = open_odd()
     first = odd.state()
     odd.step(0)
-    odd.parallel.load_portable_state(odd.model, odd.optimizer, first)
+    odd.parallel.state.load(first)
     return odd.state().optimizer_state
 
 
@@ -228,7 +228,7 @@ def changed_in_place():
         for model in (odd.model, odd.plain):
             for parameter in model.parameters():
                 parameter.mul_(0.5)
-        odd.parallel.refresh(odd.model)
+        odd.parallel.state.invalidate_gathered()
         return float((odd.model(samples(0, 0)) - odd.plain(samples(0, 0))).abs().max())
 
 
@@ -240,7 +240,7 @@ def growth():
     """The norm of the gradient of 48 equal micro-batches over that of one."""
     odd = open_odd("--mixed_precision=bf16")
     one = odd.step(0)
-    odd.parallel.load_portable_state(odd.model, odd.optimizer, open_odd().state())
+    odd.parallel.state.load(open_odd().state())
     return odd.step(0, micro=48) / one
 
 
@@ -252,7 +252,7 @@ def losses_in_bf16():
     found = []
     for version in (1, 2):
         subject = open_strategy("fsdp2", ("--fsdp_enable", f"--fsdp_version={version}", "--mixed_precision=bf16"), 2)
-        subject.parallel.refresh(subject.model)
+        subject.parallel.state.invalidate_gathered()
         found.append(subject.step(0))
     return found
 

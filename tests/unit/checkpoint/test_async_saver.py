@@ -14,8 +14,7 @@ from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.staging import Staging
 from smalti.checkpoint.writer import SaveError, save
-from smalti.parallel.protocol import PortableState
-from smalti.parallel.state import capture
+from smalti.parallel.state import PortableState, capture
 from smalti.types import Checkpoint, World
 
 

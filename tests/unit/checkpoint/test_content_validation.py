@@ -21,7 +21,7 @@ from smalti.checkpoint.writer import save
 from smalti.errors import CheckpointError
 from smalti.parallel.collective import RankError
 from smalti.parallel.gloo import GlooCommunicator
-from smalti.parallel.protocol import PortableState
+from smalti.parallel.state import PortableState
 from smalti.types import World
 
 ALONE = GlooCommunicator(world=World(), group=None)

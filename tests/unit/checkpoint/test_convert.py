@@ -24,8 +24,7 @@ from smalti.cli.checkpoint import checkpoint
 from smalti.errors import CheckpointError, ExitCode, MissingPlugin, UserError
 from smalti.hookspecs import HookSpecs
 from smalti.parallel.gloo import GlooCommunicator
-from smalti.parallel.protocol import PortableState
-from smalti.parallel.state import capture, regrouped, restore
+from smalti.parallel.state import PortableState, capture, regrouped, restore
 from smalti.plugins.registry import PluginInfo
 from smalti.types import World
 

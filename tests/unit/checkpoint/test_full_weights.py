@@ -29,7 +29,7 @@ from smalti.errors import CheckpointError
 from smalti.models.description import config_of
 from smalti.parallel.collective import RankError, run_on_main_rank
 from smalti.parallel.gloo import GlooCommunicator
-from smalti.parallel.protocol import PortableState
+from smalti.parallel.state import PortableState
 from smalti.types import World
 from support.forked_ranks import forked_processes
 

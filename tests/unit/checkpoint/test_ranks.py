@@ -21,8 +21,7 @@ from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import SaveError, save
 from smalti.errors import CheckpointError
-from smalti.parallel.protocol import PortableState
-from smalti.parallel.state import capture, restore
+from smalti.parallel.state import PortableState, capture, restore
 from support.forked_ranks import Pair, SingleRank, forked_processes
 
 

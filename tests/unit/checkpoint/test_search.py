@@ -13,7 +13,7 @@ from smalti.checkpoint.search import find_on_all_ranks
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.parallel.collective import RankError
-from smalti.parallel.protocol import PortableState
+from smalti.parallel.state import PortableState
 from support.forked_ranks import Pair, SingleRank, forked_processes
 
 

@@ -14,7 +14,7 @@ from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.errors import CheckpointError
-from smalti.parallel.protocol import FlatRange, PortableState
+from smalti.parallel.state import FlatRange, PortableState
 from support.forked_ranks import SingleRank
 
 

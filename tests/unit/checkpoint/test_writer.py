@@ -18,7 +18,7 @@ from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import SaveError, save
 from smalti.errors import CheckpointError, ExitCode
-from smalti.parallel.protocol import PortableState
+from smalti.parallel.state import PortableState
 from support.forked_ranks import SingleRank
 
 ALONE = SingleRank()

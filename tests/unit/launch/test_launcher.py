@@ -23,7 +23,7 @@ from smalti.system.exit_reports import ExitReport, UnreturnedHook, preallocate, 
 from smalti.system.process import Process
 from smalti.types import DistributedPlan
 
-DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.training.ddp:DdpParallel", fallback=True)
+DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.builtin.ddp_parallel:DdpParallel", fallback=True)
 LEAVE_WORD = """
 import json, os, pathlib, time
 def leave(rank, code, message):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 
 import psutil
@@ -17,7 +18,7 @@ from smalti.config.resolution import resolve
 from smalti.errors import ExitCode, GpuFaultError
 from smalti.parallel.failure_detection import Answer, Claim, FailureDetector, RankStatuses, StatusBoard, in_a_line
 from smalti.parallel.gloo import BrokenGroupError, GlooCommunicator, break_connections, break_group, is_connection_error
-from smalti.parallel.process_group import ProcessGroupParallel
+from smalti.parallel.process_group import ReplicatedParallel
 from smalti.parallel.step_boundary import Boundary
 from smalti.plugins.registry import Selection, load_plugins
 from smalti.plugins.schema import schema_of
@@ -26,6 +27,7 @@ from smalti.types import World
 from support.forked_ranks import forked_processes
 
 WHO = """import json, sys, time
+from contextlib import nullcontext
 from dataclasses import asdict
 from smalti.system.process import Process
 print(json.dumps(asdict(Process.current())), flush=True)
@@ -211,6 +213,11 @@ def test_who_waits_for_a_rank_that_hangs_up_learns_of_it_at_once():
     assert "[" not in told.partition(":")[0]
 
 
+class Replica(ReplicatedParallel):
+    def accumulate(self, last):
+        return nullcontext()
+
+
 def two_lines() -> tuple[list[str], bool]:
     """In a group as it is on accelerators, gloo beside another backend: rank 1 calls the roll while rank 0 waits on each line.
 
@@ -219,7 +226,7 @@ def two_lines() -> tuple[list[str], bool]:
     import torch.testing._internal.distributed.fake_pg
 
     dist.init_process_group("cpu:gloo,cuda:fake")
-    group = ProcessGroupParallel(resolve(schema_of(load_plugins(Selection(without=("all",)))), [], environment={}))
+    group = Replica(resolve(schema_of(load_plugins(Selection(without=("all",)))), [], environment={}))
     side, pair = group.background_communicator(), dist.new_group([0, 1])
     detector = FailureDetector.meet(group)
     if dist.get_rank() == 1:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from smalti.parallel.process_group import ProcessGroupParallel
+from smalti.parallel.state import ModelState
 from smalti.training.optim.ema import Ema, HostCopies
 
 
@@ -59,7 +59,7 @@ def test_the_weights_come_back_after_an_error_too():
 def test_frozen_parameters_have_no_average():
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
-    assert list(Ema(ProcessGroupParallel.__new__(ProcessGroupParallel).masters(model), 0.5).shadows) == ["weight"]
+    assert list(Ema(ModelState(model, torch.optim.SGD(model.parameters())).master_weights(), 0.5).shadows) == ["weight"]
 
 
 def weights() -> list[torch.Tensor]:

@@ -67,7 +67,7 @@ class Late(GlooCommunicator):
 
 def test_averaged_weights_are_not_put_in_place_before_a_checkpoint_has_its_copy_of_the_others(tmp_path):
     subject = open_family("ddp", (), 1, TinyFamily())
-    ema = Ema(subject.parallel.masters(subject.model), decay=0.9)
+    ema = Ema(subject.parallel.state.master_weights(), decay=0.9)
     subject.step(1)
     weights = {name: tensor.clone() for name, tensor in subject.state().model.items()}
     line = Late(world=subject.parallel.world, group=None)

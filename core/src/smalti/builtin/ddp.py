@@ -22,11 +22,11 @@ class Ddp:
     @hookimpl
     def configure_distributed(self, config: Config) -> DistributedPlan:
         title = "DDP" if config[LaunchOptions].num_processes > 1 else "single process"
-        return DistributedPlan(name="ddp", title=title, parallel="smalti.training.ddp:DdpParallel", fallback=True)
+        return DistributedPlan(name="ddp", title=title, parallel="smalti.builtin.ddp_parallel:DdpParallel", fallback=True)
 
     @hookimpl
     def wrap_model(self, model: nn.Module, blocks: list[Block], parallel: Parallel, weights: Weights) -> nn.Module | None:
-        from smalti.training import DdpParallel
+        from smalti.builtin.ddp_parallel import DdpParallel
 
         return parallel.wrap(model, blocks, weights) if isinstance(parallel, DdpParallel) else None
 

@@ -32,24 +32,26 @@ from .precision import (
     is_rocm as is_rocm,
     products as products,
 )
-from .process_group import ProcessGroupParallel as ProcessGroupParallel
+from .process_group import ProcessGroupParallel as ProcessGroupParallel, ReplicatedParallel as ReplicatedParallel
 from .protocol import (
     AbortableCommunicator as AbortableCommunicator,
     Communicator as Communicator,
-    FlatRange as FlatRange,
     Parallel as Parallel,
-    PortableState as PortableState,
-    named_state as named_state,
-    shape_of as shape_of,
+    TrainingState as TrainingState,
 )
 from .state import (
+    FlatRange as FlatRange,
+    ModelState as ModelState,
+    PortableState as PortableState,
     capture as capture,
     fill_param_groups as fill_param_groups,
     model_tensors as model_tensors,
     named_parameters as named_parameters,
+    named_state as named_state,
     param_groups_of as param_groups_of,
     portable_name as portable_name,
     regrouped as regrouped,
     restore as restore,
+    shape_of as shape_of,
 )
 from .step_boundary import Boundary as Boundary

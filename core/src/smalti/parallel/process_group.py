@@ -1,4 +1,4 @@
-"""The base class of strategies: everything in a `Parallel` that does not depend on how the model is distributed.
+"""Base classes of strategies: everything in a `Parallel` that does not depend on how the model is distributed.
 
 On accelerators the process group has two backends, the accelerator's own (NCCL) for tensors there and gloo for tensors in host
 memory; on the CPU it has gloo only. A `Communicator` always uses gloo, so that it never waits for a kernel.
@@ -7,9 +7,10 @@ memory; on the CPU it has gloo only. A `Communicator` always uses gloo, so that 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -17,56 +18,115 @@ from torch import Tensor, nn
 
 from smalti.config import Config, LaunchOptions
 from smalti.parallel.gloo import GlooCommunicator
-from smalti.parallel.protocol import AbortableCommunicator, Communicator, Parallel, PortableState
-from smalti.parallel.state import named_parameters
+from smalti.parallel.precision import in_bf16
+from smalti.parallel.protocol import AbortableCommunicator, Communicator, TrainingState
+from smalti.parallel.state import ModelState
 from smalti.types import World
 
-_left: list[dist.ProcessGroup | None] = []
-"""Groups of which no more is asked, kept for as long as the process lives.
+_closed: list[dist.ProcessGroup | None] = []
+"""Groups that are no longer used, kept for as long as the process lives.
 
-DDP's reducer would otherwise be the last to hold one. It takes the group down with Python's lock in its hands, and waits for
-gloo's threads, one of which may wait for that lock to let go of a tensor (torch 2.13, pytorch/pytorch#56297).
+DDP's reducer would otherwise hold the last reference to one. It destroys the group while it holds the GIL, and waits for gloo's
+threads, one of which may wait for the GIL to release a tensor (torch 2.13, pytorch/pytorch#56297).
 """
 
 
-class ProcessGroupParallel:
-    """Joins the process group that the launcher's environment describes.
+class ProcessGroupParallel(ABC):
+    """Joins the process group that the launcher's environment describes, and trains with an ordinary torch optimizer.
 
-    `context` is the number of neighbouring ranks that work on the same samples. `alone_too` makes a group of one for a single
-    process as well, for backends that cannot do without.
+    A strategy adds `accumulate` and `clip_gradients`; `unwrap` if it wraps the model in a module of its own; and
+    `training_state` if weights or optimizer state are not the tensors of `model.parameters()` and of the optimizer.
+
+    `context` is the number of neighbouring ranks that work on the same samples. `single` makes a process group for a single
+    process as well.
     """
 
-    def __init__(self, config: Config, *, context: int = 1, alone_too: bool = False) -> None:
+    model: nn.Module
+    """Model and optimizer that `setup` has returned."""
+    optimizer: torch.optim.Optimizer
+    parameters: list[nn.Parameter]
+    """The parameters of `model` that train."""
+
+    def __init__(self, config: Config, *, context: int = 1, single: bool = False) -> None:
         launch = config[LaunchOptions]
-        self._timeout = timedelta(seconds=launch.process_group_timeout)
+        self.config = config
+        self.bf16 = in_bf16(config)
+        """Whether forward passes compute in bf16."""
+        self.timeout = timedelta(seconds=launch.process_group_timeout)
         self._world = _world(os.environ, cpu=launch.use_cpu, context=context)
-        if not dist.is_initialized() and (self._world.size > 1 or alone_too):
-            _join(self._world, self._timeout)
-        own = dist.is_initialized() and dist.get_backend() == "gloo"
-        self._control = GlooCommunicator(world=self._world, group=dist.group.WORLD) if own else self.background_communicator()
+        if not dist.is_initialized() and (self._world.size > 1 or single):
+            _join(self._world, self.timeout)
+        gloo_only = dist.is_initialized() and dist.get_backend() == "gloo"
+        self._messages = GlooCommunicator(world=self._world, group=dist.group.WORLD) if gloo_only else self._new_communicator()
+
+    # --- communicator -----------------------------------------------------------------------------------------------
 
     @property
     def world(self) -> World:
         return self._world
 
     def all_reduce_max(self, code: int) -> int:
-        return self._control.all_reduce_max(code)
+        return self._messages.all_reduce_max(code)
 
     def all_gather_text(self, value: str) -> Sequence[str]:
-        return self._control.all_gather_text(value)
+        return self._messages.all_gather_text(value)
 
     def barrier(self) -> None:
-        self._control.barrier()
+        self._messages.barrier()
 
     def background_communicator(self) -> AbortableCommunicator:
-        several = self._world.size > 1
-        return GlooCommunicator(
-            world=self._world, group=dist.new_group(backend="gloo", timeout=self._timeout) if several else None
-        )
+        return self._new_communicator()
 
     def local_communicator(self) -> Communicator | None:
-        """No rank holds the whole state unless the backend says so."""
+        """None: no rank holds the whole state."""
         return None
+
+    def _new_communicator(self) -> GlooCommunicator:
+        several = self._world.size > 1
+        group = dist.new_group(backend="gloo", timeout=self.timeout) if several else None
+        return GlooCommunicator(world=self._world, group=group)
+
+    # --- model and optimizer ----------------------------------------------------------------------------------------
+
+    def setup(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        self.model, self.optimizer = model, optimizer
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._state = self.training_state(self.unwrap(model), optimizer)
+        return model, optimizer
+
+    def training_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
+        """The state of the unwrapped model and its optimizer; called once, by `setup`."""
+        return ModelState(model, optimizer)
+
+    @property
+    def state(self) -> TrainingState:
+        return self._state
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def accumulate(self, last: bool) -> AbstractContextManager[None]: ...
+
+    @abstractmethod
+    def clip_gradients(self, limit: float) -> Tensor: ...
+
+    def autocast(self) -> AbstractContextManager[None]:
+        if not self.bf16:
+            return nullcontext()
+        return torch.autocast(torch.device(self.world.device).type, dtype=torch.bfloat16)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
 
     def mean(self, value: Tensor) -> Tensor:
         if self._world.size == 1:
@@ -82,36 +142,21 @@ class ProcessGroupParallel:
         dist.all_gather(found, value.contiguous())
         return found
 
-    def refresh(self, model: nn.Module) -> None:
-        """Nothing is derived from the weights unless the backend says so."""
-
-    def masters(self, model: nn.Module) -> dict[str, Tensor]:
-        """The parameters themselves, unless the backend keeps their weights elsewhere."""
-        return {name: parameter for name, parameter in named_parameters(model).items() if parameter.requires_grad}
-
-    def portable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """They are portable as they are unless the backend says otherwise."""
-        return dict(tensors)
-
-    def blank(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What `portable` gives, unless the backend has something that is made with less."""
-        return cast(Parallel, self).portable(tensors)
-
-    def blank_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
-        """What `portable_state` gives, unless the backend has something that is made with less."""
-        return cast(Parallel, self).portable_state(model, optimizer)
-
-    @torch.no_grad()
-    def put_back(self, portable: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            if tensor is not portable[name]:
-                tensor.copy_(portable[name])
-
     def close(self) -> None:
-        """Leave in step with the others: a rank that disappears while another still talks to it aborts that one."""
+        """Leave together with the others: a rank that disappears while another still sends to it aborts that one."""
         if dist.is_initialized():
-            _left.append(dist.group.WORLD)
+            _closed.append(dist.group.WORLD)
             dist.destroy_process_group()
+
+
+class ReplicatedParallel(ProcessGroupParallel):
+    """Every rank holds the whole model. A strategy adds `accumulate`, in which it averages the gradients over ranks."""
+
+    def local_communicator(self) -> Communicator:
+        return GlooCommunicator(world=World(device=self.world.device), group=None)
+
+    def clip_gradients(self, limit: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.parameters, limit if limit > 0 else float("inf"))
 
 
 def _world(environment: Mapping[str, str], *, cpu: bool, context: int) -> World:

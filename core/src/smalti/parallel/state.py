@@ -1,27 +1,120 @@
-"""Model and optimizer to and from the form that every backend reads: tensors by parameter name.
+"""Model and optimizer state in the form that every strategy reads: tensors by parameter name.
 
-For models and optimizers that are whole on every rank, and the pieces from which sharded backends build their own. Names are
-those of the plain model, whatever compiles, checkpoints or replicates it. An optimizer's state becomes *moments*, its tensors
-by parameter and name, and *settings*, everything else as JSON; switches that choose between implementations of the same
-mathematics (fused, foreach ...) belong to the run and are not part of either.
+`capture` and `restore` are for models that hold their parameters, as plain tensors or DTensors; the other functions are for
+strategies that build their own. Names are those of the plain model, whatever compiles, checkpoints or replicates it.
+
+Switches that choose between implementations of the same mathematics (fused, foreach ...) belong to the run; they are not saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from smalti.errors import CheckpointError
-from smalti.parallel.protocol import PortableState
 
 _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
 """Names that torch.compile and the wrappers for activation checkpointing and FSDP 1 put into parameter names."""
 _SWITCHES = frozenset(("params", "param_names", "foreach", "fused", "capturable", "differentiable"))
 _VALUES = "values"
 """Key in a group's settings: state per parameter that is not a tensor."""
+
+
+@dataclass(kw_only=True)
+class PortableState:
+    """Model and optimizer state in the form that every strategy reads, whichever wrote it.
+
+    All keys are parameter names of the unwrapped model. Values are plain tensors or DTensors: each rank holds its shard of a
+    DTensor, and the same plain tensor as every other rank. `FlatRange`s are for loading only. Frozen parameters are left out.
+
+    `optimizer_state` maps a parameter's name to its state: "exp_avg", "exp_avg_sq", "step" ... -> tensor. `param_groups` are
+    the hyper-parameters of each parameter group, JSON-able, without parameters. `optimizer` is the optimizer's class name.
+
+    `allocate` takes the name of a parameter, a key of its state and a dtype, and returns the tensor into which that state is
+    read from a checkpoint; None: a new tensor like the parameter. It is called only for state that has the parameter's shape,
+    that a checkpoint has and that `optimizer_state` lacks.
+    """
+
+    model: dict[str, Tensor]
+    optimizer_state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    param_groups: list[dict[str, object]] = field(default_factory=list)
+    optimizer: str = ""
+    allocate: Callable[[str, str, torch.dtype], Tensor] | None = None
+
+
+class FlatRange(Tensor):
+    """This rank's range of a flattened tensor, (n,): any range, also an empty one.
+
+    For strategies that shard flat tensors. Checkpoints are read straight into it. `whole` is the shape of the full tensor,
+    `begin` the flat index of the first element.
+    """
+
+    whole: torch.Size
+    begin: int
+    # What is computed from it is a plain tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, elements: Tensor, whole: torch.Size, begin: int) -> Self:
+        """The same memory, which must be the host's and in one piece: (n,)."""
+        span = elements.detach().as_subclass(cls)
+        span.whole, span.begin = whole, begin
+        return span
+
+    @classmethod
+    def empty(cls, length: int, whole: torch.Size, begin: int, dtype: torch.dtype = torch.float32) -> Self:
+        """With any values."""
+        return cls.of(torch.empty(length, dtype=dtype), whole, begin)
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """Of the whole tensor of which a rank may hold a part."""
+    return tuple(tensor.whole if isinstance(tensor, FlatRange) else tensor.shape)
+
+
+def named_state(values: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Optimizer state by flat names, "PARAMETER.KEY", as checkpoints hold it."""
+    return {f"{name}.{moment}": tensor for name, moments in values.items() for moment, tensor in moments.items()}
+
+
+class ModelState:
+    """`TrainingState` of a model whose parameters, plain tensors or DTensors, are the fp32 weights that the optimizer steps."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model = model
+        self.optimizer = optimizer
+
+    def portable(self) -> PortableState:
+        return capture(self.model, self.optimizer)
+
+    def empty(self) -> PortableState:
+        return self.portable()
+
+    def load(self, state: PortableState) -> None:
+        restore(self.model, self.optimizer, state)
+
+    def master_weights(self) -> dict[str, Tensor]:
+        return {name: parameter for name, parameter in named_parameters(self.model).items() if parameter.requires_grad}
+
+    def portable_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(weights)
+
+    def empty_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self.portable_weights(weights)
+
+    @torch.no_grad()
+    def copy_from(self, portable: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+        for name, tensor in weights.items():
+            if tensor is not portable[name]:
+                tensor.copy_(portable[name])
+
+    def invalidate_gathered(self) -> None:
+        """Nothing is derived from the weights."""
 
 
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:

@@ -1,4 +1,3 @@
-from .ddp import DdpParallel as DdpParallel
 from .failures.memory_use import ALLOCATOR_VARIABLES as ALLOCATOR_VARIABLES
 from .failures.out_of_memory import memory_explained as memory_explained
 from .failures.watchdog import LEAVE_SECONDS as LEAVE_SECONDS, Watchdog as Watchdog

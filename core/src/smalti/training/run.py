@@ -215,8 +215,8 @@ class Run:
         state = self.state
         return Snapshot(
             step=state.step,
-            state=self.parallel.portable_state(self.model, self.optimizer),
-            ema=self.parallel.portable(self.ema.shadows) if self.ema is not None else None,
+            state=self.parallel.state.portable(),
+            ema=self.parallel.state.portable_weights(self.ema.shadows) if self.ema is not None else None,
             trainer={
                 "step": state.step,
                 "position": state.position,
@@ -234,12 +234,12 @@ class Run:
             model_config=self.model_config,
         )
 
-    def blank(self) -> Snapshot:
-        """What a checkpoint can be read into, to be put back afterwards. *Collective*."""
+    def empty(self) -> Snapshot:
+        """The snapshot into which a checkpoint is read, to be loaded afterwards. *Collective*."""
         return Snapshot(
             step=0,
-            state=self.parallel.blank_state(self.model, self.optimizer),
-            ema=self.parallel.blank(self.ema.shadows) if self.ema is not None else None,
+            state=self.parallel.state.empty(),
+            ema=self.parallel.state.empty_weights(self.ema.shadows) if self.ema is not None else None,
         )
 
     def write(self, snapshot: Snapshot, ranks: Communicator) -> Checkpoint:
@@ -351,7 +351,7 @@ def resume(run: Run) -> None:
 
 def restore(run: Run, found: Path) -> None:
     """Fill the run from a checkpoint. *Collective*."""
-    snapshot = run.blank()
+    snapshot = run.empty()
     loaded = run.backend.decide(HookSpecs.load_checkpoint, source=found, state=snapshot, parallel=run.parallel)
     assert loaded is not None, "the core's own answer comes last"
     check_adapter(run.adapter, loaded.trainer, found)
@@ -359,11 +359,11 @@ def restore(run: Run, found: Path) -> None:
     resumption = check_resumable(loaded.trainer, run.config, run.data, found)
     groups = run.optimizer.param_groups
     configured = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    run.parallel.load_portable_state(run.model, run.optimizer, snapshot.state)
+    run.parallel.state.load(snapshot.state)
     for group, values in zip(groups, configured, strict=True):
         group.update(values)
     if run.ema is not None and snapshot.ema is not None and loaded.ema:
-        run.parallel.put_back(snapshot.ema, run.ema.shadows)
+        run.parallel.state.copy_from(snapshot.ema, run.ema.shadows)
     elif run.ema is not None:
         run.ema.restart()
     notices = [*loaded.notices, *resumption.notices, *take_place(run, cast(dict[str, int], loaded.trainer), resumption)]
@@ -440,7 +440,7 @@ def build(
     sizes = parameter_counts(bare)
     decayed = matrices(bare)
     model = wrap_model(config, plugins, plan, parallel, family, bare, blocks, seed)
-    model, optimizer = parallel.bind(model, build_optimizer(config, plugins, parallel, model, decayed))
+    model, optimizer = parallel.setup(model, build_optimizer(config, plugins, parallel, model, decayed))
     model.train()
     loss = denoising_loss(config, family, parallel.world.device, encoded.conditioning([""], parallel.world.device))
     run = Run(
@@ -458,7 +458,7 @@ def build(
         adapter=adapter,
         blocks=blocks,
         optimizer=optimizer,
-        ema=build_ema(config, parallel, model),
+        ema=build_ema(config, parallel),
         loss=loss,
         data=data,
         encoded=encoded,

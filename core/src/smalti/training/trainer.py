@@ -106,7 +106,7 @@ def train_step(run: Run, batch: Batch) -> StepResult:
         if run.ema is not None:
             run.ema.update(run.state.step + 1)
     else:
-        run.parallel.discard()
+        run.parallel.zero_grad()
     return StepResult(
         step=run.state.step + int(finite),
         loss=loss_value,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from smalti import Block, Config, UserError
 from smalti.models import Weights, compile_blocks, materialise
-from smalti.parallel import PortableState, ProcessGroupParallel, in_bf16
+from smalti.parallel import ProcessGroupParallel
 from smalti_deepspeed.compiling import compiled_in_turn
 from smalti_deepspeed.config import resolved, sized
 from smalti_deepspeed.offloadfolder import Claim, claim_together
@@ -27,7 +27,6 @@ from smalti_deepspeed.startup import start_deepspeed, stop_deepspeed
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from smalti_deepspeed.portable import Portable
     from smalti_deepspeed.zero import Zero
 
 
@@ -35,9 +34,7 @@ class Engine(ProcessGroupParallel):
     """Every rank holds its part of masters and moments, of gradients from stage 2 on, and of the parameters in stage 3."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config, alone_too=True)
-        self._config = config
-        self._bf16 = in_bf16(config)
+        super().__init__(config, single=True)
         self._document = _completed(resolved(config, world_size=self.world.size))
         if self.world.device == "cpu":
             _check_without_accelerator(self._document)
@@ -61,7 +58,7 @@ class Engine(ProcessGroupParallel):
                 model = partition(model, weights, self._document, self.world.device)
         else:
             model = materialise(model, weights, self.world.device)
-        compile_blocks(model, blocks, self._config)
+        compile_blocks(model, blocks, self.config)
         self._weights: Weights | None = weights
         return model
 
@@ -70,11 +67,11 @@ class Engine(ProcessGroupParallel):
 
         return cast(nn.Module, model.module) if isinstance(model, DeepSpeedEngine) else model
 
-    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """DeepSpeed's engine and the optimizer inside: the configuration's, made for the groups of this one, or this one."""
+    def setup(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The returned optimizer is this one, or that of the configuration, made for the same parameter groups."""
         import deepspeed
 
-        from smalti_deepspeed.portable import Portable
+        from smalti_deepspeed.portable import ZeroState
         from smalti_deepspeed.swapfiles import failures_told
         from smalti_deepspeed.zero import (
             correct_bias_exactly,
@@ -93,7 +90,7 @@ class Engine(ProcessGroupParallel):
                 config=dict(self._document),
                 dist_init_required=False,
             )
-        if self._bf16:  # DeepSpeed leaves autocast as it calls the model
+        if self.bf16:  # DeepSpeed leaves autocast as it calls the model
             model.forward = torch.autocast(torch.device(self.world.device).type, dtype=torch.bfloat16)(model.forward)
         self._engine: DeepSpeedEngine = engine
         step_with_own_groups(engine)
@@ -101,22 +98,18 @@ class Engine(ProcessGroupParallel):
         correct_bias_exactly(engine.basic_optimizer)
         if engine.basic_optimizer is not optimizer:
             decay_as_the_core_does(engine.basic_optimizer)
-        self._portable: Portable = Portable(model, engine.basic_optimizer, self._zero, self)
-        if self._bf16 and self._weights is not None:
-            with torch.no_grad():
-                self._portable.fill(self._weights)  # DeepSpeed has made the masters from 16-bit weights
+        state = ZeroState(model, engine.basic_optimizer, self._zero, self)
+        if self.bf16 and self._weights is not None:
+            state.fill(self._weights)  # DeepSpeed has made the fp32 weights from 16-bit ones
         self._weights = None
+        self._state = state
+        self.model, self.optimizer = engine, engine.basic_optimizer
         return engine, engine.basic_optimizer
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
         self._engine.set_gradient_accumulation_boundary(last)
         yield
-
-    def autocast(self) -> AbstractContextManager[None]:
-        if not self._bf16:
-            return nullcontext()
-        return torch.autocast(torch.device(self.world.device).type, dtype=torch.bfloat16)
 
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss, scale_wrt_gas=False)  # the loop has divided by the number of micro-batches
@@ -131,35 +124,9 @@ class Engine(ProcessGroupParallel):
         self._zero.step(norm, self._limit)
         self._norm = None
 
-    def discard(self) -> None:
-        self._zero.discard()
+    def zero_grad(self) -> None:
+        self._zero.zero_grad()
         self._norm = None
-
-    def refresh(self, model: nn.Module) -> None:
-        self._zero.refresh()
-
-    def masters(self, model: nn.Module) -> dict[str, Tensor]:
-        return self._portable.masters()
-
-    def portable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self._portable.portable(tensors)
-
-    def blank(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self._portable.blank(tensors)
-
-    def put_back(self, portable: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-        self._portable.put_back(portable, tensors)
-
-    def portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
-        return self._portable.state()
-
-    def blank_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
-        return self._portable.blank_state()
-
-    @torch.no_grad()
-    def load_portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: PortableState) -> None:
-        self._portable.load(state)
-        self._zero.refresh()
 
     def close(self) -> None:
         stop_deepspeed()

@@ -1,4 +1,4 @@
-"""What ZeRO holds, in the form that every backend reads, and back; and the weights that an average follows."""
+"""`TrainingState` of ZeRO: from its flat tensors to tensors by parameter name, and back."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _MOMENTS = {"DeepSpeedCPUAdagrad": {"exp_avg_sq": "sum"}}
 """By form, what its moments are called in checkpoints where it has other names for them."""
 
 
-class Portable:
-    """The way between ZeRO's flat tensors and tensors by parameter name. Built on every rank. *Collective*.
+class ZeroState:
+    """Fp32 weights and optimizer state of ZeRO. Made on every rank: *collective*.
 
-    On one rank nothing is sent, on several each element goes straight to where it belongs.
+    Each element goes straight to the rank that needs it; on one rank nothing is sent.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, zero: Zero, ranks: Communicator) -> None:
@@ -43,7 +43,7 @@ class Portable:
         held = {name: (place.start, place.start + place.length) for name, place in self._places.items()}
         self._rows = RowSharding({name: place.shape for name, place in self._places.items()}, held, ranks)
 
-    def masters(self) -> dict[str, Tensor]:
+    def master_weights(self) -> dict[str, Tensor]:
         """This rank's range of each weight that trains, (n,), live, in fp32. Raises UserError if they lie on a drive."""
         if self._zero.on_drive:
             raise UserError(
@@ -53,39 +53,39 @@ class Portable:
         flats = self._zero.flats()
         return {name: place.of(flats) for name, place in self._places.items()}
 
-    def portable(self, ranges: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self._rows.portable(ranges)
+    def portable_weights(self, ranges: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self._rows.to_rows(ranges)
 
-    def blank(self, ranges: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What can be read from files into these ranges: they themselves where they are in host memory."""
-        return {name: self._span(name, into.dtype, into) for name, into in ranges.items()}
+    def empty_weights(self, ranges: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What files can be read into: the ranges themselves where they are in host memory."""
+        return {name: self._flat_range(name, into.dtype, into) for name, into in ranges.items()}
 
-    def _span(self, name: str, dtype: torch.dtype, live: Tensor | None) -> FlatRange:
+    def _flat_range(self, name: str, dtype: torch.dtype, live: Tensor | None) -> FlatRange:
         place = self._places[name]
         if live is not None and live.device.type == "cpu":
             return FlatRange.of(live, place.shape, place.start)
         return FlatRange.empty(place.length, place.shape, place.start, dtype)
 
-    def put_back(self, portable: Mapping[str, Tensor], ranges: Mapping[str, Tensor]) -> None:
-        """Either all of `portable` are spans, on all ranks, or none."""
+    def copy_from(self, portable: Mapping[str, Tensor], ranges: Mapping[str, Tensor]) -> None:
+        """On all ranks, either all of `portable` are `FlatRange`s or none is."""
         if all(isinstance(portable[name], FlatRange) for name in ranges):
             for name, into in ranges.items():
                 if portable[name].data_ptr() != into.data_ptr():  # not read straight into it
                     into.copy_(portable[name])
         else:
-            self._rows.put_back(portable, ranges)
+            self._rows.copy_from(portable, ranges)
 
-    def state(self) -> PortableState:
+    def portable(self) -> PortableState:
         """Copies in host memory, but for buffers, which are the live ones. *Collective*."""
         weights: dict[str, Tensor] = {}
         found: dict[str, dict[str, Tensor]] = {}
         for number, places in self._groups.items():
             with self._zero.present(number):
                 flats = self._zero.flats()
-                weights |= self.portable({name: place.of(flats) for name, place in places.items()})
+                weights |= self.portable_weights({name: place.of(flats) for name, place in places.items()})
                 for key, ranges in self._moments(flats, places).items():
                     whole = next(iter(ranges.values())).ndim == 0
-                    for name, tensor in (ranges if whole else self.portable(ranges)).items():
+                    for name, tensor in (ranges if whole else self.portable_weights(ranges)).items():
                         found.setdefault(name, {})[key] = tensor
         return PortableState(
             model={**weights, **self._buffers()},
@@ -94,10 +94,13 @@ class Portable:
             optimizer=self._optimizer_name(),
         )
 
-    def blank_state(self) -> PortableState:
-        """What a checkpoint can be read into: nothing is sent for it, nor when it is put back."""
+    def empty(self) -> PortableState:
+        """What a checkpoint is read into; sends nothing, and neither does loading it."""
         return PortableState(
-            model={**{name: self._span(name, torch.float32, self._live(name)) for name in self._places}, **self._buffers()},
+            model={
+                **{name: self._flat_range(name, torch.float32, self._live(name)) for name in self._places},
+                **self._buffers(),
+            },
             param_groups=self._settings(),
             optimizer=self._optimizer_name(),
             allocate=self._allocate,
@@ -111,10 +114,11 @@ class Portable:
         if not self._zero.on_drive:
             flat = self._zero.flats()[place.flat]
             live = place.within(make_moment(self._optimizer, flat, self._own_names.get(moment, moment)))
-        return self._span(name, dtype, live)
+        return self._flat_range(name, dtype, live)
 
+    @torch.no_grad()
     def load(self, state: PortableState) -> None:
-        """The reverse of `state`. The parameters that compute have to be refreshed afterwards. *Collective*."""
+        """Load fp32 weights and optimizer state, then update the parameters that compute. *Collective*."""
         buffers, known = self._buffers(), state.optimizer == self._optimizer_name()
         if odd := (self._places.keys() | buffers.keys()) ^ state.model.keys():
             raise CheckpointError(f"the model has other tensors: {', '.join(sorted(odd)[:3])}")
@@ -125,14 +129,20 @@ class Portable:
         for number, places in self._groups.items():
             with self._zero.present(number, changed=True):
                 flats = self._zero.flats()
-                self.put_back(state.model, {name: place.of(flats) for name, place in places.items()})
+                self.copy_from(state.model, {name: place.of(flats) for name, place in places.items()})
                 if known:
                     self._load_moments(number, {name: state.optimizer_state.get(name, {}) for name in places})
         if known:
             self._load_settings(state.param_groups)
+        self._zero.update_parameters()
 
+    def invalidate_gathered(self) -> None:
+        """Update the parameters that compute from the fp32 weights."""
+        self._zero.update_parameters()
+
+    @torch.no_grad()
     def fill(self, weights: Weights) -> None:
-        """Give the masters these weights, of which each rank reads all that train. Afterwards as after `load`."""
+        """Copy these weights into the fp32 weights; each rank reads all that train."""
         for number, places in self._groups.items():
             with self._zero.present(number, changed=True):
                 flats = self._zero.flats()
@@ -161,7 +171,7 @@ class Portable:
         for key, tensors in shaped.items():
             for name in live[key].keys() - tensors.keys():
                 live[key][name].zero_()  # never stepped where it was saved
-            self.put_back(tensors, {name: live[key][name] for name in tensors})
+            self.copy_from(tensors, {name: live[key][name] for name in tensors})
 
     def _moments(self, flats: Sequence[Tensor], places: Mapping[str, Place]) -> dict[str, dict[str, Tensor]]:
         """This rank's ranges, live, by moment as checkpoints call it, then by parameter."""

@@ -47,13 +47,13 @@ class RowSharding:
         ]
         self._mesh = init_device_mesh("cpu", (size,))
 
-    def portable(self, ranges: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def to_rows(self, ranges: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies in host memory of tensors of which this rank gives its range, (n,); some or all of the names. *Collective*."""
         found = exchange(ranges, self._held, self._rows, self._rank)
         return {name: self._as_rows(part.cpu(), self._shapes[name]) for name, part in found.items()}
 
-    def put_back(self, portable: Mapping[str, Tensor], ranges: Mapping[str, Tensor]) -> None:
-        """Fill this rank's ranges, (n,), from tensors like those that `self.portable` gave. *Collective*."""
+    def copy_from(self, portable: Mapping[str, Tensor], ranges: Mapping[str, Tensor]) -> None:
+        """Fill this rank's ranges, (n,), from tensors like those that `to_rows` returns. *Collective*."""
         parts = {}
         for name, into in ranges.items():
             start, stop = self._givers[self._rank][name]

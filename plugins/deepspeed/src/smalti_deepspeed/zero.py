@@ -81,11 +81,11 @@ class Zero(Protocol):
         """One optimizer step with the gradient, of this norm, cut to `limit` (0: as it is)."""
         ...
 
-    def discard(self) -> None:
+    def zero_grad(self) -> None:
         """Let go of the gradients without a step."""
         ...
 
-    def refresh(self) -> None:
+    def update_parameters(self) -> None:
         """Make the parameters that compute from the masters."""
         ...
 
@@ -147,7 +147,7 @@ class Stages1And2:
         finally:
             del zero.scaled_global_norm
 
-    def discard(self) -> None:
+    def zero_grad(self) -> None:
         """A step that DeepSpeed finds to overflow: it clears all that a micro-batch leaves behind, in whatever mode it is."""
         zero = self._zero
         checks, zero.check_grad_overflow = zero.check_grad_overflow, True
@@ -158,7 +158,7 @@ class Stages1And2:
             zero.check_grad_overflow = checks
             del zero.check_overflow
 
-    def refresh(self) -> None:
+    def update_parameters(self) -> None:
         self._zero.update_lp_params()
 
 
@@ -209,7 +209,7 @@ class Stage3:
         zero.clip_grad = limit
         self._step(norm)
 
-    def discard(self) -> None:
+    def zero_grad(self) -> None:
         """A step that DeepSpeed finds to overflow: it clears all that a micro-batch leaves behind, in whatever mode it is."""
         self._step(torch.tensor(float("inf")))
 
@@ -221,7 +221,7 @@ class Stage3:
         finally:
             del zero._get_norm_groups
 
-    def refresh(self) -> None:
+    def update_parameters(self) -> None:
         zero = self._zero
         zero._partition_all_parameters()
         for number in range(len(zero.fp16_groups)):

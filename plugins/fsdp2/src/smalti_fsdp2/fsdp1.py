@@ -32,10 +32,11 @@ from smalti import Block, Config, UserError
 from smalti.models import Weights, compile_blocks
 from smalti.parallel import (
     Communicator,
+    ModelState,
     PortableState,
     ProcessGroupParallel,
+    TrainingState,
     fill_param_groups,
-    in_bf16,
     named_parameters,
     param_groups_of,
     portable_name,
@@ -63,16 +64,14 @@ class FullySharded(ProcessGroupParallel):
     """Every rank holds a slice of each group of parameters; a group is gathered just before it computes."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config, alone_too=True)
-        self._config = config
+        super().__init__(config, single=True)
         self._options = config[FsdpOptions]
-        self._bf16 = in_bf16(config)
         self._mesh = shard_mesh(self.world, self._options.fsdp_shard_size, offload=self._options.fsdp_cpu_offload)
         if self._mesh.ndim == 2 and self._mesh.size(1) == 1:
             fix = "--fsdp_shard_size=N above 1, or --fsdp_version=2"
             raise UserError("FSDP 1 does not average gradients over copies that are not cut", fix=fix)
         self._offload = self._options.fsdp_cpu_offload and self._mesh.device_type != "cpu"
-        self._precision = precision(self._options, bf16=self._bf16)
+        self._precision = precision(self._options, bf16=self.bf16)
         # Whole gradients of micro-batches are added up in the type of gathered parameters, their shards in fp32; but torch does
         # not add to shards on the host.
         gathers_bf16 = self._precision.param_dtype is torch.bfloat16
@@ -90,7 +89,7 @@ class FullySharded(ProcessGroupParallel):
         if options.fsdp_activation_checkpointing:
             mode, every = options.fsdp_activation_checkpointing_mode, options.fsdp_activation_checkpointing_every
             recompute(model, blocks, mode=mode, every=every)
-        compile_blocks(model, blocks, self._config)
+        compile_blocks(model, blocks, self.config)
         fill_buffers(model, dict(model.named_buffers(remove_duplicate=False)), weights, self.world.device)
         groups = {
             model.get_submodule(unit.path): {"sharding_strategy": _strategy(self._mesh, reshard=unit.reshard)}
@@ -117,61 +116,46 @@ class FullySharded(ProcessGroupParallel):
             device_mesh=self._mesh,
         )
 
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return model
-
-    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        assert isinstance(model, Root)
-        self._model, self._optimizer = model, optimizer
-        return model, optimizer
-
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        return self._model.no_sync() if self._adds_whole and not last else nullcontext()
-
-    def autocast(self) -> AbstractContextManager[None]:
-        if not self._bf16:
-            return nullcontext()
-        return torch.autocast(torch.device(self.world.device).type, dtype=torch.bfloat16)
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        return self._root.no_sync() if self._adds_whole and not last else nullcontext()
 
     def clip_gradients(self, limit: float) -> Tensor:
-        return self._model.clip_grad_norm_(limit if limit > 0 else float("inf"))
+        return self._root.clip_grad_norm_(limit if limit > 0 else float("inf"))
 
-    def step(self) -> None:
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+    def training_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
+        assert isinstance(model, Root)
+        self._root = model
+        return FlatState(model, optimizer)
 
-    def discard(self) -> None:
-        self._optimizer.zero_grad()
 
-    def refresh(self, model: nn.Module) -> None:
-        """Let go of gathered parameters: a forward pass without backward leaves some, and the next would use them."""
-        for group in FullyShardedDataParallel.fsdp_modules(model):
+class FlatState(ModelState):
+    """The state as copies in host memory: each group is gathered once for its parameters and once for each optimizer tensor."""
+
+    def portable(self) -> PortableState:
+        self.invalidate_gathered()
+        found, aliases = cast(dict[str, Tensor], get_model_state_dict(self.model, options=_ON_HOST)), _aliases(self.model)
+        return PortableState(
+            model={name: tensor for name, tensor in found.items() if name not in aliases},
+            optimizer_state=_moments(self.model, self.optimizer),
+            param_groups=param_groups_of(self.optimizer, named_parameters(self.model)),
+            optimizer=type(self.optimizer).__name__,
+        )
+
+    def load(self, state: PortableState) -> None:
+        self.invalidate_gathered()
+        if state.optimizer == type(self.optimizer).__name__:
+            _set_moments(self.model, self.optimizer, state.optimizer_state)
+            fill_param_groups(self.optimizer, named_parameters(self.model), state.param_groups)
+        # Last, because torch lets a fresh optimizer make a step to have moments.
+        again = {alias: state.model[name] for alias, name in _aliases(self.model).items()}
+        set_model_state_dict(self.model, {**state.model, **again})
+
+    def invalidate_gathered(self) -> None:
+        """Free gathered parameters: a forward pass without backward leaves some, and the next would use them."""
+        for group in FullyShardedDataParallel.fsdp_modules(self.model):
             handle = group._handle
             if group._is_root is not None and handle is not None and handle.uses_sharded_strategy:
                 _reshard(group, handle, True)
-
-    def portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
-        """A copy, in host memory: each group is gathered once for its parameters and once for each of its moments."""
-        self.refresh(model)
-        found, aliases = cast(dict[str, Tensor], get_model_state_dict(model, options=_ON_HOST)), _aliases(model)
-        return PortableState(
-            model={name: tensor for name, tensor in found.items() if name not in aliases},
-            optimizer_state=_moments(model, optimizer),
-            param_groups=param_groups_of(optimizer, named_parameters(model)),
-            optimizer=type(optimizer).__name__,
-        )
-
-    def load_portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: PortableState) -> None:
-        self.refresh(model)
-        if state.optimizer == type(optimizer).__name__:
-            _set_moments(model, optimizer, state.optimizer_state)
-            fill_param_groups(optimizer, named_parameters(model), state.param_groups)
-        # Last, because torch lets a fresh optimizer make a step to have moments.
-        again = {alias: state.model[name] for alias, name in _aliases(model).items()}
-        set_model_state_dict(model, {**state.model, **again})
 
 
 class Root(FullyShardedDataParallel):

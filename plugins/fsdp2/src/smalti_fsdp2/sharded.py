@@ -1,10 +1,10 @@
-"""`Parallel` for a model whose parameters, gradients and optimizer state are cut over the ranks: torch's `fully_shard`."""
+"""`Parallel` for a model whose parameters, gradients and optimizer state are sharded over the ranks: torch's `fully_shard`."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from smalti import Block, Config
 from smalti.models import ModelFamily, Weights, compile_blocks, context_plan
-from smalti.parallel import PortableState, ProcessGroupParallel, capture, in_bf16, restore
+from smalti.parallel import ModelState, PortableState, ProcessGroupParallel, TrainingState
 from smalti_fsdp2.activation_checkpointing import recompute
 from smalti_fsdp2.context import context_group, split_context
 from smalti_fsdp2.load_weights import fill
@@ -29,10 +29,8 @@ class Sharded(ProcessGroupParallel):
     """Every rank holds a part of each parameter; a group of them is gathered just before it computes."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config, context=config[ContextOptions].context_parallel_size, alone_too=True)
-        self._config = config
+        super().__init__(config, context=config[ContextOptions].context_parallel_size, single=True)
         self._options = config[FsdpOptions]
-        self._bf16 = in_bf16(config)
         self._mesh = shard_mesh(self.world, self._options.fsdp_shard_size, offload=self._options.fsdp_cpu_offload)
         self._shards = self._mesh.get_group("shard")
         self._synchronised = True
@@ -40,8 +38,8 @@ class Sharded(ProcessGroupParallel):
     def share_tokens(self, model: nn.Module, family: ModelFamily) -> None:
         """Where ranks work on the same samples, make the model work on this rank's part of the tokens. *Collective*."""
         if self.world.context > 1:
-            strategy = self._config[ContextOptions].context_parallel_comm_strategy
-            split_context(model, context_plan(family, model), context_group(self.world, self._timeout), strategy)
+            strategy = self.config[ContextOptions].context_parallel_comm_strategy
+            split_context(model, context_plan(family, model), context_group(self.world, self.timeout), strategy)
 
     def wrap(self, model: nn.Module, blocks: Sequence[Block], weights: Weights) -> nn.Module:
         """The model, cut and filled. *Collective*."""
@@ -52,9 +50,9 @@ class Sharded(ProcessGroupParallel):
         if options.fsdp_activation_checkpointing:
             mode, every = options.fsdp_activation_checkpointing_mode, options.fsdp_activation_checkpointing_every
             recompute(model, blocks, mode=mode, every=every)
-        compile_blocks(model, blocks, self._config)
+        compile_blocks(model, blocks, self.config)
         chosen = units(model, blocks, options)
-        shard(model, chosen, self._mesh, options, bf16=self._bf16)
+        shard(model, chosen, self._mesh, options, bf16=self.bf16)
         self._groups = [model.get_submodule(unit.path) for unit in chosen]
         self._prefetch(model)
         fill(
@@ -66,15 +64,6 @@ class Sharded(ProcessGroupParallel):
         )
         return model
 
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return model
-
-    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        assert isinstance(model, FSDPModule)
-        self._model, self._optimizer = model, optimizer
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return model, optimizer
-
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
         """Gradients of micro-batches are added up in shards; between copies of the model (HSDP) they are averaged once a step.
@@ -83,26 +72,18 @@ class Sharded(ProcessGroupParallel):
         """
         if last is not self._synchronised:
             if self._options.fsdp_sync_each_batch:
-                self._model.set_requires_all_reduce(last)
+                self._root.set_requires_all_reduce(last)
             else:
-                self._model.set_requires_gradient_sync(last)
+                self._root.set_requires_gradient_sync(last)
             self._synchronised = last
         if not self._options.fsdp_sync_each_batch:
-            self._model.set_is_last_backward(last)
+            self._root.set_is_last_backward(last)
         yield
-
-    def autocast(self) -> AbstractContextManager[None]:
-        if not self._bf16:
-            return nullcontext()
-        return torch.autocast(torch.device(self.world.device).type, dtype=torch.bfloat16)
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def clip_gradients(self, limit: float) -> Tensor:
-        """On this rank's part of every gradient, with one word between ranks; torch's own would treat each as a DTensor."""
-        gradients = [_local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        """On this rank's part of every gradient, with one all-reduce; torch's own would treat each as a DTensor."""
+        gradients = [_local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         if self._shards.size() > 1:
             squares = norm.square()
@@ -112,22 +93,10 @@ class Sharded(ProcessGroupParallel):
             torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
-    def step(self) -> None:
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def discard(self) -> None:
-        self._optimizer.zero_grad()
-
-    def refresh(self, model: nn.Module) -> None:
-        """Let go of gathered parameters: a forward pass without backward leaves some, and the next would use them.
-
-        A model that is judged gathers nothing ahead, because that would be left too, where nobody can let go of it.
-        """
-        self._prefetch(model)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    def training_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
+        assert isinstance(model, FSDPModule)
+        self._root = model
+        return ShardedState(model, optimizer, self._prefetch)
 
     def _prefetch(self, model: nn.Module) -> None:
         prefetch(
@@ -136,13 +105,31 @@ class Sharded(ProcessGroupParallel):
             behind=self._options.fsdp_backward_prefetch,
         )
 
-    def portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState:
-        self.refresh(model)
-        return capture(model, optimizer)
 
-    def load_portable_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: PortableState) -> None:
-        self.refresh(model)
-        restore(model, optimizer, state)
+class ShardedState(ModelState):
+    """The state in DTensors, read and written only while no parameters are gathered."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, prefetch: Callable[[nn.Module], None]) -> None:
+        super().__init__(model, optimizer)
+        self._prefetch = prefetch
+
+    def portable(self) -> PortableState:
+        self.invalidate_gathered()
+        return super().portable()
+
+    def load(self, state: PortableState) -> None:
+        self.invalidate_gathered()
+        super().load(state)
+
+    def invalidate_gathered(self) -> None:
+        """Free gathered parameters: a forward pass without backward leaves some, and the next would use them.
+
+        In evaluation mode the model prefetches nothing: that would be left too, and could not be freed here.
+        """
+        self._prefetch(self.model)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -201,8 +201,8 @@ def discarded_gradients_are_gone(subject: StrategySubject) -> None:
     expect(
         not math.isfinite(norm), f"with a gradient that is not a number on one rank, the norm is {norm} on rank {world.rank}"
     )
-    subject.parallel.discard()
-    _equal(before, subject.whole(), "discard() has changed")
+    subject.parallel.zero_grad()
+    _equal(before, subject.whole(), "zero_grad() has changed")
     subject.step(21)
     reference.step(21, subject.parallel.world.size, 0.0)
     subject.follows(reference, "a step after a discarded one")
@@ -210,20 +210,20 @@ def discarded_gradients_are_gone(subject: StrategySubject) -> None:
 
 @STRATEGY.check
 def weights_that_are_replaced_are_used_at_once(subject: StrategySubject) -> None:
-    """Pictures are drawn with averaged weights in place of the trained ones, which then come back.
+    """Validation images are generated with the EMA in place of the trained weights, which are copied back afterwards.
 
-    `refresh` is told each time: what was gathered or converted for an earlier forward pass must not serve the next one.
+    `state.invalidate_gathered` is called each time: the next forward pass must not use what was gathered or converted before.
     """
-    parameters = [_local(each.detach()) for each in subject.parallel.masters(subject.model).values()]
+    parameters = [_local(each.detach()) for each in subject.parallel.state.master_weights().values()]
     kept = [each.clone() for each in parameters]
     before = subject.look(25)
     for parameter in parameters:
         parameter.mul_(0.5)
-    subject.parallel.refresh(subject.model)
+    subject.parallel.state.invalidate_gathered()
     halved = subject.look(25)
     for parameter, value in zip(parameters, kept, strict=True):
         parameter.copy_(value)
-    subject.parallel.refresh(subject.model)
+    subject.parallel.state.invalidate_gathered()
     expect(halved != before, "half the weights give the same loss as the whole ones")
     expect(subject.look(25) == before, "weights that were put back give another loss")
 
@@ -264,7 +264,7 @@ def a_state_that_is_put_back_goes_on_bit_for_bit(subject: StrategySubject) -> No
     for number in (40, 41):
         subject.step(number, limit=1.0)
     wanted = subject.whole()
-    subject.parallel.load_portable_state(subject.model, subject.optimizer, kept)
+    subject.parallel.state.load(kept)
     for number in (40, 41):
         subject.step(number, limit=1.0)
     _equal(wanted, subject.whole(), "after the same steps again, different:")
@@ -287,17 +287,17 @@ def a_checkpoint_comes_back_bit_for_bit(subject: StrategySubject) -> None:
     expect(len(set(told)) == 1, f"the ranks have written to {told}")
     wanted = subject.whole()
     subject.step(50)
-    into = _snapshot(subject.blank(), 0)
+    into = _snapshot(subject.empty(), 0)
     subject.backend.decide(HookSpecs.load_checkpoint, source=written.path, state=into, parallel=subject.parallel)
-    subject.parallel.load_portable_state(subject.model, subject.optimizer, into.state)
+    subject.parallel.state.load(into.state)
     _equal(wanted, subject.whole(), "after loading, different:")
 
 
 @STRATEGY.check
 def a_rank_that_saves_alone_has_the_whole_state(subject: StrategySubject) -> None:
-    """When the other ranks are lost, one saves without them, if `local_communicator()` returns one.
+    """When the other ranks are lost, one saves without them, if `local_communicator` returns a communicator.
 
-    Give None where a rank holds only a share of the state. Else `portable_state` must wait for nobody, and hold no DTensor.
+    Return None if a rank holds only a part of the state. Otherwise `state.portable` waits for nobody and returns no DTensors.
     """
     subject.step(54)
     alone, wanted, world = subject.parallel.local_communicator(), subject.whole(), subject.parallel.world
@@ -340,10 +340,10 @@ def it_goes_on_from_a_checkpoint_of_one_process(subject: StrategySubject) -> Non
     if subject.parallel.world.is_main:
         save(subject.folder, _snapshot(capture(reference.model, reference.optimizer), 70), SingleRank())  # type: ignore[arg-type]
     subject.parallel.barrier()
-    into = _snapshot(subject.blank(), 0)
+    into = _snapshot(subject.empty(), 0)
     [path] = subject.folder.glob("step-*")
     subject.backend.decide(HookSpecs.load_checkpoint, source=path, state=into, parallel=subject.parallel)
-    subject.parallel.load_portable_state(subject.model, subject.optimizer, into.state)
+    subject.parallel.state.load(into.state)
     subject.follows(reference, "after loading")
     subject.step(71)
     reference.step(71, subject.parallel.world.size, 0.0)

@@ -67,10 +67,10 @@ class StrategySubject:
     folder: Path = field(default_factory=Path)
 
     def state(self) -> PortableState:
-        return self.parallel.portable_state(self.model, self.optimizer)
+        return self.parallel.state.portable()
 
-    def blank(self) -> PortableState:
-        return self.parallel.blank_state(self.model, self.optimizer)
+    def empty(self) -> PortableState:
+        return self.parallel.state.empty()
 
     def whole(self) -> dict[str, Tensor]:
         """Weights and moments as whole tensors on the CPU, copied. *Collective*."""
@@ -154,9 +154,9 @@ def open_family(name: str, flags: tuple[str, ...], ranks: int, family: TinyFamil
     decayed = matrices(bare)
     backend = plugins.backend(plan)
     model = wrap_model(config, plugins, plan, parallel, family, bare, blocks, SEED)
-    model, optimizer = parallel.bind(model, build_optimizer(config, plugins, parallel, model, decayed))
+    model, optimizer = parallel.setup(model, build_optimizer(config, plugins, parallel, model, decayed))
     model.train()
-    first = {name: whole_tensor(tensor) for name, tensor in parallel.portable_state(model, optimizer).model.items()}
+    first = {name: whole_tensor(tensor) for name, tensor in parallel.state.portable().model.items()}
     return StrategySubject(name, config, plugins, plan, parallel, backend, family, model, optimizer, first)
 
 

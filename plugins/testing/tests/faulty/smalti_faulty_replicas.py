@@ -2,8 +2,8 @@
 
 import torch
 
-from smalti.parallel import capture
-from smalti.training import DdpParallel
+from smalti.builtin.ddp_parallel import DdpParallel
+from smalti.parallel import ModelState
 
 
 class Unaveraged(DdpParallel):
@@ -42,14 +42,14 @@ class Impatient(DdpParallel):
 
 
 class Hoarding(DdpParallel):
-    def discard(self):
+    def zero_grad(self):
         pass
 
 
 class Clinging(DdpParallel):
     """Computes with the weights of its first forward pass without a gradient."""
 
-    def bind(self, model, optimizer):
+    def setup(self, model, optimizer):
         kept = {}
 
         def cling(module, arguments):
@@ -58,13 +58,18 @@ class Clinging(DdpParallel):
                     parameter.copy_(kept.setdefault(name, parameter.clone()))
 
         self.unwrap(model).register_forward_pre_hook(cling)
-        return super().bind(model, optimizer)
+        return super().setup(model, optimizer)
+
+
+class NoOptimizerState(ModelState):
+    def load(self, state):
+        state.optimizer_state = {}
+        super().load(state)
 
 
 class Amnesiac(DdpParallel):
-    def load_portable_state(self, model, optimizer, state):
-        state.optimizer_state = {}
-        super().load_portable_state(model, optimizer, state)
+    def training_state(self, model, optimizer):
+        return NoOptimizerState(model, optimizer)
 
 
 class Crowded(DdpParallel):
@@ -72,8 +77,13 @@ class Crowded(DdpParallel):
         return self
 
 
-class Prefixed(DdpParallel):
-    def portable_state(self, model, optimizer):
-        state = capture(self.unwrap(model), optimizer)
+class WrappedNames(ModelState):
+    def portable(self):
+        state = super().portable()
         state.model = {f"module.{name}": tensor for name, tensor in state.model.items()}
         return state
+
+
+class Prefixed(DdpParallel):
+    def training_state(self, model, optimizer):
+        return WrappedNames(model, optimizer)

@@ -51,18 +51,19 @@ CHAPTERS = (
     Chapter(
         title="Strategies",
         about="`configure_distributed` returns a `DistributedPlan`; its `parallel` names a factory that returns a `Parallel`. "
-        "Inherit from `ProcessGroupParallel`, or from `DdpParallel` if each rank has the whole model, and write the methods "
-        "that have no default there.",
+        "Inherit from `ReplicatedParallel` if each rank has the whole model, otherwise from `ProcessGroupParallel`, and write "
+        "the methods without a default. Its `training_state` returns a `ModelState`; override it if that does not fit.",
         classes=(
             "smalti:DistributedPlan",
+            "smalti.parallel:Parallel",
             "smalti.parallel:Communicator",
             "smalti.parallel:AbortableCommunicator",
-            "smalti.parallel:Parallel",
+            "smalti.parallel:TrainingState",
             "smalti.parallel:PortableState",
             "smalti.parallel:FlatRange",
         ),
         given=("smalti:World", "smalti:Block"),
-        bases=("smalti.parallel:ProcessGroupParallel", "smalti.training:DdpParallel"),
+        bases=("smalti.parallel:ProcessGroupParallel", "smalti.parallel:ReplicatedParallel", "smalti.parallel:ModelState"),
     ),
     Chapter(
         title="Storages",
@@ -219,7 +220,7 @@ def _default(owner: str, method: ast.FunctionDef, bases: tuple[str, ...]) -> str
     if not _is_empty(method):
         return f"{kind}default in `{owner}`"
     for base in bases:
-        if any(found.name == method.name for found in _methods(_find(base))):
+        if any(found.name == method.name and not _is_empty(found) for found in _methods(_find(base))):
             return f"{kind}default in `{base.partition(':')[2]}`"
     return f"{kind}required"
 

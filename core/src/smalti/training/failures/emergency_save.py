@@ -90,7 +90,7 @@ def save_after_failure(run: Run, error: BaseException, detector: FailureDetector
         return
     try:
         if isinstance(error, OutOfMemory):
-            run.parallel.discard()  # the gradients; what is copied off the device needs no more of it
+            run.parallel.zero_grad()  # the gradients; what is copied off the device needs no more of it
         run.saver.wait()
         told = save_alone(run, ranks, suspect=False)
     except Exception as failure:  # noqa: BLE001 - the process ends; whatever fails here must not take the place of its cause

@@ -87,7 +87,7 @@ def faults_answered(run: Run, batch: Batch) -> Iterator[None]:
         action = answer(run, fault)
         if run.world.size > 1:
             raise _left_by(fault) from error
-        run.parallel.discard()
+        run.parallel.zero_grad()
         if action > FaultAction.CHECKPOINT:
             return
         if run.state.position <= batch.position:

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from smalti.config import Config, TrainingOptions
@@ -18,7 +18,7 @@ _ROOM = 64 * 2**20
 
 
 class Ema:
-    """Shadows of a rank's share of the weights that train (`Parallel.masters`); the same code for tensors and DTensors.
+    """Shadows of this rank's part of the weights that train (`TrainingState.master_weights`), plain tensors or DTensors.
 
     The decay warms up as min(decay, (1 + step) / (10 + step)), so that the average forgets the first weights quickly. Kept in
     fp32 because in bf16 an update smaller than 1/256 of the weight is lost to rounding. `device` is where the shadows are, None
@@ -174,11 +174,11 @@ def _aligned(size: int) -> int:
     return -(-size // 64) * 64
 
 
-def build_ema(config: Config, parallel: Parallel, model: nn.Module) -> Ema | None:
+def build_ema(config: Config, parallel: Parallel) -> Ema | None:
     options = config[TrainingOptions]
     if not options.use_ema:
         return None
-    return Ema(parallel.masters(model), options.ema_decay, "cpu" if options.ema_device == "cpu" else None)
+    return Ema(parallel.state.master_weights(), options.ema_decay, "cpu" if options.ema_device == "cpu" else None)
 
 
 def _local(tensor: Tensor) -> Tensor:

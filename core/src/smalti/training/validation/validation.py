@@ -79,7 +79,7 @@ def at_rest(run: Run) -> Iterator[nn.Module]:
         with ExitStack() as averaged, torch.no_grad():
             if (ema := run.ema) is not None:
                 on_all_ranks(run.parallel, lambda: averaged.enter_context(ema.in_place_of_weights()))
-            run.parallel.refresh(run.model)
+            run.parallel.state.invalidate_gathered()
             yield model
         in_step = True
     except AttemptFailed:
@@ -88,7 +88,7 @@ def at_rest(run: Run) -> Iterator[nn.Module]:
     finally:
         model.train()
         if in_step:
-            run.parallel.refresh(run.model)
+            run.parallel.state.invalidate_gathered()
 
 
 def validate(run: Run) -> ValidationResult:

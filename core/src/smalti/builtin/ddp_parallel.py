@@ -1,0 +1,44 @@
+"""The strategy without a plugin: one process, or a replica of the model on each rank; Accelerate's process group and DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import nn
+
+from smalti.config import Config
+from smalti.models import Weights, compile_blocks, materialise
+from smalti.parallel import ReplicatedParallel
+from smalti.types import Block
+
+
+class DdpParallel(ReplicatedParallel):
+    """Gradients are averaged over ranks during the backward pass of the last micro-batch of a step."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._accelerator = Accelerator(
+            cpu=self.world.device == "cpu",
+            mixed_precision="no",  # precision is set around the forward pass, not patched into the model
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        )
+
+    def wrap(self, model: nn.Module, blocks: Sequence[Block], weights: Weights) -> nn.Module:
+        """The model with weights, on this rank's device, compiled block by block if the options say so, in DDP."""
+        model = materialise(model, weights, self.world.device)
+        compile_blocks(model, blocks, self.config)
+        return cast(nn.Module, self._accelerator.prepare_model(model))
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else self._accelerator.no_sync(self.model)
+
+    def close(self) -> None:
+        super().close()
+        self._accelerator.free_memory()
