@@ -352,7 +352,7 @@ def begun(tmp_path):
 
 
 def test_a_run_keeps_the_defaults_of_the_version_that_began_it(configure, begun):
-    run = begun({"defaults": {"eval_timesteps": 7, "seed": 42, "gone": 1, "adam_beta1": 0.5}})
+    run = begun({"defaults": {"eval_timesteps": 7, "seed": 42, "gone": 1, "adam_beta1": 0.5, "allow_tf32": True}})
     config = configure(f"--output_dir={run}", "--adam_beta1=0.6")
     assert [config.value(name) for name in ("eval_timesteps", "seed", "adam_beta1")] == [7, 42, 0.6]
     assert config.notices == ("eval_timesteps: 7, the default when the run began; it is 5 now",)
@@ -373,8 +373,18 @@ def test_a_run_of_a_version_that_kept_none_has_the_defaults_of_then(configure, b
     assert config.value("timestep_distribution") is None
 
 
+@pytest.mark.parametrize("launch", [{"values": {"seed": 42}}, {"defaults": {"seed": 42}}])
+def test_a_run_of_a_version_without_an_option_continues_as_that_version_did(configure, begun, write, launch):
+    run = begun(launch)
+    assert configure(f"--output_dir={run}").value("allow_tf32") is False
+    assert configure(f"--output_dir={run}", "--allow_tf32").value("allow_tf32") is True
+    assert configure(file=write("kept.toml", "seed = 5\n[defaults]\nseed = 42\n")).value("allow_tf32") is False
+    begun({"values" if "values" in launch else "defaults": {"allow_tf32": True}})
+    assert configure(f"--output_dir={run}").value("allow_tf32") is True
+
+
 def test_the_configuration_of_a_run_carries_its_defaults_to_other_directories(configure, begun, write, tmp_path):
-    run = begun({"defaults": {"eval_timesteps": 7}})
+    run = begun({"defaults": {"eval_timesteps": 7, "allow_tf32": True}})
     text = as_toml(configure(f"--output_dir={run}", "--seed=5"), defaults=True)
     top, _, defaults = text.partition("[defaults]")
     assert ("seed = 5" in top, "eval_timesteps" in top, "eval_timesteps = 7" in defaults, "\nseed =" in defaults) == (
@@ -397,3 +407,10 @@ def test_it_is_told_where_a_run_does_not_say_its_defaults_any_more(configure, be
     run = begun({})
     (run / "launch.json").write_text("{")
     assert "launch.json is damaged" in configure(f"--output_dir={run}").notices[0]
+
+
+def test_a_switch_of_another_trainer_that_disables_something_is_answered_with_the_one_to_turn_off(configure, write):
+    with pytest.raises(ConfigError, match=r"unknown option --disable-tf32\n *fix: --no_allow_tf32$"):
+        configure("--disable-tf32")
+    with pytest.raises(ConfigError, match=r"unknown option disable_tf32\n *fix: set allow_tf32 to false$"):
+        configure(file=write("foreign.toml", "disable_tf32 = true"))

@@ -1,7 +1,7 @@
-"""Defaults that a run keeps: those of the version that began it, so that one with other defaults continues the same run.
+"""The defaults that a run keeps: those of the version that started it, so that a version with others continues the same run.
 
-They stand in launch.json of the run directory, and in the table [defaults] of its config.toml for whoever takes that elsewhere.
-Values that any source gives override them.
+launch.json of the run directory has them, and the table [defaults] of its config.toml, which can be used for other directories.
+A value from any source overrides them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from smalti.rundir import RunDirectory
 
 TABLE = "defaults"
 """The table of a configuration file, and the entry of launch.json."""
-_BEFORE: Mapping[str, object] = {"mixed_precision": "bf16", "timestep_distribution": "uniform", "crop": False}
-"""Defaults of the versions whose runs did not keep any, where later ones have others."""
+_FIRST_DEFAULTS: Mapping[str, object] = {"mixed_precision": "bf16", "timestep_distribution": "uniform", "crop": False}
+"""Defaults of the versions whose runs did not keep any, where later versions have others."""
+_BEFORE_THE_OPTION: dict[str, object] = {"allow_tf32": False}
+"""What versions without these options did, where the default does something else. They are in no list of such a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,7 @@ def kept_defaults(output_dir: object, content: Mapping[str, object], file: Path 
     if isinstance(output_dir, str | Path) and (found := _of_run(RunDirectory(output_dir), notices)) is not None:
         return found
     table = content.get(TABLE)
-    return Kept(values=table, place=f"[{TABLE}] in {file}") if isinstance(table, dict) else Kept()
+    return Kept(values=_BEFORE_THE_OPTION | table, place=f"[{TABLE}] in {file}") if isinstance(table, dict) else Kept()
 
 
 def _of_run(directory: RunDirectory, notices: list[str]) -> Kept | None:
@@ -50,9 +52,10 @@ def _of_run(directory: RunDirectory, notices: list[str]) -> Kept | None:
         return None
     match launch:
         case {"defaults": dict(values)}:
-            return Kept(values=values, place=str(directory.launch_file))
+            return Kept(values=_BEFORE_THE_OPTION | values, place=str(directory.launch_file))
         case {"values": dict(values)}:
             # What was not the default has been given, and is left to whoever gives it again.
-            former = {name: was for name, was in _BEFORE.items() if values.get(name, was) == was}
+            former = {name: was for name, was in _FIRST_DEFAULTS.items() if values.get(name, was) == was}
+            former |= {name: was for name, was in _BEFORE_THE_OPTION.items() if name not in values}
             return Kept(values=former, place=str(directory.launch_file))
     return None

@@ -347,6 +347,17 @@ class Schema:
         name = _fold(spelling.strip().lstrip("-"))
         return self.options.get(name) or self.options.get(self.aliases.get(name, ""))
 
+    def opposite(self, spelling: str) -> Option | None:
+        """The switch that is off where another trainer's `disable_...` is on, such as allow_tf32 for disable_tf32."""
+        word = _fold(spelling.lstrip("-"))
+        names = (
+            [f"{start}{word.removeprefix('disable_')}" for start in ("", "allow_", "use_")]
+            if word.startswith("disable_")
+            else []
+        )
+        found = [self.options[name] for name in names if name in self.options]
+        return next((each for each in found if each.is_flag), None)
+
     def near(self, spelling: str) -> list[str]:
         """Names that may have been meant, nearest first: alike, or abbreviated to a beginning or to initials ("lr")."""
         word = _fold(spelling.lstrip("-"))
@@ -385,6 +396,9 @@ def unknown(spelling: str, schema: Schema, *, where: str) -> Problem:
     if package := package_of_option(_fold(spelling.lstrip("-"))):
         return package.problem(f"{spelling} belongs to {package.distribution}", where)
     prefix = "--" if spelling.startswith("-") else ""
+    if opposite := schema.opposite(spelling):
+        fix = f"{prefix}no_{opposite.name}" if prefix else f"set {opposite.name} to false"
+        return Problem(message=f"unknown option {spelling}", where=where, fix=fix, option=opposite.name)
     near = [f"{prefix}{name}" for name in schema.near(spelling)]
     fix = (
         f"did you mean {' or '.join(near)}?" if near else "remove it, or search the options by a word: smalti train --help WORD"
