@@ -21,7 +21,7 @@ demo: $(VENV)/demo.done
 	$(BIN)/smalti train examples/emoji/config.toml $(ARGS)
 	@echo; echo "What a checkpoint of two sharded ranks holds:"
 	$(BIN)/smalti checkpoint inspect demo/run
-	@echo; echo "The same run goes on in one process, unsharded, for twenty steps:"
+	@echo; echo "The same run resumes in one process, unsharded, for twenty steps:"
 	$(BIN)/smalti train examples/emoji/config.toml $(ARGS) --no_fsdp_enable --num_processes=1 --train_batch_size=16 --max_train_steps=920
 
 demo-flux: $(VENV)/demo-flux.done
@@ -52,7 +52,7 @@ torture: $(VENV)/dev.done
 bench: $(VENV)/dev.done
 	$(BIN)/python bench/run.py $(ARGS)
 
-# Checkpoints and pictures of the demo are the user's; only what was built goes.
+# Checkpoints and images of the demo belong to the user; only what was built is removed.
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,8 +1,8 @@
 """From the start of the process to the end of the first training step: `smalti train` against the usual script.
 
-Both load the same small SDXL, encode the same 32 captions and pictures, and train one step of eight. The model is so small that
+Both load the same small SDXL, encode the same 32 captions and images, and train one step of eight. The model is so small that
 imports and Python are nearly all of it: what a user waits for before a run says anything. Nothing is there beforehand, neither
-indexes nor encoded pictures; the pages of all packages are in the page cache, and their bytecode is on disk, as after an
+indexes nor encoded images; the pages of all packages are in the page cache, and their bytecode is on disk, as after an
 installation: editable packages have none where PYTHONDONTWRITEBYTECODE is set. Processes are started in turn.
 
 Beside the seconds that pass stand the processor seconds of the whole process tree, which other load on the machine changes
@@ -28,11 +28,11 @@ HERE = Path(__file__).parent
 
 
 def measure() -> list[Result]:
-    from sdxl import BATCH, EDGE, pictures, tiny_pipeline
+    from sdxl import BATCH, EDGE, images, tiny_pipeline
 
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        data, model = pictures(place / "pictures"), tiny_pipeline(place / "model")
+        data, model = images(place / "images"), tiny_pipeline(place / "model")
         words = [f"--instance_data_dir={data}", "--model_family=sdxl", f"--pretrained_model_name_or_path={model}"]
         words += [
             f"--resolution={EDGE}",

@@ -1,8 +1,8 @@
 """Training steps of models of published size on one accelerator: `python bench/gpu.py`, or `python bench/gpu.py NAME ...`.
 
 Each case is a process of its own, prints one line of JSON, and counts latents and texts as encoded before: seconds per step
-(median), pictures per second, model FLOPs utilisation, and the most memory that tensors took. Weights are random numbers, and
-so are latents and texts; the rest is what a run does in a step. `--tiny` takes tiny models and pictures, to try the script
+(median), images per second, model FLOPs utilisation, and the most memory that tensors took. Weights are random numbers, and
+so are latents and texts; the rest is what a run does in a step. `--tiny` takes tiny models and images, to try the script
 without a device; `--keep` writes the results to `bench/results/`.
 """
 
@@ -32,7 +32,7 @@ ADAPTER = ("--model_type=lora", "--lora_rank=16")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One model, size of pictures and batch, with the flags of a run."""
+    """One model, size of images and batch, with the flags of a run."""
 
     family: str
     edge: int
@@ -68,8 +68,9 @@ _OFFLOAD = {
     ),
 }
 CASES = _EAGER | {f"{name}-compiled": case.compiled for name, case in _EAGER.items()} | _LADDER | _OFFLOAD
-"""Full rank but for Flux, whose weights, gradients and moments need 177 GiB. The ladder: full-rank SDXL in ever less memory.
-Offload: the same at batch 8, where SimpleTuner tells of 13,102 MiB and 8 s a step on a 4090 (9,237 MiB at 128 pixels)."""
+"""Full rank but for Flux, whose weights, gradients and optimizer state need 177 GiB. The ladder: full-rank SDXL, each time with
+less memory.
+Offload: the same at batch 8, where SimpleTuner reports 13,102 MiB and 8 s a step on a 4090 (9,237 MiB at 128 pixels)."""
 
 
 def main() -> None:
@@ -128,7 +129,7 @@ def measure(case: Case, *, tiny: bool) -> dict[str, object]:
     median = statistics.median(seconds)
     return {
         "seconds_per_step": round(median, 4),
-        "pictures_per_second": round(case.batch / median, 3),
+        "images_per_second": round(case.batch / median, 3),
         "mfu": round(flops / median / peak, 4) if peak else None,
         "peak_mib": round(Memory(device).peak_mb()),
         "flags": list(case.flags),
@@ -179,7 +180,7 @@ def build(case: Case, folder: Path, directory: Path, closing: ExitStack) -> Simp
     model, optimizer = parallel.setup(model, build_optimizer(config, plugins, parallel, model, decayed))
     model.train()
     shapes = family.example_conditioning(case.edge, case.edge)
-    told = {name: torch.randn_like(one, device=device) for name, one in shapes.items()}
+    conditioning = {name: torch.randn_like(one, device=device) for name, one in shapes.items()}
     return SimpleNamespace(
         family=family,
         parallel=parallel,
@@ -187,13 +188,13 @@ def build(case: Case, folder: Path, directory: Path, closing: ExitStack) -> Simp
         kernel=config[TrainingOptions].sdpa_backend,
         optimizer=optimizer,
         trained=trained / count,
-        loss=denoising_loss(config, family, device, {name: one[:1] for name, one in told.items()}),
-        batch=batch_of(case, family, told, device),
+        loss=denoising_loss(config, family, device, {name: one[:1] for name, one in conditioning.items()}),
+        batch=batch_of(case, family, conditioning, device),
     )
 
 
-def batch_of(case: Case, family, told, device: str) -> SimpleNamespace:
-    """Latents and texts of a micro-batch; the pictures that they would be of are not there."""
+def batch_of(case: Case, family, conditioning, device: str) -> SimpleNamespace:
+    """Latents and texts of a micro-batch; the images themselves do not exist."""
     import torch
 
     from smalti.data.buckets import Bucket
@@ -205,7 +206,7 @@ def batch_of(case: Case, family, told, device: str) -> SimpleNamespace:
         pixels=None,
         latents=torch.randn(case.batch, family.latent_channels, size, size, device=device),
         captions=("",) * case.batch,
-        conditioning={name: one.expand(case.batch, *one.shape[1:]) for name, one in told.items()},
+        conditioning={name: one.expand(case.batch, *one.shape[1:]) for name, one in conditioning.items()},
         size_conditioning=(SizeConditioning(width=case.edge, height=case.edge, left=0, top=0),) * case.batch,
         numbers=tuple(range(case.batch)),
     )

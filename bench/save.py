@@ -1,4 +1,4 @@
-"""Checkpoints of 300 MB: how long training waits, how fast they are written and checked, how soon a run goes on.
+"""Checkpoints of 300 MB: how long training waits, how fast they are written and checked, how soon a run resumes.
 
 - blocked: what an asynchronous save takes from the loop (its start, and the wait before the next optimizer step) over what
   a synchronous one takes, with a forward and backward pass between that is as long as those of models this size.
@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from run import Result, paired
-from step import ROOT, make_pictures
+from step import ROOT, make_images
 from torch import nn
 
 from smalti.checkpoint.async_saver import Saver
@@ -147,7 +147,7 @@ def read(path: Path) -> None:
 
 
 def resuming(place: Path) -> Result:
-    make_pictures()
+    make_images()
     ours, peer = [], []
     for number in range(4):
         run = place / str(number)

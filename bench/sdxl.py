@@ -1,7 +1,7 @@
 """A training step of a small SDXL under smalti, everything included, against the usual script.
 
 The script has the shape of diffusers' example for SDXL: Accelerate around U-Net, optimizer and schedule, latents
-and text embeddings made before training, noise by the pipeline's own scheduler. Both train the same U-Net on the same pictures
+and text embeddings made before training, noise by the pipeline's own scheduler. Both train the same U-Net on the same images
 with the same batch, precision, optimizer and clipping. Five steps of one, then five of the other, in one process.
 """
 
@@ -30,7 +30,7 @@ ROUNDS, BATCH, EDGE = 20, 8, 64
 def measure() -> list[Result]:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as closing:
         place = Path(folder)
-        words = [f"--instance_data_dir={pictures(place / 'pictures')}", f"--output_dir={place}/run"]
+        words = [f"--instance_data_dir={images(place / 'images')}", f"--output_dir={place}/run"]
         words += ["--model_family=sdxl", f"--pretrained_model_name_or_path={tiny_pipeline(place / 'model')}"]
         words += [f"--resolution={EDGE}", "--resolution_type=pixel", f"--train_batch_size={BATCH}", "--mixed_precision=bf16"]
         words += [f"--max_train_steps={ROUND * (ROUNDS + 1)}", "--checkpoint_step_interval=0", "--use_cpu"]
@@ -46,7 +46,7 @@ def tiny_pipeline(folder: Path) -> Path:
     return tiny.sdxl(folder)
 
 
-def pictures(folder: Path) -> Path:
+def images(folder: Path) -> Path:
     from PIL import Image
 
     folder.mkdir()
@@ -68,7 +68,7 @@ def by_script(run: Run):
     unet, optimizer, schedule = accelerator.prepare(unet, optimizer, schedule)
     noises = DDPMScheduler.from_config(run.family.components.config("scheduler"))
     first = next(iter(run.batches)).micro[0]
-    latents, told = latents_of(run.family, first.pixels, first.latents), first.conditioning
+    latents, conditioning = latents_of(run.family, first.pixels, first.latents), first.conditioning
     sizes = torch.tensor([[EDGE, EDGE, 0, 0, EDGE, EDGE]], dtype=torch.float32).repeat(BATCH, 1)
 
     def step() -> None:
@@ -76,8 +76,8 @@ def by_script(run: Run):
             noise = torch.randn_like(latents)
             timesteps = torch.randint(0, noises.config.num_train_timesteps, (BATCH,))
             noisy = noises.add_noise(latents, noise, timesteps)
-            extra = {"time_ids": sizes, "text_embeds": told["pooled"]}
-            prediction = unet(noisy, timesteps, told["tokens"], added_cond_kwargs=extra, return_dict=False)[0]
+            extra = {"time_ids": sizes, "text_embeds": conditioning["pooled"]}
+            prediction = unet(noisy, timesteps, conditioning["tokens"], added_cond_kwargs=extra, return_dict=False)[0]
             loss = F.mse_loss(prediction.float(), noise.float(), reduction="mean")
             accelerator.gather(loss.repeat(BATCH)).mean().item()
             accelerator.backward(loss)

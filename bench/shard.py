@@ -1,7 +1,7 @@
 """Sharding on two and three processes: what a rank holds, what a step costs, how long a save keeps it waiting.
 
-- share: bytes of parameters, gradients, moments and average on the fullest of three ranks over a third of them all, for a model
-  whose sizes three does not divide.
+- share: bytes of parameters, gradients, optimizer state and EMA on the fullest of three ranks over a third of the total, for a
+  model whose sizes three does not divide.
 - step: forward, backward, clipping and optimizer of the demo's model under FSDP2 and ZeRO 1, 2, 3 over the same under DDP, in
   the same two processes, turn by turn. Between processes on one machine all that they send more than DDP costs CPU time.
 - peak: how far the resident memory of the fuller of two fresh processes rises above what it was before the model, over DDP.
@@ -85,7 +85,7 @@ def measure() -> list[Result]:
 
 
 class Subject:
-    """A strategy with its model, optimizer and average on this rank."""
+    """A strategy with its model, optimizer and EMA on this rank."""
 
     def __init__(self, ranks: int, shape: ToyShape, *flags: str) -> None:
         plugins = load_plugins()
@@ -103,12 +103,12 @@ class Subject:
         optimizer = build_optimizer(config, plugins, self.parallel, model, decayed)
         self.model, self.optimizer = self.parallel.setup(model, optimizer)
         self.ema = Ema(dict(self.parallel.unwrap(self.model).named_parameters()), 0.99)
-        self.pictures = torch.randn(BATCH, 3, SIZE, SIZE)
+        self.images = torch.randn(BATCH, 3, SIZE, SIZE)
 
     def backward(self) -> None:
         conditioning = self.family.encode_captions(["a face"] * BATCH)
         with self.parallel.accumulate(last=True):
-            loss = self.family.forward(self.model, self.pictures, torch.full((BATCH,), 500.0), conditioning).square().mean()
+            loss = self.family.forward(self.model, self.images, torch.full((BATCH,), 500.0), conditioning).square().mean()
             self.parallel.backward(loss)
         self.parallel.clip_gradients(1.0)
 

@@ -1,7 +1,7 @@
 """A training step of the demo's model under smalti, everything included, against a loop written by hand.
 
-Both train the same model on the same pictures with the same precision, optimizer, clipping and average. The loop by hand has
-its pictures in memory and draws its noise in one go; ours reads, shuffles, writes events, looks for requests and agrees on
+Both train the same model on the same images with the same precision, optimizer, clipping and EMA. The loop by hand has
+its images in memory and draws its noise in one go; ours reads, shuffles, writes events, looks for requests and agrees on
 stops. Five steps of one, then five of the other, in one process.
 """
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def measure() -> list[Result]:
-    make_pictures()
+    make_images()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as closing:
         words = [
             str(ROOT / "examples/emoji/config.toml"),
@@ -66,8 +66,8 @@ def alternated(run: Run, step) -> tuple[list[float], list[float]]:
     return alternation.ours[1:], alternation.peer[1:]
 
 
-def make_pictures() -> None:
-    """The demo's pictures, made if they are not there."""
+def make_images() -> None:
+    """The demo's images, made if they are not there."""
     sys.path.insert(0, str(ROOT / "examples/emoji"))
     import prepare
 

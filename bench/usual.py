@@ -1,9 +1,9 @@
 """The usual way to fine-tune SDXL: one file in the shape of diffusers' example, with Accelerate around it.
 
-    accelerate launch usual.py MODEL PICTURES --out times.txt
+    accelerate launch usual.py MODEL IMAGES --out times.txt
 
-Parts are loaded with `from_pretrained`, captions and pictures are encoded before training and kept in memory, then the encoders
-go. Left out is what the example does besides: trackers, checkpoints, validation, and reading pictures through `datasets` and
+Parts are loaded with `from_pretrained`, captions and images are encoded before training and kept in memory, then the encoders
+go. Left out is what the example does besides: trackers, checkpoints, validation, and reading images through `datasets` and
 `torchvision`. `bench/first_step.py` starts it.
 """
 
@@ -30,7 +30,7 @@ from transformers import AutoTokenizer, CLIPTextModel, CLIPTextModelWithProjecti
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fine-tune SDXL in the usual way, and write down when each step ended.")
     parser.add_argument("model", type=Path)
-    parser.add_argument("pictures", type=Path, help="PNG pictures of one size, each with a caption in a text file beside it")
+    parser.add_argument("images", type=Path, help="PNG images of one size, each with a caption in a text file beside it")
     parser.add_argument("--out", type=Path, required=True, help="file for the time at the end of each step, in unix seconds")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=1)
@@ -38,7 +38,7 @@ def main() -> None:
 
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     set_seed(0)
-    samples = encoded(arguments.model, arguments.pictures, arguments.batch, accelerator)
+    samples = encoded(arguments.model, arguments.images, arguments.batch, accelerator)
     unet = UNet2DConditionModel.from_pretrained(arguments.model, subfolder="unet")
     unet.train()
     noises = DDPMScheduler.from_pretrained(arguments.model, subfolder="scheduler")
@@ -72,7 +72,7 @@ def main() -> None:
     accelerator.end_training()
 
 
-def encoded(model: Path, pictures: Path, batch: int, accelerator: Accelerator) -> list[dict[str, Tensor]]:
+def encoded(model: Path, images: Path, batch: int, accelerator: Accelerator) -> list[dict[str, Tensor]]:
     """Latents and embeddings of all samples: in every process, as the example does it. The encoders are gone afterwards."""
     tokenizers = [AutoTokenizer.from_pretrained(model, subfolder=f"tokenizer{n}", use_fast=False) for n in ("", "_2")]
     encoders = [
@@ -85,7 +85,7 @@ def encoded(model: Path, pictures: Path, batch: int, accelerator: Accelerator) -
     vae = AutoencoderKL.from_pretrained(model, subfolder="vae")
     vae.requires_grad_(False)
     samples: list[dict[str, Tensor]] = []
-    paths = sorted(pictures.glob("*.png"))
+    paths = sorted(images.glob("*.png"))
     for first in range(0, len(paths), batch):
         some = paths[first : first + batch]
         pixels = np.stack([np.asarray(Image.open(path).convert("RGB")) for path in some])

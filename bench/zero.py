@@ -1,6 +1,6 @@
 """Checkpoints under ZeRO 2 and 3 on two processes: smalti's, with digests and fsync, over DeepSpeed's own of the same state.
 
-Both are written to the same disk and read from the page cache. A run that resumes has no moments yet, so neither has here.
+Both are written to the same disk and read from the page cache. A run that resumes has no optimizer state yet: so it is here.
 """
 
 from __future__ import annotations

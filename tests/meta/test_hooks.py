@@ -90,6 +90,17 @@ def test_a_shipped_plugin_uses_the_hook_and_the_docs_name_every_one_that_does(se
     assert re.findall(r"^Shipped users: (.+)\.$", section(sections, name), flags=re.MULTILINE) == [", ".join(users)]
 
 
+def test_the_readme_of_a_package_lists_the_hooks_that_its_plugin_implements(root, shipped):
+    wrong = {}
+    for project in root.glob("plugins/*/pyproject.toml"):
+        names = tomllib.loads(project.read_text())["project"].get("entry-points", {}).get("smalti.plugins", ())
+        implemented = {hook for name in names for hook in shipped.infos[name].hooks}
+        [listed] = re.findall(r"^Hooks: (.*?)\.", project.with_name("README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+        if set(re.findall(r"`(\w+)`", listed)) != implemented:
+            wrong[project.parent.name] = sorted(implemented)
+    assert wrong == {}
+
+
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_test_is_named_after_the_hook(root, name):
     sources = [path.read_text() for folder in ("tests", "plugins") for path in (root / folder).rglob("test_*.py")]
