@@ -49,13 +49,13 @@ def test_a_plot_is_made_whatever_the_losses_are(tmp_path: Path, losses: tuple[ob
     assert (tmp_path / "loss.png").stat().st_size > 5000
 
 
-def test_the_loss_on_held_out_pictures_is_kept_by_step_and_forgotten_when_a_run_goes_back() -> None:
+def test_the_loss_on_held_out_images_is_kept_by_step_and_forgotten_when_a_run_goes_back() -> None:
     told = [*_steps(0.5, 0.4), _event("eval", 2, loss=0.7), *_steps(0.3, first=3), _event("eval", 3, loss=0.6)]
     assert History.of(told).evaluations == {2: 0.7, 3: 0.6}
     assert History.of([*told, *_steps(0.3, first=3)]).evaluations == {2: 0.7}
 
 
-def test_losses_on_held_out_pictures_are_drawn(tmp_path: Path) -> None:
+def test_losses_on_held_out_images_are_drawn(tmp_path: Path) -> None:
     def drawn(*more: Event) -> bytes:
         plot_losses([*_steps(0.5, 0.4, 0.3), *more], tmp_path / "loss.png")
         with Image.open(tmp_path / "loss.png") as image:

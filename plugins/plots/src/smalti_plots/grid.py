@@ -1,4 +1,4 @@
-"""One sheet with many pictures and a caption below each. Pillow is imported when a sheet is made."""
+"""Contact sheets: many images, each with its caption below. Pillow is imported when a sheet is made."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from PIL.ImageFont import FreeTypeFont
 
 MIN_WIDTH = 192
-"""Pictures are enlarged to at least this many pixels, so that there is something to see and room for a caption."""
+"""Images are enlarged to at least this many pixels, so that details are visible and a caption fits."""
 MAX_LINES = 3
 _PAPER, _INK, _FAINT = (253, 253, 252), (38, 38, 38), (238, 238, 235)
 
 
 def image_grid(
-    pictures: Sequence[Path],
+    paths: Sequence[Path],
     captions: Sequence[str],
     target: Path,
     *,
@@ -30,14 +30,15 @@ def image_grid(
     columns: int | None = None,
     title: str = "",
 ) -> None:
-    """Put pictures on one sheet and write it to `target` as PNG; title, captions and file names are in its metadata too.
+    """Write a contact sheet of these images to `target` as PNG; title, captions and file names are in its metadata too.
 
-    `scale` enlarges every picture by a whole factor, pixel by pixel; None takes the smallest that makes the widest at least
-    `MIN_WIDTH` wide. `columns` None makes the sheet about square. Captions are cut after three lines, but not in the metadata.
+    `scale` enlarges every image by an integer factor, nearest neighbour; None: the smallest that makes the widest at least
+    `MIN_WIDTH` wide. `columns` None: about square. Captions are truncated after three lines, but not in the metadata. Raises
+    UserError for a file that is not an image.
     """
-    if not pictures or len(pictures) != len(captions):
-        raise ValueError(f"{len(pictures)} pictures with {len(captions)} captions")
-    images = [_open(path) for path in pictures]
+    if not paths or len(paths) != len(captions):
+        raise ValueError(f"{len(paths)} images with {len(captions)} captions")
+    images = [_open(path) for path in paths]
     factor = scale or max(1, math.ceil(MIN_WIDTH / max(image.width for image in images)))
     images = [_enlarged(image, factor) for image in images]
     width, height = max(image.width for image in images), max(image.height for image in images)
@@ -53,50 +54,50 @@ def image_grid(
     settings = {
         "title": title,
         "captions": json.dumps(list(captions), ensure_ascii=False),
-        "pictures": json.dumps([path.name for path in pictures], ensure_ascii=False),
+        "images": json.dumps([path.name for path in paths], ensure_ascii=False),
     }
     write_png(target, sheet, settings, description=title or "\n".join(captions))
 
 
 def _sheet(rows: list[list[tuple[Image, list[str]]]], width: int, title: str, font: FreeTypeFont) -> Image:
-    """Draw the rows: every cell is `width` wide, a row is as high as its highest picture and its longest caption need."""
+    """The sheet of these rows: every cell is `width` wide, a row is as high as its highest image and longest caption need."""
     from PIL import Image, ImageDraw
 
     size = round(font.size)
     line, gap = round(size * 1.35), round(size * 1.2)
-    picture_heights = [max(image.height for image, _ in row) for row in rows]
+    image_heights = [max(image.height for image, _ in row) for row in rows]
     caption_heights = [size // 2 + line * max(len(text) for _, text in row) for row in rows]
     columns = max(len(row) for row in rows)
     heading = _font(round(size * 1.3))
     top = gap + (round(heading.size * 1.9) if title else 0)
     sheet = Image.new(
         "RGB",
-        (gap + columns * (width + gap), top + sum(picture_heights) + sum(caption_heights) + gap * len(rows)),
+        (gap + columns * (width + gap), top + sum(image_heights) + sum(caption_heights) + gap * len(rows)),
         _PAPER,
     )
-    draw = ImageDraw.Draw(sheet)
+    canvas = ImageDraw.Draw(sheet)
     if title:
-        draw.text((gap, gap), _wrapped(title, sheet.width - 2 * gap, heading, lines=1)[0], fill=_INK, font=heading)
-    for row, picture_height, caption_height in zip(rows, picture_heights, caption_heights, strict=True):
+        canvas.text((gap, gap), _wrapped(title, sheet.width - 2 * gap, heading, lines=1)[0], fill=_INK, font=heading)
+    for row, image_height, caption_height in zip(rows, image_heights, caption_heights, strict=True):
         for column, (image, text) in enumerate(row):
             left = gap + column * (width + gap)
-            draw.rectangle((left, top, left + width - 1, top + picture_height - 1), fill=_FAINT)
-            sheet.paste(image, (left + (width - image.width) // 2, top + (picture_height - image.height) // 2))
-            for number, words in enumerate(text):
-                draw.text((left, top + picture_height + size // 2 + number * line), words, fill=_INK, font=font)
-        top += picture_height + caption_height + gap
+            canvas.rectangle((left, top, left + width - 1, top + image_height - 1), fill=_FAINT)
+            sheet.paste(image, (left + (width - image.width) // 2, top + (image_height - image.height) // 2))
+            for number, line_text in enumerate(text):
+                canvas.text((left, top + image_height + size // 2 + number * line), line_text, fill=_INK, font=font)
+        top += image_height + caption_height + gap
     return sheet
 
 
 def _open(path: Path) -> Image:
-    """A picture as RGB, on paper where it is transparent."""
+    """An image as RGB, on the colour of the sheet where it is transparent. Raises UserError if it cannot be read."""
     from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(path) as image:
             layer = image.convert("RGBA")
     except (UnidentifiedImageError, OSError) as error:
-        raise UserError(f"{path} cannot be read as a picture: {error}") from error
+        raise UserError(f"{path} cannot be read as an image: {error}") from error
     paper = Image.new("RGB", layer.size, _PAPER)
     paper.paste(layer, mask=layer)
     return paper
@@ -117,7 +118,7 @@ def _font(size: int) -> FreeTypeFont:
 
 
 def _wrapped(text: str, width: int, font: FreeTypeFont, lines: int = MAX_LINES) -> list[str]:
-    """The text in at most `lines` lines of `width` pixels, with an ellipsis where it was cut."""
+    """The text in at most `lines` lines of `width` pixels, with an ellipsis where it was truncated."""
     wrapped: list[str] = []
     rest = " ".join(text.split())
     while rest and len(wrapped) < lines:

@@ -1,4 +1,4 @@
-"""The loss of a run as a picture, from its events alone. matplotlib is imported when one is drawn."""
+"""The plot of a run's loss, from its events alone. matplotlib is imported when a plot is made."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class History:
     checkpoints: list[int] = field(default_factory=list)
     validations: list[int] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
-    """The loss on held-out pictures, by step."""
+    """The loss on held-out images, by step."""
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> History:
@@ -108,7 +108,7 @@ def _decaying_sums(values: list[float], keep: float) -> list[tuple[float, float]
 
 
 def plot_losses(events: Iterable[Event], target: Path, *, title: str = "") -> None:
-    """Draw loss and learning rate over the steps and write a PNG to `target`; an earlier plot there is replaced.
+    """Plot loss and learning rate over the steps and write a PNG to `target`; an earlier plot there is replaced.
 
     Steps whose loss was not finite are marked, so are checkpoints and validations. UserError when there is no step yet.
     """
@@ -121,8 +121,8 @@ def plot_losses(events: Iterable[Event], target: Path, *, title: str = "") -> No
     figure = Figure(figsize=(10, 6), dpi=120, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     losses = Curve.of(history.steps, history.losses)
-    _draw_losses(upper, losses, history)
-    _draw_learning_rates(lower, Curve.of(history.steps, history.learning_rates))
+    _plot_losses(upper, losses, history)
+    _plot_learning_rates(lower, Curve.of(history.steps, history.learning_rates))
     for axes in (upper, lower):
         axes.grid(color="#e9ecef", linewidth=0.8)
         axes.set_axisbelow(True)
@@ -132,14 +132,14 @@ def plot_losses(events: Iterable[Event], target: Path, *, title: str = "") -> No
     last = f"step {history.steps[-1]:,}" + (f"   smoothed loss {losses.smoothed()[-1]:.4g}" if losses.means else "")
     upper.set_title(title, loc="left", fontsize=12)
     upper.set_title(last, loc="right", fontsize=10, color="#343a40")
-    drawn = BytesIO()
-    figure.savefig(drawn, format="png")
+    rendered = BytesIO()
+    figure.savefig(rendered, format="png")
     write_png(
-        target, Image.open(drawn).convert("RGB"), {"plot": "loss", "step": str(history.steps[-1])}, description=title or last
+        target, Image.open(rendered).convert("RGB"), {"plot": "loss", "step": str(history.steps[-1])}, description=title or last
     )
 
 
-def _draw_losses(axes: Axes, curve: Curve, history: History) -> None:
+def _plot_losses(axes: Axes, curve: Curve, history: History) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.set_ylabel("loss")
@@ -156,7 +156,7 @@ def _draw_losses(axes: Axes, curve: Curve, history: History) -> None:
     held_out = {step: loss for step, loss in history.evaluations.items() if math.isfinite(loss)}
     if held_out:
         axes.plot(list(held_out), list(held_out.values()), color=_HELD_OUT, marker="o", markersize=4, label="held out")
-    _frame_losses(axes, curve, list(held_out.values()))
+    _set_limits(axes, curve, list(held_out.values()))
     broken = [step for step, loss in zip(history.steps, history.losses, strict=True) if not math.isfinite(loss)]
     _mark(axes, broken, 0.97, "x", _BAD, "not finite")
     _mark(axes, history.checkpoints, 0.09, "^", _MARK, "checkpoint")
@@ -164,28 +164,28 @@ def _draw_losses(axes: Axes, curve: Curve, history: History) -> None:
     axes.legend(loc="upper right", fontsize=9, framealpha=0.9, edgecolor="none")
 
 
-def _frame_losses(axes: Axes, curve: Curve, others: list[float]) -> None:
-    """Show the bulk of the losses: a few wild ones must not press all others flat. Logarithmic when they span much.
+def _set_limits(axes: Axes, curve: Curve, others: list[float]) -> None:
+    """Set the vertical limits by most of the losses: a few outliers must not flatten the others. Logarithmic for a wide range.
 
-    Below them there is room for the marks.
+    Below them there is space for the marks.
     """
     values = sorted(curve.lows + curve.highs)
     if not values:
         axes.set_ylim(0, 1)
         return
-    cut = len(values) // 200
-    low, high = values[cut], values[-1 - cut]
+    outliers = len(values) // 200
+    low, high = values[outliers], values[-1 - outliers]
     low, high = min(low, *curve.smoothed(), *others), max(high, *curve.smoothed(), *others)
     if low > 0 and high / low > 30:
         axes.set_ylim(low / (high / low) ** 0.15, high * (high / low) ** 0.1)
         axes.set_yscale("log")
     else:
-        span = high - low or abs(high) or 1.0
-        axes.set_ylim(low - 0.15 * span, high + 0.1 * span)
+        height = high - low or abs(high) or 1.0
+        axes.set_ylim(low - 0.15 * height, high + 0.1 * height)
 
 
 def _mark(axes: Axes, steps: list[int], height: float, marker: str, color: str, label: str) -> None:
-    """Marks at a fixed height, a share of the panel's. Too many to tell apart are thinned, the count is in the legend."""
+    """Marks at a fixed height, a fraction of the panel's. Too many to tell apart are thinned, the count is in the legend."""
     if steps:
         shown = steps[:: math.ceil(len(steps) / 200)]
         axes.plot(
@@ -200,7 +200,7 @@ def _mark(axes: Axes, steps: list[int], height: float, marker: str, color: str, 
         )
 
 
-def _draw_learning_rates(axes: Axes, curve: Curve) -> None:
+def _plot_learning_rates(axes: Axes, curve: Curve) -> None:
     axes.set_ylabel("learning rate")
     axes.plot(curve.steps, curve.means, color=_RATE, linewidth=1.5, marker=None if len(curve.means) > 1 else "o")
     axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))

@@ -9,7 +9,7 @@ from smalti.rundir import CONTACT_SHEET, RunDirectory
 
 
 class Plots:
-    """Draws loss.png from the events file when a run ends, however it ends, and the images of each validation on one sheet."""
+    """Writes loss.png from the events file when a run ends, however it ends, and a contact sheet of each validation."""
 
     def __init__(self) -> None:
         self._directory: Path | None = None
@@ -22,7 +22,7 @@ class Plots:
     def on_validation(self, result: ValidationResult) -> None:
         if self._directory is None:
             return
-        # Plugins are told before the core, which names the sheet if there is one.
+        # Plugins are called before the core, which names the sheet if there is one.
         from smalti_plots.grid import image_grid
 
         paths, prompts = [image.path for image in result.images], [image.prompt for image in result.images]
