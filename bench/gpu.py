@@ -157,8 +157,7 @@ def build(case: Case, folder: Path, directory: Path, closing: ExitStack) -> Simp
 
     from smalti.cli.arguments import CommandLine
     from smalti.config.core_options import TrainingOptions
-    from smalti.plugins.families import find_family
-    from smalti.plugins.lookup import choose_distributed
+    from smalti.plugins.lookup import choose_distributed, find_family
     from smalti.training.loss import denoising_loss
     from smalti.training.optim.optimizers import matrices
     from smalti.training.run import build_model, build_optimizer, open_parallel

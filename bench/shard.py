@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from smalti.config.resolution import resolve
 from smalti.parallel.protocol import Parallel
+from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import choose_distributed
-from smalti.plugins.registry import load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.training.optim.ema import Ema
 from smalti.training.optim.optimizers import matrices

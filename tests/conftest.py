@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from smalti.config.config import Config
 from smalti.config.options import Schema
-from smalti.config.resolution import Config, resolve
-from smalti.plugins.registry import Plugins, Selection, load_plugins
+from smalti.config.resolution import resolve
+from smalti.plugins.discovery import Selection, load_plugins
+from smalti.plugins.registry import Plugins
 from smalti.plugins.schema import schema_of
 
 DATA = Path(__file__).parent / "data"

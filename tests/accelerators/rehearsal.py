@@ -87,7 +87,7 @@ def encoded(words: Sequence[str], pipelines: Path, name: str, folder: Path) -> N
     from smalti.data.from_options import cache_folders, scan_data
     from smalti.data.prepared import PreparedData
     from smalti.parallel.gloo import GlooCommunicator
-    from smalti.plugins.families import find_family
+    from smalti.plugins.lookup import find_family
     from smalti.types import World
 
     spec = importlib.util.spec_from_file_location("tiny", pipelines)

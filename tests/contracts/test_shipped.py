@@ -11,7 +11,7 @@ import pytest
 
 from smalti.data.storage.local import LocalStorage
 from smalti.hookspecs import HookSpecs
-from smalti.plugins.registry import BUILT_IN
+from smalti.plugins.discovery import BUILT_IN
 from smalti_testing import MemoryStorage, TinyFamily
 from smalti_testing.commands import COMMAND, CommandSubject
 from smalti_testing.optimizers import OPTIMIZER, OptimizerSubject

@@ -11,7 +11,7 @@ import tiny
 from PIL import Image, ImageChops
 
 from smalti.config.resolution import resolve
-from smalti.plugins.registry import load_plugins
+from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

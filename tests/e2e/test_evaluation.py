@@ -14,7 +14,8 @@ from smalti.errors import PreflightError
 from smalti.hookspecs import hookimpl
 from smalti.launch.preflight import Preparation
 from smalti.launch.rank import run_rank
-from smalti.plugins.registry import PluginInfo, Selection, load_plugins
+from smalti.plugins.discovery import Selection, load_plugins
+from smalti.plugins.registry import PluginInfo
 from smalti.plugins.schema import schema_of
 from smalti_toy.family import ToyShape, ToyTransformer
 from support.forked_ranks import forked_processes

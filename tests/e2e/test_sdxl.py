@@ -7,7 +7,7 @@ import pytest
 import tiny
 
 from smalti.config.resolution import resolve
-from smalti.plugins.registry import Selection, load_plugins
+from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

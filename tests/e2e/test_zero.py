@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
 from smalti.cli.checkpoint import checkpoint
 from smalti.config.resolution import resolve
-from smalti.plugins.registry import load_plugins
+from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sd3-zero2-offload.config.json"

@@ -17,6 +17,7 @@ def test_an_installed_plugin_is_listed_with_its_distribution_version_and_hooks(s
         "name": "good",
         "distribution": "smalti-good",
         "version": "1.2",
+        "built_in": False,
         "state": "active",
         "hooks": ["check_config"],
         "adds": {},

@@ -16,11 +16,12 @@ import smalti
 from smalti.cli import entry
 from smalti.cli.pages.help import Command, CommandCollector
 from smalti.cli.pages.options import reference_page
+from smalti.config.config import PER_MACHINE
 from smalti.config.known_packages import PACKAGES, PLUGINS
 from smalti.config.options import Schema
-from smalti.config.resolution import PER_MACHINE
 from smalti.hookspecs import HookSpecs
-from smalti.plugins.registry import BUILT_IN, RegisterHook, Selection, load_plugins
+from smalti.plugins.discovery import BUILT_IN, Selection, load_plugins
+from smalti.plugins.registry import RegisterHook
 from smalti.plugins.schema import schema_of
 from smalti_testing.plugins import PluginSubject
 

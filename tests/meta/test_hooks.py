@@ -9,7 +9,8 @@ import pytest
 
 from smalti.hookspecs import PROJECT, HookSpecs
 from smalti.parallel.protocol import Parallel, TrainingState
-from smalti.plugins.registry import BUILT_IN, PluginInfo, Plugins, Selection, load_plugins
+from smalti.plugins.discovery import BUILT_IN, Selection, load_plugins
+from smalti.plugins.registry import PluginInfo, Plugins
 
 MANAGER = pluggy.PluginManager(PROJECT)
 MANAGER.add_hookspecs(HookSpecs)

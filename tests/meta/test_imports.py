@@ -110,12 +110,12 @@ def test_what_the_pages_show_takes_only_what_is_public(root, page):
 
 
 def test_loading_all_built_in_plugins_imports_no_torch():
-    code = "import sys\nfrom smalti.plugins.registry import load_plugins\nload_plugins()\nassert 'torch' not in sys.modules"
+    code = "import sys\nfrom smalti.plugins.discovery import load_plugins\nload_plugins()\nassert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 def test_what_makes_the_families_imports_no_more_than_a_launcher_needs():
-    code = "import sys\nfrom pkgutil import resolve_name\nfrom smalti.plugins.registry import load_plugins\n"
+    code = "import sys\nfrom pkgutil import resolve_name\nfrom smalti.plugins.discovery import load_plugins\n"
     code += "from smalti.hookspecs import HookSpecs\n"
     code += "for entry in load_plugins().gather(HookSpecs.register_model_families):\n    resolve_name(entry.factory)\n"
     code += (

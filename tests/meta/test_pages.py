@@ -13,7 +13,7 @@ from smalti.config.resolution import resolve
 from smalti.data.datasets.reference import SECTIONS, dataset_reference
 from smalti.data.datasets.spec import FILE_KEYS, DataDefaults, parse_datasets
 from smalti.errors import ConfigError
-from smalti.plugins.registry import load_plugins
+from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
 
 _LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")

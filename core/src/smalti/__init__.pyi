@@ -1,3 +1,4 @@
+from .config.config import Config as Config
 from .config.options import (
     Names as Names,
     OptionGroup as OptionGroup,
@@ -7,7 +8,6 @@ from .config.options import (
     Translation as Translation,
     option as option,
 )
-from .config.resolution import Config as Config
 from .errors import (
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,

@@ -12,7 +12,7 @@ import pytest
 from smalti import ConfigError, UserError
 from smalti.cli.entry import main
 from smalti.config.resolution import resolve
-from smalti.plugins.registry import Selection, load_plugins
+from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 from smalti_deepspeed.builder import FIELDS, Choices, build, choices_of
 from smalti_deepspeed.templates import apply_template, save_template, template, templates

@@ -8,8 +8,8 @@ from hypothesis import given, strategies as st
 
 from smalti import Config, ConfigError, UserError
 from smalti.config.resolution import resolve, restore
+from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.lookup import choose_distributed
-from smalti.plugins.registry import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 from smalti_deepspeed.config import resolved, sized
 from smalti_deepspeed.optimizers import NAMES, normalised

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from smalti import ConfigError
 from smalti.config.resolution import resolve
-from smalti.plugins.registry import Selection, load_plugins
+from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 from smalti_deepspeed.builder import FIELDS, build, choices_of
 from smalti_deepspeed.config import resolved, sized

@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from smalti.config.resolution import resolve
 from smalti.models.context_parallel import context_plan
-from smalti.plugins.families import find_family
-from smalti.plugins.registry import load_plugins
+from smalti.plugins.discovery import load_plugins
+from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
 from smalti_fsdp2.context import split_context
 from smalti_testing.family_subject import FamilySubject

@@ -11,14 +11,15 @@ import torch
 from PIL import Image
 
 from smalti.builtin.ddp_parallel import DdpParallel
-from smalti.config.resolution import Config, resolve
+from smalti.config.config import Config
+from smalti.config.resolution import resolve
 from smalti.data.cache.encode_ahead import Encoded, encode_ahead
 from smalti.data.from_options import cache_folders, scan_data
 from smalti.data.loader import Loader
 from smalti.data.prepared import PreparedData
 from smalti.models.family import SampleRequest, native_objective
 from smalti.models.weights import materialise
-from smalti.plugins.registry import load_plugins
+from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.training.loss import denoising_loss
 from smalti.training.run import find_family

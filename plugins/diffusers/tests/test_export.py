@@ -22,8 +22,8 @@ from smalti.config.resolution import resolve
 from smalti.data.buckets import Bucket
 from smalti.data.loader import MicroBatch
 from smalti.parallel.state import PortableState
-from smalti.plugins.families import find_family
-from smalti.plugins.registry import load_plugins
+from smalti.plugins.discovery import load_plugins
+from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
 from smalti.rundir.png import image_settings
 from smalti.training.loss import denoising_loss

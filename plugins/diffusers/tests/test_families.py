@@ -17,8 +17,8 @@ from smalti.config.resolution import resolve
 from smalti.diffusion.objective import RectifiedFlow
 from smalti.diffusion.timesteps import shift_times
 from smalti.models.family import SampleRequest, image_tokens, native_objective
-from smalti.plugins.families import find_family
-from smalti.plugins.registry import load_plugins
+from smalti.plugins.discovery import load_plugins
+from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
 from smalti.training.loss import denoising_loss
 from smalti_diffusers.components import Components

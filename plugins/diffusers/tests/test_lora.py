@@ -18,8 +18,8 @@ from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.cli.checkpoint import checkpoint
 from smalti.config.resolution import resolve
 from smalti.models.weights import materialise, without_weights
-from smalti.plugins.families import find_family
-from smalti.plugins.registry import load_plugins
+from smalti.plugins.discovery import load_plugins
+from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
 from smalti_diffusers.adapter import adapter_shapes
 from smalti_diffusers.components import Components

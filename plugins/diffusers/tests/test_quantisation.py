@@ -17,9 +17,8 @@ from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.cli.checkpoint import checkpoint
 from smalti.config.resolution import resolve
 from smalti.models.weights import materialise, without_weights
-from smalti.plugins.families import find_family
-from smalti.plugins.lookup import check_shares, choose_distributed
-from smalti.plugins.registry import load_plugins
+from smalti.plugins.discovery import load_plugins
+from smalti.plugins.lookup import check_shares, choose_distributed, find_family
 from smalti.plugins.schema import check, schema_of
 from smalti_diffusers.quantisation import QuantisedLinear, check_device
 from smalti_testing.family_subject import CAPTIONS, FamilySubject

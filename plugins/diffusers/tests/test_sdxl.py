@@ -17,7 +17,7 @@ from smalti.models.family import SampleRequest, image_tokens
 from smalti.models.memory_format import use_channels_last
 from smalti.models.size_conditioning import SizeConditioning, encode
 from smalti.models.weights import materialise
-from smalti.plugins.registry import Selection, load_plugins
+from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 from smalti_diffusers.components import Components
 from smalti_diffusers.options import DiffusersOptions

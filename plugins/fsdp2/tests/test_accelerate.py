@@ -22,8 +22,8 @@ from smalti import Config, ConfigError, UserError
 from smalti.config.resolution import resolve, restore
 from smalti.errors import PreflightError
 from smalti.launch.plan import LaunchPlan, check_accelerators, expected_kind, plan_launch, yaml_text
+from smalti.plugins.discovery import BUILT_IN, Selection, load_plugins
 from smalti.plugins.lookup import choose_distributed
-from smalti.plugins.registry import BUILT_IN, Selection, load_plugins
 from smalti.plugins.schema import check, schema_of
 from smalti_fsdp2.accelerate_import import KEYS, PARALLELISM_KEYS, STRATEGIES
 from smalti_fsdp2.options import FsdpOptions, enabled

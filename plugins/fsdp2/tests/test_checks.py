@@ -6,8 +6,8 @@ from smalti import Config, UserError
 from smalti.config.resolution import resolve, restore
 from smalti.hookspecs import HookSpecs
 from smalti.launch.preflight import Preparation
+from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.lookup import check_strategy, choose_distributed
-from smalti.plugins.registry import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 
 PLUGINS = load_plugins(Selection(only=("fsdp2", "toy")))

@@ -32,7 +32,7 @@ from smalti.checkpoint.writer import save
 from smalti.hookspecs import HookSpecs
 from smalti.parallel.gloo import GlooCommunicator
 from smalti.parallel.state import capture
-from smalti.plugins.registry import load_plugins
+from smalti.plugins.discovery import load_plugins
 from smalti.training.optim.optimizers import matrices, parameter_groups
 from smalti.types import World
 from smalti_fsdp2.conversion import open_accelerate, open_dcp

@@ -9,7 +9,7 @@ from torch import nn
 from smalti import Block
 from smalti.config.resolution import resolve
 from smalti.models.weights import without_weights
-from smalti.plugins.registry import load_plugins
+from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.training.optim.optimizers import matrices, parameter_groups
 from smalti_fsdp2.checks import problems

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from smalti.builtin.console import Console, LineDisplay, Progress, duration, speed
+from smalti.config.config import Config
 from smalti.config.options import Schema
-from smalti.config.resolution import Config
 from smalti.rundir.recent import SmoothedMetrics, Throughput, seconds_for
 from smalti.types import Checkpoint, EvaluationResult, RunInfo, RunState, StepResult, ValidationImage, ValidationResult, World
 

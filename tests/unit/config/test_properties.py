@@ -8,10 +8,11 @@ from typing import get_origin
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from smalti.config.config import Config
 from smalti.config.options import Option
-from smalti.config.resolution import Config, resolve
+from smalti.config.resolution import resolve
 from smalti.config.toml import as_toml
-from smalti.plugins.registry import Selection, load_plugins
+from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 
 SCHEMA = schema_of(load_plugins(Selection(without=("all",))))

@@ -27,7 +27,7 @@ from smalti.data.loader import Loader
 from smalti.data.prepared import DataRules, build_datasets, prepare
 from smalti.errors import PreflightError, UserError
 from smalti.parallel.gloo import GlooCommunicator
-from smalti.plugins.registry import Selection, load_plugins
+from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.types import World
 from smalti_testing.tiny import TinyFamily

@@ -20,7 +20,7 @@ from smalti.parallel.failure_detection import Answer, Claim, FailureDetector, Ra
 from smalti.parallel.gloo import BrokenGroupError, GlooCommunicator, break_connections, break_group, is_connection_error
 from smalti.parallel.process_group import ReplicatedParallel
 from smalti.parallel.step_boundary import Boundary
-from smalti.plugins.registry import Selection, load_plugins
+from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.system.process import Process
 from smalti.types import World

@@ -9,8 +9,7 @@ import torch
 from smalti.errors import BrokenPlugin, MissingPlugin, UserError
 from smalti.hookspecs import HookSpecs
 from smalti.plugins.factories import create
-from smalti.plugins.families import find_family
-from smalti.plugins.lookup import choose_distributed
+from smalti.plugins.lookup import choose_distributed, find_family
 from smalti.training.optim.optimizers import build_registered
 from smalti.types import DistributedPlan, FamilyEntry, OptimizerEntry, Origin
 

@@ -98,7 +98,7 @@ def test_hook_register_commands_adds_a_command(sparkling):
 
 
 def test_hook_register_model_families_makes_a_family_known(sparkling):
-    from smalti.plugins.families import find_family
+    from smalti.plugins.lookup import find_family
 
     config = resolve(schema_of(sparkling), ["--model_family=gliter"], environment={})
     with pytest.raises(UserError) as raised:

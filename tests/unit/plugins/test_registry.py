@@ -9,7 +9,8 @@ from torch import nn
 from smalti import hookimpl
 from smalti.errors import Problem, UserError
 from smalti.hookspecs import HookSpecs
-from smalti.plugins.registry import BUILT_IN, PluginInfo, Selection, load_plugins
+from smalti.plugins.discovery import BUILT_IN, Selection, load_plugins
+from smalti.plugins.registry import PluginInfo
 from smalti.types import Block, Checkpoint, DistributedPlan, FamilyEntry
 
 

@@ -12,7 +12,7 @@ from smalti.data.loader import MicroBatch
 from smalti.diffusion.timesteps import LogitNormal, Uniform
 from smalti.models.size_conditioning import SizeConditioning
 from smalti.models.weights import materialise
-from smalti.plugins.registry import load_plugins
+from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.training.loss import denoising_loss
 from smalti_testing import TinyFamily

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from smalti import CheckpointError, OptimizerEntry, UserError
 from smalti.builtin.core import OPTIMIZERS
 from smalti.config.resolution import resolve
+from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import find_optimizer
-from smalti.plugins.registry import load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.training.optim.optimizers import (
     AdamW,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from smalti.config.resolution import Config
+from smalti.config.config import Config
 from smalti.data.from_options import scan_data
 from smalti.data.prepared import PreparedData
 from smalti.data.scan.changes import keep

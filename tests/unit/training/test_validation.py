@@ -14,7 +14,7 @@ from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.config.resolution import resolve
 from smalti.parallel.gloo import GlooCommunicator
-from smalti.plugins.registry import load_plugins
+from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.training.optim.ema import Ema
 from smalti.training.validation.validation import at_rest, shares, validation_sizes

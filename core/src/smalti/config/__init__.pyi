@@ -1,5 +1,6 @@
 from . import accelerate_yaml as accelerate_yaml
 from .accelerate_yaml import is_accelerate as is_accelerate
+from .config import AUTOMATIC as AUTOMATIC, PER_MACHINE as PER_MACHINE, Config as Config
 from .core_options import (
     GROUPS as GROUPS,
     ONLY_ON_CUDA as ONLY_ON_CUDA,
@@ -42,13 +43,6 @@ from .options import (
     Schema as Schema,
     unknown as unknown,
 )
-from .resolution import (
-    AUTOMATIC as AUTOMATIC,
-    PER_MACHINE as PER_MACHINE,
-    Config as Config,
-    draft as draft,
-    resolve as resolve,
-    restore as restore,
-)
+from .resolution import draft as draft, resolve as resolve, restore as restore
 from .sources import PREFIX as PREFIX, flat as flat
 from .toml import as_toml as as_toml, put_into as put_into

@@ -9,8 +9,8 @@ from typing import cast
 import tomlkit
 from tomlkit.items import Item, Table as TomlTable
 
+from smalti.config.config import PER_MACHINE, Config
 from smalti.config.kept_defaults import TABLE
-from smalti.config.resolution import PER_MACHINE, Config
 
 Table = MutableMapping[str, object]
 

@@ -1,21 +1,20 @@
 from .caches import Cache as Cache, CacheFile as CacheFile, find_cache as find_cache, list_caches as list_caches
+from .discovery import BUILT_IN as BUILT_IN, GROUP as GROUP, Selection as Selection, load_plugins as load_plugins
 from .factories import create as create
-from .families import family_entry as family_entry, find_family as find_family, known_families as known_families
 from .lookup import (
     check_shares as check_shares,
     check_strategy as check_strategy,
     choose_distributed as choose_distributed,
+    family_entry as family_entry,
+    find_family as find_family,
     find_optimizer as find_optimizer,
+    known_families as known_families,
 )
 from .observers import ask_each as ask_each, notify_each as notify_each, observed as observed, summary as summary, warn as warn
 from .registry import (
-    BUILT_IN as BUILT_IN,
-    GROUP as GROUP,
     Backend as Backend,
     PluginInfo as PluginInfo,
     Plugins as Plugins,
     RegisterHook as RegisterHook,
-    Selection as Selection,
-    load_plugins as load_plugins,
 )
 from .schema import check as check, complaints as complaints, schema_of as schema_of, selection_of as selection_of

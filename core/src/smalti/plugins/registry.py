@@ -1,40 +1,23 @@
-"""How plugins get in: discovery, selection, a fixed order, blame, and the list that `smalti plugins` prints."""
+"""The registered plugins: how hooks are called, and which plugin an exception comes from."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from importlib import import_module
-from importlib.metadata import Distribution, EntryPoint, entry_points, version
-from pathlib import Path
-from traceback import extract_tb, walk_tb
+from traceback import walk_tb
 from types import CodeType
 from typing import Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast
 
 import pluggy
 
-from smalti.config import PLUGINS
-from smalti.errors import BrokenPlugin, MissingPlugin, UserError
+from smalti.errors import UserError
 from smalti.hookspecs import PROJECT, HookSpecs
 from smalti.plugins.factories import BLAME, add_blame
 from smalti.plugins.returns import ANSWERS, checked
 from smalti.system import record_hook
 from smalti.types import DistributedPlan, Origin, Registered
-
-GROUP = "smalti.plugins"
-
-BUILT_IN = {
-    "core": "smalti.builtin.core",
-    "ddp": "smalti.builtin.ddp",
-    "events": "smalti.builtin.run_directory",
-    "console": "smalti.builtin.console",
-    "folders": "smalti.builtin.folders",
-    "runs": "smalti.cli.runs",
-    "trackers": "smalti.builtin.trackers",
-}
-ESSENTIAL = frozenset({"core", "ddp", "events"})
 
 State = Literal["active", "blocked", "broken", "incompatible", "not selected"]
 
@@ -55,29 +38,6 @@ ROLES: frozenset[Hook] = frozenset({HookSpecs.wrap_model, HookSpecs.save_checkpo
 """The hooks in which only the chosen backend is asked, besides plugins that are none."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Selection:
-    """Which plugins to use. `only` empty means all that are installed; `without` may hold "all": just the built-ins.
-
-    Raises UserError when a plugin is both asked for and left out.
-    """
-
-    only: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        third_party = [name for name in self.only if name not in BUILT_IN]
-        both = [name for name in self.only if name in self.without] or (third_party if "all" in self.without else [])
-        if both:
-            raise UserError(f"plugin {both[0]!r} is both asked for and left out", fix="drop it from --plugin or from --without")
-
-    def excludes(self, name: str) -> State | None:
-        """Why a third-party plugin is left out, or None if it is not."""
-        if name in self.without or "all" in self.without:
-            return "blocked"
-        return "not selected" if self.only and name not in self.only else None
-
-
 @dataclass(kw_only=True)
 class PluginInfo:
     """One line of `smalti plugins`."""
@@ -85,6 +45,7 @@ class PluginInfo:
     name: str
     distribution: str
     version: str
+    built_in: bool = False
     state: State = "active"
     hooks: tuple[str, ...] = ()
     reason: str = ""
@@ -95,8 +56,7 @@ class PluginInfo:
 
     @property
     def origin(self) -> Origin:
-        built_in = self.name in BUILT_IN
-        return Origin(plugin=self.name, distribution=self.distribution, version=self.version, built_in=built_in)
+        return Origin(plugin=self.name, distribution=self.distribution, version=self.version, built_in=self.built_in)
 
 
 @dataclass(kw_only=True)
@@ -234,7 +194,7 @@ class Plugins:
     def summary(self) -> str:
         """The version and the active plugins of other packages in one line; with their versions where these are others."""
         own = self.infos["core"].version
-        others = [info for info in self.infos.values() if info.state == "active" and info.name not in BUILT_IN]
+        others = [info for info in self.infos.values() if info.state == "active" and not info.built_in]
         names = [info.name if info.version == own else f"{info.name} {info.version}" for info in others]
         return f"version {own}, plugins: {', '.join(names) or 'none besides the built-in ones'}"
 
@@ -297,139 +257,3 @@ def _mismatch(plugin: object, error: pluggy.PluginValidationError) -> str:
         if strange:
             return f"{name} takes {', '.join(strange)}; this hook is given: {', '.join(offered) or 'nothing'}"
     return str(error).partition("\n")[0]
-
-
-# --- discovery ------------------------------------------------------------------------------------------------------
-
-
-def load_plugins(selection: Selection | None = None, *, strict: bool = True) -> Plugins:
-    """The built-ins and the installed plugins that were selected, in an order that is the same on every machine.
-
-    With `strict`, a plugin that cannot be used stops with its name, distribution, version, the reason and the way round: it
-    cannot be imported, does not fit this version, or two packages provide it. Without, it is only listed as such (for `smalti
-    plugins`).
-    """
-    selection = selection or Selection()
-    plugins = Plugins()
-    _register_built_ins(plugins, selection)
-    installed = _installed()
-    _check_names(selection, set(installed))
-    for name, entries in installed.items():
-        entry, distribution = entries[0]
-        info = PluginInfo(name=name, distribution=distribution.name, version=distribution.version)
-        if name in BUILT_IN:
-            _refuse(plugins, plugins.infos[name], f"{info.source} has a plugin of the same name", entries, strict=strict)
-        elif (state := selection.excludes(name)) is not None:
-            info.state = state
-            plugins.infos[name] = info
-        elif len(entries) > 1:
-            info.state = "broken"
-            _refuse(plugins, info, f"two packages provide it: {_sources(entries)}", entries, strict=strict)
-        else:
-            _load(plugins, entry, distribution, info, strict=strict)
-    return plugins
-
-
-def _register_built_ins(plugins: Plugins, selection: Selection) -> None:
-    own = version("smalti")
-    if blocked := ESSENTIAL.intersection(selection.without):
-        raise UserError(f"{', '.join(sorted(blocked))} cannot be left out: nothing would train", fix="drop it from --without")
-    for name, module in BUILT_IN.items():
-        info = PluginInfo(name=name, distribution="smalti", version=own)
-        if name in selection.without:
-            info.state = "blocked"
-            plugins.infos[name] = info
-        else:
-            plugins.register(info, import_module(module).plugin)
-
-
-Installed = tuple[EntryPoint, Distribution]
-
-
-def _installed() -> dict[str, list[Installed]]:
-    """Third-party entry points by name, sorted: the order on disk differs between machines.
-
-    One package found twice on the path, as an editable install can be, counts once.
-    """
-    found: dict[str, dict[str, Installed]] = {}
-    for entry in entry_points(group=GROUP):
-        distribution = entry.dist
-        assert distribution is not None, "an entry point that was discovered has a distribution"
-        found.setdefault(entry.name, {}).setdefault(distribution.name, (entry, distribution))
-    return {name: [entries[package] for package in sorted(entries)] for name, entries in sorted(found.items())}
-
-
-def _sources(entries: Sequence[Installed]) -> str:
-    return " and ".join(f"{distribution.name} {distribution.version}" for _, distribution in entries)
-
-
-def _refuse(plugins: Plugins, info: PluginInfo, reason: str, entries: Sequence[Installed], *, strict: bool) -> None:
-    """A name that is taken more than once."""
-    info.reason = reason
-    plugins.infos[info.name] = info
-    if strict:
-        way_round = "" if info.name in BUILT_IN else f", or leave both out with --without {info.name}"
-        raise UserError(f"plugin {info.name!r}: {reason}", fix=f"pip uninstall {entries[-1][1].name}{way_round}")
-
-
-def _check_names(selection: Selection, installed: set[str]) -> None:
-    known = installed | set(BUILT_IN)
-    for name in (*selection.only, *selection.without):
-        if name in known or (name == "all" and name in selection.without):
-            continue
-        if name in selection.without and name in PLUGINS:
-            continue  # leaving out what is not there is what was wanted
-        raise unknown_plugin(name, known)
-
-
-def unknown_plugin(name: str, known: Iterable[str]) -> UserError:
-    """The error for a plugin that is not installed: the package to install, or the nearest names."""
-    if name in PLUGINS:
-        return PLUGINS[name].error(f"the plugin {name!r} is not installed")
-    near = get_close_matches(name, sorted({*known, *PLUGINS}), n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"installed: {', '.join(sorted(known))}"
-    return MissingPlugin(f"unknown plugin {name!r}", fix=hint)
-
-
-def _load(plugins: Plugins, entry: EntryPoint, distribution: Distribution, info: PluginInfo, *, strict: bool) -> None:
-    way_round = f"leave it out with --without {entry.name}"
-    if (mismatch := _version_mismatch(distribution)) is not None:
-        info.state, info.reason = "incompatible", mismatch
-        plugins.infos[entry.name] = info
-        if strict:
-            raise UserError(f"plugin {entry.name!r}: {mismatch}", fix=f"pip install -U {distribution.name}, or {way_round}")
-        return
-    try:
-        plugins.register(info, entry.load())
-    except (Exception, SystemExit) as error:
-        info.state, info.reason = "broken", _what_happened(error)
-        plugins.infos[entry.name] = info
-        if strict:
-            message = f"plugin {entry.name!r} ({info.source}) cannot be loaded: {info.reason}"
-            raise BrokenPlugin(message, fix=f"fix or update {distribution.name}, or {way_round}") from error
-
-
-def _what_happened(error: BaseException) -> str:
-    """The error in one line, with the place in the plugin that it came from."""
-    told = (
-        f"exits at import with status {error.code!r}" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
-    )
-    own = str(Path(__file__).parent)
-    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(("<frozen", own))]
-    places = [frame for frame in frames if "importlib" not in frame.filename]
-    return f"{told} (at {places[-1].filename}:{places[-1].lineno})" if places else told
-
-
-def _version_mismatch(distribution: Distribution) -> str | None:
-    """What the plugin's package requires of smalti and does not find; pip's check is bypassed by --no-deps and -e."""
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
-
-    own = version("smalti")
-    for text in distribution.requires or ():
-        requirement = Requirement(text)
-        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        ours = applies and canonicalize_name(requirement.name) == "smalti"
-        if ours and not requirement.specifier.contains(own, prereleases=True):
-            return f"{distribution.name} {distribution.version} needs smalti {requirement.specifier}, found {own}"
-    return None

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from smalti.config import GROUPS, PREFIX, Config, PluginOptions, Schema, expand, flat, read_mapping
 from smalti.errors import ConfigError, Problem, Unsettled, UserError
 from smalti.hookspecs import HookSpecs
-from smalti.plugins.registry import PluginInfo, Plugins, Selection
+from smalti.plugins.discovery import Selection
+from smalti.plugins.registry import PluginInfo, Plugins
 
 
 def schema_of(plugins: Plugins) -> Schema:

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from smalti.cli.entry import main
-from smalti.config.resolution import Config, resolve
-from smalti.plugins.registry import Plugins, Selection, load_plugins
+from smalti.config.config import Config
+from smalti.config.resolution import resolve
+from smalti.plugins.discovery import Selection, load_plugins
+from smalti.plugins.registry import Plugins
 from smalti.plugins.schema import schema_of
 
 SITE = Path(__file__).parent / "site"

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from smalti import UserError
-from smalti.plugins.families import find_family
+from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import check
 from smalti.training.run import build_model
 from smalti_fsdp2.checks import problems
