@@ -82,7 +82,7 @@ def test_help_is_at_most_two_short_sentences_in_the_usual_words(official):
     texts = {option.name: option.help for option in official.options.values()}
     assert {name: text for name, text in texts.items() if len(sentences(text)) > 2} == {}
     assert {name: text for name, text in texts.items() if any(len(each.split()) > 20 for each in sentences(text))} == {}
-    everything = texts | {f"{each.name}, trade-off": each.trade for each in official.options.values()}
+    everything = texts | {f"{each.name}, trade-off": each.tradeoff for each in official.options.values()}
     assert {name: text for name, text in everything.items() if RETIRED.search(text)} == {}
 
 

@@ -175,16 +175,22 @@ class World:
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedPlan(Registered):
-    """How a backend wants to be launched, and where its `Parallel` is found.
+    """How a strategy is launched, and where its `Parallel` is found.
 
-    `parallel` is "module:callable", called on every rank as `callable(config)` once the process group may be made.
-    `accelerate` is merged into the Accelerate YAML, where None takes a key out, `environment` into the workers' environment.
-    `context` ranks work on the same samples, so that the effective batch counts groups of so many; with `deals_heads` each of
-    them takes some heads of attention. `shards` says that a rank holds parts of parameters, `flattens` that the optimizer sees
-    them as flat slices: not every one works on those. `check_model`, if given, is "module:callable" too: before it starts any
-    rank, the launcher calls it as `callable(config, model)` with the family's model on the meta device; it raises UserError.
-    `settings` are what the backend itself will be told, in JSON's types, for whoever looks at a launch. `fallback` marks the
-    plan that is used only when no other plugin claims the run.
+    `parallel` is "module:callable". It is called on every rank as `callable(config)`, joins the process group, and
+    returns a `smalti.parallel.Parallel`.
+
+    `accelerate` is merged into the Accelerate YAML, where None removes a key. `environment` is added to the environment of the
+    workers. `settings` are the settings of the strategy itself, in JSON's types, for `--dry-run`.
+
+    `context` consecutive ranks work on the same samples, so the effective batch counts such groups. With `splits_heads` each of
+    them computes some heads of attention. `shards` means that a rank holds parts of parameters, `flattens_parameters` that the
+    optimizer sees them as flat slices: an optimizer that cannot work on those is refused.
+
+    `check_model`, if given, is "module:callable" too. The launcher calls it before it starts a rank, as `callable(config,
+    model)` with the family's model on the meta device; it raises UserError for a model that the strategy cannot train.
+
+    A plan that is marked `fallback` is used when no other plugin returns a plan.
     """
 
     kind = "the strategy"
@@ -192,9 +198,9 @@ class DistributedPlan(Registered):
     accelerate: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     context: int = 1
-    deals_heads: bool = False
+    splits_heads: bool = False
     shards: bool = False
-    flattens: bool = False
+    flattens_parameters: bool = False
     check_model: str = ""
     settings: Mapping[str, object] = field(default_factory=dict)
     fallback: bool = False

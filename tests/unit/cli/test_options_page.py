@@ -11,7 +11,9 @@ from smalti.config.options import OptionGroup, Options, Schema, option
 class Sample(Options):
     small: float = option(1e-8, help="A | B.", gt=0, le=1)
     whole: float = option(1024, help="A whole number.")
-    sign: int = option(0, help="Any.", level="expert", when="whole", trade="more for less", aliases=["old"], accelerate="key")
+    sign: int = option(
+        0, help="Any.", level="expert", when="whole", tradeoff="more for less", aliases=["old"], accelerate="key"
+    )
 
 
 SAMPLE = Schema((OptionGroup(name="sample", title="Sample", options=Sample),))

@@ -36,14 +36,14 @@ class Kiln(Options):
     kiln_program: str | None = option(None, help="Program.")
 
 
-def implies(given) -> Translation:
+def derived(given) -> Translation:
     heat, _, coats = str(given.get("kiln_program", "")).partition(";")
     problems = [Problem(message="too hot", where="heat", fix="1000")] if heat == "2000" else []
     notices = [("heat", "is low")] if heat == "10" else []
     return Translation(values={"glaze_coats": ("coats", int(coats))} if coats else {}, notices=notices, problems=problems)
 
 
-FIRED = Schema((*SCHEMA.groups, OptionGroup(name="kiln", title="Kiln", options=Kiln, implies=implies)))
+FIRED = Schema((*SCHEMA.groups, OptionGroup(name="kiln", title="Kiln", options=Kiln, derived=derived)))
 
 
 def fire(*flags: str):

@@ -219,7 +219,7 @@ def test_a_plugin_need_not_take_all_arguments(plugins):
 
 
 def test_the_lines_that_ranks_compare_name_active_plugins_only():
-    lines = load_plugins(Selection(without=("all", "toy"))).lines
+    lines = load_plugins(Selection(without=("all", "toy"))).versions
     assert all(line.split()[1] == "smalti" for line in lines)
     assert not any(line.startswith("toy ") for line in lines)
 

@@ -104,7 +104,7 @@ def explain(key: str, words: tuple[str, ...], as_json: bool) -> None:
         "type": option.kind + (f", {option.bounds}" if option.bounds else ""),
         "default": default_text(option) or "none",
         "only with": condition(option),
-        "effect": option.trade,
+        "effect": option.tradeoff,
         "environment": f"{PREFIX}{option.name.upper()}",
         "section": option.group.title,
         "also called": ", ".join(option.aliases),

@@ -110,7 +110,7 @@ class ModelOptions(Options):
         aliases=["pretrained_model"],
     )
     gradient_checkpointing: bool = option(
-        False, help="Recompute activations in the backward pass.", trade="much less memory, slower steps"
+        False, help="Recompute activations in the backward pass.", tradeoff="much less memory, slower steps"
     )
 
 
@@ -172,13 +172,13 @@ class DataOptions(Options):
         False,
         help="Encode images in every step instead of once before training.",
         level="advanced",
-        trade="no disk space and new random crops every time, slower steps and the VAE in memory",
+        tradeoff="no disk space and new random crops every time, slower steps and the VAE in memory",
     )
     text_cache_disable: bool = option(
         False,
         help="Encode captions in every step instead of once before training.",
         level="advanced",
-        trade="no disk space, slower steps and the text encoders in memory",
+        tradeoff="no disk space, slower steps and the text encoders in memory",
     )
     cache_dir: Path | None = option(
         None,
@@ -211,7 +211,7 @@ class TrainingOptions(Options):
         help="Compute fp32 matrix products and convolutions of the trained model in TF32 on CUDA devices that can. "
         "Only with --mixed_precision=no.",
         level="advanced",
-        trade="several times faster; products have 10 bits of mantissa, bf16 has 7, fp32 23",
+        tradeoff="several times faster; products have 10 bits of mantissa, bf16 has 7, fp32 23",
     )
     channels_last: bool | None = option(
         None,
@@ -230,7 +230,7 @@ class TrainingOptions(Options):
         help="Device that holds the EMA.",
         level="advanced",
         when="use_ema",
-        trade="cpu uses no accelerator memory, copies the weights to the host during the next step",
+        tradeoff="cpu uses no accelerator memory, copies the weights to the host during the next step",
     )
 
 
@@ -363,7 +363,7 @@ class CheckpointOptions(Options):
         True,
         help="Write checkpoints in the background, from a copy in host memory.",
         level="advanced",
-        trade="training hardly pauses, pinned host memory for the state of the rank",
+        tradeoff="training hardly pauses, pinned host memory for the state of the rank",
     )
     on_save_error: Literal["continue", "stop"] = option(
         "continue",

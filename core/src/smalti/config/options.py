@@ -70,7 +70,7 @@ def option(
     help: str,
     level: Level = "basic",
     when: str = "",
-    trade: str = "",
+    tradeoff: str = "",
     aliases: Sequence[str] = (),
     accelerate: str = "",
     secret: bool = False,
@@ -86,7 +86,7 @@ def option(
         help: one sentence for people; shown in the help, the reference page and the web form.
         level: who needs it; the short help shows "basic" only.
         when: the option has an effect only while this holds: "use_ema", "optimizer == adamw" or "num_processes > 1".
-        trade: what is gained and what is paid, such as "less memory, about 30 % slower".
+        tradeoff: what is gained and what is paid, such as "less memory, about 30 % slower".
         aliases: former or foreign names that are accepted with a notice.
         accelerate: the key of an Accelerate YAML that sets this option, dotted into sections; "key=value" means "true when the
             key has this value".
@@ -95,7 +95,7 @@ def option(
     extra = {
         "level": level,
         "when": when,
-        "trade": trade,
+        "tradeoff": tradeoff,
         "aliases": list(aliases),
         "accelerate": accelerate,
         "secret": secret,
@@ -166,7 +166,7 @@ class OptionGroup:
     """A section of options as a plugin declares it. `name` is unique; `title` heads the section in the help.
 
     `translate` reads a user's Accelerate YAML beyond the keys that the options name with `accelerate=`; its `..._config`
-    sections, where there are any, are tables. `implies` gets the values of this group's options that were given, as they were
+    sections, where there are any, are tables. `derived` gets the values of this group's options that were given, as they were
     given, and says which values of other options lie in them: those that nothing else gives. Keys are then those in the value.
     """
 
@@ -174,7 +174,7 @@ class OptionGroup:
     title: str
     options: type[Options]
     translate: Callable[[Mapping[str, object]], Translation] | None = None
-    implies: Callable[[Mapping[str, object]], Translation] | None = None
+    derived: Callable[[Mapping[str, object]], Translation] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +187,7 @@ class Option:
     level: Level
     help: str
     when: str
-    trade: str
+    tradeoff: str
     aliases: tuple[str, ...]
     accelerate: str
     secret: bool
@@ -263,7 +263,7 @@ class Option:
                 return str(Path(value).expanduser())
         return value
 
-    def objection(self, value: object) -> str:
+    def reject_reason(self, value: object) -> str:
         """What speaks against a value that validation would let through by converting it; empty if nothing does."""
         if isinstance(value, bool) and not self.is_flag:
             return "a switch's value"
@@ -381,7 +381,7 @@ def _options_of(group: OptionGroup) -> Iterable[Option]:
             level=extra["level"],  # type: ignore[arg-type]
             help=info.description,
             when=str(extra["when"]),
-            trade=str(extra["trade"]),
+            tradeoff=str(extra["tradeoff"]),
             aliases=tuple(extra["aliases"]),  # type: ignore[arg-type]
             accelerate=str(extra["accelerate"]),
             secret=bool(extra["secret"]),

@@ -76,12 +76,12 @@ def draft(
         notices += accelerate_yaml.notices_of(accelerate, schema, path)
         layers["Accelerate YAML"] = with_variables(accelerate_yaml.options_in(accelerate, schema, path), environment, problems)
     chosen = _merge(layers, schema, notices)
-    _imply(schema, chosen, notices, problems)
+    _derive(schema, chosen, notices, problems)
     kept = kept_defaults(chosen["output_dir"][1].value if "output_dir" in chosen else None, content, file, notices)
     _keep(schema, chosen, kept, notices)
     values = {name: given for name, (_, given) in chosen.items()}
     groups = _validate(schema, values, problems)
-    problems += _at_odds(schema, groups, problems)
+    problems += _conflicts(schema, groups, problems)
     sources = {name: f"{label} ({given.place})" for name, (label, given) in chosen.items()}
     config = Config(schema=schema, groups=groups, sources=sources, accelerate=accelerate, kept=kept, problems=tuple(problems))
     config = replace(config, references=References.of(schema, values, environment))
@@ -133,13 +133,13 @@ def _merge(layers: Mapping[str, Layer], schema: Schema, notices: list[str]) -> d
     return chosen
 
 
-def _imply(schema: Schema, chosen: dict[str, tuple[str, Given]], notices: list[str], problems: list[Problem]) -> None:
+def _derive(schema: Schema, chosen: dict[str, tuple[str, Given]], notices: list[str], problems: list[Problem]) -> None:
     """Add the values that lie in those of other options. What is given elsewhere must agree with them."""
     for group in schema.groups:
         mine = [name for name in group.options.model_fields if name in chosen]
-        if group.implies is None or not mine:
+        if group.derived is None or not mine:
             continue
-        found = group.implies({name: chosen[name][1].value for name in mine})
+        found = group.derived({name: chosen[name][1].value for name in mine})
         problems += [replace(problem, option=mine[0]) for problem in found.problems]
         notices += [f"{key} in {mine[0]} {remark}" for key, remark in found.notices]
         for name, (key, value) in found.values.items():
@@ -170,7 +170,7 @@ def _keep(schema: Schema, chosen: dict[str, tuple[str, Given]], kept: Kept, noti
             notices.append(f"{name}: {value!r}, the default when the run began; it is {option.default!r} now")
 
 
-def _at_odds(schema: Schema, groups: Mapping[type[Options], Options], problems: Sequence[Problem]) -> Iterator[Problem]:
+def _conflicts(schema: Schema, groups: Mapping[type[Options], Options], problems: Sequence[Problem]) -> Iterator[Problem]:
     """Two strategies at once, where one cannot claim the run against the other: its plugin is missing, or its options wrong."""
     on, packages = set(), {problem.package for problem in problems}
     for option in schema.options.values():
@@ -194,8 +194,8 @@ def _validate(schema: Schema, chosen: Mapping[str, Given], problems: list[Proble
         for name in group.options.model_fields:
             if name in chosen:
                 values[name] = schema.options[name].read(chosen[name].value)
-                if objection := schema.options[name].objection(values[name]):
-                    problems.append(_bad_value(schema.options[name], chosen[name], objection))
+                if reject_reason := schema.options[name].reject_reason(values[name]):
+                    problems.append(_bad_value(schema.options[name], chosen[name], reject_reason))
                     del values[name]
         made, errors = _made(group.options, values)
         problems += [_problem(group, schema, chosen, each) for each in errors]

@@ -235,7 +235,7 @@ def write_launch_files(directory: RunDirectory, config: Config, plugins: Plugins
     """
     described = {
         **cast(dict[str, object], config.masked(plan.as_json())),
-        "plugins": list(plugins.lines),
+        "plugins": list(plugins.versions),
         "digest": config.digest,
         "version": version("smalti"),
         "values": config.shared_values(),

@@ -202,7 +202,7 @@ class Preparation:
             **self.facts,
             "config": {"digest": self.config.digest, "changes": self.config.changes()},
             "sources": {name: self.config.source(name) for name in self.config.sources},
-            "plugins": list(self.plugins.lines),
+            "plugins": list(self.plugins.versions),
             "notices": list(self.notices),
             "effective_batch": self.data.order.effective_batch,
             "steps": total_steps(self.config, self.data),

@@ -103,9 +103,9 @@ def load_run(directory: Path) -> tuple[Config, Plugins]:
     selection = Selection(only=_names(values["plugins"]), without=_names(values["without"]))
     plugins = load_plugins(selection)
     config = restore(schema_of(plugins), values, cast(Mapping[str, object], launch["user_accelerate"]))
-    if list(plugins.lines) != launch["plugins"]:
+    if list(plugins.versions) != launch["plugins"]:
         raise UserError(
-            f"this machine has other plugins than the launcher: {', '.join(plugins.lines)}",
+            f"this machine has other plugins than the launcher: {', '.join(plugins.versions)}",
             fix=f"install the same ones: {', '.join(cast(list[str], launch['plugins']))}",
         )
     return config, plugins

@@ -62,14 +62,14 @@ def find_family(config: Config, plugins: Plugins) -> ModelFamily:
 
 def choose_distributed(config: Config, plugins: Plugins) -> DistributedPlan:
     """The one backend that claims the run. Raises UserError when two do."""
-    claims = plugins.gather(HookSpecs.configure_distributed, config=config)
-    wanted = [plan for plan in reversed(claims) if not plan.fallback]  # the last registered first, as in every decide hook
+    plans = plugins.gather(HookSpecs.configure_distributed, config=config)
+    wanted = [plan for plan in reversed(plans) if not plan.fallback]  # the last registered first, as in every decide hook
     if len(wanted) > 1:
         raise UserError(
             f"{', '.join(plan.title for plan in wanted[:-1])} and {wanted[-1].title} cannot be enabled simultaneously.",
             fix="disable one of them, in the flags, the configuration file or the Accelerate YAML",
         )
-    chosen = wanted[0] if wanted else next(plan for plan in claims if plan.fallback)
+    chosen = wanted[0] if wanted else next(plan for plan in plans if plan.fallback)
     if chosen.name != chosen.origin.plugin:
         message = f"{chosen.origin} returned a plan with the name {chosen.name!r}; a plan has the name of its plugin"
         raise BrokenPlugin(message, fix=chosen.origin.way_round)
@@ -93,10 +93,10 @@ def check_strategy(plan: DistributedPlan, config: Config, plugins: Plugins) -> N
     chosen = find_optimizer(config[OptimizerOptions].optimizer, entries)
 
     def works(entry: OptimizerEntry) -> bool:
-        return (entry.shards or not plan.shards) and (entry.flat or not plan.flattens)
+        return (entry.shards or not plan.shards) and (entry.flat or not plan.flattens_parameters)
 
     if not works(chosen):
-        parts = "flat slices" if plan.flattens else "parts"
+        parts = "flat slices" if plan.flattens_parameters else "parts"
         others = ", ".join(entry.name for entry in entries if works(entry))
         raise UserError(
             f"{chosen.title} does not work under {plan.title}, where a rank holds {parts} of parameters",

@@ -186,7 +186,7 @@ class Plugins:
     # --- telling ----------------------------------------------------------------------------------------------------
 
     @property
-    def lines(self) -> tuple[str, ...]:
+    def versions(self) -> tuple[str, ...]:
         """Active plugins as "name distribution version": printed at start, written into checkpoints, compared over ranks."""
         return tuple(f"{info.name} {info.source}" for info in self.infos.values() if info.state == "active")
 

@@ -88,6 +88,6 @@ def run_info(
         **sizes,
         effective_batch=data.order.effective_batch,
         timesteps=loss.describe_timesteps(count.bucket for count in data.counts),
-        plugins=plugins.lines,
+        plugins=plugins.versions,
         writer=writer,
     )

@@ -229,7 +229,7 @@ class Run:
                 **({"data_changes": self.data_changes} if self.data_changes else {}),
                 **({"adapter": self.adapter} if self.adapter is not None else {}),
             },
-            plugins=self.plugins.lines,
+            plugins=self.plugins.versions,
             config_digest=self.config.digest,
             model_config=self.model_config,
         )
@@ -280,7 +280,7 @@ def open_parallel(plan: DistributedPlan, config: Config) -> Parallel:
 
 def compare_ranks(parallel: Parallel, config: Config, plugins: Plugins) -> None:
     """Refuse to train when ranks differ in configuration or plugins: they would hang or train different runs. *Collective*."""
-    mine = f"config {config.digest}; {'; '.join(plugins.lines)}"
+    mine = f"config {config.digest}; {'; '.join(plugins.versions)}"
     everyone = parallel.all_gather_text(mine)
     different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
     if different:

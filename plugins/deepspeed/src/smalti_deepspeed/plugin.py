@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from smalti.models import Weights
     from smalti.parallel import Parallel
 
-GROUP = OptionGroup(name="deepspeed", title="DeepSpeed", options=DeepSpeedOptions, translate=translate, implies=implied)
+GROUP = OptionGroup(name="deepspeed", title="DeepSpeed", options=DeepSpeedOptions, translate=translate, derived=implied)
 
 
 class DeepSpeed:
@@ -75,7 +75,7 @@ class DeepSpeed:
             accelerate=fragment(config),
             settings=document,
             shards=True,
-            flattens=True,
+            flattens_parameters=True,
             check_model="smalti_deepspeed.offloadfolder:check_room" if offload_folders(document) else "",
         )
 

@@ -60,7 +60,7 @@ def _unfit(values: Mapping[str, tuple[str, object]]) -> Iterator[Problem]:
         option = options[name]
         try:
             option.check(value)
-            reason = option.objection(value)
+            reason = option.reject_reason(value)
         except ValidationError as error:
             reason = str(error.errors()[0]["msg"])
         if reason:

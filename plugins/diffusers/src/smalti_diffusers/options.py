@@ -49,7 +49,7 @@ class DiffusersOptions(Options):
         help="True classifier-free guidance scale in validation images of Flux. 1 disables it.",
         level="advanced",
         when="model_family == flux",
-        trade="two passes per step above 1, for models trained with caption dropout",
+        tradeoff="two passes per step above 1, for models trained with caption dropout",
         ge=1,
     )
 
@@ -80,13 +80,13 @@ class LoraOptions(Options):
         help="Dtype of the frozen weights. auto: the compute precision of the run.",
         level="advanced",
         when="model_type == lora",
-        trade="bf16 takes half the memory of fp32",
+        tradeoff="bf16 takes half the memory of fp32",
     )
     base_model_precision: Precision = option(
         "no_change",
         help="Quantise the frozen linear layers of the blocks. Other weights follow lora_base_dtype.",
         when="model_type == lora",
-        trade="8 bits take half the memory of bf16, nf4 a quarter; slower steps",
+        tradeoff="8 bits take half the memory of bf16, nf4 a quarter; slower steps",
     )
 
 

@@ -42,7 +42,7 @@ class FsdpOptions(Options):
     fsdp_reshard_after_forward: bool = option(
         True,
         help="Free gathered parameters between forward and backward.",
-        trade="less memory, one more all-gather per block",
+        tradeoff="less memory, one more all-gather per block",
         accelerate="fsdp_config.fsdp_reshard_after_forward",
     )
     fsdp_state_dict_type: Annotated[StateDictType, BeforeValidator(_state_dict_type)] = option(
@@ -53,7 +53,7 @@ class FsdpOptions(Options):
     fsdp_cpu_ram_efficient_loading: bool = option(
         False,
         help="Load initial weights on rank 0 and scatter the shards.",
-        trade="only rank 0 ever holds the full model, slower start",
+        tradeoff="only rank 0 ever holds the full model, slower start",
         accelerate="fsdp_config.fsdp_cpu_ram_efficient_loading",
     )
     fsdp_auto_wrap_policy: Annotated[str, AfterValidator(_policy)] = option(
@@ -78,7 +78,7 @@ class FsdpOptions(Options):
     fsdp_cpu_offload: bool = option(
         False,
         help="Keep parameters, gradients and optimizer state in host memory.",
-        trade="much less accelerator memory, much slower steps",
+        tradeoff="much less accelerator memory, much slower steps",
         aliases=["fsdp_offload_params"],
         accelerate="fsdp_config.fsdp_offload_params",
     )
@@ -87,7 +87,7 @@ class FsdpOptions(Options):
         help="Reduce gradients over the ranks in every micro-batch, so that each rank holds only its shard.",
         level="advanced",
         when="gradient_accumulation_steps > 1",
-        trade="less memory, one reduce-scatter per micro-batch instead of one per step",
+        tradeoff="less memory, one reduce-scatter per micro-batch instead of one per step",
     )
     fsdp_limit_all_gathers: bool = option(
         True,
@@ -98,7 +98,7 @@ class FsdpOptions(Options):
     fsdp_activation_checkpointing: bool = option(
         False,
         help="Recompute the activations of blocks in the backward pass.",
-        trade="much less memory, slower steps",
+        tradeoff="much less memory, slower steps",
         accelerate="fsdp_config.fsdp_activation_checkpointing",
     )
     fsdp_activation_checkpointing_mode: Literal["full", "selective"] = option(
@@ -116,10 +116,10 @@ class FsdpOptions(Options):
     fsdp_reduce_dtype: Precision = option("auto", help="Dtype of gradient reduction. auto: fp32.", level="advanced")
     fsdp_output_dtype: Precision = option("auto", help="Dtype of the model's output. auto: unchanged.", level="expert")
     fsdp_forward_prefetch: int = option(
-        1, help="Blocks to gather ahead in the forward pass.", level="advanced", trade="faster steps, more memory", ge=0
+        1, help="Blocks to gather ahead in the forward pass.", level="advanced", tradeoff="faster steps, more memory", ge=0
     )
     fsdp_backward_prefetch: int = option(
-        1, help="Blocks to gather ahead in the backward pass.", level="advanced", trade="faster steps, more memory", ge=0
+        1, help="Blocks to gather ahead in the backward pass.", level="advanced", tradeoff="faster steps, more memory", ge=0
     )
     fsdp_shard_size: int | None = option(
         None,

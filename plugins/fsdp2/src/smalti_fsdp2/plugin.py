@@ -83,9 +83,9 @@ class Fsdp:
             title="FSDP" if version == 2 else "FSDP 1",
             parallel="smalti_fsdp2.sharded:Sharded" if version == 2 else "smalti_fsdp2.fsdp1:FullySharded",
             context=config[ContextOptions].context_parallel_size,
-            deals_heads=config[ContextOptions].context_parallel_comm_strategy == "alltoall",
+            splits_heads=config[ContextOptions].context_parallel_comm_strategy == "alltoall",
             shards=True,
-            flattens=version == 1,
+            flattens_parameters=version == 1,
             check_model="smalti_fsdp2.checks:check_classes" if has_unseen_classes(config) else "",
         )
 

@@ -31,8 +31,8 @@ def facts(option: Option, *, choices: bool, whole: bool) -> Iterator[str]:
         yield f"Default: {_off_or_on(default) if option.is_flag else default}."
     if option.when:
         yield f"Only with {condition(option)}."
-    if option.trade:
-        yield f"Effect: {option.trade}."
+    if option.tradeoff:
+        yield f"Effect: {option.tradeoff}."
     if whole and option.aliases:
         yield f"Also accepted: {', '.join(f'--{alias}' for alias in option.aliases)}."
     if whole and option.accelerate:
@@ -96,8 +96,8 @@ def _reference_row(option: Option) -> str:
     notes = [option.help]
     if option.when:
         notes.append(f"Only with `{condition(option)}`.")
-    if option.trade:
-        notes.append(f"Effect: {option.trade}.")
+    if option.tradeoff:
+        notes.append(f"Effect: {option.tradeoff}.")
     if option.aliases:
         notes.append(f"Also accepted: {', '.join(f'`{alias}`' for alias in option.aliases)}.")
     if option.accelerate:
@@ -118,7 +118,7 @@ def describe(option: Option) -> dict[str, object]:
         "bounds": option.bounds,
         "level": option.level,
         "when": option.when,
-        "trade": option.trade,
+        "trade": option.tradeoff,
         "aliases": list(option.aliases),
         "default": json.loads(
             json.dumps(default, default=lambda value: str(value) if isinstance(value, PurePath) else list(value))
