@@ -106,7 +106,7 @@ CHECKS = (
     "it_fills_the_model_with_the_first_weights",
     "weights_that_are_replaced_are_used_at_once",
     "its_state_is_portable",
-    "a_state_that_is_put_back_goes_on_bit_for_bit",
+    "a_restored_state_continues_bit_for_bit",
     "a_checkpoint_comes_back_bit_for_bit",
 )
 """What the contract asks of any precision."""

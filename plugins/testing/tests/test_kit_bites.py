@@ -81,8 +81,8 @@ STORAGES = {
     Unsorted: "it_lists_all_files_sorted_by_whole_key",
     Foldered: "a_prefix_is_text_and_no_folder",
     SizedEtags: "an_etag_changes_with_the_content",
-    PlainErrors: "a_missing_file_is_told_as_such",
-    PaddedRanges: "a_range_is_cut_off_at_the_end",
+    PlainErrors: "a_missing_file_raises_missing_file_error",
+    PaddedRanges: "a_range_ends_at_the_end_of_the_file",
     SlowWrites: "a_reader_never_sees_half_a_write",
 }
 
@@ -385,8 +385,8 @@ STRATEGIES = {
     "Impatient": "a_barrier_waits_for_everyone",
     "Hoarding": "discarded_gradients_are_gone",
     "Clinging": "weights_that_are_replaced_are_used_at_once",
-    "Amnesiac": "a_state_that_is_put_back_goes_on_bit_for_bit",
-    "Crowded": "a_rank_that_saves_alone_has_the_whole_state",
+    "Amnesiac": "a_restored_state_continues_bit_for_bit",
+    "Crowded": "a_rank_that_saves_alone_has_the_full_state",
     "Prefixed": "it_fills_the_model_with_the_first_weights",
 }
 

@@ -1,4 +1,4 @@
-"""What a contract is: checks with names, each of which says what it means when it fails and how to mend it."""
+"""What a contract is: checks with names, each of which says what it means when it fails and how to fix it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Contract(Generic[S]):
     def check(self, function: Callable[[S], None]) -> Callable[[S], None]:
         """Decorator: make `function` part of this contract."""
         if not function.__doc__:
-            raise TypeError(f"{function.__qualname__} needs a docstring: what it means when it fails, and how to mend it")
+            raise TypeError(f"{function.__qualname__} needs a docstring: what it means when it fails, and how to fix it")
         self.checks[function.__name__] = function
         return function
 

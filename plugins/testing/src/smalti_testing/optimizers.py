@@ -314,7 +314,7 @@ def _halves(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return flat[:middle], flat[middle:]
 
 
-def _same(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], told: str) -> None:
-    expect(wanted.keys() == found.keys(), f"{told} the names {sorted(wanted.keys() ^ found.keys())[:5]}")
+def _same(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], context: str) -> None:
+    expect(wanted.keys() == found.keys(), f"{context} the names {sorted(wanted.keys() ^ found.keys())[:5]}")
     different = [name for name in wanted if not torch.equal(wanted[name], found[name])]
-    expect(not different, f"{told} {', '.join(different[:5])}")
+    expect(not different, f"{context} {', '.join(different[:5])}")

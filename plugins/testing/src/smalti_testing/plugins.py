@@ -200,15 +200,15 @@ def its_options_are_declared_well(subject: PluginSubject) -> None:
         expect(_is_word(group.name), f"the group {group.name!r} is not named in lower case with underscores")
         group.options()
         for option in Schema((group,)).options.values():
-            told = _wrong_with(option, schema)
-            expect(not told, f"option {option.name!r}: {told}")
+            problem = _wrong_with(option, schema)
+            expect(not problem, f"option {option.name!r}: {problem}")
 
 
 def _wrong_with(option: Option, schema: Schema) -> str:
     if not _is_word(option.name):
         return "its name is not in lower case with underscores"
     if not option.help.rstrip('"').endswith((".", "...", "?")):
-        return "its help is no sentence with a full stop"
+        return "its help is not a sentence with a full stop"
     if option.level not in get_args(Level):
         return f"its level {option.level!r} is none of {', '.join(get_args(Level))}"
     condition = option.when.partition(" ")[0]
@@ -296,8 +296,8 @@ def _is_word(name: str) -> bool:
     return re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) is not None
 
 
-def _import(address: str, told: str) -> None:
+def _import(address: str, context: str) -> None:
     module, colon, attribute = address.partition(":")
-    expect(bool(colon), f"{told}: {address!r} is not of the form module:callable")
+    expect(bool(colon), f"{context}: {address!r} is not of the form module:callable")
     found = getattr(import_module(module), attribute, None)
-    expect(callable(found), f"{told}: there is no callable {address!r}")
+    expect(callable(found), f"{context}: there is no callable {address!r}")

@@ -23,7 +23,7 @@ Order = tuple[str, str, str, tuple[object, ...], dict[str, object]]
 
 
 def main(descriptor: int, group: bool) -> None:
-    """Obey until told to end."""
+    """Call functions until the other end asks to stop."""
     faulthandler.register(signal.SIGUSR1)
     line = Connection(descriptor)
     orders: SimpleQueue[Order | None] = SimpleQueue()
@@ -32,13 +32,13 @@ def main(descriptor: int, group: bool) -> None:
         dist.init_process_group("gloo")
     line.send((None, ""))
     while (order := orders.get()) is not None:
-        _send(line, _obey(order))
+        _send(line, _call(order))
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _listen(line: Connection, orders: SimpleQueue[Order | None]) -> None:
-    """Pass orders on. When whoever gives them is gone, this process must go too, whatever it is waiting for."""
+    """Queue orders. When the process that sends them ends, this one must end too, whatever it is waiting for."""
     while True:
         try:
             order = line.recv()
@@ -49,11 +49,11 @@ def _listen(line: Connection, orders: SimpleQueue[Order | None]) -> None:
             return
 
 
-def _obey(order: Order) -> tuple[object, str]:
+def _call(order: Order) -> tuple[object, str]:
     module, name, file, arguments, keywords = order
     try:
         return _find(module, name, file)(*arguments, **keywords), ""
-    except (Exception, SystemExit):  # noqa: BLE001 - the other end of the line is told, whatever it is
+    except (Exception, SystemExit):  # noqa: BLE001 - reported to the other end, whatever it is
         return None, traceback.format_exc()
 
 
@@ -84,7 +84,7 @@ def _import(module: str, file: str) -> ModuleType:
     # A script must not run again here: under another name, what it does `if __name__ == "__main__"` stays undone.
     spec = spec_from_file_location("__script__" if module == "__main__" else module, file)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no Python file")
+        raise ImportError(f"{file} is not a Python file")
     sys.modules[module] = loaded = module_from_spec(spec)
     spec.loader.exec_module(loaded)
     return loaded

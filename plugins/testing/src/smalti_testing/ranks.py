@@ -47,12 +47,12 @@ class RankResult:
 
 
 class RankFailed(AssertionError):  # noqa: N818
-    """A function failed on some rank. The message holds each rank's traceback; `results` what every rank said."""
+    """A function failed on some rank. The message holds each rank's traceback; `results` what every rank returned."""
 
     def __init__(self, function: str, results: Sequence[RankResult]) -> None:
         self.results = tuple(results)
-        told = [f"--- rank {result.rank}: {result.error.rstrip() or 'done'}" for result in results]
-        super().__init__("\n".join([f"{function} failed", *told]))
+        reports = [f"--- rank {result.rank}: {result.error.rstrip() or 'done'}" for result in results]
+        super().__init__("\n".join([f"{function} failed", *reports]))
 
 
 @dataclass(kw_only=True)
@@ -195,7 +195,7 @@ class RankProcesses:
         return RankResult(rank=number, value=value, error=error)
 
     def _where(self, number: int) -> str:
-        """Where a rank is that does not answer: it writes its stack into its output when it is told to."""
+        """Where a rank is that does not answer: it writes its stack into its output on request."""
         rank = self._ranks[number]
         if rank.process.poll() is None:
             rank.process.send_signal(signal.SIGUSR1)

@@ -96,7 +96,7 @@ def the_list_and_stat_agree_on_size_and_etag(subject: StorageSubject) -> None:
 
 
 @STORAGE.check
-def it_gives_back_the_bytes_of_every_key(subject: StorageSubject) -> None:
+def it_returns_the_bytes_of_every_key(subject: StorageSubject) -> None:
     """Keys are any relative path, with blanks, "%", accents, and contents are any bytes, empty ones too.
 
     If only some keys fail, something between you and the store quotes or normalises names.
@@ -108,7 +108,7 @@ def it_gives_back_the_bytes_of_every_key(subject: StorageSubject) -> None:
 
 
 @STORAGE.check
-def a_range_is_cut_off_at_the_end(subject: StorageSubject) -> None:
+def a_range_ends_at_the_end_of_the_file(subject: StorageSubject) -> None:
     """Sizes of pictures are read from the first kilobytes, and small files are shorter than that.
 
     Give what there is; nothing at or after the end. Object stores answer such a request with an error of their own: catch it.
@@ -122,7 +122,7 @@ def a_range_is_cut_off_at_the_end(subject: StorageSubject) -> None:
 
 
 @STORAGE.check
-def a_missing_file_is_told_as_such(subject: StorageSubject) -> None:
+def a_missing_file_raises_missing_file_error(subject: StorageSubject) -> None:
     """A file that went away is set aside; an error of any other kind ends the scan.
 
     Raise `smalti.data.MissingFileError` from `stat`, `read` and `read_range`; for a folder's name too, which is no file.
@@ -225,9 +225,9 @@ def a_reader_never_sees_half_a_write(subject: StorageSubject) -> None:
         writing.result()
 
 
-def _raises(kind: type[Exception], call: Callable[[str], object], key: str, told: str) -> None:
+def _raises(kind: type[Exception], call: Callable[[str], object], key: str, context: str) -> None:
     try:
         answer = call(key)
     except kind:
         return
-    raise BrokenContract(f"{told} did not raise {kind.__name__}, but gave {answer!r}")
+    raise BrokenContract(f"{context} did not raise {kind.__name__}, but gave {answer!r}")

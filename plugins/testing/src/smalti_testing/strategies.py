@@ -79,8 +79,8 @@ def its_flags_choose_it(subject: StrategySubject) -> None:
 def its_world_is_the_launchers(subject: StrategySubject) -> None:
     """Ranks, sizes and the device come from the launcher's environment; every rank is there once and one of them is main."""
     world, count = subject.parallel.world, int(subject.config.value("num_processes"))  # type: ignore[call-overload]
-    told = subject.parallel.all_gather_text(f"{world.rank} {world.size} {world.is_main}")
-    expect(list(told) == [f"{rank} {count} {rank == 0}" for rank in range(count)], f"the ranks say {list(told)}")
+    texts = subject.parallel.all_gather_text(f"{world.rank} {world.size} {world.is_main}")
+    expect(list(texts) == [f"{rank} {count} {rank == 0}" for rank in range(count)], f"the ranks say {list(texts)}")
     torch.device(world.device)
 
 
@@ -100,7 +100,7 @@ def it_fills_the_model_with_the_first_weights(subject: StrategySubject) -> None:
 
 @STRATEGY.check
 def the_mean_is_over_ranks_and_keeps_what_is_not_finite(subject: StrategySubject) -> None:
-    """The loss is told to the user, and a step is skipped on all ranks when it is not finite on any.
+    """The loss is reported to the user, and a step is skipped on all ranks when it is not finite on any.
 
     Sum, then divide; a maximum or a mean over some ranks would let ranks go separate ways.
     """
@@ -111,8 +111,8 @@ def the_mean_is_over_ranks_and_keeps_what_is_not_finite(subject: StrategySubject
     expect(float(value) == world.rank + 1, "mean() has changed its argument")
     for wrong in (math.nan, math.inf):
         last = world.rank == world.size - 1
-        told = float(subject.parallel.mean(torch.tensor(wrong if last else 1.0, device=world.device)))
-        expect(not math.isfinite(told), f"{wrong} on one rank is {told} on rank {world.rank}")
+        mean = float(subject.parallel.mean(torch.tensor(wrong if last else 1.0, device=world.device)))
+        expect(not math.isfinite(mean), f"{wrong} on one rank is {mean} on rank {world.rank}")
 
 
 @STRATEGY.check
@@ -157,12 +157,12 @@ def a_barrier_waits_for_everyone(subject: StrategySubject) -> None:
         time.sleep(0.3)
         (subject.folder / name).touch()
     subject.parallel.barrier()
-    expect((subject.folder / name).exists(), "a rank came out of the barrier before another had gone in")
+    expect((subject.folder / name).exists(), "a rank left the barrier before another rank had entered it")
 
 
 @STRATEGY.check
 def steps_are_those_of_one_process(subject: StrategySubject) -> None:
-    """Three steps of several micro-batches on every rank change weights and moments as one process with all samples would.
+    """Three steps of several micro-batches on every rank change weights and state as one process with all samples would.
 
     Gradients are averaged over ranks (not summed), added over micro-batches, and cleared by `step`. If this fails and the check
     of the norm does not, look at what happens between gradients and weights.
@@ -184,8 +184,8 @@ def the_norm_is_that_of_the_whole_gradient(subject: StrategySubject) -> None:
     for number, limit in ((10, 0.0), (11, 1e-3), (12, 1e3)):
         found, wanted = subject.step(number, limit=limit), reference.step(number, subject.parallel.world.size, limit)
         expect(math.isclose(found, wanted, rel_tol=1e-3), f"the norm is {found:.6g}, in one process {wanted:.6g}")
-        told = subject.parallel.all_gather_text(repr(found))
-        expect(len(set(told)) == 1, f"the ranks have the norms {told}")
+        texts = subject.parallel.all_gather_text(repr(found))
+        expect(len(set(texts)) == 1, f"the ranks have the norms {texts}")
     subject.follows(reference, "after clipped steps")
 
 
@@ -238,26 +238,26 @@ def its_state_is_portable(subject: StrategySubject) -> None:
     subject.step(30)
     state = subject.state()
     trained = {name for name, each in subject.parallel.unwrap(subject.model).named_parameters() if each.requires_grad}
-    expect(set(state.optimizer_state) == trained, f"there are moments of {sorted(state.optimizer_state)[:5]}")
-    for name, moments in state.optimizer_state.items():
-        expect({"exp_avg", "exp_avg_sq", "step"} <= set(moments), f"{name} has the moments {sorted(moments)}")
-        for moment in ("exp_avg", "exp_avg_sq"):
-            shapes = tuple(moments[moment].shape), tuple(state.model[name].shape)
-            expect(shapes[0] == shapes[1], f"{moment} of {name} is {shapes[0]}, the parameter {shapes[1]}")
+    expect(set(state.optimizer_state) == trained, f"there is optimizer state of {sorted(state.optimizer_state)[:5]}")
+    for name, found in state.optimizer_state.items():
+        expect({"exp_avg", "exp_avg_sq", "step"} <= set(found), f"{name} has the optimizer state {sorted(found)}")
+        for key in ("exp_avg", "exp_avg_sq"):
+            shapes = tuple(found[key].shape), tuple(state.model[name].shape)
+            expect(shapes[0] == shapes[1], f"{key} of {name} is {shapes[0]}, the parameter {shapes[1]}")
     wrong = [name for name, tensor in state.model.items() if tensor.dtype != torch.float32]
     expect(not wrong, f"not in fp32: {wrong[:5]}")
     json.dumps(state.param_groups, allow_nan=False)
     expect(state.optimizer == "AdamW", f"the optimizer is called {state.optimizer!r}")
     sums = {name: float(tensor.double().sum()) for name, tensor in subject.whole().items()}
-    told = subject.parallel.all_gather_text(json.dumps(sums))
-    expect(len(set(told)) == 1, "the ranks have different whole tensors")
+    texts = subject.parallel.all_gather_text(json.dumps(sums))
+    expect(len(set(texts)) == 1, "the ranks have different whole tensors")
 
 
 @STRATEGY.check
-def a_state_that_is_put_back_goes_on_bit_for_bit(subject: StrategySubject) -> None:
-    """Take the state, train, put it back, train the same: not one bit may differ, or resuming is not exact.
+def a_restored_state_continues_bit_for_bit(subject: StrategySubject) -> None:
+    """Take the state, train, restore it, train the same again: not one bit may differ, or resuming is not exact.
 
-    Look for what is not in the state: a step count, a copy of the weights in another precision, a gradient that was left.
+    Look for what is not in the state: a step count, a copy of the weights in another precision, a gradient that remained.
     """
     subject.step(39)
     kept = _cloned(subject.state())
@@ -283,8 +283,8 @@ def a_checkpoint_comes_back_bit_for_bit(subject: StrategySubject) -> None:
     subject.step(49)
     snapshot = _snapshot(subject.state(), 50)
     written = _save(subject, snapshot)
-    told = subject.parallel.all_gather_text(str(written.path))
-    expect(len(set(told)) == 1, f"the ranks have written to {told}")
+    texts = subject.parallel.all_gather_text(str(written.path))
+    expect(len(set(texts)) == 1, f"the ranks have written to {texts}")
     wanted = subject.whole()
     subject.step(50)
     into = _snapshot(subject.empty(), 0)
@@ -294,15 +294,15 @@ def a_checkpoint_comes_back_bit_for_bit(subject: StrategySubject) -> None:
 
 
 @STRATEGY.check
-def a_rank_that_saves_alone_has_the_whole_state(subject: StrategySubject) -> None:
+def a_rank_that_saves_alone_has_the_full_state(subject: StrategySubject) -> None:
     """When the other ranks are lost, one saves without them, if `local_communicator` returns a communicator.
 
     Return None if a rank holds only a part of the state. Otherwise `state.portable` waits for nobody and returns no DTensors.
     """
     subject.step(54)
     alone, wanted, world = subject.parallel.local_communicator(), subject.whole(), subject.parallel.world
-    told = subject.parallel.all_gather_text("alone" if alone is not None else "together")
-    expect(len(set(told)) == 1, f"local_communicator() gave the ranks {list(told)}")
+    texts = subject.parallel.all_gather_text("alone" if alone is not None else "together")
+    expect(len(set(texts)) == 1, f"local_communicator() gave the ranks {list(texts)}")
     if alone is None:
         return
     expect(
@@ -333,7 +333,7 @@ def one_process_reads_its_checkpoints(subject: StrategySubject) -> None:
 def it_goes_on_from_a_checkpoint_of_one_process(subject: StrategySubject) -> None:
     """A run that was started on one rank, or with another strategy, goes on with this one.
 
-    Loading gives each rank its share of every tensor; moments that did not exist yet are made in the shape of their parameter.
+    Loading gives each rank its part of every tensor; optimizer state that did not exist is created in its parameter's shape.
     """
     reference = subject.fresh_reference(seed=9)
     reference.step(70, subject.parallel.world.size, 0.0)
@@ -382,7 +382,7 @@ def _cloned(state: PortableState) -> PortableState:
     )
 
 
-def _equal(wanted: dict[str, Tensor], found: dict[str, Tensor], told: str) -> None:
-    expect(wanted.keys() == found.keys(), f"{told} the names {sorted(wanted.keys() ^ found.keys())[:5]}")
+def _equal(wanted: dict[str, Tensor], found: dict[str, Tensor], context: str) -> None:
+    expect(wanted.keys() == found.keys(), f"{context} the names {sorted(wanted.keys() ^ found.keys())[:5]}")
     different = [name for name in wanted if not torch.equal(wanted[name], found[name])]
-    expect(not different, f"{told} {', '.join(different[:5])}")
+    expect(not different, f"{context} {', '.join(different[:5])}")

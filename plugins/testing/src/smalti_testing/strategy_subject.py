@@ -73,19 +73,18 @@ class StrategySubject:
         return self.parallel.state.empty()
 
     def whole(self) -> dict[str, Tensor]:
-        """Weights and moments as whole tensors on the CPU, copied. *Collective*."""
+        """Weights and optimizer state as full tensors on the CPU, copied. *Collective*."""
         return whole_state(self.state())
 
     def reference(self) -> Reference:
         """An ordinary model and optimizer in the state in which the strategy is. *Collective*."""
         state, reference = self.state(), self.fresh_reference()
-        moments = {
-            name: {moment: whole_tensor(tensor) for moment, tensor in found.items()}
-            for name, found in state.optimizer_state.items()
+        optimizer_state = {
+            name: {key: whole_tensor(tensor) for key, tensor in found.items()} for name, found in state.optimizer_state.items()
         }
         plain = PortableState(
             model={name: whole_tensor(tensor) for name, tensor in state.model.items()},
-            optimizer_state=moments,
+            optimizer_state=optimizer_state,
             param_groups=state.param_groups,
             optimizer=type(reference.optimizer).__name__,
         )
@@ -120,14 +119,14 @@ class StrategySubject:
         with self.parallel.autocast():
             return float(_loss(self.family, model, number, self.parallel.world.rank, 0))
 
-    def follows(self, reference: Reference, told: str) -> None:
+    def follows(self, reference: Reference, context: str) -> None:
         """Expect the strategy's state to be the reference's, but for rounding. *Collective*."""
         wanted, found = whole_state(capture(reference.model, reference.optimizer)), self.whole()
         odd = sorted(found.keys() ^ wanted.keys())
-        expect(not odd, f"{told}: the state has too many or too few of {odd[:3]}")
+        expect(not odd, f"{context}: the state has too many or too few of {odd[:3]}")
         for name, tensor in wanted.items():
             worst = float((tensor.double() - found[name].double()).abs().max()) if tensor.numel() else 0.0
-            expect(worst <= 2e-5, f"{told}: {name} is {worst:.1e} away from what one process has")
+            expect(worst <= 2e-5, f"{context}: {name} is {worst:.1e} away from what one process has")
 
 
 class _Unwrapped:
@@ -180,6 +179,6 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 def whole_state(state: PortableState) -> dict[str, Tensor]:
     found = {name: whole_tensor(tensor) for name, tensor in state.model.items()}
-    for name, moments in state.optimizer_state.items():
-        found |= {f"{name}.{moment}": whole_tensor(tensor) for moment, tensor in moments.items()}
+    for name, values in state.optimizer_state.items():
+        found |= {f"{name}.{key}": whole_tensor(tensor) for key, tensor in values.items()}
     return found
