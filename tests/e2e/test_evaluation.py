@@ -169,7 +169,7 @@ def test_what_the_steps_say_of_the_device_is_in_their_events(plain):
 
 def test_pictures_that_are_trained_on_too_are_refused_before_anything_starts(root):
     both = {**HELD_OUT, "instance_data_dir": "trained"}
-    with pytest.raises(PreflightError, match="8 images of the eval datasets are trained on too, by the dataset trained"):
+    with pytest.raises(PreflightError, match="8 images of the eval datasets are also in the training dataset trained"):
         Preparation.of(*configured(root / "both", [TRAINED, both]), write=False)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from smalti.checkpoint.format.store import CheckpointStore
+from smalti.errors import ExitCode
 from smalti.rundir.directory import RunDirectory
 
 GATED = Path(__file__).parent / "gated"
@@ -47,7 +48,7 @@ def test_the_run_says_so_once_and_can_be_resumed_from_the_directory_that_it_make
     last = seen[-1]
     resumed = train(directory, config=directory / "config.toml", max_train_steps=last + 2)
 
-    assert (code, output.count(f"{directory} was {how}")) == (0, 1), output
+    assert (code, output.count(f"{directory} was {how}")) == (ExitCode.STOPPED, 1), output
     assert f"{directory / 'config.toml'}" in output.partition("to resume")[2]
     assert seen[0] == 1
     assert RunDirectory(directory).record().id == began.id
@@ -70,5 +71,5 @@ def test_a_run_that_loses_what_it_has_encoded_saves_and_leaves(tmp_path, start, 
     step = int(saved.name.removeprefix("step-"))
     resumed = train(directory, config=directory / "config.toml", max_train_steps=step + 2, variables=path)
     assert (code, status.condition, status.exit_code, output.count("was removed")) == (1, "failed", 1, 1), output
-    assert ("cannot be read any more" in output or "are gone with the run directory" in output, step >= 3) == (True, True)
+    assert ("can no longer be read" in output or "are gone with the run directory" in output, step >= 3) == (True, True)
     assert (resumed.code, resumed.events("step")[-1]["step"]) == (0, step + 2), resumed.output

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from smalti.config.resolution import resolve
+from smalti.data.datasets.parse import DataDefaults, parse_datasets
 from smalti.data.datasets.reference import SECTIONS, dataset_reference
-from smalti.data.datasets.spec import FILE_KEYS, DataDefaults, parse_datasets
+from smalti.data.datasets.spec import ENTRY_KEYS
 from smalti.errors import ConfigError
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
@@ -63,7 +64,7 @@ def test_the_reference_of_dataset_keys_is_up_to_date(root):
 
 
 def test_the_reference_of_dataset_keys_has_every_key_once():
-    assert sorted(key for keys in SECTIONS.values() for key in keys) == sorted(FILE_KEYS)
+    assert sorted(key for keys in SECTIONS.values() for key in keys) == sorted(ENTRY_KEYS)
 
 
 def test_the_examples_of_datasets_are_accepted(root):

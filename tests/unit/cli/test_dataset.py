@@ -36,13 +36,13 @@ def test_a_scan_counts_pictures_and_tells_what_is_wrong(config: Path) -> None:
     told = run("scan", "--data_backend_config", config).output
 
     assert "pets: 9 images, 1 unusable" in told
-    assert "9.png: no caption: there is no 9.txt" in told
+    assert "9.png: no caption: missing file 9.txt" in told
 
 
 def test_a_scan_for_machines_is_json(config: Path) -> None:
     told = json.loads(run("scan", "--data-backend-config", config, "--json").output)
 
-    assert told["datasets"][0]["quarantined"] == [{"key": "9.png", "reason": "no caption: there is no 9.txt"}]
+    assert told["datasets"][0]["quarantined"] == [{"key": "9.png", "reason": "no caption: missing file 9.txt"}]
 
 
 def test_a_scan_writes_into_a_run_directory_only_when_given_one(config: Path, tmp_path: Path) -> None:

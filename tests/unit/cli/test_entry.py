@@ -132,7 +132,7 @@ MANY = {
 @pytest.mark.parametrize("way", [["--dry-run"], []])
 def test_every_kind_of_problem_is_told_in_one_round(run, write, tmp_path, way):
     data = write("data.json", json.dumps([{"id": "a", "instance_data_dir": "x", "croop": True}, {"id": "b", "type": "nfs"}]))
-    told = (*filter(None, MANY.values()), "unknown key 'croop'", "type: 'nfs' is not known")
+    told = (*filter(None, MANY.values()), "unknown key 'croop'", "type: 'nfs' is unknown")
     words = ["train", *way, "--plugins=toy", "--model_family=toy", "--max_train_steps=100", f"--output_dir={tmp_path / 'run'}"]
     code, _, errors = run(*words, f"--data_backend_config={data}", *MANY)
     assert (code, [each for each in told if each not in errors]) == (2, [])

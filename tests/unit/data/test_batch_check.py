@@ -70,10 +70,10 @@ def test_with_the_flag_repeats_of_short_buckets_are_raised_and_reported() -> Non
 
 
 def test_the_flag_does_not_raise_repeats_that_were_set_by_hand() -> None:
-    with pytest.raises(PreflightError, match="repeats that were set by hand stay as they are") as caught:
+    with pytest.raises(PreflightError, match="repeats that you set are not changed") as caught:
         check_batches([count(64, ("pets", 3, 1))], SHAPE, allow_oversubscription=True)
 
-    assert "repeats of the short buckets are raised by themselves" not in str(caught.value)
+    assert "raises the repeats of these buckets automatically" not in str(caught.value)
 
 
 def test_beside_repeats_set_by_hand_the_others_are_raised() -> None:

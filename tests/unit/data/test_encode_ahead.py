@@ -21,7 +21,7 @@ from smalti.data.batch_check import BatchShape
 from smalti.data.cache.encode_ahead import Encoded, encode_ahead
 from smalti.data.cache.tensor_store import FolderStore
 from smalti.data.datasets.catalog import Catalog
-from smalti.data.datasets.spec import DataDefaults, parse_datasets
+from smalti.data.datasets.parse import DataDefaults, parse_datasets
 from smalti.data.from_options import CacheFolders
 from smalti.data.loader import Loader
 from smalti.data.prepared import DataRules, build_datasets, prepare
@@ -155,7 +155,7 @@ def test_a_random_cut_is_drawn_once_for_all_runs_and_its_frame_says_where(pets, 
                 assert runs[-1].setdefault(key, frame) == frame
     assert runs[0] == runs[1]
     assert len({frame.left for frame in runs[0].values()}) > 10
-    assert "cut at random once" in capsys.readouterr().err
+    assert "random crops are chosen once per image" in capsys.readouterr().err
 
 
 def test_a_part_that_cannot_be_read_is_named_kept_and_encoded_again(pets, tmp_path, caplog):
@@ -171,14 +171,14 @@ def test_a_part_that_cannot_be_read_is_named_kept_and_encoded_again(pets, tmp_pa
 
 def test_a_folder_that_cannot_be_written_to_and_a_full_disk_are_told_with_the_way_out(pets, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(PreflightError, match=r"cannot keep encoded images(.|\n)*--cache_dir"):
+    with pytest.raises(PreflightError, match=r"cannot cache encoded images(.|\n)*--cache_dir"):
         encode(Encoding(), data_of(pets), tmp_path / "file" / "cache")
 
     store = FolderStore(tmp_path / "full")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
     try:
-        with pytest.raises(UserError, match=r"cannot keep 1 entries in .*full(.|\n)*make room"):
+        with pytest.raises(UserError, match=r"cannot write 1 entries to .*full(.|\n)*free space"):
             store.put({"a": {"rows": torch.zeros(2000)}})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

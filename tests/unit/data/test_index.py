@@ -1,4 +1,4 @@
-"""Scanning: headers only, incremental, and broken files set aside with a reason."""
+"""Scanning: headers only, incremental, and broken files quarantined with a reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 from PIL import Image
 
 from smalti.data.datasets.catalog import Catalog
-from smalti.data.datasets.spec import DataDefaults, DatasetSpec, parse_datasets
+from smalti.data.datasets.parse import DataDefaults, parse_datasets
+from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.prepared import build_datasets
 from smalti.data.scan.image_headers import read_header
 from smalti.data.scan.index import DatasetIndex, build_index, load_index
@@ -151,7 +152,7 @@ def test_broken_samples_are_set_aside_with_the_reason(tmp_path: Path) -> None:
     assert reasons(index) == {
         "empty.png": "no caption: empty.txt is empty",
         "latin.png": "no caption: latin.txt is not UTF-8 text",
-        "nocaption.png": "no caption: there is no nocaption.txt",
+        "nocaption.png": "no caption: missing file nocaption.txt",
         "text.png": "not a readable image: unknown format",
     }
 
@@ -262,7 +263,7 @@ def test_a_damaged_index_is_built_anew(tmp_path: Path, caplog: pytest.LogCapture
     cache.write_bytes(cache.read_bytes()[:100])
 
     assert healthy(build(folder, cache)) == ["a.png"]
-    assert "built anew" in caplog.text
+    assert "it is rebuilt" in caplog.text
 
 
 def test_an_index_can_be_loaded_by_another_process(tmp_path: Path) -> None:
@@ -292,7 +293,7 @@ def test_a_folder_without_pictures_is_an_error(tmp_path: Path) -> None:
     for name in ("a.heic", "b.HEIC", "b.txt"):
         (tmp_path / name).write_bytes(b"?")
 
-    with pytest.raises(UserError, match=r"there is no image in .*, but other files: 2 \.heic"):
+    with pytest.raises(UserError, match=r"no image found in .*, but other files: 2 \.heic"):
         build(tmp_path)
 
 
@@ -304,7 +305,7 @@ def test_files_that_are_no_samples_are_counted_by_extension(tmp_path: Path) -> N
     (dataset,) = build_datasets([spec_of(tmp_path)], Catalog())
 
     assert dataset.notices == (
-        "dataset pets: 4 files are left out, as smalti does not read them: 2 .heic, 1 without an extension, 1 .mp4",
+        "dataset pets: 4 files are skipped, because smalti does not read them: 2 .heic, 1 without an extension, 1 .mp4",
     )
 
 
@@ -355,7 +356,7 @@ def test_a_table_names_what_belongs_to_the_dataset(tmp_path: Path) -> None:
     index = build(tmp_path, metadata_backend="json")
 
     assert healthy(index) == ["a.png"]
-    assert "there is no such image" in reasons(index)["gone.png"]
+    assert "the image is missing" in reasons(index)["gone.png"]
 
 
 def test_a_faulty_table_is_told_with_its_lines(tmp_path: Path) -> None:
@@ -385,7 +386,7 @@ def test_a_scan_keeps_index_and_quarantine_list_in_the_run_directory(tmp_path: P
     build_datasets([spec_of(tmp_path / "pets")], Catalog(), tmp_path / "run", progress)
     lines = (tmp_path / "run/pets.quarantine.jsonl").read_text().splitlines()
 
-    assert json.loads(lines[0]) == {"dataset": "pets", "key": "b.png", "reason": "no caption: there is no b.txt"}
+    assert json.loads(lines[0]) == {"dataset": "pets", "key": "b.png", "reason": "no caption: missing file b.txt"}
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["pets.arrow", "pets.quarantine.jsonl"]
     assert seen == [("pets", 2, 2)]
 

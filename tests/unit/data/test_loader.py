@@ -16,7 +16,8 @@ from PIL import Image
 
 from smalti.data.batch_check import BatchShape
 from smalti.data.datasets.catalog import Catalog
-from smalti.data.datasets.spec import DataDefaults, DatasetSpec, parse_datasets
+from smalti.data.datasets.parse import DataDefaults, parse_datasets
+from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.loader import Batch, Loader
 from smalti.data.prepared import DataRules, Dataset, PreparedData, build_datasets, load_datasets, prepare
 from smalti.data.scan.quarantine import allowed_errors
@@ -316,7 +317,7 @@ def test_too_many_broken_files_stop_the_run_before_it_starts(pets: Path) -> None
         (pets / f"{number:03}.txt").unlink()
 
     with pytest.raises(
-        PreflightError, match=r"19 samples cannot be used, and the error budget allows 1(.|\n)*there is no 000\.txt"
+        PreflightError, match=r"19 samples cannot be used, and the error budget allows 1(.|\n)*missing file 000\.txt"
     ):
         data_of(pets)
 
@@ -327,7 +328,7 @@ def test_a_count_as_budget_puts_up_with_that_many(pets: Path) -> None:
     data = data_of(pets, budget=5)
 
     assert len(data.quarantined) == 5
-    assert "5 samples are set aside" in data.notices[0]
+    assert "5 samples are unusable" in data.notices[0]
 
 
 @pytest.mark.parametrize(
@@ -342,7 +343,7 @@ def test_small_pictures_are_left_out_with_a_notice(pets: Path) -> None:
     data = data_of(pets, minimum_image_size=8)
 
     assert data.counts[0].total == 20
-    assert data.notices == ("dataset pets: 3 of 23 images are below minimum_image_size and left out",)
+    assert data.notices == ("dataset pets: 3 of 23 images are smaller than minimum_image_size and skipped",)
 
 
 def test_nothing_left_to_train_on_is_an_error(pets: Path) -> None:

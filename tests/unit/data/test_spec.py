@@ -10,7 +10,8 @@ import pytest
 
 from smalti.data.batch_check import BatchShape
 from smalti.data.datasets.catalog import Catalog
-from smalti.data.datasets.spec import DataDefaults, DatasetSpec, load_backend_config, parse_datasets
+from smalti.data.datasets.parse import DataDefaults, load_backend_config, parse_datasets
+from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.prepared import DataRules, crop_settings_of
 from smalti.errors import ConfigError
 from smalti.types import MetadataEntry, StorageEntry
@@ -144,12 +145,12 @@ def test_every_problem_of_every_entry_is_reported() -> None:
 
 
 def test_resolutions_in_the_wrong_unit_are_noticed() -> None:
-    assert "as many megapixels" in problem_of(resolution=1024, resolution_type="area")
-    assert "as many pixels" in problem_of(resolution=1, resolution_type="pixel")
+    assert "is in megapixels, which is too large" in problem_of(resolution=1024, resolution_type="area")
+    assert "is in pixels, which is too small" in problem_of(resolution=1, resolution_type="pixel")
 
 
 def test_an_unknown_caption_strategy_names_the_known_ones() -> None:
-    assert "known here: textfile, filename, instanceprompt, json" in problem_of(caption_strategy="blip")
+    assert "known values: textfile, filename, instanceprompt, json" in problem_of(caption_strategy="blip")
 
 
 def test_a_storage_that_does_not_exist_yet_is_no_advice_to_install_it() -> None:
@@ -195,7 +196,7 @@ def test_a_table_brings_captions_unless_the_dataset_says_otherwise() -> None:
 
 
 def test_captions_from_a_table_that_is_not_read_are_refused() -> None:
-    assert "needs the metadata_backend of that name" in problem_of(caption_strategy="json")
+    assert "needs the metadata_backend of the same name" in problem_of(caption_strategy="json")
 
 
 def test_columns_of_the_json_table_can_be_named() -> None:
@@ -219,7 +220,7 @@ def test_a_reference_to_a_cache_that_is_not_there_is_a_problem() -> None:
     _, problems = parse({**PETS, "text_embeds": "te1"}, {"id": "te", "dataset_type": "text_embeds"})
 
     assert problems == [
-        "data.json: dataset 'pets': text_embeds: there is no text_embeds entry with the id 'te1'\n    fix: did you mean te?"
+        "data.json: dataset 'pets': text_embeds: no text_embeds entry has the id 'te1'\n    fix: did you mean te?"
     ]
 
 
@@ -247,9 +248,9 @@ def test_a_file_is_read_with_or_without_a_byte_order_mark(tmp_path: Path) -> Non
     ("text", "told"),
     [
         ('[\n  {"id": "a",}\n]', "line 2, column 14"),
-        ('{"id": "a"}', "must hold a list of objects"),
+        ('{"id": "a"}', "must be a list of objects"),
         ('[{"id": "a", "id": "b"}]', "'id' occurs twice"),
-        ('["a"]', "must hold a list of objects"),
+        ('["a"]', "must be a list of objects"),
     ],
 )
 def test_a_faulty_file_is_told_with_the_place(tmp_path: Path, text: str, told: str) -> None:

@@ -85,10 +85,10 @@ def test_an_unknown_optimizer_is_found_out_before_anything_is_written(wanted, pl
 @pytest.mark.parametrize(
     ("data", "run", "message"),
     [
-        ("pictures", "pictures", "the output directory .* lies in the folder of the dataset 'pictures'"),
-        ("pictures", "pictures/runs/first", "the output directory .* lies in the folder of the dataset 'pictures'"),
-        ("pictures", ".", "the output directory .* lies in the folder of the dataset"),
-        ("run/samples", "run", "the dataset 'samples' lies in .*, where the run keeps its own files"),
+        ("pictures", "pictures", "the output directory .* is inside the folder of the dataset 'pictures'"),
+        ("pictures", "pictures/runs/first", "the output directory .* is inside the folder of the dataset 'pictures'"),
+        ("pictures", ".", "the output directory .* is inside the folder of the dataset"),
+        ("run/samples", "run", "the dataset 'samples' is in .*, where the run stores its own files"),
         ("pictures", "pictures/.runs/first", None),
         ("run/pictures", "run", None),
     ],

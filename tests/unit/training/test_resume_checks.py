@@ -101,7 +101,7 @@ CHANGES = [
     (caption, ("2 captions changed, first: 0.png",), False),
     (resize, ("1 image size changed, first: 4.png",), False),
     (add, ("2 images were added, first: 5a.png",), True),
-    (rename, ("1 image was added, first: 9.png", "1 image is gone, first: 0.png"), True),
+    (rename, ("1 image was added, first: 9.png", "1 image was removed, first: 0.png"), True),
     (spoil, ("1 image can no longer be used, first: 0.png",), True),
 ]
 

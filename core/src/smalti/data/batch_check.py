@@ -1,4 +1,4 @@
-"""Does every bucket fill a batch? Answered before a launch, with the numbers and the ways out.
+"""Checks before a launch that every bucket fills a batch; the message says how to fix it.
 
 effective batch size = train_batch_size x ranks x gradient_accumulation_steps. Every aspect bucket needs that many samples,
 repeats counted; otherwise one batch would hold the same image several times.
@@ -36,7 +36,7 @@ class BatchShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """One dataset's part of a bucket. `repeats` 0 means that they were not set by hand."""
+    """One dataset's part of a bucket. `repeats` is 0 if the user did not set it."""
 
     dataset: str
     samples: int
@@ -45,7 +45,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketCount:
-    """What a bucket holds, dataset by dataset."""
+    """The contents of a bucket, by dataset."""
 
     bucket: Bucket
     shares: tuple[Share, ...]
@@ -57,18 +57,18 @@ class BucketCount:
 
     @property
     def adjustable(self) -> tuple[str, ...]:
-        """The datasets whose repeats were not set by hand."""
+        """The datasets whose repeats the user did not set."""
         return tuple(share.dataset for share in self.shares if not share.repeats)
 
     def total_with(self, repeats: int, *, override_manual: bool) -> int:
-        """Samples in an epoch if repeats were at least this; those set by hand are raised only if asked."""
+        """Samples in an epoch with at least these repeats; repeats that the user set are raised only with `override_manual`."""
         return sum(
             share.samples * ((max(share.repeats, repeats) if override_manual or not share.repeats else share.repeats) + 1)
             for share in self.shares
         )
 
     def needed_repeats(self, effective: int, *, override_manual: bool) -> int | None:
-        """The fewest repeats that fill a batch; None if only repeats set by hand could."""
+        """Returns the fewest repeats that fill a batch; None if that needs a change of repeats that the user set."""
         if not override_manual and not self.adjustable:
             return None
         return next(number for number in count() if self.total_with(number, override_manual=override_manual) >= effective)
@@ -77,10 +77,10 @@ class BucketCount:
 def check_batches(
     counts: Sequence[BucketCount], shape: BatchShape, *, allow_oversubscription: bool = False
 ) -> Mapping[Bucket, int]:
-    """The repeats that the short buckets were raised to; empty when every bucket fills a batch by itself.
+    """Returns the raised repeats of buckets that were too small; empty if every bucket fills a batch.
 
-    They hold for the datasets of that bucket whose repeats were not set by hand. Raises PreflightError for buckets that are too
-    small, unless `allow_oversubscription` may raise their repeats.
+    They apply to the datasets of that bucket whose repeats the user did not set. Raises PreflightError for buckets that are
+    too small, unless `allow_oversubscription` permits raising their repeats.
     """
     short = [one for one in counts if one.total < shape.effective]
     if not short:
@@ -119,17 +119,17 @@ def _explain(counts: Sequence[BucketCount], short: Sequence[BucketCount], shape:
         f"{len(short)} bucket(s) have too few samples:",
     ]
     lines += [f"  - {one.bucket}: {_sum(one)}, needs {shape.effective}. {_minimum(one, shape)}" for one in short]
-    lines += ["", "Ways out, any one of them:", *_suggestions(short, shape, minimum, allowed)]
+    lines += ["", "To fix this, do any one of these:", *_suggestions(short, shape, minimum, allowed)]
     if any(share.repeats for one in short for share in one.shares):
         lines += [
             "",
-            "Note: repeats that were set by hand stay as they are; --allow_dataset_oversubscription does not raise them.",
+            "Note: repeats that you set are not changed by --allow_dataset_oversubscription.",
         ]
     return "\n".join(lines)
 
 
 def _by_dataset(counts: Sequence[BucketCount], short: Sequence[BucketCount]) -> dict[str, list[Share]]:
-    """All shares of the datasets that have a short bucket."""
+    """All shares of the datasets with a bucket that is too small."""
     names = sorted({share.dataset for one in short for share in one.shares})
     return {name: [share for one in counts for share in one.shares if share.dataset == name] for name in names}
 
@@ -159,5 +159,5 @@ def _suggestions(short: Sequence[BucketCount], shape: BatchShape, minimum: int, 
         "more images of these shapes, or none; with crop and crop_aspect=square all share one bucket",
     ]
     if not allowed:
-        ways.append("--allow_dataset_oversubscription: repeats of the short buckets are raised by themselves")
+        ways.append("--allow_dataset_oversubscription: raises the repeats of these buckets automatically")
     return [f"  {number}. {way}" for number, way in enumerate(ways, start=1)]

@@ -1,9 +1,9 @@
-"""Aspect buckets: which size an image is trained at, and how it gets there.
+"""Aspect buckets: the size at which an image is trained, and how it is resized and cropped.
 
 All images of a batch have one size, the bucket. A bucket's sides are multiples of the alignment that the model family
-needs, its area is that of the wanted resolution, and its aspect ratio is near the image's own. The image is scaled until it
-covers the bucket and what juts out is cropped; without cropping it is stretched to the bucket, which bends its aspect ratio by
-what alignment costs: up to 6 % at 1024 pixels with an alignment of 64, 13 % at 512.
+needs, its area is that of the resolution, and its aspect ratio is near the image's own. The image is scaled until it covers
+the bucket, and the rest is cropped. Without cropping it is stretched to the bucket, which changes its aspect ratio by up to
+6 % at 1024 pixels with an alignment of 64, and by up to 13 % at 512.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class CropSettings:
-    """The rule by which one dataset's images find their bucket.
+    """How the images of one dataset are assigned to buckets, resized and cropped.
 
     Args:
         resolution: pixels, or megapixels with `resolution_type` "area".
@@ -38,11 +38,11 @@ class CropSettings:
             edge.
         alignment: both sides of a bucket are multiples of this many pixels.
         aspect_rounding: decimals to which aspect ratios are rounded, so that nearly equal ones share a bucket.
-        crop: cut what juts out, rather than bend the aspect ratio a little.
-        crop_aspect: with `crop`, "square" cuts every image to a square and "preserve" keeps its aspect ratio.
-        crop_style: with `crop`, where to cut: "center", "corner" (top left), or "random" (anew at every visit; once, where
-            latents are made before training).
-        minimum_size: images smaller than this are left out; in the unit of `resolution`, 0 keeps all.
+        crop: crop what exceeds the bucket, instead of changing the aspect ratio a little.
+        crop_aspect: with `crop`, "square" crops every image to a square and "preserve" keeps its aspect ratio.
+        crop_style: with `crop`, where to crop: "center", "corner" (top left), or "random" (different at every visit; chosen
+            once if latents are cached).
+        minimum_size: smaller images are skipped; in the unit of `resolution`, 0 keeps all.
     """
 
     resolution: float
@@ -61,8 +61,8 @@ class CropSettings:
         return width * height >= self._area(self.minimum_size)
 
     def bucket(self, width: int, height: int) -> Bucket:
-        """The bucket of an image. An image and its transpose have transposed buckets."""
-        # Long over short, so that tall images are rounded as wide ones are (and never to zero).
+        """Returns the bucket of an image. An image and its transpose have transposed buckets."""
+        # Long side over short side, so that tall images are rounded like wide ones (and never to zero).
         aspect = 1.0
         if not (self.crop and self.crop_aspect == "square"):
             aspect = round(max(width, height) / min(width, height), self.aspect_rounding)
@@ -76,16 +76,16 @@ class CropSettings:
         return Bucket(long, short) if width >= height else Bucket(short, long)
 
     def resized(self, width: int, height: int, bucket: Bucket) -> tuple[int, int]:
-        """Width and height to scale an image to: the bucket's own, or with `crop` the smallest that cover it."""
+        """Returns width and height to scale an image to: the bucket's own, or with `crop` the smallest that cover it."""
         if not self.crop:
             return bucket.width, bucket.height
-        # In whole numbers: w/W < h/H means that the width is what limits.
+        # Integer arithmetic: w/W < h/H means that the width is the limit.
         if width * bucket.height < height * bucket.width:
             return bucket.width, max(bucket.height, _divide(height * bucket.width, width))
         return max(bucket.width, _divide(width * bucket.height, height)), bucket.height
 
     def offset(self, resized: tuple[int, int], bucket: Bucket, fractions: tuple[float, float] = (0.0, 0.0)) -> tuple[int, int]:
-        """Left and top of the bucket's cut out of a scaled image. `fractions`: two numbers in [0, 1) that "random" cuts by."""
+        """Returns left and top of the crop in a scaled image. `fractions`: two numbers in [0, 1) for "random"."""
         across, down = resized[0] - bucket.width, resized[1] - bucket.height
         match self.crop_style:
             case "center":
@@ -103,5 +103,5 @@ class CropSettings:
 
 
 def _divide(dividend: int, divisor: int) -> int:
-    """Rounded to the nearest whole number, halves up."""
+    """Rounds to the nearest integer, halves up."""
     return (2 * dividend + divisor) // (2 * divisor)

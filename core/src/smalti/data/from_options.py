@@ -1,4 +1,4 @@
-"""What the options say about data: which datasets, under which rules, for how many steps. Imports no torch."""
+"""Datasets, their rules and the number of steps, from the options. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,8 @@ from typing import cast
 from smalti.config import Config, DataOptions, LaunchOptions, RunOptions, TrainingOptions, ValidationOptions, expand
 from smalti.data.batch_check import BatchShape
 from smalti.data.datasets.catalog import Catalog
-from smalti.data.datasets.spec import (
-    DataDefaults,
-    DatasetSpec,
-    latents_folder,
-    load_backend_config,
-    parse_datasets,
-    texts_entry,
-    unused_caches,
-)
+from smalti.data.datasets.parse import DataDefaults, load_backend_config, parse_datasets
+from smalti.data.datasets.spec import DatasetSpec, latents_folder, texts_entry, unused_caches
 from smalti.data.prepared import DataRules, Dataset, PreparedData, build_datasets, check_no_overlap, load_datasets, prepare
 from smalti.data.scan.index import Progress
 from smalti.errors import ConfigError, Problem
@@ -35,12 +28,12 @@ _SCAN_NOTE = "scan.json"
 
 
 def catalog_of(plugins: Plugins) -> Catalog:
-    """The storages and metadata backends of all active plugins."""
+    """Returns the storages and metadata backends of all active plugins."""
     return Catalog.of(plugins.gather(HookSpecs.register_storage), plugins.gather(HookSpecs.register_metadata_backends))
 
 
 def dataset_specs(config: Config, catalog: Catalog) -> tuple[DatasetSpec, ...]:
-    """The datasets that the options name. Raises ConfigError with every problem at once."""
+    """Returns the datasets that the options name. Raises ConfigError with every problem at once."""
     options = config[DataOptions]
     entries: list[dict[str, object]]
     if options.data_backend_config is not None:
@@ -70,17 +63,17 @@ def dataset_specs(config: Config, catalog: Catalog) -> tuple[DatasetSpec, ...]:
 
 
 def _unused_prompt(config: Config, specs: Sequence[DatasetSpec]) -> list[Problem]:
-    """A prompt that was given and would caption nothing."""
+    """A problem if instance_prompt is set and no dataset uses it."""
     if config[DataOptions].instance_prompt is None or not specs or any(spec.uses_instance_prompt for spec in specs):
         return []
     fix = "--caption_strategy=instanceprompt makes it the caption of all images; or set prepend_instance_prompt in the entry"
-    return [Problem(message="instance_prompt is given, and no dataset uses it", where="instance_prompt", fix=fix)]
+    return [Problem(message="instance_prompt is set, but no dataset uses it", where="instance_prompt", fix=fix)]
 
 
 def _overlapping_folders(config: Config, specs: Sequence[DatasetSpec]) -> list[Problem]:
-    """Datasets that would take the run's own images for samples.
+    """Problems for datasets whose folder would contain the run's own images.
 
-    A hidden folder is not searched for images, and with a table only the images in it count.
+    Hidden folders are not searched for images, and a dataset with a table uses only the images in the table.
     """
     if (output := config[RunOptions].output_dir) is None:
         return []
@@ -94,11 +87,11 @@ def _overlapping_folders(config: Config, specs: Sequence[DatasetSpec]) -> list[P
             part.startswith(".") for part in run.path.relative_to(folder).parts
         )
         if searched:
-            message = f"the output directory {run.path} lies in the folder of the dataset {spec.id!r}, {folder}"
+            message = f"the output directory {run.path} is inside the folder of the dataset {spec.id!r}, {folder}"
             fix = "choose an --output_dir outside of it: validation images and plots would become training images"
             problems.append(Problem(message=message, where="output_dir", fix=fix))
         elif any(folder.is_relative_to(place) for place in own):
-            message = f"the dataset {spec.id!r} lies in {folder}, where the run keeps its own files"
+            message = f"the dataset {spec.id!r} is in {folder}, where the run stores its own files"
             problems.append(Problem(message=message, where="output_dir", fix="choose another --output_dir, or move the images"))
     return problems
 
@@ -108,7 +101,7 @@ def _limited(spec: DatasetSpec, most: int) -> DatasetSpec:
 
 
 def expanded(entries: list[dict[str, object]], where: str) -> list[dict[str, object]]:
-    """The entries with {env:NAME} replaced. Raises ConfigError for names that the environment does not have."""
+    """Returns the entries with {env:NAME} replaced. Raises ConfigError for names that are not in the environment."""
     problems: list[Problem] = []
     found = [cast(dict[str, object], expand(entry, os.environ, where, problems)) for entry in entries]
     if problems:
@@ -117,9 +110,9 @@ def expanded(entries: list[dict[str, object]], where: str) -> list[dict[str, obj
 
 
 def data_rules(config: Config, plugins: Plugins, alignment: int) -> DataRules:
-    """The rules for all datasets; `alignment` is the model family's, for when the options do not say.
+    """Returns the rules for all datasets; `alignment` is the default of the model family.
 
-    Ranks that work on the same samples count as one.
+    Ranks of one context-parallel group count as one.
     """
     options = config[DataOptions]
     return DataRules(
@@ -145,10 +138,10 @@ def scan_data(
     *,
     attempt: float | None = None,
 ) -> PreparedData:
-    """Scan the datasets and fix the order of samples. For one process: the launcher, or rank 0.
+    """Scan the datasets and compute the order of samples. Call it in one process: the launcher, or rank 0.
 
-    `directory` keeps the indexes, so that the next scan opens only what is new; None writes nothing. `attempt` is when this
-    attempt at the run began: its ranks then find the scan with `was_scanned`.
+    `directory` stores the indexes, so that the next scan opens only new files; None writes nothing. `attempt` is the time at
+    which this attempt of the run began: its ranks then recognize the scan with `was_scanned`.
     """
     catalog = catalog_of(plugins)
     specs = dataset_specs(config, catalog)
@@ -167,7 +160,7 @@ def scan_data(
 
 
 def scan_progress(phases: Phases) -> Scan:
-    """How far a scan is, told as a phase."""
+    """Reports the progress of a scan as a phase."""
 
     def begin(dataset: str) -> Progress:
         phases.enter("scanning", unit="images")
@@ -177,7 +170,7 @@ def scan_progress(phases: Phases) -> Scan:
 
 
 def was_scanned(directory: Path, attempt: float) -> bool:
-    """Whether the indexes in `directory` are, unchanged, those that this attempt at the run has made."""
+    """Whether the indexes in `directory` are, unchanged, those that this attempt of the run has written."""
     try:
         note: object = json.loads((directory / _SCAN_NOTE).read_bytes())
     except (OSError, ValueError):
@@ -192,7 +185,7 @@ def _indexes(directory: Path) -> dict[str, list[int]]:
 
 
 def load_data(config: Config, plugins: Plugins, alignment: int, directory: Path) -> PreparedData:
-    """The same from the indexes that another process has written."""
+    """Like `scan_data`, from the indexes that another process has written."""
     catalog = catalog_of(plugins)
     specs, rules = dataset_specs(config, catalog), data_rules(config, plugins, alignment)
     data = prepare(load_datasets(specs, catalog, directory), rules)
@@ -201,21 +194,21 @@ def load_data(config: Config, plugins: Plugins, alignment: int, directory: Path)
 
 
 def _with_held_out(data: PreparedData, datasets: tuple[Dataset, ...], rules: DataRules) -> PreparedData:
-    """The data with images that are evaluated. They need not fill batches."""
+    """Returns the data with held-out images, which need not fill batches."""
     held_out = prepare(datasets, replace(rules, shape=BatchShape(train_batch_size=1, ranks=1, accumulation=1)))
     return replace(data, held_out=held_out, notices=(*data.notices, *held_out.notices))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheFolders:
-    """Where encoded texts are kept, and the latents of each dataset, by its id."""
+    """Cache folders: for texts, and for the latents of each dataset, by its id."""
 
     texts: Path
     latents: Mapping[str, Path]
 
 
 def cache_folders(config: Config, plugins: Plugins) -> CacheFolders:
-    """What the options and the entries of datasets say; below the run directory if they say nothing."""
+    """Returns the cache folders from the options and dataset entries; by default below the run directory."""
     given = config[DataOptions].cache_dir or cast(Path, config[RunOptions].output_dir) / "cache"
     specs = dataset_specs(config, catalog_of(plugins))
     entry = texts_entry(specs)
@@ -231,7 +224,7 @@ def _absolute(folder: str | Path) -> Path:
 
 
 def total_steps(config: Config, data: PreparedData) -> int:
-    """Optimizer steps of the whole run: given, or as many as the epochs hold batches."""
+    """Returns the optimizer steps of the run: as set, or as many as the epochs have batches."""
     options = config[RunOptions]
     if options.max_train_steps is not None:
         return options.max_train_steps

@@ -1,4 +1,4 @@
-"""From the bytes of an image to numbers for a model.
+"""Decode images into pixels for a model.
 
 Shapes: B images, H, W pixels, 3 colours (red, green, blue).
 """
@@ -31,7 +31,7 @@ _UPRIGHT = {
 
 
 def read_image(storage: Storage, key: str, crop_settings: CropSettings, bucket: Bucket) -> Bytes:
-    """`decode` of a stored file. Raises BadSampleError also for one that is gone or may not be read."""
+    """`decode` of a stored file. Raises BadSampleError also for a file that is missing or may not be read."""
     try:
         return decode(storage.read(key), crop_settings, bucket)
     except TransientStorageError:
@@ -41,9 +41,9 @@ def read_image(storage: Storage, key: str, crop_settings: CropSettings, bucket: 
 
 
 def decode(data: bytes, crop_settings: CropSettings, bucket: Bucket) -> Bytes:
-    """An image as (3, H, W) bytes: upright, RGB on white, scaled for its bucket but not yet cut.
+    """An image as (3, H, W) bytes: upright, RGB on white, scaled for its bucket but not yet cropped.
 
-    Raises BadSampleError for anything that is not a whole, readable image.
+    Raises BadSampleError for anything but a complete, readable image.
     """
     with open_image(data) as image:
         turn = orientation(image)
@@ -62,7 +62,7 @@ def decode(data: bytes, crop_settings: CropSettings, bucket: Bucket) -> Bytes:
 
 
 def on_white(image: Image.Image) -> Image.Image:
-    """Any kind of image as RGB; what is transparent becomes white, 16 bits become 8."""
+    """Convert any image to RGB; transparent areas become white, 16 bits become 8."""
     if image.mode == "F":
         raise BadSampleError("pixels are floating-point numbers, whose range is not known: convert the image")
     if image.mode.startswith("I"):
@@ -76,11 +76,11 @@ def on_white(image: Image.Image) -> Image.Image:
 
 
 def crop(image: Bytes, bucket: Bucket, offset: tuple[int, int]) -> Bytes:
-    """The bucket's cut (3, H, W) of a scaled image, as a view. `offset`: its left and top, of `CropSettings.offset`."""
+    """Crop a scaled image to its bucket (3, H, W), as a view. `offset`: left and top, from `CropSettings.offset`."""
     left, top = offset
     return image[:, top : top + bucket.height, left : left + bucket.width]
 
 
 def normalised(images: Tensor) -> Tensor:
-    """Bytes as fp32 in [-1, 1], on the same device; 0 is -1 and 255 is 1."""
+    """Returns bytes as fp32 in [-1, 1], on the same device; 0 is -1 and 255 is 1."""
     return images.to(torch.float32).div_(127.5).sub_(1.0)

@@ -1,8 +1,8 @@
-"""The batches of one rank, from a position on and without end, made ready in the background.
+"""Loads the batches of one rank, from a position on and without end, in background threads.
 
 Worker threads read, decode and scale; decoding releases the interpreter lock, so they run beside the training step. At most
-`prefetch` batches are in the making or waiting: the next one is started when one is taken. Where latents or texts were encoded
-before training (`smalti.data.cache.embedding_cache`), threads read those, and open no image.
+`prefetch` batches are in progress or ready: the next one is started when one is taken. With cached latents or texts
+(`smalti.data.cache.embedding_cache`), threads read those, and open no image.
 
 Shapes: B images of a micro-batch, H, W pixels, 3 colours, latents (B, C, h, w).
 """
@@ -42,9 +42,9 @@ _MAX_WORKERS = 8
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
-    """What one forward pass of this rank gets; tensors are on its device.
+    """The input of one forward pass of this rank; tensors are on its device.
 
-    The images are `pixels` (B, 3, H, W), fp32 in [-1, 1], or else `latents` as they were kept, if they were encoded before
+    The images are `pixels` (B, 3, H, W), fp32 in [-1, 1], or else cached `latents`
     (`smalti.models.latents_of` makes the model's latents of either). `conditioning` is
     that of the captions, None if they were not. `numbers` are unique over the run and belong to the visit; `keys` are
     "DATASET/KEY"; `size_conditioning` says what the images show of their originals.
@@ -71,25 +71,24 @@ class Batch:
 
 
 class Loader(Iterator[Batch]):
-    """Iterates without end. Close it, or use it in a `with` block.
+    """An endless iterator over batches. Close it, or use it in a `with` block.
 
     An image that cannot be read is recorded in `errors` and replaced by the next readable one in the stream of its bucket.
-    Which one that is depends on the sample's place alone, so the other ranks need not be told. Errors of the storage itself,
-    and defects, come out of `next` with the traceback of the thread where they happened.
+    Which one depends on the sample's place alone, so ranks need not communicate. `next` raises errors of the storage itself,
+    and bugs, with the traceback of their thread.
 
     Args:
-        data: what `prepare` returned; the same on every rank.
-        world: where this rank stands; ranks that work on the same samples get the same ones.
+        data: from `prepare`; the same on every rank.
+        world: this rank's place; ranks of one context-parallel group get the same samples.
         micro_batch: images per rank and forward pass.
         accumulation: forward passes per optimizer step.
-        errors: counts broken images; a fresh one if not given.
-        position: how many global batches came before.
+        errors: counts broken images; a new one by default.
+        position: the number of global batches before the first.
         prefetch: batches kept ready.
         workers: threads; chosen by the number of cores if 0.
-        cache_bytes: memory for scaled images. It is filled once and then kept: in a shuffled order that serves as many visits
-            as any other policy.
-        latents: those of all images, if they were encoded before.
-        texts: the conditioning of all captions, if they were encoded before.
+        cache_bytes: memory for scaled images. It is filled once and never evicted: in a shuffled order no policy has more hits.
+        latents: cached latents of all images, if there are any.
+        texts: cached conditioning of all captions, if there is any.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class Loader(Iterator[Batch]):
         self._pins = pins_memory(kind)
         self._next = position
         self.waited = 0.0
-        """Seconds that the last batch was waited for; near 0 as long as the threads keep up."""
+        """Seconds spent waiting for the last batch; near 0 as long as the threads keep up."""
         self._stopping = threading.Event()
         workers = workers or min(_MAX_WORKERS, prefetch, max(1, _cores() // world.local_size))
         self._pool = ThreadPoolExecutor(workers, "smalti-loader", initializer=use_device, initargs=(world.device,))
@@ -136,7 +135,7 @@ class Loader(Iterator[Batch]):
 
     @property
     def budget_exhausted(self) -> str | None:
-        """Why the run should stop, once it should; it is known as soon as a batch is made, so before that batch is taken."""
+        """Why the run should stop, or None; known as soon as a batch is loaded, so before that batch is taken."""
         return f"{self.errors.exhausted}; {self.errors.fix}" if self.errors.exhausted else None
 
     def __next__(self) -> Batch:
@@ -149,7 +148,7 @@ class Loader(Iterator[Batch]):
         return batch if self._on_host else self._on_device(batch)
 
     def close(self) -> None:
-        """Stop the threads; returns when they have ended, which takes as long as one image. May be called again."""
+        """Stop the threads and wait until they have ended, at most as long as one image takes. May be called again."""
         self._stopping.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._ready.clear()
@@ -165,7 +164,7 @@ class Loader(Iterator[Batch]):
         self._next += 1
 
     def _assemble(self, position: int) -> Batch:
-        """In a worker thread: this rank's part of a global batch; fp32, or for an accelerator bytes, pinned if possible."""
+        """In a worker thread: load this rank's part of a global batch, as fp32, or for an accelerator as pinned bytes."""
         global_batch = self._order.batch(position)
         micro = tuple(self._micro(global_batch, index) for index in range(self._accumulation))
         return Batch(position=position, epoch=global_batch.epoch, bucket=global_batch.bucket, micro=micro)
@@ -220,7 +219,7 @@ class Loader(Iterator[Batch]):
         return tensor.pin_memory() if self._pins else tensor
 
     def _on_device(self, batch: Batch) -> Batch:
-        # Bytes cross the bus, a quarter of fp32. On the current stream, so that nothing else need be waited for.
+        # Bytes are copied, a quarter of fp32. On the current stream, so that no synchronization is needed.
         return replace(batch, micro=tuple(self._moved(one) for one in batch.micro))
 
     def _moved(self, one: MicroBatch) -> MicroBatch:
@@ -237,7 +236,7 @@ class Loader(Iterator[Batch]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Visit:
-    """One sample as it is trained: the image's bytes (3, H, W), or its latents (C, h, w)."""
+    """One sample for training: the image's bytes (3, H, W), or its latents (C, h, w)."""
 
     content: Bytes | Tensor
     caption: str
@@ -246,7 +245,7 @@ class _Visit:
 
 
 class _Reader:
-    """One sample at a time, for any thread: from the cache or the storage, with a stand-in for what cannot be read."""
+    """Loads one sample at a time, in any thread, from the cache or the storage; replaces what cannot be read."""
 
     def __init__(self, data: PreparedData, errors: ErrorBudget, cache_bytes: int, latents: CachedLatents | None) -> None:
         self._data = data
@@ -271,13 +270,13 @@ class _Reader:
                 break
         else:
             self._errors.exhaust(f"no image of bucket {batch.bucket} can be read")
-        # The run is about to stop by agreement; until then this rank has to keep step with the others.
+        # The run stops after the next agreement of all ranks; until then this rank has to continue with the others.
         width, height = batch.bucket.width, batch.bucket.height
         blank = np.full((3, height, width), 255, dtype=np.uint8)
         return _Visit(content=blank, caption="", key="", size=SizeConditioning(width=width, height=height, left=0, top=0))
 
     def _encoded(self, sample: int, bucket: Bucket) -> tuple[Tensor, CropOffset]:
-        """The latents of a sample; once they are lost, of another one, for the step in which the run stops by agreement."""
+        """Returns the latents of a sample; if they cannot be read, those of another one, until all ranks stop together."""
         assert self._latents is not None
         try:
             self._substitutes[bucket] = found = self._latents.get(sample, bucket)
@@ -289,7 +288,7 @@ class _Reader:
         return found
 
     def _load(self, sample: int, bucket: Bucket) -> Bytes | None:
-        """The scaled image of a sample, or None when it is bad."""
+        """Returns the scaled image of a sample, or None if it is unusable."""
         image = self._cache.get(sample)
         if image is not None:
             return image
@@ -302,14 +301,14 @@ class _Reader:
             self._bad.add(sample)
             self._errors.record(Quarantined(dataset=dataset.spec.id, key=key, reason=str(error)))
             return None
-        # Two threads may count at once; then the limit is missed by an image or two, which does no harm.
+        # Two threads may count at once; then the limit is exceeded by an image or two, which is harmless.
         if image.nbytes <= self._cache_bytes_free:
             self._cache_bytes_free -= image.nbytes
             self._cache[sample] = image
         return image
 
     def _crop(self, sample: int, image: Bytes, bucket: Bucket, number: int) -> tuple[Bytes, CropOffset]:
-        """The bucket's part of a scaled image, and where it is; drawn from the visit's number."""
+        """Returns a scaled image cropped to its bucket, and the offset; a random one depends on the number of the visit."""
         if image.shape == (3, bucket.height, bucket.width):
             return image, (0, 0)
         crop_settings, seed = self._data.crop_settings[self._data.locate(sample)[0]], self._data.order.seed
@@ -318,7 +317,7 @@ class _Reader:
         return crop(image, bucket, offset), offset
 
     def _complete(self, sample: int, content: Bytes | Tensor, offset: CropOffset, batch: GlobalBatch) -> _Visit:
-        """What belongs to the image besides; one of the captions, drawn from the epoch."""
+        """Adds caption and size conditioning to an image; the epoch determines which caption."""
         position, row = self._data.locate(sample)
         dataset = self._data.datasets[position]
         left, top = offset
@@ -333,7 +332,7 @@ class _Reader:
 
 
 def _normalised(images: Bytes) -> NDArray[np.float32]:
-    """Like `pixels.normalised`, to the last bit. In numpy, which stays on this thread: torch would start a team of its own."""
+    """Like `images.normalised`, bit for bit. In numpy, which stays on this thread: torch would start threads of its own."""
     values = images.astype(np.float32)
     values /= np.float32(127.5)
     values -= np.float32(1.0)
@@ -341,5 +340,5 @@ def _normalised(images: Bytes) -> NDArray[np.float32]:
 
 
 def _cores() -> int:
-    """The cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

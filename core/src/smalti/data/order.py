@@ -1,12 +1,12 @@
-"""The order of samples: a pure function of (samples, seed, effective batch), whoever asks for it.
+"""The order of samples: a pure function of (samples, seed, effective batch), the same in every process.
 
-Every bucket deals its samples as an endless stream of passes; a pass is all its samples in an order drawn from (seed, bucket,
-number of the pass). Global batches of one bucket are cut from its stream one after the other, without gaps, so what is left
-over at the end of an epoch opens the next one: nothing is dropped, nothing doubled. Epoch e takes as many batches of a bucket
+Every bucket yields its samples as an endless stream of passes; a pass is all its samples in a permutation that (seed, bucket,
+number of the pass) determine. Global batches of one bucket are consecutive slices of its stream, without gaps, so samples that
+remain at the end of an epoch start the next one: no sample is dropped or repeated. Epoch e takes as many batches of a bucket
 of n samples as fit: floor((e+1) n/B) - floor(e n/B) for batches of B. The batches of an epoch are shuffled by (seed, epoch).
 
-Where training stands is one number, the position: how many global batches came before. Ranks, worker threads and gradient
-accumulation only cut a global batch into pieces, so they cannot change what is seen, and a resume is exact.
+The state of the order is one number, the position: how many global batches came before. Ranks, worker threads and gradient
+accumulation only split a global batch, so they cannot change which samples are seen, and a resume is exact.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BucketSamples:
-    """What a bucket deals: samples by number, each once, and how often each is seen in an epoch (repeats + 1)."""
+    """The samples of a bucket by number, each once, and how often each is seen in an epoch (repeats + 1)."""
 
     bucket: Bucket
     samples: Numbers
@@ -43,8 +43,8 @@ class BucketSamples:
 class GlobalBatch:
     """One step's samples over all ranks and micro-batches, all of one bucket.
 
-    `first` is the place of the batch in the stream of its bucket, in samples. `numbers` are unique over the run: what is
-    drawn at random for a visit (noise, timestep, crop) is drawn from its number.
+    `first` is the place of the batch in the stream of its bucket, in samples. `numbers` are unique over the run: they
+    seed everything that is random in a visit (noise, timestep, crop).
     """
 
     position: int
@@ -59,7 +59,7 @@ class GlobalBatch:
 
 
 class Order:
-    """All batches of a run, by position. Cheap to make; safe to use from several threads.
+    """All batches of a run, by position. Cheap to create; safe to use from several threads.
 
     Args:
         buckets: in any order; each with at least one sample.
@@ -75,7 +75,7 @@ class Order:
         self.effective_batch = effective_batch
         self._permutations = [_BucketPermutation(bucket) for bucket in self.buckets]
         self._samples_per_epoch = np.array([bucket.copies.sum() for bucket in self.buckets], dtype=np.int64)
-        # A batch may reach from one pass into the next, and threads may stand on both sides of the end of an epoch.
+        # A batch may span two passes, and threads may work on both sides of the end of an epoch.
         self._passes: _Recent[Numbers] = _Recent(2 * len(self.buckets) + 2)
         self._epochs: _Recent[_Epoch] = _Recent(2)
 
@@ -95,7 +95,7 @@ class Order:
         )
 
     def epoch_of(self, position: int) -> int:
-        """The epoch, from 0, that the batch at a position belongs to."""
+        """Returns the epoch, from 0, of the batch at a position."""
         if position < 0:
             raise ValueError("positions count from 0")
         # An epoch holds at least total/B - buckets batches.
@@ -108,10 +108,10 @@ class Order:
         return int((self._samples_per_epoch * epoch // self.effective_batch).sum())
 
     def replacements(self, batch: GlobalBatch, slot: int) -> Iterator[int]:
-        """Samples to put in place of one that cannot be read: those that follow it in the stream of its bucket.
+        """Yields replacements for a sample that cannot be read: those that follow it in the stream of its bucket.
 
-        Every sample of the bucket comes up before the end. The same on every rank, since it depends on the sample's place only:
-        a rank that replaces one need not tell the others.
+        They include every sample of the bucket. They are the same on every rank, because they depend on the sample's place
+        only: a rank that replaces one need not communicate.
         """
         bucket = bisect_right(self.buckets, batch.bucket, key=lambda one: one.bucket) - 1
         size = self._permutations[bucket].size
@@ -121,7 +121,7 @@ class Order:
                 yield int(sample)
 
     def _stream(self, bucket: int, start: int, count: int) -> Numbers:
-        """`count` samples of a bucket's stream from a place in it."""
+        """Returns `count` samples of a bucket's stream from a place in it."""
         bucket_permutation = self._permutations[bucket]
         parts = []
         while count > 0:
@@ -146,7 +146,7 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Epoch:
-    """One epoch, by step: which bucket's turn it is, and which batch of that bucket since the start of the run."""
+    """One epoch, by step: the bucket, and which batch of that bucket it is since the start of the run."""
 
     start: int
     buckets: Numbers
@@ -154,9 +154,9 @@ class _Epoch:
 
 
 class _BucketPermutation:
-    """The samples of one pass of a bucket, unshuffled.
+    """The samples of one pass of a bucket, and their permutations.
 
-    Repeats that all samples share do not make a pass longer but passes more frequent: then the copies of an image lie far
+    Repeats that all samples share do not make a pass longer, but passes more frequent: so the copies of an image are far
     apart.
     """
 
@@ -172,7 +172,7 @@ class _BucketPermutation:
 
 
 class _Recent(Generic[T]):
-    """The last few results of a computation. One thread computes, the others wait for it."""
+    """Caches the last few results of a computation. One thread computes, the others wait for it."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

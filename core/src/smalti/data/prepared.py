@@ -1,4 +1,4 @@
-"""From datasets to a run's order of samples.
+"""The samples of a run's datasets, in buckets and in order.
 
 Rank 0 (or the launcher) calls `build_datasets`; after a barrier the other ranks call `load_datasets`. Then every rank calls
 `prepare`, which needs no communication: the same indexes give the same order.
@@ -37,29 +37,29 @@ _SHOWN = 5  # reasons in a message; the rest is in the quarantine file
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """One dataset, ready to read."""
+    """One dataset: its entry, its storage and its index."""
 
     spec: DatasetSpec
     storage: Storage
     index: DatasetIndex
     skipped_files: Mapping[str, int] = field(default_factory=dict)
-    """Files that are no samples, by extension; known where the dataset was just scanned."""
+    """Numbers of files that are not samples, by extension; only set by a scan."""
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the user should know about its entry and its files."""
+        """Messages for the user about its entry and its files."""
         if not self.skipped_files:
             return self.spec.notices
         total, names = sum(self.skipped_files.values()), describe_skipped(self.skipped_files)
         return (
             *self.spec.notices,
-            f"dataset {self.spec.id}: {total} files are left out, as smalti does not read them: {names}",
+            f"dataset {self.spec.id}: {total} files are skipped, because smalti does not read them: {names}",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataRules:
-    """What the options and the model family say about all datasets.
+    """What the options and the model family set for all datasets.
 
     `alignment` and `aspect_rounding` shape the buckets. `error_budget` is a share of all samples when it is below 1, else a
     count.
@@ -75,10 +75,10 @@ class DataRules:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PreparedData:
-    """The samples of a run in their order.
+    """The samples of a run, in order.
 
-    A sample's number is its row, counted through all datasets in order of their ids; `locate` goes back. `counts` is what each
-    bucket holds, `notices` what the user should be told.
+    A sample's number is its row, counted through all datasets in order of their ids; `locate` is the inverse. `counts` is the
+    contents of each bucket, `notices` are messages for the user.
     """
 
     order: Order
@@ -90,15 +90,15 @@ class PreparedData:
     allowed_errors: int
     offsets: tuple[int, ...]
     held_out: PreparedData | None = None
-    """The images that are not trained on but evaluated, if there are any; their order means nothing."""
+    """The held-out images, for evaluation, if there are any; their order has no meaning."""
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """The position of a sample's dataset in `datasets`, and its row there."""
+        """Returns the position of a sample's dataset in `datasets`, and its row there."""
         dataset = bisect_right(self.offsets, sample) - 1
         return dataset, sample - self.offsets[dataset]
 
     def error_budget(self, log: Path | None = None) -> ErrorBudget:
-        """A fresh budget for one rank, what the scan found already counted. `log` is this rank's own JSON-lines file."""
+        """Returns a new budget for one rank, which already counts what the scan found. `log` is this rank's JSON-lines file."""
         return ErrorBudget(allowed=self.allowed_errors, already=len(self.quarantined), log=log)
 
     @property
@@ -107,7 +107,7 @@ class PreparedData:
 
     @cached_property
     def identity(self) -> Identity:
-        """What the data are. Worked out once, since nothing of it changes during a run; reads all keys."""
+        """Digests of the data. Computed once, since the data do not change during a run; reads all keys."""
         pairs = zip(self.datasets, self.crop_settings, strict=True)
         settings = {dataset.spec.id: _settings(dataset.spec, crop_settings) for dataset, crop_settings in pairs}
         return Identity.of(self.indexes, self.order, settings)
@@ -121,14 +121,14 @@ def build_datasets(
     *,
     kind: Kind = "image",
 ) -> tuple[Dataset, ...]:
-    """Scan the datasets of a kind, one after the other; by one process, and before `load_datasets` in the others.
+    """Scan the datasets of one kind. Call it in one process, before `load_datasets` in the others.
 
     Args:
-        specs: of `parse_datasets`; entries of other kinds are passed over.
-        catalog: the storages and metadata backends there are.
+        specs: from `parse_datasets`; entries of other kinds are skipped.
+        catalog: the registered storages and metadata backends.
         directory: where indexes and quarantine lists are kept, the run directory's `data`; None keeps nothing.
-        progress: called with the id of a dataset before it is scanned; returns what is told how far the scan is.
-        kind: those that are trained on, or those that are held out.
+        progress: called with the id of a dataset before it is scanned; returns the progress callback of the scan.
+        kind: "image" for training, "eval" for held-out images.
     """
     datasets = []
     for spec in _of_kind(specs, kind):
@@ -146,7 +146,7 @@ def build_datasets(
 def load_datasets(
     specs: Sequence[DatasetSpec], catalog: Catalog, directory: Path, *, kind: Kind = "image"
 ) -> tuple[Dataset, ...]:
-    """The datasets of a kind as another process has built them."""
+    """Load the datasets of one kind from the indexes that another process has built."""
     return tuple(
         Dataset(spec=spec, storage=catalog.open_storage(spec), index=load_index(spec, directory / f"{spec.id}.arrow"))
         for spec in _of_kind(specs, kind)
@@ -154,9 +154,9 @@ def load_datasets(
 
 
 def prepare(datasets: Sequence[Dataset], rules: DataRules, *, notices: Sequence[str] = ()) -> PreparedData:
-    """Put all samples into buckets, check the buckets, and fix the order. `notices` come before those that are found here.
+    """Sort all samples into buckets, check the buckets, and compute the order. `notices` are put before those found here.
 
-    Raises PreflightError when a bucket cannot fill a batch, when no sample is left, or when more samples are broken than the
+    Raises PreflightError when a bucket cannot fill a batch, when no sample remains, or when more samples are unusable than the
     error budget allows.
     """
     datasets = tuple(sorted(datasets, key=lambda dataset: dataset.spec.id))
@@ -166,25 +166,25 @@ def prepare(datasets: Sequence[Dataset], rules: DataRules, *, notices: Sequence[
     allowed = allowed_errors(rules.error_budget, sum(len(dataset.index) for dataset in datasets))
     if len(quarantined) > allowed:
         _check_captions_exist(datasets)
-        raise PreflightError(_over_budget(quarantined, allowed), fix="mend or remove these files, or raise --data_error_budget")
+        raise PreflightError(_over_budget(quarantined, allowed), fix="fix or remove these files, or raise --data_error_budget")
 
     messages = [*notices, *(notice for dataset in datasets for notice in dataset.notices)]
     if quarantined:
-        messages.append(
-            f"{len(quarantined)} samples are set aside (the error budget allows {allowed}): {_reasons(quarantined)}"
-        )
+        messages.append(f"{len(quarantined)} samples are unusable (the error budget allows {allowed}): {_reasons(quarantined)}")
     contents: dict[Bucket, list[_BucketPart]] = {}
     for dataset, settings, offset in zip(datasets, crop_settings, offsets, strict=True):
         by_bucket, small = _rows_by_bucket(dataset.index, settings)
         if small:
             total = len(dataset.index)
-            messages.append(f"dataset {dataset.spec.id}: {small} of {total} images are below minimum_image_size and left out")
+            messages.append(
+                f"dataset {dataset.spec.id}: {small} of {total} images are smaller than minimum_image_size and skipped"
+            )
         for bucket, rows in by_bucket.items():
             content = _BucketPart(dataset=dataset.spec.id, samples=rows + offset, repeats=dataset.spec.repeats)
             contents.setdefault(bucket, []).append(content)
     if not contents:
         _check_captions_exist(datasets)
-        raise PreflightError("no dataset has an image that can be trained on", fix="lower minimum_image_size or add images")
+        raise PreflightError("no dataset has an image that can be trained on", fix="lower minimum_image_size, or add images")
 
     counts = tuple(
         BucketCount(bucket=bucket, shares=tuple(content.share for content in contents[bucket])) for bucket in sorted(contents)
@@ -205,19 +205,19 @@ def prepare(datasets: Sequence[Dataset], rules: DataRules, *, notices: Sequence[
 
 
 def check_no_overlap(training: Sequence[Dataset], held_out: Sequence[Dataset]) -> None:
-    """Raises PreflightError for images that are held out of one dataset and lie in another that is trained on."""
+    """Raises PreflightError if a held-out image is also in a training dataset."""
     names = {place for dataset in held_out for place in _image_ids(dataset)}
     for dataset in training:
         both = [place[-1] for place in _image_ids(dataset) if place in names]
         if both:
             raise PreflightError(
-                f"{len(both)} images of the eval datasets are trained on too, by the dataset {dataset.spec.id}: {both[0]}",
-                fix="give the eval dataset a folder of its own, outside of those that are trained on",
+                f"{len(both)} images of the eval datasets are also in the training dataset {dataset.spec.id}: {both[0]}",
+                fix="put the eval images in a separate folder, outside of the training datasets",
             )
 
 
 def _image_ids(dataset: Dataset) -> Iterator[tuple[str, ...]]:
-    """What tells each image of a dataset from those of others."""
+    """Identifies each image of a dataset, across datasets."""
     spec = dataset.spec
     if spec.type == "local" and spec.instance_data_dir is not None:
         root = os.path.realpath(spec.instance_data_dir)
@@ -228,7 +228,7 @@ def _image_ids(dataset: Dataset) -> Iterator[tuple[str, ...]]:
 
 
 def crop_settings_of(spec: DatasetSpec, rules: DataRules) -> CropSettings:
-    """How a dataset's images find their bucket."""
+    """The crop settings of a dataset."""
     return CropSettings(
         resolution=spec.resolution,
         resolution_type=spec.resolution_type,
@@ -242,7 +242,7 @@ def crop_settings_of(spec: DatasetSpec, rules: DataRules) -> CropSettings:
 
 
 def _settings(spec: DatasetSpec, crop_settings: CropSettings) -> dict[str, object]:
-    """What decides in which order a dataset's images come and how they are cropped, by the names that users give it."""
+    """The settings that determine order and crops of a dataset's images, under the names of the options."""
     return {
         "resolution": crop_settings.resolution,
         "resolution_type": crop_settings.resolution_type,
@@ -257,7 +257,7 @@ def _settings(spec: DatasetSpec, crop_settings: CropSettings) -> dict[str, objec
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _BucketPart:
-    """What one dataset puts into a bucket. `repeats` 0 means that they were not set by hand."""
+    """One dataset's samples in a bucket. `repeats` is 0 if the user did not set it."""
 
     dataset: str
     samples: NDArray[np.int64]
@@ -273,7 +273,7 @@ def _of_kind(specs: Iterable[DatasetSpec], kind: Kind) -> list[DatasetSpec]:
 
 
 def _rows_by_bucket(index: DatasetIndex, crop_settings: CropSettings) -> tuple[dict[Bucket, NDArray[np.int64]], int]:
-    """The healthy rows by bucket, ascending, and how many are too small."""
+    """Returns the usable rows by bucket, ascending, and how many images are too small."""
     rows = index.healthy
     sizes = index.widths[rows].astype(np.int64) << 32 | index.heights[rows]
     # Images come in far fewer sizes than there are images, so the rule is applied once per size.
@@ -294,7 +294,7 @@ def _bucket_samples(bucket: Bucket, parts: Sequence[_BucketPart], raised: int) -
 
 
 def _check_captions_exist(datasets: Iterable[Dataset]) -> None:
-    """Raises PreflightError for a dataset in which no image at all has a text file: it was meant to be captioned otherwise."""
+    """Raises PreflightError for a dataset without a single text file: another caption strategy was meant."""
     for dataset in datasets:
         if all(item.reason.startswith(NO_TEXT_FILE) for item in dataset.index.quarantined) and not len(dataset.index.healthy):
             raise PreflightError(

@@ -1,4 +1,4 @@
-"""Threads that wait for storages, and that nobody has to wait for when a run is to end."""
+"""Threads that read from storages, and that do not delay the end of a run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ R = TypeVar("R")
 
 
 class Threads:
-    """So many threads, to use in a `with` statement. One that is left by an exception leaves them where they are.
+    """A pool of threads, to use in a `with` statement. If that ends with an exception, the threads are abandoned.
 
-    A read from a storage that does not answer cannot be interrupted, and the threads of `concurrent.futures` are waited for
+    A read from a storage that does not answer cannot be interrupted, and Python waits for the threads of `concurrent.futures`
     even at the end of the process.
     """
 
@@ -31,14 +31,14 @@ class Threads:
         def work() -> None:
             try:
                 future.set_result(function(item))
-            except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
+            except BaseException as error:  # noqa: BLE001 - raised where the result is requested
                 future.set_exception(error)
 
         self._work.put(work)
         return future
 
     def map(self, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-        """The results in order; all of the work begins at once."""
+        """Returns the results in order; all of the work is queued at once."""
         futures = [self.submit(function, item) for item in items]
         return (future.result() for future in futures)
 

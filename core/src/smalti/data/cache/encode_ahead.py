@@ -1,12 +1,12 @@
-"""Before training: encode every image and every text once, on all ranks together, keep them, and put the encoders away.
+"""Before training: encode every image and every text once, on all ranks, cache the results, and release the encoders.
 
-What is there already, from this run or from another one with the same encoders, is not encoded again. Each rank takes the keys
-that fall to it by their own value, so shares are disjoint however many ranks there are and whatever each of them sees. All
-ranks speak every few seconds: so none waits for a slower one longer than that, a failure of one is everyone's at once, and the
-main rank can say how far all of them are.
+What is cached already, by this run or another one with the same encoders, is not encoded again. Keys are assigned to ranks by
+their value, so shares are disjoint for any number of ranks and whatever each of them sees. All ranks communicate every few
+seconds: then none waits longer than that for a slower one, a failure on one rank reaches all at once, and the main rank can
+report the progress of all.
 
-Shapes: B images or texts of a batch, always the same number: kernels sum in another order for another one. A short batch is
-filled up with its first member.
+Shapes: B images or texts of a batch, always the same number, because kernels sum in another order for another batch size. A
+short batch is padded with its first member.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ R = TypeVar("R")
 _ROUND_SECONDS = 5.0
 _LINE_SECONDS = 10.0
 _VISIBLE_SECONDS = 90.0
-"""How long a network file system may take to show what another machine has written."""
+"""How long a network file system may take to show what another node has written."""
 _PART_BYTES = 256 * 2**20
 _PART_ENTRIES = 4096
 _PART_SECONDS = 60.0
-"""A part is written when it is as large as this, or as old: no more work than that is lost with the process."""
+"""A part is written when it is this large, or this old: at most that much work is lost if the process dies."""
 _DECODING_THREADS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """What was encoded before training; None for what is encoded in every step."""
+    """Cached latents and texts; None for what is encoded in every step."""
 
     latents: CachedLatents | None = None
     texts: CachedTexts | None = None
     held_out: CachedLatents | None = None
-    """Latents of the images that are held out, if there are any."""
+    """Latents of the held-out images, if there are any."""
 
     def conditioning(self, texts: Sequence[str], device: str) -> Conditioning | None:
-        """That of these texts, on the device; None if texts are encoded in every step."""
+        """Returns the conditioning of these texts, on the device; None if texts are encoded in every step."""
         if self.texts is None:
             return None
         return {name: rows.to(device) for name, rows in self.texts.rows(texts).items()}
@@ -82,13 +82,13 @@ def encode_ahead(
     log: Path,
     phases: Phases | None = None,
 ) -> Encoded:
-    """Encode what is missing, then release the encoders. *Collective*. Does nothing for a family that is no `Cacheable`.
+    """Encode what is missing, then release the encoders. *Collective*. Does nothing for a family that is not `Cacheable`.
 
-    To be called before there is a model: encoders and it need not fit beside each other.
+    Call it before the model is built: encoders and model need not fit into memory together.
 
-    `log` is a folder for this rank's list of broken images. What is encoded when a signal or Ctrl-C ends it is kept. Raises
-    PreflightError on all ranks when one cannot go on: no room, no right to write, more broken images than the error budget
-    allows.
+    `log` is a folder for this rank's list of broken images. What was encoded before a signal or Ctrl-C is kept. Raises
+    PreflightError on all ranks if one of them fails: not enough space, no permission to write, more unusable images than the
+    error budget allows.
     """
     if not isinstance(family, Cacheable):
         return Encoded()
@@ -117,7 +117,7 @@ def encode_ahead(
 
 
 def all_captions(data: PreparedData) -> Iterator[str]:
-    """Every caption that a visit may draw."""
+    """Yields every caption that a visit may pick."""
     for content in data.order.buckets:
         for sample in content.samples.tolist():
             position, row = data.locate(sample)
@@ -126,7 +126,7 @@ def all_captions(data: PreparedData) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Task:
-    """A sample to encode, and where its latents go."""
+    """A sample to encode, and the key for its latents."""
 
     sample: int
     bucket: Bucket
@@ -135,7 +135,7 @@ class _Task:
 
 @dataclass(kw_only=True)
 class _Encoder:
-    """What both kinds of encoding share."""
+    """Encodes texts and images on all ranks."""
 
     family: ModelFamily
     ranks: Communicator
@@ -147,12 +147,12 @@ class _Encoder:
         return self.ranks.world
 
     def open(self, kind: Encoding, folders: Sequence[Path]) -> list[TensorStore]:
-        """For each folder the store in it of what this family's encoder makes. *Collective*."""
+        """Returns for each folder the store for this family's encoder in it. *Collective*."""
         identities = run_on_all_ranks(self.ranks, lambda: self._identity(kind))
         if different := [rank for rank, other in enumerate(identities) if other != identities[0]]:
             raise UserError(
-                f"rank {different[0]} has other weights or settings for encoding {kind} than rank 0",
-                fix="put the same model on every machine",
+                f"rank {different[0]} encodes {kind} with other weights or settings than rank 0",
+                fix="use the same model on every node",
             )
         name = f"{kind}-{self.family.name}-{sha256(identities[0].encode()).hexdigest()[:16]}"
         stores: dict[Path, TensorStore] = {folder: FolderStore(folder / name) for folder in folders}
@@ -169,13 +169,13 @@ class _Encoder:
         assert isinstance(self.family, Cacheable)
         identity = {"kind": kind, "family": self.family.name, **self.family.encoder_identity(kind)}
         if kind == "latents" and isinstance(self.family, KeepsRawLatents):
-            identity["normalised"] = False  # nothing that was kept before the family did is taken for raw latents
+            identity["normalised"] = False  # older caches of the family hold normalised latents
         return json.dumps(identity, sort_keys=True)
 
     # --- texts ------------------------------------------------------------------------------------------------------
 
     def encode_texts(self, texts: CachedTexts, wanted: Iterable[str]) -> None:
-        """Conditioning of all these texts. *Collective*."""
+        """Encode all these texts. *Collective*."""
         by_key = {texts.key(text): text for text in wanted}
         missing = texts.store.missing(by_key)
         mine = [by_key[key] for key in sorted(missing) if self._is_mine(key)]
@@ -193,11 +193,13 @@ class _Encoder:
     # --- images ---------------------------------------------------------------------------------------------------
 
     def encode_images(self, latents: CachedLatents, data: PreparedData, errors: ErrorBudget) -> None:
-        """Latents of all images, but for those that cannot be read, which are then known to `latents`. *Collective*."""
+        """Encode all images; those that cannot be read are recorded in `latents.broken`. *Collective*."""
         if self.world.is_main and any(
             crop_settings.crop and crop_settings.crop_style == "random" for crop_settings in data.crop_settings
         ):
-            _ProgressLine.say("each image is cut at random once, and not anew at each visit; --vae_cache_disable does that")
+            _ProgressLine.say(
+                "random crops are chosen once per image, because latents are cached; --vae_cache_disable crops at each visit"
+            )
         wanted = [
             _Task(sample=sample, bucket=content.bucket, key=latents.key(sample, content.bucket))
             for content in data.order.buckets
@@ -212,7 +214,7 @@ class _Encoder:
         def encode(batch: Sequence[tuple[_Task, Bytes, CropOffset] | BadSampleError]) -> int:
             good = [one for one in batch if not isinstance(one, BadSampleError)]
             if errors.exhausted:
-                raise PreflightError(errors.exhausted, fix="mend or remove such files, or raise --data_error_budget")
+                raise PreflightError(errors.exhausted, fix="fix or remove such files, or raise --data_error_budget")
             if good:
                 pixels = torch.from_numpy(np.stack(_padded([image for _, image, _ in good], self.batch)))
                 made = latents_to_keep(self.family, normalised(pixels.to(self.world.device))).cpu()
@@ -243,15 +245,15 @@ class _Encoder:
             self._wait_until_visible(store, keys)
 
     def _share_broken(self, latents: CachedLatents, data: PreparedData, broken: Mapping[int, str]) -> None:
-        """Tell every rank which samples are broken; refuse to train when they are too many. *Collective*."""
+        """Exchange which samples are broken; raises PreflightError if there are too many. *Collective*."""
         found: dict[str, str] = {}
         for answer in run_on_all_ranks(self.ranks, lambda: json.dumps(broken)):
             found |= json.loads(answer)
         latents.broken = frozenset(int(sample) for sample in found)
-        fix = "mend or remove such files, or raise --data_error_budget"
+        fix = "fix or remove such files, or raise --data_error_budget"
         count = len(found) + len(data.quarantined)
         if found and count > data.allowed_errors:
-            message = f"{count} samples cannot be used, more than the error budget of {data.allowed_errors}; one of them: "
+            message = f"{count} samples cannot be used, more than the error budget of {data.allowed_errors}; for example: "
             raise PreflightError(message + next(iter(found.values())), fix=fix)
         for content in data.order.buckets:
             if latents.broken.issuperset(content.samples.tolist()):
@@ -263,14 +265,14 @@ class _Encoder:
         return int(key[:8], 16) % self.world.size == self.world.rank
 
     def _progress(self, what: str, wanted: int, batches: Iterator[int], mine: int, flush: Callable[..., None]) -> None:
-        """Do this rank's batches, each of which gives the number of its members; come back when all ranks are done."""
+        """Process this rank's batches, each of which returns its number of items; returns when all ranks are done."""
         total = sum(map(int, run_on_all_ranks(self.ranks, lambda: str(mine))))
         if total == 0:
             return
         self.phases.enter("encoding", total=total, unit="images" if what == "latents" else what)
         show = _ProgressLine(what=what, total=total) if self.world.is_main else None
         if show:
-            there = "; the others are there already" if total < wanted else ""
+            there = "; the others are cached already" if total < wanted else ""
             show.say(f"encoding {total:,} of {wanted:,} {what}{there}")
         done = others = 0
 
@@ -283,7 +285,7 @@ class _Encoder:
                     self.phases.advance(others + done)
                     flush(everything=False)
             except KeyboardInterrupt:
-                flush(everything=True)  # before the others are told, who may not be there any more
+                flush(everything=True)  # before communicating: the other ranks may have ended
                 raise
             if done == mine:
                 flush(everything=True)
@@ -303,7 +305,7 @@ class _Encoder:
             show.update(finished)
 
     def _wait_until_visible(self, store: TensorStore, keys: Iterable[str]) -> None:
-        """Until this rank sees what all ranks have written. *Collective*."""
+        """Wait until this rank sees what all ranks have written. *Collective*."""
         wanted = list(keys)
 
         def look() -> str:
@@ -312,7 +314,7 @@ class _Encoder:
                 if time.monotonic() > deadline:
                     raise UserError(
                         f"{len(missing)} of {len(wanted)} entries that other ranks have written are not in {store}",
-                        fix="name a folder with --cache_dir that every machine sees",
+                        fix="set --cache_dir to a folder that all nodes share",
                     )
                 time.sleep(1.0)
             return ""
@@ -321,7 +323,7 @@ class _Encoder:
 
 
 class _Pending:
-    """Entries on their way into a store, until they make a part."""
+    """Entries that are collected until they make up a part of the store."""
 
     def __init__(self, store: TensorStore) -> None:
         self._store = store
@@ -337,7 +339,7 @@ class _Pending:
         self._bytes += sum(tensor.nbytes for entry in entries.values() for tensor in entry.values())
 
     def flush(self, *, everything: bool) -> None:
-        """Write a part, if it is large or old enough to be one."""
+        """Write a part, if it is large or old enough."""
         due = self._bytes >= _PART_BYTES or len(self._entries) >= _PART_ENTRIES
         if self._entries and (everything or due or time.monotonic() - self._since >= _PART_SECONDS):
             self._store.put(self._entries)
@@ -345,7 +347,7 @@ class _Pending:
 
 
 class _ProgressLine:
-    """How far all ranks are, as a line on standard error now and then and one in the end."""
+    """Prints the progress of all ranks to standard error, every few seconds and at the end."""
 
     def __init__(self, *, what: str, total: int) -> None:
         self._what, self._total = what, total
@@ -357,8 +359,8 @@ class _ProgressLine:
             return
         self._shown = now
         rate = done / max(now - self._begun, 1e-9)
-        left = timedelta(seconds=round((self._total - done) / rate)) if rate else "-"
-        self.say(f"{self._what} {done:,}/{self._total:,}  {rate:.1f}/s  {left} left")
+        remaining = timedelta(seconds=round((self._total - done) / rate)) if rate else "-"
+        self.say(f"{self._what} {done:,}/{self._total:,}  {rate:.1f}/s  {remaining} remaining")
 
     @staticmethod
     def say(text: str) -> None:
@@ -366,14 +368,14 @@ class _ProgressLine:
 
 
 def _describe(place: Path, identity: str) -> None:
-    """Make the folder of a store, with what its entries were made by in a file for people."""
+    """Make the folder of a store, with a file that describes its encoder."""
     try:
         place.mkdir(parents=True, exist_ok=True)
         if not (place / "encoder.json").exists():
             write_json_atomically(place / "encoder.json", json.loads(identity))
     except OSError as error:
         raise UserError(
-            f"cannot keep encoded images and texts in {place}: {error.strerror or error}",
+            f"cannot cache encoded images and texts in {place}: {error.strerror or error}",
             fix="--cache_dir=FOLDER, or encode in every step with --vae_cache_disable --text_cache_disable",
         ) from error
 
@@ -395,7 +397,7 @@ def _padded(batch: list[T], size: int) -> list[T]:
 
 
 def _prefetch(pool: Threads, function: Callable[[T], R], batches: Iterable[list[T]], ahead: int) -> Iterator[list[R]]:
-    """The batches with `function` applied to every member, in order; so many batches are in the making at once."""
+    """Yields the batches in order, with `function` applied to every item; up to `ahead` batches are prepared at once."""
     waiting: list[list[Future[R]]] = []
     for batch in batches:
         waiting.append([pool.submit(function, one) for one in batch])

@@ -1,8 +1,8 @@
-"""Where encoded images and texts are kept: small groups of tensors under keys, written once and never changed.
+"""Stores for encoded images and texts: small groups of tensors under keys, written once and never changed.
 
-A `TensorStore` may be anything that can tell which keys it has, take many entries and give one. `FolderStore` is a folder of
-safetensors files, the parts. Each part is whole or not there: it gets its name when its bytes are on the disk. A part is never
-changed and its name occurs once, so processes may add parts at the same time; what two of them put under one key is the same.
+`FolderStore` is a folder of safetensors files, the parts. Each part is complete or absent: it is renamed into place when its
+bytes are on the disk. A part is never changed and its name is unique, so processes may add parts at the same time; what two of
+them put under one key is the same.
 """
 
 from __future__ import annotations
@@ -27,33 +27,32 @@ from smalti.system import create, fsync_directory, rename, sync, write
 _log = logging.getLogger(__name__)
 
 Entry = Mapping[str, Tensor]
-"""Tensors by name. The names hold no "/"."""
+"""Tensors by name. Names contain no "/"."""
 
 Form = tuple[tuple[str, str, tuple[int, ...], int], ...]
-"""What all entries of one kind share: of each tensor the name, the type in the format's words, the shape, and the byte of the
-entry at which it starts."""
+"""The layout of an entry: name, type (as in safetensors), shape and first byte of each tensor. Most entries share one."""
 
 
 class TensorStore(Protocol):
-    """Entries by key. A key is a plain word of letters and digits. Threads may call all of this at once."""
+    """Entries by key. A key consists of letters and digits. All methods may be called from several threads."""
 
     def missing(self, keys: Iterable[str]) -> set[str]:
-        """Those of these keys that have no entry, now: what other processes have put meanwhile counts."""
+        """Returns those of these keys that have no entry now; sees entries that other processes have added."""
         ...
 
     def put(self, entries: Mapping[str, Entry]) -> None:
-        """Keep these entries. When this returns they outlast a power cut. Raises UserError when there is no room or right."""
+        """Store these entries. Afterwards they survive a power failure. Raises UserError without space or permission."""
         ...
 
     def get(self, key: str) -> dict[str, Tensor]:
-        """One entry, on the CPU. Raises KeyError for a key that `missing` did not find, UserError if it cannot be read."""
+        """Returns one entry, on the CPU. Raises KeyError for a missing key, UserError if the entry cannot be read."""
         ...
 
 
 class FolderStore:
-    """A folder of parts, with the place of every entry in memory (about 220 bytes each).
+    """A folder of parts; the location of every entry is kept in memory (about 220 bytes each).
 
-    A part that cannot be read is told once by name and counts as absent, so its entries are made again; it stays where it is.
+    A part that cannot be read is reported once and counts as absent, so its entries are encoded again; it is not deleted.
     """
 
     def __init__(self, folder: Path, *, report: Callable[[str], object] = _log.warning) -> None:
@@ -83,11 +82,13 @@ class FolderStore:
             rename(draft, self.folder / name)
             fsync_directory(self.folder)
         except OSError as error:
-            with suppress(OSError):  # it was never made, or is as stuck as the folder that it is in
+            with suppress(OSError):  # it was not created, or the folder cannot be changed
                 draft.unlink()
             reason = error.strerror or f"{error}"
-            fix = "make room or give the right to write there, or --cache_dir=FOLDER; what was written stays, so start again"
-            raise UserError(f"cannot keep {len(entries)} entries in {self.folder}: {reason}", fix=fix) from error
+            fix = (
+                "free space or give write permission there, or set --cache_dir=FOLDER; written entries are kept, so start again"
+            )
+            raise UserError(f"cannot write {len(entries)} entries to {self.folder}: {reason}", fix=fix) from error
 
     def get(self, key: str) -> dict[str, Tensor]:
         path, start, form = self._places[key.encode()]
@@ -98,33 +99,33 @@ class FolderStore:
                 file.seek(start)
                 count = file.readinto(data)
         except OSError as error:
-            raise _lost(path, error.strerror or f"{error}") from error
+            raise _unreadable(path, error.strerror or f"{error}") from error
         if count != len(data):
-            raise _lost(path, "it has become shorter")
+            raise _unreadable(path, "it was truncated")
         return {name: _tensor(data, dtype, shape, begin) for name, dtype, shape, begin in form}
 
     def __str__(self) -> str:
         return str(self.folder)
 
     def _look(self) -> None:
-        """Read the headers of parts that were not there the last time."""
+        """Read the headers of new parts."""
         for name in sorted({path.name for path in self.folder.glob("*.safetensors")} - self._seen):
             path = self.folder / name
             self._seen.add(name)
             try:
                 self._places |= self._entries(path)
             except (OSError, ValueError, KeyError, TypeError) as error:
-                told = f"{path} cannot be read ({type(error).__name__}: {error})"
-                self._report(f"{told}; what it held is encoded again, and it may be removed")
+                problem = f"{path} cannot be read ({type(error).__name__}: {error})"
+                self._report(f"{problem}; its entries are encoded again, and it can be deleted")
 
     def _entries(self, path: Path) -> dict[bytes, tuple[Path, int, Form]]:
-        """The entries of a part. Lean, for a million of them. Raises ValueError, KeyError or TypeError if it is not sound."""
+        """Returns the entries of a part. Raises ValueError, KeyError or TypeError if it is invalid."""
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(length, size)))
         if not isinstance(header, dict):
-            raise ValueError("its header is no object")
+            raise ValueError("its header is not an object")
         grouped: dict[str, tuple[int, list[tuple[str, str, tuple[int, ...], int]]]] = {}
         end = 0
         for full, tensor in header.items():
@@ -135,11 +136,11 @@ class FolderStore:
             start, tensors = grouped.setdefault(key, (begin, []))
             tensors.append((name, tensor["dtype"], tuple(tensor["shape"]), begin - start))
         if 8 + length + end != size:
-            raise ValueError("it has not the size that its header says")
+            raise ValueError("its size does not match its header")
         found = {}
         for key, (start, tensors) in grouped.items():
             form = tuple(tensors)
-            # Kept once for all entries that look alike, which are nearly all of them.
+            # One object for all entries of the same layout.
             found[key.encode()] = path, 8 + length + start, self._forms.setdefault(form, form)
         return found
 
@@ -163,5 +164,5 @@ def _tensor(data: bytearray, dtype: str, shape: tuple[int, ...], begin: int) -> 
     return flat.view(shape)
 
 
-def _lost(path: Path, reason: str) -> UserError:
-    return UserError(f"{path} cannot be read any more: {reason}", fix="start again: what is missing is encoded again")
+def _unreadable(path: Path, reason: str) -> UserError:
+    return UserError(f"{path} can no longer be read: {reason}", fix="start again: missing entries are encoded again")

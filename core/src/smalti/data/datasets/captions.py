@@ -1,4 +1,4 @@
-"""What is said about an image. A sample without a caption is set aside with the reason; it is never trained as ""."""
+"""Captions of images. A sample without a caption is quarantined with the reason; it is never trained as ""."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.scan.quarantine import BadSampleError
 from smalti.data.storage.protocol import MissingFileError, Storage
 
-NO_TEXT_FILE = "no caption: there is no "
-"""How the reason begins that a sample without its text file is set aside with."""
+NO_TEXT_FILE = "no caption: missing file "
+"""How the reason begins for a sample whose text file is missing."""
 
 
 def read_captions(spec: DatasetSpec, storage: Storage, listed: Listed) -> tuple[str, ...]:
-    """The captions of a sample, at least one; the loader draws one of them at each visit. Raises BadSampleError."""
+    """Returns the captions of a sample, at least one; the loader picks one per visit. Raises BadSampleError."""
     prompt = spec.instance_prompt or ""
     if spec.only_instance_prompt or spec.caption_strategy == "instanceprompt":
         return (prompt,)
@@ -31,7 +31,7 @@ def read_captions(spec: DatasetSpec, storage: Storage, listed: Listed) -> tuple[
 
 
 def depends_on_text_file(spec: DatasetSpec) -> bool:
-    """Whether a change of the text file beside an image changes its captions."""
+    """Whether the captions of an image come from the text file beside it."""
     return spec.caption_strategy == "textfile" and not spec.only_instance_prompt
 
 

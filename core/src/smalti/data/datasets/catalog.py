@@ -1,4 +1,4 @@
-"""Which storages and metadata backends there are, by name. Plugins add theirs; nothing is imported until it is used."""
+"""The registered storages and metadata backends, by name. Their modules are imported when they are first used."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ class Catalog:
 
     @classmethod
     def of(cls, storages: Iterable[StorageEntry], metadata: Iterable[MetadataEntry]) -> Catalog:
-        """The catalogue of what plugins registered; the built-in entries are not added by themselves."""
+        """Returns the catalog of what plugins registered; the built-in entries are not added automatically."""
         return cls(storages=_by_name(storages), metadata=_by_name(metadata))
 
     @property
     def tables(self) -> frozenset[str]:
-        """The metadata backends that read a table, and so may hold captions too."""
+        """The metadata backends that read a table, which may hold captions too."""
         return frozenset(self.metadata) - {"discovery"}
 
     def open_storage(self, spec: DatasetSpec) -> Storage:
-        """The storage of a dataset. Raises what its factory raises, such as MissingFileError for a folder that is not there."""
+        """The storage of a dataset. Raises what its factory raises, such as MissingFileError for a missing folder."""
         entry = self.storages[spec.type]
         return cast("Storage", create(entry, entry.factory, spec))
 
     def open_source(self, spec: DatasetSpec, storage: Storage) -> MetadataSource:
-        """Where names, sizes and captions of a dataset come from."""
+        """The metadata source of a dataset: names, sizes and captions of its samples."""
         entry = self.metadata[spec.metadata_backend]
         return cast("MetadataSource", create(entry, entry.factory, spec, storage))
 

@@ -1,7 +1,7 @@
-"""Images that are never trained on, to measure the loss on them: in which batches they come, and reading them.
+"""Held-out images, on which the evaluation loss is measured: their batches, and how they are read.
 
-The batches do not depend on the number of ranks, because the last bits of a sample's loss can depend on its neighbours. Ranks
-get whole batches. An image's number, from which its noise is drawn, comes from its name: others can come and go.
+The batches do not depend on the number of ranks, because the last bits of a sample's loss can depend on its neighbours. Each
+batch belongs to one rank. The number of an image, which seeds its noise, depends on its name alone.
 
 Shapes: B images of a batch, H, W pixels, latents (B, C, h, w).
 """
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeldOutBatch:
-    """Some samples of one bucket. `place` is that of the first one among all samples that are held out."""
+    """Some samples of one bucket. `place` is the index of the first one among all held-out samples."""
 
     place: int
     bucket: Bucket
@@ -77,7 +77,7 @@ class HeldOut:
         self._bad: set[int] = set(latents.broken) if latents is not None else set()
         self.batches: list[HeldOutBatch] = []
         self.count = 0
-        """Samples in all."""
+        """Number of samples."""
         for content in data.order.buckets:
             samples = [int(sample) for sample in content.samples]
             for start in range(0, len(samples), batch):
@@ -86,16 +86,17 @@ class HeldOut:
                 self.count += len(chosen)
 
     def share(self, rank: int, ranks: int) -> Iterator[tuple[HeldOutBatch, bool]]:
-        """The batches of one rank, each with whether it counts.
+        """Yields the batches of one rank, and for each whether it counts.
 
-        Every rank gets the same number, because under a sharded model each forward pass is collective; the last one fills up.
+        Every rank gets the same number of batches, because the forward pass of a sharded model is collective; a rank with fewer
+        repeats the last batch.
         """
         for first in range(0, len(self.batches), ranks):
             mine = first + rank
             yield self.batches[min(mine, len(self.batches) - 1)], mine < len(self.batches)
 
     def read(self, batch: HeldOutBatch) -> HeldOutImages:
-        """Raises what the storage raises when it is out of reach; images that are broken are told of once."""
+        """Raises what the storage raises when it is out of reach; images that are broken are reported once."""
         read = self._encoded if self._latents is not None else self._visit
         with ThreadPoolExecutor(_READERS, "smalti-held-out") as pool:
             found = list(pool.map(lambda sample: read(sample, batch.bucket), batch.samples))
@@ -116,7 +117,7 @@ class HeldOut:
         )
 
     def _encoded(self, sample: int, bucket: Bucket) -> tuple[Tensor, CropOffset]:
-        """Latents (C, h, w), and where the image was cut. In the place of a broken one, those of any other."""
+        """Returns latents (C, h, w), and the offset of the crop; for a broken image, those of another one."""
         assert self._latents is not None
         if sample in self._bad:
             sample = next(other for other in self._samples_of(bucket) if other not in self._bad)
@@ -126,15 +127,15 @@ class HeldOut:
         return (sample for batch in self.batches if batch.bucket == bucket for sample in batch.samples)
 
     def _visit(self, sample: int, bucket: Bucket) -> tuple[Tensor, CropOffset]:
-        """The image (3, H, W) as bytes, and where it was cut."""
+        """Returns the image (3, H, W) as bytes, and the offset of the crop."""
         try:
             image, offset = fixed_crop(self._data, sample, bucket)
         except BadSampleError as error:
             if sample not in self._bad:
                 position, row = self._data.locate(sample)
                 dataset = self._data.datasets[position]
-                told = "%s: %s is held out and cannot be read, so it does not count: %s"
-                _log.warning(told, dataset.spec.id, dataset.index.key(row), error)
+                message = "%s: held-out image %s cannot be read, so it is not evaluated: %s"
+                _log.warning(message, dataset.spec.id, dataset.index.key(row), error)
             self._bad.add(sample)
             image, offset = np.full((3, bucket.height, bucket.width), 255, dtype=np.uint8), (0, 0)
         return torch.from_numpy(image), offset
@@ -145,7 +146,7 @@ class HeldOut:
         return SizeConditioning(width=int(index.widths[row]), height=int(index.heights[row]), left=offset[0], top=offset[1])
 
     def _caption(self, sample: int) -> str:
-        """Of several captions always the first."""
+        """The first caption."""
         position, row = self._data.locate(sample)
         return self._data.datasets[position].index.captions(row)[0]
 

@@ -9,7 +9,8 @@ from typing import Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from smalti.data.datasets.spec import FILE_KEYS, REFUSED, SWITCHES, WITHOUT_EFFECT, JsonTable
+from smalti.data.datasets.parse import REFUSED, SWITCHES, WITHOUT_EFFECT
+from smalti.data.datasets.spec import ENTRY_KEYS, JsonTable
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Images": ("id", "type", "dataset_type", "instance_data_dir", "metadata_backend", "json"),
@@ -31,14 +32,14 @@ _NONE = type(None)
 
 
 def dataset_reference() -> str:
-    """All keys of a dataset entry, those without an effect and those that are refused included."""
+    """Returns the page: all keys of a dataset entry, with those that have no effect and those that are refused."""
     return "\n".join(_lines()) + "\n"
 
 
 def _lines() -> Iterator[str]:
     yield "## All keys"
     for title, keys in SECTIONS.items():
-        yield from ("", f"### {title}", "", *_table((key, FILE_KEYS[key]) for key in keys))
+        yield from ("", f"### {title}", "", *_table((key, ENTRY_KEYS[key]) for key in keys))
     yield from ("", f"`{SWITCHES[0]}: true` (or `{SWITCHES[1]}`) switches an entry off.")
     yield from ("", "### The `json` block", "", *_table(JsonTable.model_fields.items()))
     yield from ("", "### Accepted without an effect", "", "A notice says why.", "", "| key | why |", "|---|---|")
@@ -62,7 +63,7 @@ def _table(fields: Iterable[tuple[str, FieldInfo]]) -> Iterator[str]:
 
 
 def _kind(annotation: object) -> str:
-    """What may be written, in a word."""
+    """The type of a value, for the table."""
     if get_origin(annotation) in (Union, types.UnionType):
         return _kind(next(each for each in get_args(annotation) if each is not _NONE))
     if get_origin(annotation) is Literal:

@@ -1,7 +1,7 @@
-"""Where a dataset's names, sizes and captions come from: the folder itself, or a table.
+"""Metadata sources: names, sizes and captions of a dataset's samples, from the folder itself or from a table.
 
-A source lists samples and opens no image. What it does not know, the index finds out: a missing size from the image's
-header, captions by the dataset's `caption_strategy`.
+A source lists samples and opens no image. The index fills in what it does not know: a missing size from the image's header,
+captions by the dataset's `caption_strategy`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from smalti.data.storage.protocol import MissingFileError, Storage, StoredFile
 from smalti.errors import ConfigError, Problem, UserError
 
 DESCRIPTIONS = frozenset((".json", ".jsonl", ".csv", ".tsv", ".parquet", ".md", ".toml", ".yaml", ".yml", ".ini", ".db"))
-"""Extensions of files that stand beside images without being samples, so that nobody misses them."""
+"""Extensions of files beside images that are not samples; they are not reported as skipped."""
 _DEFAULT_TABLE = "metadata.jsonl"
-_MAX_PROBLEMS = 10  # more lines than this are not reported
+_MAX_PROBLEMS = 10  # at most this many lines are reported
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listed:
-    """A sample as its source lists it. None means that the source does not know.
+    """A sample as its source lists it. None means unknown to the source.
 
     `size` is that of the file in bytes. `caption_etag` is the etag of the text file beside the image, "" without one, so that
-    a changed caption is noticed. A `problem` sets the sample aside without another look.
+    a changed caption is detected. A sample with a `problem` is quarantined without being opened.
     """
 
     key: str
@@ -44,11 +44,11 @@ class Listed:
 
 @runtime_checkable
 class ReportsSkipped(Protocol):
-    """What a source has besides `list` when it leaves files out that may have been meant as samples."""
+    """What a source has besides `list` if it skips files that may have been meant as samples."""
 
     @property
     def skipped_files(self) -> Mapping[str, int]:
-        """How many files of the last `list` were left out, by extension in small letters ("" for none)."""
+        """How many files the last `list` skipped, by extension in lower case ("" for none)."""
         ...
 
 
@@ -61,7 +61,7 @@ class MetadataSource(Protocol):
 
 
 class Discovery:
-    """Every image below the dataset's root, by file extension. Hidden files and folders (".name") are left out."""
+    """Every image below the dataset's root, by file extension. Hidden files and folders (".name") are skipped."""
 
     def __init__(self, spec: DatasetSpec, storage: Storage) -> None:
         self._storage = storage
@@ -78,8 +78,8 @@ class Discovery:
 class JsonLines:
     """A table with one JSON object per line; its columns are named in the dataset's `json` block.
 
-    The storage is listed as well, for file sizes and etags: a line without a file is set aside, an image without a line is not
-    part of the dataset.
+    The storage is listed as well, for file sizes and etags. A line whose file is missing is quarantined; an image without a
+    line is not part of the dataset.
     """
 
     def __init__(self, spec: DatasetSpec, storage: Storage) -> None:
@@ -92,7 +92,7 @@ class JsonLines:
         for key in sorted(lines):
             file = files.images.get(key)
             if file is None:
-                yield Listed(key=key, size=0, etag="", problem=f"listed in {self.location}, but there is no such image")
+                yield Listed(key=key, size=0, etag="", problem=f"listed in {self.location}, but the image is missing")
                 continue
             row = lines[key]
             yield Listed(
@@ -113,7 +113,7 @@ class JsonLines:
         try:
             return self._table.path.read_bytes() if self._table.path else self._storage.read(_DEFAULT_TABLE)
         except (OSError, MissingFileError) as error:
-            fix = 'put the table there, or name it: "json": {"path": ...}'
+            fix = 'create the table, or set its path: "json": {"path": ...}'
             raise UserError(f"the metadata table {self.location} cannot be read", fix=fix) from error
 
 
@@ -121,8 +121,8 @@ class JsonLines:
 class Files:
     """The files of a storage: images by key, in order of their keys, and the etags of text files by key.
 
-    `skipped_files` counts what is neither, by extension in small letters. Hidden files, and files that describe data
-    (`DESCRIPTIONS`), are in none of them.
+    `skipped_files` counts all others, by extension in lower case. Hidden files, and files that describe data (`DESCRIPTIONS`),
+    are not counted.
     """
 
     images: Mapping[str, StoredFile]
@@ -131,7 +131,7 @@ class Files:
 
 
 def list_files(storage: Storage) -> Files:
-    """List a storage."""
+    """List a storage and sort its files by kind."""
     images: dict[str, StoredFile] = {}
     texts: dict[str, str] = {}
     skipped_files: Counter[str] = Counter()
@@ -149,7 +149,7 @@ def list_files(storage: Storage) -> Files:
 
 
 def describe_skipped(skipped_files: Mapping[str, int]) -> str:
-    """Such counts in words, the most first: "12 .heic, 1 without an extension"."""
+    """Returns the counts as text, largest first: "12 .heic, 1 without an extension"."""
     ordered = sorted(skipped_files.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count} {extension or 'without an extension'}" for extension, count in ordered)
 
@@ -167,7 +167,7 @@ class _Line:
 
 
 def _parse(data: bytes, table: JsonTable, location: str) -> dict[str, _Line]:
-    """The lines of a table by key. Raises ConfigError with the first lines that cannot be understood."""
+    """Returns the lines of a table by key. Raises ConfigError with the first lines that cannot be parsed."""
     lines: dict[str, _Line] = {}
     problems: list[Problem] = []
     for number, text in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
@@ -179,7 +179,7 @@ def _parse(data: bytes, table: JsonTable, location: str) -> dict[str, _Line]:
                 raise ValueError(f"{key!r} occurs twice")
             lines[key] = line
         except ValueError as error:  # JSON and UTF-8 errors are ValueErrors too
-            problems.append(Problem(message=str(error), where=f"{location}, line {number}", fix="correct the line"))
+            problems.append(Problem(message=str(error), where=f"{location}, line {number}", fix="fix the line"))
             if len(problems) == _MAX_PROBLEMS:
                 break
     if problems:

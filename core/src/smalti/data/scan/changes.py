@@ -1,4 +1,4 @@
-"""Which samples have changed since a checkpoint was made: the indexes of then, which the run keeps, against those of now."""
+"""Which samples have changed since a checkpoint was saved: compares the indexes that the run kept with the present ones."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _COMPARED = ("key", "size", "width", "height", "content", "caption_hash")
 
 
 def keep(identity: Identity, indexes: Sequence[DatasetIndex], directory: Path) -> None:
-    """Keep the indexes that a run trains on beside those that each scan replaces; they share their space on disk.
+    """Keep copies of the indexes that a run trains on, which the next scan would replace; as hard links if possible.
 
-    `directory` is the run's `data`. What cannot be kept is reported in the log: then a later change is told without counts.
+    `directory` is the run's `data`. A copy that fails is logged: then a later change is reported without counts.
     """
     folder = _folder(identity, directory)
     for index in indexes:
@@ -42,11 +42,11 @@ def keep(identity: Identity, indexes: Sequence[DatasetIndex], directory: Path) -
 
 
 def changes(then: Identity, indexes: Sequence[DatasetIndex], directory: Path) -> list[str] | None:
-    """What is different, such as "3 images have other content, first: cats/7.png". None if the indexes of then are gone."""
+    """Returns the differences, such as "3 images have other content, first: cats/7.png"; None without the old indexes."""
     folder = _folder(then, directory)
     now = {index.dataset: index for index in indexes}
     found = [f"dataset {name} is new" for name in sorted(now.keys() - then.settings.keys())]
-    found += [f"dataset {name} is gone" for name in sorted(then.settings.keys() - now.keys())]
+    found += [f"dataset {name} was removed" for name in sorted(then.settings.keys() - now.keys())]
     for name in sorted(now.keys() & then.settings.keys()):
         try:
             old = read_table(folder / f"{name}.arrow")
@@ -64,7 +64,7 @@ def _folder(identity: Identity, directory: Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class _Change:
-    """One kind of change: how many samples of a dataset, and the first of them. `one` and `many` say it in words."""
+    """One kind of change: how many samples of a dataset, and the first of them; `one` and `many` are singular and plural."""
 
     one: str
     many: str
@@ -76,8 +76,8 @@ class _Change:
 
 
 def _compared(old: pa.Table, new: pa.Table) -> Iterator[_Change]:
-    """A sample counts once as added, gone, usable or not, of another size or other content; changed captions count besides."""
-    import pyarrow.compute as pc  # which few runs need, and takes as long to import as all else of pyarrow
+    """A sample counts once as added, removed, usable or not, resized or replaced; changed captions count separately."""
+    import pyarrow.compute as pc  # imported here: few runs need it, and it takes long
 
     old_keys, new_keys = (table.column("key").cast(pa.large_string()).combine_chunks() for table in (old, new))
     before = pc.index_in(new_keys, value_set=old_keys)  # the old row of each new one
@@ -98,9 +98,9 @@ def _compared(old: pa.Table, new: pa.Table) -> Iterator[_Change]:
     usable, opened = usable_then & usable_now, np.logical_and(*pair("content"))
     resized = usable & (differ("width") | differ("height"))
     replaced = usable & ~resized & (differ("size") | opened & differ("content"))
-    gone = np.flatnonzero(~pc.is_in(old_keys, value_set=new_keys).to_numpy(zero_copy_only=False))
+    removed = np.flatnonzero(~pc.is_in(old_keys, value_set=new_keys).to_numpy(zero_copy_only=False))
     yield change("image was added", "images were added", np.flatnonzero(~known))
-    yield change("image is gone", "images are gone", gone, old_keys)
+    yield change("image was removed", "images were removed", removed, old_keys)
     yield change("image can be used now", "images can be used now", now[usable_now & ~usable_then])
     yield change("image can no longer be used", "images can no longer be used", now[usable_then & ~usable_now])
     yield change("image size changed", "image sizes changed", now[resized])

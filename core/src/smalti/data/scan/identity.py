@@ -1,7 +1,7 @@
-"""What a run's data are, so that a resume can tell whether they are still the same.
+"""Digests of a run's data, so that a resume can detect changes.
 
-Three parts, because they mean different things: the order in which samples come, apart from seed and effective batch, which
-are compared for themselves; what the samples hold; and the settings by which images are cropped and repeated.
+Three parts, because they have different consequences: the order of samples (seed and effective batch are compared separately);
+the contents of the samples; and the settings for crops and repeats.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from smalti.data.order import Order
 from smalti.data.scan.index import DatasetIndex
 
 Settings = Mapping[str, Mapping[str, object]]
-"""By dataset: names as in its entry or among the options, and JSON-able values."""
+"""By dataset: names of keys or options, and values that JSON can hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Digests in hexadecimal: `order` of keys, buckets and repeats, `samples` of all that was found in the files."""
+    """Digests in hexadecimal: `order` of keys, buckets and repeats, `samples` of all contents of the index."""
 
     order: str
     samples: str
@@ -31,7 +31,7 @@ class Identity:
 
     @classmethod
     def read(cls, values: object) -> Identity:
-        """What `as_json` gave. Raises ValueError for anything else."""
+        """Parses the result of `as_json`. Raises ValueError for anything else."""
         match values:
             case {"order": str(order), "samples": str(samples), "settings": dict(settings)}:
                 if all(isinstance(one, dict) for one in settings.values()):
@@ -43,7 +43,7 @@ class Identity:
 
 
 def first_digest(indexes: Sequence[DatasetIndex], order: Order, *, seed: int) -> str:
-    """What checkpoints held instead before there was an `Identity`, with seed and effective batch in it."""
+    """The digest in checkpoints of older versions, which includes seed and effective batch."""
     return _order_digest(indexes, order, f"order 1 {seed} {order.effective_batch}")
 
 
@@ -57,7 +57,7 @@ def _order_digest(indexes: Sequence[DatasetIndex], order: Order, first: str) -> 
 
 
 def _samples_digest(indexes: Sequence[DatasetIndex]) -> str:
-    """Times of change are left out: a copy of a file is the same file."""
+    """Modification times are not included: a copy of a file is the same file."""
     state = sha256(b"samples 1")
     for index in indexes:
         state.update("\n".join([index.dataset, *index.keys(), ""]).encode())

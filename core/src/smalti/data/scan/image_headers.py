@@ -16,12 +16,12 @@ from smalti.data.storage.protocol import Storage
 EXTENSIONS = frozenset(
     (".png", ".jpg", ".jpeg", ".jfif", ".jpe", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff"),
 )
-"""File names that are taken for images, in any case."""
+"""File name extensions of images, in any case."""
 
 MAX_PIXELS = 89_478_485
-"""Pixels. More than this (Pillow's own warning level) is taken for a decompression bomb."""
+"""Pixels. More than this (Pillow's own warning level) is treated as a decompression bomb."""
 
-# What Pillow's decoders raise for files that are not what they say.
+# What Pillow's decoders raise for damaged files.
 DECODING_ERRORS = (
     OSError,
     SyntaxError,
@@ -44,11 +44,10 @@ _SWAPPED = (5, 6, 7, 8)  # values of the EXIF orientation that swap width and he
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """What the beginning of an image's file tells.
+    """Size and digest of an image, from the beginning of its file.
 
-    Width and height are those of the image as it is seen, that is after its EXIF rotation. `content` is a digest of the first
-    64 KiB, 64 bits as a signed number and never 0: with the size of the file it tells an image that was replaced from one that
-    was merely copied or touched.
+    Width and height are those after EXIF rotation. `content` is a digest of the first 64 KiB, 64 bits as a signed number and
+    never 0: with the size of the file it distinguishes an image that was replaced from one that was only copied or touched.
     """
 
     width: int
@@ -57,7 +56,7 @@ class Header:
 
 
 def read_header(storage: Storage, key: str, size: int) -> Header:
-    """`size` is that of the file in bytes. Reads 64 KiB, and the whole file only when its header is longer.
+    """Read an image header. `size` is that of the file in bytes. Reads 64 KiB, or the whole file if its header is longer.
 
     Raises BadSampleError, or a StorageError.
     """
@@ -73,26 +72,26 @@ def read_header(storage: Storage, key: str, size: int) -> Header:
 
 
 def open_image(data: bytes) -> Image.Image:
-    """The image in a file, not decoded yet. Raises BadSampleError when it is none, or far too large."""
+    """Open an image without decoding it. Raises BadSampleError for another file, or a far too large image."""
     try:
         image = Image.open(io.BytesIO(data))
     except DECODING_ERRORS as error:
         raise BadSampleError(f"not a readable image: {_reason(error)}") from error
     if image.width * image.height > MAX_PIXELS:
-        raise BadSampleError(f"{image.width}x{image.height} is more than {MAX_PIXELS // 1_000_000} megapixels: scale it down")
+        raise BadSampleError(f"{image.width}x{image.height} is more than {MAX_PIXELS // 1_000_000} megapixels: reduce its size")
     return image
 
 
 def orientation(image: Image.Image) -> int:
-    """The EXIF orientation that is left to apply to size and pixels, 1 to 8; 1 if there is none."""
+    """Returns the EXIF orientation that remains to be applied to size and pixels, 1 to 8; 1 if there is none."""
     if image.format == "TIFF":
-        return 1  # Pillow applies it by itself, to the size when it opens and to the pixels when it loads
+        return 1  # Pillow applies it: to the size on opening, to the pixels on loading
     if image.format == "PNG" and "exif" not in image.info:
-        return 1  # asking further would decode the image, to look behind it
+        return 1  # getexif would decode the image, to read what follows it
     try:
         value = image.getexif().get(_ORIENTATION, 1)
     except DECODING_ERRORS:
-        return 1  # a damaged EXIF block is no reason to give the image up
+        return 1  # a damaged EXIF block does not make the image unusable
     return value if value in range(1, 9) else 1
 
 

@@ -1,7 +1,7 @@
-"""The index of a dataset: one row per sample, kept as an Arrow file that is mapped into memory.
+"""The index of a dataset: one row per sample, stored as a memory-mapped Arrow file.
 
-Building it opens only what is new or changed since the last time, reads headers rather than images, and keeps broken
-samples as rows with a reason. Rows are sorted by key. One process builds; every process may read the result.
+A scan opens only files that are new or changed since the last scan, reads headers instead of whole images, and stores unusable
+samples as rows with a reason. Rows are sorted by key. One process builds the index; every process may read it.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ _SCHEMA = pa.schema(
         ("problem", pa.string()),
     ]
 )
-_FORMAT = 2  # counts up when a scan finds something else in the same files
-_BATCH = 4096  # rows that are written at a time
-_CHUNK = 32  # rows that a thread inspects at a time
+_FORMAT = 2  # increase it when a scan finds something else in the same files
+_BATCH = 4096  # rows per write
+_CHUNK = 32  # rows per task of a thread
 
 Progress = Callable[[int, int], None]
-"""Called with the samples done and their number in all, every few thousand of them."""
+"""Called with the number of samples done and the total, every few thousand samples."""
 
 Row = dict[str, object]
 
 
 class DatasetIndex:
-    """Read access to an index. A row number is stable for as long as the dataset does not change."""
+    """Read access to an index. Row numbers are stable as long as the dataset does not change."""
 
     def __init__(self, dataset: str, table: pa.Table) -> None:
         self.dataset = dataset
@@ -68,7 +68,7 @@ class DatasetIndex:
         self.heights: NDArray[np.int32] = table.column("height").to_numpy()
         """Sizes in pixels by row; 0 in quarantined rows."""
         self.healthy: NDArray[np.int64] = np.flatnonzero(self.widths > 0)
-        """The rows that can be trained on, ascending."""
+        """The usable rows, ascending."""
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -77,7 +77,7 @@ class DatasetIndex:
         return str(self._table.column("key")[row].as_py())
 
     def etag(self, row: int) -> str:
-        """Changes with the file's content: what a cache of something made from it must be checked against."""
+        """Changes with the content of the file: caches of what is made from it must compare it."""
         return str(self._table.column("etag")[row].as_py())
 
     def captions(self, row: int) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ class DatasetIndex:
             yield from batch.to_pylist()
 
     def numbers(self, column: str) -> Iterator[NDArray[np.generic]]:
-        """A column of numbers in parts, in the order of the rows, without a copy."""
+        """Yields a column of numbers in parts, in the order of the rows, without a copy."""
         for part in self._table.column(column).chunks:
             yield part.to_numpy(zero_copy_only=True)
 
@@ -100,7 +100,7 @@ class DatasetIndex:
 
     @property
     def quarantined(self) -> tuple[Quarantined, ...]:
-        """The samples that cannot be used, each with the reason."""
+        """The unusable samples, each with the reason."""
         rows = np.flatnonzero(self.widths == 0)
         problems = self._table.column("problem")
         return tuple(
@@ -111,17 +111,16 @@ class DatasetIndex:
 def build_index(
     spec: DatasetSpec, storage: Storage, source: MetadataSource, cache: Path | None = None, progress: Progress | None = None
 ) -> DatasetIndex:
-    """Scan a dataset; returns its index, which is also written to `cache` (in memory only when that is None).
+    """Scan a dataset; returns its index, which is also written to `cache` (only in memory if that is None).
 
-    Rows of an earlier index in `cache` are taken over where nothing changed. Broken samples become rows with a reason. Raises
-    UserError for a dataset that holds no image at all, and TransientStorageError when the storage does not answer.
+    Rows of an earlier index in `cache` are reused where nothing changed. Unusable samples become rows with a reason. Raises
+    UserError for a dataset without images, and TransientStorageError when the storage does not answer.
     """
     listed = _chosen(spec, source.list())
     if not listed:
         others = describe_skipped(source.skipped_files) if isinstance(source, ReportsSkipped) else ""
         raise UserError(
-            f"dataset {spec.id!r}: there is no image in {storage.location}"
-            + (f", but other files: {others}" if others else ""),
+            f"dataset {spec.id!r}: no image found in {storage.location}" + (f", but other files: {others}" if others else ""),
             fix=f"check instance_data_dir, and that the file names end in {', '.join(sorted(EXTENSIONS))}",
         )
     schema = _SCHEMA.with_metadata({"smalti": _recipe(spec)})
@@ -145,7 +144,7 @@ def build_index(
 
 
 def load_index(spec: DatasetSpec, cache: Path) -> DatasetIndex:
-    """The index that another process built. Raises UserError when there is none, or one of another configuration."""
+    """Returns the index that another process built. Raises UserError if it is missing, or of another configuration."""
     fix = "build it first: smalti dataset scan, with the options of the run"
     try:
         table = read_table(cache)
@@ -177,7 +176,7 @@ class _Scan:
                     progress(done, len(listed))
 
     def _known(self, first: str, last: str) -> dict[str, Row]:
-        """The healthy rows of the old index from one key to another. Broken ones are looked at again: they may be mended."""
+        """Returns the usable rows of the old index from one key to another. Others are scanned again: they may be fixed."""
         if self.old is None:
             return {}
         keys = self.old.column("key")
@@ -190,7 +189,7 @@ class _Scan:
         return [self._row(one, known.get(one.key)) for one in some]
 
     def _row(self, listed: Listed, old: Row | None) -> Row:
-        """The row of one sample: taken over, or found out."""
+        """Returns the row of one sample: reused, or from its files."""
         row: Row = {"key": listed.key, "etag": listed.etag, "size": listed.size, "caption_etag": listed.caption_etag}
         try:
             if listed.problem:
@@ -222,7 +221,7 @@ class _Scan:
 
 
 def _chosen(spec: DatasetSpec, listed: Iterable[Listed]) -> list[Listed]:
-    """All samples, or the `max_num_samples` with the smallest hashes: a choice that new files hardly change."""
+    """Returns all samples, or the `max_num_samples` with the smallest hashes: new files hardly change that choice."""
     if spec.max_num_samples is None:
         return sorted(listed, key=lambda one: one.key)
     chosen = heapq.nsmallest(
@@ -232,7 +231,7 @@ def _chosen(spec: DatasetSpec, listed: Iterable[Listed]) -> list[Listed]:
 
 
 def _recipe(spec: DatasetSpec) -> bytes:
-    """Everything but the files that decides what an index holds. An index of another recipe is not taken over."""
+    """Everything besides the files that determines an index. An index of another recipe is not reused."""
     fields = {
         "metadata_backend", "json_table", "metadata_options", "caption_strategy",
         "disable_multiline_split", "instance_prompt", "prepend_instance_prompt", "only_instance_prompt", "max_num_samples",
@@ -241,19 +240,19 @@ def _recipe(spec: DatasetSpec) -> bytes:
 
 
 def _old_table(cache: Path | None, schema: pa.Schema) -> pa.Table | None:
-    """The last index, if there is one that was built by the same recipe."""
+    """Returns the last index, if there is one and it was built by the same recipe."""
     if cache is None or not cache.exists():
         return None
     try:
         table = read_table(cache)
     except (OSError, pa.ArrowInvalid) as error:
-        _log.warning("the index %s cannot be read (%s); it is built anew", cache, error)
+        _log.warning("the index %s cannot be read (%s); it is rebuilt", cache, error)
         return None
     return table if table.schema.equals(schema, check_metadata=True) else None
 
 
 def read_table(path: Path) -> pa.Table:
-    """An index as a table, mapped into memory. Raises OSError or pa.ArrowInvalid."""
+    """Returns an index as a table, mapped into memory. Raises OSError or pa.ArrowInvalid."""
     with pa.memory_map(str(path)) as file:
         return pa.ipc.open_file(file).read_all()
 

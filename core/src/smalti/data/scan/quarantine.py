@@ -1,4 +1,4 @@
-"""Samples that cannot be used: written down with the reason, counted, never deleted."""
+"""Unusable samples: recorded with the reason, counted, never deleted."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _log = logging.getLogger(__name__)
 
 
 class BadSampleError(Exception):
-    """This one sample cannot be used; the text is the reason, in words for the owner of the image."""
+    """One sample cannot be used; the text is the reason, for the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quarantined:
-    """A sample that was set aside, and why. The file itself stays where it is."""
+    """An unusable sample, and the reason. The file itself is not touched."""
 
     dataset: str
     key: str
@@ -28,12 +28,12 @@ class Quarantined:
 
 
 def write_quarantine(path: Path, items: Iterable[Quarantined]) -> None:
-    """One JSON object per line; an empty file says that everything is fine."""
+    """Write one JSON object per line; the file is empty if all samples are usable."""
     atomic_write(path, b"".join(_line(item) for item in items))
 
 
 def allowed_errors(budget: float, samples: int) -> int:
-    """How many bad samples a budget allows: a share of `samples` when it is below 1, else that many.
+    """Returns how many unusable samples a budget allows: a share of `samples` if it is below 1, else that number.
 
     A share above 0 allows at least one, so that a single bad image never stops a small run; 0 allows none.
     """
@@ -43,35 +43,35 @@ def allowed_errors(budget: float, samples: int) -> int:
 
 
 class ErrorBudget:
-    """Counts bad samples and says when there are too many. Safe to use from several threads.
+    """Counts unusable samples, up to a limit. Safe to use from several threads.
 
-    It raises nothing: a rank that stopped by itself would leave the others waiting. The loop reads `exhausted` and agrees
-    with the other ranks on a stop.
+    It does not raise: a rank that stopped alone would leave the others waiting. The loop reads `exhausted`, and all ranks stop
+    together.
 
     Args:
-        allowed: how many bad samples are put up with in all.
+        allowed: how many unusable samples are tolerated in total.
         already: how many were found before training, by the scan.
-        log: a JSON-lines file that gets each new one; every rank needs its own.
+        log: a JSON-lines file to which each new one is appended; every rank needs its own.
     """
 
     def __init__(self, *, allowed: int, already: int = 0, log: Path | None = None) -> None:
         self.allowed = allowed
         self.already = already
         self.exhausted: str | None = None
-        """The sentence that says why the run should stop, once it should."""
-        self.fix = "mend or remove such files, or raise --data_error_budget"
+        """Why the run should stop; None as long as it should not."""
+        self.fix = "fix or remove such files, or raise --data_error_budget"
         self._log_file = log
         self._items: dict[tuple[str, str], Quarantined] = {}
         self._lock = threading.Lock()
 
     @property
     def items(self) -> tuple[Quarantined, ...]:
-        """The bad samples found since the start, each once."""
+        """The unusable samples found since the start, each once."""
         with self._lock:
             return tuple(self._items.values())
 
     def record(self, item: Quarantined) -> None:
-        """Count a bad sample; one that is known already does not count again."""
+        """Count an unusable sample, unless it was counted before."""
         with self._lock:
             if (item.dataset, item.key) in self._items:
                 return
@@ -88,7 +88,7 @@ class ErrorBudget:
             )
 
     def exhaust(self, message: str, fix: str = "") -> None:
-        """Ask for a stop; the first message stays. `fix` is what helps, if not what helps against broken images."""
+        """Request a stop; the first message is kept. `fix` replaces the advice about broken images."""
         if self.exhausted is None:
             self.exhausted, self.fix = message, fix or self.fix
 

@@ -1,4 +1,4 @@
-"""A folder as a storage. Symbolic links are followed: a dataset may be put together from links."""
+"""A folder as a storage. Symbolic links are followed: a dataset may consist of links."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from smalti.system import atomic_write
 if TYPE_CHECKING:
     from smalti.data.datasets.spec import DatasetSpec
 
-# What a network file system says when its server is away for a while.
+# What a network file system reports while its server is unreachable.
 _TRANSIENT = frozenset(
     {
         errno.EAGAIN,
@@ -47,13 +47,13 @@ def open_local(spec: DatasetSpec) -> LocalStorage:
 
 
 class LocalStorage:
-    """Files below `root`. An etag is made of size and modification time, so no file is read to list it."""
+    """Files below `root`. An etag consists of size and modification time, so listing reads no file."""
 
     def __init__(self, root: Path | str) -> None:
         self._root = Path(root).absolute()
         if not self._root.is_dir():
             raise MissingFileError(
-                f"{self._root} is not a folder", fix="check the path, and that its disk is mounted on this machine"
+                f"{self._root} is not a folder", fix="check the path, and that its disk is mounted on this node"
             )
 
     @property
@@ -97,7 +97,7 @@ class LocalStorage:
                 named = sorted((f"{_name(entry)}/" if _is_folder(entry) else _name(entry), entry) for entry in entries)
         here = (status.st_dev, status.st_ino)
         if here in above:
-            return  # a link to a folder that we are in: everything below it has been listed
+            return  # a link to a parent folder, whose files are listed already
         for name, entry in named:
             key = base + name
             if not key.startswith(prefix[: len(key)] if name.endswith("/") else prefix):
@@ -112,16 +112,14 @@ class LocalStorage:
 
     @contextmanager
     def _explained(self, key: str, path: Path | None = None) -> Iterator[Path]:
-        """The path of a key; errors of the operating system come out as this package's."""
+        """Yields the path of a key, and converts errors of the operating system to StorageError."""
         target = path or self._root / checked_key(key)
         try:
             yield target
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             raise MissingFileError(f"{target}: no such file", fix="restore the file, or scan the dataset again") from error
         except PermissionError as error:
-            raise AccessDeniedError(
-                f"{target}: permission denied", fix="give this user the right to it (chmod, chown)"
-            ) from error
+            raise AccessDeniedError(f"{target}: permission denied", fix="give this user permission (chmod, chown)") from error
         except OSError as error:
             if error.errno in _TRANSIENT:
                 raise TransientStorageError(
@@ -135,17 +133,17 @@ def _stored(key: str, status: os.stat_result) -> StoredFile:
 
 
 def _listed(key: str, entry: os.DirEntry[str]) -> StoredFile | None:
-    """An entry that is no folder; None for one that was removed while we were listing.
+    """Returns an entry that is not a folder; None for one that was removed during the listing.
 
-    What cannot be read, such as a link to nothing or a pipe, is listed too: reading it tells why.
+    Unreadable entries, such as a broken link or a pipe, are listed too: reading them reports the reason.
     """
     try:
         return _stored(key, entry.stat())
     except OSError as error:
         if error.errno in _TRANSIENT:
             raise
-        gone = isinstance(error, FileNotFoundError) and not entry.is_symlink()
-        return None if gone else StoredFile(key=key, size=0, etag="unreadable")
+        removed = isinstance(error, FileNotFoundError) and not entry.is_symlink()
+        return None if removed else StoredFile(key=key, size=0, etag="unreadable")
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -154,16 +152,16 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     except OSError as error:
         if error.errno in _TRANSIENT:
             raise
-        return False  # a link that leads in a circle, for instance
+        return False  # a link to itself, for instance
 
 
 def _name(entry: os.DirEntry[str]) -> str:
-    """The name as text. Bytes that are not UTF-8 become escapes with a backslash, which no key may have."""
+    """The name as text. Bytes that are not UTF-8 become escapes with a backslash, which keys may not contain."""
     return os.fsencode(entry.name).decode("utf-8", "backslashreplace")
 
 
 def _open(path: Path) -> BinaryIO:
-    """Open a regular file. Anything else is an error: opening or reading a pipe or a device could wait for ever."""
+    """Open a regular file. Anything else is an error: opening or reading a pipe or a device could block forever."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if S_ISREG(mode):

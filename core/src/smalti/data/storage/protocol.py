@@ -1,4 +1,4 @@
-"""Where datasets and caches live: a flat, sorted space of keys with bytes behind them.
+"""Storages of datasets: files by key, in a flat and sorted namespace.
 
 A key is a relative path with "/" between its parts, such as "cats/0001.png". Keys that could leave the root (absolute ones,
 "..", empty parts) are refused with `InvalidKeyError`. Importing this module imports no torch.
@@ -23,15 +23,15 @@ class StoredFile:
 
 
 class StorageError(UserError):
-    """A file cannot be read or written. Unless it is a `TransientStorageError`, trying again will not help."""
+    """A file cannot be read or written. Retrying only helps for a `TransientStorageError`."""
 
 
 class MissingFileError(StorageError):
-    """There is no such file (or no such root)."""
+    """The file (or the root) does not exist."""
 
 
 class AccessDeniedError(StorageError):
-    """The file is there, but this user may not read or write it."""
+    """The file exists, but this user may not read or write it."""
 
 
 class InvalidKeyError(StorageError):
@@ -39,18 +39,18 @@ class InvalidKeyError(StorageError):
 
 
 class TransientStorageError(StorageError):
-    """The storage did not answer. It says nothing about the file: never a reason to give a sample up.
+    """The storage did not answer. It says nothing about the file, so the sample is not quarantined.
 
-    A storage retries by itself; one that raises this has tried for as long as it should.
+    A storage retries by itself, and raises this when that has failed.
     """
 
 
 class Storage(Protocol):
-    """What a dataset needs of a file system or an object store. Every method may be called from several threads at once."""
+    """A file system or object store that holds a dataset. Every method may be called from several threads at once."""
 
     @property
     def location(self) -> str:
-        """Where this is, for messages: a path or an address."""
+        """The path or address, for messages."""
         ...
 
     def list(self, prefix: str = "") -> Iterator[StoredFile]:
@@ -70,14 +70,14 @@ class Storage(Protocol):
         ...
 
     def write(self, key: str, data: bytes) -> None:
-        """Put a file in place, whole or not at all: a reader sees the old content or the new one."""
+        """Write a file atomically: a reader sees the old content or the new one."""
         ...
 
 
 def checked_key(key: str) -> str:
     """`key` itself if it is a plain relative path; raises InvalidKeyError otherwise."""
     if "\\" in key:
-        message = f"not a valid file name: {key!r} has a backslash, or a byte that is not UTF-8"
+        message = f"not a valid file name: {key!r} contains a backslash, or a byte that is not UTF-8"
         raise InvalidKeyError(message, fix="rename the file")
     if key.startswith("/") or "\0" in key or any(part in ("", ".", "..") for part in key.split("/")):
         raise InvalidKeyError(
