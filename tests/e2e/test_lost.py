@@ -178,7 +178,7 @@ def test_a_plugin_whose_hook_does_not_come_back_is_named(tmp_path, launch, kind,
     run = launch(tmp_path / "run", **options, spoil=f"{kind}:0:3")
     last = run.output[run.output.index("ended with exit code 9: ") :]
     assert how in last
-    blame = "  rank 0 did not come back from hook 'on_step_end' of plugin 'probe' (smalti-probe 1.0)"
+    blame = "  rank 0 did not return from hook 'on_step_end' of plugin 'probe' (smalti-probe 1.0)"
     assert f"{blame}\n  fix: update smalti-probe, or leave the plugin out with --without probe\n" in last
     assert "dmesg" not in last
     assert f"step 3 from rank {saver}" in last

@@ -180,5 +180,5 @@ DAMAGE = {
     header_longer_than_the_file: "the header is longer than it can be",
     tensor_that_claims_more_bytes: "8 bytes of data where the header says 16",
     overlapping_tensors: "tensors overlap or leave a gap",
-    state_that_is_no_json: "state.json is not sound JSON: NaN is not a number that JSON knows",
+    state_that_is_no_json: "state.json is not sound JSON: NaN is not valid in JSON",
 }

@@ -28,7 +28,7 @@ def test_the_ending_says_how_a_file_is_read(write, name, text):
         ("a.json", '{"seed": 1,\n "x" 2}', "is not valid JSON: Expecting ':' delimiter at line 2, column 6"),
         ("a.json", '{"seed": 1, "seed": 2}', "the key 'seed' occurs twice"),
         ("a.json", '{"a": {"b": 1, "b": 2}}', "the key 'b' occurs twice"),
-        ("a.json", '{"seed": NaN}', "NaN is not a number that JSON knows"),
+        ("a.json", '{"seed": NaN}', "NaN is not valid in JSON"),
         ("a.json", "[1]", "contains a list, not a table"),
         ("a.json", "", "is not valid JSON"),
         ("a.yaml", "seed: [", "is not valid YAML"),

@@ -72,20 +72,22 @@ def test_a_rank_that_aborts_while_it_is_being_ended_is_not_the_cause():
 def test_a_rank_that_was_killed_is_named_beside_what_the_others_say():
     code, message = summarize_exits([end(0, ExitCode.FAILED, 1, "connection closed by peer")], 1, range(3))
     assert code == ExitCode.FAILED
-    assert message == "rank 0: connection closed by peer; ranks 1, 2 ended without a word, as when killed (out of memory?)"
+    assert (
+        message == "rank 0: connection closed by peer; ranks 1, 2 ended without reporting why, as when killed (out of memory?)"
+    )
 
 
 def test_a_rank_that_a_signal_killed_is_the_cause_of_what_the_others_say():
-    told = replace(end(0, ExitCode.KILLED, 1, "rank 1 is gone"), follows=True)
+    told = replace(end(0, ExitCode.KILLED, 1, "rank 1 is gone"), secondary=True)
     code, message = summarize_exits([told], 1, range(2), {1: "SIGKILL"})
     assert code == ExitCode.KILLED
     assert message == "rank 1 was killed by SIGKILL (the system does that when memory runs out); rank 0: rank 1 is gone"
 
 
 def test_the_rank_that_saved_tells_what_happened_and_where_it_saved():
-    first = replace(end(1, ExitCode.KILLED, 1, "rank 2 is gone"), follows=True)
-    saver = replace(end(0, ExitCode.KILLED, 2, "rank 2 hung"), follows=True, saved="saved step 3", ended=(2,))
-    late = replace(end(3, ExitCode.KILLED, 3, "rank 2 is gone"), follows=True)
+    first = replace(end(1, ExitCode.KILLED, 1, "rank 2 is gone"), secondary=True)
+    saver = replace(end(0, ExitCode.KILLED, 2, "rank 2 hung"), secondary=True, saved="saved step 3", killed_ranks=(2,))
+    late = replace(end(3, ExitCode.KILLED, 3, "rank 2 is gone"), secondary=True)
     assert summarize_exits([first, saver, late], 1, range(4), {2: "SIGKILL"}) == (
         ExitCode.KILLED,
         "rank 0: rank 2 hung\n  saved step 3",
@@ -93,7 +95,7 @@ def test_the_rank_that_saved_tells_what_happened_and_where_it_saved():
 
 
 def test_what_another_rank_saved_stands_beside_the_failure_and_its_code():
-    saver = replace(end(0, ExitCode.FAILED, 2, "rank 1 failed"), follows=True, saved="saved step 3")
+    saver = replace(end(0, ExitCode.FAILED, 2, "rank 1 failed"), secondary=True, saved="saved step 3")
     code, message = summarize_exits([end(1, ExitCode.GPU_FAULT, 1, "a fault"), saver], 1, range(2))
     assert (code, message) == (ExitCode.GPU_FAULT, "rank 1: a fault\n  saved step 3")
 
@@ -115,24 +117,23 @@ def test_the_hooks_that_ranks_did_not_come_back_from_are_named_where_no_rank_fai
         0: UnreturnedHook(hook="hook 'on_step_end' of plugin 'x' (x 1.0)", fix="update x"),
         1: UnreturnedHook(hook="hook 'y'"),
     }
-    lost = replace(end(1, ExitCode.KILLED, 1, "rank 0 is gone\n  fix: see dmesg"), follows=True, saved="saved step 3")
+    lost = replace(end(1, ExitCode.KILLED, 1, "rank 0 is gone\n  fix: see dmesg"), secondary=True, saved="saved step 3")
     assert summarize_exits([lost], 1, range(2), {0: "SIGABRT"}, {0: hooks[0]})[1].splitlines() == [
         "rank 0 was killed by SIGABRT; rank 1: rank 0 is gone",
-        "  rank 0 did not come back from hook 'on_step_end' of plugin 'x' (x 1.0)",
+        "  rank 0 did not return from hook 'on_step_end' of plugin 'x' (x 1.0)",
         "  fix: update x",
         "  saved step 3",
     ]
-    assert summarize_exits([], 1, range(2), {0: "SIGABRT", 1: "SIGTERM"}, hooks)[1].count("did not come back") == 1
+    assert summarize_exits([], 1, range(2), {0: "SIGABRT", 1: "SIGTERM"}, hooks)[1].count("did not return") == 1
     assert (
-        "did not come back"
-        not in summarize_exits([end(1, ExitCode.FAILED, 1, "broken")], 1, range(2), {0: "SIGABRT"}, hooks)[1]
+        "did not return" not in summarize_exits([end(1, ExitCode.FAILED, 1, "broken")], 1, range(2), {0: "SIGABRT"}, hooks)[1]
     )
 
 
 def test_only_silence_is_a_failure():
     assert summarize_exits([], 137, range(4, 5)) == (
         ExitCode.KILLED,
-        "rank 4 ended without a word, as when killed (out of memory?) (launcher status 137)",
+        "rank 4 ended without reporting why, as when killed (out of memory?) (launcher status 137)",
     )
 
 
@@ -150,7 +151,7 @@ def test_a_launcher_that_was_told_to_stop_as_its_ranks_were_is_no_failure():
 def test_a_rank_that_has_no_word_for_the_stop_of_its_launcher_is_a_failure():
     code, message = summarize_exits([end(0, ExitCode.PREEMPTED, 1)], 128 + signal.SIGTERM, range(2))
     assert code == ExitCode.KILLED
-    assert message.startswith("the process that starts the ranks was stopped by SIGTERM; rank 1 ended without a word")
+    assert message.startswith("the process that starts the ranks was stopped by SIGTERM; rank 1 ended without reporting why")
 
 
 # --- processes ------------------------------------------------------------------------------------------------------
@@ -162,14 +163,14 @@ def test_the_words_of_the_ranks_become_the_verdict(directory):
 
 
 def test_a_failing_rank_gives_its_own_exit_code(directory):
-    code = "leave(0, 2, 'this machine has other plugins'); raise SystemExit(1)"
-    assert run_workers(plan(code), directory) == (ExitCode.USAGE, "rank 0: this machine has other plugins")
+    code = "leave(0, 2, 'this node has other plugins'); raise SystemExit(1)"
+    assert run_workers(plan(code), directory) == (ExitCode.USAGE, "rank 0: this node has other plugins")
 
 
 def test_a_worker_that_is_killed_is_told_of(directory):
     code, message = run_workers(plan("os.kill(os.getpid(), 9)"), directory)
     assert code == ExitCode.KILLED
-    assert message.startswith("the process that starts the ranks was killed by SIGKILL; rank 0 ended without a word")
+    assert message.startswith("the process that starts the ranks was killed by SIGKILL; rank 0 ended without reporting why")
 
 
 def test_room_for_the_words_is_there_from_the_start(directory):
@@ -200,7 +201,7 @@ def test_no_room_for_temporary_files_is_told_before_anything_starts(directory, m
 
 def test_a_word_that_was_cut_off_counts_as_none(directory):
     code = "(pathlib.Path(os.environ['SMALTI_OUTCOME_DIR']) / 'rank-0.json').write_text('{\"rank\"'); raise SystemExit(1)"
-    assert "rank 0 ended without a word" in run_workers(plan(code), directory)[1]
+    assert "rank 0 ended without reporting why" in run_workers(plan(code), directory)[1]
 
 
 def test_environment_and_secrets_reach_the_workers(directory):
@@ -260,7 +261,7 @@ def test_a_rank_that_gets_on_with_its_save_has_all_the_time_and_one_that_does_no
     done = subprocess.run([sys.executable, "-c", AGENT], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == f"[0, -{signal.SIGKILL:d}, 1]", done.stderr
     [word] = read_exit_reports(tmp_path)
-    assert (word.rank, word.follows) == (4, True)
+    assert (word.rank, word.secondary) == (4, True)
     assert word.message == "made no progress for 4 s after another rank failed, and was killed"
 
 
@@ -387,8 +388,8 @@ def test_a_signal_ends_what_a_killed_launcher_has_left_behind(host):
     time.sleep(0.3)
     assert running.process.poll() is None
     running.process.send_signal(signal.SIGTERM)
-    assert running.verdict() == (6, "stopped before the run began; nothing was changed")
-    assert "waiting for the ranks to save and leave" in running.error
+    assert running.verdict() == (6, "stopped before the first step; nothing was changed")
+    assert "waiting for the ranks to save and exit" in running.error
     assert not running.child_lives()
 
 
@@ -418,7 +419,7 @@ def test_a_signal_that_is_sent_again_at_once_is_the_same_one(host):
 def test_before_the_run_has_begun_one_signal_is_enough(host, number, code):
     running = host(YOUNG)
     running.process.send_signal(number)
-    assert running.verdict() == (code, "stopped before the run began; nothing was changed")
+    assert running.verdict() == (code, "stopped before the first step; nothing was changed")
 
 
 def test_the_folder_of_a_killed_launch_goes_with_a_later_one_and_nothing_else_does(host, directory, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""One command: its checks, its ranks, one exit code. Imports no torch, but for `rank`."""
+"""A launch: checks, processes of all ranks, one exit code. Only `rank` imports torch."""
 
 import lazy_loader
 

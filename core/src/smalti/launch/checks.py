@@ -1,7 +1,7 @@
-"""Everything that can be known to be wrong before anything is launched or written, found in one round.
+"""All checks before anything is launched or written. They report every problem at once.
 
-What stands by itself is looked at by itself, so one mistake hides no other. A check that rests on something that is wrong
-already is left out. Importing this module imports no torch; asking a model family what it can train does.
+Independent checks run independently, so that one problem does not hide another. A check that depends on an invalid value is
+skipped. Importing this module imports no torch; checks of a model family do.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedRun:
-    """What the checks made on their way."""
+    """What the checks created on the way."""
 
     distributed: DistributedPlan
     family: ModelFamily
     loss: DenoisingLoss
     checkpoint: Path | None
-    """The one to resume from; all that was looked at is that its files are there."""
+    """The checkpoint to resume from. Only the presence and the sizes of its files were checked."""
 
 
 @dataclass(kw_only=True)
 class ProblemCollector:
-    """What is wrong, from checks that know nothing of each other."""
+    """Collects the problems of independent checks."""
 
     problems: list[Problem] = field(default_factory=list)
     errors: list[UserError] = field(default_factory=list)
 
-    def ask(self, check: Callable[[], T]) -> T | None:
-        """The check's answer. None if it needs what is not known, or has raised a UserError, which is kept."""
+    def run(self, check: Callable[[], T]) -> T | None:
+        """The result of a check. None if it depends on an invalid value, or raised a UserError, which is collected."""
         try:
             return check()
         except Unsettled:
@@ -67,8 +67,8 @@ class ProblemCollector:
             self.problems += (problem for problem in problems_in(error) if problem not in self.problems)
             return None
 
-    def tell(self) -> None:
-        """Raise what was found, if anything was: a single error as it is, more of them as one ConfigError."""
+    def raise_if_any(self) -> None:
+        """Raise what was collected: a single error as it is, several as one ConfigError."""
         if len(self.problems) == len(self.errors) == 1:
             raise self.errors[0]
         if self.problems:
@@ -76,30 +76,30 @@ class ProblemCollector:
 
 
 def check_run(config: Config, plugins: Plugins, *, thorough: bool = False) -> CheckedRun:
-    """Whether these options can train. Raises ConfigError with every problem, also those that the `config` of a draft has.
+    """Check whether these options can train. Raises ConfigError with every problem, including those of a draft `config`.
 
-    With `thorough` the model is built, without weights, and compared with the checkpoint to resume from. That takes seconds,
-    and ranks that are launched find the same before their first step.
+    With `thorough`, the model is built without weights and compared with the checkpoint to resume from. That takes seconds, and
+    launched ranks detect the same problems before their first step.
     """
-    findings = ProblemCollector(problems=list(config.problems))
-    findings.problems += complaints(config, plugins)
-    config = config.unsettled(findings.problems)
-    findings.ask(lambda: _datasets(config, plugins))
-    checkpoint = findings.ask(lambda: _checkpoint(config))
-    distributed = findings.ask(lambda: choose_distributed(config, plugins))
+    checks = ProblemCollector(problems=list(config.problems))
+    checks.problems += complaints(config, plugins)
+    config = config.unsettled(checks.problems)
+    checks.run(lambda: _datasets(config, plugins))
+    checkpoint = checks.run(lambda: _checkpoint(config))
+    distributed = checks.run(lambda: choose_distributed(config, plugins))
     entries = plugins.gather(HookSpecs.register_optimizers)
-    if findings.ask(lambda: find_optimizer(config[OptimizerOptions].optimizer, entries)) and distributed:
-        findings.ask(lambda: check_strategy(distributed, config, plugins))
-    family = findings.ask(lambda: _family(config, plugins, fetch=not findings.problems))
-    loss = findings.ask(lambda: _loss(config, family)) if family else None
+    if checks.run(lambda: find_optimizer(config[OptimizerOptions].optimizer, entries)) and distributed:
+        checks.run(lambda: check_strategy(distributed, config, plugins))
+    family = checks.run(lambda: _family(config, plugins, fetch=not checks.problems))
+    loss = checks.run(lambda: _loss(config, family)) if family else None
     if family:
-        findings.ask(lambda: _sizes(config, family))
+        checks.run(lambda: _sizes(config, family))
         if distributed:
-            findings.ask(lambda: check_shares(distributed, family))
+            checks.run(lambda: check_shares(distributed, family))
         if thorough or (distributed and (distributed.context > 1 or distributed.check_model)):
-            findings.ask(lambda: _model(config, plugins, family, distributed, checkpoint))
-    findings.tell()
-    assert distributed and family and loss, "all that was asked has answered"  # noqa: PT018
+            checks.run(lambda: _model(config, plugins, family, distributed, checkpoint))
+    checks.raise_if_any()
+    assert distributed and family and loss, "all checks have returned a result"  # noqa: PT018
     return CheckedRun(distributed=distributed, family=family, loss=loss, checkpoint=checkpoint)
 
 
@@ -112,7 +112,7 @@ def _datasets(config: Config, plugins: Plugins) -> None:
 
 
 def _checkpoint(config: Config) -> Path | None:
-    """What the run is to resume from, if it is to. Raises CheckpointError if its files are not there, or of other sizes."""
+    """The checkpoint to resume from, or None. Raises CheckpointError if its files are missing or have other sizes."""
     folder = config[RunOptions].output_dir
     if folder is None:
         return None
@@ -124,7 +124,7 @@ def _checkpoint(config: Config) -> Path | None:
 
 
 def _family(config: Config, plugins: Plugins, *, fetch: bool) -> ModelFamily | None:
-    """The family to train; None where none is named, or where to make it could `fetch` gigabytes and must not."""
+    """The model family; None if none is named, or if creating it could download weights and `fetch` is not set."""
     options = config[ModelOptions]
     if options.model_family is None and known_families(plugins):
         return None
@@ -135,14 +135,14 @@ def _family(config: Config, plugins: Plugins, *, fetch: bool) -> ModelFamily | N
 
 
 def _loss(config: Config, family: ModelFamily) -> DenoisingLoss:
-    """What the run will train. Raises UserError for objectives, weightings and schedules that do not go together."""
+    """The loss of the run. Raises UserError if objective, weighting and schedule cannot be combined."""
     from smalti.training import denoising_loss
 
     return denoising_loss(config, family, "cpu")
 
 
 def _sizes(config: Config, family: ModelFamily) -> None:
-    """Whether the family can sample what validation asks for."""
+    """Raises UserError if the family cannot generate images of the sizes for validation."""
     if config[ValidationOptions].validation_prompt:
         from smalti.training import validation_sizes
 
@@ -152,13 +152,13 @@ def _sizes(config: Config, family: ModelFamily) -> None:
 def _model(
     config: Config, plugins: Plugins, family: ModelFamily, distributed: DistributedPlan | None, checkpoint: Path | None
 ) -> None:
-    """What can be seen of the model itself."""
+    """Checks that need the model, without its weights."""
     from smalti.models import context_plan
     from smalti.parallel import accelerator_kind
     from smalti.training import build_model
 
     model, _ = build_model(config, plugins, family, accelerator_kind(config))
-    next(family.weights(config[RunOptions].seed).names(), None)  # looks at their files
+    next(family.weights(config[RunOptions].seed).names(), None)  # opens their files
     if distributed and distributed.context > 1:
         context_plan(family, model, dealt_to=distributed.context if distributed.splits_heads else 1)
     if distributed and distributed.check_model:
@@ -168,7 +168,7 @@ def _model(
 
 
 def _fits(config: Config, family: ModelFamily, model: nn.Module, checkpoint: Path) -> None:
-    """Whether a checkpoint is one of this model, and of this adapter."""
+    """Raises CheckpointError if a checkpoint is not of this model, or not of this adapter."""
     from smalti.checkpoint import STATE, compare, read_state, stored_tensors
     from smalti.models import Adaptable
     from smalti.parallel import model_tensors

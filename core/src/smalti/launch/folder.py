@@ -1,4 +1,4 @@
-"""The temporary folder of a launch, for what its processes tell each other. A later launch clears that of a killed one.
+"""The temporary folder of a launch, for messages between its processes. A later launch removes the folder of a killed one.
 
 Importing this module imports no torch.
 """
@@ -26,7 +26,7 @@ _OWNER = "owner.json"
 
 @contextmanager
 def launch_folder(ranks: Iterable[int]) -> Iterator[str]:
-    """A new one with room for the last words of these ranks. Raises PreflightError when there is no room for it."""
+    """Create the folder, with preallocated exit reports for these ranks. Raises PreflightError if the disk is full."""
     remove_abandoned(Path(tempfile.gettempdir()))
     try:
         folder = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
@@ -40,7 +40,7 @@ def launch_folder(ranks: Iterable[int]) -> Iterator[str]:
 
 
 def processes_of(folder: str) -> list[psutil.Process]:
-    """Whatever belongs to the launch of this folder, wherever the system has put it. Those of other users are not seen."""
+    """All processes of the launch with this folder. Processes of other users are not visible."""
     found = []
     for each in psutil.process_iter():
         with suppress(psutil.Error):
@@ -50,7 +50,7 @@ def processes_of(folder: str) -> list[psutil.Process]:
 
 
 def remove_abandoned(place: Path) -> None:
-    """Remove this user's folders in `place` whose launch is over: it started here, and none of its processes is left."""
+    """Remove this user's folders in `place` whose launch has ended: it ran on this node, and none of its processes remains."""
     for folder in place.glob(f"{_PREFIX}*"):
         owner = _owner(folder)
         if owner is not None and owner.alive() is False and not processes_of(f"{folder}"):
@@ -58,7 +58,7 @@ def remove_abandoned(place: Path) -> None:
 
 
 def _owner(folder: Path) -> Process | None:
-    """The process that made a folder; None for whatever else has such a name, or belongs to another user."""
+    """The process that created a folder; None if it belongs to another user, or is not a folder of a launch."""
     try:
         if not all(_is_own(path, kind) for path, kind in ((folder, stat.S_ISDIR), (folder / _OWNER, stat.S_ISREG))):
             return None

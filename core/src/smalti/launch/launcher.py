@@ -1,4 +1,4 @@
-"""Running workers: start the processes of a launch plan, pass signals on as requests, say how it all ended."""
+"""Run the processes of a launch plan: start them, forward signals as requests, and summarize how they ended."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from smalti.system import (
 )
 
 POLL_SECONDS = 0.1
-_LOOK_SECONDS = 1.0
+_CHECK_SECONDS = 1.0
 _GRACE_SECONDS = 10.0
-"""In which ranks write down what they have encoded."""
+"""Time for ranks to save what they have encoded."""
 _STOPS = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
-"""How a rank ends that did what was asked of it; everything else is a failure."""
+"""The exit codes of ranks that completed or stopped on request. All others are failures."""
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""What torch's agent passes on to its ranks."""
+"""The signals that torch's agent forwards to its ranks."""
 _STARTER = "the process that starts the ranks"
 
 LaunchResult = tuple[ExitCode, str]
@@ -67,30 +67,28 @@ def run_workers(
     """
     if plan.port is not None:
         _check_port(plan.port)
-    with launch_folder(plan.ranks) as ends, _signals() as received:
-        own = {FOLDER_VARIABLE: ends, PARENT_VARIABLE: str(os.getpid()), **({DIGEST_VARIABLE: digest} if digest else {})}
+    with launch_folder(plan.ranks) as folder, _signals() as received:
+        own = {FOLDER_VARIABLE: folder, PARENT_VARIABLE: str(os.getpid()), **({DIGEST_VARIABLE: digest} if digest else {})}
         if writer is not None:
             own[ATTEMPT_VARIABLE] = repr(writer.record.started)
             writer.phases.enter("launching")
         environment = {**os.environ, **plan.environment, **plan.secrets, **own}
-        launched = _Launched(_started(plan.command, environment, standby), ends)
+        processes = _Processes(_start(plan.command, environment, standby), folder)
         try:
-            verdict = _wait(launched, received, directory, writer)
+            result = _wait(processes, received, directory, writer)
         finally:
-            launched.end()
+            processes.kill()
         ignore_later_signals()
-        folder = Path(ends)
-        if verdict is not None:
-            return verdict
+        if result is not None:
+            return result
+        reports = Path(folder)
         return summarize_exits(
-            read_exit_reports(folder), launched.status, plan.ranks, read_killed(folder), read_hooks(folder, plan.ranks)
+            read_exit_reports(reports), processes.status, plan.ranks, read_killed(reports), read_hooks(reports, plan.ranks)
         )
 
 
-def _started(
-    command: Sequence[str], environment: Mapping[str, str], standby: StandbyLauncher | None
-) -> subprocess.Popen[bytes]:
-    """`python -m LAUNCHER ...` such that it writes down which of its ranks were killed."""
+def _start(command: Sequence[str], environment: Mapping[str, str], standby: StandbyLauncher | None) -> subprocess.Popen[bytes]:
+    """Start `python -m LAUNCHER ...` within the agent, or give the command to the standby process."""
     python, switch, *rest = command
     if switch == "-m":
         if standby is not None and (process := standby.start(rest, environment)) is not None:
@@ -99,57 +97,57 @@ def _started(
     return subprocess.Popen(command, env=environment, start_new_session=True)
 
 
-class _Launched:
-    """The process that starts the ranks, and those that it leaves behind if it is killed: they save and leave by themselves."""
+class _Processes:
+    """The process that starts the ranks, and the ranks that remain if it is killed: they save and exit on their own."""
 
-    def __init__(self, process: subprocess.Popen[bytes], ends: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], folder: str) -> None:
         self._process = process
-        self._ends = ends
-        self._left: list[psutil.Process] | None = None
+        self._folder = folder
+        self._remaining: list[psutil.Process] | None = None
 
     @property
     def status(self) -> int:
-        """How the process that starts the ranks has ended."""
+        """The exit status of the process that starts the ranks."""
         return self._process.returncode
 
-    def over(self) -> bool:
-        """Whether all of them have ended; waits for it a moment."""
+    def ended(self) -> bool:
+        """Whether all of them have ended. Waits `POLL_SECONDS` for it."""
         try:
             self._process.wait(POLL_SECONDS)
         except subprocess.TimeoutExpired:
             return False
         if self._process.returncode >= 0:
             return True
-        if self._left is None:
-            self._left = processes_of(self._ends)
-            if self._left:
+        if self._remaining is None:
+            self._remaining = processes_of(self._folder)
+            if self._remaining:
                 name = signal.Signals(-self._process.returncode).name
-                _say(f"{_STARTER} was killed by {name}; waiting for the ranks to save and leave")
+                _print(f"{_STARTER} was killed by {name}; waiting for the ranks to save and exit")
         else:
             time.sleep(POLL_SECONDS)
-        self._left = [each for each in self._left if _runs(each)]
-        return not self._left
+        self._remaining = [each for each in self._remaining if _is_running(each)]
+        return not self._remaining
 
-    def pass_on(self, number: int) -> None:
-        """A signal, which asks ranks whose run has begun to stop, and ends others."""
+    def send_signal(self, number: int) -> None:
+        """Forward a signal. It asks ranks that train to stop, and ends the others."""
         self._process.send_signal(number)
-        for each in self._left or ():
+        for each in self._remaining or ():
             with suppress(psutil.NoSuchProcess):
                 each.send_signal(number)
 
-    def end(self) -> None:
-        """At once, if they have not ended."""
+    def kill(self) -> None:
+        """Kill those that have not ended."""
         if self._process.poll() is None:
             kill_tree(self._process.pid)
             self._process.wait()
-        elif self._left is None and self._process.returncode < 0:
-            self._left = processes_of(self._ends)
-        for each in self._left or ():
+        elif self._remaining is None and self._process.returncode < 0:
+            self._remaining = processes_of(self._folder)
+        for each in self._remaining or ():
             with suppress(psutil.NoSuchProcess):
                 each.kill()
 
 
-def _runs(process: psutil.Process) -> bool:
+def _is_running(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -163,7 +161,7 @@ def _check_port(port: int) -> None:
             probe.bind(("", port))
         except OSError as error:
             message = f"port {port} of this node cannot be used: {error.strerror}"
-            raise PreflightError(message, fix="--main_process_port=ANOTHER, the same on every machine") from error
+            raise PreflightError(message, fix="--main_process_port=ANOTHER, the same on all nodes") from error
 
 
 # --- signals --------------------------------------------------------------------------------------------------------
@@ -171,7 +169,7 @@ def _check_port(port: int) -> None:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The signals that came in, without mere repetitions (`SignalFilter`), for the waiting loop to look at."""
+    """The signals received so far, without repetitions (`SignalFilter`), for `_wait` to handle."""
     received: list[int] = []
     signal_filter = SignalFilter()
 
@@ -183,52 +181,51 @@ def _signals() -> Iterator[list[int]]:
         yield received
 
 
-def _wait(launched: _Launched, received: list[int], directory: RunDirectory, writer: RunWriter | None) -> LaunchResult | None:
-    """Wait for the end and obey signals. A verdict if they ended the processes; None if those ended by themselves."""
-    asked: Request | None = None
-    passed_on = False
-    elsewhere = _Elsewhere(directory) if writer is None else None
+def _wait(processes: _Processes, received: list[int], directory: RunDirectory, writer: RunWriter | None) -> LaunchResult | None:
+    """Wait for the processes and handle signals. Returns a result if signals ended them, None if they ended on their own."""
+    request: Request | None = None
+    forwarded = False
+    node_0 = _LaunchOfNode0(directory) if writer is None else None
     while True:
-        over = launched.over()
-        if received and _is_young(directory):
-            return _end_early(launched, received, writer)
-        if elsewhere is not None and (verdict := elsewhere.stopped_early()):
-            _end_gently(launched, received)
-            return verdict
-        if over:
+        ended = processes.ended()
+        if received and _before_first_step(directory):
+            return _stop_before_first_step(processes, received, writer)
+        if node_0 is not None and (result := node_0.stopped_early()):
+            _terminate(processes, received)
+            return result
+        if ended:
             return None
         if len(received) > 1:
-            message = (
-                f"ended at once by {signal.Signals(received[-1]).name}; what was saved before is complete, later steps are lost"
-            )
-            return _end_now(launched, immediate_exit_code(received[-1]), message)
-        if received and not passed_on and (asked is None or _refused(directory, asked)):
-            asked = _ask(directory, received[0], on_request=writer is not None and writer.stop_request is not None)
-            if asked is None:
-                launched.pass_on(received[0])
-                passed_on = True
+            name = signal.Signals(received[-1]).name
+            message = f"ended at once by {name}; what was saved before is complete, later steps are lost"
+            return _kill(processes, immediate_exit_code(received[-1]), message)
+        if received and not forwarded and (request is None or _refused(directory, request)):
+            request = _request_stop(directory, received[0], on_request=writer is not None and writer.stop_request is not None)
+            if request is None:
+                processes.send_signal(received[0])
+                forwarded = True
 
 
-def _is_young(directory: RunDirectory) -> bool:
-    """Whether the loop of the run that this launch is for has not begun; not known of one whose directory is gone."""
+def _before_first_step(directory: RunDirectory) -> bool:
+    """Whether the loop has not begun. False if the run directory is missing: then it is unknown."""
     record = directory.record()
     return record is not None and record.training_since is None
 
 
-class _Elsewhere:
-    """The launch as its first machine, which is another one, tells of it in the run directory."""
+class _LaunchOfNode0:
+    """The same launch on node 0, as seen in the run directory by another node."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
         heartbeat = directory.heartbeat()
         self._attempt = heartbeat.started if heartbeat is not None else None
-        self._looked = time.monotonic()
+        self._checked_at = time.monotonic()
 
     def stopped_early(self) -> LaunchResult | None:
-        """What became of it if it was stopped before its first step. Looks now and then."""
-        if self._attempt is None or time.monotonic() - self._looked < _LOOK_SECONDS:
+        """Its result if it was stopped before its first step. Checks once every `_CHECK_SECONDS`."""
+        if self._attempt is None or time.monotonic() - self._checked_at < _CHECK_SECONDS:
             return None
-        self._looked = time.monotonic()
+        self._checked_at = time.monotonic()
         record, heartbeat = self._directory.record(), self._directory.heartbeat()
         if heartbeat is not None or record is None or record.started != self._attempt or record.training_since is not None:
             return None
@@ -236,9 +233,9 @@ class _Elsewhere:
         return (ExitCode(status.exit_code or 0), status.message) if status.condition == "stopped" else None
 
 
-def _ask(directory: RunDirectory, number: int, *, on_request: bool = False) -> Request | None:
-    """Ask the run to stop; None when it cannot be asked: because of its directory, or at its very end."""
-    _say(STOPPING)
+def _request_stop(directory: RunDirectory, number: int, *, on_request: bool = False) -> Request | None:
+    """Ask the run to stop. None if that is not possible: its directory is not writable, or the run has just ended."""
+    _print(STOPPING)
     reason = "requested" if on_request else "interrupted" if number == signal.SIGINT else "preempted"
     try:
         return directory.request("stop", reason=reason)
@@ -246,47 +243,47 @@ def _ask(directory: RunDirectory, number: int, *, on_request: bool = False) -> R
         return None
 
 
-def _refused(directory: RunDirectory, asked: Request) -> bool:
-    """Whether the run was too young to obey, and has to be asked again."""
-    answer = directory.answer(asked, timeout=0)
+def _refused(directory: RunDirectory, request: Request) -> bool:
+    """Whether the run refused the request because its loop had not begun, so that it must be repeated."""
+    answer = directory.answer(request, timeout=0)
     return answer is not None and not answer.fields.get("accepted")
 
 
-def _end_early(launched: _Launched, received: list[int], writer: RunWriter | None) -> LaunchResult:
-    """Before the first step there is nothing to save but what is being encoded."""
+def _stop_before_first_step(processes: _Processes, received: list[int], writer: RunWriter | None) -> LaunchResult:
+    """Before the first step there is nothing to save except encoded samples."""
     number = received[0]
-    _end_gently(launched, received)
+    _terminate(processes, received)
     if writer is not None and writer.stop_request:
         return ExitCode.STOPPED, STOPPED_EARLY
     code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.PREEMPTED
-    return code, "stopped before the run began; nothing was changed"
+    return code, "stopped before the first step; nothing was changed"
 
 
-def _end_gently(launched: _Launched, received: list[int]) -> None:
-    """Soon, or at once by one more signal."""
-    _say("ending now")
+def _terminate(processes: _Processes, received: list[int]) -> None:
+    """Send SIGTERM, then SIGKILL after `_GRACE_SECONDS` or on another signal."""
+    _print("ending now")
     signals, deadline = len(received), time.monotonic() + _GRACE_SECONDS
-    launched.pass_on(signal.SIGTERM)
-    while not launched.over() and len(received) == signals and time.monotonic() < deadline:
+    processes.send_signal(signal.SIGTERM)
+    while not processes.ended() and len(received) == signals and time.monotonic() < deadline:
         pass
-    launched.end()
+    processes.kill()
 
 
-def _end_now(launched: _Launched, code: ExitCode, message: str) -> LaunchResult:
-    _say("ending now")
-    launched.end()
+def _kill(processes: _Processes, code: ExitCode, message: str) -> LaunchResult:
+    _print("ending now")
+    processes.kill()
     return code, message
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"smalti: {text}", file=sys.stderr, flush=True)
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process and everything below it; workers have sessions of their own, so a process group would not do."""
+    """Kill a process and all its descendants. Workers have their own sessions, so killing a process group is not enough."""
     try:
         parent = psutil.Process(pid)
-        parent.suspend()  # so that it starts nothing more while its children are counted
+        parent.suspend()  # so that it starts no process while its children are listed
         children = parent.children(recursive=True)
     except psutil.NoSuchProcess:
         return
@@ -297,64 +294,63 @@ def kill_tree(pid: int) -> None:
             continue
 
 
-# --- the verdict ----------------------------------------------------------------------------------------------------
+# --- the result -----------------------------------------------------------------------------------------------------
 
 
 def summarize_exits(
-    ends: list[ExitReport],
+    reports: list[ExitReport],
     status: int,
     ranks: range,
     killed: Mapping[int, str] | None = None,
     hooks: Mapping[int, UnreturnedHook] | None = None,
 ) -> LaunchResult:
-    """One verdict for the launch from the last words of its ranks and the launcher's own exit status.
+    """Combine the exit reports of the ranks and the exit status of their launcher into one result.
 
-    A failure outweighs a clean stop, and the earliest failure of a rank's own is the cause: the others are what it led to. A
-    rank that was killed (by the system, out of memory) leaves no word; `killed` tells the signals where they are known, and
-    such a rank is the cause if all that the others tell is that it is gone. Of those, the one that saved is asked what it
-    found, or else the last, who had most time to look. Where no rank tells of a failure of its own, the `hooks` that ranks did
-    not come back from are named.
+    A failure outweighs a clean stop. The earliest failure that is not `secondary` is the cause; the others followed from it. A
+    rank that was killed (by the system, out of memory) writes no report. `killed` has the signals where they are known, and
+    such a rank is the cause if all other failures are secondary. Of these, the message of the rank that saved is quoted, or
+    else of the last one, which had the most time to diagnose. If no rank reports a failure of its own, the `hooks` that have
+    not returned are named.
     """
-    silent = sorted(set(ranks) - {end.rank for end in ends} - {rank for end in ends for rank in end.ended})
+    silent = sorted(set(ranks) - {report.rank for report in reports} - {rank for each in reports for rank in each.killed_ranks})
     by_signal = {rank: name for rank, name in (killed or {}).items() if rank in silent}
     failures = sorted(
-        (end for end in ends if end.exit_code not in _STOPS),
-        key=lambda end: (end.follows, not end.saved, -end.time if end.follows else end.time),
+        (report for report in reports if report.exit_code not in _STOPS),
+        key=lambda report: (report.secondary, not report.saved, -report.time if report.secondary else report.time),
     )
-    ended = {rank for rank, name in by_signal.items() if name == "SIGTERM"}  # by torch's agent, once another was gone
-    if failures or len(ended) < len(by_signal):
-        by_signal = {rank: name for rank, name in by_signal.items() if rank not in ended}
-        silent = [rank for rank in silent if rank not in ended]
-    in_hooks = {rank: end for rank, end in (hooks or {}).items() if rank not in ended}
-    lost = f"{_names(silent)} ended without a word, as when killed (out of memory?)" if silent else ""
-    saved = [end.saved for end in failures if end.saved]
-    if by_signal and all(end.follows for end in failures):
-        told = ", ".join(f"rank {rank} was killed by {name}" for rank, name in sorted(by_signal.items()))
+    terminated = {rank for rank, name in by_signal.items() if name == "SIGTERM"}  # by torch's agent, after another rank's end
+    if failures or len(terminated) < len(by_signal):
+        by_signal = {rank: name for rank, name in by_signal.items() if rank not in terminated}
+        silent = [rank for rank in silent if rank not in terminated]
+    in_hooks = {rank: hook for rank, hook in (hooks or {}).items() if rank not in terminated}
+    lost = f"{_names(silent)} ended without reporting why, as when killed (out of memory?)" if silent else ""
+    saved = [report.saved for report in failures if report.saved]
+    if by_signal and all(report.secondary for report in failures):
+        signals = ", ".join(f"rank {rank} was killed by {name}" for rank, name in sorted(by_signal.items()))
         hint = " (the system does that when memory runs out)" if "SIGKILL" in by_signal.values() else ""
-        causes = "; ".join([f"{told}{hint}", *(f"rank {end.rank}: {end.message}" for end in failures[:1])])
+        causes = "; ".join([f"{signals}{hint}", *(f"rank {report.rank}: {report.message}" for report in failures[:1])])
         return ExitCode.KILLED, "\n  ".join([_with_hooks(causes, in_hooks), *saved])
     if failures:
         causes = "; ".join([f"rank {failures[0].rank}: {failures[0].message}", *([lost] if lost else [])])
-        if failures[0].follows:
+        if failures[0].secondary:
             causes = _with_hooks(causes, in_hooks)
         return ExitCode(failures[0].exit_code), "\n  ".join([causes, *saved])
     if status < 0:
-        told = lost or ends[0].message
-        return ExitCode.KILLED, f"{_STARTER} was killed by {signal.Signals(-status).name}; {told}"
+        return ExitCode.KILLED, f"{_STARTER} was killed by {signal.Signals(-status).name}; {lost or reports[0].message}"
     if status - SIGNALLED in _STOPPING and lost:
         return ExitCode.KILLED, f"{_STARTER} was stopped by {signal.Signals(status - SIGNALLED).name}; {lost}"
     if status - SIGNALLED in _STOPPING:
-        return ExitCode(ends[0].exit_code), ends[0].message
-    if status != 0 or not ends:
-        causes = f"{lost or 'every rank ended well, and the launcher did not'} (launcher status {status})"
+        return ExitCode(reports[0].exit_code), reports[0].message
+    if status != 0 or not reports:
+        causes = f"{lost or 'every rank succeeded, but the launcher failed'} (launcher status {status})"
         return ExitCode.KILLED if lost else ExitCode.FAILED, _with_hooks(causes, in_hooks)
-    return ExitCode(ends[0].exit_code), ends[0].message
+    return ExitCode(reports[0].exit_code), reports[0].message
 
 
 def _with_hooks(causes: str, hooks: Mapping[int, UnreturnedHook]) -> str:
-    """With the hooks that ranks did not come back from; what to do about their plugins replaces what others advise."""
-    lines = [f"rank {rank} did not come back from {end.hook}" for rank, end in sorted(hooks.items())]
-    fixes = list(dict.fromkeys(f"fix: {end.fix}" for end in hooks.values() if end.fix))
+    """Add the hooks that have not returned. The fixes for their plugins replace those of `causes`."""
+    lines = [f"rank {rank} did not return from {hook.hook}" for rank, hook in sorted(hooks.items())]
+    fixes = list(dict.fromkeys(f"fix: {hook.fix}" for hook in hooks.values() if hook.fix))
     return "\n  ".join([causes.partition("\n  fix: ")[0] if fixes else causes, *lines, *fixes])
 
 

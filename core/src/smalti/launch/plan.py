@@ -1,7 +1,7 @@
-"""From a Config to running workers: the plan, and the process that starts, watches and stops them.
+"""From a Config to a launch plan: how many processes are started, by which launcher, in which environment.
 
-One rank runs in this process. Several ranks on CPUs are started by torch's elastic launcher, because Accelerate starts one
-process there; on accelerators `accelerate launch` starts them, from the user's own YAML with our settings merged in.
+One rank runs in this process. On CPUs, torch's elastic launcher starts several ranks, as Accelerate starts only one process
+there. On accelerators, `accelerate launch` starts them, from the user's YAML with smalti's settings merged in.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from smalti.types import DistributedPlan
 Launcher = Literal["in-process", "elastic", "accelerate"]
 
 DEFAULT_PORT = 29500
-"""Where machine 0 listens when several machines are given no port; torch's and Accelerate's own default."""
+"""The port on which node 0 listens if no port is given: the default of torch and of Accelerate."""
 DIGEST_VARIABLE = "SMALTI_DIGEST"
-"""Of the configuration for which workers are launched."""
+"""The environment variable with the digest of the configuration for which workers are launched."""
 _LOOPBACK = "127.0.0.1"
 _KINDS = {"cuda": "MULTI_GPU", **{kind: f"MULTI_{kind.upper()}" for kind in ("xpu", "npu", "mlu", "hpu", "musa", "sdaa")}}
 """The `distributed_type` of an Accelerate YAML by the kind of accelerator."""
 _ON_ANY = {"FSDP", "DEEPSPEED"}
-"""Types that Accelerate launches on whatever accelerator there is, and on none but an accelerator."""
+"""Types that Accelerate launches on any kind of accelerator, but not on CPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """Everything that starting the workers of this machine takes, and nothing started yet.
+    """How to start the workers of this node. Nothing is started yet.
 
-    `environment` holds the differences only; `secrets` go into it as well and are never shown or written. `ranks` are those of
-    this machine. `port` has to be free on it, because machine 0 will listen there.
+    `environment` has only the variables to set. `secrets` are set as well, and are never shown or written. `ranks` are those of
+    this node. `port` must be free, as node 0 will listen there; it is None on the other nodes.
     """
 
     launcher: Launcher
@@ -72,9 +72,9 @@ class LaunchPlan:
 
 
 def expected_kind(config: Config) -> str | None:
-    """The kind of accelerator that the user's Accelerate YAML speaks of; None if of none, or if --use_cpu overrules it.
+    """The kind of accelerator that the user's Accelerate YAML names; None if it names none, or if --use_cpu overrides it.
 
-    "cuda" stands for all where the file does not say which.
+    "cuda" if the file asks for accelerators without naming their kind.
     """
     if config[LaunchOptions].use_cpu:
         return None
@@ -85,10 +85,10 @@ def expected_kind(config: Config) -> str | None:
 def plan_launch(
     config: Config, distributed: DistributedPlan, directory: Path, kind: str, environment: Mapping[str, str] | None = None
 ) -> LaunchPlan:
-    """How the workers of this run are started on this machine, for a configuration that was checked.
+    """Plan how to start the workers of this node, for a configuration that was checked.
 
-    `kind` is what `smalti.parallel.accelerator_kind` says, `environment` that of this process. Raises UserError when the user's
-    Accelerate YAML does not fit the machine.
+    `kind` is the result of `smalti.parallel.accelerator_kind`. `environment` defaults to that of this process. Raises UserError
+    if the user's Accelerate YAML does not fit the node.
     """
     environment = os.environ if environment is None else environment
     options = config[LaunchOptions]
@@ -132,7 +132,7 @@ def plan_launch(
 
 
 def _threads(local: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """A fair share of this machine's cores for each rank, unless the user has said something else."""
+    """An equal share of the cores of this node for each rank, unless the user has set OMP_NUM_THREADS."""
     if "OMP_NUM_THREADS" in environment:
         return {}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -140,10 +140,10 @@ def _threads(local: int, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def allocator_settings(kind: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """How torch allocates memory of devices of this kind on this machine, unless the user has said anything about that.
+    """The allocator settings of torch for devices of this kind, unless the user has set any.
 
-    Images of many sizes leave gaps of many sizes; segments that can grow leave few. CUDA under Windows, WSL and on Jetson
-    devices maps no memory that way, or fails as it does, and torch for ROCm warns that it cannot.
+    Images of many sizes fragment memory; expandable segments avoid most of it. CUDA under Windows, WSL and on Jetson devices
+    does not support them, and torch for ROCm warns that it does not.
     """
     lacking = platform.system() != "Linux" or "microsoft" in platform.release() or Path("/etc/nv_tegra_release").exists()
     if kind != "cuda" or lacking or is_rocm() or any(name in environment for name in ALLOCATOR_VARIABLES):
@@ -152,9 +152,9 @@ def allocator_settings(kind: str, environment: Mapping[str, str]) -> dict[str, s
 
 
 def _loopback(environment: Mapping[str, str]) -> dict[str, str]:
-    """Where gloo connects the ranks of a single machine, unless the user has said something else.
+    """The interface through which gloo connects the ranks of a single node, unless the user has set one.
 
-    Left to itself, it looks up the host name, which in containers may have no address, or wait for name servers. NCCL reads
+    By default gloo resolves the host name, which may have no address in containers, or wait for name servers. NCCL reads
     addresses from the interfaces and needs no names.
     """
     if "GLOO_SOCKET_IFNAME" in environment:
@@ -166,7 +166,7 @@ def _loopback(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _chosen_gpus(config: Config, kind: str, local: int) -> list[str]:
-    """The accelerators that the user's Accelerate YAML picks out; empty for all of them."""
+    """The accelerators that the user's Accelerate YAML selects; empty for all of them."""
     given = str(config.accelerate.get("gpu_ids") or "all")
     if kind == "cpu" or given == "all":
         return []
@@ -182,7 +182,7 @@ def _chosen_gpus(config: Config, kind: str, local: int) -> list[str]:
 def _elastic_arguments(options: LaunchOptions, local: int) -> tuple[str, ...]:
     count = (f"--nproc-per-node={local}", f"--nnodes={options.num_machines}")
     if options.num_machines == 1:
-        # What --standalone does, but for names: it looks up "localhost", and the host name for the address of the ranks.
+        # Like --standalone, which however resolves "localhost" and the host name.
         return (*count, "--rdzv-backend=c10d", f"--rdzv-endpoint={_LOOPBACK}:0", f"--local-addr={_LOOPBACK}")
     port = options.main_process_port or DEFAULT_PORT
     return (*count, f"--node-rank={options.machine_rank}", f"--master-addr={options.main_process_ip}", f"--master-port={port}")
@@ -196,9 +196,9 @@ def _ignored_by_accelerate(merged: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def merged_yaml(config: Config, distributed: DistributedPlan, kind: str) -> dict[str, object]:
-    """The user's Accelerate YAML with our launch settings, then the backend's, put in; the rest stays as it was.
+    """The user's Accelerate YAML with the launch settings of smalti and then of the strategy merged in. The rest is unchanged.
 
-    A port of 0 lets Accelerate look for a free one, which only works where nobody else has to know it.
+    A port of 0 lets Accelerate choose a free one, which works only on a single node.
     """
     options = config[LaunchOptions]
     ours: dict[str, object] = {
@@ -212,26 +212,26 @@ def merged_yaml(config: Config, distributed: DistributedPlan, kind: str) -> dict
     }
     if options.main_process_ip is not None:
         ours["main_process_ip"] = options.main_process_ip
-    # smalti compiles block by block itself, and twice would be once too often; what is to be split, the backend says.
+    # smalti compiles block by block itself, and the strategy says what is sharded.
     replaced = ("dynamo_config", "dynamo_backend", "fp16", "parallelism_config")
     user = {key: value for key, value in config.accelerate.items() if key not in replaced}
     base = {"compute_environment": "LOCAL_MACHINE", "rdzv_backend": "static", "same_network": True, **user}
     return accelerate_yaml.merge(accelerate_yaml.merge(base, ours), distributed.accelerate)
 
 
-def _name_for(machine: int, name: str) -> str:
-    """A file name in the run directory: "accelerate.yaml" on the first machine, "accelerate.node-1.yaml" on the next."""
+def _name_for(node: int, name: str) -> str:
+    """A file name in the run directory: "accelerate.yaml" on node 0, "accelerate.node-1.yaml" on node 1."""
     stem, dot, ending = name.partition(".")
-    return name if machine == 0 else f"{stem}.node-{machine}{dot}{ending}"
+    return name if node == 0 else f"{stem}.node-{node}{dot}{ending}"
 
 
 def write_launch_files(directory: RunDirectory, config: Config, plugins: Plugins, plan: LaunchPlan) -> None:
-    """config.toml, launch.json and, where it is used, accelerate.yaml, in the run directory.
+    """Write config.toml, launch.json and, if it is used, accelerate.yaml to the run directory.
 
-    Every machine writes launch.json, with the same values in it, so that its workers need not wait for another machine.
-    Once there were steps, the first two are written beside those of the run, whose place they take when it goes on
-    (`RunWriter.take_launch_files`). So a launch that is refused, because its options do not fit the checkpoint say, changes
-    nothing.
+    Every node writes launch.json with the same values, so that its workers need not wait for another node. If the run has made
+    steps, the first two are written beside the existing files and replace them when training begins
+    (`RunWriter.take_launch_files`). So a launch that is refused, for example because its options do not match the checkpoint,
+    changes nothing.
     """
     described = {
         **cast(dict[str, object], config.masked(plan.as_json())),
@@ -252,7 +252,7 @@ def write_launch_files(directory: RunDirectory, config: Config, plugins: Plugins
 
 
 def _place_for(file: Path, directory: RunDirectory) -> Path:
-    """The file itself until the run has made steps, after that the one that waits to take its place."""
+    """The file itself if the run has made no step, else the file that will replace it."""
     waiting = directory.next_of(file)
     if directory.latest("step") is not None:
         return waiting
@@ -267,7 +267,7 @@ def yaml_text(values: Mapping[str, object]) -> str:
 
 
 def check_accelerators(config: Config, kind: str) -> None:
-    """Whether this machine has what the launch is planned for. Raises PreflightError. Imports torch."""
+    """Raise PreflightError if this node lacks the accelerators that the launch needs. Imports torch."""
     options = config[LaunchOptions]
     expected = expected_kind(config)
     if kind == "cpu":

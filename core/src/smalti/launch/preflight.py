@@ -1,4 +1,4 @@
-"""What `smalti train` does before any worker exists: check everything, say what will happen, then launch."""
+"""What `smalti train` does before any worker exists: check everything, report what will happen, then launch."""
 
 from __future__ import annotations
 
@@ -50,17 +50,16 @@ if TYPE_CHECKING:
     from smalti.models import ModelFamily
 
 _FIRST = ("device", "precision", "tokens")
-"""What the start of a run says at once; the rest is said when it begins to train."""
+"""The facts that are printed at launch. The others are printed when training begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
     """A checked configuration with its launch plan and its data.
 
-    `data` is None on machines that only join a launch: the first one has looked at it. `facts` say on which "device" the run
-    computes and in which "precision"; where the data were looked at, also how many "tokens" the largest images are and at which
-    noise levels ("timesteps") they are trained. `writer` is the run directory, which the first machine has taken; None on the
-    others, and for a dry run.
+    `data` is None on nodes other than node 0, which has scanned it. `facts` describe the "device" and the "precision" of the
+    run; where the data were scanned, also the number of "tokens" of the largest images and the noise levels ("timesteps") of
+    training. `writer` owns the run directory on node 0; it is None on the other nodes, and for a dry run.
     """
 
     config: Config
@@ -74,40 +73,40 @@ class Preparation:
 
     @classmethod
     def of(cls, config: Config, plugins: Plugins, *, write: bool) -> Preparation:
-        """Check the configuration, choose the backend, scan the data and check the buckets against the effective batch.
+        """Check the configuration, choose the strategy, scan the data and check the buckets against the effective batch.
 
-        With `write`, the run directory is taken before the data are looked at, and keeps their index; without, nothing is
-        written, and the launch may be planned for accelerators that are not here. Raises UserError, ConfigError,
-        PreflightError; Stopped when that was asked for meanwhile.
+        With `write`, the run directory is acquired before the data are scanned, and stores their index. Without it nothing is
+        written, and the launch may be planned for accelerators that this node lacks. Raises UserError, ConfigError or
+        PreflightError, and Stopped if a stop was requested in the meantime.
         """
         checked = check_run(config, plugins, thorough=not write)
         directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
         kind, notices, environment = accelerator_kind(config), [], dict(os.environ)
         if write:
-            os.environ.update(allocator_settings(kind, environment))  # which torch reads once, with the first look at a device
+            os.environ.update(allocator_settings(kind, environment))  # torch reads them once, when it first uses a device
             check_accelerators(config, kind)
         elif kind == "cpu" and (expected := expected_kind(config)) is not None:
             kind = expected
-            notices.append(f"planned for {kind} devices, from the Accelerate YAML; this node has none")
+            notices.append(f"the launch is planned for {kind} devices, as in the Accelerate YAML; this node has none")
         joins = write and config[LaunchOptions].machine_rank > 0
         if joins:
-            _wait_for_first_machine(directory, config[LaunchOptions].process_group_timeout)
+            _wait_for_node_0(directory, config[LaunchOptions].process_group_timeout)
         config, given = choose_precision(config, kind, directory), config
         distributed = checked.distributed if config is given else choose_distributed(config, plugins)
         plan = plan_launch(config, distributed, directory.path, kind, environment)
         notices += [*config.notices, *plan.notices, *cost_of(config, kind)]
         facts = {"device": describe_devices(config, kind), "precision": describe(config, kind)}
-        writer = _take(directory, config) if write and not joins else None
+        writer = _acquire(directory, config) if write and not joins else None
         with _failures_recorded(writer):
-            data = None if joins else cls._look_at_data(config, plugins, checked.family.alignment, writer)
+            data = None if joins else cls._scan(config, plugins, checked.family.alignment, writer)
             if data is not None:
                 size = _largest_image(checked.family, data)
                 facts |= {
                     "tokens": str(size),
                     "timesteps": checked.loss.describe_timesteps(count.bucket for count in data.counts),
                 }
-                told = _resume_notices(config, data, checked.checkpoint)
-                notices += [*(() if write else told)]  # a run tells them where it resumes
+                resume_notices = _resume_notices(config, data, checked.checkpoint)
+                notices += [*(() if write else resume_notices)]  # a run prints them when it resumes
                 notices += [*_schedule_notices(config, data), *cpu_notices(config, kind, size), *data.notices]
         return cls(
             config=config,
@@ -121,7 +120,7 @@ class Preparation:
         )
 
     @staticmethod
-    def _look_at_data(config: Config, plugins: Plugins, alignment: int, writer: RunWriter | None) -> PreparedData:
+    def _scan(config: Config, plugins: Plugins, alignment: int, writer: RunWriter | None) -> PreparedData:
         if writer is None:
             return scan_data(config, plugins, alignment, None)
         writer.phases.enter("scanning")
@@ -129,7 +128,7 @@ class Preparation:
         return scan_data(config, plugins, alignment, writer.directory.data, progress, attempt=writer.record.started)
 
     def launch(self, standby: StandbyLauncher | None = None) -> ExitCode:
-        """Run to the end. The last lines printed say how it ended and how to go on. `standby` is ready to start the ranks."""
+        """Run to the end. The last lines of output say how it ended and how to continue. `standby` can start the ranks."""
         for notice in self.notices:
             click.echo(f"smalti: note: {notice}", err=True)
         click.echo(f"smalti: {self.plugins.summary}", err=True)
@@ -172,7 +171,7 @@ class Preparation:
             click.echo(f"  {title:<12} {path}", err=True)
         complete = code is ExitCode.DONE
         click.echo(f"smalti: {'done' if complete else f'ended with exit code {int(code)}'}: {message}", err=True)
-        if not self.directory.config_file.exists():  # somebody has removed it
+        if not self.directory.config_file.exists():  # removed by the user
             return
         again = f"{program_name()} train {shlex.quote(str(self.directory.config_file))}"
         if complete:
@@ -185,9 +184,9 @@ class Preparation:
 
         found = {}
         if samples := sorted(self.directory.samples.glob("*/")):
-            found["pictures"] = overview(samples[-1])
-        if (plot := self.directory.path / "loss.png").exists():
-            found["loss plot"] = plot
+            found["images"] = overview(samples[-1])
+        if self.directory.loss_plot.exists():
+            found["loss plot"] = self.directory.loss_plot
         if entries := CheckpointStore(self.directory.checkpoints).all():
             found["checkpoint"] = entries[-1].path
         return found
@@ -195,9 +194,9 @@ class Preparation:
     # --- dry run ----------------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, object]:
-        """What a launch would do, as JSON."""
+        """What a launch would do, for JSON."""
         assert self.data is not None, "a dry run reads the data, on every node"
-        said = {
+        described = {
             "launch": self.plan.as_json(),
             **self.facts,
             "config": {"digest": self.config.digest, "changes": self.config.changes()},
@@ -210,10 +209,10 @@ class Preparation:
             "buckets": [{"size": str(count.bucket), "samples": count.total} for count in self.data.counts],
             "quarantined": [{"key": item.key, "reason": item.reason} for item in self.data.quarantined],
         }
-        return cast(dict[str, object], self.config.masked(said))
+        return cast(dict[str, object], self.config.masked(described))
 
     def as_text(self) -> str:
-        """The same for people, with the files that a launch would write."""
+        """The same as text, with the files that a launch would write."""
         assert self.data is not None, "a dry run reads the data, on every node"
         plan = self.plan
         lines = [f"strategy      {plan.distributed.title}", f"launcher      {plan.launcher}"]
@@ -235,15 +234,15 @@ class Preparation:
 
 
 def _twice_as_long(config: Config) -> str:
-    """The flag that lets a complete run train as long again."""
+    """The flag with which a completed run trains for as long again."""
     options = config[RunOptions]
     if options.max_train_steps is not None:
         return f" --max_train_steps={2 * options.max_train_steps}"
     return f" --num_train_epochs={2 * options.num_train_epochs}" if options.num_train_epochs is not None else ""
 
 
-def _take(directory: RunDirectory, config: Config) -> RunWriter:
-    """Become the run there. UserError when another one lives there."""
+def _acquire(directory: RunDirectory, config: Config) -> RunWriter:
+    """Acquire the run directory. Raises UserError if another run uses it."""
     writer = acquire(
         directory,
         config_digest=config.digest,
@@ -257,31 +256,32 @@ def _take(directory: RunDirectory, config: Config) -> RunWriter:
 
 @contextmanager
 def _failures_recorded(writer: RunWriter | None) -> Iterator[None]:
-    """An exception ends the run in the eyes of those who watch it too. It becomes `Stopped` where a stop was asked for."""
+    """Record an exception as the end of the run. It becomes `Stopped` if a stop was requested."""
     try:
         yield
     except BaseException as error:
         if writer is None:
             raise
-        asked = isinstance(error, KeyboardInterrupt) and writer.stop_request
-        writer.end_launch(
-            *((ExitCode.STOPPED, STOPPED_EARLY) if asked else (exit_reports.exit_code_of(error), exit_reports.describe(error)))
-        )
+        requested = isinstance(error, KeyboardInterrupt) and writer.stop_request
+        if requested:
+            writer.end_launch(ExitCode.STOPPED, STOPPED_EARLY)
+        else:
+            writer.end_launch(exit_reports.exit_code_of(error), exit_reports.describe(error))
         writer.close()
-        if asked:
+        if requested:
             raise Stopped from None
         raise
 
 
 def _resume_notices(config: Config, data: PreparedData, checkpoint: Path | None) -> tuple[str, ...]:
-    """What a resume from this checkpoint will say of the data. Raises CheckpointError if it is of another run."""
+    """Notices about the data for a resume from this checkpoint. Raises CheckpointError if it belongs to another run."""
     if checkpoint is None:
         return ()
     return check_resumable(read_state(checkpoint / STATE).trainer, config, data, checkpoint).notices
 
 
 def _schedule_notices(config: Config, data: PreparedData) -> list[str]:
-    """What a warm-up as long as the run means. Raises ConfigError where nothing could be learned; epochs are counted by now."""
+    """Notices about the warm-up, now that the length of epochs is known. Raises ConfigError if it is longer than the run."""
     options, steps = config[OptimizerOptions], total_steps(config, data)
     if (problem := warm_up_problem(options, steps)) is not None:
         raise ConfigError([problem])
@@ -290,7 +290,7 @@ def _schedule_notices(config: Config, data: PreparedData) -> list[str]:
 
 
 def _largest_image(family: ModelFamily, data: PreparedData) -> ImageSize:
-    """The training images that are the most tokens."""
+    """The size of training images with the most tokens."""
     from smalti.models import image_tokens
 
     sizes = [
@@ -301,7 +301,7 @@ def _largest_image(family: ModelFamily, data: PreparedData) -> ImageSize:
 
 
 def program_name() -> str:
-    """What to type for this program: its name where the shell finds it, else the path by which it was called."""
+    """How to call this program: by name if the shell finds it, else by the path by which it was called."""
     called = Path(sys.argv[0])
     if called.name not in ("smalti", "smalti-train"):
         return f"{shlex.quote(sys.executable)} -m smalti"
@@ -309,13 +309,13 @@ def program_name() -> str:
     return "smalti" if found and Path(found).samefile(called.with_name("smalti")) else str(called.with_name("smalti"))
 
 
-def _wait_for_first_machine(directory: RunDirectory, seconds: float) -> None:
-    """Until machine 0 has taken the run directory, which this machine must be able to see, and has looked at the data."""
-    deadline, told = time.monotonic() + seconds, False
-    while (phase := _phase_of_first_machine(directory)) in (None, "scanning"):
-        if not told:
+def _wait_for_node_0(directory: RunDirectory, seconds: float) -> None:
+    """Wait until node 0 has acquired the run directory, which must be on shared storage, and has scanned the data."""
+    deadline, waiting = time.monotonic() + seconds, False
+    while (phase := _phase_on_node_0(directory)) in (None, "scanning"):
+        if not waiting:
             click.echo(f"smalti: waiting for node 0 to create {directory.path} and to scan the data", err=True)
-            told = True
+            waiting = True
         if phase is not None:
             deadline = time.monotonic() + seconds
         elif time.monotonic() > deadline:
@@ -326,8 +326,8 @@ def _wait_for_first_machine(directory: RunDirectory, seconds: float) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _phase_of_first_machine(directory: RunDirectory) -> str | None:
-    """What the run there is busy with; None where none lives."""
+def _phase_on_node_0(directory: RunDirectory) -> str | None:
+    """The phase of the run; None if it is not running."""
     heartbeat = directory.heartbeat()
     if directory.record() is None or heartbeat is None or heartbeat.alive() is False:
         return None

@@ -1,4 +1,4 @@
-"""One rank of a run, in whatever process: builds, trains, obeys signals, leaves its last words before anything is closed."""
+"""One rank of a run, in any process: it builds, trains, handles signals, and reports how it ended before it closes anything."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from smalti.types import DistributedPlan, Outcome, RunState, StopReason
 
 
 def run_rank(config: Config, plugins: Plugins, writer: RunWriter | None = None) -> Outcome:
-    """Build and train on this rank. Every rank of the run calls it; an agreed stop returns on all of them.
+    """Build and train on this rank. Called on every rank of the run; a stop returns on all of them.
 
-    `writer` is the run directory, if this process holds it already.
+    `writer` is given if this process owns the run directory already.
     """
     plan = choose_distributed(config, plugins)
     with ExitStack() as signals, opened(plan, config) as parallel, ExitStack() as closing:
@@ -44,19 +44,19 @@ def run_rank(config: Config, plugins: Plugins, writer: RunWriter | None = None) 
                     run = watchdog.run = build(config, plugins, plan, parallel, detector, closing, writer)
                 if writer is not None:
                     writer.begin_training()
-                signals.enter_context(stop_signals(run.state))  # to the very end: what is said and closed last is not cut off
+                signals.enter_context(stop_signals(run.state))  # until the end, so that a signal cannot interrupt closing
                 signals.callback(ignore_later_signals)
                 outcome = train(run)
             if not run.parted:
-                parallel.barrier()  # nobody leaves the group while another still talks to it
+                parallel.barrier()  # no rank leaves the process group while another still uses it
         return outcome
 
 
 @contextmanager
 def opened(plan: DistributedPlan, config: Config) -> Iterator[Parallel]:
-    """This rank's end of the backend. After a failure on one of several ranks it is not closed, and the process has to end.
+    """Open the strategy on this rank. After a failure on one of several ranks it is not closed, and the process has to end.
 
-    To take down a process group is one more thing that ranks do together, at least with NCCL: the others would not come.
+    Destroying a process group is collective, at least with NCCL, and the other ranks would not join it.
     """
     parallel = open_parallel(plan, config)
     try:
@@ -70,9 +70,9 @@ def opened(plan: DistributedPlan, config: Config) -> Iterator[Parallel]:
 
 @contextmanager
 def exit_reported(detector: FailureDetector) -> Iterator[None]:
-    """An exception is written down before anything is closed: what closing does to other ranks comes after its cause.
+    """Write an exit report for an exception before anything is closed, so that the cause is reported before its consequences.
 
-    One that only tells of another rank's end is replaced by an error that says so.
+    An exception that was caused by the loss of another rank is replaced by a LostRankError.
     """
     try:
         yield
@@ -91,22 +91,22 @@ def exit_reported(detector: FailureDetector) -> Iterator[None]:
 
 @contextmanager
 def stop_signals(state: RunState) -> Iterator[None]:
-    """Ctrl-C and `preemption_signals` ask for an agreed stop; another one that counts ends a process that nobody launched.
+    """Ctrl-C and `preemption_signals` request a stop of all ranks; a second one ends a process that has no launcher.
 
-    Under a launcher it is the launcher's to count: one signal from a scheduler can reach a rank twice, from the scheduler and
-    passed on by torch's agent.
+    Under a launcher, the launcher handles the second one: a signal of a scheduler can reach a rank twice, directly and
+    forwarded by torch's agent.
     """
-    counted_elsewhere = launched()
-    signal_filter, asked = SignalFilter(), False
+    launcher_handles_repeats = launched()
+    signal_filter, stopping = SignalFilter(), False
 
     def handle(number: int, frame: object) -> None:
-        nonlocal asked
-        if not signal_filter.accepts(number) or (asked and counted_elsewhere):
+        nonlocal stopping
+        if not signal_filter.accepts(number) or (stopping and launcher_handles_repeats):
             return
-        if asked:
+        if stopping:
             print_from_handler("ending now: what was saved before is complete, the steps since then are lost")
             os._exit(immediate_exit_code(number))
-        asked = True
+        stopping = True
         print_from_handler(STOPPING)
         state.request_stop(StopReason.INTERRUPTED if number == signal.SIGINT else StopReason.PREEMPTED)
 

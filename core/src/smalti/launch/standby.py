@@ -1,7 +1,6 @@
-"""The process that starts the ranks, begun early: it imports torch while the launch is still being checked.
+"""The process that starts the ranks, created early: it imports torch while the launch is still being checked.
 
-Without a word from this process it does nothing, and ends with it: the line between them closes, however this process ends.
-Importing this module imports no torch.
+It waits for a command on a pipe. If this process ends, the pipe closes and it ends too. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -21,42 +20,42 @@ AGENT = "smalti.launch.agent"
 
 
 class StandbyLauncher:
-    """A `smalti.launch.agent` that waits to be told what to run."""
+    """A `smalti.launch.agent` that waits for the command to run."""
 
     def __init__(self) -> None:
-        reading, self._line = os.pipe()
+        reading, self._pipe = os.pipe()
         command = (sys.executable, "-m", AGENT, f"{STAND_BY}{reading}")
         environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
         try:
             self._process = subprocess.Popen(command, env=environment, pass_fds=(reading,), start_new_session=True)
         except BaseException:
-            os.close(self._line)
+            os.close(self._pipe)
             raise
         finally:
             os.close(reading)
-        self._told = False
+        self._used = False
 
-    def start(self, words: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
-        """Let it do what `python -m WORDS` does in this environment; from now on it is the caller's. None if it has ended."""
-        if self._told or self._process.poll() is not None:
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
+        """Run `python -m COMMAND` in it, in this environment. The caller then owns the process. None if it has ended."""
+        if self._used or self._process.poll() is not None:
             return None
-        self._told = True
-        with suppress(BrokenPipeError), os.fdopen(self._line, "w", encoding="ascii") as line:
-            line.write(json.dumps({"words": list(words), "environment": dict(environment)}) + "\n")
+        self._used = True
+        with suppress(BrokenPipeError), os.fdopen(self._pipe, "w", encoding="ascii") as pipe:
+            pipe.write(json.dumps({"command": list(command), "environment": dict(environment)}) + "\n")
         return self._process
 
     def close(self) -> None:
-        """End it, unless it was told to start."""
-        if not self._told:
-            self._told = True
-            os.close(self._line)
+        """End the process, unless `start` was called."""
+        if not self._used:
+            self._used = True
+            os.close(self._pipe)
             self._process.kill()
             self._process.wait()
 
 
 @contextmanager
 def standby_launcher(config: Config) -> Iterator[StandbyLauncher | None]:
-    """For the launch of several ranks; None for one, which needs no other process."""
+    """A standby process for the launch of several ranks; None for a single rank, which runs in this process."""
     if config[LaunchOptions].num_processes == 1:
         yield None
         return

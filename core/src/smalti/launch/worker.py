@@ -38,13 +38,13 @@ from smalti.system import (
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of a rank under a launcher. How it ended goes to the launcher in a file.
+    """Entry point of a rank under a launcher. It reports how it ended in a file.
 
-    A stop that all ranks agreed on is success for the launcher of processes, whatever its exit code means for the user:
-    otherwise it would take the first rank's goodbye for a failure and kill the rest.
+    A stop on request is exit status 0, whatever the exit code for the user: otherwise the launcher would take it for a failure
+    and kill the other ranks.
     """
     end = ProcessExit()
-    if arguments is None:  # else this process has other things to do afterwards
+    if arguments is None:  # else the caller continues in this process
         end = ProcessExit.install()
         ignore_signals_after_command()
         keep_imports()
@@ -58,13 +58,13 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         record(_work)(Path((arguments or sys.argv[1:])[0]))
     except BaseException as error:
-        end.code = _status(error)  # what would come after Python's own end may wait for other ranks
+        end.code = _status(error)  # the teardown of C++ libraries may wait for other ranks
         raise
     end.code = 0
 
 
 def _status(error: BaseException) -> int:
-    """That of the process when this exception ends it."""
+    """The exit status of a process that ends with this exception."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(bool(error.code))
     return int(ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else ExitCode.FAILED)
@@ -79,16 +79,16 @@ def _work(directory: Path) -> None:
             outcome = run_rank(*load_run(directory))
     except BaseException as error:
         write_exit_report(exit_code_of(error), describe(error))
-        if isinstance(error, UserError | Terminated):  # the launcher says what there is to say
+        if isinstance(error, UserError | Terminated):  # the launcher prints the message
             sys.exit(int(exit_code_of(error)))
         raise
     write_exit_report(outcome.exit_code, outcome.message)
 
 
 def load_run(directory: Path) -> tuple[Config, Plugins]:
-    """The Config and plugins that the launcher resolved.
+    """Read the Config that the launcher resolved, and load the same plugins.
 
-    Raises UserError when this machine has other plugins, or another launcher has left its own meanwhile.
+    Raises UserError if this node has other plugins, or if another launch has replaced the files in the meantime.
     """
     run = RunDirectory(directory)
     waiting = run.next_of(run.launch_file)
@@ -105,8 +105,8 @@ def load_run(directory: Path) -> tuple[Config, Plugins]:
     config = restore(schema_of(plugins), values, cast(Mapping[str, object], launch["user_accelerate"]))
     if list(plugins.versions) != launch["plugins"]:
         raise UserError(
-            f"this machine has other plugins than the launcher: {', '.join(plugins.versions)}",
-            fix=f"install the same ones: {', '.join(cast(list[str], launch['plugins']))}",
+            f"this node has other plugins than the launcher: {', '.join(plugins.versions)}",
+            fix=f"install the same plugins: {', '.join(cast(list[str], launch['plugins']))}",
         )
     return config, plugins
 

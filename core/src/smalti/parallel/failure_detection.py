@@ -162,8 +162,8 @@ class Claim:
 class RankStatuses:
     """Who is still there once the group is broken, as one rank sees it.
 
-    `gone` are processes that have ended without a word, `stopped` those that the system holds still, `silent` all others that
-    did not answer, with what their process does, as far as that can be seen from this machine.
+    `gone` are processes that have ended without reporting why, `stopped` those that the system holds still, `silent` all others
+    that did not answer, with what their process does, as far as that can be seen from this machine.
     """
 
     answers: Mapping[int, Answer]
@@ -319,7 +319,7 @@ class FailureDetector:
 
 def write_lost_report(lost: LostRankError) -> None:
     """The last word of a rank that only the loss of another one has ended."""
-    write_exit_report(lost.exit_code, describe(lost), follows=True, saved=lost.saved, ended=lost.ended)
+    write_exit_report(lost.exit_code, describe(lost), secondary=True, saved=lost.saved, killed_ranks=lost.ended)
 
 
 def in_a_line(error: BaseException) -> str:

@@ -8,6 +8,7 @@
     control/*.json         what is asked of the run
     samples/STEP/          the images of a validation, and a contact sheet of them where a plugin draws one
     checkpoints/, data/    the state of the run, indexes of its datasets
+    loss.png               a plot of the loss, if a plugin writes one
 
 Nothing locks, so any file system will do. Each file has one writer, but for the events of a launch of several processes: its
 launcher writes them until the main rank is there, on the same machine. How the run fares is not written anywhere: it follows
@@ -41,7 +42,7 @@ STALE_SECONDS = 30.0
 """Without a heartbeat for this long, a run whose process cannot be seen from here counts as dead."""
 POLL_SECONDS = 0.25
 CONTACT_SHEET = "grid.png"
-"""The file beside the images of a validation that shows all of them; a plugin may draw it."""
+"""The file beside the images of a validation that shows all of them. A plugin may write it."""
 
 Condition = Literal["never started", "running", "stale", "stopped", "finished", "failed"]
 RequestKind = Literal["stop", "save", "sample"]
@@ -157,6 +158,7 @@ class RunDirectory:
         self.samples = self.path / "samples"
         self.checkpoints = self.path / "checkpoints"
         self.data = self.path / "data"
+        self.loss_plot = self.path / "loss.png"
 
     def relative(self, path: Path) -> Path:
         """A path relative to the run directory where it lies there, so that the directory can be moved or mounted elsewhere."""

@@ -1,4 +1,4 @@
-"""Files, processes, signals and streams of one machine; stateless random numbers. Imports no torch."""
+"""Files, processes, signals and streams of one process; stateless random numbers. Imports no torch."""
 
 import lazy_loader
 

@@ -1,7 +1,7 @@
-"""Which hook of which plugin this process is in, kept in a file: for who finds the process killed, aborted or hanging.
+"""Record in a file which plugin hook this process is executing, to explain a process that was killed, aborted or hung.
 
-A process that ends so can say nothing itself. One that a collective call of a plugin has aborted would look like one that ran
-out of memory.
+Such a process cannot report anything itself: one that a collective call in a plugin aborted would look like one that ran out of
+memory.
 
 Importing this module imports no torch.
 """
@@ -16,39 +16,39 @@ from functools import wraps
 from pathlib import Path
 
 FILE_BYTES = 256
-"""Bytes of the file."""
+"""Size of the file."""
 
 
-class _Note:
-    """Of one thread of this process, in which the loop is. Hooks that other threads call are not recorded."""
+class _HookRecord:
+    """The hook that runs in one thread of this process, that of the training loop. Hooks in other threads are not recorded."""
 
     def __init__(self) -> None:
         self.file: int | None = None
         self.thread = 0
         self.text = b" " * FILE_BYTES
 
-    def wanted(self) -> bool:
+    def active(self) -> bool:
         return self.file is not None and self.thread == threading.get_ident()
 
     def write(self, text: bytes) -> None:
         self.text = text
         if self.file is not None:
-            with suppress(OSError):  # it is no reason to fail
+            with suppress(OSError):  # a lost record must not end the run
                 os.pwrite(self.file, text, 0)
 
 
-_note = _Note()
+_record = _HookRecord()
 
 
 @contextmanager
 def record_hook_in(path: Path) -> Iterator[None]:
-    """Note in this file, which has `FILE_BYTES` bytes, what this thread is in; nowhere if there is no such file."""
+    """Record the hook that this thread executes in the file at `path`, `FILE_BYTES` long. No effect if it is missing."""
     with ExitStack() as closing:
         with suppress(FileNotFoundError):
             file = os.open(path, os.O_WRONLY)
             closing.callback(os.close, file)
-            closing.callback(setattr, _note, "file", None)
-            _note.file, _note.thread = file, threading.get_ident()
+            closing.callback(setattr, _record, "file", None)
+            _record.file, _record.thread = file, threading.get_ident()
         yield
 
 
@@ -58,17 +58,17 @@ def record_hook(function: Callable[..., object], hook: str, *, fix: str) -> Call
     `hook` names the hook and its plugin, `fix` says what to do if the plugin is the cause. Costs two writes to a cached page,
     less than two microseconds together.
     """
-    own = f"{hook}\n{fix}".encode()[:FILE_BYTES].ljust(FILE_BYTES)
+    text = f"{hook}\n{fix}".encode()[:FILE_BYTES].ljust(FILE_BYTES)
 
     @wraps(function)
     def call(*arguments: object) -> object:
-        if not _note.wanted():
+        if not _record.active():
             return function(*arguments)
-        outer = _note.text
-        _note.write(own)
+        outer = _record.text
+        _record.write(text)
         try:
             return function(*arguments)
         finally:
-            _note.write(outer)
+            _record.write(outer)
 
     return call

@@ -1,4 +1,4 @@
-"""The very end of a process.
+"""Ending a process without the teardown of C++ libraries.
 
 Importing this module imports no torch.
 """
@@ -15,18 +15,18 @@ from typing import Self
 
 @dataclass
 class ProcessExit:
-    """Ends the process with `code` when Python has ended all that is Python's; as ever, while there is none.
+    """Exits the process with `code` after Python's own exit handlers. While `code` is None, the process exits as usual.
 
-    What would come then is taking down modules and C++ libraries. With torch and diffusers loaded that lasts a second or two.
-    Rarely, one of torch's threads is not ready for it and aborts the process ("terminate called without an active exception"):
-    a run that is done would look like one that failed.
+    This skips the teardown of modules and C++ libraries. With torch and diffusers loaded it takes a second or two, and rarely
+    one of torch's threads aborts the process during it ("terminate called without an active exception"): a completed run would
+    look like a failed one.
     """
 
     code: int | None = None
 
     @classmethod
     def install(cls) -> Self:
-        """Of this process. Comes after all that others register for the end once this was called: so call it before imports."""
+        """Register it for this process. It runs after every exit handler that is registered later: call it before imports."""
         end = cls()
         atexit.register(end)
         return end
@@ -39,8 +39,8 @@ class ProcessExit:
 
 
 def flush_standard_streams() -> None:
-    """Let go of all that was printed."""
+    """Flush standard output and standard error."""
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # as it is for a process that was started without
-            with suppress(OSError, ValueError):  # nobody reads it any more
+        if stream is not None:  # None in a process that was started without it
+            with suppress(OSError, ValueError):  # closed by the reader
                 stream.flush()

@@ -1,4 +1,4 @@
-"""How each rank of a launch has ended, told by the processes that know it to the one that has started them: files in a folder.
+"""How each rank of a launch ended: one file per rank in a temporary folder, written by the ranks and read by the launcher.
 
 Importing this module imports no torch.
 """
@@ -19,63 +19,65 @@ from smalti.system.current_hook import FILE_BYTES as HOOK_FILE_BYTES
 from smalti.system.signals import Terminated
 
 FOLDER_VARIABLE = "SMALTI_OUTCOME_DIR"
-"""Set in all processes of a launch."""
+"""The environment variable with that folder, set in all processes of a launch."""
 SIGNALLED = 128
-"""The exit status of a launcher's agent that a signal has made to stop its ranks is this and the signal's number."""
+"""The exit status of an agent that stopped its ranks because of a signal is this plus the number of the signal."""
 _KILLED = "killed.json"
 _FILE_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExitReport:
-    """What one rank said when it ended; `time` orders the ranks' last words.
+    """How one rank ended, and when (`time`).
 
-    `follows`: only the loss of another rank ended it; then `saved` tells of the checkpoint that it made of its own before, and
-    `ended` which ranks it had to kill because they hung.
+    `secondary` is set if the rank ended only because another rank was lost. Then `saved` describes the checkpoint that it saved
+    before, and `killed_ranks` lists the ranks that it had to kill because they hung.
     """
 
     rank: int
     exit_code: int
     message: str
     time: float
-    follows: bool = False
+    secondary: bool = False
     saved: str = ""
-    ended: Sequence[int] = ()
+    killed_ranks: Sequence[int] = ()
 
 
 def launched() -> bool:
-    """Whether this process is one of a launch, or else the only one."""
+    """Whether a launcher started this process. If not, it is the only one of its run."""
     return FOLDER_VARIABLE in os.environ
 
 
-def write_exit_report(code: int, message: str, *, follows: bool = False, saved: str = "", ended: Sequence[int] = ()) -> None:
-    """This rank's; the first word counts. Nothing is written where nobody has launched it."""
+def write_exit_report(
+    code: int, message: str, *, secondary: bool = False, saved: str = "", killed_ranks: Sequence[int] = ()
+) -> None:
+    """Write the report of this rank. Does nothing if there is one already, or if no launcher started this process."""
     if not launched():
         return
-    _leave(
+    _write_first(
         ExitReport(
             rank=own_rank(),
             exit_code=int(code),
             message=message,
             time=time.time(),
-            follows=follows,
+            secondary=secondary,
             saved=saved,
-            ended=ended,
+            killed_ranks=killed_ranks,
         )
     )
 
 
 def write_exit_report_for(rank: int, message: str) -> None:
-    """By the launcher's agent: why it had to kill a rank that did not leave by itself. The rank's own word counts."""
-    _leave(ExitReport(rank=rank, exit_code=int(ExitCode.KILLED), message=message, time=time.time(), follows=True))
+    """Report, in the agent, why it killed a rank that did not exit. Does nothing if the rank has written a report itself."""
+    _write_first(ExitReport(rank=rank, exit_code=int(ExitCode.KILLED), message=message, time=time.time(), secondary=True))
 
 
-def _leave(end: ExitReport) -> None:
-    path = exit_report_file(end.rank)
+def _write_first(report: ExitReport) -> None:
+    path = exit_report_file(report.rank)
     with suppress(FileNotFoundError):
         if path.read_bytes().strip():
             return
-    _write(path, asdict(end))
+    _write(path, asdict(report))
 
 
 def own_rank() -> int:
@@ -83,7 +85,7 @@ def own_rank() -> int:
 
 
 def exit_report_file(rank: int | None = None) -> Path:
-    """Where a rank of this launch leaves its word; this process's own if none is named."""
+    """The report file of a rank of this launch. Default: the rank of this process."""
     return Path(os.environ[FOLDER_VARIABLE]) / _of_rank(own_rank() if rank is None else rank)
 
 
@@ -92,9 +94,7 @@ def _of_rank(rank: int) -> str:
 
 
 def hook_file(rank: int | None = None) -> Path:
-    """Where a rank of this launch keeps the hook that it is in (`smalti.system.current_hook`); this process's own if none is
-    named.
-    """
+    """The file with the hook that a rank is executing (`smalti.system.current_hook`). Default: the rank of this process."""
     return Path(os.environ[FOLDER_VARIABLE]) / _hook_of(own_rank() if rank is None else rank)
 
 
@@ -103,7 +103,7 @@ def _hook_of(rank: int) -> str:
 
 
 def preallocate(folder: Path, ranks: Iterable[int]) -> None:
-    """Keep room for all these words: a disk that fills up meanwhile does not make a good end look like none."""
+    """Create all these files at full size: a disk that fills up during the run cannot prevent the reports."""
     for rank in ranks:
         (folder / _hook_of(rank)).write_bytes(b" " * HOOK_FILE_BYTES)
         (folder / _of_rank(rank)).write_bytes(b" " * _FILE_BYTES)
@@ -111,29 +111,29 @@ def preallocate(folder: Path, ranks: Iterable[int]) -> None:
 
 
 def _write(path: Path, content: object) -> None:
-    """In the room that was kept. A word that cannot be left is no reason to fail."""
+    """Write into a preallocated file. A report that cannot be written must not change the exit."""
     with suppress(OSError), path.open("r+b" if path.exists() else "wb") as file:
         file.write(json.dumps(content).encode())
 
 
 def write_killed(signals: Mapping[int, int]) -> None:
-    """By the launcher's agent: which ranks were killed by which signals, which they cannot tell themselves."""
+    """Write, in the agent, which ranks were killed by which signals: they cannot report it themselves."""
     _write(Path(os.environ[FOLDER_VARIABLE]) / _KILLED, signals)
 
 
 def read_exit_reports(folder: Path) -> list[ExitReport]:
-    """The earliest first; without ranks that left no word."""
+    """The reports, earliest first. Ranks that wrote none are missing."""
     found = []
     for path in folder.glob("rank-*.json"):
         try:
             found.append(ExitReport(**json.loads(path.read_text(encoding="utf-8"))))
         except ValueError:
             continue  # the rank was killed while it wrote
-    return sorted(found, key=lambda end: end.time)
+    return sorted(found, key=lambda report: report.time)
 
 
 def read_killed(folder: Path) -> dict[int, str]:
-    """The names of the signals that killed ranks, as far as the agent saw them."""
+    """The names of the signals that killed ranks, by rank, as far as the agent saw them."""
     try:
         killed = json.loads((folder / _KILLED).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -143,14 +143,14 @@ def read_killed(folder: Path) -> dict[int, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class UnreturnedHook:
-    """The hook in which a rank ended without coming back from it, in words, and what to do about its plugin, if anything."""
+    """A hook that had not returned when its rank ended: its name and plugin, and what to do about the plugin."""
 
     hook: str
     fix: str = ""
 
 
 def read_hooks(folder: Path, ranks: Iterable[int]) -> dict[int, UnreturnedHook]:
-    """By rank; without those that ended outside of hooks."""
+    """The hooks that had not returned, by rank. Ranks that ended outside of hooks are missing."""
     found: dict[int, UnreturnedHook] = {}
     for rank in ranks:
         with suppress(OSError):
@@ -161,7 +161,7 @@ def read_hooks(folder: Path, ranks: Iterable[int]) -> dict[int, UnreturnedHook]:
 
 
 def describe(error: BaseException) -> str:
-    """One line for the end of the output: kind, message and the notes about who raised it."""
+    """An exception in one line: its type, its message, and the notes about the plugin that raised it."""
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     if isinstance(error, UserError):
         return f"{error}{notes}"
@@ -169,6 +169,7 @@ def describe(error: BaseException) -> str:
 
 
 def exit_code_of(error: BaseException) -> ExitCode:
+    """The exit code of a process that ends with this exception."""
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.PREEMPTED if isinstance(error, Terminated) else ExitCode.INTERRUPTED
     return error.exit_code if isinstance(error, UserError | GpuFaultError) else ExitCode.FAILED

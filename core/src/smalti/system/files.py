@@ -1,6 +1,7 @@
-"""Files that are either whole or not there, and JSON that means exactly one thing.
+"""Files that are either complete or absent, and strict JSON.
 
-Whatever must survive a crash is written through the few operations below, each one step that has happened or has not.
+Everything that must survive a crash is written through the operations below. Each is a single step that has happened or has
+not.
 
 Importing this module imports no torch.
 """
@@ -18,28 +19,28 @@ from pathlib import Path
 Block = bytes | memoryview
 
 
-# --- one step each --------------------------------------------------------------------------------------------------
+# --- single steps ---------------------------------------------------------------------------------------------------
 
 
 def create(path: Path) -> io.FileIO:
-    """A new file to write to, without a buffer. FileExistsError if there is one."""
+    """Open a new file for unbuffered writing. Raises FileExistsError if it exists."""
     return io.FileIO(path, "x")
 
 
 def write(file: io.FileIO, data: Block) -> None:
-    """All of `data` at the end of the file."""
+    """Append all of `data` to the file."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) or 0 :]
 
 
 def sync(file: io.FileIO) -> None:
-    """Make the contents of a file survive a power cut; its name does once its directory was synced."""
+    """Make the contents of a file survive a power failure. Its name survives once its directory is synced, too."""
     os.fsync(file.fileno())
 
 
 def rename(old: Path, new: Path) -> None:
-    """Another name on the same file system, at one instant; a file that had this name is replaced."""
+    """Rename a file atomically, within one file system. Replaces a file of the new name."""
     old.replace(new)
 
 
@@ -52,17 +53,17 @@ def remove_file(path: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """It must be empty."""
+    """Remove an empty directory."""
     path.rmdir()
 
 
 def fsync_directory(path: Path) -> None:
-    """Make the names in a directory (files created, renamed or removed) survive a power cut."""
+    """Make the names in a directory (files created, renamed or removed) survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems have no such call for directories; they write names through by themselves.
+        # Some network file systems cannot sync directories; they write names through by themselves.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -70,19 +71,19 @@ def fsync_directory(path: Path) -> None:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Room for new files on the file system of `path`; None where the system does not tell, as some network ones do not."""
+    """Free space on the file system of `path`; None if it does not report any, as some network file systems do not."""
     status = os.statvfs(path)
     if status.f_blocks == 0:
         return None
-    # Only root may use what is held back.
+    # Only root may use the reserved blocks.
     return status.f_frsize * (status.f_bfree if os.geteuid() == 0 else status.f_bavail)
 
 
-# --- made of these --------------------------------------------------------------------------------------------------
+# --- built from them ------------------------------------------------------------------------------------------------
 
 
 def remove_tree(path: Path) -> None:
-    """A directory and all below it; links are removed, not followed."""
+    """Remove a directory and everything below it. Symbolic links are removed, not followed."""
     with os.scandir(path) as entries:
         found = [(Path(entry.path), entry.is_dir(follow_symlinks=False)) for entry in entries]
     for each, is_directory in sorted(found):
@@ -94,10 +95,10 @@ def remove_tree(path: Path) -> None:
 
 
 def atomic_write(path: Path, data: bytes, *, mode: int | None = None) -> None:
-    """Put `data` at `path`: a reader, also one after a power cut, finds the old contents or the new, never a part.
+    """Write `data` to `path` atomically: readers find the old contents or the new ones, also after a power failure.
 
-    The directory must exist. Raises OSError and leaves the old file alone when there is no room. `mode` are the permissions of
-    the file, None for the usual ones.
+    The directory must exist. Raises OSError and keeps the old file if the disk is full. `mode` sets the permissions of the
+    file; None leaves the default ones.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -114,12 +115,12 @@ def atomic_write(path: Path, data: bytes, *, mode: int | None = None) -> None:
 
 
 def write_json_atomically(path: Path, value: object) -> None:
-    """`value` as readable JSON, through `atomic_write`. Raises ValueError for NaN and infinities, which are not JSON."""
+    """Write `value` as indented JSON with `atomic_write`. Raises ValueError for NaN and infinities."""
     atomic_write(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False).encode() + b"\n")
 
 
 def parse_json(data: bytes) -> object:
-    """JSON as the standard has it: UTF-8, no NaN, no infinities, no key twice in one object. Raises ValueError."""
+    """Parse strict JSON: UTF-8, no NaN, no infinities, no duplicate keys. Raises ValueError."""
     try:
         return json.loads(data.decode(), object_pairs_hook=_without_duplicates, parse_constant=_refuse, parse_float=_finite)
     except RecursionError:
@@ -136,7 +137,7 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _refuse(constant: str) -> object:
-    raise ValueError(f"{constant} is not a number that JSON knows")
+    raise ValueError(f"{constant} is not valid in JSON")
 
 
 def _finite(text: str) -> float:

@@ -1,7 +1,7 @@
-"""Imports of large libraries, without Python's collector of cyclic garbage.
+"""Import large libraries with Python's cyclic garbage collector paused.
 
-Libraries make hundreds of thousands of objects as they come in. The collector looks through all of them again for each quarter
-by which they have grown, and finds next to nothing: a fifth of the time that importing torch and diffusers takes.
+Libraries create hundreds of thousands of objects at import. The collector scans all of them again each time their number grows
+by a quarter, and frees almost nothing: a fifth of the time that importing torch and diffusers takes.
 
 Importing this module imports no torch.
 """
@@ -17,15 +17,15 @@ _kept = False
 
 
 def keep_imports() -> None:
-    """In a process that is smalti's own, what is there after imports stays to the end: it is not looked through again."""
+    """Exclude imported objects from garbage collection for good. For processes that smalti owns."""
     global _kept
     _kept = True
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """The collector rests while the block imports. Not for work that makes garbage, nor around loading of weights."""
-    if not gc.isenabled():  # in a block around this one, or because somebody wants it so
+    """Pause the collector within the block, which should only import: no work that makes garbage, no loading of weights."""
+    if not gc.isenabled():  # by an enclosing block, or by the user
         yield
         return
     known = len(sys.modules)

@@ -1,4 +1,4 @@
-"""Whether a rank that does not leave makes progress with a save: asked before it is ended for being stuck.
+"""Progress of a rank that is saving, which the launcher checks before it kills a rank that does not exit.
 
 Importing this module imports no torch.
 """
@@ -17,7 +17,7 @@ _EVERY_SECONDS = 1.0
 
 
 class _Progress:
-    """Of this process; its launcher finds the time of the latest in the file of the rank's last words."""
+    """The latest progress of this process. The launcher reads it as the modification time of the rank's exit report file."""
 
     def __init__(self) -> None:
         self._latest = time.monotonic()
@@ -39,28 +39,28 @@ _progress = _Progress()
 
 
 def note_progress() -> None:
-    """Something of a save was done: a piece copied, written or read back. Costs next to nothing, from any thread."""
+    """Note that a save made progress: a chunk was copied, written or read back. Cheap, and callable from any thread."""
     _progress.note()
 
 
 def exit_within(seconds: float, code: int) -> None:
-    """End this process with `code` once it has neither ended nor made progress with a save for so long.
+    """Exit this process with `code` if it has not ended, and its save has made no progress, for `seconds`.
 
-    For ranks that fail: what is closed last may wait for ranks that will not answer.
+    For ranks that fail: closing resources may wait for other ranks that will never answer.
     """
-    begun = time.monotonic()
+    started = time.monotonic()
 
-    def end() -> None:
-        while (left := seconds - min(time.monotonic() - begun, _progress.age())) > 0:
-            time.sleep(left)
+    def exit_after_timeout() -> None:
+        while (remaining := seconds - min(time.monotonic() - started, _progress.age())) > 0:
+            time.sleep(remaining)
         flush_standard_streams()
         os._exit(code)
 
-    threading.Thread(target=end, name="smalti-leave", daemon=True).start()
+    threading.Thread(target=exit_after_timeout, name="smalti-exit", daemon=True).start()
 
 
 def latest_progress(rank: int) -> float:
-    """When this rank of the launch last told of progress, in seconds since the epoch; 0 if it never did."""
+    """When this rank of the launch last made progress, in unix seconds; 0 if never."""
     try:
         return exit_report_file(rank).stat().st_mtime
     except OSError:

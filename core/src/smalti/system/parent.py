@@ -1,4 +1,4 @@
-"""Processes that do not outlive the one that started them, however that ended. On Linux; elsewhere they go on.
+"""Processes that end when their parent ends, however it ends. On Linux only; elsewhere they keep running.
 
 Importing this module imports no torch.
 """
@@ -13,12 +13,12 @@ import sys
 import psutil
 
 PARENT_VARIABLE = "SMALTI_PARENT"
-"""The number of the process on which those that it starts depend."""
+"""The environment variable with the process id of that parent."""
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """From now on the end of the process that started this one comes as SIGTERM; at once, if that one is gone already."""
+    """From now on, send SIGTERM to this process when its parent ends; at once if it has ended already."""
     if sys.platform != "linux" or PARENT_VARIABLE not in os.environ:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""A process as another process recognises it, also after its number was given to someone else."""
+"""The identity of a process, which stays unambiguous after the system reuses its process id."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Process:
         return cls(pid=pid, host=socket.gethostname(), pid_namespace=_pid_namespace(), start_time=_start_time(pid) or "")
 
     def alive(self) -> bool | None:
-        """Whether it still runs; None when that cannot be told from here: another host or container, or no right to look."""
+        """Whether it still runs; None if that is unknown here: another host or container, or missing permissions."""
         if self.pid_namespace != _pid_namespace():
             return None
         start_time = _start_time(self.pid)
@@ -54,7 +54,7 @@ class Process:
         return None
 
     def status(self) -> str:
-        """What it does, in the system's word ("sleeping", "disk-sleep", "stopped" ...); "" if that cannot be seen."""
+        """Its state as the system names it ("sleeping", "disk-sleep", "stopped" ...); "" if that is unknown."""
         if not self.alive():
             return ""
         try:
@@ -67,25 +67,25 @@ class Process:
 
 
 def raise_open_files_limit() -> None:
-    """Let this process open as many files as the system allows, up to 65,536.
+    """Raise the limit of open files to what the system allows, at most 65,536.
 
-    Each group of gloo connects every rank with every other one, and a run has several: at some hundred ranks, the usual limit
-    of 1,024 open files is too low.
+    Each gloo process group connects every rank with every other one, and a run has several groups. At some hundred ranks, the
+    usual limit of 1,024 open files is too low.
     """
     if sys.platform == "win32":
         return
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(ValueError, OSError):  # macOS has a lower limit of its own
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        with suppress(ValueError, OSError):  # macOS enforces a lower limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 @cache
 def _pid_namespace() -> str:
-    """Process numbers mean the same in two processes where this is the same."""
+    """Equal in two processes if process ids mean the same in both."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {(_PROC / 'self/ns/pid').readlink()}"
@@ -94,11 +94,11 @@ def _pid_namespace() -> str:
 
 
 def _start_time(pid: int) -> str | None:
-    """When the process started, in ticks since boot; "" if it has ended, None if that is not to be seen here."""
+    """When the process started, in ticks since boot; "" if it has ended, None if that is unknown here."""
     try:
         stat = (_PROC / str(pid) / "stat").read_text()
     except OSError:
         return None
-    # The second field is the program's name in brackets and may hold blanks and brackets itself.
+    # The second field is the name of the program in parentheses, which may contain spaces and parentheses itself.
     state, *fields = stat.rpartition(")")[2].split()
     return "" if state in "ZX" else fields[18]

@@ -1,6 +1,6 @@
-"""Random numbers that are a function of what they are for, the same in every process and with every version of numpy.
+"""Random numbers as pure functions of a key: the same in every process and with every version of numpy.
 
-A key is 64 bits made of words ("crop", seed, number ...); from a key come a number, a choice or a permutation. The mixing
+A key is a 64-bit hash of words ("crop", seed, number ...). From a key come a number, a choice or a permutation. The mixing
 function is that of SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 """
 
@@ -18,7 +18,7 @@ _SECOND = 0x94D049BB133111EB
 
 
 def derive_seed(*words: int | str) -> int:
-    """64 bits that depend on every word and on their order. Integers count modulo 2**64."""
+    """A 64-bit key that depends on every word and on their order. Integers count modulo 2**64."""
     key = 0
     for word in words:
         number = word & _WORD if isinstance(word, int) else text_hash(word)
@@ -27,12 +27,12 @@ def derive_seed(*words: int | str) -> int:
 
 
 def text_hash(text: str) -> int:
-    """64 bits of a text."""
+    """A 64-bit hash of a text."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def as_signed(key: int) -> int:
-    """The same 64 bits as a signed number, for tables that have no other."""
+    """The same 64 bits as a signed integer, for tables that have no unsigned type."""
     return key - (1 << 64) if key >> 63 else key
 
 
@@ -42,7 +42,7 @@ def uniform(key: int) -> float:
 
 
 def permutation(size: int, key: int) -> NDArray[np.int64]:
-    """The numbers 0 to size-1 in the order of their hashes under `key`; equal hashes in order of the numbers."""
+    """The numbers 0 to size-1, sorted by their hash under `key`, then by number."""
     values = np.arange(1, size + 1, dtype=np.uint64)
     values *= np.uint64(_GAMMA)
     values += np.uint64(key)

@@ -1,4 +1,4 @@
-"""Words to people, who may be gone: a terminal that was closed, a pipe that nobody reads, a full disk under a log file.
+"""Output that cannot end the process: a closed terminal, a pipe without a reader, a full disk under a log file.
 
 Importing this module imports no torch.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 class WriteErrorsIgnored(TextIOWrapper):
-    """The standard stream over the same buffer. What cannot be written is lost, and nobody is told: there is no one to tell."""
+    """A standard stream over the same buffer. Output that cannot be written is dropped silently."""
 
     def write(self, text: str) -> int:
         with suppress(OSError):
@@ -25,18 +25,18 @@ class WriteErrorsIgnored(TextIOWrapper):
             super().flush()
 
     def close(self) -> None:
-        """Leave the buffer open, which is another's."""
+        """Does not close the buffer, which belongs to the original stream."""
 
 
 def ignore_write_errors(*names: str) -> None:
-    """From now on no failure to write to these streams of `sys` ends this process; "stdout" and "stderr" if none are named.
+    """From now on, ignore failures to write to these streams of `sys`. Default: "stdout" and "stderr".
 
-    For processes whose work matters more than their words. A stream that a process was started without takes words, too.
+    For processes whose work matters more than their output. A stream that the process was started without is replaced.
     """
     for name in names or ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - for life
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - stays open until exit
         elif isinstance(stream, TextIOWrapper) and not isinstance(stream, WriteErrorsIgnored):
             with suppress(OSError):
                 stream.flush()

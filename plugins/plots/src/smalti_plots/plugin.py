@@ -32,12 +32,13 @@ class Plots:
     def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:
         if self._directory is None:
             return
-        events = list(RunDirectory(self._directory).events())
+        directory = RunDirectory(self._directory)
+        events = list(directory.events())
         if not any(event.kind == "step" for event in events):
             return
         from smalti_plots.loss import plot_losses
 
-        plot_losses(events, self._directory / "loss.png", title=self._directory.name)
+        plot_losses(events, directory.loss_plot, title=self._directory.name)
 
 
 plugin = Plots()
