@@ -19,8 +19,10 @@ from smalti.cli.pages.options import reference_page
 from smalti.config.config import PER_MACHINE
 from smalti.config.known_packages import PACKAGES, PLUGINS
 from smalti.config.options import Schema
+from smalti.config.resolution import resolve
 from smalti.hookspecs import HookSpecs
 from smalti.plugins.discovery import BUILT_IN, Selection, load_plugins
+from smalti.plugins.lookup import choose_distributed
 from smalti.plugins.registry import RegisterHook
 from smalti.plugins.schema import schema_of
 from smalti_testing.plugins import PluginSubject
@@ -29,7 +31,7 @@ from smalti_testing.plugins import PluginSubject
 @pytest.fixture(scope="module")
 def official() -> Schema:
     """The options of the built-in and of all official plugins."""
-    return schema_of(load_plugins(Selection(only=tuple(package.plugin for package in PACKAGES if package.folder))))
+    return schema_of(load_plugins(Selection(only=tuple(package.plugin for package in PACKAGES if not package.planned))))
 
 
 def test_every_option_has_a_sentence_of_help_and_a_section(official):
@@ -170,12 +172,12 @@ def test_all_packages_have_one_version_and_their_official_names(root):
     assert {project["version"] for project in found.values()} <= {core["version"]}
     assert {name: project["name"] for name, project in found.items()} == {name: f"smalti-{name}" for name in found}
     entered = {name for name, project in found.items() if "smalti.plugins" in project.get("entry-points", {})}
-    assert {package.folder: package.distribution for package in PLUGINS.values() if package.folder} == {
+    assert {package.plugin: package.distribution for package in PLUGINS.values() if not package.planned} == {
         name: f"smalti-{name}" for name in entered
     }
 
 
-@pytest.mark.parametrize("package", [each for each in PLUGINS.values() if each.folder], ids=lambda each: each.plugin)
+@pytest.mark.parametrize("package", [each for each in PLUGINS.values() if not each.planned], ids=lambda each: each.plugin)
 def test_the_table_of_packages_says_what_each_of_them_adds(package):
     subject = PluginSubject(package.plugin)
     options = Schema(tuple(subject.answer(HookSpecs.declare_options) or ())).options.values()
@@ -192,6 +194,19 @@ def test_the_table_of_packages_says_what_each_of_them_adds(package):
     assert set(package.families) == names(HookSpecs.register_model_families)
     assert set(package.storages) == names(HookSpecs.register_storage) | names(HookSpecs.register_metadata_backends)
     assert set(package.checkpoints) == {(mark, each.name) for each in formats for mark in each.marks}
+    sections = {option.accelerate.partition(".")[0] for option in options if option.accelerate and "=" not in option.accelerate}
+    assert {key for key in package.accelerate if key.islower()} == sections
+
+
+@pytest.mark.parametrize("package", [each for each in PLUGINS.values() if not each.planned], ids=lambda each: each.plugin)
+def test_the_table_of_packages_has_the_strategy_and_its_distributed_type(package, write):
+    subject = PluginSubject(package.plugin)
+    types = [key for key in package.accelerate if key.isupper()]
+    assert bool(types) == bool(package.strategy) == ("configure_distributed" in subject.info.hooks)
+    for kind in types:
+        file = write(f"{kind}.yaml", f"distributed_type: {kind}\n")
+        plan = choose_distributed(resolve(schema_of(subject.plugins), (f"--accelerate_config={file}",)), subject.plugins)
+        assert (plan.name, plan.title) == (package.plugin, package.strategy)
 
 
 def test_every_built_in_plugin_is_loaded(root):

@@ -1,7 +1,7 @@
-"""What lives in which package of this project: so that asking for what is not there says how to get it, or that nobody has it.
+"""Which package of this project adds what, so that a message about something missing can say what to install.
 
-The core knows these names and nothing else about its plugins; it never imports one. A test compares the table with what the
-packages declare.
+This is all that the core knows about the plugins, which cannot be asked while they are not installed. A test compares the table
+with what the installed plugins declare.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from smalti.errors import MissingPlugin, Problem, UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """One of the project's packages, by what can be asked for that it adds.
+    """One package of the project, with the names of what it adds.
 
-    `folder` is where it lies below `plugins/`; empty if it is planned and does not exist yet. `accelerate` are sections and
-    values of `distributed_type` in an Accelerate YAML; `checkpoints` are patterns of files that mark a folder as a checkpoint
-    of a format, with that format's name.
+    `planned` packages do not exist yet. `accelerate` has sections of an Accelerate YAML and values of its `distributed_type`.
+    `checkpoints` has (pattern, format): files that mark a folder as a checkpoint of that format. `strategy` is the title of its
+    distributed plan.
     """
 
     plugin: str
-    folder: str = ""
+    planned: bool = False
     options: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
@@ -36,7 +36,6 @@ class Package:
     accelerate: tuple[str, ...] = ()
     checkpoints: tuple[tuple[str, str], ...] = ()
     strategy: str = ""
-    """What its strategy is called, for when the plugin is not there to say."""
 
     @property
     def distribution(self) -> str:
@@ -44,25 +43,25 @@ class Package:
 
     @property
     def target(self) -> str:
-        """What pip installs it from; empty when there is nothing to install: it is there already, or does not exist yet."""
-        if not self.folder or installed(self.distribution):
+        """What `pip install` takes; empty if the package is installed, or planned."""
+        if self.planned or installed(self.distribution):
             return ""
         clone = _clone()
-        return str(clone / "plugins" / self.folder) if clone is not None else self.distribution
+        return str(clone / "plugins" / self.plugin) if clone is not None else self.distribution
 
     def problem(self, message: str, where: str) -> Problem:
-        """The complaint that something needs this package."""
-        available = self.distribution if self.folder else ""
+        """A problem of the configuration: something needs this package."""
+        available = "" if self.planned else self.distribution
         return Problem(message=message, where=where, fix=self.fix, package=available, install=self.target)
 
     def error(self, message: str) -> UserError:
-        """The same as an exception. A package that does not exist yet is not missing on this machine."""
-        return (MissingPlugin if self.folder else UserError)(message, fix=self.fix)
+        """The same as an exception: MissingPlugin, or UserError for a planned package."""
+        return (UserError if self.planned else MissingPlugin)(message, fix=self.fix)
 
     @property
     def fix(self) -> str:
-        """How to get it."""
-        if not self.folder:
+        """How to get the package."""
+        if self.planned:
             return f"leave it out: {self.distribution} is planned and not available yet"
         if not self.target:
             return f"the plugin {self.plugin!r} is installed but left out: remove it from `without`, or add it to `plugins`"
@@ -72,7 +71,6 @@ class Package:
 PACKAGES = (
     Package(
         plugin="fsdp2",
-        folder="fsdp2",
         options=(
             "fsdp_enable",
             "fsdp_version",
@@ -110,7 +108,6 @@ PACKAGES = (
     ),
     Package(
         plugin="deepspeed",
-        folder="deepspeed",
         options=("deepspeed_config", "offload_param_path"),
         commands=("deepspeed",),
         caches=("deepspeed-offload",),
@@ -122,7 +119,6 @@ PACKAGES = (
     ),
     Package(
         plugin="diffusers",
-        folder="diffusers",
         options=(
             "revision",
             "init_from_config",
@@ -145,22 +141,22 @@ PACKAGES = (
     ),
     Package(
         plugin="toy",
-        folder="toy",
         options=("toy_width", "toy_depth", "toy_heads", "toy_patch", "toy_sample_shift"),
         families=("toy",),
     ),
-    Package(plugin="plots", folder="plots"),
+    Package(plugin="plots"),
     Package(
         plugin="storage_s3",
+        planned=True,
         options=("aws_bucket_name", "aws_endpoint_url", "aws_region_name"),
         storages=("aws", "parquet"),
     ),
-    Package(plugin="health", options=("webhook_config", "gpu_health")),
-    Package(plugin="webui", commands=("ui",)),
+    Package(plugin="health", planned=True, options=("webhook_config", "gpu_health")),
+    Package(plugin="webui", planned=True, commands=("ui",)),
 )
 
 PLUGINS = {package.plugin: package for package in PACKAGES}
-KIT = Package(plugin="testing", folder="testing")
+KIT = Package(plugin="testing")
 """The contract tests for plugins: a package without a plugin."""
 
 
@@ -176,9 +172,9 @@ def installed(name: str) -> bool:
 
 @cache
 def _clone() -> Path | None:
-    """The clone that smalti was installed from, if it is on this machine: pip notes it beside the package."""
-    noted = distribution("smalti").read_text("direct_url.json")
-    url = urlsplit(json.loads(noted)["url"]) if noted else None
+    """The clone that smalti was installed from, if it is on this machine. pip writes its URL into the installed package."""
+    written = distribution("smalti").read_text("direct_url.json")
+    url = urlsplit(json.loads(written)["url"]) if written else None
     if url is None or url.scheme != "file":
         return None
     root = Path(unquote(url.path)).parent
@@ -186,12 +182,12 @@ def _clone() -> Path | None:
 
 
 def package_of_option(name: str) -> Package | None:
-    """The package that declares this option, under its name or an alias."""
+    """The package that declares an option of this name or alias."""
     return next((package for package in PACKAGES if name in package.options), None)
 
 
 def package_of_topic(word: str) -> Package | None:
-    """The package in whose options' names this word begins a part."""
+    """The package with an option that has a part beginning with this word in its name: "fsdp", "lora"."""
     part = f"_{word.lower().replace('-', '_')}"
     return next((each for each in PACKAGES if any(part in f"_{name}" for name in each.options)), None)
 
@@ -202,7 +198,7 @@ def package_of_family(name: str) -> Package | None:
 
 
 def packages_with_families() -> str:
-    """The families of each package that has some and how to get it, for when there is none at all."""
+    """The families of each package and how to install it, for a machine without any family."""
     return "; or ".join(f"{', '.join(package.families)}: {package.fix}" for package in PACKAGES if package.families)
 
 
@@ -235,7 +231,7 @@ def package_of_accelerate(key: str) -> Package | None:
 
 
 def strategies(types: Iterable[str], distributions: Iterable[str]) -> list[str]:
-    """The titles of the strategies that have one of these `distributed_type`s, or come in one of these distributions."""
+    """The titles of the strategies with one of these `distributed_type`s or from one of these distributions."""
     found, wanted = frozenset(types), frozenset(distributions)
     candidates = [package for package in PACKAGES if package.strategy]
     return [each.strategy for each in candidates if found.intersection(each.accelerate) or each.distribution in wanted]
