@@ -142,7 +142,7 @@ def test_no_change_of_the_weights_begins_once_a_rank_is_known_to_be_lost():
     boundary.reach()
     with pytest.raises(BrokenGroupError, match="rank 1 is gone") as refusal:
         boundary.leave()
-    assert boundary.whole
+    assert boundary.state_consistent
     assert is_connection_error(refusal.value)
 
 

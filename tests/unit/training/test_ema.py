@@ -39,7 +39,7 @@ def test_the_model_has_its_own_weights_again_after_drawing():
     with torch.no_grad():
         model.weight.add_(1)
     before, averaged = model.weight.clone(), ema.shadows["weight"].clone()
-    with ema.in_place_of_weights():
+    with ema.average_parameters():
         inside = model.weight.clone()
     assert torch.equal(inside, averaged)
     assert torch.equal(model.weight, before)
@@ -51,7 +51,7 @@ def test_the_weights_come_back_after_an_error_too():
     with torch.no_grad():
         model.weight.add_(1)
     before = model.weight.clone()
-    with pytest.raises(KeyError), ema.in_place_of_weights():
+    with pytest.raises(KeyError), ema.average_parameters():
         raise KeyError
     assert torch.equal(model.weight, before)
 

@@ -62,7 +62,7 @@ def evaluating(steps: int = 0, epochs: int = 0, per_epoch: int = 3) -> list[int]
         epoch_of=lambda position: position // per_epoch,
     )
     states = [RunState(max_steps=10, step=step, position=step, epoch=(step - 1) // per_epoch) for step in range(1, 11)]
-    return [state.step for state in states if cadence.evaluates(state)]
+    return [state.step for state in states if cadence.should_evaluate(state)]
 
 
 def test_evaluation_comes_at_its_steps_after_its_epochs_and_at_the_end():
@@ -75,7 +75,7 @@ def test_evaluation_comes_at_its_steps_after_its_epochs_and_at_the_end():
 
 
 def test_without_anything_held_out_nothing_is_evaluated():
-    assert not cadence().evaluates(RunState(max_steps=1, step=1))
+    assert not cadence().should_evaluate(RunState(max_steps=1, step=1))
 
 
 def cadence(validation: int = 0, checkpoint: int = 0, *, pictures: bool = True) -> Cadence:
@@ -83,18 +83,18 @@ def cadence(validation: int = 0, checkpoint: int = 0, *, pictures: bool = True) 
 
 
 def test_pictures_are_drawn_at_the_interval_and_at_the_end():
-    steps = [step for step in range(1, 11) if cadence(validation=4).validates(RunState(max_steps=10, step=step))]
+    steps = [step for step in range(1, 11) if cadence(validation=4).should_validate(RunState(max_steps=10, step=step))]
     assert steps == [4, 8, 10]
 
 
 def test_nothing_is_drawn_without_prompts():
     state = RunState(max_steps=10, step=10, validation_requested=True)
-    assert not cadence(validation=5, pictures=False).validates(state)
+    assert not cadence(validation=5, pictures=False).should_validate(state)
 
 
 def test_a_step_that_was_left_out_does_not_save_the_last_one_again():
-    assert not cadence(checkpoint=4).saves(RunState(max_steps=10, step=4, skipped=1))
+    assert not cadence(checkpoint=4).should_save(RunState(max_steps=10, step=4, skipped=1))
 
 
 def test_a_request_is_enough_to_save():
-    assert cadence().saves(RunState(max_steps=10, step=3, save_requested=True))
+    assert cadence().should_save(RunState(max_steps=10, step=3, save_requested=True))

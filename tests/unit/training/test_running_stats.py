@@ -13,7 +13,7 @@ from smalti.checkpoint.writer import save as write_checkpoint
 from smalti.parallel.protocol import Communicator
 from smalti.rundir.phases import Phases
 from smalti.training.checkpointing import save
-from smalti.training.validation.validation import at_rest
+from smalti.training.validation.validation import eval_mode
 from smalti.types import Checkpoint, RunState
 from smalti_testing import TinyFamily, two_processes
 from smalti_testing.strategy_subject import open_family
@@ -49,7 +49,7 @@ def statistics(act: str, folder: Path) -> tuple[dict[str, list], dict[str, list]
     run.phases = Phases()
     run.saver = Saver(write=write, ranks=parallel, side=parallel.background_communicator())
     if act == "judged":
-        with at_rest(run):
+        with eval_mode(run):
             return own, now()
     run.state = RunState(max_steps=2, save_requested=True)
     run.snapshot = lambda: Snapshot(step=1, state=subject.state(), trainer={"step": 1})

@@ -17,7 +17,7 @@ from smalti.parallel.gloo import GlooCommunicator
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.training.optim.ema import Ema
-from smalti.training.validation.validation import at_rest, shares, validation_sizes
+from smalti.training.validation.validation import eval_mode, shares, validation_sizes
 from smalti_testing import TinyFamily
 from smalti_testing.strategy_subject import open_family
 
@@ -74,7 +74,7 @@ def test_averaged_weights_are_not_put_in_place_before_a_checkpoint_has_its_copy_
     saver = Saver(write=lambda state, ranks: save(tmp_path, state, ranks), ranks=subject.parallel, side=line)
     run = SimpleNamespace(parallel=subject.parallel, world=subject.parallel.world, model=subject.model, ema=ema, saver=saver)
     saver.begin(Snapshot(step=1, state=subject.state(), trainer={"step": 1}))
-    with at_rest(run):
+    with eval_mode(run):
         line.entered.set()
         saver.wait_for_staging()
         assert any(not torch.equal(tensor, weights[name]) for name, tensor in subject.state().model.items())

@@ -8,14 +8,14 @@ from smalti.parallel.failure_detection import Claim
 
 
 class Boundary:
-    """Between two steps weights, moments and averages do not change; who has to, asks here first.
+    """Weights, optimizer state and EMA do not change between two steps. Whatever changes them calls this before and after.
 
-    `whole`: they are those of the last boundary. `final`: that was the last one of the run and it is saved, so that what fails
-    from here on undoes nothing.
+    `state_consistent`: they are those of the last step boundary. `final`: that was the last one of the run and it is saved, so
+    a failure after it loses nothing.
     """
 
     def __init__(self, claim: Claim, device: str) -> None:
-        self.whole = True
+        self.state_consistent = True
         self.final = False
         self._claim = claim
         self._event = torch.Event(device) if torch.device(device).type != "cpu" else None
@@ -26,13 +26,13 @@ class Boundary:
         Then what ranks have just computed together can be anything, without an error where it was computed.
         """
         with self._claim.changing():
-            self.whole = False
+            self.state_consistent = False
 
     def reach(self) -> None:
         """They are what they are to be, as soon as an accelerator has done all that it was asked for up to now."""
         if self._event is not None:
             self._event.record()
-        self.whole = True
+        self.state_consistent = True
 
     def stream(self, device: torch.device) -> torch.Stream:
         """For copies of them, to use in a `with` statement: it comes after the boundary, and waits for nothing else."""

@@ -10,7 +10,7 @@ from smalti.hookspecs import HookSpecs
 from smalti.parallel import portable_name
 from smalti.plugins import notify_each
 from smalti.training.run import Run
-from smalti.training.validation.running_stats import take_first_ranks
+from smalti.training.validation.running_stats import broadcast_running_stats
 from smalti.types import Checkpoint, Outcome, StopReason
 
 _log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ def save(run: Run, *, last: bool) -> None:
     run.state.save_requested = False
     blocking = last or not run.config[CheckpointOptions].checkpoint_async
     model = run.parallel.unwrap(run.model)
-    take_first_ranks(model, run.parallel)
+    broadcast_running_stats(model, run.parallel)
     buffers = [portable_name(name) for name, _ in model.named_buffers()]
     with run.phases.during("saving"):
         run.saver.begin(run.snapshot(), changing=buffers, blocking=blocking)

@@ -15,7 +15,7 @@ from smalti.models import attention_kernel, products_in_tf32, tf32_choice
 from smalti.plugins import observed, summary, warn
 from smalti.training.checkpointing import finish_save, poll_save, save
 from smalti.training.failures.attempts import attempt
-from smalti.training.failures.emergency_save import rescued
+from smalti.training.failures.emergency_save import emergency_save_on_failure
 from smalti.training.failures.faults import faults_answered, faults_end
 from smalti.training.failures.out_of_memory import memory_explained
 from smalti.training.run import Run, reseed
@@ -28,7 +28,7 @@ def train(run: Run) -> Outcome:
     """Train until the step budget is spent or something asks to stop. Every rank returns the same outcome."""
     with (
         observed(run.plugins, run.state, run.info) as ended,
-        rescued(run),
+        emergency_save_on_failure(run),
         faults_end(run),
         memory_explained(run.config, run.world, run),
     ):
@@ -40,37 +40,37 @@ def train(run: Run) -> Outcome:
 def loop(run: Run) -> Outcome:
     if run.state.step >= run.state.max_steps:
         return Outcome(reason=StopReason.COMPLETED, message=f"already at step {run.state.step} of {run.state.max_steps}")
-    for batch in run.batches:  # endless; on this rank's device; goes on where the last checkpoint left off
+    for batch in run.batches:  # endless; on this rank's device; continues from the last checkpoint
         with faults_answered(run, batch):
             result = run.measure(batch, train_step(run, batch))
             run.advance(batch, result)
             run.plugins.notify(HookSpecs.on_step_end, state=run.state, result=result)
             run.report(result)
-            poll_save(run)  # a save that came to its end meanwhile
-        wish = agree(run)
-        if wish.save:
-            save(run, last=wish.outcome is not None)  # before anything that can fail
-        if wish.outcome is not None:
-            return finish(run, wish, finish_save(run, wish.outcome))  # every rank returns here, or none does
+            poll_save(run)  # whether a background save has finished
+        actions = agree(run)
+        if actions.save:
+            save(run, last=actions.outcome is not None)  # before anything that can fail
+        if actions.outcome is not None:
+            return finish(run, actions, finish_save(run, actions.outcome))  # every rank returns here, or none does
         with faults_answered(run, batch):
-            judge(run, wish)
+            validate_and_evaluate(run, actions)
     raise AssertionError("the stream of batches is endless")
 
 
-def judge(run: Run, wish: Wish) -> list[str]:
-    """Draw and evaluate where all ranks want it; what failed, a sentence each. *Collective*."""
-    failed = [attempt(run, "validation", validate)] if wish.validate else []
-    if wish.evaluate:
+def validate_and_evaluate(run: Run, actions: StepActions) -> list[str]:
+    """Validate and evaluate as the ranks have agreed; returns what failed, a sentence each. *Collective*."""
+    failed = [attempt(run, "validation", validate)] if actions.validate else []
+    if actions.evaluate:
         failed.append(attempt(run, "evaluation", evaluate))
     return [each for each in failed if each]
 
 
-def finish(run: Run, wish: Wish, outcome: Outcome) -> Outcome:
-    """Judge the model for the last time. The run is over and saved, so whatever fails now is only told with the outcome."""
+def finish(run: Run, actions: StepActions, outcome: Outcome) -> Outcome:
+    """Validate and evaluate for the last time. The run is over and saved: a failure only adds to the outcome's message."""
     run.boundary.final = True
     try:
-        failed = judge(run, wish)
-    except Exception as error:  # noqa: BLE001 - it may also be another rank that was lost; none of it undoes what was trained
+        failed = validate_and_evaluate(run, actions)
+    except Exception as error:  # noqa: BLE001 - or another rank was lost; the trained state is saved
         run.parted = True
         failed = [f"the last validation or evaluation failed: {summary(error)}"]
         warn(run.plugins, run.state, failed[0], error)
@@ -78,7 +78,7 @@ def finish(run: Run, wish: Wish, outcome: Outcome) -> Outcome:
 
 
 def train_step(run: Run, batch: Batch) -> StepResult:
-    """One optimizer step: micro-batches forward and backward, clip, step, average.
+    """One optimizer step: micro-batches forward and backward, clip, step, EMA.
 
     Whether loss and gradients are finite is known on all ranks before any weight changes.
     """
@@ -99,7 +99,7 @@ def train_step(run: Run, batch: Batch) -> StepResult:
     run.saver.wait_for_staging()
     if run.ema is not None:
         run.ema.wait()
-    run.boundary.leave()  # from here on weights, moments and averages may change
+    run.boundary.leave()  # from here on weights, optimizer state and EMA may change
     if finite:
         run.parallel.step()
         run.scheduler.step()
@@ -120,8 +120,8 @@ def train_step(run: Run, batch: Batch) -> StepResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
-    """What all ranks do before the next step."""
+class StepActions:
+    """What all ranks do between this step and the next."""
 
     validate: bool
     evaluate: bool
@@ -129,22 +129,23 @@ class Wish:
     outcome: Outcome | None
 
 
-def agree(run: Run) -> Wish:
-    """Make one wish of all ranks' wishes; a stop outweighs the rest, and a request that lost comes up again next time.
+def agree(run: Run) -> StepActions:
+    """Agree with all ranks on what comes next. *Collective*.
 
-    One word per step carries the stop reason above a bit each for saving, evaluating and drawing: all are collective acts.
+    A stop takes precedence; requests that it defers are repeated after the next step. One number per step carries the stop
+    reason above one bit each for saving, evaluating and validating, because all of them are collective.
     """
     state, cadence = run.state, run.cadence
     if state.step >= state.max_steps:
         state.request_stop(StopReason.COMPLETED, f"trained {state.step} steps")
-    acts = cadence.saves(state) << 2 | cadence.evaluates(state) << 1 | cadence.validates(state)
-    word = run.parallel.all_reduce_max(int(state.stop_reason) << 3 | acts)
-    reason, draws, evaluates = StopReason(word >> 3), bool(word & 1), bool(word & 2)
+    requests = cadence.should_save(state) << 2 | cadence.should_evaluate(state) << 1 | cadence.should_validate(state)
+    agreed = run.parallel.all_reduce_max(int(state.stop_reason) << 3 | requests)
+    reason, validates, evaluates = StopReason(agreed >> 3), bool(agreed & 1), bool(agreed & 2)
     if reason is StopReason.NONE:
-        return Wish(validate=draws, evaluate=evaluates, save=bool(word & 4), outcome=None)
+        return StepActions(validate=validates, evaluate=evaluates, save=bool(agreed & 4), outcome=None)
     how = "stopped on request" if reason is StopReason.REQUESTED else reason.name.lower()
     mine = state.stop_message or f"{how} at step {state.step} of {state.max_steps}"
     messages = run.parallel.all_gather_text(mine if state.stop_reason is reason else "")
     outcome = Outcome(reason=reason, message=next(message for message in messages if message))
     completed = reason is StopReason.COMPLETED
-    return Wish(validate=completed and draws, evaluate=completed and evaluates, save=reason.saves, outcome=outcome)
+    return StepActions(validate=completed and validates, evaluate=completed and evaluates, save=reason.saves, outcome=outcome)

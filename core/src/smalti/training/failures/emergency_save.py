@@ -26,23 +26,23 @@ from smalti.training.failures.out_of_memory import OutOfMemory
 from smalti.training.run import Run
 from smalti.types import StopReason
 
-_PATIENCE = 30.0
+_TIMEOUT = 30.0
 """Seconds for one tensor to leave an accelerator, and for a save under way to fail; many times what either takes."""
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def rescued(run: Run) -> Iterator[None]:
-    """Around the loop. An exception that comes from the loss of another rank becomes a LostRankError, after an emergency save.
+def emergency_save_on_failure(run: Run) -> Iterator[None]:
+    """Around the loop. An exception caused by a lost rank becomes a LostRankError, after an emergency save.
 
-    This rank's own failures stay what they are; they are only told to the others, who then do not have to guess.
+    This rank's own failures are raised unchanged, and reported to the other ranks.
     """
     try:
         yield
     except BaseException as caught:
         local_error = run.saver.local_error  # the others have left because of it
         error = caught if caught.__cause__ is local_error else local_error or caught
-        lost = rescue(run, error, run.detector)
+        lost = emergency_save(run, error, run.detector)
         if lost is not None:
             raise lost from error
         if error is caught:
@@ -50,24 +50,24 @@ def rescued(run: Run) -> Iterator[None]:
         raise error from None
 
 
-def rescue(run: Run, error: BaseException, detector: FailureDetector, *, aside: bool = False) -> LostRankError | None:
-    """Call the roll because of `error`, save if that falls to this rank; the error to leave with.
+def emergency_save(run: Run, error: BaseException, detector: FailureDetector, *, aside: bool = False) -> LostRankError | None:
+    """Find out which ranks are lost, save if this rank is to save, and return the error with which to end this rank.
 
-    None if `error` is this rank's own. `aside`: in another thread than the loop's, which may be stuck in the accelerator; then
-    nothing here waits for that.
+    None if `error` is this rank's own. `aside`: called in another thread than the loop's, which may be stuck in a call to the
+    accelerator; then nothing here waits for the accelerator.
     """
     distrusted = run.state.stop_reason is StopReason.FAULT_UNSAVED
-    statuses = detector.diagnose(error, whole=run.boundary.whole, suspect=distrusted)
+    statuses = detector.diagnose(error, whole=run.boundary.state_consistent, suspect=distrusted)
     if statuses is None:
         save_after_failure(run, error, detector)
         return None
     ended = detector.end_hanging(statuses)
     saved, unsaved = "", ""
     try:
-        if not run.saver.wait(_PATIENCE if aside else None):
-            raise SaveError("the save that was under way does not come to its end")
-        if run.ema is not None and not run.ema.wait(_PATIENCE if aside else None):
-            raise SaveError("the update of the average does not come to its end")
+        if not run.saver.wait(_TIMEOUT if aside else None):
+            raise SaveError("the save in progress does not finish")
+        if run.ema is not None and not run.ema.wait(_TIMEOUT if aside else None):
+            raise SaveError("the update of the EMA does not finish")
         saved, unsaved = last_boundary(run, statuses, aside=aside)
     except (SaveError, OSError) as failure:
         unsaved = f"step {run.state.step} could not be saved: {failure}"
@@ -79,12 +79,12 @@ def rescue(run: Run, error: BaseException, detector: FailureDetector, *, aside: 
 def save_after_failure(run: Run, error: BaseException, detector: FailureDetector) -> None:
     """Save the last step boundary after a failure of this rank's own, where no rank without one is left to do so.
 
-    What becomes of it is noted on the error. Not after a fault of the accelerator, where plugins have answered what to do
+    The result is a note on the error. Not after a fault of the accelerator, where plugins have answered what to do
     (`FaultAction`), nor after a checkpoint that could not be written.
     """
     ranks = run.parallel.local_communicator() if run.world.size > 1 else run.parallel
     unfit = isinstance(error, GpuFaultError | SaveError) or error is run.saver.local_error or not isinstance(error, Exception)
-    if ranks is None or unfit or run.state.step == 0 or run.boundary.final or not run.boundary.whole:
+    if ranks is None or unfit or run.state.step == 0 or run.boundary.final or not run.boundary.state_consistent:
         return
     if not detector.saves_after_all_failed():
         return
@@ -92,22 +92,22 @@ def save_after_failure(run: Run, error: BaseException, detector: FailureDetector
         if isinstance(error, OutOfMemory):
             run.parallel.zero_grad()  # the gradients; what is copied off the device needs no more of it
         run.saver.wait()
-        told = save_alone(run, ranks, suspect=False)
+        result = save_alone(run, ranks, suspect=False)
     except Exception as failure:  # noqa: BLE001 - the process ends; whatever fails here must not take the place of its cause
-        told = f"step {run.state.step} could not be saved: {summary(failure)}"
-    _log.warning("%s", told)
-    error.add_note(told)
+        result = f"step {run.state.step} could not be saved: {summary(failure)}"
+    _log.warning("%s", result)
+    error.add_note(result)
 
 
 def last_boundary(run: Run, statuses: RankStatuses, *, aside: bool = False) -> tuple[str, str]:
-    """Save the last step boundary if that falls to this rank; what to tell of it, and what to tell of it if it was not saved.
+    """Save the last step boundary if this rank is to save. Returns what was saved, and why it was not, as texts to report.
 
     Raises SaveError or OSError.
     """
     alone = run.parallel.local_communicator()
     if alone is None:
         return "", f"no rank holds the whole state: {_last_checkpoint(run)}"
-    if not run.boundary.whole:
+    if not run.boundary.state_consistent:
         return "", "its weights were just being changed, so it has not saved them"
     if statuses.saver != run.world.rank or run.state.step == 0:
         return "", ""
@@ -120,7 +120,7 @@ def _last_checkpoint(run: Run) -> str:
 
 
 def save_alone(run: Run, alone: Communicator, *, suspect: bool, aside: bool = False) -> str:
-    """Write a checkpoint of the last step boundary unless there is one; returns what to tell of it.
+    """Write a checkpoint of the last step boundary unless there is one; returns the text to report.
 
     `suspect` marks it as made after a fault of the machine: it never displaces one that is not. Raises SaveError or OSError.
     """
@@ -161,7 +161,7 @@ def off_device(run: Run) -> Snapshot:
     done = -1
     while copying.is_alive() and len(copies) > done:
         done = len(copies)
-        copying.join(_PATIENCE)
+        copying.join(_TIMEOUT)
     if failures or copying.is_alive():
         raise SaveError(f"the accelerator does not give it: {failures[0] if failures else 'no answer'}")
     return snapshot.replaced(copies)

@@ -116,7 +116,7 @@ def answer(run: Run, fault: GpuFault) -> FaultAction:
     others = [action for name, action in answers.items() if name != _DEFAULT] or list(answers.values())
     action = max(others, default=FaultAction.STOP_UNSAVED)
     message = _told(fault)
-    if not run.boundary.whole:
+    if not run.boundary.state_consistent:
         action, message = FaultAction.STOP_UNSAVED, f"{message}, while the weights were being changed"
     elif action < FaultAction.STOP_SAVED and state.skipped + 1 >= run.config[RunOptions].max_skipped_steps:
         action, message = FaultAction.STOP_UNSAVED, f"{message}; {state.skipped + 1} steps in a row were left out"

@@ -23,7 +23,7 @@ from smalti.hookspecs import HookSpecs
 from smalti.parallel import BrokenGroupError, FailureDetector, break_group, write_lost_report
 from smalti.plugins import notify_each
 from smalti.system import describe, exit_within, flush_standard_streams, write_exit_report
-from smalti.training.failures.emergency_save import rescue
+from smalti.training.failures.emergency_save import emergency_save
 from smalti.training.run import Run
 
 LEAVE_SECONDS = 60.0
@@ -86,7 +86,7 @@ class Watchdog:
         """Whether the main thread notices in this time, or is through with all that ranks do together."""
         begun = time.monotonic()
         while not self._detector.claim.taken:
-            changing = self.run is not None and not self.run.boundary.whole
+            changing = self.run is not None and not self.run.boundary.state_consistent
             if time.monotonic() - begun > (_UPDATE_SECONDS if changing else seconds):
                 return False
             if self._over.wait(0.05):
@@ -98,7 +98,7 @@ class Watchdog:
         exit_within(LEAVE_SECONDS, ExitCode.FAILED)
         error = BrokenGroupError(f"the main thread does not come back from {self._place()}")
         try:
-            lost = self._apart.notice(error) if self.run is None else rescue(self.run, error, self._apart, aside=True)
+            lost = self._apart.notice(error) if self.run is None else emergency_save(self.run, error, self._apart, aside=True)
             assert lost is not None, "it is not this rank's own failure"
             write_lost_report(lost)
             print(f"smalti: {lost}", file=sys.stderr)

@@ -87,7 +87,7 @@ class Ema:
             _local(shadow).copy_(_local(self._live[name]))
 
     @contextmanager
-    def in_place_of_weights(self) -> Iterator[None]:
+    def average_parameters(self) -> Iterator[None]:
         """The model computes with the averaged weights inside this block; afterwards it has its own again, bit for bit."""
         kept = {name: _local(parameter).detach().clone() for name, parameter in self._live.items()}
         try:

@@ -40,12 +40,12 @@ class Cadence:
             epoch_of=None if data.held_out is None else data.order.epoch_of,
         )
 
-    def validates(self, state: RunState) -> bool:
+    def should_validate(self, state: RunState) -> bool:
         if not self.pictures:
             return False
         return state.validation_requested or _due(state, self.validation_interval) or state.step == state.max_steps
 
-    def evaluates(self, state: RunState) -> bool:
+    def should_evaluate(self, state: RunState) -> bool:
         if self.epoch_of is None:
             return False
         if _due(state, self.evaluation_interval) or state.step == state.max_steps:
@@ -53,7 +53,7 @@ class Cadence:
         epochs = self.evaluation_epochs
         return epochs > 0 and not state.skipped and self.epoch_of(state.position) // epochs > state.epoch // epochs
 
-    def saves(self, state: RunState) -> bool:
+    def should_save(self, state: RunState) -> bool:
         return state.save_requested or _due(state, self.checkpoint_interval)
 
 

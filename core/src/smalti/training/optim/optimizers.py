@@ -97,12 +97,12 @@ def decouple_decay(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
                     torch._foreach_mul_(_local(stepped), 1 - group["lr"] * group["weight_decay"])
             group["weight_decay"] = 0.0
 
-    def put_back(*_: object) -> None:
+    def restore_decay(*_: object) -> None:
         for group, decay in zip(optimizer.param_groups, decays, strict=True):
             group["weight_decay"] = decay
 
     optimizer.register_step_pre_hook(shrink)
-    optimizer.register_step_post_hook(put_back)
+    optimizer.register_step_post_hook(restore_decay)
     return optimizer
 
 

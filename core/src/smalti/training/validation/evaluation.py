@@ -22,7 +22,7 @@ from smalti.models import ModelFamily, latents_of, with_size_conditioning
 from smalti.plugins import notify_each
 from smalti.training.failures.attempts import computed
 from smalti.training.metrics import log_metrics
-from smalti.training.validation.validation import at_rest
+from smalti.training.validation.validation import eval_mode
 from smalti.types import EvaluationResult
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def evaluate(run: Run) -> EvaluationResult:
     assert held_out is not None, "evaluation is due only where pictures are held out"
     begin = time.perf_counter()
     levels = noise_levels(run.config[ValidationOptions].eval_timesteps)
-    with run.phases.during("evaluating"), at_rest(run) as model:
+    with run.phases.during("evaluating"), eval_mode(run) as model:
         table = _losses(run, model, held_out, levels)
     counted = table[table[:, -1] > 0, :-1]
     means = counted.mean(0).tolist()

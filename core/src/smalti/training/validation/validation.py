@@ -19,7 +19,7 @@ from smalti.models import SampleRequest, TellsSettings
 from smalti.plugins import notify_each
 from smalti.rundir import save_image
 from smalti.training.failures.attempts import AttemptFailed, computed, on_all_ranks
-from smalti.training.validation.running_stats import take_first_ranks
+from smalti.training.validation.running_stats import broadcast_running_stats
 from smalti.types import ValidationImage, ValidationResult
 
 if TYPE_CHECKING:
@@ -64,21 +64,21 @@ def _fitting(edge: float, alignment: int) -> int:
 
 
 @contextmanager
-def at_rest(run: Run) -> Iterator[nn.Module]:
-    """The model as it is judged: the average of its weights if there is one, in eval mode, no gradients. *Collective*.
+def eval_mode(run: Run) -> Iterator[nn.Module]:
+    """The unwrapped model in eval mode, with EMA weights if there are any, without gradients. *Collective*.
 
-    Afterwards it is as before, bit for bit, but that running statistics are those of rank 0. After an exception that other
-    ranks do not know of, nothing is asked of them.
+    Afterwards it is as before, bit for bit, except that running statistics are those of rank 0. After an exception that other
+    ranks do not know of, no collective is called.
     """
     run.saver.wait_for_staging()  # the weights are about to change, and a checkpoint may still be copying them
     model = run.parallel.unwrap(run.model)
-    take_first_ranks(model, run.parallel)
+    broadcast_running_stats(model, run.parallel)
     model.eval()
     in_step = run.world.size == 1
     try:
         with ExitStack() as averaged, torch.no_grad():
             if (ema := run.ema) is not None:
-                on_all_ranks(run.parallel, lambda: averaged.enter_context(ema.in_place_of_weights()))
+                on_all_ranks(run.parallel, lambda: averaged.enter_context(ema.average_parameters()))
             run.parallel.state.invalidate_gathered()
             yield model
         in_step = True
@@ -98,7 +98,7 @@ def validate(run: Run) -> ValidationResult:
     """
     run.state.validation_requested = False
     sizes = on_all_ranks(run.parallel, lambda: validation_sizes(run.config, run.family.alignment))
-    with run.phases.during("validating"), at_rest(run) as model, run.parallel.autocast():
+    with run.phases.during("validating"), eval_mode(run) as model, run.parallel.autocast():
         drawn = computed(run, lambda: [each for place, size in enumerate(sizes) for each in _draw(run, model, place, size)])
     folder = run.directory.samples_at(run.state.step)
     images = _images(run.config, folder, sizes)
