@@ -1,49 +1,52 @@
-"""Everything that a plugin can add or change. Start here.
+"""The hooks: every function with which a plugin adds something to smalti or observes a run. Start here.
 
-Where the hooks fire, in the order of a run:
+The hooks in the order of a run:
 
     smalti train
-      declare_options            every plugin's flags, file keys, help
+      declare_options            the options of the plugin: flags, keys of configuration files, help
       register_model_families    register_storage  register_metadata_backends  register_optimizers  register_commands
       register_checkpoint_formats
       register_caches            what `smalti cache` lists and clears
-      check_config               all complaints at once, before anything is launched
-      configure_distributed      which backend; how the workers are launched
+      check_config               all problems of a configuration, before anything is launched
+      configure_distributed      the strategy (DDP, FSDP, ...) and how its processes are launched
     on every rank
-      configure_distributed      the same answer; its Parallel is made
-      (the family builds the model, parameters on the meta device)
-      detect_blocks              the repeated units
-      wrap_model                 shard or replicate, and fill with weights
+      configure_distributed      again, with the same result; then its `Parallel` is created
+      (the family builds the model, with parameters on the meta device)
+      detect_blocks              the repeated modules of the model
+      wrap_model                 shard or replicate the model, and load its weights
       build_optimizer
-      load_checkpoint            when there is one to resume from
+      load_checkpoint            when there is a checkpoint to resume from
       on_train_start
       for batch in batches:
-          (forward, backward, clip, step: methods of the Parallel, no hooks)
+          (forward, backward, clip and step are methods of the `Parallel`, not hooks)
           on_step_end
-          log_metrics
-          save_checkpoint        in a thread, while training goes on
-          on_checkpoint          once it is whole and visible, at a later step boundary (or on_checkpoint_failed)
-          on_validation          after pictures were drawn
-          on_evaluation          after the loss on held-out pictures was measured
+          log_metrics            every `--log_interval` steps, on the main rank
+          save_checkpoint        in a thread, while training continues
+          on_checkpoint          at a step boundary, once the checkpoint is complete (or on_checkpoint_failed)
+          on_validation          after validation images were generated
+          on_evaluation          after the loss on held-out images was measured
           on_gpu_fault           when an accelerator failed
-          on_warning             when something failed that the run goes on without
-      on_error                   only when an exception leaves the loop
+          on_warning             when something failed and the run continues without it
+      on_error                   when an exception leaves the loop
       on_train_end               always
 
-There are three kinds of hooks, and the first line of each says which it is:
+There are three kinds of hooks. The first word of each docstring says which kind it is:
 
-  decide   the first answer that is not None counts; the core's own answer comes last. Where it says "backend role", only the
-           plugin whose plan was chosen by `configure_distributed` is asked, then the core.
-  gather   all answers count; two with the same `name` are an error that names both distributions.
-  notify   nothing is returned.
+  decide   The first result that is not None is used. The core is asked last. A hook marked "backend role" is called only for
+           the plugin whose plan `configure_distributed` has chosen, for plugins that are no backend, and for the core.
+  gather   The results of all plugins are used. Two entries with the same `name` are an error that names both distributions.
+  notify   Nothing is returned.
 
-An exception raised in a hook ends the run, keeps its type and is told which plugin, version and hook it came from. Observers
-are isolated instead. One that fails in `log_metrics` is switched off with one message. What fails in `on_validation`,
-`on_evaluation`, `on_checkpoint`, `on_checkpoint_failed`, `on_warning`, `on_gpu_fault`, `on_error` or `on_train_end` is reported
-with plugin and traceback; the other plugins are told all the same, and the run goes on, or ends as it would have.
+"collective" means that all ranks call the hook at the same time, so it may use collective operations.
 
-A plugin implements any of these in a class or a module, marks each with `@hookimpl`, and names the object in the entry-point
-group `smalti.plugins`. It may leave out arguments that it does not need. Its entry module must not import torch.
+An exception in a hook ends the run. It keeps its type and gets a note with the plugin, its version and the hook. Hooks that
+observe are isolated: a failure in `on_validation`, `on_evaluation`, `on_checkpoint`, `on_checkpoint_failed`, `on_warning`,
+`on_gpu_fault`, `on_error` or `on_train_end` is reported with the plugin and the traceback, the other plugins are still called,
+and the run continues. A plugin that fails in `log_metrics` is not called for metrics again.
+
+To implement hooks, mark methods of a class, or functions of a module, with `@hookimpl`, and name the object in the entry-point
+group `smalti.plugins`. Arguments are passed by name, and those that are not needed may be left out. The module of the entry
+point must not import torch.
 """
 
 from __future__ import annotations
@@ -92,23 +95,26 @@ _decide = pluggy.HookspecMarker(PROJECT)(firstresult=True)
 
 
 class HookSpecs:
-    """The hooks. A plugin class may inherit from this, so that a type checker compares its signatures with these."""
+    """The hooks. A plugin class may inherit from this class, so that a type checker compares its signatures with these.
 
-    # --- set-up: in the launcher and on every rank, without torch ---------------------------------------------------
+    The functions also stand for the hooks where smalti calls them: `plugins.gather(HookSpecs.register_optimizers)`.
+    """
+
+    # --- setup: in the launcher and on every rank, without torch ----------------------------------------------------
 
     @_spec
     def declare_options(self) -> list[OptionGroup]:
-        """gather: the options of this plugin, one group per section of the help.
+        """gather: the options of this plugin, one group for each section of the help.
 
-        Called before any configuration exists. Option names are flat and unique over all plugins.
+        Called before there is a configuration. Names of options are unique over all plugins.
         """
         raise NotImplementedError
 
     @_spec
     def check_config(self, config: Config) -> list[Problem]:
-        """gather: what is wrong with this configuration, each with a fix; an empty list if nothing is.
+        """gather: the problems of this configuration, each with a fix; an empty list if there are none.
 
-        Called in the launcher after every single value was validated. Look at combinations of options, files and folders; do
+        Called in the launcher, after each value was validated by itself. Check combinations of options, files and folders. Do
         not write anything.
         """
         raise NotImplementedError
@@ -117,50 +123,49 @@ class HookSpecs:
     def register_commands(self, commands: click.Group) -> None:
         """notify: add subcommands to `smalti` with `commands.add_command`.
 
-        Called each time the command line is parsed, so import what a command needs inside the command.
+        Called each time the command line is parsed. Import what a command needs inside the command.
         """
         raise NotImplementedError
 
     @_spec
     def register_model_families(self) -> list[FamilyEntry]:
-        """gather: the model families on offer under `--model_family`. Factories are imported only when chosen."""
+        """gather: model families for `--model_family`. A factory is imported only when its family is chosen."""
         raise NotImplementedError
 
     @_spec
     def register_storage(self) -> list[StorageEntry]:
-        """gather: the places where datasets can live, by the `type` of a dataset."""
+        """gather: storages of datasets, for the key `type` of a dataset."""
         raise NotImplementedError
 
     @_spec
     def register_metadata_backends(self) -> list[MetadataEntry]:
-        """gather: the ways to learn names, sizes and captions, by the `metadata_backend` of a dataset."""
+        """gather: sources of file names, image sizes and captions, for the key `metadata_backend` of a dataset."""
         raise NotImplementedError
 
     @_spec
     def register_optimizers(self) -> list[OptimizerEntry]:
-        """gather: the optimizers on offer under `--optimizer`. Factories are imported only when chosen."""
+        """gather: optimizers for `--optimizer`. A factory is imported only when its optimizer is chosen."""
         raise NotImplementedError
 
     @_spec
     def register_checkpoint_formats(self) -> list[CheckpointFormat]:
-        """gather: the formats of checkpoints that `smalti checkpoint convert` reads, by the files that mark a folder of each.
+        """gather: formats of checkpoints for `smalti checkpoint convert`.
 
-        What a factory returns is used in a process of its own, which may import torch; nothing it reads may run code.
+        A factory is called in a separate process, which may import torch. It must not run code from the files that it reads.
         """
         raise NotImplementedError
 
     @_spec
     def register_caches(self) -> list[CacheEntry]:
-        """gather: what this plugin keeps between runs and can make again, for `smalti cache`. It alone imports factories."""
+        """gather: what this plugin keeps between runs and can create again, for `smalti cache`."""
         raise NotImplementedError
 
     @_spec
     def configure_distributed(self, config: Config) -> DistributedPlan | None:
-        """gather: this backend's claim to the run, or None if the options do not ask for it.
+        """gather: this plugin's strategy if the options ask for it, or None.
 
-        Called in the launcher and again on every rank, so the answer may depend on `config` alone. More than one claim is the
-        error "A and B cannot be enabled simultaneously.", with the plans' titles. A plan marked `fallback` steps back when
-        there is any other.
+        Called in the launcher and again on every rank, so the result must depend on `config` alone. Two plans are the error
+        "A and B cannot be enabled simultaneously.", with their titles. A plan marked `fallback` is used if there is no other.
         """
         raise NotImplementedError
 
@@ -168,10 +173,10 @@ class HookSpecs:
 
     @_decide
     def detect_blocks(self, model: nn.Module, family: ModelFamily, config: Config) -> list[Block] | None:
-        """decide: the repeated units of the model, outermost first and in forward order.
+        """decide: the repeated modules of the model, outermost first and in forward order.
 
-        `model` has its parameters on the meta device: look at names, classes and shapes only. The core's answer takes the
-        classes that the family names, or else the repeated classes inside `ModuleList` and `Sequential`.
+        The parameters of `model` are on the meta device: use names, classes and shapes only. The core returns the modules of
+        the classes that the family names, or of those that repeat inside `ModuleList` and `Sequential`.
         """
         raise NotImplementedError
 
@@ -179,10 +184,10 @@ class HookSpecs:
     def wrap_model(
         self, model: nn.Module, family: ModelFamily, blocks: list[Block], parallel: Parallel, weights: Weights
     ) -> nn.Module | None:
-        """decide, backend role, collective: spread the model over the ranks and fill it with its first weights.
+        """decide, backend role, collective: the model, sharded or replicated over the ranks, with its first weights loaded.
 
-        `model` has its parameters on the meta device; what is returned must be on `parallel.world.device`. `weights` gives
-        whole tensors by name, the same on every rank. `family` is the one that built the model.
+        The parameters of `model` are on the meta device; those of the returned model must be on `parallel.world.device`.
+        `weights` has complete tensors by name, the same on every rank. `family` is the one that built the model.
         """
         raise NotImplementedError
 
@@ -192,8 +197,8 @@ class HookSpecs:
     ) -> torch.optim.Optimizer | None:
         """decide: the optimizer for the wrapped model.
 
-        `groups` are torch parameter groups whose `params` are (name, parameter) pairs of the parameters that train.
-        `registry` is what all plugins registered; the core's answer looks `--optimizer` up in it.
+        `groups` are torch parameter groups, whose `params` are (name, parameter) pairs of the trainable parameters. `registry`
+        has the optimizers of all plugins; the core uses the one that `--optimizer` names.
         """
         raise NotImplementedError
 
@@ -201,81 +206,83 @@ class HookSpecs:
 
     @_spec
     def on_train_start(self, state: RunState, info: RunInfo) -> None:
-        """notify: the loop is about to begin, at `state.step`. Every rank.
+        """notify: the loop is about to start, at `state.step`. On every rank.
 
-        `on_train_end` follows in any case, unless this raises: then nothing is trained.
+        `on_train_end` always follows, unless this hook raises; then nothing is trained.
         """
         raise NotImplementedError
 
     @_spec
     def on_step_end(self, state: RunState, result: StepResult) -> None:
-        """notify: one optimizer step is done, or was skipped. Every rank; may call the `request_` methods of `state`.
+        """notify: one optimizer step was done, or was skipped. On every rank; may call the `request_` methods of `state`.
 
-        Fires every step: keep it below a millisecond.
+        Called for every step: keep it below a millisecond.
         """
         raise NotImplementedError
 
     @_spec
     def on_validation(self, state: RunState, result: ValidationResult) -> None:
-        """notify: validation pictures are on disk. Every rank."""
+        """notify: validation images were written. On every rank."""
         raise NotImplementedError
 
     @_spec
     def on_evaluation(self, state: RunState, result: EvaluationResult) -> None:
-        """notify: the loss on held-out pictures was measured. Every rank, with the same numbers; trackers have them already."""
+        """notify: the loss on held-out images was measured. On every rank, with the same numbers."""
         raise NotImplementedError
 
     @_spec
     def on_checkpoint(self, state: RunState, checkpoint: Checkpoint) -> None:
-        """notify: a checkpoint is complete and visible. Every rank, at the same step boundary.
+        """notify: a checkpoint is complete and visible. On every rank, at the same step boundary.
 
-        Saves run beside training: `checkpoint.step` may lie some steps before `state.step`.
+        Training continues during a save, so `state.step` may be greater than `checkpoint.step`.
         """
         raise NotImplementedError
 
     @_spec
     def on_checkpoint_failed(self, state: RunState, error: UserError) -> None:
-        """notify: a checkpoint could not be written, for want of room or of rights; older ones are intact. Every rank.
+        """notify: a checkpoint could not be written, for example because the disk is full. On every rank.
 
-        The run goes on or stops by `--on_save_error`.
+        Older checkpoints are intact. The run continues or stops, as `--on_save_error` says.
         """
         raise NotImplementedError
 
     @_spec
     def on_warning(self, state: RunState, message: str, error: Exception) -> None:
-        """notify: something failed that the run goes on without: a validation, an evaluation, a plugin that was told something.
+        """notify: something failed and the run continues without it: a validation, an evaluation, an isolated hook of a plugin.
 
-        Every rank that knows of it; the log has it already. `message` is one sentence. What is raised here is only logged.
+        On every rank that knows of it. `message` is one sentence, which is in the log already. An exception here is only
+        logged.
         """
         raise NotImplementedError
 
     @_spec
     def on_error(self, state: RunState, error: BaseException) -> None:
-        """notify: an exception is leaving the loop on this rank; it goes on after this. Other ranks may know nothing of it."""
+        """notify: an exception is leaving the loop on this rank, after this hook. Other ranks may not know of it."""
         raise NotImplementedError
 
     @_spec
     def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:
-        """notify: the run is over on this rank; `outcome` is None after an error. Close what `on_train_start` opened.
+        """notify: the run has ended on this rank; `outcome` is None after an error. Close what `on_train_start` opened.
 
-        Every plugin is told, whatever others do; not those whose `on_train_start` has failed or was not called.
+        Called for every plugin whose `on_train_start` has returned, even if other plugins fail here.
         """
         raise NotImplementedError
 
     @_spec
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """notify, main rank only, isolated: numbers for a tracker. A failure switches this plugin's tracking off."""
+        """notify, main rank only, isolated: numbers for a tracker. A plugin that fails here is not called again."""
         raise NotImplementedError
 
     @_decide
     def save_checkpoint(self, state: Snapshot, target: Path, parallel: Communicator, config: Config) -> Checkpoint | None:
-        """decide, backend role, collective: write `state` so that it is whole and visible at once, or not at all.
+        """decide, backend role, collective: write `state` as one checkpoint, which becomes visible when it is complete.
 
-        `target` is the run's `checkpoints` folder, shared by all ranks. The same answer on every rank. Called in a thread of
-        its own while the loop trains on, one save at a time: `state` is a copy in host memory that nothing changes, where
-        tensors that `smalti.checkpoint.planning.divide` leaves to another rank have a shape but no contents (the meta device).
-        With `--no_checkpoint_async`, and for the last checkpoint of a run, it is the live state and the loop waits. Speak to
-        other ranks through `parallel` alone: the loop uses the other groups at the same time.
+        `target` is the `checkpoints` folder of the run, shared by all ranks. Every rank returns the same `Checkpoint`.
+
+        Called in a thread while training continues, one save at a time. `state` is then a copy in host memory that nothing
+        changes. Tensors that `smalti.checkpoint.planning.divide` assigns to another rank have a shape but no contents: they are
+        on the meta device. With `--no_checkpoint_async`, and for the last checkpoint of a run, `state` is the live state and
+        the loop waits. Use `parallel` alone to communicate: the loop uses the other process groups at the same time.
         """
         raise NotImplementedError
 
@@ -283,18 +290,18 @@ class HookSpecs:
     def load_checkpoint(self, source: Path, state: Snapshot, parallel: Parallel) -> Loaded | None:
         """decide, backend role, collective: fill the tensors of `state` in place from the checkpoint at `source`.
 
-        `source` has just been checked by digest. Returns what came out besides the tensors: the trainer's own words, and which
-        groups were filled. Raises CheckpointError when it cannot be used.
+        The digests of `source` were verified just before. Returns the trainer's own state and the groups of tensors that were
+        filled. Raises CheckpointError if the checkpoint cannot be used.
         """
         raise NotImplementedError
 
     # --- health -----------------------------------------------------------------------------------------------------
 
     @_spec
-    def on_gpu_fault(self, state: RunState, fault: GpuFault) -> FaultAction:
-        """gather: what to do about a fault. The worst answer over plugins wins; the core's own counts where no other has one.
+    def on_gpu_fault(self, state: RunState, fault: GpuFault) -> FaultAction | None:
+        """gather: what to do about a fault of an accelerator, or None for no opinion. See `FaultAction`.
 
-        Called on the rank that saw the fault, inside the loop. What comes of an answer on one rank and on several: see
-        `FaultAction`. None is no answer. Do not touch the accelerator.
+        Called inside the loop, on the rank with the fault. The largest action of all plugins is used; the core's own counts
+        only if no other plugin returns one. Do not use the accelerator here.
         """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The values that cross a seam: what hooks receive and return. Importing this module imports no torch."""
+"""What hooks receive and return. Importing this module imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Which plugin something comes from, for messages. `built_in` ones cannot be left out or updated alone."""
+    """Which plugin something comes from, for messages."""
 
     plugin: str = "core"
     distribution: str = "smalti"
@@ -32,7 +32,7 @@ class Origin:
 
     @property
     def way_round(self) -> str:
-        """What a user can do about a defect in it."""
+        """What a user can do about a defect of the plugin. Built-in plugins cannot be disabled or updated by themselves."""
         if self.built_in:
             return "report this as a defect of smalti"
         return f"update {self.distribution}, or leave the plugin out with --without {self.plugin}"
@@ -40,10 +40,10 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Registered:
-    """What the entries that plugins register have in common. `origin` is filled in by smalti when the entry is gathered."""
+    """Base of the entries that plugins register. `title` is shown to users. smalti sets `origin`; plugins leave it out."""
 
     kind: ClassVar[str]
-    """What messages call such an entry, with its article."""
+    """What messages call such an entry, with an article."""
     name: str
     title: str
     origin: Origin = field(default=Origin(), compare=False, repr=False)
@@ -51,11 +51,11 @@ class Registered:
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyEntry(Registered):
-    """A model family on offer. `factory` is "module:callable", imported only when the family is chosen.
+    """A model family for `--model_family`.
 
-    The callable takes the `Config` and returns a `smalti.models.ModelFamily`. `flavours` maps a flavour to the path
-    or hub id of its weights; empty when the family has only one. `downloads` says that making the family may
-    fetch weights that are not on this machine: then it is made only once nothing else is wrong.
+    `factory` is "module:callable", imported only when the family is chosen. The callable takes the `Config` and returns a
+    `smalti.models.ModelFamily`. `flavours` maps each variant to the path or hub id of its weights; it is empty if there is only
+    one. `downloads` means that the factory may download weights; it is then called after all other checks of the configuration.
     """
 
     kind = "the model family"
@@ -66,10 +66,10 @@ class FamilyEntry(Registered):
 
 @dataclass(frozen=True, kw_only=True)
 class StorageEntry(Registered):
-    """A place where datasets can live. `name` is the `type` of a dataset ("local", "aws").
+    """A storage of datasets, such as local folders. `name` is the value of the key `type` of a dataset.
 
-    `factory` is "module:callable"; the callable takes the `DatasetSpec` and returns a `smalti.data.Storage`. `keys` are
-    what a dataset of this type may say besides what every dataset may; the factory finds them in `storage_options`.
+    `factory` is "module:callable". The callable takes the `DatasetSpec` and returns a `smalti.data.Storage`. `keys` are the
+    keys that a dataset of this type may have besides the common ones. Their values are in the `storage_options` of the spec.
     """
 
     kind = "the storage"
@@ -79,9 +79,9 @@ class StorageEntry(Registered):
 
 @dataclass(frozen=True, kw_only=True)
 class MetadataEntry(Registered):
-    """A way to learn names, sizes and captions. `name` is the `metadata_backend` of a dataset ("discovery", "json").
+    """A source of file names, image sizes and captions. `name` is the value of the key `metadata_backend` of a dataset.
 
-    `factory` is "module:callable"; the callable takes the `DatasetSpec` and the `Storage` and returns a
+    `factory` is "module:callable". The callable takes the `DatasetSpec` and the `Storage` and returns a
     `smalti.data.datasets.sources.MetadataSource`.
     """
 
@@ -91,12 +91,14 @@ class MetadataEntry(Registered):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerEntry(Registered):
-    """An optimizer on offer under `--optimizer NAME`.
+    """An optimizer for `--optimizer`.
 
-    `factory` is "module:callable", called as `factory(named_parameters, **settings)`; `accepts` names the settings that
-    it takes besides `lr`, out of `betas`, `eps` and `weight_decay`. `shards` says whether it works on parameters of which a
-    rank holds a part (DTensors), `flat` whether it works on parts without shape, as one does that treats each number by itself;
-    one that does not is refused before launch where the strategy makes such.
+    `factory` is "module:callable", called as `factory(named_parameters, lr=..., **settings)`. `accepts` names the settings that
+    it takes besides `lr`: some of `betas`, `eps` and `weight_decay`.
+
+    `shards` says whether the optimizer works on sharded parameters (DTensors), `flat` whether it works on flat slices of
+    parameters, as an elementwise optimizer does. An optimizer that does not work with the chosen strategy is refused before
+    launch.
     """
 
     kind = "the optimizer"
@@ -108,10 +110,10 @@ class OptimizerEntry(Registered):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheEntry(Registered):
-    """Something that a plugin keeps between runs and can make again: `smalti cache ls`, `smalti cache clear NAME`.
+    """What a plugin keeps between runs and can create again, for `smalti cache ls` and `smalti cache clear NAME`.
 
-    `factory` is "module:callable", called without arguments; it gives a `smalti.plugins.caches.Cache`. `name` may have dashes.
-    If the configuration says where the cache is, `configured` is set and the factory is called with the `Config`.
+    `factory` is "module:callable" and returns a `smalti.plugins.caches.Cache`. It is called without arguments, or with the
+    `Config` if the entry is marked `configured` because an option says where the cache is. `name` may have dashes.
     """
 
     kind = "the cache"
@@ -121,7 +123,7 @@ class CacheEntry(Registered):
 
 @dataclass(frozen=True, kw_only=True)
 class Cleared:
-    """What went when a cache was cleared: how many entries, and how many bytes."""
+    """The number of entries and of bytes that clearing a cache removed."""
 
     count: int
     bytes: int
@@ -131,9 +133,9 @@ class Cleared:
 class CheckpointFormat(Registered):
     """A format of checkpoints that `smalti checkpoint convert` reads.
 
-    `marks` are patterns for paths in a checkpoint's folder ("manifest.json", "*/model_states.pt"): a folder in which a file
-    fits any of them is taken for this format. `factory` is "module:callable", imported only in the process that reads such a
-    checkpoint; the callable takes its folder, a `Path`, and returns a `smalti.checkpoint.conversion.formats.Source`.
+    `marks` are glob patterns such as "manifest.json" or "*/model_states.pt". A folder in which a file matches one of them is
+    read as this format. `factory` is "module:callable", imported only in the process that reads such a checkpoint. The callable
+    takes the folder, a `Path`, and returns a `smalti.checkpoint.conversion.formats.Source`.
     """
 
     kind = "the checkpoint format"
@@ -146,9 +148,10 @@ class CheckpointFormat(Registered):
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Where this process stands among the others. `device` is a torch device string such as "cuda:0".
+    """The place of this process in the run. `device` is a torch device string such as "cuda:0".
 
-    `context` neighbouring ranks work on the same samples, each on its part of the sequence; data is spread over such groups.
+    `context` is the number of consecutive ranks that work on the same samples, each on its part of the sequence (context
+    parallelism). Data is distributed over groups of so many ranks.
     """
 
     rank: int = 0
@@ -165,7 +168,7 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """Which share of every batch this rank works on, out of `data_size`."""
+        """The data-parallel rank, out of `data_size`: which part of each batch this rank works on."""
         return self.rank // self.context
 
     @property
@@ -208,10 +211,10 @@ class DistributedPlan(Registered):
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A repeated unit of the model, the grain of sharding, recomputation and compilation.
+    """A repeated module of the model: the unit of sharding, activation checkpointing and compilation.
 
-    `path` is the module's name in the model; `parameters` counts recursively. `reshard` false keeps the unit gathered
-    between forward and backward (worth it for the last one).
+    `path` is the module's name in the model. `parameters` counts all parameters in it. With `reshard` false, its parameters
+    stay gathered between forward and backward, which is useful for the last block.
     """
 
     path: str
@@ -224,7 +227,7 @@ class Block:
 
 
 class StopReason(IntEnum):
-    """Why a run leaves the loop. Ranks agree on the largest value, so a worse reason always wins."""
+    """Why a run leaves the loop. Ranks agree on the largest value, so the worst reason is used."""
 
     NONE = 0
     COMPLETED = 1
@@ -252,13 +255,13 @@ class StopReason(IntEnum):
 
     @property
     def saves(self) -> bool:
-        """Whether the state at this point is worth a checkpoint."""
+        """Whether a checkpoint is saved at this point."""
         return self not in (StopReason.SAVE_FAILED, StopReason.NON_FINITE, StopReason.FAULT_UNSAVED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended: the agreed reason and one sentence about it."""
+    """How a run ended: the reason that the ranks agreed on, and one sentence about it."""
 
     reason: StopReason
     message: str
@@ -272,7 +275,7 @@ class Outcome:
 class RunInfo:
     """What an observer needs to know about a run when it starts. The same on every rank but for `world` and `writer`.
 
-    `parameters` and `trainable` count elements over all ranks; `timesteps` says in words at which noise levels the run trains;
+    `parameters` and `trainable` count elements over all ranks. `timesteps` describes the noise levels at which the run trains.
     `plugins` are "name distribution version" lines. `writer` writes to the run directory; it is set on the main rank only, for
     the plugin that writes the events.
     """
@@ -293,13 +296,14 @@ class RunInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One optimizer step, the same on every rank but for what only the main rank has: the last four, two of them when it logs.
+    """One optimizer step. The values are the same on every rank, but the last four are set on the main rank only, else None.
 
-    `samples` is the effective batch; `seconds` is wall time. `skipped` is true when the loss was not finite and the policy was
-    to skip: then nothing was changed by this step. `mfu` is the share of what all devices can make that went into the model
-    (`smalti.training.utilization`), `peak_memory_mb` the most that the main rank's device held since the last logged step, in
-    MiB, or on the CPU its process ever. `smoothed_loss` and `recent_samples_per_second` are what people are shown
-    (`smalti.rundir.recent`). None where they are not known.
+    `samples` is the effective batch, `seconds` the wall time of the step and `data_seconds` the wait for its data. `skipped`
+    means that the step changed nothing, because the loss was not finite.
+
+    `mfu` is the model FLOPs utilization (`smalti.training.utilization`). `peak_memory_mb` is the peak memory of the main rank's
+    device since the last logged step, in MiB, or of its process on the CPU. Both are set on logged steps only. `smoothed_loss`
+    and `recent_samples_per_second` are the values of the console (`smalti.rundir.recent`).
     """
 
     step: int
@@ -318,11 +322,10 @@ class StepResult:
 
 @dataclass
 class RunState:
-    """Where the run stands, and what was asked of it. Hooks may read everything and call the `request_` methods.
+    """The progress of the run, and requests to it. Hooks may read everything and call the `request_` methods.
 
-    `step` counts optimizer steps, `position` global batches handed out (the data position: one number), `skipped` the steps
-    in a row that were left out just now. Requests are local to the rank that makes them; the loop agrees on them at the next
-    step boundary.
+    `step` counts optimizer steps, `position` global batches (the position in the data), `skipped` the steps in a row that were
+    skipped just now. A request may be made on one rank alone; the ranks agree on requests at the next step boundary.
     """
 
     max_steps: int
@@ -337,14 +340,16 @@ class RunState:
     validation_requested: bool = False
 
     def request_stop(self, reason: StopReason, message: str = "") -> None:
-        """Ask for a stop; a worse reason replaces a milder one. Without a message it is told by its name and the last step."""
+        """Stop at the next step boundary. A larger reason replaces a smaller one. Default of `message`: the reason and step."""
         if reason > self.stop_reason:
             self.stop_reason, self.stop_message = reason, message
 
     def request_save(self) -> None:
+        """Save a checkpoint at the next step boundary."""
         self.save_requested = True
 
     def request_validation(self) -> None:
+        """Generate validation images at the next step boundary."""
         self.validation_requested = True
 
 
@@ -352,7 +357,7 @@ class RunState:
 class Checkpoint:
     """A complete, visible checkpoint. `size` is in bytes.
 
-    `seconds` is how long the save took, `blocked` how long training waited for it.
+    `seconds` is the duration of the save, `blocked` the part of it for which training waited.
     """
 
     step: int
@@ -364,7 +369,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationImage:
-    """One validation picture on disk, with what made it."""
+    """One validation image on disk, with its prompt and seed."""
 
     prompt: str
     seed: int
@@ -382,9 +387,9 @@ class ValidationResult:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
-    """The loss on held-out pictures: the mean over `samples` of them and over the timesteps of `by_timestep`.
+    """The loss on held-out images: the mean over `samples` images and the timesteps of `by_timestep`.
 
-    `averaged`: with the moving average of the weights instead of the weights themselves.
+    `averaged` means that it was measured with the EMA of the weights.
     """
 
     step: int
@@ -409,21 +414,21 @@ class GpuFault:
 
 
 class FaultAction(IntEnum):
-    """What to do about a fault of an accelerator; the largest answer over plugins wins.
+    """What to do about a fault of an accelerator. The largest action of all plugins is used.
 
-    In a single process the step in which it happened is left out: nothing of it is in the weights. Where the fault struck while
-    the weights were being changed, and where `--max_skipped_steps` steps in a row were left out, every answer is STOP_UNSAVED.
+    In a single process, the step with the fault is skipped and changes no weights. Every action becomes STOP_UNSAVED if the
+    fault happened while the weights were being changed, or if `--max_skipped_steps` steps in a row were skipped.
 
-    One of several ranks cannot go on alone, because the others wait for its gradients. It leaves, and the run ends with exit
-    code 5. A healthy rank that holds the whole state then saves the last step boundary; after STOP_UNSAVED it marks that as
-    suspect. Where ranks hold shards, the last checkpoint counts.
+    One of several ranks cannot continue alone, because the others wait for its gradients. It exits, and the run ends with exit
+    code 5. A healthy rank that holds the complete state then saves it as of the last step boundary; after STOP_UNSAVED it marks
+    that checkpoint as suspect. If the ranks hold shards, the last checkpoint remains.
     """
 
     CONTINUE = 0
-    """Go on with the next batch."""
+    """Continue with the next batch."""
     CHECKPOINT = 1
-    """Save, and go on with the next batch. The state is read from the device: if that fails, the run ends with exit code 5."""
+    """Save a checkpoint and continue. If the state cannot be read from the device, the run ends with exit code 5."""
     STOP_SAVED = 2
-    """Save, and stop with exit code 5."""
+    """Save a checkpoint and stop with exit code 5."""
     STOP_UNSAVED = 3
-    """Stop with exit code 5 and write nothing, as when the state cannot be trusted or not be read any more."""
+    """Stop with exit code 5 without a checkpoint: the state cannot be trusted, or cannot be read any more."""

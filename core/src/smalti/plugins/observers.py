@@ -36,7 +36,7 @@ def notify_each(
 
 def ask_each(
     plugins: Plugins,
-    hook: Callable[Concatenate[HookSpecs, RunState, P], R],
+    hook: Callable[Concatenate[HookSpecs, RunState, P], R | None],
     state: RunState,
     /,
     *args: P.args,
@@ -48,7 +48,7 @@ def ask_each(
 
 def _ask(
     plugins: Plugins,
-    hook: Callable[Concatenate[HookSpecs, RunState, ...], R],
+    hook: Callable[Concatenate[HookSpecs, RunState, ...], R | None],
     state: RunState,
     without: Collection[str],
     args: tuple[object, ...],
