@@ -21,7 +21,7 @@ from diffusers.optimization import get_scheduler
 from run import Result, paired
 from step import ROOT, ROUND, alternated, opened
 
-from smalti.models.family import latents_of
+from smalti.models.capabilities import latents_of
 from smalti.training.run import Run
 
 ROUNDS, BATCH, EDGE = 20, 8, 64

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from smalti.config.resolution import resolve
-from smalti.models.context_parallel import context_plan
+from smalti.models.family import context_plan
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of

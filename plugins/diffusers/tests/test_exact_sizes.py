@@ -197,7 +197,7 @@ def test_an_adapter_in_bf16_changes_nothing_of_what_is_counted(build):
 
 def formula(family, width, height):
     height, width = height // family.vae_scale, width // family.vae_scale
-    picture = (height, width) if isinstance(family, Sdxl) else (height * width // family.patch**2,)
+    picture = (height, width) if isinstance(family, Sdxl) else (height * width * family.vae_scale**2 // family.alignment**2,)
     with torch.device("meta"):
         text = family.example_conditioning(width, height)["tokens"].shape[1]
         return getattr(formulas, family.name)(family.build_base().config, *picture, text)

@@ -16,7 +16,7 @@ from smalti import UserError
 from smalti.config.resolution import resolve
 from smalti.diffusion.objective import RectifiedFlow
 from smalti.diffusion.timesteps import shift_times
-from smalti.models.family import SampleRequest, image_tokens, native_objective
+from smalti.models.family import SampleRequest, native_objective
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
@@ -271,18 +271,19 @@ def test_an_image_counts_as_many_tokens_as_the_blocks_are_given(drawn):
         conditioning = drawn.family.encode_captions(PROMPTS)
         drawn.family.forward(drawn.model, drawn.noise, drawn.timesteps[:1].float().expand(2), conditioning)
     hook.remove()
-    said = image_tokens(drawn.family, *SIZE)
+    said = drawn.family.image_tokens(*SIZE)
     assert lengths[0] == (-(-said // 32) * 32 if drawn.family.name == "z_image" else said)
 
 
 @pytest.mark.parametrize(("kind", "shift"), [("flux", 3.158), ("flux2 klein", 3.158), ("sana", 1.878), ("lumina2", 3.158)])
 def test_the_automatic_shift_goes_by_the_tokens_of_the_family(family_of, kind, shift, monkeypatch):
     """At 1024 pixels Flux.2 has 64 x 64 of them, each one latent pixel; Sana 32 x 32."""
+    tiny = family_of(kind)
+    published = {"flux": 8, "flux2": 16, "sana": 32, "lumina2": 8}[tiny.name]  # the tiny autoencoders are shallower
+    monkeypatch.setattr(type(tiny), "vae_scale", published)
     family = family_of(kind)
-    published = {"flux": 8, "flux2": 16, "sana": 32, "lumina2": 8}[family.name]  # the tiny autoencoders are shallower
-    monkeypatch.setattr(type(family), "vae_scale", published)
     config = resolve(schema_of(load_plugins()), ["--flow_schedule_auto_shift"], environment={})
-    said = denoising_loss(config, family, "cpu").timesteps.shift.at(image_tokens(family, 1024, 1024))
+    said = denoising_loss(config, family, "cpu").timesteps.shift.at(family.image_tokens(1024, 1024))
     assert said == pytest.approx(shift, abs=1e-3)
 
 

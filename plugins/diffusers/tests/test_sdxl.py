@@ -13,9 +13,9 @@ from smalti import UserError
 from smalti.config.resolution import resolve
 from smalti.diffusion.objective import build_objective
 from smalti.models.blocks import describe_blocks, find_blocks
-from smalti.models.family import SampleRequest, image_tokens
+from smalti.models.family import SampleRequest, encode
 from smalti.models.memory_format import use_channels_last
-from smalti.models.size_conditioning import SizeConditioning, encode
+from smalti.models.size_conditioning import SizeConditioning
 from smalti.models.weights import materialise
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
@@ -71,7 +71,7 @@ def test_an_image_counts_as_many_tokens_as_its_largest_attention_is_given(folder
         conditioning = encode(family, ["a fox"], [frame], width, height)
         noisy = torch.randn(1, family.latent_channels, height // family.vae_scale, width // family.vae_scale)
         family.forward(model, noisy, torch.tensor([500.0]), conditioning)
-    assert image_tokens(family, width, height) == max(lengths)
+    assert family.image_tokens(width, height) == max(lengths)
 
 
 # --- what the model is told -----------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def test_heads_that_cannot_be_dealt_out_are_refused_before_the_launch(monkeypatc
     flags = ("--context_parallel_size=2", "--context_parallel_comm_strategy=alltoall", "--toy_heads=3", "--toy_width=48")
     run = ("--model_family=toy", "--max_train_steps=1", f"--instance_data_dir={tmp_path}", f"--output_dir={tmp_path}")
     asked = config("--num_processes=2", "--use_cpu", *run, *flags)
-    with pytest.raises(UserError, match="the 3 attention heads of the model cannot be dealt out to 2 ranks"):
+    with pytest.raises(UserError, match="the 3 attention heads of the model cannot be split over 2 ranks"):
         Preparation.of(asked, PLUGINS, write=False)
 
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from smalti import Block, UserError
-from smalti.models.context_parallel import Attention, ContextPlan, Join, Split, context_plan
-from smalti.models.family import SampleRequest, native_objective
+from smalti.models.context_parallel import Attention, ContextPlan, Join, Split
+from smalti.models.family import SampleRequest, context_plan, native_objective
 from smalti_fsdp2.activation_checkpointing import recompute
 from smalti_fsdp2.context import split_context
 from smalti_testing import RankFailed, TinyFamily

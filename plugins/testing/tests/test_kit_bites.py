@@ -189,6 +189,11 @@ class Lucky(TinyFamily):
 
 
 class Unmoved(TinyFamily):
+    """It encodes prompts again, whatever it is given."""
+
+    def request_conditioning(self, request):
+        return super().request_conditioning(replace(request, conditioning=None))
+
     def encoder_identity(self, kind):
         return {}
 

@@ -6,12 +6,15 @@ from types import ModuleType
 import pytest
 import torch
 
+from smalti.diffusion.timesteps import ConstantShift
 from smalti.errors import BrokenPlugin, MissingPlugin, UserError
 from smalti.hookspecs import HookSpecs
+from smalti.models.family import ModelFamily
 from smalti.plugins.factories import create
 from smalti.plugins.lookup import choose_distributed, find_family
 from smalti.training.optim.optimizers import build_registered
 from smalti.types import DistributedPlan, FamilyEntry, OptimizerEntry, Origin
+from smalti_testing import TinyFamily
 
 ORIGIN = Origin(plugin="old", distribution="smalti-old", version="1.2", built_in=False)
 
@@ -87,22 +90,71 @@ def register(plugins, **hooks):
     plugins.register(info, type("Old", (), {name: staticmethod(each) for name, each in implementations.items()})())
 
 
-def test_a_family_that_lacks_something_is_told_all_that_it_lacks(plugins, configure, module):
-    class Partial:
-        name, alignment = "older", 8
+class Unrelated:
+    name, alignment = "older", 8
 
-        def build_model(self):
-            return torch.nn.Identity()
+    def build_model(self):
+        return torch.nn.Identity()
 
-    module(build=lambda config: Partial())
+
+class Partial(ModelFamily):
+    name = "older"
+
+    def build_model(self):
+        return torch.nn.Identity()
+
+
+class Misspelt(TinyFamily):
+    indivisable = "weights in int4"
+
+
+class MisspeltInInit(TinyFamily):
+    def __init__(self):
+        super().__init__()
+        self.beta_shedule = "linear"
+
+
+class MisspeltMethod(TinyFamily):
+    def encode_image(self, pixels):
+        return pixels[:, :, ::8, ::8]
+
+
+class Half(TinyFamily):
+    def encoder_identity(self, kind):
+        return {}
+
+
+FAULTY = {
+    Unrelated: "Unrelated does not inherit from smalti.models.ModelFamily",
+    Partial: "Partial has no method encode_captions; has no method forward",
+    Misspelt: "Misspelt has indivisable, which smalti does not know; did you mean indivisible?",
+    MisspeltInInit: "MisspeltInInit has beta_shedule, which smalti does not know; did you mean beta_schedule?",
+    MisspeltMethod: "MisspeltMethod has encode_image, which smalti does not know; did you mean encode_images?",
+    Half: "Half has encoder_identity without release_encoder",
+}
+
+
+@pytest.mark.parametrize("kind", FAULTY)
+def test_a_family_that_is_none_is_refused_with_the_reason(plugins, configure, module, kind):
+    module(build=lambda config: kind())
     register(plugins, register_model_families=[FamilyEntry(name="older", title="Older", factory="theirs:build")])
     with pytest.raises(BrokenPlugin) as caught:
         find_family(configure("--model_family=older"), plugins)
-    assert "the model family 'older' of plugin 'old' (smalti-old 1.2) is a Partial without prediction, weights," in str(
-        caught.value
-    )
-    assert "forward" in str(caught.value)
-    assert "build_model" not in str(caught.value)
+    assert f"the model family 'older' of plugin 'old' (smalti-old 1.2) cannot be used: {FAULTY[kind]}" in str(caught.value)
+    assert "inherit from smalti.models.ModelFamily" in caught.value.fix
+
+
+def test_a_family_may_have_names_of_its_own(plugins, configure, module):
+    class Own(TinyFamily):
+        flow_shift = ConstantShift(value=3.0)
+        flow_shifts, sampler, _beta_shedule = (1.0, 3.0), "euler", "linear"
+
+        def sample(self, model, request):
+            return super().sample(model, request)
+
+    module(build=lambda config: Own())
+    register(plugins, register_model_families=[FamilyEntry(name="older", title="Older", factory="theirs:build")])
+    assert isinstance(find_family(configure("--model_family=older"), plugins), Own)
 
 
 def test_an_optimizer_that_cannot_be_built_is_not_blamed_on_the_core(plugins, configure, module):

@@ -114,7 +114,7 @@ class Shift(Protocol):
     """How far times are moved towards noise at one image size."""
 
     def at(self, tokens: int) -> float:
-        """The shift for an image that is so many tokens to the model (`smalti.models.image_tokens`)."""
+        """The shift for an image that is so many tokens to the model (`image_tokens` of a model family)."""
         ...
 
 

@@ -160,7 +160,7 @@ def _model(
     model, _ = build_model(config, plugins, family, accelerator_kind(config))
     next(family.weights(config[RunOptions].seed).names(), None)  # opens their files
     if distributed and distributed.context > 1:
-        context_plan(family, model, dealt_to=distributed.context if distributed.splits_heads else 1)
+        context_plan(family, model, split_over=distributed.context if distributed.splits_heads else 1)
     if distributed and distributed.check_model:
         create(distributed, distributed.check_model, config, model)
     if checkpoint is not None:

@@ -291,10 +291,8 @@ def _schedule_notices(config: Config, data: PreparedData) -> list[str]:
 
 def _largest_image(family: ModelFamily, data: PreparedData) -> ImageSize:
     """The size of training images with the most tokens."""
-    from smalti.models import image_tokens
-
     sizes = [
-        ImageSize(tokens=image_tokens(family, bucket.width, bucket.height), width=bucket.width, height=bucket.height)
+        ImageSize(tokens=family.image_tokens(bucket.width, bucket.height), width=bucket.width, height=bucket.height)
         for bucket in (count.bucket for count in data.counts)
     ]
     return max(sizes, key=lambda size: size.tokens)

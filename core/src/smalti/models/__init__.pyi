@@ -7,46 +7,34 @@ from .blocks import (
     find_blocks as find_blocks,
     unknown_classes as unknown_classes,
 )
-from .compile import compile_blocks as compile_blocks, ensure_compiled as ensure_compiled
-from .context_parallel import (
-    Attention as Attention,
-    ContextPlan as ContextPlan,
-    Join as Join,
-    Split as Split,
-    SplitsContext as SplitsContext,
-    context_plan as context_plan,
-)
-from .description import config_of as config_of
-from .family import (
+from .capabilities import (
     Adaptable as Adaptable,
     Cacheable as Cacheable,
-    CountsTokens as CountsTokens,
     Encoding as Encoding,
     Exporter as Exporter,
     KeepsRawLatents as KeepsRawLatents,
-    ModelFamily as ModelFamily,
-    SampleRequest as SampleRequest,
-    TellsSettings as TellsSettings,
-    Weights as Weights,
-    image_tokens as image_tokens,
-    lacking as lacking,
+    family_problems as family_problems,
     latents_of as latents_of,
     latents_to_keep as latents_to_keep,
+)
+from .compile import compile_blocks as compile_blocks, ensure_compiled as ensure_compiled
+from .context_parallel import Attention as Attention, ContextPlan as ContextPlan, Join as Join, Split as Split
+from .description import config_of as config_of
+from .family import (
+    ModelFamily as ModelFamily,
+    SampleRequest as SampleRequest,
+    context_plan as context_plan,
+    encode as encode,
     native_objective as native_objective,
-    native_schedule as native_schedule,
 )
 from .memory_format import use_channels_last as use_channels_last, wants_channels_last as wants_channels_last
-from .size_conditioning import (
-    SizeConditioning as SizeConditioning,
-    TakesSizes as TakesSizes,
-    encode as encode,
-    with_size_conditioning as with_size_conditioning,
-)
+from .size_conditioning import SizeConditioning as SizeConditioning
 from .tf32 import choose_tf32 as choose_tf32, products_in_tf32 as products_in_tf32, tf32_choice as tf32_choice
 from .weights import (
     FolderWeights as FolderWeights,
     PostLoadTransform as PostLoadTransform,
     SeededWeights as SeededWeights,
+    Weights as Weights,
     first_weight as first_weight,
     materialise as materialise,
     without_weights as without_weights,

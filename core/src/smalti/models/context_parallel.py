@@ -1,6 +1,6 @@
 """Where the tokens of a model can be split, so that several ranks work on one sample (context parallelism).
 
-A family that can be trained so has a method `context_plan(model) -> ContextPlan | None`. The model itself knows nothing of it.
+A family whose model can be trained so overrides `context_plan`. The model itself knows nothing of it.
 
 A stream is a sequence of tokens that is split as one, such as "image" or "text". Every tensor with an entry for each token of a
 stream (states, positions, masks) is split with it.
@@ -11,12 +11,6 @@ A path names a module of the model, "" the model itself; `*` stands for one part
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, cast
-
-from torch import nn
-
-from smalti.errors import UserError
-from smalti.models.family import ModelFamily
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +30,7 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """An output of a module that is made whole again on every rank, as if it had never been split."""
+    """An output of a module that is gathered again on every rank, as if it had never been split."""
 
     module: str
     stream: str
@@ -49,7 +43,7 @@ class Attention:
     """Modules between splitting and joining in which every call of `F.scaled_dot_product_attention` has to see all tokens.
 
     `streams` are those that its queries and keys hold, in their order. Attention to tokens that are not split, such as a text
-    that every rank has whole, is not named here.
+    of which every rank has all tokens, is not named here.
     """
 
     module: str
@@ -58,36 +52,9 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextPlan:
-    """All of it for one model. `heads` are those of keys and values: strategies that deal out heads need a divisor of it."""
+    """All of it for one model. `heads`: those of keys and values; strategies that split heads over ranks need a divisor."""
 
     heads: int
     splits: tuple[Split, ...]
     attention: tuple[Attention, ...]
     joins: tuple[Join, ...]
-
-
-class SplitsContext(Protocol):
-    """What a `ModelFamily` has besides, if its model can be split."""
-
-    def context_plan(self, model: nn.Module) -> ContextPlan | None:
-        """Where to split this model; None if this shape of it cannot be split."""
-        ...
-
-
-def context_plan(family: ModelFamily, model: nn.Module, *, dealt_to: int = 1) -> ContextPlan:
-    """The family's plan for its model, whose parameters may be on the meta device.
-
-    Raises UserError if there is none, or if its heads cannot be dealt out to `dealt_to` ranks; 1 if they stay together.
-    """
-    plan = cast(SplitsContext, family).context_plan(model) if hasattr(family, "context_plan") else None
-    if plan is None:
-        raise UserError(
-            f"{family.name} cannot be trained with context parallelism: the family does not say where its tokens can be split",
-            fix="--context_parallel_size=1; FSDP alone also spreads the memory",
-        )
-    if plan.heads % dealt_to:
-        raise UserError(
-            f"the {plan.heads} attention heads of the model cannot be dealt out to {dealt_to} ranks",
-            fix=f"--context_parallel_comm_strategy=allgather, or a context_parallel_size that divides {plan.heads}",
-        )
-    return plan

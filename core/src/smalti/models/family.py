@@ -1,30 +1,40 @@
-"""What a model family must provide. One file per family answers all of this; the loop knows nothing else of it.
+"""The base class of model families: all that the trainer knows of an architecture.
 
 Shapes: B batch, C latent channels, H, W pixels, h, w latent size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, cast, runtime_checkable
+from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 
-from smalti.diffusion import BetaSchedule, Conditioning, Objective, Prediction, build_objective
-
-if TYPE_CHECKING:
-    from smalti.checkpoint import ExportFolder
-
-Encoding = Literal["latents", "texts"]
-"""What the two kinds of encoders make: latents of pictures, conditioning of texts."""
+from smalti.diffusion import (
+    BetaSchedule,
+    Conditioning,
+    Objective,
+    Prediction,
+    RectifiedFlow,
+    Sampler,
+    Shift,
+    build_objective,
+    seeded_noise,
+)
+from smalti.errors import UserError
+from smalti.models.context_parallel import ContextPlan
+from smalti.models.size_conditioning import SizeConditioning
+from smalti.models.weights import SeededWeights, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
-    """One batch of pictures to draw. Every prompt has its own seed, so a picture does not depend on its neighbours.
+    """One batch of images to sample. Every prompt has its own seed, so an image does not depend on its neighbours.
 
-    `objective` is what the loss trains, its prediction and its noise schedule. A family that samples by itself hands it to its
+    `objective` is what the loss trains: its prediction and its noise schedule. A family that samples by itself passes it to its
     sampler (`smalti.diffusion.Sampler`) and builds no other.
 
     `conditioning` is that of the prompts and `unconditional` that of as many empty prompts, where they were encoded before
@@ -42,41 +52,37 @@ class SampleRequest:
     unconditional: Conditioning | None = None
 
 
-class Weights(Protocol):
-    """Where the first weights come from: a folder of safetensors, or a seeded initialisation.
+class ModelFamily:
+    """One architecture with its conditioning, from prompt and image to prediction and back. Inherit from it.
 
-    Read name by name, so that a sharded model never has to exist whole on any rank.
-    """
+    `name`, `build_model`, `encode_captions` and `forward` are required. The other defaults are those of a model that works on
+    pixels, starts from random weights and has no parts beside the trained model. Attributes are set on the class, or in
+    `__init__` where they depend on the configuration. LoRA, encoding before training and export are optional protocols.
 
-    def names(self) -> Iterator[str]:
-        """Names of all parameters and persistent buffers."""
-        ...
-
-    def get(self, name: str) -> Tensor:
-        """One whole tensor, on the CPU. Raises KeyError for a name that is not there."""
-        ...
-
-
-class ModelFamily(Protocol):
-    """One architecture with its conditioning, from prompt and picture to prediction and back.
-
-    One whose tokens several ranks can share has a method `context_plan` besides: see `smalti.models.context_parallel`. One
-    whose model is conditioned on sizes and crops has `encode_size_conditioning`: see `smalti.models.size_conditioning`.
-
-    A family of DDPM may also have `beta_schedule`, the noise schedule that its model was trained with, where that is not
-    "scaled_linear" (`smalti.diffusion.BetaSchedule`), and one of rectified flow `flow_shift`, how far times are moved towards
-    noise unless the user says how far (`smalti.diffusion.Shift`). One whose model spends much of its time in convolutions says
-    `convolutional = True`; on CUDA devices they then compute with channels last (`smalti.models.memory_format`). One whose
-    model no backend can share out says why in `indivisible`, in words that end "cannot share out ...". A module of its model
-    that turns its first weights into something else once it has them is a `smalti.models.weights.PostLoadTransform`.
+    A public name of a subclass that is nearly a name of this class or of an optional protocol is taken for a misspelling and
+    refused; names that begin with an underscore are free.
     """
 
     name: str
-    alignment: int
-    """Widths and heights of training pictures are multiples of this many pixels."""
-    prediction: Prediction
+    """What `--model_family` calls it."""
+    prediction: Prediction = "flow_matching"
     """What the model predicts unless `--prediction_type` says otherwise."""
+    alignment: int = 1
+    """Widths and heights of training images are multiples of this many pixels."""
+    beta_schedule: BetaSchedule = "scaled_linear"
+    """The noise schedule that a DDPM model was trained with."""
+    flow_shift: Shift | None = None
+    """Timestep shift of a flow model, unless the options give one; None is no shift."""
+    convolutional: bool = False
+    """Whether the model spends much of its time in convolutions. On CUDA devices they then use the channels-last format."""
+    indivisible: str = ""
+    """Why the model cannot be sharded: the end of the sentence "FSDP2 cannot share out ...". Empty if it can be."""
+    device: torch.device = torch.device("cpu")
+    """Where frozen parts are, and what they encode."""
 
+    # --- the trained model ------------------------------------------------------------------------------------------
+
+    @abstractmethod
     def build_model(self) -> nn.Module:
         """The trainable model. Called with parameters on the meta device; buffers are real, but for large ones that
         `weights` has. Must be cheap.
@@ -85,175 +91,166 @@ class ModelFamily(Protocol):
         """
         ...
 
-    def weights(self, seed: int) -> Weights:
-        """The weights to start from; `seed` matters only when they are made at random. The same on every rank."""
-        ...
-
+    @abstractmethod
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
-        """Conditioning with a leading dimension of len(captions), on the family's device. "" is the empty prompt.
+        """Conditioning with a leading dimension of len(captions), on `device`. "" is the empty prompt.
 
         Shape and values of each row depend on its caption alone, so that rows can be cached and exchanged.
         """
         ...
 
-    def encode_images(self, pixels: Tensor) -> Tensor:
-        """(B, 3, H, W) in [-1, 1] -> latents (B, C, h, w), scaled as the model wants them."""
-        ...
-
-    def decode_latents(self, latents: Tensor) -> Tensor:
-        """Latents (B, C, h, w) -> (B, 3, H, W) in [-1, 1]."""
-        ...
-
+    @abstractmethod
     def forward(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
         """The raw prediction, shaped like `noisy`. `timesteps` is (B,), in [0, 1000], 1000 being pure noise."""
         ...
 
-    def sample(self, model: nn.Module, request: SampleRequest) -> Tensor:
-        """Pictures (B, 3, H, W) in [-1, 1]. Called under no_grad with the model in eval mode."""
-        ...
+    def weights(self, seed: int) -> Weights:
+        """The weights to start from, by default random ones. `seed` matters only for those. The same on every rank."""
+        return SeededWeights(self.build_model, seed)
 
     def block_classes(self) -> tuple[str, ...]:
-        """Class names of the repeated blocks; empty lets detection find them."""
-        ...
+        """Class names of the repeated blocks, which are sharded, recomputed and compiled. Empty: they are detected."""
+        return ()
 
-    def flops_per_sample(self, width: int, height: int) -> int:
-        """Floating-point operations of one forward pass for one picture, attention counted. Backward costs twice that.
+    def context_plan(self, model: nn.Module) -> ContextPlan | None:
+        """Where several ranks can split the tokens of this model (`--context_parallel_size`). None if they cannot."""
+        return None
 
-        Asked once for each size of pictures while a run trains, so it must be cheap and allocate no weights. Raises
-        NotImplementedError where it cannot be told; the run then has no `mfu`.
+    # --- images and latents -----------------------------------------------------------------------------------------
+
+    def encode_images(self, pixels: Tensor) -> Tensor:
+        """(B, 3, H, W) in [-1, 1] -> latents (B, C, h, w), scaled as the model wants them. By default the pixels."""
+        return pixels
+
+    def decode_latents(self, latents: Tensor) -> Tensor:
+        """Latents (B, C, h, w) -> (B, 3, H, W) in [-1, 1]. The inverse of `encode_images`."""
+        return latents
+
+    def latent_shape(self, width: int, height: int) -> tuple[int, ...]:
+        """(C, h, w) of the latents of an image of this size in pixels. Override it together with `encode_images`."""
+        return 3, height, width
+
+    def encode_size_conditioning(self, sizes: Sequence[SizeConditioning], width: int, height: int) -> Conditioning:
+        """For models that are conditioned on the original size and the crop of an image, as SDXL; by default nothing.
+
+        Conditioning with a leading dimension of len(sizes), on `device`, for images that are trained at `width` x `height`. Its
+        names are others than those of `encode_captions`; `forward` gets both.
         """
-        ...
+        return {}
 
-    def to(self, device: str) -> None:
-        """Move frozen parts (encoders, autoencoder) to the device that training runs on."""
-        ...
+    # --- sampling ---------------------------------------------------------------------------------------------------
 
+    def sample(self, model: nn.Module, request: SampleRequest) -> Tensor:
+        """Images (B, 3, H, W) in [-1, 1]. Called under no_grad with the model in eval mode.
 
-def lacking(family: object) -> list[str]:
-    """The attributes and methods of a `ModelFamily` that an object does not have."""
-    methods = [name for name, value in vars(ModelFamily).items() if callable(value) and not name.startswith("_")]
-    return [name for name in (*ModelFamily.__annotations__, *methods) if not hasattr(family, name)]
-
-
-def native_schedule(family: ModelFamily) -> BetaSchedule:
-    """The noise schedule that the model of a family of DDPM was trained with."""
-    return cast(BetaSchedule, getattr(family, "beta_schedule", "scaled_linear"))
-
-
-def native_objective(family: ModelFamily) -> Objective:
-    """What a family trains unless the options say otherwise."""
-    return build_objective(family.prediction, native=family.prediction, beta_schedule=native_schedule(family))
-
-
-@runtime_checkable
-class Exporter(Protocol):
-    """What a family has besides if `smalti checkpoint export` can make something of its trained models."""
-
-    def export(self, folder: ExportFolder) -> None:
-        """Put what inference loads into `folder`: the trained tensors, as it gives them out, and everything around them.
-
-        Runs on machines without accelerators; a whole model need never be in memory.
+        Raises UserError for a width or height that is no multiple of `alignment`.
         """
-        ...
+        width, height, count = request.width, request.height, len(request.prompts)
+        if width % self.alignment or height % self.alignment:
+            raise UserError(
+                f"{self.name} cannot sample images of {width}x{height} pixels",
+                fix=f"use a width and a height that are multiples of {self.alignment}",
+            )
+        conditioning, unconditional = self.request_conditioning(request)
+        size = SizeConditioning(width=width, height=height, left=0, top=0)
+        sizes = self.encode_size_conditioning([size] * count, width, height)
+        latents = self.build_sampler(request)(
+            lambda noisy, timesteps, given: self.forward(model, noisy, timesteps, given),
+            seeded_noise(request.seeds, self.latent_shape(width, height), self.device),
+            conditioning | sizes,
+            unconditional | sizes,
+        )
+        return self.decode_latents(latents)
 
+    def build_sampler(self, request: SampleRequest) -> Sampler:
+        """What `sample` uses; by default with `flow_shift`, if the objective is rectified flow."""
+        shift = 1.0
+        if self.flow_shift is not None and isinstance(request.objective, RectifiedFlow):
+            shift = self.flow_shift.at(self.image_tokens(request.width, request.height))
+        return Sampler(objective=request.objective, steps=request.steps, guidance=request.guidance, shift=shift)
 
-@runtime_checkable
-class Cacheable(Protocol):
-    """What a family has besides if its latents and conditioning can be made before training and kept: see
-    `smalti.data.cache.encode_ahead`.
-
-    Then its encoders need not be in memory while it trains, and `encode_images` and `encode_captions` are not called.
-    """
-
-    def encoder_identity(self, kind: Encoding) -> dict[str, object]:
-        """All that decides what this kind of encoder makes of a picture or a text, JSON-able.
-
-        Digests of weights and vocabularies, settings, types; nothing of where they lie. Where it differs, nothing that was kept
-        is used. Must not load the encoder.
-        """
-        ...
-
-    def release_encoder(self, kind: Encoding) -> None:
-        """Give back the memory of this kind of encoder. `sample` works as before: it is told what it needs of texts.
-
-        What decodes pictures may stay in host memory, and is on the accelerator only while pictures are drawn.
-        """
-        ...
-
-
-@runtime_checkable
-class KeepsRawLatents(Protocol):
-    """What a `Cacheable` has besides if its autoencoder's own output takes less room than the latents that the model wants.
-
-    An autoencoder in bf16 gives 16 bits; shifted and scaled they are fp32. So `raw_latents` are kept, and
-    `normalise_latents` makes of them what `encode_images` gives, to the bit: it is the second half of that.
-    """
-
-    def raw_latents(self, pixels: Tensor) -> Tensor:
-        """(B, 3, H, W) in [-1, 1] -> what the autoencoder makes of them (B, ...), in the type in which it computes."""
-        ...
-
-    def normalise_latents(self, raw: Tensor) -> Tensor:
-        """Raw latents -> latents (B, C, h, w), scaled as the model wants them, on the device of `raw`."""
-        ...
-
-
-def latents_to_keep(family: ModelFamily, pixels: Tensor) -> Tensor:
-    """(B, 3, H, W) in [-1, 1] -> what is kept of them."""
-    return family.raw_latents(pixels) if isinstance(family, KeepsRawLatents) else family.encode_images(pixels)
-
-
-def latents_of(family: ModelFamily, pixels: Tensor | None, kept: Tensor | None) -> Tensor:
-    """The latents of a batch, from its pixels or from what was kept of them."""
-    if kept is not None:
-        return family.normalise_latents(kept) if isinstance(family, KeepsRawLatents) else kept
-    assert pixels is not None, "a batch has pixels or latents"
-    return family.encode_images(pixels)
-
-
-@runtime_checkable
-class TellsSettings(Protocol):
-    """What a family has besides if it may draw with other settings than those that it is asked for."""
+    def request_conditioning(self, request: SampleRequest) -> tuple[Conditioning, Conditioning]:
+        """Conditioning of the prompts, and of as many empty ones: from the request, else encoded now, as in training."""
+        if request.conditioning is not None and request.unconditional is not None:
+            return request.conditioning, request.unconditional
+        with torch.autocast(self.device.type, enabled=False):
+            return self.encode_captions(request.prompts), self.encode_captions([""] * len(request.prompts))
 
     def sampling_settings(self, request: SampleRequest) -> dict[str, float]:
-        """What it draws with, by name, such as "guidance"; it is written into the pictures in place of what was asked for."""
-        ...
+        """Settings that `sample` uses in place of those of the request, by name, such as "guidance". Saved with images."""
+        return {}
 
-
-@runtime_checkable
-class Adaptable(Protocol):
-    """What a family has besides if it can train an adapter: then it builds a model in which all else is frozen.
-
-    What is frozen comes from `weights` each time, and checkpoints hold what trains.
-    """
-
-    def lora_targets(self) -> tuple[str, ...]:
-        """Name endings of the modules that an adapter attaches to by default."""
-        ...
-
-    def adapter(self, seed: int) -> dict[str, object] | None:
-        """What the adapter is, JSON-able; None when the run trains all weights.
-
-        It goes into checkpoints, and a run resumes only from those that say the same: put in whatever changes the meaning of
-        the trained tensors and does not show in their names and shapes, such as a scale and a digest of what is frozen.
-        """
-        ...
-
-
-@runtime_checkable
-class CountsTokens(Protocol):
-    """What a family has besides if a token of its model is not a square of `alignment` pixels."""
+    # --- sizes and costs --------------------------------------------------------------------------------------------
 
     def image_tokens(self, width: int, height: int) -> int:
         """The length of the sequence that the model attends over for an image of this size in pixels, texts not counted.
 
-        Of several lengths, as in a U-Net, the greatest. Must be cheap: the configuration is enough.
+        Of several lengths, as in a U-Net, the greatest. By default one token for each square of `alignment` pixels.
         """
-        ...
+        return (width // self.alignment) * (height // self.alignment)
+
+    def flops_per_sample(self, width: int, height: int) -> int:
+        """Floating-point operations of one forward pass for one image, attention counted. Backward costs twice that.
+
+        By default counted by torch on the meta device: matrix products, convolutions and attention. Called once for each image
+        size. Raises NotImplementedError where it cannot be counted; the run then has no `mfu`.
+        """
+        from torch.utils.flop_counter import FlopCounterMode  # loaded where utilization is measured: on known accelerators
+
+        conditioning = {name: rows.to("meta") for name, rows in self.example_conditioning(width, height).items()}
+        try:
+            with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
+                noisy = torch.empty(1, *self.latent_shape(width, height))
+                self.forward(self.meta_model, noisy, torch.full((1,), 500.0), conditioning)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise NotImplementedError(f"the model does not run on the meta device: {error}") from error
+        return int(counter.get_total_flops())
+
+    def example_conditioning(self, width: int, height: int) -> Conditioning:
+        """Conditioning of one sample, of the right shapes; its values do not matter. By default that of the empty prompt."""
+        size = SizeConditioning(width=width, height=height, left=0, top=0)
+        with torch.no_grad():
+            return self.encode_captions([""]) | self.encode_size_conditioning([size], width, height)
+
+    @cached_property
+    def meta_model(self) -> nn.Module:
+        """The model on the meta device, on which operations are counted."""
+        with torch.device("meta"):
+            return self.build_model()
+
+    # --- frozen parts -----------------------------------------------------------------------------------------------
+
+    def to(self, device: str) -> None:
+        """Move frozen parts (encoders, autoencoder) to the device that training runs on. By default sets `device`."""
+        self.device = torch.device(device)
 
 
-def image_tokens(family: ModelFamily, width: int, height: int) -> int:
-    """How many tokens an image is to the model of a family: what the family says, or one for each square of `alignment`."""
-    if isinstance(family, CountsTokens):
-        return family.image_tokens(width, height)
-    return (width // family.alignment) * (height // family.alignment)
+def native_objective(family: ModelFamily) -> Objective:
+    """What a family trains unless the options say otherwise."""
+    return build_objective(family.prediction, native=family.prediction, beta_schedule=family.beta_schedule)
+
+
+def encode(
+    family: ModelFamily, captions: Sequence[str], sizes: Sequence[SizeConditioning], width: int, height: int
+) -> Conditioning:
+    """All conditioning of samples, whose images are `width` x `height` pixels."""
+    return family.encode_captions(captions) | family.encode_size_conditioning(sizes, width, height)
+
+
+def context_plan(family: ModelFamily, model: nn.Module, *, split_over: int = 1) -> ContextPlan:
+    """The family's plan for its model, whose parameters may be on the meta device.
+
+    Raises UserError if there is none, or if its heads cannot be split over `split_over` ranks; 1 if they stay together.
+    """
+    plan = family.context_plan(model)
+    if plan is None:
+        raise UserError(
+            f"{family.name} cannot be trained with context parallelism: the family does not say where its tokens can be split",
+            fix="--context_parallel_size=1; FSDP alone also spreads the memory",
+        )
+    if plan.heads % split_over:
+        raise UserError(
+            f"the {plan.heads} attention heads of the model cannot be split over {split_over} ranks",
+            fix=f"--context_parallel_comm_strategy=allgather, or a context_parallel_size that divides {plan.heads}",
+        )
+    return plan

@@ -1,7 +1,7 @@
-"""The layout of pictures in memory: convolutions on (B, h, w, C), channels last, as tensor cores want it.
+"""The memory format of images: convolutions on (B, h, w, C), channels last, which tensor cores need.
 
-Only the inputs of convolutions change; they compute in that layout and give it on. Weights stay as they are, and with them
-shards, moments and checkpoints.
+Only the inputs of convolutions are converted; their outputs keep the format. Weights stay as they are, and with them shards,
+optimizer state and checkpoints.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from smalti.models.family import ModelFamily
 
 
 def wants_channels_last(chosen: bool | None, family: ModelFamily, device: str) -> bool:
-    """Whether a run puts channels last: as chosen, else for a family that says it is convolutional, on CUDA devices."""
+    """Whether a run uses channels last: as chosen, else on CUDA devices for a family whose model is `convolutional`."""
     if chosen is None:
-        return bool(getattr(family, "convolutional", False)) and torch.device(device).type == "cuda"
+        return family.convolutional and torch.device(device).type == "cuda"
     return chosen
 
 
@@ -29,9 +29,9 @@ def use_channels_last(model: nn.Module) -> None:
     if not found:
         raise UserError("the model has no convolutions that could compute with channels last", fix="--no_channels_last")
     for module in found:
-        module.register_forward_pre_hook(_turned)
+        module.register_forward_pre_hook(_to_channels_last)
 
 
-def _turned(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-    """At each convolution anew, because norms and reshapes on the way give other layouts; costs nothing where it fits."""
+def _to_channels_last(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    """At each convolution again, because norms and reshapes between them change the format; free where it is right already."""
     return (inputs[0].contiguous(memory_format=torch.channels_last),)

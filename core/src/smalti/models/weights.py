@@ -14,12 +14,26 @@ from torch import Tensor, nn
 
 from smalti.checkpoint import DTYPES, Chunk, read_layout
 from smalti.errors import CheckpointError, UserError
-from smalti.models.family import Weights
 from smalti.system import parse_json
 
 _AGAIN = "copy or download it again"
 _SAMPLE = 64
 """Bytes that are looked at in each of three places of a tensor, to tell weights apart."""
+
+
+class Weights(Protocol):
+    """Where the first weights come from: a folder of safetensors, or a seeded initialisation.
+
+    Read name by name, so that no rank needs memory for all of a sharded model.
+    """
+
+    def names(self) -> Iterator[str]:
+        """Names of all parameters and persistent buffers."""
+        ...
+
+    def get(self, name: str) -> Tensor:
+        """One complete tensor, on the CPU. Raises KeyError for a name that is not there."""
+        ...
 
 
 @contextmanager

@@ -42,17 +42,17 @@ def known_families(plugins: Plugins) -> dict[str, FamilyEntry]:
 
 def find_family(config: Config, plugins: Plugins) -> ModelFamily:
     """The family that `--model_family` names. Raises UserError with the known ones, or if it has no adapters; BrokenPlugin for
-    one that lacks what every family has.
+    one that does not inherit from `ModelFamily`, lacks what every family has, or misspells it.
     """
     entry = family_entry(config, plugins)
     created = create(entry, entry.factory, config)
 
-    from smalti.models import Adaptable, lacking
+    from smalti.models import Adaptable, family_problems
 
-    if missing := lacking(created):
+    if problems := family_problems(created):
         raise BrokenPlugin(
-            f"{entry.kind} {entry.name!r} of {entry.origin} is a {type(created).__name__} without {', '.join(missing)}",
-            fix=f"see smalti.models.family.ModelFamily; {entry.origin.way_round}",
+            f"{entry.kind} {entry.name!r} of {entry.origin} cannot be used: {type(created).__name__} {'; '.join(problems)}",
+            fix=f"inherit from smalti.models.ModelFamily and see docs/protocols.md; {entry.origin.way_round}",
         )
     family = cast("ModelFamily", created)
     if config[ModelOptions].model_type == "lora" and not isinstance(family, Adaptable):
@@ -106,7 +106,7 @@ def check_strategy(plan: DistributedPlan, config: Config, plugins: Plugins) -> N
 
 def check_shares(plan: DistributedPlan, family: ModelFamily) -> None:
     """Refuse a model that cannot be divided where the strategy gives each rank a part of it."""
-    if plan.shards and (reason := getattr(family, "indivisible", "")):
+    if plan.shards and (reason := family.indivisible):
         raise UserError(
             f"{plan.title} cannot shard {reason}", fix="train in one process or with DDP, or remove the option that asks for it"
         )

@@ -27,7 +27,7 @@ from smalti.diffusion import (
     build_timesteps,
     build_weighting,
 )
-from smalti.models import ModelFamily, SizeConditioning, image_tokens, latents_of, native_schedule, with_size_conditioning
+from smalti.models import ModelFamily, SizeConditioning, latents_of
 from smalti.parallel import to_device
 
 
@@ -70,14 +70,14 @@ def objective_of(config: Config, family: ModelFamily) -> Objective:
         native=family.prediction,
         loss_type=options.loss_type,
         huber_c=options.huber_c,
-        beta_schedule=options.beta_schedule or native_schedule(family),
+        beta_schedule=options.beta_schedule or family.beta_schedule,
         rescale_betas_zero_snr=options.rescale_betas_zero_snr,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenoisingLoss:
-    """Corrupt, predict, compare. All chance comes from the samples' numbers, so ranks and resumes do not change it."""
+    """Add noise, predict, compare. Random numbers depend on the numbers of samples alone, not on ranks or resumes."""
 
     family: ModelFamily
     objective: Objective
@@ -94,12 +94,12 @@ class DenoisingLoss:
             latents = latents_of(self.family, batch.pixels, batch.latents)
             noise = self.noise.normal(batch.numbers, latents.shape[1:])
             chance = self.noise.uniform(batch.numbers, 2)
-            tokens = image_tokens(self.family, batch.bucket.width, batch.bucket.height)
+            tokens = self.family.image_tokens(batch.bucket.width, batch.bucket.height)
             t = to_device(self.objective.times(self.timesteps(chance[:, 0], tokens)), latents.device)
             noisy = self.objective.add_noise(latents, noise, t)
             texts = self._caption_conditioning(batch, dropped=chance[:, 1] < self.dropout)
             width, height = batch.bucket.width, batch.bucket.height
-            conditioning = with_size_conditioning(self.family, texts, batch.size_conditioning, width, height)
+            conditioning = texts | self.family.encode_size_conditioning(batch.size_conditioning, width, height)
         with precision.autocast():
             prediction = self.family.forward(model, noisy, self.objective.timesteps(t), conditioning)
         losses = self.objective.loss(prediction, latents, noise, noisy, t)
@@ -107,7 +107,7 @@ class DenoisingLoss:
 
     def describe_timesteps(self, buckets: Iterable[Bucket]) -> str:
         """Which noise levels images of these sizes are trained at, in words: "logit-normal(0, 1), shift 3 (...)"."""
-        return self.timesteps.describe({image_tokens(self.family, bucket.width, bucket.height) for bucket in buckets})
+        return self.timesteps.describe({self.family.image_tokens(bucket.width, bucket.height) for bucket in buckets})
 
     def _caption_conditioning(self, batch: MicroBatch, dropped: Tensor) -> Conditioning:
         """The conditioning of the captions, and of the empty prompt where a caption is `dropped` (in host memory)."""
@@ -152,7 +152,7 @@ def denoising_loss(
             beta_beta=options.flow_beta_beta,
             shift=options.flow_schedule_shift,
             auto_shift=options.flow_schedule_auto_shift,
-            native=getattr(family, "flow_shift", None),
+            native=family.flow_shift,
         ),
         weighting=build_weighting(objective, snr_gamma=options.snr_gamma, flow_weighting=options.flow_weighting),
         noise=SampleNoise(config[RunOptions].seed, device),

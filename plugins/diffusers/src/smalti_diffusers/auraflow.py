@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from smalti import Config
 from smalti.diffusion import Conditioning
 from smalti.models import Attention, ContextPlan, Join, SampleRequest, Split
-from smalti_diffusers.components import Components
-from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily, create
 
 FLAVOURS = {"0.3": "fal/AuraFlow-v0.3", "0.2": "fal/AuraFlow-v0.2", "0.1": "fal/AuraFlow"}
@@ -30,10 +28,6 @@ class AuraFlow(PipelineFamily):
     targets = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
     vae_in_fp32 = True  # it is that of Stable Diffusion XL
 
-    def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
-        super().__init__(components, options, config)
-        self.patch = cast(int, components.config(self.part)["patch_size"])
-
     @property
     def text_length(self) -> int:
         return self.options.tokenizer_max_length or 256
@@ -44,7 +38,7 @@ class AuraFlow(PipelineFamily):
             tokens, _, _, _ = self.encoder.encode_prompt(  # type: ignore[attr-defined]
                 list(captions),
                 do_classifier_free_guidance=False,
-                device=self._device,
+                device=self.device,
                 max_sequence_length=self.text_length,
             )
         return {"tokens": tokens}
@@ -73,7 +67,7 @@ class AuraFlow(PipelineFamily):
 
     def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
         """The masks are asked for and not used: what is padding is zeros already."""
-        everything = torch.ones(conditioning["tokens"].shape[:2], dtype=torch.int64, device=self._device)
+        everything = torch.ones(conditioning["tokens"].shape[:2], dtype=torch.int64, device=self.device)
         return {
             "prompt_embeds": conditioning["tokens"],
             "prompt_attention_mask": everything,

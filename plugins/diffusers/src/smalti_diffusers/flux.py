@@ -65,7 +65,7 @@ class Flux(PipelineFamily):
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
         with torch.no_grad():
             tokens, pooled, _ = self.encoder.encode_prompt(  # type: ignore[attr-defined]
-                prompt=list(captions), prompt_2=None, device=self._device, max_sequence_length=self.text_length
+                prompt=list(captions), prompt_2=None, device=self.device, max_sequence_length=self.text_length
             )
         return {"tokens": tokens, "pooled": pooled}
 

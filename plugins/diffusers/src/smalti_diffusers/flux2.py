@@ -39,6 +39,7 @@ _BLOCKS = ("transformer_blocks", "single_transformer_blocks")
 class Flux2(PipelineFamily):
     name = "flux2"
     blocks = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
+    patch = 1
     targets = (
         "to_q",
         "to_k",
@@ -112,7 +113,7 @@ class Flux2(PipelineFamily):
         """What is padding is encoded too, and the model attends to it: there is no mask."""
         with torch.no_grad():
             tokens, _ = self.encoder.encode_prompt(  # type: ignore[attr-defined]
-                list(captions), device=self._device, max_sequence_length=self.text_length
+                list(captions), device=self.device, max_sequence_length=self.text_length
             )
         return {"tokens": tokens}
 

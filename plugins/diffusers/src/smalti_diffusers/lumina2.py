@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from smalti import Config
 from smalti.diffusion import Conditioning
 from smalti.models import SampleRequest
-from smalti_diffusers.components import Components
 from smalti_diffusers.gemma import encode_instructed
-from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily, create
 
 FLAVOURS = {"2.0": "Alpha-VLLM/Lumina-Image-2.0"}
@@ -28,10 +26,6 @@ class Lumina2(PipelineFamily):
     former_names = ("Lumina2Text2ImgPipeline",)
     blocks = ("Lumina2TransformerBlock",)
     targets = ("to_q", "to_k", "to_v", "to_out.0")
-
-    def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
-        super().__init__(components, options, config)
-        self.patch = cast(int, components.config(self.part)["patch_size"])
 
     def build_base(self) -> nn.Module:
         model = super().build_base()
@@ -45,7 +39,7 @@ class Lumina2(PipelineFamily):
         return self.options.tokenizer_max_length or 256
 
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
-        return encode_instructed(self.encoder, captions, self._device, self.text_length)
+        return encode_instructed(self.encoder, captions, self.device, self.text_length)
 
     def example_conditioning(self, width: int, height: int) -> Conditioning:
         width_of_text = cast(int, self.components.config(self.part)["cap_feat_dim"])

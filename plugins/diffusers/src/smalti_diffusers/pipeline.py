@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, cast
 
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 
 from smalti import Config, UserError
 from smalti.config import LaunchOptions, ModelOptions, ObjectiveOptions
-from smalti.diffusion import BetaSchedule, Conditioning, Prediction, Shift
-from smalti.models import Encoding, FolderWeights, SampleRequest, SeededWeights, Weights, without_weights
+from smalti.diffusion import BetaSchedule, Conditioning, Prediction
+from smalti.models import Encoding, FolderWeights, ModelFamily, SampleRequest, SeededWeights, Weights, without_weights
 from smalti.parallel import in_bf16
 from smalti.system import importing
 from smalti_diffusers.adapter import AdaptedWeights, Lora, adapter_shapes, attach, export_adapter
@@ -35,10 +36,9 @@ if TYPE_CHECKING:
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class PipelineFamily:
-    """The `ModelFamily` around a diffusers pipeline; a family is a subclass in a file of its own."""
+class PipelineFamily(ModelFamily):
+    """A family around a diffusers pipeline; each is a subclass in a file of its own."""
 
-    name: ClassVar[str]
     pipeline: str
     """The pipeline's class in diffusers."""
     former_names: ClassVar[tuple[str, ...]] = ()
@@ -48,8 +48,8 @@ class PipelineFamily:
     texts: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3")
     blocks: ClassVar[tuple[str, ...]]
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
-    patch: int = 1
-    """Latent pixels on the edge of one token, or whatever latent sizes have to be multiples of."""
+    patch: ClassVar[int | None] = None
+    """Latent pixels on the edge of one token, or what latent sizes must be multiples of. None: the model's `patch_size`."""
     vae_in_fp32: bool = False
     predictions: ClassVar[tuple[Prediction, ...]] = ()
     """What a run may make the model predict, besides what the pipeline's scheduler says."""
@@ -76,7 +76,9 @@ class PipelineFamily:
         self.lora, self._base_dtype = _lora(self, config)
         self._precision = _precision(config)
         self.indivisible = "" if self._precision == "no_change" else f"weights in {self._precision}"
-        self._device = torch.device("cpu")
+        self.alignment = self.vae_scale * (self.patch or cast(int, components.config(self.part)["patch_size"]))
+        if self.prediction == "flow_matching":
+            self.flow_shift = scheduler_shift(scheduler)
         self._rests = False
 
     # --- what a family may say otherwise ----------------------------------------------------------------------------
@@ -95,20 +97,14 @@ class PipelineFamily:
         """What model_index.json has to say otherwise in an export, so that it loads and samples as this run does."""
         return {} if self.components.pipeline == self.pipeline else {"_class_name": self.pipeline}
 
+    @abstractmethod
     def inputs(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> dict[str, object]:
         """What the model is called with, by the names of its arguments."""
-        raise NotImplementedError
+        ...
 
     def outputs(self, prediction: Tensor, noisy: Tensor) -> Tensor:
         """The model's answer in the shape of `noisy`."""
         return prediction
-
-    @property
-    def flow_shift(self) -> Shift | None:
-        """How far the pipeline's scheduler moves times towards noise; None for families of DDPM."""
-        if self.prediction != "flow_matching":
-            return None
-        return scheduler_shift(self.components.config("scheduler"))
 
     # --- the trained model ------------------------------------------------------------------------------------------
 
@@ -152,28 +148,16 @@ class PipelineFamily:
     def lora_targets(self) -> tuple[str, ...]:
         return self.targets
 
-    def flops_per_sample(self, width: int, height: int) -> int:
-        """Counted on the meta device, where nothing is computed: matrix products, convolutions and attention.
-
-        An adapter, which adds next to nothing, is left out, and types do not matter: all is fp32 there.
-        """
-        from torch.utils.flop_counter import FlopCounterMode  # where utilisation is measured: on known accelerators
-
-        scale = self.vae_scale
-        with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
-            noisy = torch.empty(1, self.latent_channels, height // scale, width // scale)
-            self.forward(self._outline, noisy, torch.full((1,), 500.0), self.example_conditioning(width, height))
-        return int(counter.get_total_flops())
-
     @cached_property
-    def _outline(self) -> nn.Module:
-        """The model without an adapter and without weights."""
+    def meta_model(self) -> nn.Module:
+        """Without an adapter, which adds next to nothing; types do not matter, everything is fp32 here."""
         with torch.device("meta"):
             return self.build_base()
 
+    @abstractmethod
     def example_conditioning(self, width: int, height: int) -> Conditioning:
-        """Conditioning of one sample, of the right shapes; its values do not matter."""
-        raise NotImplementedError
+        """Conditioning of one sample, of the right shapes, without an encoder; its values do not matter."""
+        ...
 
     # --- the frozen parts -------------------------------------------------------------------------------------------
 
@@ -193,7 +177,7 @@ class PipelineFamily:
         frozen = {part: self._load(part) if has(part) else None for part in self.components.parts() if part != self.part}
         pipeline = cls(**frozen, **{self.part: None}, **self.components.settings)
         pipeline.set_progress_bar_config(disable=True)
-        return cast(object, pipeline.to(self._device))
+        return cast(object, pipeline.to(self.device))
 
     def _load(self, part: str) -> object:
         if part in self.texts:
@@ -209,7 +193,7 @@ class PipelineFamily:
 
     def _dtype(self, kind: Encoding) -> torch.dtype:
         """The type in which this kind of encoder computes."""
-        on_cpu = self._device.type == "cpu"
+        on_cpu = self.device.type == "cpu"
         if kind == "latents":
             default = torch.float32 if self.vae_in_fp32 or on_cpu else torch.bfloat16
             return _DTYPES.get(self.options.vae_dtype, default)
@@ -217,10 +201,10 @@ class PipelineFamily:
         return _DTYPES.get(self.options.text_encoder_dtype, default)
 
     def to(self, device: str) -> None:
-        self._device = torch.device(device)
+        super().to(device)
         for name in ("frozen", "encoder"):
             if name in self.__dict__:
-                self.__dict__[name].to(self._device)
+                self.__dict__[name].to(self.device)
 
     def encoder_identity(self, kind: Encoding) -> dict[str, object]:
         if kind == "latents":
@@ -235,7 +219,7 @@ class PipelineFamily:
         else:
             self._rests = True
             self._rest()
-        _give_back(self._device)
+        _give_back(self.device)
 
     def _rest(self) -> None:
         if self._rests and "frozen" in self.__dict__:
@@ -258,9 +242,8 @@ class PipelineFamily:
     def latent_channels(self) -> int:
         return cast(int, self.components.config("vae")["latent_channels"])
 
-    @property
-    def alignment(self) -> int:
-        return self.vae_scale * self.patch
+    def latent_shape(self, width: int, height: int) -> tuple[int, ...]:
+        return self.latent_channels, height // self.vae_scale, width // self.vae_scale
 
     def encode_images(self, pixels: Tensor) -> Tensor:
         return self.normalise_latents(self.raw_latents(pixels))
@@ -288,9 +271,6 @@ class PipelineFamily:
 
     # --- texts ------------------------------------------------------------------------------------------------------
 
-    def encode_captions(self, captions: Sequence[str]) -> Conditioning:
-        raise NotImplementedError
-
     def text_settings(self) -> dict[str, object]:
         """What besides captions and encoders decides their conditioning."""
         return {}
@@ -299,13 +279,9 @@ class PipelineFamily:
 
     def sample(self, model: nn.Module, request: SampleRequest) -> Tensor:
         """Pictures by the pipeline itself, with this model in it. It is given the conditioning that training would use."""
-        conditioning, unconditional = request.conditioning, request.unconditional
-        if conditioning is None or unconditional is None:
-            with torch.autocast(self._device.type, enabled=False):
-                conditioning = self.encode_captions(request.prompts)
-                unconditional = self.encode_captions([""] * len(request.prompts))
+        conditioning, unconditional = self.request_conditioning(request)
         pipeline = cast("Callable[..., object]", self.frozen)
-        self.frozen.to(self._device)  # type: ignore[attr-defined]
+        self.frozen.to(self.device)  # type: ignore[attr-defined]
         setattr(pipeline, self.part, model)
         try:
             drawn = pipeline(
@@ -323,9 +299,10 @@ class PipelineFamily:
         pictures: Tensor = drawn.images  # type: ignore[attr-defined]
         return pictures.float() * 2 - 1
 
+    @abstractmethod
     def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
         """The pipeline's arguments for prompts that are encoded, and for the empty ones that it guides away from."""
-        raise NotImplementedError
+        ...
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         """More arguments for the pipeline, or another `guidance_scale` where it has another meaning."""

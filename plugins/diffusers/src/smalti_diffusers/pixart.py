@@ -39,7 +39,6 @@ class PixArt(PipelineFamily):
         super().__init__(components, options, config)
         if config is not None:
             check_noise_schedule(config, components.config("scheduler"), str(components.folder))
-        self.patch = cast(int, components.config(self.part)["patch_size"])
 
     @property
     def text_length(self) -> int:
@@ -50,7 +49,7 @@ class PixArt(PipelineFamily):
             tokens, mask, _, _ = self.encoder.encode_prompt(  # type: ignore[attr-defined]
                 list(captions),
                 do_classifier_free_guidance=False,
-                device=self._device,
+                device=self.device,
                 max_sequence_length=self.text_length,
                 clean_caption=False,
             )

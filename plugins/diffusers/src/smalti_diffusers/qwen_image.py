@@ -85,7 +85,7 @@ class QwenImage(PipelineFamily):
         """Padded to one length with zeros, so that rows can be cached; `inputs` takes the padding off."""
         with torch.no_grad():
             tokens, mask = self.encoder.encode_prompt(  # type: ignore[attr-defined]
-                [caption or EMPTY for caption in captions], device=self._device, max_sequence_length=self.text_length
+                [caption or EMPTY for caption in captions], device=self.device, max_sequence_length=self.text_length
             )
         mask = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device) if mask is None else mask
         missing = self.text_length - tokens.shape[1]

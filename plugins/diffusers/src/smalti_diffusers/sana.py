@@ -32,6 +32,7 @@ class Sana(PipelineFamily):
     name = "sana"
     pipeline = "SanaPipeline"
     blocks = ("SanaTransformerBlock",)
+    patch = 1
     targets = ("to_q", "to_k", "to_v", "to_out.0")
 
     def build_base(self) -> nn.Module:
@@ -51,7 +52,7 @@ class Sana(PipelineFamily):
 
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
         more = {"complex_human_instruction": self.instruction}
-        return encode_instructed(self.encoder, captions, self._device, self.text_length, **more)
+        return encode_instructed(self.encoder, captions, self.device, self.text_length, **more)
 
     def example_conditioning(self, width: int, height: int) -> Conditioning:
         width_of_text = cast(int, self.components.config(self.part)["caption_channels"])

@@ -34,7 +34,6 @@ class StableDiffusion3(PipelineFamily):
 
     def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
         super().__init__(components, options, config)
-        self.patch = cast(int, components.config(self.part)["patch_size"])
         if not components.has("text_encoder_3"):
             raise UserError(
                 f"{components.folder} has no text_encoder_3, the T5 encoder",
@@ -63,7 +62,7 @@ class StableDiffusion3(PipelineFamily):
                 prompt=list(captions),
                 prompt_2=None,
                 prompt_3=None,
-                device=self._device,
+                device=self.device,
                 do_classifier_free_guidance=False,
                 max_sequence_length=self.text_length,
             )

@@ -81,18 +81,18 @@ class Sdxl(PipelineFamily):
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
         with torch.no_grad():
             tokens, _, pooled, _ = self.encoder.encode_prompt(  # type: ignore[attr-defined]
-                prompt=list(captions), device=self._device, do_classifier_free_guidance=False
+                prompt=list(captions), device=self.device, do_classifier_free_guidance=False
             )
         if self._zeros_for_empty:
             # As the pipeline has it where there is no negative prompt: not the encoded empty one.
-            given = torch.tensor([caption != "" for caption in captions], device=self._device)
+            given = torch.tensor([caption != "" for caption in captions], device=self.device)
             tokens, pooled = tokens * given[:, None, None], pooled * given[:, None]
         return {"tokens": tokens.float(), "pooled": pooled.float()}
 
     def encode_size_conditioning(self, sizes: Sequence[SizeConditioning], width: int, height: int) -> Conditioning:
         """(B, 6): height and width of the original, top and left of the cut, height and width that are trained."""
         rows = [(size.height, size.width, size.top, size.left, height, width) for size in sizes]
-        return {"time_ids": to_device(torch.tensor(rows, dtype=torch.float32), self._device).view(len(rows), 6)}
+        return {"time_ids": to_device(torch.tensor(rows, dtype=torch.float32), self.device).view(len(rows), 6)}
 
     def example_conditioning(self, width: int, height: int) -> Conditioning:
         config = self.components.config(self.part)

@@ -36,7 +36,7 @@ class ZImage(PipelineFamily):
         """Padded to one length with zeros, so that rows can be cached; `inputs` takes the padding off."""
         with torch.no_grad():
             rows, _ = self.encoder.encode_prompt(  # type: ignore[attr-defined]
-                list(captions), device=self._device, do_classifier_free_guidance=False, max_sequence_length=self.text_length
+                list(captions), device=self.device, do_classifier_free_guidance=False, max_sequence_length=self.text_length
             )
         masks = [torch.ones(len(row), dtype=torch.bool, device=row.device) for row in rows]
         return {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import cast, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from smalti.diffusion import STEPS, Conditioning, Objective, Prediction, RectifiedFlow
-from smalti.models import Adaptable, Cacheable, Encoding, KeepsRawLatents, ModelFamily, TakesSizes, native_objective
+from smalti.models import Adaptable, Cacheable, Encoding, KeepsRawLatents, ModelFamily, family_problems, native_objective
 from smalti_testing.contract import BrokenContract, Contract, expect
 from smalti_testing.family_subject import CAPTIONS, SIZE, FamilySubject
 
@@ -39,11 +39,14 @@ FAMILY: Contract[FamilySubject] = Contract("family")
 
 @FAMILY.check
 def it_says_what_it_is(subject: FamilySubject) -> None:
-    """The name, what the model predicts and the alignment in pixels are read before anything is built.
+    """It inherits from `smalti.models.ModelFamily` and has what is required; its name, prediction and alignment make sense.
 
-    Set them on the class, or in `__init__` when they depend on the configuration.
+    Set attributes on the class, or in `__init__` when they depend on the configuration. Public names that look like misspelt
+    ones of the base class are refused.
     """
     family = subject.family
+    problems = family_problems(family)
+    expect(not problems, f"{type(family).__name__} {'; '.join(problems)}")
     expect(isinstance(family.name, str) and bool(family.name), f"name is {family.name!r}")
     expect(family.prediction in get_args(Prediction), f"prediction is {family.prediction!r}")
     expect(isinstance(family.alignment, int) and family.alignment >= 1, f"alignment is {family.alignment!r}")
@@ -137,11 +140,8 @@ def frames_have_rows_beside_those_of_captions(subject: FamilySubject) -> None:
 
     Both kinds of conditioning are handed to `forward` in one dictionary, so that a shared name would lose one of them.
     """
-    family = subject.family
-    if not hasattr(family, "encode_size_conditioning"):
-        return
-    width, height = subject.size
-    found = cast(TakesSizes, family).encode_size_conditioning([SIZE, replace(SIZE, left=9)], width, height)
+    family, (width, height) = subject.family, subject.size
+    found = family.encode_size_conditioning([SIZE, replace(SIZE, left=9)], width, height)
     for name, tensor in found.items():
         expect(tensor.shape[:1] == (2,), f"{name} is {tuple(tensor.shape)} for 2 frames")
     shared = found.keys() & family.encode_captions(subject.captions[:1]).keys()
@@ -159,6 +159,8 @@ def pictures_become_latents_and_come_back(subject: FamilySubject) -> None:
         with torch.no_grad():
             latents = subject.family.encode_images(torch.zeros(2, 3, height, width))
             expect(latents.ndim == 4 and len(latents) == 2, f"latents are {tuple(latents.shape)}, not (2, C, h, w)")
+            said = subject.family.latent_shape(width, height)
+            expect(tuple(latents.shape[1:]) == said, f"latents are {tuple(latents.shape[1:])}, latent_shape says {said}")
             pixels = subject.family.decode_latents(latents)
         expect(pixels.shape == (2, 3, height, width), f"{width}x{height} came back as {tuple(pixels.shape)}")
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smalti.diffusion import Conditioning, Prediction, Sampler, seeded_noise
-from smalti.models import SampleRequest, SeededWeights
+from smalti.diffusion import Conditioning
+from smalti.models import ModelFamily
 
 _WORDS = 31
 """Captions are hashed into a table of this many rows."""
@@ -55,19 +55,17 @@ class TinyModel(nn.Module):
         return out
 
 
-class TinyFamily:
-    """A `ModelFamily` on pixels that needs nothing but torch."""
+class TinyFamily(ModelFamily):
+    """A family on pixels that needs nothing but torch."""
 
     name = "tiny"
     alignment = 2
-    prediction: Prediction = "flow_matching"
 
     def __init__(self, *, width: int = 7, depth: int = 2, frozen: Sequence[str] = ()) -> None:
         """The submodules `frozen` do not train, like all that is around an adapter."""
         self.width = width
         self.depth = depth
         self.frozen = frozen
-        self._device = torch.device("cpu")
 
     def build_model(self) -> TinyModel:
         model = TinyModel(self.width, self.depth)
@@ -75,39 +73,10 @@ class TinyFamily:
             model.get_submodule(name).requires_grad_(False)
         return model
 
-    def weights(self, seed: int) -> SeededWeights:
-        return SeededWeights(self.build_model, seed)
-
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
         numbers = [zlib.crc32(caption.encode()) % _WORDS for caption in captions]
-        return {"words": torch.tensor(numbers, dtype=torch.int64, device=self._device)}
-
-    def encode_images(self, pixels: Tensor) -> Tensor:
-        return pixels
-
-    def decode_latents(self, latents: Tensor) -> Tensor:
-        return latents
+        return {"words": torch.tensor(numbers, dtype=torch.int64, device=self.device)}
 
     def forward(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
         prediction: Tensor = model(noisy, timesteps, conditioning["words"])
         return prediction
-
-    def sample(self, model: nn.Module, request: SampleRequest) -> Tensor:
-        sampler = Sampler(objective=request.objective, steps=request.steps, guidance=request.guidance)
-        return sampler(
-            lambda noisy, timesteps, conditioning: self.forward(model, noisy, timesteps, conditioning),
-            seeded_noise(request.seeds, (3, request.height, request.width), self._device),
-            self.encode_captions(request.prompts),
-            self.encode_captions([""] * len(request.prompts)),
-        )
-
-    def block_classes(self) -> tuple[str, ...]:
-        return (TinyBlock.__name__,)
-
-    def flops_per_sample(self, width: int, height: int) -> int:
-        d = self.width
-        per_pixel = 2 * (3 * d) + self.depth * 9 * d * d
-        return 2 * (width * height * per_pixel + self.depth * d * d + 2 * d)
-
-    def to(self, device: str) -> None:
-        self._device = torch.device(device)

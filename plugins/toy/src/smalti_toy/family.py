@@ -13,7 +13,7 @@ import math
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from smalti import UserError
-from smalti.diffusion import Conditioning, Prediction, Sampler, seeded_noise
-from smalti.models import Attention, ContextPlan, FolderWeights, Join, SampleRequest, SeededWeights, Split, Weights
+from smalti.diffusion import Conditioning, Prediction, Sampler
+from smalti.models import Attention, ContextPlan, FolderWeights, Join, ModelFamily, SampleRequest, Split, Weights
 from smalti.parallel import to_device
 
 if TYPE_CHECKING:
@@ -199,11 +199,11 @@ def hash_words(caption: str, *, count: int, vocabulary: int) -> list[int]:
     return numbers + [0] * (count - len(numbers))
 
 
-class ToyFamily:
-    """The `ModelFamily` around `ToyTransformer`. Latents are the pixels themselves.
+class ToyFamily(ModelFamily):
+    """The family around `ToyTransformer`. Latents are the pixels themselves.
 
-    `prediction` is what the model is trained for, by default the picture itself by rectified flow. `sample_shift` is the
-    timestep shift in sampling. `start` is a folder or file of safetensors with the first weights; None draws them.
+    `prediction` is what the model is trained for, by default the image itself by rectified flow. `sample_shift` is the
+    timestep shift in sampling. `start` is a folder or file of safetensors with the first weights; None is random weights.
     """
 
     name = "toy"
@@ -221,44 +221,24 @@ class ToyFamily:
         self.prediction = prediction
         self.alignment = self.shape.patch
         self.sample_shift = sample_shift
-        self._device = torch.device("cpu")
 
     def build_model(self) -> ToyTransformer:
         return ToyTransformer(self.shape)
 
     def weights(self, seed: int) -> Weights:
-        return SeededWeights(self.build_model, seed) if self.start is None else FolderWeights(self.start)
+        return super().weights(seed) if self.start is None else FolderWeights(self.start)
 
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
         size, vocabulary = self.shape.max_tokens, self.shape.vocabulary
         rows = [hash_words(caption, count=size, vocabulary=vocabulary) for caption in captions]
-        return {"words": to_device(torch.tensor(rows, dtype=torch.int64), self._device).view(len(rows), size)}
-
-    def encode_images(self, pixels: Tensor) -> Tensor:
-        return pixels
-
-    def decode_latents(self, latents: Tensor) -> Tensor:
-        return latents
+        return {"words": to_device(torch.tensor(rows, dtype=torch.int64), self.device).view(len(rows), size)}
 
     def forward(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
         prediction: Tensor = model(noisy, timesteps, conditioning["words"])
         return prediction
 
-    def sample(self, model: nn.Module, request: SampleRequest) -> Tensor:
-        width, height = request.width, request.height
-        if width % self.alignment or height % self.alignment:
-            raise UserError(
-                f"the toy model cannot draw {width}x{height} pictures",
-                fix=f"use a width and a height that are multiples of {self.alignment}, the patch size",
-            )
-        sampler = Sampler(objective=request.objective, steps=request.steps, guidance=request.guidance, shift=self.sample_shift)
-        latents = sampler(
-            lambda noisy, timesteps, conditioning: self.forward(model, noisy, timesteps, conditioning),
-            seeded_noise(request.seeds, (3, height, width), self._device),
-            self.encode_captions(request.prompts),
-            self.encode_captions([""] * len(request.prompts)),
-        )
-        return self.decode_latents(latents)
+    def build_sampler(self, request: SampleRequest) -> Sampler:
+        return replace(super().build_sampler(request), shift=self.sample_shift)
 
     def block_classes(self) -> tuple[str, ...]:
         return (ToyBlock.__name__,)
@@ -271,18 +251,6 @@ class ToyFamily:
             attention=(Attention(module="blocks.*", streams=("tokens",)),),
             joins=(Join(module=f"blocks.{self.shape.depth - 1}", stream="tokens", dim=1),),
         )
-
-    def flops_per_sample(self, width: int, height: int) -> int:
-        """Two operations per multiplication and addition in matrices; element-wise work is not counted."""
-        d, patches = self.shape.width, (width // self.shape.patch) * (height // self.shape.patch)
-        tokens = patches + self.shape.max_tokens
-        per_block = tokens * 12 * d * d + 6 * d * d + 2 * tokens * tokens * d
-        ends = patches * 2 * (3 * self.shape.patch**2) * d
-        once = 2 * _TIME_FEATURES * d + d * d + 2 * d * d
-        return 2 * (self.shape.depth * per_block + ends + once)
-
-    def to(self, device: str) -> None:
-        self._device = torch.device(device)
 
     def export(self, folder: ExportFolder) -> None:
         """Plain safetensors, from which another run can start, and the shape of the model."""

@@ -28,7 +28,7 @@ class Chapter:
 CHAPTERS = (
     Chapter(
         title="Model families",
-        about="`register_model_families` names a factory; the factory returns a `ModelFamily`.",
+        about="`register_model_families` names a factory; it returns an object whose class inherits from `ModelFamily`.",
         classes=(
             "smalti:FamilyEntry",
             "smalti.models:ModelFamily",
@@ -39,14 +39,10 @@ CHAPTERS = (
             "smalti.models:KeepsRawLatents",
             "smalti.models:Adaptable",
             "smalti.models:Exporter",
-            "smalti.models:CountsTokens",
-            "smalti.models:TellsSettings",
-            "smalti.models:TakesSizes",
-            "smalti.models:SplitsContext",
             "smalti.models:PostLoadTransform",
             "smalti.diffusion:Shift",
         ),
-        given=("smalti.models:SampleRequest", "smalti.diffusion:Objective"),
+        given=("smalti.models:SampleRequest", "smalti.models:SizeConditioning", "smalti.diffusion:Objective"),
     ),
     Chapter(
         title="Strategies",
@@ -116,7 +112,8 @@ For authors of plugins: every class that a plugin implements, returns or receive
 themselves are in [hooks.md](hooks.md), the way to a first plugin in [writing-a-plugin.md](writing-a-plugin.md). This page is
 generated from the source: `smalti plugin reference > docs/protocols.md`.
 
-A protocol is not a base class: a class needs the methods, and inherits from nothing. Each method says where it has a default:
+A model family inherits from `ModelFamily`. A protocol is not a base class: a class needs its methods and inherits from nothing.
+Each method says where it has a default:
 **required** means that your class must have it, **default in `Base`** that classes which inherit from `Base` have it already.
 An *optional* protocol is one that smalti looks for: a class that has its methods gets what it stands for. A method that says
 *collective* is called on every rank, in the same order.

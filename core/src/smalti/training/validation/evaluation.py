@@ -18,7 +18,7 @@ from smalti.config import ValidationOptions
 from smalti.data import HeldOut, HeldOutImages
 from smalti.diffusion import STEPS, Conditioning, SampleNoise
 from smalti.hookspecs import HookSpecs
-from smalti.models import ModelFamily, latents_of, with_size_conditioning
+from smalti.models import ModelFamily, latents_of
 from smalti.plugins import notify_each
 from smalti.training.failures.attempts import computed
 from smalti.training.metrics import log_metrics
@@ -106,4 +106,5 @@ def _encoded(family: ModelFamily, pictures: HeldOutImages) -> tuple[Tensor, Cond
     if conditioning is None:
         conditioning = family.encode_captions(pictures.captions)
     latents = latents_of(family, pictures.pixels, pictures.latents)
-    return latents, with_size_conditioning(family, conditioning, pictures.size_conditioning, bucket.width, bucket.height)
+    sizes = family.encode_size_conditioning(pictures.size_conditioning, bucket.width, bucket.height)
+    return latents, conditioning | sizes

@@ -15,7 +15,7 @@ from smalti.config import DataOptions, ValidationOptions, sizes_in
 from smalti.data import Bucket
 from smalti.errors import UserError
 from smalti.hookspecs import HookSpecs
-from smalti.models import SampleRequest, TellsSettings
+from smalti.models import SampleRequest
 from smalti.plugins import notify_each
 from smalti.rundir import save_image
 from smalti.training.failures.attempts import AttemptFailed, computed, on_all_ranks
@@ -134,9 +134,7 @@ def _draw(run: Run, model: nn.Module, place: int, size: Bucket) -> Iterator[tupl
             conditioning=run.encoded.conditioning(wanted, run.world.device),
             unconditional=run.encoded.conditioning([""] * len(wanted), run.world.device),
         )
-        settings = {"guidance": request.guidance}
-        if isinstance(run.family, TellsSettings):
-            settings |= run.family.sampling_settings(request)
+        settings = {"guidance": request.guidance, **run.family.sampling_settings(request)}
         for number, pixels in zip(numbers, run.family.sample(model, request), strict=True):
             yield place * len(prompts) + number, _as_image(pixels), settings
 

@@ -24,27 +24,25 @@ def create(config):
         depth |= {"num_layers": 2, "num_single_layers": 3, "width": 64}
     if (path := options.pretrained_model_name_or_path) is not None:
         depth |= json.loads((Path(path) / "transformer" / "config.json").read_text())
-    return Family(depth)
+    return family(depth)
 
 
-class Family:
-    name = "fluxsized"
-    alignment = 16
-    prediction = "flow_matching"
+def family(depth):
+    from smalti.models import ModelFamily
 
-    def __init__(self, depth):
-        self.depth = depth
+    class Family(ModelFamily):
+        name = "fluxsized"
+        alignment = 16
 
-    def build_model(self):
-        return build(**self.depth)
+        def build_model(self):
+            return build(**depth)
 
-    def block_classes(self):
-        return ()
+        def only_looked_at(self, *arguments):
+            raise NotImplementedError
 
-    def only_looked_at(self, *arguments):
-        raise NotImplementedError
+        weights = encode_captions = forward = only_looked_at
 
-    weights = encode_captions = encode_images = decode_latents = forward = sample = flops_per_sample = to = only_looked_at
+    return Family()
 
 
 def build(num_layers=19, num_single_layers=38, width=3072):
