@@ -53,7 +53,7 @@ def opened(words: list[str], closing: ExitStack) -> Run:
     plan = choose_distributed(config, plugins)
     parallel = open_parallel(plan, config)
     closing.callback(parallel.close)
-    return build(config, plugins, plan, parallel, FailureDetector.meet(parallel), closing)
+    return build(config, plugins, plan, parallel, FailureDetector.create(parallel), closing)
 
 
 def alternated(run: Run, step) -> tuple[list[float], list[float]]:

@@ -1,4 +1,4 @@
-"""The roll call: who is gone, who hangs, who has failed, and who saves, as those who are left see it."""
+"""Diagnosis after a failure: which ranks are gone, hang or have failed, and which one saves, as the remaining ranks see it."""
 
 import json
 import os
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from smalti.config.resolution import resolve
 from smalti.errors import ExitCode, GpuFaultError
-from smalti.parallel.failure_detection import Answer, Claim, FailureDetector, RankStatuses, StatusBoard, in_a_line
+from smalti.parallel.failure_detection import Claim, FailureDetector, RankStatus, RankStatuses, StatusBoard, in_a_line
 from smalti.parallel.gloo import BrokenGroupError, GlooCommunicator, break_connections, break_group, is_connection_error
 from smalti.parallel.process_group import ReplicatedParallel
 from smalti.parallel.step_boundary import Boundary
@@ -62,15 +62,15 @@ def detector(store, *others: Process, timeout: float = 0.2) -> FailureDetector:
 
 
 def called(store, *others: Process) -> tuple[RankStatuses, str]:
-    """The roll, and the words for it."""
+    """The statuses, and the message about them."""
     mine = detector(store, *others)
-    statuses = mine.diagnose(BROKEN, whole=True)
+    statuses = mine.diagnose(BROKEN, state_consistent=True)
     return statuses, mine.explain(statuses, BROKEN).message
 
 
 def test_a_rank_whose_process_ended_is_named_with_what_was_noticed(store, gone):
     _, told = called(store, gone)
-    assert told == f"rank 1 ({gone}) is gone, so this rank cannot go on; it noticed by RuntimeError: Connection closed by peer"
+    assert told == f"rank 1 ({gone}) is gone, so this rank cannot continue; detected by RuntimeError: Connection closed by peer"
 
 
 def test_a_rank_whose_process_is_stopped_is_named_at_once(store, other):
@@ -87,7 +87,7 @@ def test_a_rank_that_does_not_answer_in_time_is_named_with_what_its_process_does
 
 
 def test_a_rank_that_failed_is_named_with_its_failure(store, other):
-    StatusBoard(store, 1).post(Answer(failure="ValueError: bad"))
+    StatusBoard(store, 1).post(RankStatus(failure="ValueError: bad"))
     _, told = called(store, other)
     assert f"rank 1 ({other}) failed (ValueError: bad)" in told
 
@@ -95,43 +95,53 @@ def test_a_rank_that_failed_is_named_with_its_failure(store, other):
 def test_every_node_ends_with_the_exit_code_of_the_rank_that_failed_and_with_that_of_a_lost_one_if_none_did(store, other):
     mine = detector(store, other)
     lost = mine.explain(mine.diagnose(BROKEN), BROKEN)
-    StatusBoard(store, 1).post(Answer(failure="GpuFaultError: bad", code=ExitCode.GPU_FAULT))
+    StatusBoard(store, 1).post(RankStatus(failure="GpuFaultError: bad", code=ExitCode.GPU_FAULT))
     mine = detector(store, other)
     told = mine.explain(mine.diagnose(BROKEN), BROKEN)
     assert [lost.exit_code, told.exit_code] == [ExitCode.KILLED, ExitCode.GPU_FAULT]
 
 
 def test_when_all_answer_it_is_the_connections(store, other):
-    StatusBoard(store, 1).post(Answer(whole=True))
+    StatusBoard(store, 1).post(RankStatus(state_consistent=True))
     _, told = called(store, other)
-    assert "every rank is there, but the connections between them broke" in told
+    assert "all ranks respond, but the connections between them broke" in told
 
 
 def test_the_lowest_rank_with_a_whole_state_saves():
     assert (
         RankStatuses(
-            answers={0: Answer(failure="x", whole=True), 1: Answer(), 2: Answer(whole=True), 3: Answer(whole=True)}
+            posted={
+                0: RankStatus(failure="x", state_consistent=True),
+                1: RankStatus(),
+                2: RankStatus(state_consistent=True),
+                3: RankStatus(state_consistent=True),
+            }
         ).saver
         == 2
     )
-    assert RankStatuses(answers={0: Answer(failure="x"), 1: Answer(failure="x", whole=True)}).saver == 1
-    assert RankStatuses(answers={0: Answer(failure="x"), 1: Answer(failure="x", whole=True)}, gone=(2,)).saver is None
+    assert RankStatuses(posted={0: RankStatus(failure="x"), 1: RankStatus(failure="x", state_consistent=True)}).saver == 1
+    assert (
+        RankStatuses(posted={0: RankStatus(failure="x"), 1: RankStatus(failure="x", state_consistent=True)}, gone=(2,)).saver
+        is None
+    )
 
 
 def test_a_failure_of_its_own_is_nobody_elses_end_and_is_told_to_the_others(store, other):
     assert detector(store, other).diagnose(GpuFaultError("mine"), suspect=True) is None
-    assert StatusBoard(store, 1).read(2) == {0: Answer(failure="GpuFaultError: mine", code=ExitCode.GPU_FAULT, suspect=True)}
+    assert StatusBoard(store, 1).read(2) == {
+        0: RankStatus(failure="GpuFaultError: mine", code=ExitCode.GPU_FAULT, suspect=True)
+    }
 
 
 def test_the_first_word_of_a_rank_counts(store):
     for failure in ("first", "second"):
-        StatusBoard(store, 0).post(Answer(failure=failure))
+        StatusBoard(store, 0).post(RankStatus(failure=failure))
     assert StatusBoard(store, 1).read(1)[0].failure == "first"
 
 
 def test_whatever_a_rank_posts_lets_all_know_that_one_is_lost(store):
     assert StatusBoard(store, 1).alarmed() is False
-    StatusBoard(store, 0).post(Answer(failure="first"))
+    StatusBoard(store, 0).post(RankStatus(failure="first"))
     assert StatusBoard(store, 1).alarmed() is True
 
 
@@ -148,7 +158,7 @@ def test_no_change_of_the_weights_begins_once_a_rank_is_known_to_be_lost():
 
 def test_one_thread_of_a_process_answers_for_the_rank(store, gone):
     mine = detector(store, gone)
-    assert mine.diagnose(BROKEN, whole=True) is not None
+    assert mine.diagnose(BROKEN, state_consistent=True) is not None
     other = threading.Thread(target=mine.diagnose, args=(BROKEN,), daemon=True)
     other.start()
     other.join(0.5)
@@ -157,7 +167,7 @@ def test_one_thread_of_a_process_answers_for_the_rank(store, gone):
 
 
 def test_a_single_process_has_nobody_to_ask():
-    assert FailureDetector(processes=(Process.current(),)).notice(BROKEN) is None
+    assert FailureDetector(processes=(Process.current(),)).lost_rank(BROKEN) is None
 
 
 def test_without_the_board_a_rank_looks_around_by_itself(gone):
@@ -184,7 +194,7 @@ def test_everybody_learns_of_every_process():
         def all_gather_text(self, value):
             return [value, value]
 
-    assert asdict(FailureDetector.meet(Two()).processes[1]) == asdict(Process.current())
+    assert asdict(FailureDetector.create(Two()).processes[1]) == asdict(Process.current())
 
 
 # --- real lines -----------------------------------------------------------------------------------------------------
@@ -219,7 +229,7 @@ class Replica(ReplicatedParallel):
 
 
 def two_lines() -> tuple[list[str], bool]:
-    """In a group as it is on accelerators, gloo beside another backend: rank 1 calls the roll while rank 0 waits on each line.
+    """In a group as it is on accelerators, gloo beside another backend: rank 1 diagnoses while rank 0 waits on each backend.
 
     On rank 0 what it learned of each of them, and whether rank 1 was found.
     """
@@ -228,7 +238,7 @@ def two_lines() -> tuple[list[str], bool]:
     dist.init_process_group("cpu:gloo,cuda:fake")
     group = Replica(resolve(schema_of(load_plugins(Selection(without=("all",)))), [], environment={}))
     side, pair = group.background_communicator(), dist.new_group([0, 1])
-    detector = FailureDetector.meet(group)
+    detector = FailureDetector.create(group)
     if dist.get_rank() == 1:
         break_group(5)
         statuses = detector.diagnose(BROKEN)

@@ -36,7 +36,7 @@ def run_rank(config: Config, plugins: Plugins, writer: RunWriter | None = None) 
     """
     plan = choose_distributed(config, plugins)
     with ExitStack() as signals, opened(plan, config) as parallel, ExitStack() as closing:
-        detector = FailureDetector.meet(parallel)
+        detector = FailureDetector.create(parallel)
         with exit_reported(detector):
             with Watchdog(detector) as watchdog:
                 writer = become_run(config, parallel, writer, closing)
@@ -77,7 +77,7 @@ def exit_reported(detector: FailureDetector) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        lost = error if isinstance(error, LostRankError) else detector.notice(error)
+        lost = error if isinstance(error, LostRankError) else detector.lost_rank(error)
         if launched() and detector.board is not None:
             exit_within(LEAVE_SECONDS, exit_code_of(lost or error))
         if lost is None:

@@ -57,7 +57,7 @@ def emergency_save(run: Run, error: BaseException, detector: FailureDetector, *,
     accelerator; then nothing here waits for the accelerator.
     """
     distrusted = run.state.stop_reason is StopReason.FAULT_UNSAVED
-    statuses = detector.diagnose(error, whole=run.boundary.state_consistent, suspect=distrusted)
+    statuses = detector.diagnose(error, state_consistent=run.boundary.state_consistent, suspect=distrusted)
     if statuses is None:
         save_after_failure(run, error, detector)
         return None

@@ -52,7 +52,7 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         if self._detector.board is not None:
-            self._apart = replace(self._detector, board=self._detector.board.apart())
+            self._apart = replace(self._detector, board=self._detector.board.clone())
             threading.Thread(target=self._watch, name="smalti-watchdog", daemon=True).start()
         return self
 
@@ -98,7 +98,9 @@ class Watchdog:
         exit_within(LEAVE_SECONDS, ExitCode.FAILED)
         error = BrokenGroupError(f"the main thread does not come back from {self._place()}")
         try:
-            lost = self._apart.notice(error) if self.run is None else emergency_save(self.run, error, self._apart, aside=True)
+            lost = (
+                self._apart.lost_rank(error) if self.run is None else emergency_save(self.run, error, self._apart, aside=True)
+            )
             assert lost is not None, "it is not this rank's own failure"
             write_lost_report(lost)
             print(f"smalti: {lost}", file=sys.stderr)
