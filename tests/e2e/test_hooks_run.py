@@ -71,7 +71,7 @@ def test_each_validation_has_a_contact_sheet_which_the_console_and_the_events_na
         sheet = run.directory / "samples" / f"{event['step']:08d}" / "grid.png"
         assert sheet.is_file()
         assert run.directory / event["overview"] == sheet
-        assert f"2 pictures of step {event['step']}: {sheet}\n" in run.output
+        assert f"2 images of step {event['step']}: {sheet}\n" in run.output
 
 
 def test_hook_on_checkpoint_failed_tells_why_nothing_was_saved(tmp_path, train):

@@ -71,5 +71,5 @@ def test_a_run_that_loses_what_it_has_encoded_saves_and_leaves(tmp_path, start, 
     step = int(saved.name.removeprefix("step-"))
     resumed = train(directory, config=directory / "config.toml", max_train_steps=step + 2, variables=path)
     assert (code, status.condition, status.exit_code, output.count("was removed")) == (1, "failed", 1, 1), output
-    assert ("can no longer be read" in output or "are gone with the run directory" in output, step >= 3) == (True, True)
+    assert ("can no longer be read" in output or "were lost with the run directory" in output, step >= 3) == (True, True)
     assert (resumed.code, resumed.events("step")[-1]["step"]) == (0, step + 2), resumed.output

@@ -67,7 +67,7 @@ def test_the_loss_on_held_out_pictures_is_told() -> None:
     console = Console(stream)
     console.on_train_start(RunState(max_steps=9), _info())
     console.on_evaluation(EvaluationResult(step=5, loss=0.25, by_timestep={500: 0.25}, samples=64, averaged=False, seconds=1.5))
-    assert stream.getvalue().splitlines()[-1] == "evaluation of step 5: loss 0.25 over 64 held-out pictures (1.5 s)"
+    assert stream.getvalue().splitlines()[-1] == "evaluation of step 5: loss 0.25 over 64 held-out images (1.5 s)"
 
 
 def test_a_line_tells_what_is_known_of_the_devices() -> None:
@@ -136,7 +136,7 @@ def test_a_line_has_all_figures() -> None:
         progress.update(step=step, loss=0.25, learning_rate=1e-4, samples=8, now=step * 2, samples_per_second=4)
     stream = io.StringIO()
     LineDisplay(stream).update(progress)
-    assert stream.getvalue() == "step  10/100  loss 0.25     0:03:00 left  4 samples/s  lr 1.00e-04  0:00:20 gone\n"
+    assert stream.getvalue() == "step  10/100  loss 0.25     eta 0:03:00  4 samples/s  lr 1.00e-04  elapsed 0:00:20\n"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00:00"), (59.6, "0:01:00"), (90061, "25:01:01"), (None, "-")])
@@ -176,7 +176,7 @@ def test_a_run_that_stops_early_shows_its_last_step() -> None:
 def test_a_run_introduces_itself() -> None:
     stream = io.StringIO()
     first, *_ = _shown(Console(stream), stream, steps=1)
-    assert first == "toy on DDP, 2 ranks: 1,000 of 1,234 parameters to train, 8 samples a step, steps 0 to 1"
+    assert first == "toy on DDP, 2 ranks: 1,000 of 1,234 parameters trainable, 8 samples per step, steps 0 to 1"
 
 
 def test_other_ranks_are_silent() -> None:
@@ -190,7 +190,7 @@ def test_a_step_that_is_left_out_for_its_gradient_is_told_so() -> None:
     state = RunState(max_steps=100, step=5)
     console.on_train_start(state, _info())
     console.on_step_end(state, replace(_result(5, loss=1.0, skipped=True), grad_norm=math.nan))
-    assert "step 6 was left out: the norm of its gradient was nan" in stream.getvalue().splitlines()
+    assert "step 6 was skipped: its gradient norm was nan" in stream.getvalue().splitlines()
 
 
 def test_checkpoints_pictures_left_out_steps_and_errors_are_told() -> None:
@@ -205,9 +205,9 @@ def test_checkpoints_pictures_left_out_steps_and_errors_are_told() -> None:
     console.on_error(state, ValueError("bad"))
     console.on_train_end()
     assert stream.getvalue().splitlines()[3:] == [
-        "step 6 was left out: its loss was inf",
+        "step 6 was skipped: its loss was inf",
         "checkpoint of step 5: out/step-5 (3.0 MiB in 0.2 s)",
-        "1 picture of step 5: out",
+        "1 image of step 5: out",
         "ValueError after step 5",
     ]
 
@@ -222,7 +222,7 @@ progress = Progress(step=0, max_steps=3, now=0)
 for step in (1, 2, 3):
     progress.update(step=step, loss=0.5, learning_rate=1e-4, samples=8, now=step, samples_per_second=8)
     display.update(progress)
-display.say("checkpoint [1/2] written")
+display.print("checkpoint [1/2] written")
 print("a result")
 display.close()
 print("rich" in sys.modules)
@@ -262,7 +262,7 @@ def test_a_terminal_gets_a_bar_that_ends_with_the_last_step() -> None:
 
 def test_a_narrow_terminal_still_shows_step_loss_and_remaining_time() -> None:
     shown, _ = _on_a_terminal(COLUMNS="50")
-    assert "step 3/3  loss 0.5      0:00:00 left" in shown.splitlines()[-2]
+    assert "step 3/3  loss 0.5      eta 0:00:00" in shown.splitlines()[-2]
 
 
 def test_what_goes_to_a_file_does_not_land_on_the_terminal() -> None:

@@ -88,7 +88,7 @@ def test_runs_are_listed_with_how_they_fare(tmp_path: Path) -> None:
     assert lines[1].split()[:2] == [str(tmp_path / "busy"), "running"]
     assert lines[1].split()[2].endswith("/1000")
     idle = lines[2].split()[1:]
-    assert " ".join(idle[:6] + idle[7:]) == "never started 0/- - - - made ready, but not started yet"
+    assert " ".join(idle[:6] + idle[7:]) == "never started 0/- - - - prepared, but not started yet"
 
 
 def test_the_listing_for_machines_is_strict_json(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_dead_run_is_not_asked_and_the_message_says_why(tmp_path: Path) -> Non
         child.wait()
     error = smalti_run("stop", tmp_path).exception
     assert isinstance(error, UserError)
-    assert "nobody is there to stop: failed (process" in error.message
+    assert "no running process to stop: failed (process" in error.message
 
 
 def test_watching_ends_with_the_run_and_with_its_exit_code(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_passing_through_can_go_on_from_an_offset(tmp_path: Path) -> None:
 def test_a_run_that_never_starts_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     prepare(RunDirectory(tmp_path))
     result = smalti_run("watch", tmp_path, "--patience", "0.2")
-    assert (result.exit_code, result.stderr) == (1, f"{tmp_path}: never started: made ready, but not started yet\n")
+    assert (result.exit_code, result.stderr) == (1, f"{tmp_path}: never started: prepared, but not started yet\n")
 
 
 def test_what_other_nodes_report_is_shown_too(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_a_run_that_lives_but_gives_no_sign_is_stale(tmp_path: Path) -> None:
         beat(RunDirectory(tmp_path), STALE_SECONDS + 15)
         status = RunDirectory(tmp_path).status()
         assert status.condition == "stale"
-        assert re.match(r"no sign of life for \d+ s from process \d+ on ", status.message)
+        assert re.match(r"no heartbeat for \d+ s from process \d+ on ", status.message)
 
 
 def test_processes_are_read_as_earlier_versions_wrote_them(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_run_that_hangs_still_keeps_others_out(tmp_path: Path) -> None:
     with running(tmp_path) as child:
         child.send_signal(signal.SIGSTOP)
         beat(RunDirectory(tmp_path), 1000)
-        with pytest.raises(UserError, match=r"without a sign of life for 1\d{3} s"):
+        with pytest.raises(UserError, match=r"without a heartbeat for 1\d{3} s"):
             acquire(RunDirectory(tmp_path))
 
 

@@ -53,7 +53,7 @@ def test_numbers_that_json_lacks_are_strings_in_the_file_and_numbers_to_the_read
 
 def test_a_field_cannot_take_the_place_of_the_time(tmp_path: Path) -> None:
     writer = EventWriter(tmp_path / "e")
-    with pytest.raises(ValueError, match=r"reserved names of an event: t$"):
+    with pytest.raises(ValueError, match=r"reserved fields of an event: t$"):
         writer.append("metric", t=1)
     writer.close()
 
@@ -143,7 +143,7 @@ def test_a_full_disk_does_not_stop_the_run(caplog: pytest.LogCaptureFixture) -> 
     writer.append("metric", step=1)
     writer.append("metric", step=2)
     writer.close()
-    assert caplog.messages == ["/dev/full: No space left on device; the run goes on, but events are lost"]
+    assert caplog.messages == ["/dev/full: No space left on device; the run continues, but events are lost"]
 
 
 def test_events_lost_on_a_full_disk_are_counted_once_there_is_room(tmp_path: Path) -> None:

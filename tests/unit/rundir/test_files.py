@@ -22,7 +22,7 @@ def test_a_run_may_live_beside_the_files_of_others(tmp_path: Path) -> None:
 def test_a_file_of_others_with_the_name_of_a_run_file_is_not_overwritten(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text('{"mine": true}')
-    with pytest.raises(UserError, match="is no run directory, but has"):
+    with pytest.raises(UserError, match="is not a run directory, and a run would overwrite"):
         prepare(RunDirectory(tmp_path))
     assert (tmp_path / name).read_text() == '{"mine": true}'
 

@@ -56,14 +56,14 @@ def test_a_picture_of_the_run_may_be_drawn_again(tmp_path: Path) -> None:
 def test_a_picture_that_smalti_did_not_make_is_not_overwritten(tmp_path: Path) -> None:
     Image.new("RGB", (3, 3)).save(tmp_path / "a.png")
     before = (tmp_path / "a.png").read_bytes()
-    with pytest.raises(UserError, match="was not made by smalti"):
+    with pytest.raises(UserError, match="was not written by smalti"):
         _save(tmp_path / "a.png", "a fox")
     assert (tmp_path / "a.png").read_bytes() == before
 
 
 def test_a_file_that_is_no_picture_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_text("a shopping list")
-    with pytest.raises(UserError, match="cannot be read as a picture"):
+    with pytest.raises(UserError, match="cannot be read as an image"):
         _save(tmp_path / "a.png", "a fox")
     assert (tmp_path / "a.png").read_text() == "a shopping list"
 

@@ -80,7 +80,7 @@ def test_a_request_to_a_run_that_died_does_not_stop_the_next_one(tmp_path: Path)
     (directory.control / "1.json").write_text('{"kind": "stop"}')
     with acquire(directory) as writer:
         assert writer.take_requests() == []
-    assert _acks(directory) == [("1", False, "it was asked before this run started")]
+    assert _acks(directory) == [("1", False, "it was requested before this run started")]
 
 
 @pytest.mark.parametrize("ended", [False, True])
@@ -89,7 +89,7 @@ def test_nothing_can_be_asked_of_a_run_that_is_not_there(tmp_path: Path, ended: 
     if ended:
         with acquire(directory) as writer:
             RunEvents(writer).end(RunState(max_steps=1), Outcome(reason=StopReason.COMPLETED, message="trained 1 steps"))
-    with pytest.raises(UserError, match="nobody is there to stop"):
+    with pytest.raises(UserError, match="no running process to stop"):
         directory.request("stop")
     assert not directory.control.exists()
 
@@ -108,7 +108,7 @@ def test_what_a_run_cannot_do_is_refused(tmp_path: Path) -> None:
         directory.control.mkdir()
         (tmp_path / "control/a.json").write_text('{"kind": "dance"}')
         assert writer.take_requests() == []
-    assert _acks(directory) == [("a", False, "a run cannot dance")]
+    assert _acks(directory) == [("a", False, "unknown request 'dance'")]
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"kind": 3}', '{"work": "of weeks"}'])

@@ -1,4 +1,4 @@
-"""The plugins that are always there. They use what every plugin may use."""
+"""The built-in plugins. They use only what every plugin may use."""
 
 import lazy_loader
 

@@ -1,6 +1,6 @@
-"""Progress for people: a bar on a terminal, a line now and then everywhere else. `smalti run watch` shows the same.
+"""Progress of a run as text: a bar on a terminal, a line every few seconds elsewhere. `smalti run watch` shows the same.
 
-rich is imported only where there is a terminal. It honours NO_COLOR.
+rich is imported only on a terminal. It respects NO_COLOR.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ LINE_SECONDS = 10.0
 
 
 class Progress:
-    """Where a run stands, as a display shows it. Times are seconds of any clock, as long as it is always the same.
+    """The progress of a run, as a display shows it. Times are seconds of any clock, as long as it is always the same one.
 
-    `begun` is when the run started, if that was before `now`.
+    `started` is when the run started, if that was before `now`.
     """
 
-    def __init__(self, *, step: int, max_steps: int, now: float, begun: float | None = None) -> None:
+    def __init__(self, *, step: int, max_steps: int, now: float, started: float | None = None) -> None:
         self.step = step
         self.max_steps = max_steps
         self.learning_rate = 0.0
@@ -38,7 +38,7 @@ class Progress:
         self.samples_per_second: float | None = None
         self._samples = 0
         self._updated = now
-        self._begun = now if begun is None else begun
+        self._started = now if started is None else started
 
     def update(
         self,
@@ -52,32 +52,32 @@ class Progress:
         mfu: float | None = None,
         peak_memory_mb: float | None = None,
     ) -> None:
-        """The run has come to `step`. Loss and speed are smoothed (`SmoothedMetrics`); what is None of the devices stays."""
+        """The run has completed `step`. Loss and speed are smoothed (`SmoothedMetrics`). None keeps the last value."""
         self.step, self.loss, self.learning_rate, self._updated = step, loss, learning_rate, now
         self.samples_per_second, self._samples = samples_per_second, samples
         self.mfu = self.mfu if mfu is None else mfu
         self.peak_memory_mb = self.peak_memory_mb if peak_memory_mb is None else peak_memory_mb
 
     def line(self) -> str:
-        """All of it in one line, the most important first: a narrow terminal cuts the end."""
-        left = seconds_for(self.max_steps - self.step, self._samples, self.samples_per_second)
+        """Everything in one line, the most important first: a narrow terminal truncates the end."""
+        eta = seconds_for(self.max_steps - self.step, self._samples, self.samples_per_second)
         width = len(str(self.max_steps))
         return "  ".join(
             [
                 f"step {self.step:>{width}}/{self.max_steps}",
                 f"loss {self.loss:<7.4g}",
-                f"{duration(left)} left",
+                f"eta {duration(eta)}",
                 f"{speed(self.samples_per_second)} samples/s",
                 f"lr {self.learning_rate:.2e}",
                 *([] if self.mfu is None else [f"mfu {self.mfu:.1%}"]),
                 *([] if self.peak_memory_mb is None else [f"{self.peak_memory_mb / 1024:.1f} GiB"]),
-                f"{duration(self._updated - self._begun)} gone",
+                f"elapsed {duration(self._updated - self._started)}",
             ]
         )
 
 
 class PhaseProgress:
-    """How far a run is with something besides steps, at the time `now` in unix seconds, as a display shows it."""
+    """The progress of a phase without steps, at the time `now` in unix seconds, as a display shows it."""
 
     def __init__(self, phase: Phase, now: float) -> None:
         self.phase = phase
@@ -86,29 +86,29 @@ class PhaseProgress:
         self._now = now
 
     def line(self) -> str:
-        left = self.phase.seconds_remaining(self._now)
-        gone = f"{duration(self._now - self.phase.begun)} gone"
-        return "  ".join([str(self.phase), *([] if left is None else [f"{duration(left)} left"]), gone])
+        eta = self.phase.seconds_remaining(self._now)
+        elapsed = f"elapsed {duration(self._now - self.phase.begun)}"
+        return "  ".join([str(self.phase), *([] if eta is None else [f"eta {duration(eta)}"]), elapsed])
 
 
 class Display(Protocol):
-    """Shows one run to people."""
+    """Shows the progress of one run."""
 
     def update(self, progress: Progress | PhaseProgress) -> None:
-        """Called after every step or sign of progress; the display decides how often it shows something."""
+        """Called after every step and on any progress of a phase. The display decides how often it shows it."""
         ...
 
-    def say(self, text: str) -> None:
-        """A line that stays."""
+    def print(self, text: str) -> None:
+        """Print a line permanently."""
         ...
 
     def close(self) -> None:
-        """Show what was not shown yet, and leave the terminal in order."""
+        """Show the latest progress if it was not shown yet, and restore the terminal."""
         ...
 
 
 class LineDisplay:
-    """The first step, one line every so many seconds, and the last step."""
+    """Prints the first step, then one line every `seconds`, then the last step."""
 
     def __init__(self, stream: TextIO, seconds: float = LINE_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -120,12 +120,12 @@ class LineDisplay:
 
     def update(self, progress: Progress | PhaseProgress) -> None:
         self._unshown = progress
-        what = progress.phase.name if isinstance(progress, PhaseProgress) else ""
-        if self._clock() >= self._due or progress.step >= progress.max_steps or what != self._shown:
-            self._shown = what
+        phase = progress.phase.name if isinstance(progress, PhaseProgress) else ""
+        if self._clock() >= self._due or progress.step >= progress.max_steps or phase != self._shown:
+            self._shown = phase
             self._show(progress)
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class LineDisplay:
             self._show(self._unshown)
 
     def _show(self, progress: Progress | PhaseProgress) -> None:
-        self.say(progress.line())
+        self.print(progress.line())
         self._due = self._clock() + self._seconds
         self._unshown = None
 
@@ -150,7 +150,7 @@ class BarDisplay:
             TextColumn("{task.description}", markup=False),
             console=Terminal(file=stream),
             expand=True,
-            # What others print must go above the bar, but only if it would go to the terminal at all.
+            # Other output goes above the bar, if it goes to the terminal.
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
         )
@@ -161,7 +161,7 @@ class BarDisplay:
             self._bar.add_task("")
         self._bar.update(self._bar.task_ids[0], completed=progress.step, total=progress.max_steps, description=progress.line())
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -169,20 +169,20 @@ class BarDisplay:
 
 
 def open_display(stream: TextIO, seconds: float = LINE_SECONDS) -> Display:
-    """A bar where `stream` is a terminal that can show one, else a line every `seconds`."""
+    """A bar if `stream` is a terminal that can show one, else a line every `seconds`."""
     terminal = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     return BarDisplay(stream) if terminal else LineDisplay(stream, seconds)
 
 
-def speed(rate: float | None) -> str:
-    """Three figures of it, "-" when it is not known."""
-    if rate is None:
+def speed(samples_per_second: float | None) -> str:
+    """The speed with three digits; "-" if it is unknown."""
+    if samples_per_second is None:
         return "-"
-    return f"{rate:.3g}" if rate < 1000 else f"{rate:,.0f}"
+    return f"{samples_per_second:.3g}" if samples_per_second < 1000 else f"{samples_per_second:,.0f}"
 
 
 def duration(seconds: float | None) -> str:
-    """Hours, minutes and seconds, "0:05:10"; "-" when it is not known."""
+    """Hours, minutes and seconds, "0:05:10"; "-" if it is unknown."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(round(seconds), 60)
@@ -202,12 +202,12 @@ class Console:
             return
         self._display = open_display(self._stream or sys.stderr)
         self._progress = Progress(step=state.step, max_steps=state.max_steps, now=time.monotonic())
-        self._display.say(
+        self._display.print(
             f"{info.family} on {info.strategy}, {_count(info.world.size, 'rank')}: "
-            f"{info.trainable:,} of {_count(info.parameters, 'parameter')} to train, "
-            f"{_count(info.effective_batch, 'sample')} a step, steps {state.step} to {state.max_steps}"
+            f"{info.trainable:,} of {_count(info.parameters, 'parameter')} trainable, "
+            f"{_count(info.effective_batch, 'sample')} per step, steps {state.step} to {state.max_steps}"
         )
-        self._display.say(f"timesteps: {info.timesteps}")
+        self._display.print(f"timesteps: {info.timesteps}")
 
     @hookimpl
     def on_step_end(self, state: RunState, result: StepResult) -> None:
@@ -226,34 +226,36 @@ class Console:
         )
         self._display.update(self._progress)
         if result.skipped:
-            found = f"its loss was {result.loss}"
+            reason = f"its loss was {result.loss}"
             if math.isfinite(result.loss):
-                found = f"the norm of its gradient was {result.grad_norm}"
-            self._display.say(f"step {result.step + 1} was left out: {found}")
+                reason = f"its gradient norm was {result.grad_norm}"
+            self._display.print(f"step {result.step + 1} was skipped: {reason}")
 
     @hookimpl
     def on_validation(self, result: ValidationResult) -> None:
         if self._display is not None:
-            self._display.say(f"{_count(len(result.images), 'picture')} of step {result.step}: {overview(result.folder)}")
+            self._display.print(f"{_count(len(result.images), 'image')} of step {result.step}: {overview(result.folder)}")
 
     @hookimpl
     def on_evaluation(self, result: EvaluationResult) -> None:
         if self._display is not None:
-            over = _count(result.samples, "held-out picture")
-            self._display.say(f"evaluation of step {result.step}: loss {result.loss:.4g} over {over} ({result.seconds:.1f} s)")
+            over = _count(result.samples, "held-out image")
+            self._display.print(
+                f"evaluation of step {result.step}: loss {result.loss:.4g} over {over} ({result.seconds:.1f} s)"
+            )
 
     @hookimpl
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
         if self._display is not None:
             mebibytes = checkpoint.size / 2**20
-            self._display.say(
+            self._display.print(
                 f"checkpoint of step {checkpoint.step}: {checkpoint.path} ({mebibytes:,.1f} MiB in {checkpoint.seconds:.1f} s)"
             )
 
     @hookimpl
     def on_error(self, state: RunState, error: BaseException) -> None:
         if self._display is not None:
-            self._display.say(f"{type(error).__name__} after step {state.step}")
+            self._display.print(f"{type(error).__name__} after step {state.step}")
 
     @hookimpl
     def on_train_end(self) -> None:

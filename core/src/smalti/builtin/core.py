@@ -1,4 +1,4 @@
-"""What the kernel answers when nobody else does: options, checks, blocks, optimizers, checkpoints, faults."""
+"""The hooks of the core: its options, checks, blocks, optimizers, checkpoints and reactions to GPU faults."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ OPTIMIZERS = (
 
 
 class Core:
-    """The core's own answers; they come after those of all other plugins."""
+    """The defaults of the core. They come after all other plugins."""
 
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:
@@ -111,7 +111,7 @@ class Core:
 
     @hookimpl
     def on_gpu_fault(self, fault: GpuFault) -> FaultAction:
-        """After an error inside the CUDA runtime a process can read nothing from the device any more: nothing to save."""
+        """After an error of the CUDA runtime the process cannot read device memory any more, so there is nothing to save."""
         return FaultAction.STOP_UNSAVED if fault.kind == "cuda_error" else FaultAction.STOP_SAVED
 
 
@@ -150,12 +150,12 @@ def _warm_up(config: Config) -> Iterator[Problem]:
 
 def _kernel(config: Config) -> Iterator[Problem]:
     if config[LaunchOptions].use_cpu and (kernel := config[TrainingOptions].sdpa_backend) in ONLY_ON_CUDA:
-        message = f"there is no attention kernel '{kernel}' for the CPU"
+        message = f"the attention kernel '{kernel}' does not run on the CPU"
         yield Problem(message=message, where="sdpa_backend", fix="--sdpa_backend=auto, flash or math")
 
 
 def _graphs(config: Config) -> Iterator[Problem]:
-    """Recomputed blocks free other tensors than when the graph was recorded (pytorch/pytorch#154306)."""
+    """Recomputed blocks free other tensors than at the recording of the graph (pytorch/pytorch#154306)."""
     reason = "with --gradient_checkpointing: blocks run a second time in the backward pass"
     problem = cuda_graph_problem(config[LaunchOptions], reason)
     if config[ModelOptions].gradient_checkpointing and problem is not None:

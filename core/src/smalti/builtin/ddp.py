@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Ddp:
-    """Claims every run that no other backend claims."""
+    """Claims every run that no other strategy claims."""
 
     @hookimpl
     def configure_distributed(self, config: Config) -> DistributedPlan:

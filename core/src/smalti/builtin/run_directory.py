@@ -1,4 +1,4 @@
-"""The events of a run, written by rank 0: what happened in the loop, and answers to what is asked of the run there."""
+"""The events of a run, written by rank 0: what happened in the loop, and the answers to requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from smalti.types import (
 )
 
 CHECK_SECONDS = 0.25
-"""How often the folder of requests is looked at: a look costs a system call, on shared storage a round trip."""
+"""How often the folder of requests is checked. A check costs a system call, on shared storage a round trip."""
 
 _REASONS = {
     "interrupted": StopReason.INTERRUPTED,
@@ -32,14 +32,14 @@ _REASONS = {
 
 
 class RunEvents:
-    """What the loop reports, as events of the run directory."""
+    """Writes what the loop reports as events of the run directory."""
 
     def __init__(self, writer: RunWriter) -> None:
         self._writer = writer
         self._error: BaseException | None = None
 
     def start(self, state: RunState, info: RunInfo) -> None:
-        """What trains, and how far it is to go. From here on the configuration of the launch is that of the run."""
+        """Write what trains and for how many steps. From here on, the configuration of the launch is that of the run."""
         self._writer.take_launch_files()
         self._writer.events.append(
             "state",
@@ -55,18 +55,18 @@ class RunEvents:
         )
 
     def step(self, state: RunState, result: StepResult) -> None:
-        """One step, without what is not known. `max_steps` is in every line: the last one alone tells how far the run is."""
+        """Write a step, without values that are None. `max_steps` is in every line: the last one is enough to show progress."""
         known = {name: value for name, value in asdict(result).items() if value is not None}
         self._writer.events.append("step", max_steps=state.max_steps, epoch=state.epoch, **known)
 
     def validation(self, result: ValidationResult) -> None:
-        """Images, by their paths in the run directory."""
+        """Write the generated images, by their paths in the run directory."""
         inside = self._writer.directory.relative
         images = [{"prompt": image.prompt, "seed": image.seed, "path": inside(image.path)} for image in result.images]
         self._writer.events.append("sample", step=result.step, overview=inside(overview(result.folder)), images=images)
 
     def evaluation(self, result: EvaluationResult) -> None:
-        """The loss on held-out images, in all and by timestep."""
+        """Write the loss on held-out images: the mean, and by timestep."""
         fields = {name: value for name, value in asdict(result).items() if name != "step"}
         self._writer.events.append("eval", step=result.step, **fields)
 
@@ -81,19 +81,19 @@ class RunEvents:
         )
 
     def warning(self, state: RunState, message: str, error: Exception | None = None) -> None:
-        """Something that the run continues without; with the traceback, unless the user or the system is to blame for it."""
+        """Write a failure that does not end the run; with the traceback, unless it is a UserError or OSError."""
         known = error is None or isinstance(error, UserError | OSError)
         trace = {} if known else {"traceback": "".join(traceback.format_exception(error))}
         self._writer.events.append("warning", step=state.step, message=message, **trace)
 
     def error(self, state: RunState, error: BaseException) -> None:
-        """An exception that is leaving the loop, with its traceback."""
+        """Write an exception that ends the loop, with its traceback."""
         self._error = error
         trace = "".join(traceback.format_exception(error))
         self._writer.events.append("error", step=state.step, error=type(error).__name__, message=str(error), traceback=trace)
 
     def end(self, state: RunState, outcome: Outcome | None) -> None:
-        """The last event; None is for the end by an exception. Nothing may be recorded after it."""
+        """Write the last event. `outcome` is None if an exception ended the loop. No event may follow."""
         if outcome is not None:
             self._writer.end(state.step, _condition(outcome.reason), outcome.message, outcome.exit_code)
             return
@@ -109,7 +109,7 @@ def _condition(reason: StopReason) -> Condition:
 
 
 class Events:
-    """Speaks for the run from the start of the loop to its end."""
+    """Writes events and answers requests from the start of the loop to its end."""
 
     def __init__(self) -> None:
         self._writer: RunWriter | None = None
@@ -118,7 +118,7 @@ class Events:
         self._generates_images = False
         self._interval = 1
 
-    @hookimpl(tryfirst=True)  # so that there are events of what others do
+    @hookimpl(tryfirst=True)  # so that events of other plugins can be written
     def on_train_start(self, state: RunState, info: RunInfo) -> None:
         if info.writer is None:
             return
@@ -153,7 +153,7 @@ class Events:
             writer.acknowledge(request, message=f"saving after step {state.step}")
         elif self._generates_images:
             state.request_validation()
-            writer.acknowledge(request, message=f"drawing after step {state.step}")
+            writer.acknowledge(request, message=f"generating images after step {state.step}")
         else:
             writer.acknowledge(request, accepted=False, message="this run has no validation_prompt")
 

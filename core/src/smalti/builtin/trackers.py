@@ -1,4 +1,4 @@
-"""TensorBoard, Trackio, W&B and the others, through Accelerate's trackers: `--report_to`."""
+"""`--report_to`: TensorBoard, Trackio, W&B and others, through Accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PACKAGES = {"comet_ml": "comet-ml"}
 
 
 class Trackers:
-    """One tracker object per name; they live on the main rank only."""
+    """One tracker per name, on the main rank only."""
 
     def __init__(self) -> None:
         self._trackers: list[GeneralTracker] = []
@@ -51,7 +51,7 @@ class Trackers:
         for name in options.report_to:
             kind = LOGGER_TYPE_TO_CLASS["comet_ml" if name == "comet" else name]
             settings = {"logging_dir": info.directory / "trackers"} if kind.requires_logging_directory else {}
-            # Those that write into a folder of the run name one by it.
+            # Trackers with a logging directory use the project as a folder name.
             project = info.config.shown("tracker_project_name") if settings else options.tracker_project_name
             tracker = kind(str(project), **settings)
             tracker.start()
@@ -71,7 +71,7 @@ class Trackers:
 
 
 def _flat(values: Mapping[str, object]) -> dict[str, str | int | float | bool]:
-    """Numbers and texts as they are, the rest as text: what every tracker accepts."""
+    """Numbers and text unchanged, everything else as text: every tracker accepts these."""
     return {name: value if isinstance(value, str | int | float | bool) else str(value) for name, value in values.items()}
 
 

@@ -138,7 +138,7 @@ def _show(watched: RunDirectory, display: Display, patience: float) -> Status:
                 continue
             status = item
             if not status.ended:
-                display.say(f"{status.condition}: {status.message}")
+                display.print(f"{status.condition}: {status.message}")
     finally:
         display.close()
     return status
@@ -182,13 +182,13 @@ class Watcher:
         if event.text("state") == "starting":
             self.progress = None
         if text := self._text(event):
-            self._display.say(text)
+            self._display.print(text)
 
     def take_step(self, event: Event) -> Progress:
         step, max_steps = event.step or 0, int(event.number("max_steps") or 0)
         if self.progress is None:
             record, begun = self._watched.record(), event.time - (event.number("seconds") or 0.0)
-            self.progress = Progress(step=step - 1, max_steps=max_steps, now=begun, begun=record.started if record else None)
+            self.progress = Progress(step=step - 1, max_steps=max_steps, now=begun, started=record.started if record else None)
         loss = shown_loss(event)
         self.progress.max_steps = max_steps
         self.progress.update(

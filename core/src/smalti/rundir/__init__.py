@@ -1,4 +1,4 @@
-"""The run directory: what a run and its watchers share on disk. Imports no torch."""
+"""The run directory: the files through which a run and its observers communicate. Imports no torch."""
 
 import lazy_loader
 

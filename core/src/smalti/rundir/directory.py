@@ -1,18 +1,18 @@
-"""The run directory: the only thing that a run and those who watch it have in common.
+"""The run directory: the only thing that a run and its observers share.
 
-    run.json               what this run is; replaced as a whole
+    run.json               the record of the run; replaced atomically
     config.toml            the resolved configuration; with launch.json and accelerate.yaml, how the run was started
-    *.next.toml, .json     those of a launch that has not got going yet; they take the others' places when it does
+    *.next.toml, .json     those of a launch that has not begun to train; they replace the others when it does
     events.jsonl           what happened, see `smalti.rundir.events`; events.node-K.jsonl is the health of node K
-    heartbeat              who runs now, from the first second of a launch on; touched every few seconds
-    control/*.json         what is asked of the run
-    samples/STEP/          the images of a validation, and a contact sheet of them where a plugin draws one
+    heartbeat              the processes of the run, from the start of a launch on; touched every few seconds
+    control/*.json         requests to the run
+    samples/STEP/          the images of a validation, and a contact sheet of them if a plugin writes one
     checkpoints/, data/    the state of the run, indexes of its datasets
     loss.png               a plot of the loss, if a plugin writes one
 
-Nothing locks, so any file system will do. Each file has one writer, but for the events of a launch of several processes: its
-launcher writes them until the main rank is there, on the same machine. How the run fares is not written anywhere: it follows
-from its last word in the events, from its processes and from the age of the heartbeat.
+There are no locks, so any file system works. Each file has one writer, except the events of a launch of several processes: its
+launcher writes them until the main rank does, on the same node. The status of a run is not stored: it is derived from the last
+state in the events, from the processes and from the age of the heartbeat.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from smalti.system import Process, atomic_write
 SCHEMA = 1
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 30.0
-"""Without a heartbeat for this long, a run whose process cannot be seen from here counts as dead."""
+"""Without a heartbeat for this long, a run whose process is not visible from here counts as dead."""
 POLL_SECONDS = 0.25
 CONTACT_SHEET = "grid.png"
 """The file beside the images of a validation that shows all of them. A plugin may write it."""
@@ -48,7 +48,7 @@ Condition = Literal["never started", "running", "stale", "stopped", "finished", 
 RequestKind = Literal["stop", "save", "sample"]
 ENDINGS: tuple[Condition, ...] = ("stopped", "finished", "failed")
 REFUSED = "refused"
-"""The state that a launch ends in that fails before its first step, of a run that has made steps: it fares as before."""
+"""The state of a launch that failed before its first step, of a run that has made steps. It does not change the status."""
 
 RUN_KIND = "smalti-run"
 _RATE_STEPS = 32
@@ -57,10 +57,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What stands in run.json. `started` and `process` are of the latest attempt, None before the first.
+    """The content of run.json. `started` and `process` are of the latest attempt, None before the first.
 
-    `training_since` is when its loop began, None until then; `mixed_precision` is what machine 0 has chosen for it. Times are
-    unix seconds.
+    `training_since` is when its loop began, None until then. `mixed_precision` is the choice of node 0. Times are unix seconds.
     """
 
     id: str
@@ -76,10 +75,10 @@ class RunRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """Who holds the directory. Mostly only touched: that works on a full disk too, and is never half done.
+    """The processes that own the directory. Usually the file is only touched, which works on a full disk and is atomic.
 
-    `process` is the one that launched the run, None when the content could not be read; `worker` that of the main rank, where
-    it is another one. `touched` is the file's time.
+    `process` launched the run; None if the file could not be read. `worker` is the main rank, if that is another process.
+    `touched` is the modification time of the file.
     """
 
     process: Process | None
@@ -92,14 +91,14 @@ class Heartbeat:
         return max(0.0, time.time() - self.touched)
 
     def alive(self) -> bool | None:
-        """Whether one of its processes still runs; None when that cannot be told from here."""
+        """Whether one of its processes still runs; None if that is unknown here."""
         found = [process.alive() for process in (self.process, self.worker) if process is not None] or [None]
         return True if True in found else None if None in found else False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """How a run fares, derived at this moment. `exit_code` is that of the run, once it has ended."""
+    """The status of a run at this moment. `exit_code` is that of the run, once it has ended."""
 
     condition: Condition
     message: str
@@ -112,7 +111,7 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Something asked of a run. Its answer, a `control_ack` event, stands after byte `asked_at` of the events file."""
+    """A request to a run. The answer is a `control_ack` event after byte `asked_at` of the events file."""
 
     id: str
     kind: str
@@ -122,9 +121,9 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A run in one row. None is for what the run has not told yet; `updated` is the time of its last event.
+    """A run in one row. Values that are not known yet are None. `updated` is the time of its last event.
 
-    `phase` is what a running one is busy with; loss and speed are smoothed (`smalti.rundir.recent`).
+    `phase` is the phase of a running run. Loss and speed are smoothed (`smalti.rundir.recent`).
     """
 
     path: Path
@@ -144,7 +143,7 @@ _HEARTBEAT = TypeAdapter(Heartbeat)
 
 
 class RunDirectory:
-    """A run as seen from outside. `smalti.rundir.writer` is the other side: being the run."""
+    """A run as an observer sees it. `smalti.rundir.writer` is the side of the run itself."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -161,29 +160,29 @@ class RunDirectory:
         self.loss_plot = self.path / "loss.png"
 
     def relative(self, path: Path) -> Path:
-        """A path relative to the run directory where it lies there, so that the directory can be moved or mounted elsewhere."""
+        """`path` relative to the run directory if it is inside, so that the directory can be moved or mounted elsewhere."""
         root, path = self.path.absolute(), path.absolute()
         return path.relative_to(root) if path.is_relative_to(root) else path
 
     def next_of(self, file: Path) -> Path:
-        """Where a launch of a run that has made steps keeps its config.toml or launch.json until it gets going."""
+        """Where a launch of a run that has made steps writes config.toml or launch.json until training begins."""
         return file.with_name(f"{file.stem}.next{file.suffix}")
 
     def samples_at(self, step: int) -> Path:
         return self.samples / f"{step:08d}"
 
     def node_events_file(self, node: int) -> Path:
-        """Where node `node` writes for itself; node 0 has `events_file`."""
+        """The events file of node `node`. That of node 0 is `events_file`."""
         return self.path / f"events.node-{node}.jsonl"
 
     def event_files(self) -> list[Path]:
-        """All files of events that are there, the run's own first."""
+        """All existing events files, `events_file` first."""
         return [path for path in [self.events_file, *sorted(self.path.glob("events.node-*.jsonl"))] if path.exists()]
 
     # --- watching ---------------------------------------------------------------------------------------------------
 
     def record(self) -> RunRecord | None:
-        """What run.json says; None when there is none, or one of another program. UserError when it cannot be used."""
+        """The content of run.json; None if there is none, or one of another program. Raises UserError if it cannot be used."""
         try:
             content: object = json.loads(self.record_file.read_bytes())
         except FileNotFoundError:
@@ -194,7 +193,7 @@ class RunDirectory:
             return None
         if (schema := content.get("schema")) != SCHEMA:
             raise UserError(
-                f"{self.record_file} has schema {schema}; this version of smalti knows {SCHEMA}", fix="update smalti"
+                f"{self.record_file} has schema {schema}; this version of smalti reads schema {SCHEMA}", fix="update smalti"
             )
         try:
             return _RECORD.validate_python(content)
@@ -202,7 +201,7 @@ class RunDirectory:
             raise self._damaged(error) from error
 
     def heartbeat(self) -> Heartbeat | None:
-        """The sign of life; None when the run ended in good order or never began."""
+        """The heartbeat; None if the run ended cleanly or was never started."""
         try:
             content = self.heartbeat_file.read_bytes()
             touched = self.heartbeat_file.stat().st_mtime
@@ -214,42 +213,42 @@ class RunDirectory:
             return Heartbeat(process=None, started=touched, touched=touched)
 
     def status(self) -> Status:
-        """How the run fares, from its last word, its process and the age of its heartbeat."""
+        """The status, from the last state in the events, the processes and the age of the heartbeat."""
         record, heartbeat = self.record(), self.heartbeat()
         if record is None:
-            return Status(condition="never started", message="there is no run here")
+            return Status(condition="never started", message="not a run directory")
         started = heartbeat.started if heartbeat else record.started
         if started is None:
-            return Status(condition="never started", message="made ready, but not started yet")
-        # No step follows the last word, and before the first step the last word is of this attempt or of an earlier one.
+            return Status(condition="never started", message="prepared, but not started yet")
+        # No step follows a final state. Before the first step, the last state may be of an earlier attempt.
         last = next((event for event in read_events_backwards(self.events_file) if _is_status(event)), None)
-        if last and last.time >= started and (ending := _ending(last)):
-            return ending
+        if last and last.time >= started and (ended := _final_status(last)):
+            return ended
         if heartbeat is None:
-            return Status(condition="failed", message="it ended without reporting why", exit_code=ExitCode.KILLED)
+            return Status(condition="failed", message="ended without reporting why", exit_code=ExitCode.KILLED)
         who = heartbeat.process or "an unknown process"
         if heartbeat.alive() is False:
             return Status(condition="failed", message=f"{who} died without reporting why", exit_code=ExitCode.KILLED)
         if heartbeat.age > STALE_SECONDS:
-            return Status(condition="stale", message=f"no sign of life for {heartbeat.age:.0f} s from {who}")
+            return Status(condition="stale", message=f"no heartbeat for {heartbeat.age:.0f} s from {who}")
         return Status(condition="running", message=str(who))
 
     def events(self, *, follow: bool = False, offset: int = 0) -> Iterator[Event]:
-        """What the run has said, from byte `offset` on: 0, or the `end` of an event seen before.
+        """The events of the run from byte `offset` on: 0, or the `end` of an earlier event.
 
         With `follow`, waits for more and returns once the run has ended (a stale one has not).
         """
         while True:
-            over = not follow or self.status().ended
+            complete = not follow or self.status().ended
             for event in read_events(self.events_file, offset):
                 offset = event.end
                 yield event
-            if over:
+            if complete:
                 return
             time.sleep(POLL_SECONDS)
 
     def latest(self, *kinds: str) -> Event | None:
-        """The last event that is of one of these kinds. Reads from the end, so a long history costs nothing."""
+        """The last event of one of these kinds. Reads from the end of the file, so a long history costs nothing."""
         return next((event for event in read_events_backwards(self.events_file) if event.kind in kinds), None)
 
     def recent_steps(self, count: int = _RATE_STEPS) -> list[Event]:
@@ -258,23 +257,23 @@ class RunDirectory:
         return list(islice((event for event in attempt if event.kind == "step"), count))[::-1]
 
     def phase(self) -> Phase | None:
-        """What the latest attempt was busy with when it last told; None where it has not, or was between two steps."""
+        """The last phase that the latest attempt reported; None if it reported none, or has made a step since."""
         last = self.latest("phase", "step", "state")
         return phase_of(last) if last and last.kind == "phase" else None
 
     def summary(self) -> Summary | None:
-        """The run in one row; None when there is no run here."""
+        """The run in one row; None if this is not a run directory."""
         if (record := self.record()) is None:
             return None
         status, last, of_attempt = self.status(), self.latest("step"), self.recent_steps(1)
         newest = next(read_events_backwards(self.events_file), None)
         step, max_steps = (last.step or 0, last.number("max_steps")) if last else (0, None)
         phase = self.phase() if status.condition == "running" else None
-        rate, left = None, phase.seconds_remaining(newest.time) if phase and newest else None
+        samples_per_second, remaining = None, phase.seconds_remaining(newest.time) if phase and newest else None
         if of_attempt and last:
-            rate = last.number("recent_samples_per_second")
+            samples_per_second = last.number("recent_samples_per_second")
             if max_steps and status.condition == "running":
-                left = seconds_for(int(max_steps) - step, last.number("samples") or 0.0, rate)
+                remaining = seconds_for(int(max_steps) - step, last.number("samples") or 0.0, samples_per_second)
         return Summary(
             path=self.path,
             record=record,
@@ -282,23 +281,23 @@ class RunDirectory:
             step=step,
             max_steps=int(max_steps) if max_steps else None,
             loss=shown_loss(last) if last else None,
-            samples_per_second=rate,
-            seconds_remaining=left,
+            samples_per_second=samples_per_second,
+            seconds_remaining=remaining,
             updated=newest.time if newest else None,
             phase=phase,
         )
 
-    # --- asking -----------------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------------------------
 
     def request(self, kind: RequestKind, **details: object) -> Request:
-        """Ask the run for something; it looks between two steps, and before the first one all the time.
+        """Send a request to the run. It checks for requests between two steps, and before the first one all the time.
 
-        UserError when there is no run that could answer.
+        Raises UserError if the run is not running.
         """
         status = self.status()
         if status.condition == "never started" or status.ended:
             raise UserError(
-                f"{self.path}: nobody is there to {kind}: {status.condition} ({status.message})",
+                f"{self.path}: no running process to {kind}: {status.condition} ({status.message})",
                 fix="`smalti run ls` lists runs and their status",
             )
         request = Request(
@@ -315,15 +314,15 @@ class RunDirectory:
         return request
 
     def answer(self, request: Request, timeout: float) -> Event | None:
-        """Wait for the run's answer: a `control_ack` event with `accepted` and `message`; None if it does not come in time."""
+        """Wait for the answer of the run: a `control_ack` event with `accepted` and `message`. None if none comes in time."""
         deadline, offset = time.monotonic() + timeout, request.asked_at
         while True:
-            over = self.status().ended or time.monotonic() > deadline
+            final = self.status().ended or time.monotonic() > deadline
             for event in read_events(self.events_file, offset):
                 offset = event.end
                 if event.kind == "control_ack" and event.text("request") == request.id:
                     return event
-            if over:
+            if final:
                 return None
             time.sleep(POLL_SECONDS)
 
@@ -332,13 +331,13 @@ class RunDirectory:
 
 
 def overview(samples: Path) -> Path:
-    """What to open to see the images of a validation: the contact sheet in their folder, or the folder if there is none."""
+    """The file that shows the images of a validation: the contact sheet in their folder, or the folder if there is none."""
     sheet = samples / CONTACT_SHEET
     return sheet if sheet.is_file() else samples
 
 
 def find_runs(root: Path, depth: int = 4) -> Iterator[RunDirectory]:
-    """The runs at `root` and down to `depth` folders below it, by name. What is inside a run is not searched."""
+    """The runs at `root` and up to `depth` folders below it, by name. Folders inside a run are not searched."""
     try:
         if RunDirectory(root).record() is not None:
             yield RunDirectory(root)
@@ -346,7 +345,7 @@ def find_runs(root: Path, depth: int = 4) -> Iterator[RunDirectory]:
         with os.scandir(root) as entries:
             folders = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
     except (UserError, OSError) as error:
-        _log.warning("left out: %s", error)
+        _log.warning("skipped: %s", error)
         return
     if depth > 0:
         for name in folders:
@@ -355,13 +354,13 @@ def find_runs(root: Path, depth: int = 4) -> Iterator[RunDirectory]:
 
 
 def shown_loss(step: Event) -> float | None:
-    """The smoothed loss of a step event; its own in events of versions that did not write that."""
+    """The smoothed loss of a step event; the loss of the step in events of versions that did not write the former."""
     smoothed = step.number("smoothed_loss")
     return step.number("loss") if smoothed is None else smoothed
 
 
 def phase_of(event: Event) -> Phase:
-    """What an event of the kind "phase" tells."""
+    """The content of an event of the kind "phase"."""
     done, total, begun = event.number("done"), event.number("total"), event.number("begun")
     return Phase(
         name=event.text("phase"),
@@ -373,12 +372,12 @@ def phase_of(event: Event) -> Phase:
 
 
 def _is_status(event: Event) -> bool:
-    """A launch that was refused has changed nothing, nor has one that has only begun."""
+    """Whether an event changes the status: not those of a launch that was refused, or that is only starting."""
     return event.kind == "step" or (event.kind == "state" and event.text("state") not in (REFUSED, "starting"))
 
 
-def _ending(event: Event) -> Status | None:
-    """The status that a last word stands for; None when it is not one."""
+def _final_status(event: Event) -> Status | None:
+    """The status of a run whose last state is this event; None if the state is not final."""
     code = event.number("exit_code")
     for condition in ENDINGS:
         if event.text("state") == condition:

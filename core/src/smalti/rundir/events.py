@@ -1,8 +1,8 @@
-"""What a run says about itself: lines of JSON that one process appends and anybody may read at any time.
+"""The events of a run: lines of JSON that one process appends and any process may read at any time.
 
-Every line is an object with `type`, `t` (unix seconds) and `step` (null where there is none); the rest depends on the type.
-A line counts once its newline is there, so a reader needs no lock, and a byte offset is all it has to remember. Numbers that
-JSON does not know are the strings "NaN", "Infinity" and "-Infinity".
+Every line is an object with `type`, `t` (unix seconds) and `step` (null if there is none); the rest depends on the type. A line
+is valid once its newline is written, so a reader needs no lock and only has to remember a byte offset. Numbers that JSON does
+not have are the strings "NaN", "Infinity" and "-Infinity".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EventKind = Literal[
     "state", "phase", "step", "metric", "sample", "eval", "checkpoint", "log", "warning", "health", "error", "control_ack"
 ]
 MALFORMED = "malformed"
-"""The kind that readers give to a line that is no event; its text is in the field `line`."""
+"""The kind of a line that is not an event, for readers. Its text is in the field `line`."""
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One line. It lies at byte `offset` of its file; whoever reads on from `end` misses nothing and sees nothing twice."""
+    """One line, at byte `offset` of its file. The next line begins at byte `end`."""
 
     kind: str
     time: float
@@ -40,12 +40,12 @@ class Event:
     end: int
 
     def number(self, name: str) -> float | None:
-        """A field as a number, also if it is not finite; None when it is absent or something else."""
+        """A field as a number, also if it is not finite; None if it is absent or not a number."""
         value = self.fields.get(name)
         return _NON_FINITE.get(value) if isinstance(value, str) else _number(value)
 
     def text(self, name: str) -> str:
-        """A field as text; "" when it is absent or something else."""
+        """A field as text; "" if it is absent or not text."""
         value = self.fields.get(name)
         return value if isinstance(value, str) else ""
 
@@ -54,17 +54,17 @@ class Event:
 
 
 class EventWriter:
-    """The one writer of one events file. Safe to use from several threads.
+    """The only writer of an events file. Thread-safe.
 
-    Each event is a single write at the end of the file. If the disk is full, events are lost, the log says so once, and a
-    `warning` event counts them as soon as there is room again: training does not end for want of a line in a file.
+    Each event is a single append. If the disk is full, events are lost, one message is logged, and a `warning` event counts the
+    lost events as soon as there is space again: a full disk must not end training.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.last_step = 0
         self.mask: Callable[[object], object] = lambda value: value
-        """What every event goes through, so that no secret stands in the file."""
+        """Applied to every event, so that no secret is written."""
         self._lock = threading.Lock()
         self._lost = 0
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -73,10 +73,10 @@ class EventWriter:
     def append(self, kind: EventKind, /, *, step: int | None = None, **fields: object) -> None:
         """Append one event. Fields may be numbers, text, paths, None, and sequences and mappings of these."""
         if reserved := fields.keys() & {"type", "t"}:
-            raise ValueError(f"reserved names of an event: {', '.join(sorted(reserved))}")
+            raise ValueError(f"reserved fields of an event: {', '.join(sorted(reserved))}")
         line = to_json({"type": kind, "t": time.time(), "step": step, **cast(dict[str, object], self.mask(fields))})
         with self._lock:
-            self.last_step = max(self.last_step, step or 0)  # a checkpoint is told some steps after its own
+            self.last_step = max(self.last_step, step or 0)  # a checkpoint is reported some steps after its own
             if not self._write(line) or not self._lost:
                 return
             lost, self._lost = self._lost, 0
@@ -85,9 +85,9 @@ class EventWriter:
             )
 
     def move(self, path: Path, last: Mapping[str, object] | None = None) -> None:
-        """Go on in the file `path`, which gets what this one holds if it is not there yet. Raises OSError.
+        """Continue in the file `path`, to which all events are copied if it does not exist. Raises OSError.
 
-        `last` are the fields of a `state` event that this file ends with.
+        `last` has the fields of a final `state` event for the present file.
         """
         with self._lock:
             if not path.exists():
@@ -106,7 +106,7 @@ class EventWriter:
             os.close(self._file)
 
     def _write(self, line: str) -> bool:
-        """A piece that a crash or a full disk left behind is ended first, so that it can spoil no other line than its own."""
+        """Append a line. An incomplete line that a crash or a full disk left is terminated first."""
         data = ("\n" + line + "\n" if self._torn else line + "\n").encode("ascii")
         reason = "short write"
         try:
@@ -118,13 +118,13 @@ class EventWriter:
             return True
         self._torn = self._torn or written > 0
         if not self._lost:
-            _log.warning("%s: %s; the run goes on, but events are lost", self.path, reason)
+            _log.warning("%s: %s; the run continues, but events are lost", self.path, reason)
         self._lost += 1
         return False
 
 
 def read_events(path: Path, offset: int = 0) -> Iterator[Event]:
-    """The whole lines of a file from byte `offset` on, which must be 0 or an event's `end`. No file: nothing."""
+    """The complete lines of a file from byte `offset` on, which must be 0 or an event's `end`. Nothing if there is no file."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -140,7 +140,7 @@ def read_events(path: Path, offset: int = 0) -> Iterator[Event]:
 
 
 def read_events_backwards(path: Path, block: int = 1 << 16) -> Iterator[Event]:
-    """The whole lines of a file, the last one first: the end of a long history without reading the rest.
+    """The complete lines of a file, last one first: the end of a long history without reading the rest.
 
     Reads `block` bytes at a time.
     """
@@ -156,7 +156,7 @@ def read_events_backwards(path: Path, block: int = 1 << 16) -> Iterator[Event]:
             start -= size
             file.seek(start)
             rest = file.read(size) + rest
-            # The first piece may begin before this block; the last one has no newline yet, or is empty.
+            # The first line may begin before this block; the last one has no newline yet, or is empty.
             first, *pieces = rest.split(b"\n")
             if not pieces:
                 continue
@@ -171,13 +171,13 @@ def read_events_backwards(path: Path, block: int = 1 << 16) -> Iterator[Event]:
 
 
 def complete_size(path: Path) -> int:
-    """Where the last whole line ends: from this byte on there is only what comes later. 0 when there is no file."""
+    """The byte at which the last complete line ends. 0 if there is no file."""
     last = next(read_events_backwards(path), None)
     return last.end if last else 0
 
 
 def _parse(line: bytes, offset: int) -> Event | None:
-    """One line without its newline; None for an empty one, which is what repairing a torn line can leave."""
+    """One line without its newline; None for an empty one, which can follow an incomplete line."""
     if not line:
         return None
     end = offset + len(line) + 1
@@ -214,12 +214,12 @@ def _ends_torn(file: int) -> bool:
 
 
 def to_json(value: object, indent: int | None = None) -> str:
-    """JSON that every reader takes, in ASCII: no text, however odd, can fail to be written or be cut inside a character."""
+    """Strict JSON in ASCII: any text can be written, and no character can be split."""
     return json.dumps(_plain(value), separators=(",", ":" if indent is None else ": "), indent=indent, allow_nan=False)
 
 
 def _plain(value: object) -> object:
-    """The value in JSON's terms."""
+    """The value in types that JSON has."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Who may be the run in a directory: one launch at a time holds its heartbeat. What dead processes left is taken over."""
+"""Exclusive ownership of a run directory: one launch at a time owns the heartbeat file. That of dead processes is replaced."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from smalti.errors import InUseError, UserError
 from smalti.rundir.directory import POLL_SECONDS, RUN_KIND, SCHEMA, STALE_SECONDS, Heartbeat, RunDirectory, RunRecord
 from smalti.system import Process, atomic_write
 
-_LEAVING_SECONDS = 60.0
-"""How long a launch waits for one that has said its last word, whose processes are still ending."""
+_EXIT_SECONDS = 60.0
+"""How long a launch waits for an earlier one that has recorded its end and whose processes are still exiting."""
 _OWN_FILES = ("run.json", "config.toml", "launch.json", "accelerate.yaml", "events.jsonl", "heartbeat")
 _log = logging.getLogger(__name__)
 
 
-def take(directory: RunDirectory, record: RunRecord) -> None:
-    """Take hold of the directory for the process of `record`; FileExistsError when somebody else has."""
+def claim(directory: RunDirectory, record: RunRecord) -> None:
+    """Create the heartbeat for the process of `record`. Raises FileExistsError if another process owns the directory."""
     with directory.heartbeat_file.open("x", encoding="utf-8") as file:
         file.write(_content(record, None))
 
 
 def add_worker(directory: RunDirectory, record: RunRecord, worker: Process) -> None:
-    """The same for the main rank of the launch that holds the directory: from now on either of them keeps others out."""
+    """Add the main rank to the heartbeat of its launch: from now on either process owns the directory."""
     atomic_write(directory.heartbeat_file, _content(record, worker).encode())
 
 
@@ -35,11 +35,11 @@ def _content(record: RunRecord, worker: Process | None) -> str:
 
 
 def dead_heartbeat(directory: RunDirectory) -> Heartbeat | None:
-    """The heartbeat of a run that died here, None if there is none. UserError when the run lives.
+    """The heartbeat that a dead run left, or None. Raises UserError if the run is alive.
 
-    Waits where that cannot be told yet, and for a run that has ended and whose processes are about to leave.
+    Waits while that is unknown, and for a run that has ended whose processes are still exiting.
     """
-    first, begun = directory.heartbeat(), time.monotonic()
+    first, started = directory.heartbeat(), time.monotonic()
     if first is None:
         return None
     waiting = False
@@ -47,13 +47,13 @@ def dead_heartbeat(directory: RunDirectory) -> Heartbeat | None:
         alive = heartbeat.alive()
         if alive is False or (alive is None and heartbeat.age > STALE_SECONDS):
             return heartbeat
-        leaving = alive and heartbeat.started == first.started and directory.status().ended
-        if leaving and time.monotonic() - begun < _LEAVING_SECONDS:
-            what = "to leave"
+        exiting = alive and heartbeat.started == first.started and directory.status().ended
+        if exiting and time.monotonic() - started < _EXIT_SECONDS:
+            what = "to exit"
         elif alive or heartbeat.touched != first.touched:
             raise in_use(directory, heartbeat)
         else:
-            what = "to give a sign of life"
+            what = "to send a heartbeat"
         if not waiting:
             _log.warning("%s: waiting for %s %s", directory.path, heartbeat.process or "its run", what)
         waiting = True
@@ -62,20 +62,20 @@ def dead_heartbeat(directory: RunDirectory) -> Heartbeat | None:
 
 
 def remove_dead_heartbeat(directory: RunDirectory, dead: Heartbeat) -> None:
-    """Remove the heartbeat of a dead run; one process at a time, lest a slow one remove what a quick one put in its place."""
-    turn = directory.path / ".takeover"
+    """Remove the heartbeat of a dead run; one process at a time, so that a slow one cannot remove the heartbeat of another."""
+    lock = directory.path / ".takeover"
     try:
-        turn.touch(exist_ok=False)
+        lock.touch(exist_ok=False)
     except FileExistsError:
         raise InUseError(
             f"another process is taking over {directory.path} from a run that died",
-            fix=f"choose another --output_dir; if there is no such process, remove {turn}",
+            fix=f"choose another --output_dir; if there is no such process, remove {lock}",
         ) from None
     try:
         if directory.heartbeat() == dead:
             directory.heartbeat_file.unlink(missing_ok=True)
     finally:
-        turn.unlink()
+        lock.unlink()
 
 
 def in_use(directory: RunDirectory, heartbeat: Heartbeat | None) -> InUseError:
@@ -83,7 +83,7 @@ def in_use(directory: RunDirectory, heartbeat: Heartbeat | None) -> InUseError:
     if heartbeat and heartbeat.worker and heartbeat.process and heartbeat.process.alive() is False:
         who = str(heartbeat.worker)
     if heartbeat and heartbeat.age > STALE_SECONDS:
-        who += f", though without a sign of life for {heartbeat.age:.0f} s"
+        who += f", without a heartbeat for {heartbeat.age:.0f} s"
         remedy = "end that process"
     else:
         remedy = f"stop it with `smalti run stop {directory.path}`"
@@ -98,8 +98,8 @@ def refuse_foreign_files(directory: RunDirectory) -> None:
         taken.append("control/")
     if taken:
         raise UserError(
-            f"{directory.path} is no run directory, but has {', '.join(taken)}, which a run would overwrite",
-            fix="choose another --output_dir, or move these away",
+            f"{directory.path} is not a run directory, and a run would overwrite {', '.join(taken)} in it",
+            fix="choose another --output_dir, or move these files",
         )
 
 

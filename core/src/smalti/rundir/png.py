@@ -1,6 +1,6 @@
-"""Pictures that carry what made them: the settings lie in the PNG itself, as text that any viewer of metadata shows.
+"""PNG images with the settings that generated them in their metadata, as text that any viewer of metadata shows.
 
-Pillow is imported when a picture is written or read.
+Pillow is imported when an image is written or read.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def save_image(
     run_id: str,
     **more: str | int | float,
 ) -> None:
-    """Write one picture with its settings; `more` are further ones ("guidance", "sampler" ...).
+    """Write an image with its settings atomically. `more` are further settings ("guidance", "sampler" ...).
 
-    A reader never sees half a picture. UserError when a file is there that smalti did not make.
+    Raises UserError if the file exists and was not written by smalti.
     """
     settings = {
         "prompt": prompt,
@@ -46,7 +46,7 @@ def save_image(
 
 
 def image_settings(path: Path) -> dict[str, str]:
-    """The settings in a picture, as text, by name; empty for one that smalti did not make. UserError when it is no picture."""
+    """The settings in an image, as text, by name; empty if smalti did not write it. Raises UserError if it is not an image."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -54,16 +54,16 @@ def image_settings(path: Path) -> dict[str, str]:
             image.load()  # text may follow the pixels
             texts = {str(name): value for name, value in image.info.items() if isinstance(value, str)}
     except (UnidentifiedImageError, OSError) as error:
-        raise UserError(f"{path} cannot be read as a picture: {error}", fix="give the path of a PNG file") from error
+        raise UserError(f"{path} cannot be read as an image: {error}", fix="give the path of a PNG file") from error
     return {name.removeprefix(_PREFIX): value for name, value in texts.items() if name.startswith(_PREFIX)}
 
 
 def write_png(path: Path, image: Image, settings: Mapping[str, str], *, description: str) -> None:
-    """Write a PNG with `settings` as text; `description` also goes where other programs look for one."""
+    """Write a PNG with `settings` as text. `description` is also stored under the usual name for it."""
     from PIL.PngImagePlugin import PngInfo
 
     if path.exists() and not image_settings(path):
-        raise UserError(f"{path} is there and was not made by smalti", fix="move it away")
+        raise UserError(f"{path} exists and was not written by smalti", fix="move it to another folder")
     info = PngInfo()
     texts = {"Software": "smalti", "Description": description}
     texts |= {_PREFIX + name: value for name, value in settings.items()}
@@ -76,5 +76,5 @@ def write_png(path: Path, image: Image, settings: Mapping[str, str], *, descript
 
 
 def _encodable(text: str) -> str:
-    """Text for PNG: no NUL, which would end it, and no halves of characters, as file names can have them."""
+    """Text for PNG: without NUL, which would end it, and without lone surrogates, which file names can contain."""
     return text.replace("\0", "").encode("utf-8", "replace").decode("utf-8")

@@ -1,4 +1,4 @@
-"""A run directory that is removed or moved away while its run goes on: noticed, and made again with all that a resume takes.
+"""Detect that a run directory was removed or moved during its run, and create it again with everything that a resume needs.
 
 Importing this module imports no torch.
 """
@@ -18,7 +18,7 @@ _KEPT = ("config.toml", "config.next.toml", "launch.json", "launch.next.json", "
 
 
 class Restorer:
-    """Knows a directory by what it is, not by its path, and what the small files in it held when `keep` was called last."""
+    """Identifies a directory by its inode, and remembers the contents of its small files at the last call of `keep`."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
@@ -31,16 +31,16 @@ class Restorer:
         self.keep()
 
     def keep(self) -> None:
-        """Remember the files that say how the run is started."""
+        """Remember the files that describe how the run was started."""
         path = self._directory.path
         found = sorted(file for pattern in _KEPT for file in path.glob(pattern))
         self._files = {file.name: file.read_bytes() for file in found}
         self._encoded = any(path.glob("cache/*/*.safetensors"))
 
     def lost(self, *, surely: bool = False) -> bool:
-        """Whether there is no directory at the path, or another one, or an empty one; and that was so the last time too.
+        """Whether the directory is missing, empty or another one, now and at the last call.
 
-        Who removes a directory file by file is not to be disturbed; with `surely`, now is the last time to look.
+        The second check waits for a removal file by file to finish. With `surely` one check is enough.
         """
         found = self._found()
         lost = found != self._place or not self._directory.record_file.exists()
@@ -49,13 +49,13 @@ class Restorer:
 
     @property
     def lost_encoded(self) -> bool:
-        """Whether the images and texts that were encoded ahead lay in the directory, and do not any more."""
+        """Whether encoded images and texts were in the directory and are missing now."""
         return self._encoded and not any(self._directory.path.glob("cache/*/*.safetensors"))
 
     def restore(self, events: EventWriter) -> str:
-        """Make the directory again, with these files and all events; returns what has happened. Raises OSError.
+        """Create the directory again, with these files and all events. Returns what happened, as a message. Raises OSError.
 
-        What is there already stays. A directory that was moved away is told in its own events that the run is not there.
+        Existing files stay. In a directory that was moved, a final event says that the run continues elsewhere.
         """
         path, moved_to = self._directory.path, self._moved_to()
         path.mkdir(parents=True, exist_ok=True)
@@ -65,16 +65,16 @@ class Restorer:
         if moved_to is None:
             events.move(self._directory.events_file)
             self._settle()
-            return f"{path} was removed, with all that was saved there; it was made again, and the run goes on and saves there"
-        message = f"this directory was moved while its run wrote there; the run goes on in {path.absolute()}"
+            return f"{path} was removed with everything saved in it; it was created again, and the run continues in it"
+        message = f"this directory was moved during its run; the run continues in {path.absolute()}"
         events.move(self._directory.events_file, {"state": "stopped", "message": message, "exit_code": int(ExitCode.FAILED)})
         with suppress(OSError):
             os.unlink("heartbeat", dir_fd=self._handle)
         self._settle()
-        return f"{path} was moved to {moved_to}; it was made again, and the run goes on and saves there"
+        return f"{path} was moved to {moved_to}; it was created again, and the run continues in it"
 
     def follow(self, events: EventWriter) -> None:
-        """The same for a process that leaves the restoring to another one."""
+        """The same for a process that waits until another one has restored the directory."""
         if self._found() is not None and self._directory.events_file.exists():
             events.move(self._directory.events_file)
             self._settle()
@@ -85,7 +85,7 @@ class Restorer:
             self._handle = -1
 
     def _settle(self) -> None:
-        """From now on the directory is the one at the path."""
+        """Adopt the directory that is at the path now."""
         self.close()
         self._handle = os.open(self._directory.path, os.O_RDONLY | os.O_DIRECTORY)
         status = os.fstat(self._handle)
@@ -96,12 +96,12 @@ class Restorer:
             status = self._directory.path.stat()
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except OSError:  # its server does not answer, which says nothing
+        except OSError:  # the file server does not answer, so nothing is known
             return self._place
         return status.st_dev, status.st_ino
 
     def _moved_to(self) -> Path | None:
-        """Where the directory is now; None if it was removed or emptied, or where the system does not tell."""
+        """Where the directory is now; None if it was removed or emptied, or if the system does not report it."""
         if self._found() == self._place:
             return None
         try:

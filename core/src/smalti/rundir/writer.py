@@ -1,11 +1,11 @@
-"""Being a run: the processes that own a run directory, from the first second of a launch to its end.
+"""The run's side of a run directory: the processes that own it, from the start of a launch to its end.
 
-One launch at a time: its process makes the file `heartbeat` exclusively, before it looks at any data, touches it as long as it
-lives and removes it when it leaves. The main rank, where that is another process, joins it, and then either keeps others out.
-What dead processes left behind is taken over; where a process cannot be seen (another host, another container), it counts as
-dead once its heartbeat has stood still for `STALE_SECONDS`.
+One launch at a time: its process creates the file `heartbeat` exclusively before it scans any data, touches it as long as it
+runs, and removes it at the end. The main rank, if it is another process, is added to it, and then either process owns the
+directory. The directory of dead processes is taken over. A process that is not visible from here (another host, another
+container) counts as dead once its heartbeat is older than `STALE_SECONDS`.
 
-Until the first step the launching process answers what is asked of the run, afterwards the main rank, between two steps.
+Until the first step, the launching process answers requests; afterwards the main rank does, between two steps.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from smalti.rundir.directory import (
 from smalti.rundir.events import EventWriter
 from smalti.rundir.heartbeat import (
     add_worker,
+    claim,
     dead_heartbeat,
     in_use,
     refuse_foreign_files,
     remove_dead_heartbeat,
-    take,
     write_record,
 )
 from smalti.rundir.phases import Phase, Phases
@@ -51,11 +51,11 @@ from smalti.rundir.restoring import Restorer
 from smalti.system import Process
 
 ATTEMPT_VARIABLE = "SMALTI_ATTEMPT"
-"""Set in the processes of a launch: which attempt at the run they belong to."""
+"""The environment variable that identifies the attempt at the run to which a process belongs."""
 PHASE_SECONDS = 1.0
-"""No more than one event in this time tells of phases; a shorter phase may stay untold."""
+"""The least time between two events about phases. A shorter phase may be omitted."""
 
-STOPPED_EARLY = "stopped on request before the first step; what was encoded is kept"
+STOPPED_EARLY = "stopped on request before the first step; encoded samples are kept"
 
 _log = logging.getLogger(__name__)
 
@@ -68,10 +68,10 @@ def prepare(
     world_size: int = 1,
     mixed_precision: str | None = None,
 ) -> RunRecord:
-    """Make a run directory, or make one ready to go on, and start nothing; its id, and its name unless given, stay.
+    """Create a run directory, or prepare one to resume. Starts nothing. An existing id stays, and the name unless given.
 
-    Files of others may lie beside the run's. UserError when a run lives there, or when one of the run's own files would
-    overwrite something that is not the run's.
+    Other files may be in the directory. Raises UserError if a run uses it, or if a file of the run would overwrite one that is
+    not of a run.
     """
     with _writing_to(directory):
         directory.path.mkdir(parents=True, exist_ok=True)
@@ -103,10 +103,10 @@ def acquire(
     mixed_precision: str | None = None,
     on_stop: Callable[[], None] | None = None,
 ) -> RunWriter:
-    """Become the run in this directory. UserError when another one lives there; of several that try at once one gets through.
+    """Acquire the run directory. Raises UserError if another run uses it; of several concurrent callers one succeeds.
 
-    `on_stop` is called in a thread when a stop is asked for before the first step; without it, requests wait for the loop.
-    Can take `STALE_SECONDS` when the run before died on another host just now.
+    `on_stop` is called in a thread when a stop is requested before the first step. Without it, requests wait for the loop. This
+    can take `STALE_SECONDS` if the previous run has just died on another host.
     """
     before = directory.record() if directory.path.is_dir() else None
     record = prepare(directory, name=name, config_digest=config_digest, world_size=world_size, mixed_precision=mixed_precision)
@@ -115,7 +115,7 @@ def acquire(
         if dead := dead_heartbeat(directory):
             remove_dead_heartbeat(directory, dead)
         try:
-            take(directory, record)
+            claim(directory, record)
         except FileExistsError:
             raise in_use(directory, directory.heartbeat()) from None
         write_record(directory, record)
@@ -132,9 +132,9 @@ def _writing_to(directory: RunDirectory) -> Iterator[None]:
 
 
 def join(directory: RunDirectory, *, config_digest: str = "", world_size: int = 1) -> RunWriter:
-    """For the main rank: become the run beside the process that launched it, or alone if none did that holds the directory.
+    """For the main rank: join the process that launched the run, or acquire the directory if no such process owns it.
 
-    UserError when another run lives there.
+    Raises UserError if another run uses it.
     """
     attempt, heartbeat, record = os.environ.get(ATTEMPT_VARIABLE), directory.heartbeat(), directory.record()
     if attempt is None or heartbeat is None or record is None or repr(heartbeat.started) != attempt:
@@ -143,10 +143,10 @@ def join(directory: RunDirectory, *, config_digest: str = "", world_size: int = 
 
 
 class RunWriter:
-    """The run's own hands on its directory: events, answers to requests, the heartbeat. Leave with `close`, or use `with`.
+    """Writes to a run directory for its run: events, answers to requests, the heartbeat. Close it, or use `with`.
 
-    A run that leaves without `end` or `end_launch` counts as failed. `phases` is what this process is busy with, and the
-    events tell of it. `stop_request` is the request that ends the run before its first step, if there was one.
+    A run that ends without `end` or `end_launch` counts as failed. `phases` is the phase of this process, which is reported in
+    the events. `stop_request` is the request that ended the run before its first step, if any.
     """
 
     def __init__(
@@ -167,24 +167,24 @@ class RunWriter:
         self._on_stop = on_stop
         self._worker = worker
         self._new_owner: Heartbeat | None = None
-        self._left_alone: set[Path] = set()
+        self._ignored_files: set[Path] = set()
         self._training = False
         self._joined = False
-        self._gone = False
-        self._told: Phase | None = None
-        self._told_at = -PHASE_SECONDS
+        self._directory_lost = False
+        self._reported: Phase | None = None
+        self._reported_at = -PHASE_SECONDS
         self._restorer = Restorer(directory)
-        self._restoring = threading.Lock()
-        self._errands: list[Request] = []
-        self._asking = threading.Lock()
+        self._restore_lock = threading.Lock()
+        self._own_requests: list[Request] = []
+        self._request_lock = threading.Lock()
         self._closing = threading.Event()
-        self._pulse = threading.Thread(target=self._keep_alive, name="heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._keep_alive, name="heartbeat", daemon=True)
         if worker is None:
             self.events.append("state", state="starting", message=str(record.process), world_size=record.world_size)
-            self._refuse_requests("it was asked before this run started")
+            self._refuse_requests("it was requested before this run started")
         else:
             add_worker(directory, record, worker)
-        self._pulse.start()
+        self._thread.start()
 
     def __enter__(self) -> RunWriter:
         return self
@@ -193,58 +193,55 @@ class RunWriter:
         self.close()
 
     def close(self) -> None:
-        """Leave the directory to others, unless the process that launched the run is still there.
-
-        Requests that came too late get an answer.
-        """
+        """Release the directory, unless the process that launched the run still owns it. Refuses late requests."""
         if self._closing.is_set():
             return
         self._closing.set()
-        self._pulse.join()
+        self._thread.join()
         self._refuse_requests("the run has ended")
         self.events.close()
         self._restorer.close()
         last = self._worker is None or (self.record.process is not None and self.record.process.alive() is False)
-        if last and self._holds(self.directory.heartbeat()):
+        if last and self._owns(self.directory.heartbeat()):
             self.directory.heartbeat_file.unlink(missing_ok=True)
 
     def begin_training(self) -> None:
-        """On the main rank, when everything is built: from now on the loop obeys what is asked of the run."""
-        with self._asking:
+        """On the main rank, when everything is built: from now on the loop handles requests."""
+        with self._request_lock:
             self._training = True
             self.record = replace(self.record, training_since=time.time())
             write_record(self.directory, self.record)
 
     def keep_files(self) -> None:
-        """The files that say how the run is started have changed: they are those to restore if the directory is lost."""
+        """Remember the changed files that describe how the run was started, to restore them if the directory is lost."""
         self._restorer.keep()
 
-    # --- what is asked of the run -----------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------------------------
 
     def take_requests(self) -> list[Request]:
-        """What was asked since the last call, oldest first. Costs one look into a folder: call it between steps.
+        """The requests since the last call, oldest first. Costs one listing of a folder: call it between steps.
 
-        Answer each with `acknowledge`. Files in `control/` that are no requests stay there.
+        Answer each with `acknowledge`. Files in `control/` that are not requests stay there.
         """
         if self._new_owner:
             return [
                 Request(id="", kind="stop", details={"message": f"{self._new_owner.process} took over {self.directory.path}"})
             ]
-        taken, self._errands = self._errands, []
+        taken, self._own_requests = self._own_requests, []
         for path in sorted(self.directory.control.glob("*.json")):
             request = _read_request(path)
             if request is None:
-                self._leave_alone(path)
+                self._ignore(path)
                 continue
             path.unlink(missing_ok=True)
             if request.kind in get_args(RequestKind):
                 taken.append(request)
             else:
-                self.acknowledge(request, accepted=False, message=f"a run cannot {request.kind}")
+                self.acknowledge(request, accepted=False, message=f"unknown request {request.kind!r}")
         return taken
 
     def acknowledge(self, request: Request, *, accepted: bool = True, message: str = "") -> None:
-        """Answer a request, in words for whoever asked."""
+        """Answer a request, with a message for the sender."""
         self.events.append(
             "control_ack",
             step=self.events.last_step,
@@ -258,29 +255,29 @@ class RunWriter:
         for request in self.take_requests():
             self.acknowledge(request, accepted=False, message=why)
 
-    def _leave_alone(self, path: Path) -> None:
-        if path not in self._left_alone:
-            self._left_alone.add(path)
-            self.events.append("warning", message=f"{path} is no request; it stays where it is")
+    def _ignore(self, path: Path) -> None:
+        if path not in self._ignored_files:
+            self._ignored_files.add(path)
+            self.events.append("warning", message=f"{path} is not a request and is ignored")
 
-    # --- what the run says ------------------------------------------------------------------------------------------
+    # --- state of the run -------------------------------------------------------------------------------------------
 
     def take_launch_files(self) -> None:
-        """The loop begins: from here on the configuration of the launch is that of the run."""
+        """Called when the loop begins: from here on, the configuration of the launch is that of the run."""
         for file in (self.directory.config_file, self.directory.launch_file):
             with suppress(FileNotFoundError):
                 self.directory.next_of(file).replace(file)
         self.keep_files()
 
     def end(self, step: int, condition: Condition, message: str, code: ExitCode) -> None:
-        """The last word of the loop. Nothing may be recorded after it."""
+        """Write the final state of the loop. No event may follow."""
         self._restore_if_lost(surely=True)
         self.events.append("state", step=step, state=condition, message=message, exit_code=code)
 
     def end_launch(self, code: ExitCode, message: str) -> None:
-        """The last word of a launch, from the process that launched it, unless the run has said it itself.
+        """Write the final state of a launch, in the process that launched it, unless the loop has written it already.
 
-        A launch that failed before its first step leaves a run that had made steps as it was.
+        A launch that failed before its first step does not change the status of a run that had made steps.
         """
         self._restore_if_lost(surely=True)
         if self.directory.status().ended:
@@ -310,88 +307,88 @@ class RunWriter:
                     due = time.monotonic() + BEAT_SECONDS
                     self._beat()
                     failing = False
-                self._tell_phase()
-                self._answer_early()
+                self._report_phase()
+                self._answer_before_first_step()
             except (OSError, UserError) as error:
                 if not failing:
                     _log.warning("%s: no heartbeat: %s", self.directory.heartbeat_file, error)
                 failing = True
 
     def _look_for_main_rank(self) -> None:
-        """Until the first step: whether it is another process, and has come."""
+        """Until the first step: find out whether the main rank is another process that has joined."""
         if self._worker is None and not self._joined and not self._training:
             heartbeat = self.directory.heartbeat()
             self._joined = heartbeat is not None and heartbeat.worker is not None
 
     def _restore_if_lost(self, *, surely: bool = False) -> None:
-        with self._restoring:
+        with self._restore_lock:
             if self._restorer.lost(surely=surely):
                 self._restore()
 
     def _restore(self) -> None:
-        """The directory was removed or moved away. Of a run's two processes the main rank makes it again."""
+        """The directory was removed or moved. Of the two processes of a run, the main rank creates it again."""
         if self._joined:
             self._restorer.follow(self.events)
             return
-        there, heartbeat = self.directory.record(), self.directory.heartbeat()
-        if (there and there.id != self.record.id) or (heartbeat and not self._holds(heartbeat)):
-            self._give_way(heartbeat)
+        found, heartbeat = self.directory.record(), self.directory.heartbeat()
+        if (found and found.id != self.record.id) or (heartbeat and not self._owns(heartbeat)):
+            self._yield_to(heartbeat)
             return
         try:
-            told = self._restorer.restore(self.events)
+            message = self._restorer.restore(self.events)
             write_record(self.directory, self.record)
             with suppress(FileExistsError):
-                take(self.directory, self.record)
+                claim(self.directory, self.record)
             if self._worker is not None:
                 add_worker(self.directory, self.record, self._worker)
         except OSError as error:
-            if not self._gone:
+            if not self._directory_lost:
                 _log.warning(
-                    "%s is gone and cannot be made again: %s; nothing is saved until it can", self.directory.path, error
+                    "%s is missing and cannot be created again: %s; nothing is saved until then", self.directory.path, error
                 )
-            self._gone = True
+            self._directory_lost = True
             return
-        self._gone = False
-        _log.warning("%s", told)
-        self.events.append("warning", step=self.events.last_step or None, message=told)
+        self._directory_lost = False
+        _log.warning("%s", message)
+        self.events.append("warning", step=self.events.last_step or None, message=message)
         if self._restorer.lost_encoded:
-            gone = "the images and texts that were encoded ahead are gone with the run directory"
-            self._errands.append(Request(id="", kind="stop", details={"reason": "lost data", "message": gone}))
+            lost = "the encoded images and texts were lost with the run directory"
+            self._own_requests.append(Request(id="", kind="stop", details={"reason": "lost data", "message": lost}))
         elif self._training:
-            self._errands.append(Request(id="", kind="save"))
+            self._own_requests.append(Request(id="", kind="save"))
 
     def _beat(self) -> None:
-        """One sign of life; a run that was silent for long may find that another one took its place."""
+        """Touch the heartbeat. A run that was suspended for long may find that another one has taken over the directory."""
         heartbeat = self.directory.heartbeat()
         if heartbeat is None:
-            with suppress(FileExistsError):  # of a run's two processes, the other one was quicker
-                take(self.directory, self.record)
-        elif not self._holds(heartbeat):
-            self._give_way(heartbeat)
-        elif self._worker is not None and heartbeat.worker is None:  # somebody removed it, and the launcher brought it back
+            with suppress(FileExistsError):  # the other process of the run was faster
+                claim(self.directory, self.record)
+        elif not self._owns(heartbeat):
+            self._yield_to(heartbeat)
+        elif self._worker is not None and heartbeat.worker is None:  # it was removed, and the launcher created it again
             add_worker(self.directory, self.record, self._worker)
         else:
             os.utime(self.directory.heartbeat_file)
 
-    def _give_way(self, heartbeat: Heartbeat | None) -> None:
+    def _yield_to(self, heartbeat: Heartbeat | None) -> None:
         self._new_owner = heartbeat or Heartbeat(process=None, started=0.0, touched=0.0)
         _log.error("%s took over %s; this run stops", self._new_owner.process or "another run", self.directory.path)
 
-    def _holds(self, heartbeat: Heartbeat | None) -> bool:
+    def _owns(self, heartbeat: Heartbeat | None) -> bool:
         return heartbeat is not None and (heartbeat.process, heartbeat.started) == (self.record.process, self.record.started)
 
-    def _tell_phase(self) -> None:
+    def _report_phase(self) -> None:
         phase = self.phases.current
-        if phase is None or phase == self._told or time.monotonic() - self._told_at < PHASE_SECONDS:
+        if phase is None or phase == self._reported or time.monotonic() - self._reported_at < PHASE_SECONDS:
             return
-        self._told, self._told_at = phase, time.monotonic()
+        self._reported, self._reported_at = phase, time.monotonic()
         self.events.append("phase", phase=phase.name, begun=phase.begun, done=phase.done, total=phase.total, unit=phase.unit)
 
-    def _answer_early(self) -> None:
-        """Before the first step there is nothing to save, and a stop need not wait for anything."""
+    def _answer_before_first_step(self) -> None:
+        """Before the first step there is nothing to save, and a stop takes effect at once."""
         if self._on_stop is None or self.stop_request:
             return
-        with self._asking:
+        with self._request_lock:
             if not self._training and (record := self.directory.record()) is not None:
                 self._training = record.training_since is not None  # the main rank is another process
             for request in () if self._training else self.take_requests():
@@ -408,7 +405,7 @@ class RunWriter:
 
 
 def _read_request(path: Path) -> Request | None:
-    """A request is a JSON object with a `kind` and perhaps `details`; anything else is somebody's file."""
+    """Read a request: a JSON object with a `kind` and perhaps `details`. None if the file is anything else."""
     try:
         content: object = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):
