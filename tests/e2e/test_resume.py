@@ -51,7 +51,7 @@ def test_a_run_with_another_effective_batch_is_not_continued(runs, train):
     again = train(whole.directory, max_train_steps=20, train_batch_size=8, use_ema=True)
     assert again.code == 8
     assert "the effective batch was 4, is now 8 (1 rank x 8 x 1)\n" in again.output
-    assert "fix: --train_batch_size=4; or begin anew" in again.output
+    assert "fix: --train_batch_size=4; or start a new run" in again.output
 
 
 @pytest.mark.parametrize(

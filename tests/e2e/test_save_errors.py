@@ -43,7 +43,7 @@ def test_a_run_trains_on_when_the_disk_is_full_and_fails_in_the_end(small_disk, 
     # Not from the events: while a save fills the disk, a line of theirs may have no room either.
     assert [step for step in range(1, 9) if f"cannot save step {step} " in run.output] == [4, 6, 8]
     [final] = (line for line in run.output.splitlines() if "cannot save step 8" in line and "last good" not in line)
-    assert "training goes on" not in final
+    assert "training continues" not in final
 
 
 def test_a_run_stops_if_that_was_asked_for_and_hook_on_checkpoint_failed_hears_of_it(small_disk, launch):
@@ -64,5 +64,5 @@ def test_the_next_interval_tries_again(small_disk, start):
     run.process.terminate()
     code, output = run.wait()
     assert code in (1, 6)  # two checkpoints at once need not find room on this disk
-    assert "training goes on" in output
+    assert "training continues" in output
     assert CheckpointStore(small_disk / "run" / "checkpoints").latest() is not None

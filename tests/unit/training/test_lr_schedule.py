@@ -52,11 +52,11 @@ def test_a_schedule_that_begins_in_the_middle_is_the_one_that_came_there(shape):
 
 
 def evaluating(steps: int = 0, epochs: int = 0, per_epoch: int = 3) -> list[int]:
-    """After which of ten steps the loss on held-out pictures is measured, when an epoch has so many batches."""
+    """After which of ten steps the loss on held-out samples_images is measured, when an epoch has so many batches."""
     cadence = Cadence(
         validation_interval=0,
         checkpoint_interval=0,
-        pictures=False,
+        samples_images=False,
         evaluation_interval=steps,
         evaluation_epochs=epochs,
         epoch_of=lambda position: position // per_epoch,
@@ -78,18 +78,18 @@ def test_without_anything_held_out_nothing_is_evaluated():
     assert not cadence().should_evaluate(RunState(max_steps=1, step=1))
 
 
-def cadence(validation: int = 0, checkpoint: int = 0, *, pictures: bool = True) -> Cadence:
-    return Cadence(validation_interval=validation, checkpoint_interval=checkpoint, pictures=pictures)
+def cadence(validation: int = 0, checkpoint: int = 0, *, samples_images: bool = True) -> Cadence:
+    return Cadence(validation_interval=validation, checkpoint_interval=checkpoint, samples_images=samples_images)
 
 
-def test_pictures_are_drawn_at_the_interval_and_at_the_end():
+def test_samples_images_are_drawn_at_the_interval_and_at_the_end():
     steps = [step for step in range(1, 11) if cadence(validation=4).should_validate(RunState(max_steps=10, step=step))]
     assert steps == [4, 8, 10]
 
 
 def test_nothing_is_drawn_without_prompts():
     state = RunState(max_steps=10, step=10, validation_requested=True)
-    assert not cadence(validation=5, pictures=False).should_validate(state)
+    assert not cadence(validation=5, samples_images=False).should_validate(state)
 
 
 def test_a_step_that_was_left_out_does_not_save_the_last_one_again():

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from smalti.training.failures.memory_use import MemoryUse, amounts, remedies, told
+from smalti.training.failures.memory_use import MemoryUse, amounts, out_of_memory_message, remedies
 
 GIB = 2**30
 SAID = (
@@ -48,14 +48,14 @@ def test_what_the_allocator_of_the_host_says_is_read():
 
 
 def test_memory_is_told_by_what_it_is_used_for_and_activations_are_the_rest():
-    lines = told(USE).splitlines()
+    lines = out_of_memory_message(USE).splitlines()
     assert lines[0] == ("out of memory on cuda:1: no room for 2.00 GiB more in the backward pass, with 4 images of 1024x1024")
     assert "    optimizer state           20.00 GiB" in lines
     assert "    activations and all else  24.00 GiB" in lines
 
 
 def test_what_a_first_step_has_not_made_yet_is_told():
-    assert "10.00 GiB of gradients, and then the optimizer state" in told(replace(USE, gradients=0, moments=0))
+    assert "10.00 GiB of gradients, and then the optimizer state" in out_of_memory_message(replace(USE, gradients=0, moments=0))
 
 
 def test_what_saves_most_comes_first_with_what_it_saves():

@@ -140,7 +140,7 @@ def test_a_change_is_noticed_also_where_the_record_of_the_run_is_gone(project: P
     assert project.resume(trainer) == Resumption()
     caption(project.images)
 
-    with pytest.raises(CheckpointError, match="images or captions are other ones; which is not recorded here"):
+    with pytest.raises(CheckpointError, match="images or captions changed; which ones is not recorded here"):
         project.resume(trainer)
 
 
@@ -177,7 +177,7 @@ def test_another_effective_batch_is_refused_with_the_values_that_restore_it(
         project.resume(trainer, *flags, "--allow_dataset_oversubscription")
 
     assert f"the effective batch was {was}, is now " in str(caught.value)
-    assert f"fix: {fix}; or begin anew" in str(caught.value)
+    assert f"fix: {fix}; or start a new run" in str(caught.value)
     assert "data have changed" not in str(caught.value)
 
 

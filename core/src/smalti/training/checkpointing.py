@@ -1,4 +1,4 @@
-"""Checkpoints as the loop sees them: begun at a step boundary, told at a later one, and what a failure means for the run."""
+"""Checkpoints as the loop sees them: started at a step boundary, reported at a later one, and what a failure means."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def poll_save(run: Run, *, finish: bool = False, last: bool = False) -> None:
         return
     stops = run.config[CheckpointOptions].on_save_error == "stop" or result.errno is None
     if run.world.is_main:
-        then = "stopping" if stops else "older checkpoints are intact" + ("" if last else ", training goes on")
+        then = "stopping" if stops else "older checkpoints are intact" + ("" if last else ", training continues")
         _log.warning("%s; %s%s", result.message, then, f"\n  fix: {result.fix}" if result.fix else "")
     notify_each(run.plugins, HookSpecs.on_checkpoint_failed, run.state, error=result)
     if stops:
@@ -58,10 +58,10 @@ def finish_save(run: Run, outcome: Outcome) -> Outcome:
     poll_save(run, finish=True, last=True)
     if run.save_failure is None or outcome.reason is StopReason.SAVE_FAILED:
         return outcome
-    told = run.parallel.all_gather_text(_with_last_good(run, run.save_failure))[0]
+    reason = run.parallel.all_gather_text(_with_last_good(run, run.save_failure))[0]
     if outcome.reason > StopReason.SAVE_FAILED:
-        return Outcome(reason=outcome.reason, message=f"{outcome.message}; {told}")
-    return Outcome(reason=StopReason.SAVE_FAILED, message=told)
+        return Outcome(reason=outcome.reason, message=f"{outcome.message}; {reason}")
+    return Outcome(reason=StopReason.SAVE_FAILED, message=reason)
 
 
 def _with_last_good(run: Run, failure: SaveError) -> str:

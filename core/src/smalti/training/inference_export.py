@@ -118,7 +118,7 @@ def _config_of(run: RunDirectory, plugins: Plugins, pretrained: str | None) -> C
         launch = parse_json(run.launch_file.read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{run.launch_file} cannot be read: {error}", fix="start the run once more; it writes the file anew"
+            f"{run.launch_file} cannot be read: {error}", fix="start the run again; it writes the file again"
         ) from error
     values = dict(cast(Mapping[str, Mapping[str, object]], launch)["values"])
     if pretrained is not None:
@@ -151,5 +151,5 @@ def _compare(path: Path, trained: Trained, family: ModelFamily) -> None:
         some = ", ".join(f"{name} {list(found.get(name, ()))} for {list(wanted.get(name, ()))}" for name in odd[:3])
         raise CheckpointError(
             f"{path} was made for something else: {len(odd)} tensors are not those of the model, such as {some}",
-            fix="give back to the run the options that it had when it saved this; --pretrained_model_name_or_path if it moved",
+            fix="give the run the options that it had when it saved this: --pretrained_model_name_or_path if it moved",
         )

@@ -1,4 +1,4 @@
-"""Numbers of a step on their way to the trackers. One that fails is switched off; the run goes on."""
+"""Numbers of a step on their way to the trackers. One that fails is switched off; the run continues."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def metrics_of(result: StepResult) -> dict[str, float]:
 
 
 def log_metrics(plugins: Plugins, world: World, metrics: Mapping[str, float], step: int) -> None:
-    """Hand numbers to every tracker. Main rank only; a tracker's failure is told once and ends its part in the run."""
+    """Hand numbers to every tracker. Main rank only; a tracker's failure is reported once and disables it."""
     if not world.is_main:
         return
     for name in sorted(plugins.implementers(HookSpecs.log_metrics)):
         try:
             plugins.call_one(name, HookSpecs.log_metrics, metrics=metrics, step=step)
-        except Exception as error:  # noqa: BLE001 - the isolation of trackers: whatever they raise, training goes on
+        except Exception as error:  # noqa: BLE001 - the isolation of trackers: whatever they raise, training continues
             plugins.disable(name, HookSpecs.log_metrics)
             source = plugins.infos[name].source
             _log.warning(

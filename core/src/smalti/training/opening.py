@@ -75,7 +75,7 @@ def run_info(
     writer: RunWriter | None,
     **sizes: int,
 ) -> RunInfo:
-    """What observers are told of the run; `sizes` are `parameters` and `trainable`."""
+    """What observers receive about the run; `sizes` are `parameters` and `trainable`."""
     directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
     record = directory.record()
     return RunInfo(

@@ -49,7 +49,7 @@ def check_resumable(trainer: Mapping[str, object], config: Config, data: Prepare
     if problems:
         raise CheckpointError(
             f"{source} belongs to another run than the options describe: {'; '.join(message for message, _ in problems)}",
-            fix="; ".join([*(fix for _, fix in problems), "or begin anew in another --output_dir"]),
+            fix="; ".join([*(fix for _, fix in problems), "or start a new run in another --output_dir"]),
         )
     return found
 
@@ -107,26 +107,27 @@ def _since_first_digest(digest: str, trainer: Mapping[str, object], data: Prepar
     """Of a checkpoint that holds one digest of everything, seed and effective batch in it."""
     seed = cast(int, trainer.get("seed", data.order.seed))
     if first_digest(data.indexes, data.order, seed=seed) != digest:
-        told = "images were added, removed, renamed or resized, or other buckets or repeats were set"
-        return Resumption(changes=(f"{told} (the checkpoint is of an earlier version and does not say which)",), reordered=True)
+        change = "images were added, removed, renamed or resized, or other buckets or repeats were set"
+        changes = (f"{change} (the checkpoint is of an earlier version and does not say what)",)
+        return Resumption(changes=changes, reordered=True)
     # Then images were stretched to their buckets unless a dataset said otherwise, and the buckets were the same.
     cropped = [one.spec.id for one in data.datasets if one.spec.crop and "crop" not in one.spec.model_fields_set]
     changed = tuple(f"crop of dataset {name} was false, as earlier versions had it by default, is now true" for name in cropped)
-    told = "contents and captions of images are not compared, as the checkpoint is of an earlier version; later ones keep them"
-    return Resumption(changes=changed, settings=("crop=false",) * len(changed), notices=(told,))
+    note = "contents and captions of images are not compared, as the checkpoint is of an earlier version; later ones keep them"
+    return Resumption(changes=changed, settings=("crop=false",) * len(changed), notices=(note,))
 
 
 def _since(then: Identity, data: PreparedData, directory: Path, *, same_batch: bool) -> Resumption:
     now = data.identity
     reordered = then.order != now.order
     settings = _settings(then.settings, now.settings, reordered=reordered)
-    told = [message for message, _ in settings]
+    changed = [message for message, _ in settings]
     if then.samples != now.samples:
         found = changes(then, data.indexes, directory)
-        told += ["images or captions are other ones; which is not recorded here"] if found is None else found
-    if reordered and same_batch and not told:
-        told.append("samples come in another order")
-    return Resumption(changes=tuple(told), settings=tuple(setting for _, setting in settings), reordered=reordered)
+        changed += ["images or captions changed; which ones is not recorded here"] if found is None else found
+    if reordered and same_batch and not changed:
+        changed.append("samples come in another order")
+    return Resumption(changes=tuple(changed), settings=tuple(setting for _, setting in settings), reordered=reordered)
 
 
 def _settings(then: Settings, now: Settings, *, reordered: bool) -> list[tuple[str, str]]:

@@ -111,7 +111,7 @@ class Run:
     data_changes: list[object] = field(default_factory=list)
     """At which steps the run was continued on changed data, and what had changed; for people, and JSON-able."""
     held_out: HeldOut | None = field(init=False)
-    """The pictures that the loss is measured on now and then, if there are any."""
+    """The held-out images for evaluation, if there are any."""
 
     def start_from_here(self, closing: ExitStack) -> None:
         """Set learning rate and loader to where `state` stands: the last act of building, after any checkpoint was loaded.
@@ -156,7 +156,7 @@ class Run:
 
     @property
     def phases(self) -> Phases:
-        """What this rank is busy with; told of on the main rank."""
+        """What this rank is doing; reported on the main rank."""
         return self.info.writer.phases if self.info.writer is not None else Phases()
 
     @property
@@ -172,7 +172,7 @@ class Run:
         return self.config[TrainingOptions].max_grad_norm
 
     def advance(self, batch: Batch, result: StepResult) -> None:
-        """Count a step that is done; a step that was left out moves the data position alone."""
+        """Count a step that is done; a skipped step moves the data position alone."""
         state, options = self.state, self.config[RunOptions]
         if result.skipped:
             self.leave_out(batch)
@@ -413,7 +413,7 @@ def check_adapter(mine: Mapping[str, object] | None, trainer: Mapping[str, objec
     if (adapter := trainer.get("adapter")) != mine:
         raise CheckpointError(
             f"{source} holds another adapter than this run trains: {adapter} there, {mine} here",
-            fix="give the same --pretrained_model_name_or_path and --lora_alpha, or start afresh in a new --output_dir",
+            fix="give the same --pretrained_model_name_or_path and --lora_alpha, or start a new run in a new --output_dir",
         )
 
 

@@ -59,7 +59,7 @@ class Utilisation:
     computed twice to save memory is not counted, nor what frozen encoders compute.
 
     Args:
-        family: counts the forward pass; once for every size of pictures, when the first of that size comes.
+        family: counts the forward pass; once for every image size, when the first of that size comes.
         trained: share of the parameters that train.
         peak: FLOP/s that all devices together can make; None where that is not known.
     """
@@ -71,14 +71,14 @@ class Utilisation:
     _failed: bool = field(default=False, init=False)
 
     def of(self, result: StepResult, width: int, height: int) -> float | None:
-        """The share of the peak that a step on pictures of this size made use of; None where it cannot be known."""
+        """The fraction of the peak that a step on images of this size used; None where it is not known."""
         seconds = result.seconds + result.data_seconds
         if self.peak is None or not seconds or (forward := self._forward(width, height)) is None:
             return None
         return result.samples * forward * (2 + self.trained) / seconds / self.peak
 
     def _forward(self, width: int, height: int) -> int | None:
-        """FLOPs of one sample; None, told once, from when on the family cannot count them."""
+        """FLOPs of one sample; None, reported once, if the family cannot count them."""
         if (width, height) not in self._counted and not self._failed:
             try:
                 self._counted[width, height] = self.family.flops_per_sample(width, height)

@@ -41,10 +41,10 @@ def on_all_ranks(ranks: Communicator, action: Callable[[], T]) -> T:
         if is_fault(error):
             raise
         failure = error
-    told = ranks.all_gather_text(summary(failure) if failure is not None else "")
-    for rank, text in enumerate(told):
+    failures = ranks.all_gather_text(summary(failure) if failure is not None else "")
+    for rank, text in enumerate(failures):
         if text:
-            raise AttemptFailed(f"rank {rank}: {text}" if len(told) > 1 else text, failure) from failure
+            raise AttemptFailed(f"rank {rank}: {text}" if len(failures) > 1 else text, failure) from failure
     return result[0]
 
 

@@ -1,4 +1,4 @@
-"""Turning an accelerator's failure inside the loop into a question to the plugins: go on, save, or stop?"""
+"""Turning an accelerator's failure inside the loop into a question to the plugins: continue, save, or stop?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEFAULT = "core"
 """The plugin whose answer counts only where no other has one."""
 _FAILED_CALL = re.compile(r"\bCU(BLAS|DNN|SOLVER|SPARSE)_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR)")
 """What libraries beside the runtime return when the device has failed below them; other codes tell of wrong arguments."""
-_TOLD = re.compile(r"(CUDA error|CUDA driver error|Triton Error \[CUDA\]): |Cuda failure( \d+)? '")
+_PREFIX = re.compile(r"(CUDA error|CUDA driver error|Triton Error \[CUDA\]): |Cuda failure( \d+)? '")
 """What comes before the words of CUDA in a message of an extension, of the driver's wrapper, of Triton, of NCCL."""
 _FAULTS = (
     "an illegal memory access was encountered",
@@ -53,9 +53,9 @@ def is_fault(error: BaseException) -> bool:
 
 def fault_of(error: BaseException, world: World) -> GpuFault:
     """The fault that such an exception stands for."""
-    told = str(error)
-    message = told.partition("\n")[0]
-    if (cause := _cause(told)) is not None and cause not in message:
+    text = str(error)
+    message = text.partition("\n")[0]
+    if (cause := _cause(text)) is not None and cause not in message:
         message = f"{message}: {cause}"
     return GpuFault(kind="cuda_error", message=message, device=world.device, rank=world.rank)
 
@@ -64,7 +64,7 @@ def _cause(message: str) -> str | None:
     """The words in the message of a plain RuntimeError that tell of a failing accelerator."""
     if (call := _FAILED_CALL.search(message)) is not None:
         return call[0]
-    for place in _TOLD.finditer(message):
+    for place in _PREFIX.finditer(message):
         words = next((each for each in _FAULTS if message.startswith(each, place.end())), None)
         if words is not None:
             return words
@@ -75,8 +75,8 @@ def _cause(message: str) -> str | None:
 def faults_answered(run: Run, batch: Batch) -> Iterator[None]:
     """Around what is done with a batch: a fault of the accelerator is followed by what the plugins answer (`FaultAction`).
 
-    In a single process the loop goes on to its boundary, whether it stops there or not. One of several ranks cannot reach the
-    boundary: it leaves with the fault as the reason, and one of the others saves (`smalti.training.failures.emergency_save`).
+    In a single process the loop continues to the step boundary, whether it stops there or not. One of several ranks cannot
+    reach it: it leaves with the fault as the reason, and another rank saves (`smalti.training.failures.emergency_save`).
     """
     try:
         yield
@@ -92,8 +92,8 @@ def faults_answered(run: Run, batch: Batch) -> Iterator[None]:
             return
         if run.state.position <= batch.position:
             run.leave_out(batch)
-        then = "this step is left out" + (", saving" if action is FaultAction.CHECKPOINT else "")
-        warn(run.plugins, run.state, f"{_told(fault)}; {then}, going on", error)
+        then = "this step is skipped" + (", saving" if action is FaultAction.CHECKPOINT else "")
+        warn(run.plugins, run.state, f"{_message(fault)}; {then}, continuing", error)
 
 
 @contextmanager
@@ -110,16 +110,16 @@ def faults_end(run: Run) -> Iterator[None]:
 
 
 def answer(run: Run, fault: GpuFault) -> FaultAction:
-    """What the plugins want done, the worst answer first; it is put to the state as a request, which the loop obeys."""
+    """The most severe answer of the plugins; it is also put into the state as a request, which the loop follows."""
     state = run.state
     answers = ask_each(run.plugins, HookSpecs.on_gpu_fault, state, fault=fault)
     others = [action for name, action in answers.items() if name != _DEFAULT] or list(answers.values())
     action = max(others, default=FaultAction.STOP_UNSAVED)
-    message = _told(fault)
+    message = _message(fault)
     if not run.boundary.state_consistent:
         action, message = FaultAction.STOP_UNSAVED, f"{message}, while the weights were being changed"
     elif action < FaultAction.STOP_SAVED and state.skipped + 1 >= run.config[RunOptions].max_skipped_steps:
-        action, message = FaultAction.STOP_UNSAVED, f"{message}; {state.skipped + 1} steps in a row were left out"
+        action, message = FaultAction.STOP_UNSAVED, f"{message}; {state.skipped + 1} steps in a row were skipped"
     if action is FaultAction.CHECKPOINT:
         state.request_save()
     elif action is FaultAction.STOP_SAVED:
@@ -129,7 +129,7 @@ def answer(run: Run, fault: GpuFault) -> FaultAction:
     return action
 
 
-def _told(fault: GpuFault) -> str:
+def _message(fault: GpuFault) -> str:
     return f"{fault.kind} on {fault.device} of rank {fault.rank}: {fault.message}"
 
 

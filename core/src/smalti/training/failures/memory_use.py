@@ -14,7 +14,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _AMOUNT = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
 _FRAGMENTED = 0.1
-"""Share of what torch holds that lies idle in pieces: from here on it is told of."""
+"""Fraction of torch's memory that is unused but fragmented: reported from here on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def amounts(message: str) -> dict[str, int]:
     return {name: int(float(match[1]) * _UNITS[match[2]]) for name, match in found.items() if match is not None}
 
 
-def told(use: MemoryUse) -> str:
+def out_of_memory_message(use: MemoryUse) -> str:
     """What happened and what the memory was used for, over several lines."""
     asked = f" for {readable(use.requested)} more" if use.requested else ""
     batch = f", with {use.images} image{'s' * (use.images != 1)} of {use.size}" if use.images else ""

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from smalti.config import Config
 from smalti.errors import ExitCode, UserError
 from smalti.models import Adaptable
-from smalti.training.failures.memory_use import ALLOCATOR_VARIABLES, MemoryUse, amounts, remedies, told
+from smalti.training.failures.memory_use import ALLOCATOR_VARIABLES, MemoryUse, amounts, out_of_memory_message, remedies
 from smalti.training.run import Run
 from smalti.types import World
 
@@ -75,7 +75,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def memory_explained(config: Config, world: World, run: Run | None = None) -> Iterator[None]:
     """An exception that says that memory ran out becomes an OutOfMemory; without a `run`, as it is built, it knows less.
 
-    A driver that cannot map memory as the allocator is told to becomes a UserError: it shows with the first allocation.
+    A driver that cannot map memory as the allocator is configured to becomes a UserError: it shows with the first allocation.
     """
     try:
         yield
@@ -89,7 +89,7 @@ def memory_explained(config: Config, world: World, run: Run | None = None) -> It
         if not is_out_of_memory(error):
             raise
         use = memory_use(error, config, world, run)
-        raise OutOfMemory(told(use), fix=remedies(use)) from error
+        raise OutOfMemory(out_of_memory_message(use), fix=remedies(use)) from error
 
 
 def _expandable() -> bool:

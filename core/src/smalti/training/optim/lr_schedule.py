@@ -1,4 +1,4 @@
-"""When things happen: how the learning rate moves, and at which steps the run draws pictures and saves."""
+"""When things happen: how the learning rate changes, and at which steps the run validates, evaluates and saves."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from smalti.types import RunState
 
 @dataclass(frozen=True, kw_only=True)
 class Cadence:
-    """At which optimizer steps the loop draws, evaluates and saves; 0 means only at the end, which the loop does by itself.
+    """At which optimizer steps the loop validates, evaluates and saves; 0 means only at the end, which the loop does anyway.
 
-    `epoch_of` tells the epoch of a data position, where pictures are held out for evaluation; without them it is None.
+    `epoch_of` returns the epoch of a data position; None without held-out images. `samples_images`: there are prompts.
     """
 
     validation_interval: int
     checkpoint_interval: int
-    pictures: bool
+    samples_images: bool
     evaluation_interval: int = 0
     evaluation_epochs: int = 0
     epoch_of: Callable[[int], int] | None = None
@@ -34,14 +34,14 @@ class Cadence:
         return cls(
             validation_interval=validation.validation_step_interval,
             checkpoint_interval=config[CheckpointOptions].checkpoint_step_interval,
-            pictures=bool(validation.validation_prompt),
+            samples_images=bool(validation.validation_prompt),
             evaluation_interval=validation.eval_steps_interval,
             evaluation_epochs=validation.eval_epoch_interval,
             epoch_of=None if data.held_out is None else data.order.epoch_of,
         )
 
     def should_validate(self, state: RunState) -> bool:
-        if not self.pictures:
+        if not self.samples_images:
             return False
         return state.validation_requested or _due(state, self.validation_interval) or state.step == state.max_steps
 

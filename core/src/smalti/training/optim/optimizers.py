@@ -53,7 +53,7 @@ class AdamW(torch.optim.AdamW):
     """AdamW in its fused form, which is the fastest on CPUs and on CUDA; of sharded parameters each rank steps its own part.
 
     It treats every number by itself, so parts give the same bits as the whole. As DTensors they would cost a step tens of
-    milliseconds: torch works out anew how all of them are spread whenever the learning rate has another value, and keeps each
+    milliseconds: torch computes again how all of them are spread whenever the learning rate has another value, and keeps each
     answer for good.
     """
 
@@ -192,7 +192,7 @@ class FixedRateAdafactor(torch.optim.Optimizer):
 
 
 def check_step_sizes(saved: str, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse to go on with `FixedRateAdafactor` from a checkpoint of torch's Adafactor, the optimizer that was `saved`.
+    """Refuse to resume with `FixedRateAdafactor` from a checkpoint of torch's Adafactor, the optimizer that was `saved`.
 
     The same learning rate would make steps that are hundreds of times as large. Raises CheckpointError.
     """
@@ -200,5 +200,5 @@ def check_step_sizes(saved: str, optimizer: torch.optim.Optimizer) -> None:
         raise CheckpointError(
             "the checkpoint is of a run whose Adafactor scaled the learning rate by the size of each weight, and "
             "--optimizer=adafactor takes it as it is",
-            fix="--optimizer=adafactor_scaled resumes it; or start afresh in a new --output_dir",
+            fix="--optimizer=adafactor_scaled resumes it; or start a new run in a new --output_dir",
         )

@@ -12,7 +12,7 @@ from smalti.parallel import Parallel
 def broadcast_running_stats(model: nn.Module, parallel: Parallel) -> None:
     """Give every rank the running statistics of rank 0, those of the model that is saved and judged. *Collective*.
 
-    They depend on no other rank, so a run that resumes from them on all ranks goes on as one that was not interrupted.
+    They depend on no other rank, so a run that resumes from them on all ranks continues as one that was not interrupted.
     """
     for module in model.modules():
         if getattr(module, "track_running_stats", False):
