@@ -1,7 +1,7 @@
-"""What can go wrong, and what a process says about it when it ends.
+"""Errors, and the exit codes of processes.
 
-`UserError` is for everything that the user can mend: it is printed without a traceback, with the fix beside it. Any other
-exception is a defect or a fault of the machine and keeps its traceback.
+`UserError` is for everything that the user can fix: it is printed without a traceback, with the fix. Any other exception is a
+defect, or a fault of the machine, and is printed with its traceback.
 """
 
 from __future__ import annotations
@@ -81,12 +81,11 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One complaint about what the user gave us.
+    """One problem in the user's input.
 
-    `where` is a flag, a file with its line, or a dataset id; empty when the message names the place itself. `fix` is a
-    sentence or a command that the user can follow. `package` is set when nothing is wrong but that this package is missing or
-    left out, and `install` when it is missing: what `pip install` takes. `exit_code` is the one with which a run ends that has
-    no other problem. `option` is the one whose value cannot be known because of this.
+    `where` is a flag, a file with its line, or a dataset id; empty if the message names the place. `fix` is a sentence or a
+    command. `package` is set if the only problem is that this package is missing or disabled, and `install` if it is missing:
+    what `pip install` takes. `exit_code` is used if there is no other problem. `option` is the option whose value is not valid.
     """
 
     message: str
@@ -99,7 +98,7 @@ class Problem:
 
     @classmethod
     def of(cls, error: UserError) -> Problem:
-        """An error as one of several complaints, with what was noted beside it, such as the plugin that raised it."""
+        """The problem of an error, with the notes of the error, such as the plugin that raised it."""
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         return cls(message=f"{error.message}{notes}", fix=error.fix, exit_code=error.exit_code)
 
@@ -112,7 +111,7 @@ class Problem:
 
 
 class UserError(Exception):
-    """Something the user can mend. `fix` says how."""
+    """Something that the user can fix. `fix` says how."""
 
     exit_code = ExitCode.USAGE
 
@@ -142,14 +141,14 @@ class ConfigError(UserError):
 
 
 def problems_in(error: UserError) -> tuple[Problem, ...]:
-    """The complaints that an error stands for: one, or all those of a configuration."""
+    """The problems of an error: one, or all those of a configuration."""
     return error.problems if isinstance(error, ConfigError) else (Problem.of(error),)
 
 
-class Unsettled(Exception):  # noqa: N818 - nothing went wrong where it is raised
-    """An option was read that was given a value it cannot have: what depends on it cannot be told yet.
+class InvalidOptionError(Exception):
+    """An option was read whose given value is not valid.
 
-    Raised only while a configuration that has problems is looked through for more of them.
+    Raised only while a configuration with problems is checked for more of them.
     """
 
 
@@ -184,6 +183,6 @@ class InUseError(UserError):
 
 
 class GpuFaultError(Exception):
-    """An accelerator failed and this rank cannot go on; the fault is told, the process leaves with the fault's exit code."""
+    """An accelerator failed and this rank cannot continue. The fault was reported; the process exits with this code."""
 
     exit_code = ExitCode.GPU_FAULT

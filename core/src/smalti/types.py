@@ -31,7 +31,7 @@ class Origin:
         return f"plugin {self.plugin!r} ({' '.join(filter(None, (self.distribution, self.version)))})"
 
     @property
-    def way_round(self) -> str:
+    def workaround(self) -> str:
         """What a user can do about a defect of the plugin. Built-in plugins cannot be disabled or updated by themselves."""
         if self.built_in:
             return "report this as a defect of smalti"

@@ -18,7 +18,7 @@ from smalti.cli.checkpoint import checkpoint
 from smalti.config.resolution import resolve
 from smalti.models.weights import materialise, without_weights
 from smalti.plugins.discovery import load_plugins
-from smalti.plugins.lookup import check_shares, choose_distributed, find_family
+from smalti.plugins.lookup import check_sharding, choose_distributed, find_family
 from smalti.plugins.schema import check, schema_of
 from smalti_diffusers.quantisation import QuantisedLinear, check_device
 from smalti_testing.family_subject import CAPTIONS, FamilySubject
@@ -196,7 +196,7 @@ def test_quantised_weights_are_not_shared_out(base):
     made = family(base, INT8)
     plan = choose_distributed(*configured(base, INT8, "--model_type=lora", "--fsdp_enable", "--num_processes=2"))
     with pytest.raises(UserError, match="cannot shard weights in int8-torchao"):
-        check_shares(plan, made)
+        check_sharding(plan, made)
 
 
 def test_a_model_without_a_layer_that_fits_is_refused(base):

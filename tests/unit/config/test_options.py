@@ -134,7 +134,7 @@ def test_initials_find_the_name():
 
 
 def test_words_that_are_no_flags_are_refused():
-    assert "unexpected word '-x'" in complaints("-x")
+    assert "unexpected argument '-x'" in complaints("-x")
     assert "put the configuration file first" in complaints("run.toml")
 
 

@@ -414,3 +414,9 @@ def test_a_switch_of_another_trainer_that_disables_something_is_answered_with_th
         configure("--disable-tf32")
     with pytest.raises(ConfigError, match=r"unknown option disable_tf32\n *fix: set allow_tf32 to false$"):
         configure(file=write("foreign.toml", "disable_tf32 = true"))
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', '"\x1f', '"\x7f', "\"'", '"\n'])
+def test_any_text_can_be_written_as_toml(configure, write, text):
+    config = configure(f"--resume_from_checkpoint={text}")
+    assert configure(file=write("again.toml", as_toml(config))).values() == config.values()

@@ -72,7 +72,7 @@ class Core:
 
     @hookimpl
     def check_config(self, config: Config) -> list[Problem]:
-        return config.separately(*CHECKS)
+        return config.run_checks(*CHECKS)
 
     @hookimpl
     def register_optimizers(self) -> list[OptimizerEntry]:

@@ -12,19 +12,19 @@ from typing import TypeVar, cast
 from pydantic import ValidationError
 
 from smalti.config.kept_defaults import Kept
-from smalti.config.options import Options, Schema, unsettled
+from smalti.config.options import Options, Schema, invalidated
 from smalti.config.references import References
 from smalti.config.sources import variable
-from smalti.errors import Problem, Unsettled
+from smalti.errors import InvalidOptionError, Problem
 
 G = TypeVar("G", bound=Options)
 
 KEPT = "default when the run began"
-"""How the source of a value begins that is the default of the version that began the run."""
+"""Prefix of the source of a value that is the default of the version that started the run."""
 AUTOMATIC = "auto: "
-"""How the source of a value begins that took the place of "auto"."""
+"""Prefix of the source of a value that replaced "auto"."""
 PER_MACHINE = frozenset(("machine_rank", "accelerate_config"))
-"""Options in which the machines of one run may differ."""
+"""Options that may differ between the nodes of one run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +36,12 @@ class Config:
     sources: Mapping[str, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
     accelerate: Mapping[str, object] = field(default_factory=dict)
-    """The user's Accelerate YAML as it stands, to be merged into the launch; empty if there is none."""
+    """The content of the user's Accelerate YAML, to be merged into the launch; empty if there is none."""
     kept: Kept = field(default_factory=Kept)
-    """The defaults of the version that began the run, where it was begun before."""
+    """The defaults of the version that started the run, if this configuration resumes one."""
     references: References = field(default_factory=References)
     problems: tuple[Problem, ...] = ()
-    """What is wrong with it. Only a `draft` has any; reading the options that they are about raises Unsettled."""
+    """Only a `draft` has problems. Reading an option that one of them is about raises InvalidOptionError."""
 
     def __getitem__(self, group: type[G]) -> G:
         return cast(G, self.groups[group])
@@ -53,33 +53,33 @@ class Config:
         return getattr(self.groups[self.schema.options[name].group.options], name)
 
     def source(self, name: str) -> str:
-        """Where the value came from, for people."""
+        """Where the value came from, for messages."""
         return self.sources.get(name, "default")
 
-    def separately(self, *checks: Callable[[Config], Iterable[Problem]]) -> list[Problem]:
-        """What these checks find, each by itself: one that needs an option whose value is not known finds nothing."""
+    def run_checks(self, *checks: Callable[[Config], Iterable[Problem]]) -> list[Problem]:
+        """The problems that these checks find. A check that reads an invalid option is skipped."""
         found: list[Problem] = []
         for check in checks:
-            with suppress(Unsettled):
+            with suppress(InvalidOptionError):
                 found += check(self)
         return found
 
-    def unsettled(self, problems: Iterable[Problem]) -> Config:
-        """The same, in which options that these problems are about have no value: to read one raises Unsettled."""
+    def invalidated(self, problems: Iterable[Problem]) -> Config:
+        """The same without values for the options that these problems are about: reading one raises InvalidOptionError."""
         return replace(self, groups=without_values(self.groups, problems))
 
     def values(self) -> dict[str, object]:
-        """Every option's value, as JSON would hold it, with {env:NAME} where it was written. Secrets are left out."""
+        """Every option's value in JSON's types, with {env:NAME} where it was written. Secrets are left out."""
         found: dict[str, object] = {}
         for group in self.groups.values():
-            if unsettled := type(group).model_fields.keys() - vars(group).keys():
-                raise Unsettled(*sorted(unsettled))
+            if invalidated := type(group).model_fields.keys() - vars(group).keys():
+                raise InvalidOptionError(*sorted(invalidated))
             found |= group.model_dump(mode="json")
         found |= self.references.values
         return {name: value for name, value in found.items() if not self.schema.options[name].secret}
 
     def changes(self) -> dict[str, object]:
-        """The values that are not defaults: what a configuration file needs to hold."""
+        """The values that are not defaults: what a configuration file needs."""
         defaults = {name: value for kind in self.groups for name, value in kind()}
         return {name: value for name, value in self.values().items() if self.value(name) != defaults[name]}
 
@@ -91,33 +91,33 @@ class Config:
         try:
             return self.schema.options[name].check(written)
         except ValidationError:
-            return written  # what it stands for would do
+            return written  # valid once {env:NAME} is replaced
 
     def masked(self, value: object) -> object:
-        """Text, at any depth, in which {env:NAME} stands for what the environment has for it, where the options use it."""
+        """The value with {env:NAME} in place of what the environment has for it, in texts at any depth."""
         return self.references.masked(value)
 
     def given(self) -> dict[str, object]:
-        """The values that are neither a default of this version nor one that the run keeps."""
+        """The values that are neither defaults of this version nor defaults that the run keeps."""
         return {name: value for name, value in self.changes().items() if not self.source(name).startswith(KEPT)}
 
     def defaults(self) -> dict[str, object]:
-        """The default of every option in this run: as the run was begun, else as this version has it."""
+        """The default of every option in this run: of the version that started it, else of this one."""
         own: dict[str, object] = {}
         for kind in self.groups:
             own |= kind().model_dump(mode="json")
         return {name: self.kept.values.get(name, value) for name, value in own.items() if not self.schema.options[name].secret}
 
     def shared_values(self) -> dict[str, object]:
-        """The values that are the same on every machine of a run: what its workers are given."""
+        """The values that are the same on every node of a run, which its workers get."""
         return {name: value for name, value in self.values().items() if name not in PER_MACHINE}
 
     def flags(self) -> list[str]:
-        """The flags that give this configuration again."""
+        """The flags that give this configuration."""
         return [f"--{name}={_as_text(value)}" for name, value in self.changes().items()]
 
     def chosen(self, name: str, value: object, why: str) -> Config:
-        """The same with a value in place of "auto", and why it is this one."""
+        """The same with a value in place of "auto", and the reason for it."""
         group = self.schema.options[name].group.options
         changed = self.groups[group].model_copy(update={name: value})
         return replace(self, groups={**self.groups, group: changed}, sources={**self.sources, name: AUTOMATIC + why})
@@ -129,7 +129,7 @@ class Config:
 
     @property
     def digest(self) -> str:
-        """Sixteen hex digits over all values: the same on every rank, or the ranks do not train the same run."""
+        """A hash of all values in 16 hex digits, by which ranks check that they train the same run."""
         text = json.dumps(self.shared_values(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -141,6 +141,6 @@ def _as_text(value: object) -> str:
 
 
 def without_values(groups: Mapping[type[Options], Options], problems: Iterable[Problem]) -> dict[type[Options], Options]:
-    """The same, in which options that problems are about have no value."""
+    """The same without values for the options that problems are about."""
     names = {problem.option for problem in problems}
-    return {kind: unsettled(made, names) for kind, made in groups.items()}
+    return {kind: invalidated(made, names) for kind, made in groups.items()}

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
-from smalti.config.options import Names, OptionGroup, Options, Tables, Texts, no_path, option
+from smalti.config.options import Names, OptionGroup, Options, Tables, Texts, option, path_error
 from smalti.errors import Problem
 
 LARGEST_IMAGE = 89_478_485
@@ -36,7 +36,7 @@ def _whole_above_one(value: float) -> float:
 
 def _names_a_place(value: str | None) -> str | None:
     """A path, a hub id, or a word in place of them."""
-    if value is not None and (reason := no_path(value)):
+    if value is not None and (reason := path_error(value)):
         raise ValueError(reason)
     return value
 

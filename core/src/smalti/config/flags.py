@@ -1,4 +1,4 @@
-"""Command-line words -> option values.
+"""Command-line arguments -> option values.
 
 `--flag value`, `--flag=value`, a bare switch, `--no_switch`; dashes or underscores, any case, no abbreviations. A value that
 begins with `--` must be joined with `=`; one that begins with a single dash, such as -1, need not.
@@ -18,28 +18,28 @@ _WHERE = "command line"
 
 
 def parse_flags(arguments: Sequence[str], schema: Schema, problems: list[Problem]) -> dict[str, Given]:
-    """The options that these words give; what is wrong with them goes to `problems`.
+    """The options that these arguments give. Problems are appended to `problems`.
 
     The last occurrence of a flag wins, except for lists, which grow.
     """
     found: dict[str, Given] = {}
-    words = list(arguments)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--") or word == "--":
-            problems.append(_unexpected(word))
+    args = list(arguments)
+    while args:
+        arg = args.pop(0)
+        if not arg.startswith("--") or arg == "--":
+            problems.append(_unexpected(arg))
             continue
-        flag, joined, text = word.partition("=")
+        flag, joined, text = arg.partition("=")
         option, negated = _option_of(flag, schema)
         if option is None:
             problems.append(unknown(flag, schema, where=_WHERE))
-            if not joined and words and not words[0].startswith("-"):
-                words.pop(0)
+            if not joined and args and not args[0].startswith("-"):
+                args.pop(0)
             continue
         if option.secret:
             fix = f"give it in the environment, as SMALTI_{option.name.upper()}, or as {{env:NAME}} in a file"
             problems.append(Problem(message="other users can read secrets on the command line", where=flag, fix=fix))
-        value = text if joined else _next_value(option, negated, words)
+        value = text if joined else _next_value(option, negated, args)
         if value is None or (negated and joined):
             problems.append(_bad_form(flag, option, negated))
             continue
@@ -56,13 +56,13 @@ def _option_of(flag: str, schema: Schema) -> tuple[Option | None, bool]:
     return None, False
 
 
-def _next_value(option: Option, negated: bool, words: list[str]) -> str | None:
-    """The value of a flag that is not joined to it, taken from the words that follow; None if there is none."""
+def _next_value(option: Option, negated: bool, args: list[str]) -> str | None:
+    """The value of a flag that has no `=`, taken from the arguments after it; None if there is none."""
     if negated:
         return "false"
     if option.is_flag:
-        return words.pop(0) if words and words[0].lower() in _SWITCH_WORDS else "true"
-    return words.pop(0) if words and not words[0].startswith("--") else None
+        return args.pop(0) if args and args[0].lower() in _SWITCH_WORDS else "true"
+    return args.pop(0) if args and not args[0].startswith("--") else None
 
 
 def _grown(option: Option, before: Given | None, value: object) -> object:
@@ -90,12 +90,12 @@ def _as_list(value: object) -> list[object]:
 def _bad_form(flag: str, option: Option, negated: bool) -> Problem:
     if negated:
         return Problem(message="takes no value", where=flag, fix=f"{flag}, or --{option.name}=true", option=option.name)
-    fix = f"{flag}=VALUE ({option.kind}); joined by =, any value will do"
+    fix = f"{flag}=VALUE ({option.kind}); joined by =, any value is accepted"
     return Problem(message="needs a value", where=flag, fix=fix, option=option.name)
 
 
-def _unexpected(word: str) -> Problem:
+def _unexpected(arg: str) -> Problem:
     fix = "options begin with --, and a value with spaces needs quotes"
-    if word.endswith((".toml", ".json", ".yaml", ".yml")):
-        fix = f"put the configuration file first: smalti train {word} ..."
-    return Problem(message=f"unexpected word {word!r}", where=_WHERE, fix=fix)
+    if arg.endswith((".toml", ".json", ".yaml", ".yml")):
+        fix = f"put the configuration file first: smalti train {arg} ..."
+    return Problem(message=f"unexpected argument {arg!r}", where=_WHERE, fix=fix)

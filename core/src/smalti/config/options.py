@@ -19,19 +19,19 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from pydantic.fields import FieldInfo
 
 from smalti.config.known_packages import package_of_option
-from smalti.errors import Problem, Unsettled, UserError
+from smalti.errors import InvalidOptionError, Problem, UserError
 
 LARGEST = 2**63 - 1
-"""Of the integers that options may have."""
+"""The largest integer that an option may have."""
 LONGEST_NAME = 255
-"""Bytes of a file's name, on all file systems in use."""
+"""Bytes in the name of a file, on common file systems."""
 Level = Literal["basic", "advanced", "expert"]
-"""Who an option is for: at which level of help it is shown."""
+"""The level of help at which an option is shown."""
 JsonValue = str | int | float | bool | None | list["JsonValue"] | dict[str, "JsonValue"]
 
 
 class Options(BaseModel):
-    """Base of every group of options: unknown names are refused, values never change after validation.
+    """Base of every group of options. Unknown names are refused, and values do not change after validation.
 
     A field that may be None has None as its default: None means "not given", in every source alike.
     """
@@ -43,7 +43,7 @@ class Options(BaseModel):
     @field_validator("*")
     @classmethod
     def _bounded(cls, value: object) -> object:
-        """What C code and files can hold: numbers of 64 bits."""
+        """Integers must fit in 64 bits, as C code and files need."""
         if isinstance(value, int) and abs(value) > LARGEST:
             raise ValueError(f"it must lie between -{LARGEST} and {LARGEST}")
         return value
@@ -52,12 +52,12 @@ class Options(BaseModel):
 
         def __getattr__(self, name: str) -> object:
             if name in type(self).model_fields:
-                raise Unsettled(name)
+                raise InvalidOptionError(name)
             return super().__getattr__(name)
 
 
-def unsettled(options: Options, names: Collection[str]) -> Options:
-    """The same options, of which these have no value: to read one raises Unsettled."""
+def invalidated(options: Options, names: Collection[str]) -> Options:
+    """The same options without values for `names`: reading one of those raises InvalidOptionError."""
     copy = options.model_copy()
     for name in names:
         vars(copy).pop(name, None)
@@ -83,11 +83,11 @@ def option(
 
     Args:
         default: used when no source names the option; None for fields that may be None.
-        help: one sentence for people; shown in the help, the reference page and the web form.
-        level: who needs it; the short help shows "basic" only.
+        help: one sentence, shown in the help and on the reference page.
+        level: the level of help at which it is shown; the short help shows "basic" only.
         when: the option has an effect only while this holds: "use_ema", "optimizer == adamw" or "num_processes > 1".
-        tradeoff: what is gained and what is paid, such as "less memory, about 30 % slower".
-        aliases: former or foreign names that are accepted with a notice.
+        tradeoff: what is gained and what it costs, such as "less memory, about 30 % slower".
+        aliases: former names, and names in other trainers, which are accepted with a notice.
         accelerate: the key of an Accelerate YAML that sets this option, dotted into sections; "key=value" means "true when the
             key has this value".
         secret: never shown; accepted from the environment or as {env:NAME} only.
@@ -104,7 +104,7 @@ def option(
 
 
 def _split(value: object) -> object:
-    """A list from one string: JSON if it looks like it, else separated by commas."""
+    """A list from one string: JSON if it begins with "[", else separated by commas."""
     if not isinstance(value, str):
         return value
     text = value.strip()
@@ -114,7 +114,7 @@ def _split(value: object) -> object:
 
 
 def _one_or_many(value: object) -> object:
-    """A list from a single string, unsplit, because texts hold commas; a JSON list of texts is taken for the list it is."""
+    """A list of one string, which is not split because texts contain commas; or a list from JSON."""
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("["):
@@ -133,14 +133,14 @@ def _tables(value: object) -> object:
 
 
 def _without_null(value: object) -> object:
-    """The same without keys that are null: that means "not given", and TOML has no word for it."""
+    """The same without keys that are null, which means "not given" and cannot be written in TOML."""
     if isinstance(value, Mapping):
         return {key: _without_null(each) for key, each in value.items() if each is not None}
     return [_without_null(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
-"""A comma-separated list of words."""
+"""A comma-separated list of names."""
 Texts = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
 """Several texts: the flag is repeated, a file gives a list."""
 Tables = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_tables)]
@@ -149,11 +149,11 @@ Tables = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_tables)]
 
 @dataclass(frozen=True, kw_only=True)
 class Translation:
-    """What a plugin reads in an Accelerate YAML, or in the value of an option, where no single key is the value of an option.
+    """What a plugin reads in an Accelerate YAML, or in the value of an option, if options do not correspond to single keys.
 
-    `values` has (key, value) by the name of an option and goes before what the keys named by the options say; the value None
-    means that the file leaves the option open. `notices` have (key, remark), such as "has no effect: ...". Keys, also in
-    `Problem.where`, are those of the file, dotted.
+    `values` has (key, value) by the name of an option. It overrides the keys that options name with `accelerate=`; the value
+    None means that the file does not set the option. `notices` have (key, text), such as "has no effect: ...". Keys, also in
+    `Problem.where`, are dotted keys of the file.
     """
 
     values: Mapping[str, tuple[str, object]] = field(default_factory=dict)
@@ -165,9 +165,9 @@ class Translation:
 class OptionGroup:
     """A section of options as a plugin declares it. `name` is unique; `title` heads the section in the help.
 
-    `translate` reads a user's Accelerate YAML beyond the keys that the options name with `accelerate=`; its `..._config`
-    sections, where there are any, are tables. `derived` gets the values of this group's options that were given, as they were
-    given, and says which values of other options lie in them: those that nothing else gives. Keys are then those in the value.
+    `translate` takes an Accelerate YAML and reads what the options' `accelerate=` keys do not cover; `..._config` sections are
+    tables. `derived` takes the given values of this group's options, not validated, and returns values of other options that
+    they contain. Those are used for options that nothing else sets. Their keys are keys in the value.
     """
 
     name: str
@@ -179,7 +179,7 @@ class OptionGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One declared option with everything that its users need: parser, help, docs and forms."""
+    """One declared option, as parser, help and docs use it."""
 
     name: str
     group: OptionGroup
@@ -203,7 +203,7 @@ class Option:
 
     @property
     def holds_text(self) -> bool:
-        """Whether the value is what somebody has written, rather than a number, a switch or a choice."""
+        """Whether the value is a free text or a path, rather than a number, a switch or a choice."""
         return not self.choices and (self.is_list or str in self._types or Path in self._types)
 
     @property
@@ -212,17 +212,17 @@ class Option:
 
     @property
     def is_list(self) -> bool:
-        """Repeating the flag adds to it."""
+        """A list: repeating the flag adds to it."""
         return any(get_origin(each) is tuple for each in self._types)
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed words, or empty for free values."""
+        """The allowed values of a choice; empty for other options."""
         return tuple(str(word) for each in self._types if get_origin(each) is Literal for word in get_args(each))
 
     @property
     def kind(self) -> str:
-        """What to write, for people: "true|false", "integer", "number", the choices, ..."""
+        """What to write, for messages: "true|false", "integer", "number", the choices, ..."""
         if self.choices:
             return "|".join(self.choices)
         names = {bool: "true|false", int: "integer", float: "number", str: "text", Path: "path"}
@@ -230,7 +230,7 @@ class Option:
 
     @property
     def bounds(self) -> str:
-        """Allowed range, for people: "> 0, <= 1"; empty if there is none."""
+        """Allowed range, for messages: "> 0, <= 1"; empty if there is none."""
         signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
         found = []
         for constraint in self.info.metadata:
@@ -245,7 +245,7 @@ class Option:
         return (annotation,)
 
     def read(self, value: object) -> object:
-        """A value as any source spells it, in the form that validation expects.
+        """A value from any source, in the form that validation expects.
 
         Choices in any case, with dashes or underscores; "none" for options that may be None and are no text; "~" in paths.
         """
@@ -259,12 +259,12 @@ class Option:
         if word in ("none", "null") and self.may_be_none and str not in self._types:
             return None
         if Path in self._types and value.startswith("~"):
-            with suppress(RuntimeError):  # nobody has this name: `no_path` says so
+            with suppress(RuntimeError):  # nobody has this name: `path_error` says so
                 return str(Path(value).expanduser())
         return value
 
     def reject_reason(self, value: object) -> str:
-        """What speaks against a value that validation would let through by converting it; empty if nothing does."""
+        """Why a value is refused that validation would accept by converting it; empty if it is not refused."""
         if isinstance(value, bool) and not self.is_flag:
             return "a switch's value"
         if not isinstance(value, str):
@@ -273,7 +273,7 @@ class Option:
             return "it is not valid UTF-8"
         if Path not in self._types:
             return ""
-        return no_path(value) or ("it is empty" if value == "" else "")
+        return path_error(value) or ("it is empty" if value == "" else "")
 
     def check(self, value: object) -> object:
         """The value as its group will hold it. Raises pydantic's ValidationError."""
@@ -282,9 +282,9 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """One value as a source gave it: `spelling` is the name it used there, `place` says where, for people.
+    """One value from a source. `spelling` is the name of the option there, `place` says where it is, for messages.
 
-    `written` is the value with {env:NAME} in it, where the environment had a part in it; else None.
+    `written` is the value before {env:NAME} was replaced; None if it contained none.
     """
 
     value: object
@@ -298,10 +298,10 @@ class Given:
         return self.value if self.written is None else self.written
 
 
-def no_path(text: str) -> str:
-    """Why a text cannot name a file, whatever files there are; empty if it can."""
+def path_error(text: str) -> str:
+    """Why a text cannot be the path of any file; empty if it can."""
     if "\0" in text:
-        return "it holds a zero byte"
+        return "it contains a zero byte"
     if any(len(name.encode()) > LONGEST_NAME for name in text.split("/")):
         return f"no file has a name of more than {LONGEST_NAME} bytes"
     if text.startswith("~") and os.path.expanduser(text) == text:  # noqa: PTH111 - which raises for nobody
@@ -343,7 +343,7 @@ class Schema:
         object.__setattr__(self, "aliases", aliases)
 
     def find(self, spelling: str) -> Option | None:
-        """The option meant by a flag or key in any accepted spelling: dashes, case, leading "--", former names."""
+        """The option of a flag or key in any accepted spelling: dashes, case, leading "--", aliases."""
         name = _fold(spelling.strip().lstrip("-"))
         return self.options.get(name) or self.options.get(self.aliases.get(name, ""))
 
@@ -359,7 +359,7 @@ class Schema:
         return next((each for each in found if each.is_flag), None)
 
     def near(self, spelling: str) -> list[str]:
-        """Names that may have been meant, nearest first: alike, or abbreviated to a beginning or to initials ("lr")."""
+        """Similar names, nearest first: names with these initials ("lr"), alike, or beginning like this."""
         word = _fold(spelling.lstrip("-"))
         names = [*self.options, *self.aliases]
         initials = [name for name in names if "".join(part[0] for part in name.split("_") if part) == word]
@@ -392,7 +392,7 @@ def _options_of(group: OptionGroup) -> Iterable[Option]:
 
 
 def unknown(spelling: str, schema: Schema, *, where: str) -> Problem:
-    """The complaint about a name that no option has: the package of the plugin that has it, or the nearest names."""
+    """The problem of an unknown option, with the package that has it, or with similar names."""
     if package := package_of_option(_fold(spelling.lstrip("-"))):
         return package.problem(f"{spelling} belongs to {package.distribution}", where)
     prefix = "--" if spelling.startswith("-") else ""

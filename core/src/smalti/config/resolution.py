@@ -21,7 +21,7 @@ from smalti.config.files import read_mapping
 from smalti.config.flags import parse_flags
 from smalti.config.kept_defaults import Kept, kept_defaults
 from smalti.config.known_packages import package_of_accelerate, strategies
-from smalti.config.options import Given, Option, OptionGroup, Options, Schema, unknown, unsettled
+from smalti.config.options import Given, Option, OptionGroup, Options, Schema, invalidated, unknown
 from smalti.config.references import References
 from smalti.config.sources import (
     Layer,
@@ -215,7 +215,7 @@ def _made(kind: type[Options], values: Mapping[str, object]) -> tuple[Options, l
     refused = {str(place[0]) for each in errors if (place := cast(tuple[object, ...], each["loc"]))} & values.keys()
     rest = {name: value for name, value in values.items() if refused and name not in refused}
     made, _ = _made(kind, rest)
-    return unsettled(made, values.keys() - rest.keys()), errors
+    return invalidated(made, values.keys() - rest.keys()), errors
 
 
 def _problem(group: OptionGroup, schema: Schema, chosen: Mapping[str, Given], error: Mapping[str, object]) -> Problem:

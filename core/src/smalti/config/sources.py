@@ -1,4 +1,4 @@
-"""The sources of a configuration one by one: environment, file, Accelerate YAML. What each says of which option."""
+"""The sources of a configuration: environment, file and Accelerate YAML, each as values by option."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pydantic import ValidationError
 from smalti.config import accelerate_yaml
 from smalti.config.files import expand, variables_in
 from smalti.config.kept_defaults import TABLE
-from smalti.config.options import Given, Option, OptionGroup, Schema, no_path, unknown
+from smalti.config.options import Given, Option, OptionGroup, Schema, path_error, unknown
 from smalti.errors import Problem
 
 PREFIX = "SMALTI_"
 RESERVED = frozenset({"SMALTI_OUTCOME_DIR", "SMALTI_PARENT", "SMALTI_DIGEST", "SMALTI_CONTEXT_PARALLEL_ON_CPU"})
-"""Variables with our prefix that are not options: the launcher's word to its workers."""
+"""Variables with the prefix that are not options: the launcher sets them for its workers."""
 
 Layer = Mapping[str, Given]
 
@@ -69,7 +69,7 @@ def with_variables(layer: Layer, environment: Mapping[str, str], problems: list[
 
 
 def _put(layer: dict[str, Given], option: Option, given: Given, problems: list[Problem]) -> None:
-    """Add a value to a layer, unless the same source has another one under another spelling."""
+    """Add a value to a layer. Two spellings of one option with different values are a problem."""
     first = layer.setdefault(option.name, given)
     if first is not given and not same(option, first.value, given.value):
         message = f"{first.place} and {given.place} are the same option with different values"
@@ -77,7 +77,7 @@ def _put(layer: dict[str, Given], option: Option, given: Given, problems: list[P
 
 
 def flat(values: Mapping[str, object], groups: Sequence[OptionGroup]) -> Iterator[tuple[str, object]]:
-    """Keys at the top level, and those in tables that are named like a section: [training], [launch]. Not [defaults]."""
+    """Keys at the top level and in tables named like a section, such as [training]; without the table [defaults]."""
     sections = {group.name for group in groups}
     for key, value in values.items():
         if key == TABLE and isinstance(value, dict):
@@ -108,13 +108,13 @@ def accelerate_path(
         return itself
     if given is not None:
         text = str(given.value)
-        return None if text.lower() == "none" or no_path(text) else Path(text).expanduser()  # validation complains
+        return None if text.lower() == "none" or path_error(text) else Path(text).expanduser()  # validation reports it
     return accelerate_yaml.default_file(environment)
 
 
 def same(option: Option, one: object, other: object) -> bool:
-    """Whether two spellings give one value: 8 and "8", true and "yes"."""
+    """Whether two values are equal once validated, such as 8 and "8", or true and "yes"."""
     try:
         return bool(option.check(one) == option.check(other))
     except ValidationError:
-        return one == other  # the complaint about it comes from validation
+        return one == other  # validation reports the invalid one

@@ -1,4 +1,4 @@
-"""A Config as text: a TOML file for the run directory and for people, new or with what it holds already."""
+"""A Config as a TOML file: a new one, or an existing one with some options changed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Table = MutableMapping[str, object]
 
 
 def as_toml(config: Config, *, complete: bool = False, names: Collection[str] | None = None, defaults: bool = False) -> str:
-    """The configuration as a TOML file that gives it again: what differs from the defaults, or all, or the options `names`.
+    """A TOML file that gives this configuration: all options, or the changed ones, or `names`.
 
-    With `defaults`, those of the run follow in a table of their own, for versions that have others: see
-    `smalti.config.kept_defaults`. Tables come last: what follows one in TOML belongs to it.
+    With `defaults`, the defaults of the run follow in their own table: see `smalti.config.kept_defaults`. Tables come last,
+    because in TOML all keys after the head of a table belong to it.
     """
     document = tomlkit.document()
     chosen = config.values() if complete or names is not None else config.given() if defaults else config.changes()
@@ -47,7 +47,7 @@ def as_toml(config: Config, *, complete: bool = False, names: Collection[str] | 
 
 
 def _defaults(config: Config, given: Collection[str]) -> TomlTable:
-    """What holds where nothing is given. None is not written: TOML has no word for it."""
+    """The values of options that are not given. None is left out: it cannot be written in TOML."""
     table = tomlkit.table()
     table.add(
         tomlkit.comment(f"The defaults of this run, as smalti {version('smalti')} has them. They are kept, so that a later")
@@ -60,16 +60,16 @@ def _defaults(config: Config, given: Collection[str]) -> TomlTable:
 
 
 def toml_item(value: object) -> Item:
-    """A value as TOML has it; JSON text unescaped, so that people can read it."""
-    if isinstance(value, str) and '"' in value and not {"'", "\n", "\r"} & set(value):
+    """A value as TOML has it. A text with double quotes, such as JSON, becomes a literal string, which needs no escapes."""
+    if isinstance(value, str) and '"' in value and "'" not in value and value.isprintable():
         return tomlkit.string(value, literal=True)
     return tomlkit.item(value)
 
 
 def put_into(text: str, config: Config, names: Collection[str]) -> str:
-    """The TOML file `text` with the options `names` as this configuration has them; all else in it stays, comments too.
+    """The TOML file `text` with the options `names` as this configuration has them. All else stays, also comments.
 
-    An option keeps its place and spelling where it has one, else goes to the table of its section if there is that.
+    An option keeps its place and spelling. A new one is added to the table of its section if there is one, else at the top.
     """
     document = tomlkit.parse(text)
     top = cast(Table, document)

@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from smalti.config import Config, DataOptions, ModelOptions, OptimizerOptions, RunOptions, ValidationOptions
-from smalti.errors import CheckpointError, ConfigError, Problem, Unsettled, UserError, problems_in
+from smalti.errors import CheckpointError, ConfigError, InvalidOptionError, Problem, UserError, problems_in
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import (
     Plugins,
-    check_shares,
+    check_sharding,
     check_strategy,
     choose_distributed,
-    complaints,
     create,
     family_entry,
     find_family,
     find_optimizer,
     known_families,
+    plugin_problems,
 )
 from smalti.rundir import RunDirectory
 from smalti.types import DistributedPlan
@@ -60,7 +60,7 @@ class ProblemCollector:
         """The result of a check. None if it depends on an invalid value, or raised a UserError, which is collected."""
         try:
             return check()
-        except Unsettled:
+        except InvalidOptionError:
             return None
         except UserError as error:
             self.errors.append(error)
@@ -82,8 +82,8 @@ def check_run(config: Config, plugins: Plugins, *, thorough: bool = False) -> Ch
     launched ranks detect the same problems before their first step.
     """
     checks = ProblemCollector(problems=list(config.problems))
-    checks.problems += complaints(config, plugins)
-    config = config.unsettled(checks.problems)
+    checks.problems += plugin_problems(config, plugins)
+    config = config.invalidated(checks.problems)
     checks.run(lambda: _datasets(config, plugins))
     checkpoint = checks.run(lambda: _checkpoint(config))
     distributed = checks.run(lambda: choose_distributed(config, plugins))
@@ -95,7 +95,7 @@ def check_run(config: Config, plugins: Plugins, *, thorough: bool = False) -> Ch
     if family:
         checks.run(lambda: _sizes(config, family))
         if distributed:
-            checks.run(lambda: check_shares(distributed, family))
+            checks.run(lambda: check_sharding(distributed, family))
         if thorough or (distributed and (distributed.context > 1 or distributed.check_model)):
             checks.run(lambda: _model(config, plugins, family, distributed, checkpoint))
     checks.raise_if_any()

@@ -2,7 +2,7 @@ from .caches import Cache as Cache, CacheFile as CacheFile, find_cache as find_c
 from .discovery import BUILT_IN as BUILT_IN, GROUP as GROUP, Selection as Selection, load_plugins as load_plugins
 from .factories import create as create
 from .lookup import (
-    check_shares as check_shares,
+    check_sharding as check_sharding,
     check_strategy as check_strategy,
     choose_distributed as choose_distributed,
     family_entry as family_entry,
@@ -17,4 +17,4 @@ from .registry import (
     Plugins as Plugins,
     RegisterHook as RegisterHook,
 )
-from .schema import check as check, complaints as complaints, schema_of as schema_of, selection_of as selection_of
+from .schema import check as check, plugin_problems as plugin_problems, schema_of as schema_of, selection_of as selection_of

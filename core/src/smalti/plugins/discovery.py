@@ -117,8 +117,8 @@ def _refuse(plugins: Plugins, info: PluginInfo, reason: str, entries: Sequence[I
     info.reason = reason
     plugins.infos[info.name] = info
     if strict:
-        way_round = "" if info.name in BUILT_IN else f", or leave both out with --without {info.name}"
-        raise UserError(f"plugin {info.name!r}: {reason}", fix=f"pip uninstall {entries[-1][1].name}{way_round}")
+        workaround = "" if info.name in BUILT_IN else f", or leave both out with --without {info.name}"
+        raise UserError(f"plugin {info.name!r}: {reason}", fix=f"pip uninstall {entries[-1][1].name}{workaround}")
 
 
 def _check_names(selection: Selection, installed: set[str]) -> None:
@@ -141,12 +141,12 @@ def unknown_plugin(name: str, known: Iterable[str]) -> UserError:
 
 
 def _load(plugins: Plugins, entry: EntryPoint, distribution: Distribution, info: PluginInfo, *, strict: bool) -> None:
-    way_round = f"leave it out with --without {entry.name}"
+    workaround = f"leave it out with --without {entry.name}"
     if (mismatch := _version_mismatch(distribution)) is not None:
         info.state, info.reason = "incompatible", mismatch
         plugins.infos[entry.name] = info
         if strict:
-            raise UserError(f"plugin {entry.name!r}: {mismatch}", fix=f"pip install -U {distribution.name}, or {way_round}")
+            raise UserError(f"plugin {entry.name!r}: {mismatch}", fix=f"pip install -U {distribution.name}, or {workaround}")
         return
     try:
         plugins.register(info, entry.load())
@@ -155,7 +155,7 @@ def _load(plugins: Plugins, entry: EntryPoint, distribution: Distribution, info:
         plugins.infos[entry.name] = info
         if strict:
             message = f"plugin {entry.name!r} ({info.source}) cannot be loaded: {info.reason}"
-            raise BrokenPlugin(message, fix=f"fix or update {distribution.name}, or {way_round}") from error
+            raise BrokenPlugin(message, fix=f"fix or update {distribution.name}, or {workaround}") from error
 
 
 def _what_happened(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from smalti.errors import BrokenPlugin, MissingPlugin, UserError
 from smalti.system import importing
 from smalti.types import Registered
 
-BLAME = "raised by "
+ORIGIN_NOTE = "raised by "
 """How a note begins that says which plugin an exception comes from; the first one, the innermost, counts."""
 
 
@@ -34,13 +34,13 @@ def attributed(entry: Registered, address: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         raise _missing(error, entry, address) from error
     except Exception as error:
-        add_blame(error, f"{BLAME}{entry.origin} in {entry.kind} {entry.name!r} ({address})")
+        add_origin_note(error, f"{ORIGIN_NOTE}{entry.origin} in {entry.kind} {entry.name!r} ({address})")
         raise
 
 
-def add_blame(error: BaseException, note: str) -> bool:
+def add_origin_note(error: BaseException, note: str) -> bool:
     """Say where an exception comes from, unless that was said already, closer to its cause. Whether it was added."""
-    if any(each.startswith(BLAME) for each in getattr(error, "__notes__", ())):
+    if any(each.startswith(ORIGIN_NOTE) for each in getattr(error, "__notes__", ())):
         return False
     error.add_note(note)
     return True
@@ -68,5 +68,5 @@ def _missing(error: ModuleNotFoundError, entry: Registered, address: str) -> Use
 
 def _broken(entry: Registered, address: str, reason: str) -> BrokenPlugin:
     return BrokenPlugin(
-        f"{entry.kind} {entry.name!r} of {entry.origin} is {address!r}, but {reason}", fix=entry.origin.way_round
+        f"{entry.kind} {entry.name!r} of {entry.origin} is {address!r}, but {reason}", fix=entry.origin.workaround
     )

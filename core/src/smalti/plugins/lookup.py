@@ -52,7 +52,7 @@ def find_family(config: Config, plugins: Plugins) -> ModelFamily:
     if problems := family_problems(created):
         raise BrokenPlugin(
             f"{entry.kind} {entry.name!r} of {entry.origin} cannot be used: {type(created).__name__} {'; '.join(problems)}",
-            fix=f"inherit from smalti.models.ModelFamily and see docs/protocols.md; {entry.origin.way_round}",
+            fix=f"inherit from smalti.models.ModelFamily and see docs/protocols.md; {entry.origin.workaround}",
         )
     family = cast("ModelFamily", created)
     if config[ModelOptions].model_type == "lora" and not isinstance(family, Adaptable):
@@ -72,7 +72,7 @@ def choose_distributed(config: Config, plugins: Plugins) -> DistributedPlan:
     chosen = wanted[0] if wanted else next(plan for plan in plans if plan.fallback)
     if chosen.name != chosen.origin.plugin:
         message = f"{chosen.origin} returned a plan with the name {chosen.name!r}; a plan has the name of its plugin"
-        raise BrokenPlugin(message, fix=chosen.origin.way_round)
+        raise BrokenPlugin(message, fix=chosen.origin.workaround)
     return chosen
 
 
@@ -104,7 +104,7 @@ def check_strategy(plan: DistributedPlan, config: Config, plugins: Plugins) -> N
         )
 
 
-def check_shares(plan: DistributedPlan, family: ModelFamily) -> None:
+def check_sharding(plan: DistributedPlan, family: ModelFamily) -> None:
     """Refuse a model that cannot be divided where the strategy gives each rank a part of it."""
     if plan.shards and (reason := family.indivisible):
         raise UserError(

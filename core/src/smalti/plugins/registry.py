@@ -14,7 +14,7 @@ import pluggy
 
 from smalti.errors import UserError
 from smalti.hookspecs import PROJECT, HookSpecs
-from smalti.plugins.factories import BLAME, add_blame
+from smalti.plugins.factories import ORIGIN_NOTE, add_origin_note
 from smalti.plugins.returns import ANSWERS, checked
 from smalti.system import record_hook
 from smalti.types import DistributedPlan, Origin, Registered
@@ -96,7 +96,7 @@ class Plugins:
     def _watch_calls(self, plugin: object, info: PluginInfo) -> None:
         """Have it noted which hook of this plugin runs, and what it returns checked, each time it is called."""
         origin = info.origin
-        fix = "" if origin.built_in else origin.way_round
+        fix = "" if origin.built_in else origin.workaround
         for caller in self._manager.get_hookcallers(plugin) or ():
             for implementation in caller.get_hookimpls():
                 if implementation.plugin is plugin:
@@ -212,9 +212,9 @@ class Plugins:
         for frame, _ in reversed(list(walk_tb(error.__traceback__))):
             if (name := owners.get(frame.f_code)) is not None:
                 origin = self.infos[name].origin
-                added = add_blame(error, f"{BLAME}{origin} in hook {hook!r}")
+                added = add_origin_note(error, f"{ORIGIN_NOTE}{origin} in hook {hook!r}")
                 if added and not origin.built_in and not isinstance(error, UserError):
-                    error.add_note(f"fix: {origin.way_round}")
+                    error.add_note(f"fix: {origin.workaround}")
                 return
 
 

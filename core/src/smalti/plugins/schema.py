@@ -10,7 +10,7 @@ from typing import cast
 from pydantic import ValidationError
 
 from smalti.config import GROUPS, PREFIX, Config, PluginOptions, Schema, expand, flat, read_mapping
-from smalti.errors import ConfigError, Problem, Unsettled, UserError
+from smalti.errors import ConfigError, InvalidOptionError, Problem, UserError
 from smalti.hookspecs import HookSpecs
 from smalti.plugins.discovery import Selection
 from smalti.plugins.registry import PluginInfo, Plugins
@@ -74,7 +74,7 @@ def _flags_among(arguments: Sequence[str], schema: Schema) -> Iterator[tuple[str
             yield flag, text if joined else following
 
 
-def complaints(config: Config, plugins: Plugins, *, without: Collection[str] = ()) -> list[Problem]:
+def plugin_problems(config: Config, plugins: Plugins, *, without: Collection[str] = ()) -> list[Problem]:
     """What every plugin, `without` these, says is wrong with the whole configuration.
 
     A plugin that needs an option whose value is not known says nothing.
@@ -82,12 +82,12 @@ def complaints(config: Config, plugins: Plugins, *, without: Collection[str] = (
     found: list[Problem] = []
     for name in plugins.infos:
         if name not in without:
-            with suppress(Unsettled):
+            with suppress(InvalidOptionError):
                 found += plugins.call_one(name, HookSpecs.check_config, config=config) or []
     return found
 
 
 def check(config: Config, plugins: Plugins, *, without: Collection[str] = ()) -> None:
     """Raises ConfigError with all complaints, if there are any."""
-    if problems := complaints(config, plugins, without=without):
+    if problems := plugin_problems(config, plugins, without=without):
         raise ConfigError(problems)

@@ -331,7 +331,7 @@ def wrap_model(
     )
     if wrapped is None:
         message = f"{plan.origin} was chosen for the run and its hook 'wrap_model' returned no model"
-        raise BrokenPlugin(message, fix=plan.origin.way_round)
+        raise BrokenPlugin(message, fix=plan.origin.workaround)
     ensure_compiled(wrapped, parallel.unwrap, blocks, config, plan.title)
     return wrapped
 

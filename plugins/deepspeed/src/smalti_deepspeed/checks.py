@@ -25,7 +25,7 @@ def problems(config: Config) -> list[Problem]:
         return list(_optimizer_without(config))
     if (platform := platform_problem()) is not None:
         return [platform]
-    return config.separately(_context, _batch, _optimizer, _graphs, _folders)
+    return config.run_checks(_context, _batch, _optimizer, _graphs, _folders)
 
 
 def platform_problem() -> Problem | None:

@@ -29,7 +29,7 @@ def problems(config: Config) -> list[Problem]:
         return [Problem(message="Context parallelism requires FSDP2.", where=config.source("context_parallel_size"), fix=fix)]
     if not enabled(config):
         return []
-    return config.separately(_sizes, _classes, _recomputation, _graphs, _beyond_version1)
+    return config.run_checks(_sizes, _classes, _recomputation, _graphs, _beyond_version1)
 
 
 def _sizes(config: Config) -> list[Problem]:

@@ -31,7 +31,7 @@ class Toy:
 
     @hookimpl
     def check_config(self, config: Config) -> list[Problem]:
-        return config.separately(_adapter, _weights, _shape) if _is_toy(config) else []
+        return config.run_checks(_adapter, _weights, _shape) if _is_toy(config) else []
 
     @hookimpl
     def register_model_families(self) -> list[FamilyEntry]:

@@ -45,7 +45,7 @@ def build_registered(
     optimizer = create(entry, entry.factory, groups, lr=options.learning_rate, **accepted)
     if not isinstance(optimizer, torch.optim.Optimizer):
         what = f"{entry.kind} {entry.name!r} of {entry.origin}: {entry.factory} made a {type(optimizer).__name__}"
-        raise BrokenPlugin(f"{what}, not a torch.optim.Optimizer", fix=entry.origin.way_round)
+        raise BrokenPlugin(f"{what}, not a torch.optim.Optimizer", fix=entry.origin.workaround)
     return optimizer
 
 
