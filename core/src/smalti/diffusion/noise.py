@@ -17,7 +17,7 @@ class SampleNoise:
     """Noise and uniform numbers as a pure function of (seed, sample number).
 
     A sample's number is unique over the run (say, its position in the order of all samples), so the same sample gets the
-    same noise and the same time whichever rank draws it, in whatever batch, before or after a resume. Uniform numbers are
+    same noise and the same time whichever rank asks for it, in whatever batch, before or after a resume. Uniform numbers are
     on the CPU; noise is made on `device`, and its values differ between kinds of device.
     """
 
@@ -27,7 +27,7 @@ class SampleNoise:
         self._generator = torch.Generator(self.device)
 
     def normal(self, numbers: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """(B, *shape) unit normal, fp32, one independent draw for each of the B numbers."""
+        """(B, *shape) unit normal, fp32, independent for each of the B numbers."""
         noise = torch.empty((len(numbers), *shape), device=self.device)
         for row, number in zip(noise, numbers, strict=True):
             self._generator.manual_seed(derive_seed(self.seed, number, 0))

@@ -1,9 +1,9 @@
-"""What is trained: how a picture is corrupted at a time, what the model is asked for, and what a mistake costs.
+"""What is trained: how noise is added at a time, what the model predicts, and the loss.
 
 Two processes, both written x_t = alpha(t) x0 + sigma(t) e with x0 the latents and e unit normal noise:
 
 - `Ddpm`: variance preserving, 1000 discrete steps; predictions epsilon, v_prediction, sample.
-- `RectifiedFlow`: a straight line from picture to noise; predictions flow_matching, sample.
+- `RectifiedFlow`: a straight line from image to noise; predictions flow_matching, sample.
 
 Shapes: B batch, latents (B, C, h, w) or any (B, ...); times (B,).
 """
@@ -37,7 +37,7 @@ class Objective(Protocol):
     prediction: Prediction
 
     def times(self, u: Tensor) -> Tensor:
-        """Fractions of the way to noise in (0, 1], as a timestep sampler gives them -> this process's times."""
+        """Fractions of the way to noise in (0, 1], as a timestep sampler returns them -> this process's times."""
         ...
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,11 +49,11 @@ class Objective(Protocol):
         ...
 
     def loss(self, prediction: Tensor, latents: Tensor, noise: Tensor, noisy: Tensor, t: Tensor) -> Tensor:
-        """(B,): the cost of each raw prediction, averaged over its elements, not weighted."""
+        """(B,): the loss of each raw prediction, averaged over its elements, not weighted."""
         ...
 
     def timesteps(self, t: Tensor) -> Tensor:
-        """What the model is told: (B,) in [0, 1000]."""
+        """The timesteps that the model gets: (B,) in [0, 1000]."""
         ...
 
     def snr(self, t: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class Objective(Protocol):
         ...
 
     def to_x0_and_noise(self, prediction: Tensor, noisy: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """The picture and the noise that a raw prediction says `noisy` is made of. Velocity is noise - picture."""
+        """(x0, noise) of which `noisy` is made, by a raw prediction. Velocity is noise - x0."""
         ...
 
 
@@ -93,7 +93,7 @@ def build_objective(
     return Ddpm(prediction, betas=zero_terminal_snr(betas) if rescale_betas_zero_snr else betas, cost=cost)
 
 
-# --- what a mistake costs -------------------------------------------------------------------------------------------
+# --- loss ---------------------------------------------------------------------------------------------------------
 
 
 class Cost:
@@ -111,7 +111,7 @@ class Cost:
         square = (prediction.float() - target.float()).square()
         if self.kind != "l2":
             c = self.threshold
-            # As (root - c), without the digits that this difference would lose for small mistakes.
+            # As (root - c), without the digits that this difference would lose for small errors.
             square = 2 * square / ((square + c * c).sqrt() + c) * (c if self.kind == "huber" else 1.0)
         return square.flatten(1).mean(1)
 
@@ -123,9 +123,9 @@ class RectifiedFlow:
     """x_t = (1 - t) x0 + t e, times in (0, 1] (Liu et al. 2022; Lipman et al. 2022).
 
     `flow_matching` predicts the velocity e - x0. `sample` predicts x0 and is judged by the velocity that follows from it,
-    (x_t - x0) / max(t, `floor`), because the picture lies on a low-dimensional manifold and the velocity does not
+    (x_t - x0) / max(t, `floor`), because the image lies on a low-dimensional manifold and the velocity does not
     (Li and He 2025, "Back to Basics: Let Denoising Generative Models Denoise"). The floor keeps errors at almost clean
-    pictures from ruling the loss.
+    images from dominating the loss.
     """
 
     def __init__(self, prediction: Prediction = "flow_matching", *, cost: Cost | None = None, floor: float = 0.05) -> None:
@@ -160,10 +160,10 @@ class RectifiedFlow:
         return ((1 - t) / t).square()
 
     def to_x0_and_noise(self, prediction: Tensor, noisy: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        time, told, noisy = _per_sample(t, noisy), prediction.float(), noisy.float()
+        time, predicted, noisy = _per_sample(t, noisy), prediction.float(), noisy.float()
         if self.prediction == "flow_matching":
-            return noisy - time * told, noisy + (1 - time) * told
-        return told, (noisy - (1 - time) * told) / time
+            return noisy - time * predicted, noisy + (1 - time) * predicted
+        return predicted, (noisy - (1 - time) * predicted) / time
 
 
 # --- denoising diffusion --------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class Ddpm:
         alphas = (1 - betas.double()).cumprod(0)
         if prediction == "epsilon" and alphas[-1] == 0:
             raise UserError(
-                "with zero terminal SNR the noise prediction says nothing about the picture in the last step",
+                "with zero terminal SNR the noise prediction says nothing about the image in the last step",
                 fix="use v_prediction, or switch rescale_betas_zero_snr off",
             )
         self.prediction: Prediction = prediction
@@ -222,12 +222,12 @@ class Ddpm:
         return (alpha / sigma).square()
 
     def to_x0_and_noise(self, prediction: Tensor, noisy: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        (alpha, sigma), told, noisy = self._alpha_sigma_for(t, noisy), prediction.float(), noisy.float()
+        (alpha, sigma), predicted, noisy = self._alpha_sigma_for(t, noisy), prediction.float(), noisy.float()
         if self.prediction == "epsilon":
-            return (noisy - sigma * told) / alpha, told
+            return (noisy - sigma * predicted) / alpha, predicted
         if self.prediction == "sample":
-            return told, (noisy - alpha * told) / sigma
-        return alpha * noisy - sigma * told, sigma * noisy + alpha * told
+            return predicted, (noisy - alpha * predicted) / sigma
+        return alpha * noisy - sigma * predicted, sigma * noisy + alpha * predicted
 
     def _alpha_sigma_for(self, t: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
         alpha, sigma = self.alpha_sigma(t)

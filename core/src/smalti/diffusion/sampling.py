@@ -1,9 +1,9 @@
-"""Drawing pictures with a trained model, for families that bring no pipeline of their own.
+"""Sampling images with a trained model, for families that bring no pipeline of their own.
 
-One deterministic step serves both processes: take the prediction apart into picture and noise, and put both together again
+One deterministic step serves both processes: split the prediction into x0 and noise, and add both again
 at the next, lower noise level. For rectified flow that is the Euler method, for DDPM it is DDIM with eta 0 (Song et al. 2020).
 
-Shapes: B pictures, latents (B, C, h, w), times (N,) for N steps.
+Shapes: B images, latents (B, C, h, w), times (N,) for N steps.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Denoise = Callable[[Tensor, Tensor, Conditioning], Tensor]
 
 
 def seeded_noise(seeds: Sequence[int], shape: Sequence[int], device: str | torch.device = "cpu") -> Tensor:
-    """(B, *shape) unit normal, one seed per picture; drawn on the CPU, so that a seed means the same on every device."""
+    """(B, *shape) unit normal, one seed per image; made on the CPU, so that a seed means the same on every device."""
     rows = [torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     return torch.stack(rows).to(device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """How to get from noise to pictures.
+    """How to get from noise to images.
 
     `guidance` is the scale of classifier-free guidance (Ho and Salimans 2022): 1 is the plain model at half the cost.
-    `shift` spends more of the steps near noise (> 1), as larger pictures want.
+    `shift` spends more of the steps near noise (> 1), as larger images want.
     """
 
     objective: Objective
@@ -48,7 +48,7 @@ class Sampler:
             raise UserError(f"a sampling shift of {self.shift:g} is not possible", fix="use a positive number")
 
     def times(self, device: str | torch.device = "cpu") -> Tensor:
-        """(N,) times, from pure noise downwards; what the last one predicts is the picture."""
+        """(N,) times, from pure noise downwards; what the last one predicts is the image."""
         fractions = torch.linspace(1, 1 / self.steps, self.steps, device=device)
         return self.objective.times(shift_times(fractions, self.shift))
 
@@ -65,15 +65,15 @@ class Sampler:
             raise ValueError("guidance needs the conditioning of the empty prompt")
         if guided and empty is not None:
             conditioning = {key: torch.cat([value, empty[key]]) for key, value in conditioning.items()}
-        noisy = picture = start.float()
+        noisy = x0 = start.float()
         noise = start.float()
         for step, time in enumerate(self.times(start.device)):
             t = time.expand(len(start))
             if step:
                 alpha, sigma = self.objective.alpha_sigma(time)
-                noisy = alpha * picture + sigma * noise
-            picture, noise = self.objective.to_x0_and_noise(self._predict(denoise, noisy, t, conditioning, guided), noisy, t)
-        return picture
+                noisy = alpha * x0 + sigma * noise
+            x0, noise = self.objective.to_x0_and_noise(self._predict(denoise, noisy, t, conditioning, guided), noisy, t)
+        return x0
 
     def _predict(self, denoise: Denoise, noisy: Tensor, t: Tensor, conditioning: Conditioning, guided: bool) -> Tensor:
         timesteps = self.objective.timesteps(t)

@@ -1,6 +1,6 @@
 """At which noise levels a model is trained: quantile functions from uniform numbers to times.
 
-A time runs from 0 (the clean picture) to 1 (pure noise). Because each sampler is a quantile function, a sample's time is a
+A time runs from 0 (the clean image) to 1 (pure noise). Because each sampler is a quantile function, a sample's time is a
 pure function of its own uniform number: the same whatever the batch, the rank or the number of ranks.
 
 Shapes: B batch; every function here works element by element on a tensor of any shape.
@@ -26,7 +26,7 @@ MODE_SCALE_BOUNDS = (-1.0, 2.0 / (math.pi - 2.0))
 
 
 def shift_times(times: Tensor, shift: float) -> Tensor:
-    """Move times towards noise (`shift` > 1) or towards the picture (< 1); 0 and 1 stay where they are.
+    """Move times towards noise (`shift` > 1) or towards the image (< 1); 0 and 1 stay where they are.
 
     s t / (1 + (s - 1) t): Esser et al. 2024, "Scaling Rectified Flow Transformers", equation 23 (timestep shifting).
     """
@@ -185,7 +185,7 @@ def build_timesteps(
     auto_shift: bool = False,
     native: Shift | None = None,
 ) -> TimestepSampler:
-    """The sampler that the options describe. `auto_shift` replaces `shift` by one that grows with the picture.
+    """The sampler that the options describe. `auto_shift` replaces `shift` by one that grows with the image size.
 
     `native` is the family's own, for a `shift` that is not given. Raises `UserError` for values with which a sampler would not
     be a distribution over times.

@@ -1,4 +1,4 @@
-"""How much each noise level counts in the loss.
+"""The weight of each noise level in the loss.
 
 Shapes: B batch; times and weights (B,).
 """
@@ -52,7 +52,7 @@ def unweighted(t: Tensor) -> Tensor:
 
 
 def min_snr(objective: Objective, gamma: float) -> Weighting:
-    """Keeps easy, almost clean samples from ruling the gradient: min(SNR, gamma) in terms of the picture.
+    """Keeps easy, almost clean samples from dominating the gradient: min(SNR, gamma) in terms of x0.
 
     Divided by SNR for epsilon and by SNR + 1 for v_prediction (Hang et al. 2023, "Efficient Diffusion Training via Min-SNR
     Weighting Strategy", section 3.4); 5 is the paper's gamma.

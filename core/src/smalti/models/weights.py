@@ -57,7 +57,7 @@ def without_weights() -> Iterator[None]:
 
 
 class SeededWeights:
-    """`Weights` as a model's own constructor draws them under a seed; the model is built when the first is asked for."""
+    """`Weights` as a model's own constructor makes them under a seed; the model is built when the first is asked for."""
 
     def __init__(self, build: Callable[[], nn.Module], seed: int) -> None:
         self._build = build
@@ -145,7 +145,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     try:
         body = parse_json(index.read_bytes())
     except ValueError as error:
-        raise UserError(f"{index} is not sound JSON: {error}", fix=_AGAIN) from error
+        raise UserError(f"{index} is not valid JSON: {error}", fix=_AGAIN) from error
     match body:
         case {"weight_map": dict(found)} if all(isinstance(file, str) for file in found.values()):
             return found
@@ -171,7 +171,7 @@ def _files_by_name(path: Path) -> dict[str, Path]:
 
 
 def first_weight(weights: Weights, name: str, parameter: Tensor) -> Tensor:
-    """The whole first tensor of a parameter. Raises UserError when the weights have none, or one of another shape."""
+    """The complete first tensor of a parameter. Raises UserError when the weights have none, or one of another shape."""
     try:
         tensor = weights.get(name)
     except KeyError:

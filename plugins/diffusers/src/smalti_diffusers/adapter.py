@@ -31,7 +31,7 @@ _METADATA = "lora_adapter_metadata"
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """An adapter. It is added with the weight `alpha / rank`; `targets` are ends of module names; `init` draws lora_A."""
+    """An adapter. It is added with the weight `alpha / rank`; `targets` are ends of module names; `init` is that of lora_A."""
 
     rank: int
     alpha: float
@@ -65,7 +65,7 @@ def attach(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> nn.Module:
 
 
 class AdaptedWeights:
-    """`Weights` of a model with adapters: the base's under the names that it has now, and adapters drawn from a seed.
+    """`Weights` of a model with adapters: the base's under the names that it has now, and adapters made from a seed.
 
     `adapters` are the shapes of the adapters' parameters. lora_B is zero, so that the first prediction is the base's. Each
     lora_A has random numbers of its own, a function of seed and name.

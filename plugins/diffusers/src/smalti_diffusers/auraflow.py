@@ -1,4 +1,4 @@
-"""AuraFlow (fal 2024): rectified flow, tokens of Pile-T5 and registers beside the picture, most blocks on both as one sequence.
+"""AuraFlow (fal 2024): rectified flow, tokens of Pile-T5 and registers beside the image, most blocks on both as one sequence.
 
 Shapes: B batch, latents (B, C, h, w), L text tokens.
 """

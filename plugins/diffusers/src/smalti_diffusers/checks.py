@@ -1,4 +1,4 @@
-"""What is wrong with the options of an adapter, told before anything is launched. Imports no torch."""
+"""What is wrong with the options of an adapter, reported before anything is launched. Imports no torch."""
 
 from __future__ import annotations
 

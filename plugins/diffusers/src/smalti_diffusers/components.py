@@ -18,7 +18,7 @@ from smalti.models import FolderWeights
 
 INDEX = "model_index.json"
 _FILES = (INDEX, "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model", "*/*.jinja")
-"""What is fetched from the hub: no pickles, no pictures, and no second copy of the weights in one large file at the top."""
+"""What is fetched from the hub: no pickles, no images, and no second copy of the weights in one large file at the top."""
 _VARIANTS = ("*.fp16*", "*.bf16*")
 """Nor copies in another type; the trained model's weights are read as they were published."""
 
@@ -83,7 +83,7 @@ class Components:
         return cast(dict[str, object], json.loads((self.folder / part / name).read_text(encoding="utf-8")))
 
     def build(self, part: str) -> nn.Module:
-        """A model of diffusers from its configuration alone, with the weights that its constructor draws."""
+        """A model of diffusers from its configuration alone, with the weights that its constructor makes."""
         model = self._class(part).from_config(self.config(part))  # type: ignore[attr-defined]
         assert isinstance(model, nn.Module)
         return model
@@ -115,7 +115,7 @@ class Components:
         yield from (path for path in shown if path.suffix not in _PICKLES and not _is_variant(path.name))
 
     def identity(self, part: str) -> dict[str, object]:
-        """What tells a part from others, wherever it lies: configuration and digest of the weights, or digests of its files."""
+        """What identifies a part, whatever its path: configuration and digest of the weights, or digests of its files."""
         files = list(self.files(part))
         if any(path.suffix == ".safetensors" for path in files):
             config = {key: value for key, value in self.config(part).items() if key == "_class_name" or key[0] != "_"}

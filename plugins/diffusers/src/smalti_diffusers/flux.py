@@ -1,4 +1,4 @@
-"""Flux.1 (Black Forest Labs 2024): rectified flow on packed latents, T5 tokens and picture tokens in one sequence.
+"""Flux.1 (Black Forest Labs 2024): rectified flow on packed latents, T5 tokens and image tokens in one sequence.
 
 Shapes: B batch, latents (B, C, h, w), N = (h / 2) (w / 2) packed tokens of 4 C numbers, L text tokens, D width.
 """
@@ -53,7 +53,7 @@ class Flux(PipelineFamily):
 
     @property
     def text_length(self) -> int:
-        """512 for dev; schnell was trained on 256, which its T5 tokenizer does not tell."""
+        """512 for dev; schnell was trained on 256, which its T5 tokenizer does not say."""
         if self.options.tokenizer_max_length is not None:
             return self.options.tokenizer_max_length
         return 512 if self._distilled else 256
@@ -118,7 +118,7 @@ class Flux(PipelineFamily):
         }
 
     def sampling_settings(self, request: SampleRequest) -> dict[str, float]:
-        """A model that was not distilled is not told `--validation_guidance`."""
+        """A model that is not guidance-distilled does not get `--validation_guidance`."""
         scale = self.options.flux_true_cfg_scale
         return {"true_cfg_scale": scale} if self._distilled else {"guidance": scale}
 
@@ -141,7 +141,7 @@ def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
 
 
 def positions(rows: int, columns: int, device: torch.device) -> Tensor:
-    """(N, 3): nothing, row and column of every picture token."""
+    """(N, 3): nothing, row and column of every image token."""
     row = torch.arange(rows, device=device, dtype=torch.float32)
     column = torch.arange(columns, device=device, dtype=torch.float32)
     grid = torch.stack(torch.meshgrid(row, column, indexing="ij"), dim=-1).flatten(0, 1)

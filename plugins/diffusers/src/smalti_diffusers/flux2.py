@@ -1,7 +1,7 @@
 """Flux.2 (Black Forest Labs 2025): rectified flow on patches of latents, tokens of a language model beside them.
 
 The klein models read captions with Qwen3; base ones are guided away from the empty prompt, distilled ones are not guided. Dev
-reads them with Mistral and is told how strong guidance is to be.
+reads them with Mistral and has the guidance scale as an input.
 
 Shapes: B batch, latents (B, 4 C, h, w) of 2x2 squares of the autoencoder's own (B, C, 2 h, 2 w), N = h w tokens of 4 C numbers,
 L text tokens, D their width.
@@ -58,7 +58,7 @@ class Flux2(PipelineFamily):
         self._known: tuple[Tensor, Tensor] | None = None
         if components.kind("tokenizer") == "PixtralProcessor" and find_spec("torchvision") is None:
             raise UserError(
-                f"the tokenizer of {components.folder} is one for pictures too, which transformers makes only with torchvision",
+                f"the tokenizer of {components.folder} is one for images too, which transformers makes only with torchvision",
                 fix="pip install torchvision, or take a klein model",
             )
 
@@ -79,11 +79,11 @@ class Flux2(PipelineFamily):
         return 4 * super().latent_channels
 
     def normalise_latents(self, raw: Tensor) -> Tensor:
-        """Brought to the mean 0 and the width 1 that published latents have, by the statistics that the autoencoder keeps."""
+        """Normalised to zero mean and unit variance, by the statistics that the autoencoder keeps."""
         known = self._known
         mean, width = self._statistics(raw.device)
         if known is None:
-            self._rest()  # where everything was encoded before, the autoencoder was loaded for its statistics alone
+            self._park_vae()  # where everything was encoded before, the autoencoder was loaded for its statistics alone
         return (pixel_unshuffle(raw.float(), 2) - mean) / width
 
     def decode_latents(self, latents: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class Flux2(PipelineFamily):
             joins=(Join(module="proj_out", stream="image", dim=1),),
         )
 
-    # --- pictures ---------------------------------------------------------------------------------------------------
+    # --- images ---------------------------------------------------------------------------------------------------
 
     def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
         """Dev is not guided away from anything."""

@@ -1,4 +1,4 @@
-"""Captions as pipelines with Gemma encode them: after an instruction that makes it tell more of them.
+"""Captions as pipelines with Gemma encode them: after an instruction that makes it elaborate on them.
 
 Shapes: B captions, L tokens, D width.
 """

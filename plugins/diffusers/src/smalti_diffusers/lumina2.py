@@ -1,4 +1,4 @@
-"""Lumina Image 2.0 (Qin et al. 2025): rectified flow from noise at 0 to the picture at 1, Gemma tokens before picture tokens.
+"""Lumina Image 2.0 (Qin et al. 2025): rectified flow from noise at 0 to the image at 1, Gemma tokens before image tokens.
 
 Shapes: B batch, latents (B, C, h, w), L text tokens.
 """
@@ -57,7 +57,7 @@ class Lumina2(PipelineFamily):
         }
 
     def outputs(self, prediction: Tensor, noisy: Tensor) -> Tensor:
-        """The model predicts where the picture is; velocity points to the noise."""
+        """The model predicts the direction of the image; velocity points to the noise."""
         return -prediction
 
     def text_settings(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Whether a run corrupts pictures in the way that the pipeline's scheduler undoes it. For families of DDPM."""
+"""Whether a run adds noise with the schedule with which the pipeline's scheduler removes it. For families of DDPM."""
 
 from __future__ import annotations
 

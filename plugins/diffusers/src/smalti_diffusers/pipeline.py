@@ -1,6 +1,6 @@
 """What the families have in common: a pipeline of diffusers around the model that is trained.
 
-Captions are encoded by the pipeline's own `encode_prompt`, and pictures are drawn by the pipeline itself with the trained model
+Captions are encoded by the pipeline's own `encode_prompt`, and images are sampled by the pipeline itself with the trained model
 in it, so that training sees what inference will. A family adds how its model is called.
 
 Shapes: B batch, (B, 3, H, W) pixels, (B, C, h, w) latents.
@@ -69,7 +69,7 @@ class PipelineFamily(ModelFamily):
         self.prediction: Prediction = chosen or native
         if self.prediction not in (native, *self.predictions):
             raise UserError(
-                f"{self.name} cannot be trained with the prediction '{self.prediction}': its pipeline could not draw with it",
+                f"{self.name} cannot be trained with the prediction '{self.prediction}': its pipeline could not sample with it",
                 fix=f"leave --prediction_type out; the pipeline says {native}",
             )
         self._bf16 = config is None or in_bf16(config)
@@ -79,7 +79,7 @@ class PipelineFamily(ModelFamily):
         self.alignment = self.vae_scale * (self.patch or cast(int, components.config(self.part)["patch_size"]))
         if self.prediction == "flow_matching":
             self.flow_shift = scheduler_shift(scheduler)
-        self._rests = False
+        self._vae_on_host = False
 
     # --- what a family may say otherwise ----------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ class PipelineFamily(ModelFamily):
         return cast(Prediction, scheduler.get("prediction_type", "epsilon"))
 
     def scheduler_changes(self) -> dict[str, object]:
-        """What the scheduler's configuration has to say otherwise, so that the pipeline draws with what this run trains."""
+        """What the scheduler's configuration has to say otherwise, so that the pipeline samples with what this run trains."""
         return {}
 
     def pipeline_changes(self) -> dict[str, object]:
@@ -103,7 +103,7 @@ class PipelineFamily(ModelFamily):
         ...
 
     def outputs(self, prediction: Tensor, noisy: Tensor) -> Tensor:
-        """The model's answer in the shape of `noisy`."""
+        """The model's output in the shape of `noisy`."""
         return prediction
 
     # --- the trained model ------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class PipelineFamily(ModelFamily):
 
     @cached_property
     def frozen(self) -> object:
-        """The pipeline that makes and decodes latents and draws: without the trained model, and without what encodes texts."""
+        """The pipeline that makes and decodes latents and samples, without the trained model and what encodes texts."""
         return self._pipeline(lambda part: not _encodes_texts(part))
 
     @cached_property
@@ -213,16 +213,16 @@ class PipelineFamily(ModelFamily):
         return {"pipeline": self.pipeline, **parts, "dtype": str(self._dtype(kind)), **self.text_settings()}
 
     def release_encoder(self, kind: Encoding) -> None:
-        """Text encoders are let go of; the autoencoder goes to host memory, for it has to decode pictures."""
+        """Text encoders are freed; the autoencoder moves to host memory, since it still has to decode images."""
         if kind == "texts":
             self.__dict__.pop("encoder", None)
         else:
-            self._rests = True
-            self._rest()
-        _give_back(self.device)
+            self._vae_on_host = True
+            self._park_vae()
+        _free_memory(self.device)
 
-    def _rest(self) -> None:
-        if self._rests and "frozen" in self.__dict__:
+    def _park_vae(self) -> None:
+        if self._vae_on_host and "frozen" in self.__dict__:
             self.frozen.to("cpu")  # type: ignore[attr-defined]
 
     # --- latents ----------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class PipelineFamily(ModelFamily):
         vae = self.vae
         dtype = next(vae.parameters()).dtype
         encoded = vae.encode(pixels.to(dtype))  # type: ignore[operator]
-        # The mean, not a draw: noise is added by training itself, and a cache could hold one draw only.
+        # The mean, not a sample: noise is added by training itself, and a cache could hold one sample only.
         latents: Tensor = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded[0]
         return latents
 
@@ -275,16 +275,16 @@ class PipelineFamily(ModelFamily):
         """What besides captions and encoders decides their conditioning."""
         return {}
 
-    # --- pictures ---------------------------------------------------------------------------------------------------
+    # --- images -----------------------------------------------------------------------------------------------------
 
     def sample(self, model: nn.Module, request: SampleRequest) -> Tensor:
-        """Pictures by the pipeline itself, with this model in it. It is given the conditioning that training would use."""
+        """Images by the pipeline itself, with this model in it. It gets the conditioning that training would use."""
         conditioning, unconditional = self.request_conditioning(request)
         pipeline = cast("Callable[..., object]", self.frozen)
         self.frozen.to(self.device)  # type: ignore[attr-defined]
         setattr(pipeline, self.part, model)
         try:
-            drawn = pipeline(
+            output = pipeline(
                 **self.prompts(conditioning, unconditional),
                 width=request.width,
                 height=request.height,
@@ -295,9 +295,9 @@ class PipelineFamily(ModelFamily):
             )
         finally:
             setattr(pipeline, self.part, None)
-            self._rest()
-        pictures: Tensor = drawn.images  # type: ignore[attr-defined]
-        return pictures.float() * 2 - 1
+            self._park_vae()
+        images: Tensor = output.images  # type: ignore[attr-defined]
+        return images.float() * 2 - 1
 
     @abstractmethod
     def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
@@ -371,8 +371,8 @@ def _encodes_texts(part: str) -> bool:
     return part.startswith(("text_encoder", "tokenizer"))
 
 
-def _give_back(device: torch.device) -> None:
-    """What was let go of, also where objects hold each other, and what the allocator keeps of it."""
+def _free_memory(device: torch.device) -> None:
+    """Free what was released, including cycles of objects, and what the allocator keeps."""
     gc.collect()
     if device.type != "cpu":
         torch.accelerator.empty_cache()

@@ -77,7 +77,7 @@ class PixArt(PipelineFamily):
         return prediction[:, : noisy.shape[1]]
 
     def context_plan(self, model: nn.Module) -> ContextPlan:
-        """The text is short and stays whole on every rank."""
+        """The text is short and is not split."""
         return ContextPlan(
             heads=cast(int, self.components.config(self.part)["num_attention_heads"]),
             splits=(Split(module="pos_embed", tensor=0, stream="image", dim=1),),
@@ -98,11 +98,11 @@ class PixArt(PipelineFamily):
         }
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
-        # Without binning, pictures have the size asked for. Cleaning would need packages, and change prompts where they are.
+        # Without binning, images have the size asked for. Caption cleaning would need packages, and change prompts.
         return {"max_sequence_length": self.text_length, "clean_caption": False, "use_resolution_binning": False}
 
     def _size(self, noisy: Tensor) -> dict[str, Tensor | None]:
-        """What Alpha at 1024 pixels is told besides: height and width in pixels (B, 2), and height by width (B, 1)."""
+        """Extra conditioning of Alpha at 1024 pixels: height and width in pixels (B, 2), and height by width (B, 1)."""
         if self.pipeline != ALPHA or self.components.config(self.part)["sample_size"] != 128:
             return {"resolution": None, "aspect_ratio": None}
         height, width = (size * self.vae_scale for size in noisy.shape[-2:])

@@ -57,7 +57,7 @@ class QwenImage(PipelineFamily):
         return latents
 
     def normalise_latents(self, raw: Tensor) -> Tensor:
-        """Brought to the mean 0 and the width 1 that published latents have."""
+        """Normalised to zero mean and unit variance."""
         mean, width = self._statistics(raw.device)
         return (raw.float() - mean) / width
 
@@ -152,7 +152,7 @@ class QwenImage(PipelineFamily):
 
 
 def _as_long_as_the_longest(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Without what is padding in every row, as the pipeline gives them; no mask where nothing is left of it.
+    """Without what is padding in every row, as the pipeline returns them; no mask where it would be all ones.
 
     On the meta device, where FLOPs are counted, there is no telling what is padding: nothing.
     """
@@ -164,12 +164,12 @@ def _as_long_as_the_longest(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tenso
 
 
 def _text_counts_for_nothing(block: nn.Module, inputs: object, answer: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """After the last block: its text, which nobody reads, is added to the picture zero times.
+    """After the last block: its text, which nobody reads, is added to the image zero times.
 
     What it is made with has a gradient of zeros then; replicas wait for a gradient of every parameter.
     """
-    text, picture = answer
-    return text, picture + 0 * text.mean()
+    text, image = answer
+    return text, image + 0 * text.mean()
 
 
 @lru_cache(maxsize=4)

@@ -1,4 +1,4 @@
-"""Sana (Xie et al. 2024): rectified flow with linear attention on latents 32 times smaller than the picture, Gemma as encoder.
+"""Sana (Xie et al. 2024): rectified flow with linear attention on latents 32 times smaller than the image, Gemma as encoder.
 
 Shapes: B batch, latents (B, C, h, w), L text tokens.
 """
@@ -46,7 +46,7 @@ class Sana(PipelineFamily):
 
     @cached_property
     def instruction(self) -> list[str]:
-        """What the pipeline puts before every prompt to make Gemma tell more of it, unless another one is given."""
+        """What the pipeline puts before every prompt to make Gemma elaborate on it, unless another one is given."""
         call = class_of("diffusers", self.pipeline).__call__
         return cast(list[str], signature(call).parameters["complex_human_instruction"].default)
 
@@ -81,7 +81,7 @@ class Sana(PipelineFamily):
         }
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
-        # Without binning, pictures have the size asked for.
+        # Without binning, images have the size asked for.
         return {"max_sequence_length": self.text_length, "use_resolution_binning": False}
 
 

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5 (Esser et al. 2024): rectified flow, two CLIP encoders and T5 in one sequence beside the picture.
+"""Stable Diffusion 3 and 3.5 (Esser et al. 2024): rectified flow, two CLIP encoders and T5 in one sequence beside the image.
 
 Shapes: B batch, latents (B, C, h, w), L tokens of CLIP and of T5 one after the other, D width of T5.
 """

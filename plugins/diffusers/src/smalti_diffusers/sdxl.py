@@ -1,4 +1,4 @@
-"""Stable Diffusion XL (Podell et al. 2023): a U-Net on latents, told captions by two CLIP encoders and where a picture was cut.
+"""Stable Diffusion XL (Podell et al. 2023): a U-Net on latents, conditioned on two CLIP encoders, original size and crop.
 
 Shapes: B batch, latents (B, C, h, w), L = 77 tokens, D their width (both encoders beside each other), P the pooled caption's.
 """
@@ -90,7 +90,7 @@ class Sdxl(PipelineFamily):
         return {"tokens": tokens.float(), "pooled": pooled.float()}
 
     def encode_size_conditioning(self, sizes: Sequence[SizeConditioning], width: int, height: int) -> Conditioning:
-        """(B, 6): height and width of the original, top and left of the cut, height and width that are trained."""
+        """(B, 6): height and width of the original, top and left of the crop, height and width that are trained."""
         rows = [(size.height, size.width, size.top, size.left, height, width) for size in sizes]
         return {"time_ids": to_device(torch.tensor(rows, dtype=torch.float32), self.device).view(len(rows), 6)}
 

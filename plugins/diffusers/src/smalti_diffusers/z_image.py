@@ -1,4 +1,4 @@
-"""Z-Image (Cai et al. 2025): rectified flow from noise at 0 to the picture at 1, tokens of Qwen3 and picture in one sequence.
+"""Z-Image (Cai et al. 2025): rectified flow from noise at 0 to the image at 1, tokens of Qwen3 and image in one sequence.
 
 Shapes: B batch, latents (B, C, h, w), L text tokens.
 """
@@ -50,11 +50,11 @@ class ZImage(PipelineFamily):
         return {"tokens": torch.empty(1, length, width_of_text), "mask": torch.ones(1, length, dtype=torch.bool)}
 
     def inputs(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> dict[str, object]:
-        """The model takes pictures, which are videos of one frame, and captions of their own lengths one by one."""
+        """The model takes images, which are videos of one frame, and captions of their own lengths one by one."""
         return {"x": list(noisy.unsqueeze(2)), "t": (1000 - timesteps) / 1000, "cap_feats": _rows(conditioning)}
 
     def outputs(self, prediction: Tensor, noisy: Tensor) -> Tensor:
-        """The model predicts where the picture is, a list of videos; velocity points to the noise."""
+        """The model predicts the direction of the image, as a list of videos; velocity points to the noise."""
         return -torch.stack(list(prediction)).squeeze(2)
 
     def text_settings(self) -> dict[str, object]:

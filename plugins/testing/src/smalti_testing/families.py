@@ -29,7 +29,7 @@ _TOLERANCE = 1e-3
 def check_family(family: ModelFamily, captions: tuple[str, str] = CAPTIONS[:2]) -> None:
     """Every check of the family contract. `family` should be a small one; its methods are called many times.
 
-    `captions` are two that it tells apart, for a family with a closed vocabulary.
+    `captions` are two that it encodes differently, for a family with a closed vocabulary.
     """
     FAMILY.run_all(FamilySubject(family, (*captions, "")))
 
@@ -94,24 +94,24 @@ def its_weights_fit_its_model(subject: FamilySubject) -> None:
 def its_first_weights_are_a_function_of_the_seed(subject: FamilySubject) -> None:
     """Every rank makes its own first weights, and they must be the same ones; another seed gives others.
 
-    Draw them under `torch.random.fork_rng` with the seed set, on the CPU, and from nothing else.
+    Make them under `torch.random.fork_rng` with the seed set, on the CPU, and from nothing else.
     """
     one, again, other = (subject.family.weights(seed) for seed in (1, 1, 2))
     torch.manual_seed(99)
     names = sorted(one.names())
     different = [name for name in names if not torch.equal(one.get(name), again.get(name))]
-    expect(not different, f"the same seed gave two values of {', '.join(different[:5])}")
-    expect(any(not torch.equal(one.get(name), other.get(name)) for name in names), "two seeds gave the same weights")
+    expect(not different, f"the same seed returned two values of {', '.join(different[:5])}")
+    expect(any(not torch.equal(one.get(name), other.get(name)) for name in names), "two seeds returned the same weights")
 
 
 @FAMILY.check
 def captions_have_rows_of_one_shape(subject: FamilySubject) -> None:
-    """Conditioning is cut, joined and cached row by row, so a caption's row must not depend on the others beside it.
+    """Conditioning is split, joined and cached row by row, so a caption's row must not depend on the others beside it.
 
     Pad to a fixed length rather than to the longest caption, and mask what is padding.
     """
     together = subject.family.encode_captions(subject.captions)
-    expect(bool(together), "encode_captions gave nothing")
+    expect(bool(together), "encode_captions returned nothing")
     for name, tensor in together.items():
         expect(
             tensor.shape[:1] == (len(subject.captions),),
@@ -135,21 +135,21 @@ def captions_mean_the_same_each_time(subject: FamilySubject) -> None:
 
 
 @FAMILY.check
-def frames_have_rows_beside_those_of_captions(subject: FamilySubject) -> None:
-    """`encode_size_conditioning`, for families that have it: one row for each frame, under names that captions do not use.
+def size_conditioning_has_rows_and_names_of_its_own(subject: FamilySubject) -> None:
+    """`encode_size_conditioning`, for families that have it: one row for each size, under names that captions do not use.
 
     Both kinds of conditioning are handed to `forward` in one dictionary, so that a shared name would lose one of them.
     """
     family, (width, height) = subject.family, subject.size
     found = family.encode_size_conditioning([SIZE, replace(SIZE, left=9)], width, height)
     for name, tensor in found.items():
-        expect(tensor.shape[:1] == (2,), f"{name} is {tuple(tensor.shape)} for 2 frames")
+        expect(tensor.shape[:1] == (2,), f"{name} is {tuple(tensor.shape)} for 2 sizes")
     shared = found.keys() & family.encode_captions(subject.captions[:1]).keys()
-    expect(not shared, f"captions and frames are both called {', '.join(sorted(shared))}")
+    expect(not shared, f"captions and sizes both have {', '.join(sorted(shared))}")
 
 
 @FAMILY.check
-def pictures_become_latents_and_come_back(subject: FamilySubject) -> None:
+def images_become_latents_and_back(subject: FamilySubject) -> None:
     """Widths and heights are multiples of `alignment`, and nothing else is promised: not square, not a power of two.
 
     If only odd multiples fail, `alignment` is too small.
@@ -167,7 +167,7 @@ def pictures_become_latents_and_come_back(subject: FamilySubject) -> None:
 
 @FAMILY.check
 def the_prediction_has_the_shape_of_its_input(subject: FamilySubject) -> None:
-    """The loss compares the prediction with noise or picture, element by element. The input itself must stay as it is.
+    """The loss compares the prediction with noise or image, element by element. The input itself must stay as it is.
 
     `timesteps` is (B,), floating point, in [0, 1000]; scale it inside if your model wants another range.
     """
@@ -181,7 +181,7 @@ def the_prediction_has_the_shape_of_its_input(subject: FamilySubject) -> None:
 
 @FAMILY.check
 def the_caption_and_the_time_matter(subject: FamilySubject) -> None:
-    """A model that ignores one of them trains without complaint and draws the mean of everything.
+    """A model that ignores one of them trains without an error and samples the mean of everything.
 
     Look for conditioning that is dropped on its way, or a timestep that is rounded away.
     """
@@ -257,34 +257,32 @@ def recomputing_activations_changes_no_gradient(subject: FamilySubject) -> None:
 
 
 @FAMILY.check
-def pictures_are_drawn_in_the_size_that_was_asked_for(subject: FamilySubject) -> None:
-    """Validation saves what `sample` gives as eight-bit pictures, one per prompt.
+def images_are_sampled_in_the_size_that_was_asked_for(subject: FamilySubject) -> None:
+    """Validation saves what `sample` returns as 8-bit images, one per prompt.
 
     (B, 3, H, W), about [-1, 1], every number finite, from any seed.
     """
-    pictures = subject.sample(subject.model(), subject.captions, range(len(subject.captions)))
+    images = subject.sample(subject.model(), subject.captions, range(len(subject.captions)))
     width, height = subject.size
-    expect(
-        pictures.shape == (len(subject.captions), 3, height, width), f"{width}x{height} was drawn as {tuple(pictures.shape)}"
-    )
-    expect(bool(torch.isfinite(pictures).all()), "a picture has numbers that are not finite")
+    expect(images.shape == (len(subject.captions), 3, height, width), f"{width}x{height} was sampled as {tuple(images.shape)}")
+    expect(bool(torch.isfinite(images).all()), "an image has values that are not finite")
 
 
 @FAMILY.check
-def a_picture_depends_on_its_prompt_and_seed_alone(subject: FamilySubject) -> None:
-    """So that pictures of two steps can be compared, whichever rank has drawn them and beside which others.
+def an_image_depends_on_its_prompt_and_seed_alone(subject: FamilySubject) -> None:
+    """So that images of two steps can be compared, whichever rank has sampled them and beside which others.
 
-    Draw the first noise of each picture from a generator of its own (`smalti.diffusion.seeded_noise`).
+    Make the first noise of each image from a generator of its own (`smalti.diffusion.seeded_noise`).
     """
     model = subject.model()
     together = subject.sample(model, subject.captions, (5, 6, 7))
     torch.manual_seed(1)
     again = subject.sample(model, subject.captions, (5, 6, 7))
-    expect(torch.equal(together, again), "the same prompts and seeds gave other pictures the second time")
+    expect(torch.equal(together, again), "the same prompts and seeds returned other images the second time")
     alone = subject.sample(model, subject.captions[1:2], (6,))
-    expect(_distance(together[1:2], alone) < _TOLERANCE, "a picture depends on those that are drawn beside it")
+    expect(_distance(together[1:2], alone) < _TOLERANCE, "an image depends on those that are sampled beside it")
     other = subject.sample(model, subject.captions[1:2], (8,))
-    expect(_distance(alone, other) > 1e-6, "another seed gave the same picture")
+    expect(_distance(alone, other) > 1e-6, "another seed returned the same image")
 
 
 @FAMILY.check
@@ -304,17 +302,17 @@ def it_samples_with_the_objective_that_is_trained(subject: FamilySubject) -> Non
     model = subject.model()
     vars(family)["forward"] = knowing
     try:
-        drawn = subject.sample(model, subject.captions[:1], (5,))
+        sampled = subject.sample(model, subject.captions[:1], (5,))
     finally:
         del vars(family)["forward"]
     if asked:
         with torch.no_grad():
-            apart = _distance(family.decode_latents(image), drawn)
+            apart = _distance(family.decode_latents(image), sampled)
         expect(apart < _TOLERANCE, f"sample does not undo the noise of the loss: a perfect model's image is off by {apart:.1e}")
 
 
 @FAMILY.check
-def a_picture_is_drawn_from_what_was_encoded_before(subject: FamilySubject) -> None:
+def an_image_is_sampled_from_what_was_encoded_before(subject: FamilySubject) -> None:
     """`Cacheable`, for families that are: text encoders are gone while the model trains, and `sample` does without them.
 
     Sample from `conditioning` and `unconditional` of the request where they are given. What decodes latents may be moved back
@@ -326,20 +324,20 @@ def a_picture_is_drawn_from_what_was_encoded_before(subject: FamilySubject) -> N
     for kind in get_args(Encoding):
         first, second = (json.dumps(family.encoder_identity(kind), sort_keys=True) for _ in range(2))
         expect(first == second, f"encoder_identity({kind!r}) is another the second time")
-    model, told = subject.model(), family.encode_captions(subject.captions)
+    model, conditioning = subject.model(), family.encode_captions(subject.captions)
     before = subject.sample(model, subject.captions, (5, 6, 7))
     for kind in get_args(Encoding):
         family.release_encoder(kind)
     expect(
-        torch.equal(subject.sample(model, subject.captions, (5, 6, 7), told), before),
-        "without encoders, other pictures are drawn",
+        torch.equal(subject.sample(model, subject.captions, (5, 6, 7), conditioning), before),
+        "without encoders, other images are sampled",
     )
-    turned = subject.sample(model, subject.captions, (5, 6, 7), {name: rows.flip(0) for name, rows in told.items()})
-    expect(_distance(turned, before) > 1e-6, "sample does not draw from the conditioning that it is told")
+    turned = subject.sample(model, subject.captions, (5, 6, 7), {name: rows.flip(0) for name, rows in conditioning.items()})
+    expect(_distance(turned, before) > 1e-6, "sample does not use the conditioning of the request")
 
 
 @FAMILY.check
-def latents_that_are_kept_become_those_of_every_step(subject: FamilySubject) -> None:
+def stored_latents_become_those_of_every_step(subject: FamilySubject) -> None:
     """`KeepsRawLatents`, for families that do: a run trains the same whether images were encoded before it or in each step.
 
     Let `encode_images` call `raw_latents` and then `normalise_latents`; shift and scale belong in the latter, in fp32.
@@ -370,20 +368,20 @@ def its_blocks_and_adapter_targets_are_in_the_model(subject: FamilySubject) -> N
 
 @FAMILY.check
 def its_flops_are_those_that_torch_counts(subject: FamilySubject) -> None:
-    """Throughput is told in FLOPs, so that runs and machines can be compared; a factor of two is put up with here.
+    """Throughput is reported in FLOPs, so that runs and machines can be compared; a factor of two is accepted here.
 
-    Count two for each multiplication and addition, one forward pass, one picture, attention included, encoders not.
+    Count two for each multiplication and addition, one forward pass, one image, attention included, encoders not.
     """
     width, height = subject.size
-    told = subject.family.flops_per_sample(width, height)
-    expect(isinstance(told, int) and told > 0, f"flops_per_sample gave {told!r}")
+    flops = subject.family.flops_per_sample(width, height)
+    expect(isinstance(flops, int) and flops > 0, f"flops_per_sample returned {flops!r}")
     larger = subject.family.flops_per_sample(4 * width, 2 * height)
-    expect(larger > told, "a picture of eight times the size costs no more")
+    expect(larger > flops, "an image of eight times the size costs no more")
     model, noisy, conditioning = subject.model(), subject.latents[:1], subject.encode(subject.captions[:1])
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         subject.family.forward(model, noisy, torch.tensor([500.0]), conditioning)
     counted = counter.get_total_flops()
-    expect(counted / 2 <= told <= counted * 2, f"flops_per_sample says {told}, torch counts {counted}")
+    expect(counted / 2 <= flops <= counted * 2, f"flops_per_sample says {flops}, torch counts {counted}")
 
 
 def _perfect(objective: Objective, image: Tensor, noisy: Tensor, timesteps: Tensor) -> Tensor:
@@ -411,11 +409,11 @@ def _row(conditioning: Conditioning, row: int) -> Conditioning:
     return {name: tensor[row : row + 1] for name, tensor in conditioning.items()}
 
 
-def _same_conditioning(one: Conditioning, other: Conditioning, told: str, *, tolerance: float = _TOLERANCE) -> None:
-    expect(one.keys() == other.keys(), f"{told}: {sorted(other)} instead of {sorted(one)}")
+def _same_conditioning(one: Conditioning, other: Conditioning, what: str, *, tolerance: float = _TOLERANCE) -> None:
+    expect(one.keys() == other.keys(), f"{what}: {sorted(other)} instead of {sorted(one)}")
     for name, tensor in one.items():
-        expect(tensor.shape == other[name].shape, f"{told}: {name} is {tuple(other[name].shape)}, not {tuple(tensor.shape)}")
-        expect(_distance(tensor, other[name]) <= tolerance, f"{told}: {name} is another")
+        expect(tensor.shape == other[name].shape, f"{what}: {name} is {tuple(other[name].shape)}, not {tuple(tensor.shape)}")
+        expect(_distance(tensor, other[name]) <= tolerance, f"{what}: {name} is another")
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

@@ -30,15 +30,15 @@ class FamilySubject:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Width and height of the pictures: small, and not square."""
+        """Width and height of the images: small, and not square."""
         return 3 * self.family.alignment, 2 * self.family.alignment
 
     @cached_property
     def pixels(self) -> Tensor:
         """(B, 3, H, W), as many as captions."""
         width, height = self.size
-        drawn = torch.rand(len(self.captions), 3, height, width, generator=torch.Generator().manual_seed(0))
-        return drawn * 2 - 1
+        pixels = torch.rand(len(self.captions), 3, height, width, generator=torch.Generator().manual_seed(0))
+        return pixels * 2 - 1
 
     @cached_property
     def latents(self) -> Tensor:
@@ -51,7 +51,7 @@ class FamilySubject:
             return self.family.build_model()
 
     def model(self, *, recompute: bool = False) -> nn.Module:
-        """A model with weights, a little stirred: first weights may be zeros on purpose and would hide everything."""
+        """A model with weights and a little noise on them: first weights may be zeros on purpose and would hide everything."""
         model = self.bare()
         if recompute:
             model.enable_gradient_checkpointing()  # type: ignore[operator]

@@ -35,7 +35,7 @@ class TinyBlock(nn.Module):
 
 
 class TinyModel(nn.Module):
-    """(B, 3, H, W) noisy pictures, (B,) timesteps and (B,) caption numbers -> (B, 3, H, W)."""
+    """(B, 3, H, W) noisy images, (B,) timesteps and (B,) caption numbers -> (B, 3, H, W)."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """The toy family: a small diffusion transformer on pixels that needs nothing but torch.
 
 It exists to be trained in minutes on a CPU: for demos, for trying options, and as the model of every end-to-end test. It is
-a DiT (Peebles and Xie 2023) whose words are tokens beside the picture's patches, and whose time and mean word modulate every
+a DiT (Peebles and Xie 2023) whose words are tokens beside the image's patches, and whose time and mean word modulate every
 block. Words are hashed into an embedding table, so there is no vocabulary to ship.
 
 Shapes: B batch, H, W pixels, P patch size, N = (H / P) (W / P) patches, L words, D width.
@@ -86,7 +86,7 @@ class ToyBlock(nn.Module):
 
 
 class ToyTransformer(nn.Module):
-    """Predicts something shaped like the picture from a noisy picture, a timestep and hashed words."""
+    """Predicts something shaped like the image from a noisy image, a timestep and hashed words."""
 
     def __init__(self, shape: ToyShape) -> None:
         super().__init__()
@@ -123,16 +123,16 @@ class ToyTransformer(nn.Module):
         self.gradient_checkpointing = True
 
     def forward(self, noisy: Tensor, timesteps: Tensor, words: Tensor) -> Tensor:
-        """(B, 3, H, W) noisy pictures, (B,) timesteps in [0, 1000], (B, L) word numbers (0: none) -> (B, 3, H, W)."""
+        """(B, 3, H, W) noisy images, (B,) timesteps in [0, 1000], (B, L) word numbers (0: none) -> (B, 3, H, W)."""
         patch = self.shape.patch
         rows, columns = noisy.shape[-2] // patch, noisy.shape[-1] // patch
         grid = F.pixel_unshuffle(noisy, patch).flatten(2).transpose(1, 2)
-        pictures = self.patch_in(grid) + _grid_positions(rows, columns, self.shape.width, noisy.device)
+        images = self.patch_in(grid) + _grid_positions(rows, columns, self.shape.width, noisy.device)
         embedded = self.words(words)
         texts = embedded + _waves(torch.arange(words.shape[1], device=words.device), self.shape.width)
         condition = F.silu(self._time(timesteps) + _mean_word(embedded, words))
 
-        tokens = torch.cat([texts, pictures], dim=1)
+        tokens = torch.cat([texts, images], dim=1)
         for block in self.blocks:
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 tokens = checkpoint(block, tokens, condition, use_reentrant=False)
@@ -176,7 +176,7 @@ def _waves(positions: Tensor, width: int) -> Tensor:
 
 
 def _grid_positions(rows: int, columns: int, width: int, device: torch.device) -> Tensor:
-    """(N, D) positions of patches, half for the row and half for the column, counted from the centre of the picture.
+    """(N, D) positions of patches, half for the row and half for the column, counted from the centre of the image.
 
     Computed for the size at hand, so that every aspect ratio works and there is no table to shard.
     """
