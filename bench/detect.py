@@ -30,7 +30,7 @@ import smalti_fluxsized
 from smalti.cli.arguments import CommandLine
 from smalti_fsdp2.detection import detect
 
-invocation = CommandLine.read(["--model_family=fluxsized"])
+invocation = CommandLine.parse(["--model_family=fluxsized"])
 config = invocation.config()
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 begin = time.perf_counter()

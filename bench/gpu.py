@@ -164,7 +164,7 @@ def build(case: Case, folder: Path, directory: Path, closing: ExitStack) -> Simp
 
     words = [f"--model_family={case.family}", f"--pretrained_model_name_or_path={folder}", "--init_from_config"]
     words += [f"--output_dir={directory}", f"--train_batch_size={case.batch}", "--mixed_precision=bf16", *case.flags]
-    invocation = CommandLine.read(words)
+    invocation = CommandLine.parse(words)
     config, plugins = invocation.config(), invocation.plugins
     plan = choose_distributed(config, plugins)
     parallel = open_parallel(plan, config)

@@ -47,7 +47,7 @@ def measure() -> list[Result]:
 
 def opened(words: list[str], closing: ExitStack) -> Run:
     """A run of one process, ready for its first step."""
-    invocation = CommandLine.read([*words, "--without=console", "--without=plots"])
+    invocation = CommandLine.parse([*words, "--without=console", "--without=plots"])
     config, plugins = invocation.config(), invocation.plugins
     Preparation.of(config, plugins, write=True)
     plan = choose_distributed(config, plugins)

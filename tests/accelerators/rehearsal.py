@@ -94,7 +94,7 @@ def encoded(words: Sequence[str], pipelines: Path, name: str, folder: Path) -> N
     tiny = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tiny)
     getattr(tiny, name)(folder)
-    invocation = CommandLine.read([*words, "--use_cpu"])
+    invocation = CommandLine.parse([*words, "--use_cpu"])
     config, plugins = invocation.config(), invocation.plugins
     family = find_family(config, plugins)
     family.to("cpu")
@@ -120,7 +120,7 @@ def _built(words, watch, closing):
     smalti.training.run.chosen_checkpoint = lambda run, choice: None
     smalti.training.opening.run_on_main_rank = lambda ranks, scan: ""
     smalti.training.opening.load_data = scan_data
-    invocation = CommandLine.read(list(words))
+    invocation = CommandLine.parse(list(words))
     config, plugins = invocation.config(), invocation.plugins
     plan = choose_distributed(config, plugins)
     parallel = smalti.training.run.open_parallel(plan, config)

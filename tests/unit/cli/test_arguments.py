@@ -12,42 +12,42 @@ from smalti.errors import UserError
 )
 def test_the_configuration_file_is_the_first_word_or_follows_config(write, words):
     file = write("run.toml", "use_ema = true")
-    invocation = CommandLine.read([word.format(file=file) for word in words])
+    invocation = CommandLine.parse([word.format(file=file) for word in words])
     assert invocation.file == file
     assert invocation.config().changes() == {"seed": 5, "use_ema": True}
 
 
 def test_a_flag_may_take_a_file_as_its_value_at_the_end(write):
-    config = CommandLine.read(["--data_backend_config", "data.json"]).config()
+    config = CommandLine.parse(["--data_backend_config", "data.json"]).config()
     assert str(config[DataOptions].data_backend_config) == "data.json"
 
 
 @pytest.mark.parametrize("words", [["a.toml", "--config", "b.toml"], ["--config=a.toml", "--config=b.toml"]])
 def test_two_configuration_files_are_refused(words):
     with pytest.raises(UserError, match=r"two configuration files are given: a\.toml and b\.toml"):
-        CommandLine.read(words)
+        CommandLine.parse(words)
 
 
 @pytest.mark.parametrize("words", [["--config"], ["--config", "--seed=1"], ["--config="]])
 def test_config_needs_a_file(words):
     with pytest.raises(UserError, match="--config needs a file"):
-        CommandLine.read(words)
+        CommandLine.parse(words)
 
 
 def test_a_file_in_the_wrong_place_is_told_where_it_belongs(write):
     file = write("run.toml", "")
     with pytest.raises(UserError, match="put the configuration file first"):
-        CommandLine.read(["--use_ema", str(file)]).config()
+        CommandLine.parse(["--use_ema", str(file)]).config()
 
 
 def test_the_home_folder_may_be_written_as_a_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "run.toml").write_text("seed = 7")
-    assert CommandLine.read(["~/run.toml"]).config()[RunOptions].seed == 7
+    assert CommandLine.parse(["~/run.toml"]).config()[RunOptions].seed == 7
 
 
 def test_plugins_are_selected_before_options_are_read():
-    invocation = CommandLine.read(["--without", "toy", "--without=plots", "--seed=3"])
+    invocation = CommandLine.parse(["--without", "toy", "--without=plots", "--seed=3"])
     assert [name for name, info in invocation.plugins.infos.items() if info.state == "blocked"] == ["plots", "toy"]
     assert "toy_width" not in invocation.schema.options
     assert invocation.config().value("without") == ("toy", "plots")

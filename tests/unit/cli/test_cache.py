@@ -139,7 +139,7 @@ def test_a_cache_is_cleared_by_its_name(attic, run, kept, name):
     kept.put("one", 1)
     size = kept.size()
     code, out, _ = run("clear", name, "--yes")
-    assert (code, out) == (0, f"{kept.place}: 1 entry ({size} B) cleared\n")
+    assert (code, out) == (0, f"{kept.place}: cleared 1 entry ({size} B)\n")
     assert run("clear", name)[1] == f"{kept.place}: nothing to clear\n"
 
 

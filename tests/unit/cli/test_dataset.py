@@ -91,7 +91,7 @@ def test_a_check_takes_the_words_of_train_and_answers_for_its_run(tmp_path: Path
     words = ("--model_family=toy", "--toy_patch=8", "--resolution=32", "--max_train_steps=10", "--use_cpu")
     (tmp_path / "run.toml").write_text('caption_strategy = "filename"\n')
     told = json.loads(run("check", tmp_path / "run.toml", *words, f"--instance_data_dir={tmp_path}", "--json").output)
-    config = CommandLine.read([str(tmp_path / "run.toml"), *words, f"--instance_data_dir={tmp_path}", "--output_dir=unused"])
+    config = CommandLine.parse([str(tmp_path / "run.toml"), *words, f"--instance_data_dir={tmp_path}", "--output_dir=unused"])
     planned = Preparation.of(config.config(), config.plugins, write=False).describe()
 
     assert [(f"{one['width']}x{one['height']}", one["samples"]) for one in told["buckets"]] == [

@@ -127,6 +127,7 @@ def test_a_long_page_goes_through_the_pager_of_a_terminal(on_terminal):
     text = on_terminal("train", "--help-all", PAGER="tr a-z A-Z")
     assert ("OUTPUT_DIR" in text, "output_dir" in text, ESCAPE in text) == (True, False, False)
     assert "output_dir" in on_terminal("config", "reference", PAGER="cat")
+    assert "output_dir" in on_terminal("train", "--help-all", PAGER="less 'unbalanced"), "printed without a pager"
 
 
 def test_a_page_in_a_pipe_meets_no_pager(smalti):

@@ -133,6 +133,16 @@ def test_a_run_that_does_not_answer_in_time_is_told_about(tmp_path: Path) -> Non
     )
 
 
+def test_the_answer_to_a_request_is_given_as_json(tmp_path: Path) -> None:
+    with running(tmp_path):
+        result = smalti_run("save", tmp_path, "--json")
+        answer = json.loads(result.stdout)
+        assert (result.exit_code, answer["kind"], answer["accepted"]) == (0, "save", True)
+        assert answer["message"].startswith("saving after step ")
+        result = smalti_run("sample", tmp_path, "--json")
+        assert (result.exit_code, json.loads(result.stdout)["accepted"]) == (1, False)
+
+
 def test_a_dead_run_is_not_asked_and_the_message_says_why(tmp_path: Path) -> None:
     with running(tmp_path) as child:
         child.kill()

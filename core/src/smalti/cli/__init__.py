@@ -1,4 +1,4 @@
-"""The command line: arguments in, text out, exit codes. Imports no torch."""
+"""The command line. Imports no torch."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""What the words after `smalti train` (and `smalti config show`, ...) mean: plugins, options, one Config."""
+"""Parse the arguments of `smalti train` (and `smalti config show`, ...) into plugins, options and one Config."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ class CommandLine:
     schema: Schema
 
     @classmethod
-    def read(cls, words: Sequence[str]) -> CommandLine:
-        """`[CONFIG] [--flags]` or `[--flags] --config CONFIG`. Loads the selected plugins; resolves nothing yet."""
-        file, flags = _split_file(words)
+    def parse(cls, args: Sequence[str]) -> CommandLine:
+        """Parse `[CONFIG] [--flags]` or `[--flags] --config CONFIG`. Loads the selected plugins, resolves no option yet."""
+        file, flags = _split_file(args)
         plugins = load_plugins(selection_of(flags, file, os.environ))
         return cls(file=file, flags=tuple(flags), plugins=plugins, schema=schema_of(plugins))
 
     def config(self) -> Config:
-        """Raises ConfigError with every problem at once."""
+        """The resolved configuration. Raises ConfigError with all problems."""
         return resolve(self.schema, self.flags, file=self.file)
 
     def draft(self) -> Config:
-        """The same with its problems in it, to be looked through for more."""
+        """The configuration with its problems included, so that further checks can add to them."""
         return draft(self.schema, self.flags, file=self.file)
 
 
-def _split_file(words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The configuration file, as the first word or after --config, and the other words."""
+def _split_file(args: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The configuration file, which is the first argument or the value of --config, and the other arguments."""
     files: list[str] = []
-    rest = list(words)
+    rest = list(args)
     if rest and not rest[0].startswith("-"):
         files.append(rest.pop(0))
     flags = []
     while rest:
-        word = rest.pop(0)
-        flag, joined, text = word.partition("=")
+        arg = rest.pop(0)
+        flag, joined, text = arg.partition("=")
         if flag.lower() != "--config":
-            flags.append(word)
+            flags.append(arg)
         elif joined or (rest and not rest[0].startswith("--")):
             files.append(text if joined else rest.pop(0))
         else:
@@ -60,9 +60,9 @@ def _split_file(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     return (Path(files[0]).expanduser() if files else None), flags
 
 
-def pop_flag(words: list[str], *names: str) -> bool:
-    """Whether one of these switches is among the words; it is removed."""
-    found = [word for word in words if word.replace("_", "-") in names]
-    for word in found:
-        words.remove(word)
+def pop_flag(args: list[str], *names: str) -> bool:
+    """Remove a flag with one of these names from `args`. Returns whether there was one."""
+    found = [arg for arg in args if arg.replace("_", "-") in names]
+    for arg in found:
+        args.remove(arg)
     return bool(found)

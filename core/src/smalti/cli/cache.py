@@ -1,4 +1,4 @@
-"""`smalti cache`: list and clear what plugins keep between runs."""
+"""`smalti cache`: list and clear the caches of plugins."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cache() -> None:
 @_JSON
 def ls(words: tuple[str, ...], as_json: bool) -> None:
     """List all caches with their size and location."""
-    reports = list_caches(*_asked(words))
+    reports = list_caches(*_load(words))
     if as_json:
         click.echo(json.dumps({"caches": [asdict(report) for report in reports]}, indent=2))
         return
@@ -51,7 +51,7 @@ def ls(words: tuple[str, ...], as_json: bool) -> None:
 @_JSON
 def clear(name: str, words: tuple[str, ...], yes: bool, as_json: bool) -> None:
     """Remove everything in the cache NAME. Asks first on a terminal."""
-    plugins, config = _asked(words)
+    plugins, config = _load(words)
     found = find_cache(plugins, name, config)
     if not yes and sys.stdin.isatty() and (size := found.size()):
         what = f"{counted(found.entries(), 'entry', 'entries')}, {format_bytes(size)}, in {found.place}"
@@ -60,13 +60,13 @@ def clear(name: str, words: tuple[str, ...], yes: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"cache": name, "place": found.place, **asdict(cleared)}, indent=2))
         return
-    told = f"{counted(cleared.count, 'entry', 'entries')} ({format_bytes(cleared.bytes)})"
-    click.echo(f"{found.place}: {told} cleared" if cleared.bytes else f"{found.place}: nothing to clear")
+    removed = f"{counted(cleared.count, 'entry', 'entries')} ({format_bytes(cleared.bytes)})"
+    click.echo(f"{found.place}: cleared {removed}" if cleared.bytes else f"{found.place}: nothing to clear")
 
 
-def _asked(words: tuple[str, ...]) -> tuple[Plugins, Config | None]:
-    """The plugins, and the configuration if one was given: whoever gives none need not have one that is sound."""
+def _load(words: tuple[str, ...]) -> tuple[Plugins, Config | None]:
+    """The plugins, and the configuration if arguments were given. Without arguments no valid configuration is needed."""
     if not words:
         return load_plugins(selection_of((), None, os.environ), strict=False), None
-    invocation = CommandLine.read(words)
-    return invocation.plugins, invocation.config()
+    command_line = CommandLine.parse(words)
+    return command_line.plugins, command_line.config()

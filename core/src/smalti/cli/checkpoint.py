@@ -1,8 +1,7 @@
-"""`smalti checkpoint`: list, inspect, verify, convert and export checkpoints. None of it changes a checkpoint.
+"""`smalti checkpoint`: list, inspect, verify, convert and export checkpoints. No command changes a checkpoint.
 
-Importing this module imports no torch; of the commands, `export` alone needs it.
-
-`verify` exits with 1 if anything is damaged. All of them exit with 2 if there is no checkpoint.
+Importing this module imports no torch; only `export` needs it. `verify` exits with 1 if anything is damaged. All commands exit
+with 2 if there is no checkpoint.
 """
 
 from __future__ import annotations
@@ -247,7 +246,7 @@ def export_checkpoint(
 
 @contextmanager
 def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, told of bytes that are done and of how many there are."""
+    """A progress bar on a terminal. Yields the function to call with the bytes done and the total."""
     with click.progressbar(length=1, label=label, file=sys.stderr, hidden=not sys.stderr.isatty()) as bar:
 
         def progress(done: int, total: int) -> None:
@@ -272,7 +271,7 @@ def _entries(path: Path) -> list[Entry]:
 
 
 def _source(path: Path) -> Path:
-    """A run directory stands for its newest checkpoint."""
+    """The checkpoint at `path`; for a run directory, its newest one."""
     return _one(path) if any(CheckpointStore(root).all() for root in (path / "checkpoints", path)) else path
 
 

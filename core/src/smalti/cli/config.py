@@ -36,7 +36,7 @@ _FORCE = click.option("--force", is_flag=True, help="Replace the file of --to if
 
 
 def _to(ending: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The option that names the file to write."""
+    """The option --to, which names the file to write."""
     text = f"Write a new file, whose name ends in {ending}."
     return click.option("--to", "given", metavar="FILE", help=text)
 
@@ -65,7 +65,7 @@ def show(words: tuple[str, ...], complete: bool, as_json: bool) -> None:
 
     Takes the same arguments as `smalti train`. --json prints every value with its source.
     """
-    resolved = CommandLine.read(words).config()
+    resolved = CommandLine.parse(words).config()
     if as_json:
         values = {name: {"value": value, "source": resolved.source(name)} for name, value in resolved.values().items()}
         click.echo(json.dumps({"digest": resolved.digest, "values": values, "notices": list(resolved.notices)}, indent=2))
@@ -87,12 +87,12 @@ def explain(key: str, words: tuple[str, ...], as_json: bool) -> None:
 
     After KEY, takes the same arguments as `smalti train`.
     """
-    invocation = CommandLine.read(words)
-    option = invocation.schema.find(key)
+    command_line = CommandLine.parse(words)
+    option = command_line.schema.find(key)
     if option is None:
-        problem = unknown(key, invocation.schema, where="")
+        problem = unknown(key, command_line.schema, where="")
         raise UserError(problem.message, fix=problem.fix)
-    resolved = invocation.config()
+    resolved = command_line.config()
     value = resolved.values().get(option.name, "(secret)")
     if as_json:
         click.echo(json.dumps({**describe(option), "value": value, "source": resolved.source(option.name)}, indent=2))
@@ -128,9 +128,9 @@ def reference(words: tuple[str, ...], as_json: bool) -> None:
 
     --plugins and --without select plugins, as in `smalti train`.
     """
-    invocation = CommandLine.read(words)
-    invocation.config()
-    schema = invocation.schema
+    command_line = CommandLine.parse(words)
+    command_line.config()
+    schema = command_line.schema
     if as_json:
         click.echo(json.dumps({"options": [describe(option) for option in schema.options.values()]}, indent=2))
     elif on_terminal():
@@ -161,30 +161,30 @@ def import_accelerate(words: tuple[str, ...], given: str | None, merge: bool, fo
     notices.
     """
     target = _target(given, ".toml")
-    invocation = CommandLine.read(words)
-    file = invocation.file
+    command_line = CommandLine.parse(words)
+    file = command_line.file
     if file is None:
         raise UserError("no Accelerate YAML given", fix="smalti config import-accelerate FILE")
     content = read_mapping(file)
     if not accelerate_yaml.is_accelerate(content):
         raise UserError(f"{file} is not an Accelerate configuration", fix="give a file written by `accelerate config`")
-    resolved = resolve(invocation.schema, invocation.flags, file=file, environment={})
-    notices = [*resolved.notices, *_left_over(content, resolved, file)]
+    resolved = resolve(command_line.schema, command_line.flags, file=file, environment={})
+    notices = [*resolved.notices, *_unsupported_keys(content, resolved, file)]
     if as_json:
         values = {name: {"value": resolved.values()[name], "source": source} for name, source in resolved.sources.items()}
         click.echo(json.dumps({"values": values, "notices": notices}, indent=2))
         return
     if merge and target is not None and target.exists():
-        read_mapping(target)  # complains about what is not TOML
-        _tell_notices(notices)
+        read_mapping(target)  # raises if it is not TOML
+        _print_notices(notices)
         _write(target, put_into(target.read_text(encoding="utf-8"), resolved, resolved.sources))
         return
     text = "".join(f"# {notice}\n" for notice in notices) + as_toml(resolved, names=resolved.sources)
-    _put_out(text, target, replace=force, ways="--merge keeps its other options, --force replaces it")
+    _output(text, target, replace=force, fix="--merge keeps its other options, --force replaces it")
 
 
-def _left_over(content: Mapping[str, object], resolved: Config, file: Path) -> Iterator[str]:
-    """Notes on what a configuration file of smalti cannot express."""
+def _unsupported_keys(content: Mapping[str, object], resolved: Config, file: Path) -> Iterator[str]:
+    """Notices about keys that a configuration file of smalti cannot express."""
     for key, value in accelerate_yaml.uncovered(content, resolved.schema).items():
         kept = f"keep it with accelerate_config = {json.dumps(str(file))}"
         yield f"{key}: {json.dumps(value, default=str)} has no option; {kept}"
@@ -208,44 +208,44 @@ def export_accelerate(words: tuple[str, ...], given: str | None, force: bool, as
     Takes the same arguments as `smalti train`.
     """
     target = _target(given, ".yaml", ".yml")
-    invocation = CommandLine.read(words)
-    resolved = invocation.config()
+    command_line = CommandLine.parse(words)
+    resolved = command_line.config()
     if resolved[LaunchOptions].use_cpu:
         raise UserError("use_cpu is set: a launch on CPUs uses no Accelerate YAML", fix="--no_use_cpu")
     if problems := launch_problems(resolved[LaunchOptions]):
         raise ConfigError(problems)
-    check(resolved, invocation.plugins, without=BUILT_IN)  # those check model and data, which the file does not have
-    distributed = choose_distributed(resolved, invocation.plugins)
+    check(resolved, command_line.plugins, without=BUILT_IN)  # whose checks need model and data
+    distributed = choose_distributed(resolved, command_line.plugins)
     merged = merged_yaml(resolved, distributed, expected_kind(resolved) or "cuda")
     notices = [*resolved.notices, *accelerate_yaml.differences(resolved.accelerate, merged, resolved.schema)]
     if as_json:
-        _tell_notices(notices)
-        _put_out(json.dumps(merged, indent=2) + "\n", target, replace=force, ways="--force replaces it")
+        _print_notices(notices)
+        _output(json.dumps(merged, indent=2) + "\n", target, replace=force, fix="--force replaces it")
         return
     text = "".join(f"# {notice}\n" for notice in notices) + yaml_text(merged)
-    _put_out(text, target, replace=force, ways="--force replaces it")
+    _output(text, target, replace=force, fix="--force replaces it")
 
 
 def _target(given: str | None, *endings: str) -> Path | None:
-    """The file of --to, which must have one of these endings: files are read by theirs."""
+    """The file of --to, which must have one of these endings, as files are parsed by their ending."""
     target = Path(given).expanduser() if given is not None else None
     if target is not None and target.suffix.lower() not in endings:
         raise UserError(f"{target} does not end in {' or '.join(endings)}", fix=f"--to={target.with_suffix(endings[0])}")
     return target
 
 
-def _tell_notices(notices: list[str]) -> None:
+def _print_notices(notices: list[str]) -> None:
     for notice in notices:
         click.echo(f"smalti: note: {notice}", err=True)
 
 
-def _put_out(text: str, target: Path | None, *, replace: bool, ways: str) -> None:
-    """Print the text, or write it to a file that must be new unless `replace`. `ways` is the fix if it is not."""
+def _output(text: str, target: Path | None, *, replace: bool, fix: str) -> None:
+    """Print the text, or write it to a file, which must be new unless `replace`. `fix` is the fix if it exists."""
     if target is None:
         click.echo(text, nl=False)
         return
     if target.exists() and not replace:
-        raise UserError(f"{target} already exists", fix=ways)
+        raise UserError(f"{target} already exists", fix=fix)
     _write(target, text)
 
 

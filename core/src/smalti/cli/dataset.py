@@ -26,7 +26,7 @@ from smalti.errors import UserError
 from smalti.plugins import Plugins
 
 _SHOWN = 10  # broken samples per dataset, in text
-_USUAL_ALIGNMENT = 64
+_DEFAULT_ALIGNMENT = 64
 _WORDS = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
 _ARGUMENTS = click.argument("words", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -55,7 +55,7 @@ def dataset() -> None:
 @_JSON
 def scan(words: tuple[str, ...], as_json: bool) -> None:
     """List images per dataset, unusable files and the reason. Reads only image headers."""
-    config, plugins = _asked(words)
+    config, plugins = _load(words)
     catalog = catalog_of(plugins)
     specs, directory = dataset_specs(config, catalog), _directory(config)
     found = [
@@ -90,7 +90,7 @@ def check(words: tuple[str, ...], as_json: bool) -> None:
 
     Takes the same arguments as `smalti train`. Buckets are those of --model_family. Exits with 3 if a bucket is too small.
     """
-    config, plugins = _asked(words)
+    config, plugins = _load(words)
     alignment, notices = _alignment(config, plugins)
     data = scan_data(config, plugins, alignment, _directory(config), _progress())
     notices += [*config.notices, *data.notices]
@@ -103,26 +103,26 @@ def reference() -> None:
     click.echo(dataset_reference(), nl=False)
 
 
-def _asked(words: tuple[str, ...]) -> tuple[Config, Plugins]:
+def _load(words: tuple[str, ...]) -> tuple[Config, Plugins]:
     """The configuration and the plugins."""
-    invocation = CommandLine.read(words)
-    config = invocation.config()
+    command_line = CommandLine.parse(words)
+    config = command_line.config()
     options = config[DataOptions]
     if not (options.data_backend_config or options.datasets or options.instance_data_dir):
         fix = "--instance_data_dir=FOLDER, --data_backend_config=FILE, or the configuration file of a run"
         raise UserError("no dataset given", fix=fix)
-    return config, invocation.plugins
+    return config, command_line.plugins
 
 
 def _alignment(config: Config, plugins: Plugins) -> tuple[int, list[str]]:
-    """What bucket sizes are multiples of unless the options say, and notices about it."""
+    """The default alignment of bucket sizes, and notices about it."""
     if config[ModelOptions].model_family is not None:
         from smalti.plugins import find_family
 
         return find_family(config, plugins).alignment, []
     if config[DataOptions].aspect_bucket_alignment is not None:
-        return _USUAL_ALIGNMENT, []
-    return _USUAL_ALIGNMENT, [f"--model_family is not given: assuming bucket sizes in multiples of {_USUAL_ALIGNMENT}"]
+        return _DEFAULT_ALIGNMENT, []
+    return _DEFAULT_ALIGNMENT, [f"--model_family is not given: assuming bucket sizes in multiples of {_DEFAULT_ALIGNMENT}"]
 
 
 def _directory(config: Config) -> Path | None:

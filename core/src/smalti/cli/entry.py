@@ -1,4 +1,4 @@
-"""The command line. Commands are imported when they are used, and torch only by those that train."""
+"""Entry points of the command line. Commands are imported when they are used; only those that need torch import it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SECTIONS = {
     "Data": ("dataset", "cache"),
     "Configuration": ("config", "plugins", "plugin"),
 }
-"""The commands by what they are about, in the order of the help; all others come from plugins."""
+"""The commands by topic, in the order of the help. All others come from plugins."""
 EXAMPLES = (
     "smalti train config.toml",
     "smalti train --help lora",
@@ -41,12 +41,12 @@ EXAMPLES = (
 
 
 def built_in_commands() -> dict[str, click.Command]:
-    """The commands of smalti itself, by name."""
+    """The built-in commands, by name."""
     return {name: resolve_name(address) for name, (address, _) in COMMANDS.items()}
 
 
 class Commands(Group):
-    """The built-in commands and those of plugins. Plugins are loaded only when no built-in command is meant."""
+    """The built-in commands and those of plugins. Plugins are loaded only if the command is not a built-in one."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*COMMANDS, *sorted(self._from_plugins())]
@@ -79,7 +79,7 @@ class Commands(Group):
                     formatter.write_dl(rows)
 
     def _from_plugins(self) -> dict[str, click.Command]:
-        """The commands that installed plugins add; those left out by the environment are not imported."""
+        """The commands of installed plugins. Plugins that the environment disables are not imported."""
         from smalti.hookspecs import HookSpecs
         from smalti.plugins import load_plugins, selection_of
 
@@ -88,7 +88,7 @@ class Commands(Group):
         for name in sorted(plugins.implementers(HookSpecs.register_commands)):
             try:
                 plugins.call_one(name, HookSpecs.register_commands, commands=group)
-            except Exception as error:  # noqa: BLE001 - one plugin's defect must not take the other commands away
+            except Exception as error:  # noqa: BLE001 - a faulty plugin must not disable the other commands
                 click.echo(f"smalti: warning: ignoring the commands of plugin {name!r}: {describe(error)}", err=True)
         return dict(group.commands)
 
@@ -102,16 +102,16 @@ def smalti() -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of `smalti`. Exits with the codes of `smalti.errors.ExitCode`."""
     if arguments is None:
-        _be_the_process(sys.argv[1:])
-    sys.exit(_run(arguments))  # the process has other things to do afterwards
+        _run_as_process(sys.argv[1:])
+    sys.exit(_run(arguments))  # the caller continues in this process
 
 
 def main_train() -> None:
     """Entry point of `smalti-train`: the same as `smalti train`."""
-    _be_the_process(["train", *sys.argv[1:]])
+    _run_as_process(["train", *sys.argv[1:]])
 
 
-def _be_the_process(arguments: list[str]) -> NoReturn:
+def _run_as_process(arguments: list[str]) -> NoReturn:
     end = ProcessExit.install()
     ignore_signals_after_command()
     keep_imports()
@@ -124,7 +124,7 @@ def _run(arguments: list[str]) -> int:
     try:
         code = smalti.main(args=arguments, prog_name="smalti", standalone_mode=False, color=colour())
     except UserError as error:
-        _tell(str(error), error)
+        _print_error(str(error), error)
         return error.exit_code
     except click.ClickException as error:
         error.show()
@@ -132,15 +132,15 @@ def _run(arguments: list[str]) -> int:
     except click.Abort:
         click.echo("smalti: interrupted", err=True)
         return ExitCode.INTERRUPTED
-    except Exception as error:  # noqa: BLE001 - the top of the command line: nothing but the exit code comes after this
+    except Exception as error:  # noqa: BLE001 - the top level: only the exit code follows
         traceback.print_exc()
-        _tell(f"{type(error).__name__}: {error}", error)
+        _print_error(f"{type(error).__name__}: {error}", error)
         return ExitCode.FAILED
     return code if isinstance(code, int) else ExitCode.DONE
 
 
-def _tell(message: str, error: BaseException) -> None:
-    """The last lines of output name the cause, and the plugin that raised it if one did."""
+def _print_error(message: str, error: BaseException) -> None:
+    """Print the error as the last lines of output, with the plugin that raised it, if any."""
     click.echo(f"{click.style('smalti: error:', fg='red', bold=True)} {message}", err=True, color=colour())
     for note in getattr(error, "__notes__", ()):
         click.echo(f"  {note}", err=True)

@@ -1,4 +1,4 @@
-"""What commands print: columns, and sizes for people."""
+"""Output of commands: tables and formatted sizes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from textwrap import wrap
 import click
 
 _NARROWEST = 24
-"""Columns that the last cell of a row needs beside the others; with fewer it goes below them."""
+"""The least width of the last column. If there is less space, it is printed on a line of its own."""
 
 
 def print_table(
     titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), colours: Mapping[str, str] | None = None
 ) -> None:
-    """Columns as wide as their widest cell; those numbered in `right` are aligned to the right.
+    """Print a table. The columns numbered in `right` are right-aligned.
 
-    Cells with a text of `colours` get its colour. On a terminal, the last column is wrapped where it does not fit.
+    Cells whose text is in `colours` are coloured. On a terminal, the last column is wrapped if it does not fit.
     """
     last = len(titles) - 1
     widths = [max(len(row[column]) for row in (titles, *rows)) for column in range(last)]
@@ -35,7 +35,7 @@ def print_table(
 
 
 def _last(text: str, begin: int, columns: int) -> str:
-    """The last cell of a row, which begins at a column; in lines where it would cross the edge of the terminal."""
+    """The last cell of a row, which starts at column `begin`, wrapped at the width of the terminal."""
     if not columns or begin + len(text) <= columns:
         return text
     if columns - begin >= _NARROWEST:

@@ -1,4 +1,4 @@
-"""`smalti run`: list, watch and control runs. Only reads run directories and writes requests; needs no torch."""
+"""`smalti run`: list, watch and control runs. Only reads run directories and writes requests. Imports no torch."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from smalti.rundir import (
 _DIRECTORY = click.argument("directory", metavar="RUN_DIR", type=click.Path(path_type=Path))
 _TIMEOUT = click.option("--timeout", default=60.0, show_default=True, help="Seconds to wait for the run's answer.")
 _NO_WAIT = click.option("--no-wait", is_flag=True, help="Do not wait for the answer.")
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _TITLES = ("run", "status", "step", "smoothed loss", "samples/s", "eta", "age", "")
 _COLOURS = {"running": "green", "stale": "yellow", "failed": "red", "finished": "blue"}
 
@@ -75,12 +76,12 @@ def _row(summary: Summary) -> tuple[str, ...]:
         speed(summary.samples_per_second),
         duration(summary.seconds_remaining),
         duration(time.time() - since),
-        _doing(summary.phase) if summary.status.condition == "running" else summary.status.message,
+        _phase_text(summary.phase) if summary.status.condition == "running" else summary.status.message,
     )
 
 
-def _doing(phase: Phase | None) -> str:
-    """What a run does besides making steps."""
+def _phase_text(phase: Phase | None) -> str:
+    """The phase of a run, unless it is training."""
     return "" if phase is None or phase.name == "training" else str(phase)
 
 
@@ -122,7 +123,7 @@ def _pass_through(watched: RunDirectory, offset: int, patience: float) -> Status
 
 
 def _show(watched: RunDirectory, display: Display, patience: float) -> Status:
-    """Show the current state of the run, then what happens."""
+    """Show the current state of the run, then its events as they come."""
     recent, status = watched.recent_steps(), watched.status()
     watcher = Watcher(watched, display)
     for event in recent:
@@ -145,7 +146,7 @@ def _show(watched: RunDirectory, display: Display, patience: float) -> Status:
 
 
 def _follow(watched: RunDirectory, offset: int, patience: float) -> Iterator[Event | Status]:
-    """Events of all nodes as they come, and the status whenever it changes. Returns when the run has ended or is silent."""
+    """The events of all nodes as they come, and the status when it changes. Returns when the run has ended or is silent."""
     offsets = {watched.events_file: offset}
     shown, begun = "", time.monotonic()
     while True:
@@ -164,7 +165,7 @@ def _follow(watched: RunDirectory, offset: int, patience: float) -> Iterator[Eve
 
 
 class Watcher:
-    """Turns events into what a display shows."""
+    """Shows events on a display."""
 
     def __init__(self, watched: RunDirectory, display: Display) -> None:
         self.progress: Progress | None = None
@@ -204,7 +205,7 @@ class Watcher:
         return self.progress
 
     def _text(self, event: Event) -> str:
-        """What an event means in words; "" for one that needs none."""
+        """An event as text; "" for one that is not shown."""
         message = event.text("message")
         match event.kind:
             case "state" if event.text("state") in ("starting", "running"):
@@ -229,52 +230,58 @@ class Watcher:
 # --- stop, save, sample ---------------------------------------------------------------------------------------------
 
 
-def _ask(directory: Path, kind: RequestKind, timeout: float, *, wait: bool) -> ExitCode:
-    asked = RunDirectory(directory)
-    request = asked.request(kind)
-    if not wait:
-        click.echo(f"{directory}: requested to {kind}")
-        return ExitCode.DONE
-    answer = asked.answer(request, timeout)
-    if answer is None:
-        status = asked.status()
-        why = (
-            f"the run has ended ({status.condition})"
-            if status.ended
-            else f"none within {timeout:g} s; runs answer after a step"
-        )
-        click.echo(f"{directory}: no answer to the request to {kind}: {why}", err=True)
-        return ExitCode.FAILED
-    accepted = answer.fields.get("accepted") is True
-    click.echo(f"{directory}: {'' if accepted else 'refused: '}{answer.text('message')}", err=not accepted)
-    return ExitCode.DONE if accepted else ExitCode.FAILED
+def _request(directory: Path, kind: RequestKind, timeout: float, *, wait: bool, as_json: bool) -> ExitCode:
+    """Send a request, wait for the answer and print it. Fails unless the request is accepted, or `wait` is not set."""
+    run_directory = RunDirectory(directory)
+    request = run_directory.request(kind)
+    answer = run_directory.answer(request, timeout) if wait else None
+    accepted = None if answer is None else answer.fields.get("accepted") is True
+    if answer is not None:
+        message = f"{'' if accepted else 'refused: '}{answer.text('message')}"
+    elif not wait:
+        message = f"requested to {kind}"
+    else:
+        status = run_directory.status()
+        ended = f"the run has ended ({status.condition})"
+        why = ended if status.ended else f"none within {timeout:g} s; runs answer after a step"
+        message = f"no answer to the request to {kind}: {why}"
+    done = accepted is True or not wait
+    if as_json:
+        result = {"run": directory, "request": request.id, "kind": kind, "accepted": accepted, "message": message}
+        click.echo(to_json(result, indent=2))
+    else:
+        click.echo(f"{directory}: {message}", err=not done)
+    return ExitCode.DONE if done else ExitCode.FAILED
 
 
 @run.command(examples=("smalti run stop runs/first", "smalti run stop runs/first --no-wait"))
 @_DIRECTORY
 @_TIMEOUT
 @_NO_WAIT
+@_JSON
 @click.pass_context
-def stop(context: click.Context, directory: Path, timeout: float, no_wait: bool) -> None:
+def stop(context: click.Context, directory: Path, timeout: float, no_wait: bool, as_json: bool) -> None:
     """Ask a run to finish its step, save a checkpoint and stop."""
-    context.exit(_ask(directory, "stop", timeout, wait=not no_wait))
+    context.exit(_request(directory, "stop", timeout, wait=not no_wait, as_json=as_json))
 
 
 @run.command(examples=("smalti run save runs/first --timeout=300",))
 @_DIRECTORY
 @_TIMEOUT
 @_NO_WAIT
+@_JSON
 @click.pass_context
-def save(context: click.Context, directory: Path, timeout: float, no_wait: bool) -> None:
+def save(context: click.Context, directory: Path, timeout: float, no_wait: bool, as_json: bool) -> None:
     """Ask a run to save a checkpoint after its step."""
-    context.exit(_ask(directory, "save", timeout, wait=not no_wait))
+    context.exit(_request(directory, "save", timeout, wait=not no_wait, as_json=as_json))
 
 
 @run.command(examples=("smalti run sample runs/first",))
 @_DIRECTORY
 @_TIMEOUT
 @_NO_WAIT
+@_JSON
 @click.pass_context
-def sample(context: click.Context, directory: Path, timeout: float, no_wait: bool) -> None:
+def sample(context: click.Context, directory: Path, timeout: float, no_wait: bool, as_json: bool) -> None:
     """Ask a run to generate its validation images after its step."""
-    context.exit(_ask(directory, "sample", timeout, wait=not no_wait))
+    context.exit(_request(directory, "sample", timeout, wait=not no_wait, as_json=as_json))

@@ -1,4 +1,4 @@
-"""The command `smalti run`: look at runs and ask things of them."""
+"""The built-in plugin that adds the command `smalti run`."""
 
 from __future__ import annotations
 

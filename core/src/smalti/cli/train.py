@@ -1,4 +1,4 @@
-"""`smalti train`: from the command line to a finished run."""
+"""`smalti train`: parse the command line, check the configuration, run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FLAGS = (
 
 
 class Train(Command):
-    """The command itself; its page of help has the options of the plugins that the command line selects."""
+    """The command. Its help page has the options of the plugins that the command line selects."""
 
     def page(self, ctx: click.Context, schema: Schema, *, everything: bool) -> str:
         formatter = Formatter(max_width=_WIDEST)
@@ -67,18 +67,18 @@ def train(context: click.Context, words: tuple[str, ...]) -> int:
     --[no_]x is a switch: --x turns it on, --no_x off.
     """
     rest = list(words)
-    topic = _take_topic(rest)
+    topic = _pop_topic(rest)
     everything, some = pop_flag(rest, "--help-all"), pop_flag(rest, "--help", "-h")
     dry_run, as_json = pop_flag(rest, "--dry-run"), pop_flag(rest, "--json")
     try:
-        invocation = CommandLine.read(rest)
+        command_line = CommandLine.parse(rest)
         if topic is not None:
-            show_page(topic_page(invocation.schema, topic))
+            show_page(topic_page(command_line.schema, topic))
             return 0
         if everything or some:
-            show_page(cast(Train, context.command).page(context, invocation.schema, everything=everything))
+            show_page(cast(Train, context.command).page(context, command_line.schema, everything=everything))
             return 0
-        return _train(invocation, dry_run=dry_run, as_json=as_json)
+        return _train(command_line, dry_run=dry_run, as_json=as_json)
     except UserError as error:
         if as_json:
             problems = [problem.as_json() for problem in problems_in(error)]
@@ -86,8 +86,8 @@ def train(context: click.Context, words: tuple[str, ...]) -> int:
         raise
 
 
-def _take_topic(words: list[str]) -> str | None:
-    """The word after --help, unless it is a configuration file; it is removed together with --help."""
+def _pop_topic(words: list[str]) -> str | None:
+    """Remove --help TOPIC and return the topic; None if the word after --help is missing or a configuration file."""
     for index, word in enumerate(words):
         flag, joined, topic = word.partition("=")
         if flag not in ("--help", "-h"):
@@ -102,7 +102,7 @@ def _take_topic(words: list[str]) -> str | None:
 
 
 def topic_page(schema: Schema, topic: str) -> str:
-    """All that is known of the options that a word means. Raises UserError where there are none."""
+    """The full help of the options that a word matches. Raises UserError if there are none."""
     found = matching(schema, topic)
     if not found:
         if package := package_of_topic(topic):
@@ -116,25 +116,25 @@ def topic_page(schema: Schema, topic: str) -> str:
     return formatter.getvalue().strip()
 
 
-def _train(invocation: CommandLine, *, dry_run: bool, as_json: bool) -> int:
-    config = invocation.draft()
+def _train(command_line: CommandLine, *, dry_run: bool, as_json: bool) -> int:
+    config = command_line.draft()
     if config.problems:
-        check_run(config, invocation.plugins)  # raises, with what else is wrong
+        check_run(config, command_line.plugins)  # raises, with all other problems
     try:
         with preemption_as_exception(), ExitStack() as closing:
             standby = None if dry_run else closing.enter_context(standby_launcher(config))
             with importing():
-                from smalti.launch import Preparation  # imports much, so only once the options are right
+                from smalti.launch import Preparation  # imports much, so only if the options are valid
 
-            preparation = Preparation.of(config, invocation.plugins, write=not dry_run)
+            preparation = Preparation.of(config, command_line.plugins, write=not dry_run)
             if not dry_run:
                 ignore_write_errors()
                 return int(preparation.launch(standby))
     except Stopped:
-        click.echo("smalti: stopped on request before the first step; the same command starts it again", err=True)
+        click.echo("smalti: stopped on request before the first step; run the same command to start again", err=True)
         return int(ExitCode.STOPPED)
     except Terminated:
-        click.echo("smalti: stopped before the run began; the same command begins it", err=True)
+        click.echo("smalti: stopped before the first step; run the same command to start again", err=True)
         return int(ExitCode.PREEMPTED)
     click.echo(json.dumps(preparation.describe(), indent=2) if as_json else preparation.as_text())
     return 0

@@ -212,7 +212,7 @@ def templates_apply(name: str, file: Path, as_json: bool) -> None:
     from smalti.cli import CommandLine
     from smalti_deepspeed.templates import apply_template
 
-    edit = apply_template(name, file.expanduser(), CommandLine.read(()).schema)
+    edit = apply_template(name, file.expanduser(), CommandLine.parse(()).schema)
     if as_json:
         shown = {"file": str(edit.path), "key": edit.key, "old": edit.old, "new": edit.new, "written": edit.written}
         click.echo(json.dumps(shown, indent=2))

@@ -70,7 +70,7 @@ def _unfit(values: Mapping[str, tuple[str, object]]) -> Iterator[Problem]:
 
 def judge_in_run(text: str, words: Sequence[str]) -> Verdict:
     """A configuration that is sound by itself as that of the run that `words` describe, which are those of `smalti train`."""
-    invocation = CommandLine.read([*words, f"--deepspeed_config={text}"])
+    invocation = CommandLine.parse([*words, f"--deepspeed_config={text}"])
     try:
         config: Config = invocation.config()
     except ConfigError as error:

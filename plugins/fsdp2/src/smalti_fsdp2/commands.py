@@ -34,7 +34,7 @@ def detect_blocks(words: tuple[str, ...], refresh: bool, file: Path | None, as_j
 
     --apply writes the suggested classes, or those given with --fsdp_transformer_layer_cls_to_wrap.
     """
-    invocation = CommandLine.read(words)
+    invocation = CommandLine.parse(words)
     config = invocation.config()
     for notice in config.notices:
         _note(notice)

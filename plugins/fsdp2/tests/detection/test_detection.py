@@ -53,7 +53,7 @@ import resource
 import smalti.training.run, smalti_fluxsized
 from smalti.cli.arguments import CommandLine
 from smalti_fsdp2.detection import detect
-invocation = CommandLine.read(["--model_family=fluxsized"])
+invocation = CommandLine.parse(["--model_family=fluxsized"])
 config = invocation.config()
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 before = peak()
@@ -69,7 +69,7 @@ def test_a_known_answer_is_the_same_and_needs_no_torch(look, site):
 import json, sys
 from smalti.cli.arguments import CommandLine
 from smalti_fsdp2.detection import detect
-invocation = CommandLine.read(["--model_family=toy"])
+invocation = CommandLine.parse(["--model_family=toy"])
 print(json.dumps(detect(invocation.config(), invocation.plugins).as_json()))
 assert not {"torch", "numpy", "accelerate"} & sys.modules.keys()
 """

@@ -1,6 +1,6 @@
-"""Help on the command line: commands with examples, pages of options, colours and a pager where somebody reads.
+"""Help on the command line: commands with examples, pages of options, colours, and a pager on terminals.
 
-Colours are written always; `click.echo` takes them away where there is no terminal, and where NO_COLOR is set (see `colour`).
+Colours are always written. `click.echo` removes them if the output is not a terminal, or if NO_COLOR is set (see `colour`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _HYPHEN = "\N{NON-BREAKING HYPHEN}"
 
 
 def _unbroken(text: str) -> str:
-    """The text with hyphens at which no line is broken, so that a flag stays in one piece."""
+    """The text with non-breaking hyphens, so that a flag is not split over two lines."""
     return text.replace("-", _HYPHEN)
 
 
@@ -52,7 +52,7 @@ class _Context(click.Context):
 
 
 class Command(click.Command):
-    """A command whose help ends with examples: whole command lines, one or several lines each."""
+    """A command whose help ends with examples: complete command lines."""
 
     context_class = _Context
 
@@ -73,7 +73,7 @@ class Group(Command, click.Group):
 
 
 class CommandCollector(click.Group):
-    """What `register_commands` is given: a group that takes each name once, and none of those that are `taken`."""
+    """The group that `register_commands` receives. It refuses duplicate names, and the names in `taken`."""
 
     def __init__(self, taken: Sequence[str] = ()) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def write_examples(formatter: click.HelpFormatter, examples: Sequence[str]) -> N
 
 
 def write_options(formatter: click.HelpFormatter, options: Mapping[OptionGroup, Sequence[Option]], *, whole: bool) -> None:
-    """A section for each group; with `whole`, all that is known of each option."""
+    """Write a section for each group; with `whole`, everything about each option."""
     for group, members in options.items():
         with formatter.section(group.title):
             formatter.write_dl([_entry(option, whole=whole) for option in members])
@@ -112,18 +112,21 @@ def _entry(option: Option, *, whole: bool) -> tuple[str, str]:
 
 
 def colour() -> bool | None:
-    """What click is told of colours: False where they are not wanted, else None, and it asks each stream."""
+    """The `color` argument for click: False if NO_COLOR is set, else None, so that click checks each stream."""
     return False if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else None
 
 
 def on_terminal() -> bool:
-    """Whether somebody reads the output as it comes."""
+    """Whether input and output are a terminal."""
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
 
 def show_page(text: str) -> None:
-    """Print a long text; by $PAGER where it does not fit on the terminal. PAGER=cat, or an empty one, switches that off."""
-    pager = shlex.split(os.environ.get("PAGER", "less"))
+    """Print a long text, through $PAGER if it does not fit on the terminal. PAGER=cat or an empty PAGER disables the pager."""
+    try:
+        pager = shlex.split(os.environ.get("PAGER", "less"))
+    except ValueError:  # unbalanced quotes
+        pager = []
     paged = on_terminal() and pager and pager[0] != "cat" and shutil.which(pager[0]) is not None
     if paged and len(text.splitlines()) >= shutil.get_terminal_size().lines:
         click.echo_via_pager(text, color=colour())
