@@ -20,7 +20,7 @@ _ROOM = 64 * 2**20
 class Ema:
     """Shadows of this rank's part of the weights that train (`TrainingState.master_weights`), plain tensors or DTensors.
 
-    The decay warms up as min(decay, (1 + step) / (10 + step)), so that the average forgets the first weights quickly. Kept in
+    The decay warms up as min(decay, (1 + step) / (10 + step)), so that the EMA forgets the first weights quickly. Kept in
     fp32 because in bf16 an update smaller than 1/256 of the weight is lost to rounding. `device` is where the shadows are, None
     beside the parameters. Shadows in host memory of weights on an accelerator are updated in a thread, beside the next step.
     """
@@ -41,7 +41,7 @@ class Ema:
 
     @property
     def shadows(self) -> dict[str, Tensor]:
-        """The averages by the names of their parameters, of the last step."""
+        """The EMA weights of the last step, by parameter name."""
         self.wait()
         return self._shadows
 
@@ -82,13 +82,13 @@ class Ema:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin again from the weights as they are: for a run that resumes from a checkpoint without an average."""
+        """Begin again from the weights as they are: for a run that resumes from a checkpoint without EMA."""
         for name, shadow in self.shadows.items():
             _local(shadow).copy_(_local(self._live[name]))
 
     @contextmanager
     def average_parameters(self) -> Iterator[None]:
-        """The model computes with the averaged weights inside this block; afterwards it has its own again, bit for bit."""
+        """The model has the EMA weights inside this block; afterwards its own again, bit for bit."""
         kept = {name: _local(parameter).detach().clone() for name, parameter in self._live.items()}
         try:
             self._put(self.shadows)

@@ -1,4 +1,4 @@
-"""The loss on pictures that are held out, at fixed noise levels and with fixed noise, on all ranks together.
+"""The loss on held-out images, at fixed noise levels and with fixed noise, on all ranks together.
 
 What is measured is the objective's loss without the weights of noise levels, and with the captions as they are: curves of runs
 that sample and weight noise levels differently can be compared.
@@ -35,12 +35,12 @@ def noise_levels(count: int) -> list[float]:
 
 
 def evaluate(run: Run) -> EvaluationResult:
-    """Measure the loss on every held-out picture, tell the trackers and the observers. *Collective*.
+    """Measure the loss on every held-out image, and report it to trackers and observers. *Collective*.
 
     Raises AttemptFailed, on every rank.
     """
     held_out = run.held_out
-    assert held_out is not None, "evaluation is due only where pictures are held out"
+    assert held_out is not None, "evaluation needs held-out images"
     begin = time.perf_counter()
     levels = noise_levels(run.config[ValidationOptions].eval_timesteps)
     with run.phases.during("evaluating"), eval_mode(run) as model:
@@ -73,38 +73,38 @@ def _losses(run: Run, model: nn.Module, held_out: HeldOut, levels: list[float]) 
 
     def measure() -> None:
         for batch, counts in held_out.share(world.data_rank, world.data_size):
-            pictures = held_out.read(batch)
-            columns = _batch_losses(run, model, pictures, noise, levels)
+            images = held_out.read(batch)
+            columns = _batch_losses(run, model, images, noise, levels)
             if counts and speaks:
                 rows = table[batch.place : batch.place + len(batch.samples)]
                 rows[:, :-1] = columns
-                rows[:, -1] = pictures.readable.to(world.device)
+                rows[:, -1] = images.readable.to(world.device)
 
     computed(run, measure)
     whole = torch.stack(list(run.parallel.gather(table)))
     return whole.sum(0).cpu().double()
 
 
-def _batch_losses(run: Run, model: nn.Module, pictures: HeldOutImages, noise: SampleNoise, levels: list[float]) -> Tensor:
+def _batch_losses(run: Run, model: nn.Module, images: HeldOutImages, noise: SampleNoise, levels: list[float]) -> Tensor:
     """(B, T)."""
     family, objective = run.family, run.loss.objective
-    latents, conditioning = _encoded(family, pictures)
-    drawn = noise.normal(pictures.numbers, latents.shape[1:])
+    latents, conditioning = _encoded(family, images)
+    noise_values = noise.normal(images.numbers, latents.shape[1:])
     columns = []
     for level in levels:
         t = objective.times(torch.full((len(latents),), level, device=latents.device))
-        noisy = objective.add_noise(latents, drawn, t)
+        noisy = objective.add_noise(latents, noise_values, t)
         with run.parallel.autocast():
             prediction = family.forward(model, noisy, objective.timesteps(t), conditioning)
-        columns.append(objective.loss(prediction, latents, drawn, noisy, t))
+        columns.append(objective.loss(prediction, latents, noise_values, noisy, t))
     return torch.stack(columns, dim=1)
 
 
-def _encoded(family: ModelFamily, pictures: HeldOutImages) -> tuple[Tensor, Conditioning]:
+def _encoded(family: ModelFamily, images: HeldOutImages) -> tuple[Tensor, Conditioning]:
     """Latents (B, C, h, w) and conditioning of the images: encoded before training, or now."""
-    conditioning, bucket = pictures.conditioning, pictures.bucket
+    conditioning, bucket = images.conditioning, images.bucket
     if conditioning is None:
-        conditioning = family.encode_captions(pictures.captions)
-    latents = latents_of(family, pictures.pixels, pictures.latents)
-    sizes = family.encode_size_conditioning(pictures.size_conditioning, bucket.width, bucket.height)
+        conditioning = family.encode_captions(images.captions)
+    latents = latents_of(family, images.pixels, images.latents)
+    sizes = family.encode_size_conditioning(images.size_conditioning, bucket.width, bucket.height)
     return latents, conditioning | sizes

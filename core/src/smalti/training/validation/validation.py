@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 def shares(count: int, ranks: int, batch: int) -> list[list[list[int]]]:
-    """Which prompts each rank draws: shares[rank] is a list of batches of prompt numbers.
+    """Which prompts each rank samples: shares[rank] is a list of batches of prompt numbers.
 
     Every rank gets the same number of batches of the same size, because under a sharded model each forward pass is collective;
-    what is left over is filled with the last prompt again.
+    the last batch is filled with the last prompt.
     """
     each = -(-count // ranks)
     padded = [min(number, count - 1) for number in range(each * ranks)]
@@ -92,21 +92,21 @@ def eval_mode(run: Run) -> Iterator[nn.Module]:
 
 
 def validate(run: Run) -> ValidationResult:
-    """Draw every prompt once at every size, write the pictures, tell the observers. *Collective*.
+    """Sample every prompt once at every size, write the images, notify the observers. *Collective*.
 
     Raises AttemptFailed, on every rank.
     """
     run.state.validation_requested = False
     sizes = on_all_ranks(run.parallel, lambda: validation_sizes(run.config, run.family.alignment))
     with run.phases.during("validating"), eval_mode(run) as model, run.parallel.autocast():
-        drawn = computed(run, lambda: [each for place, size in enumerate(sizes) for each in _draw(run, model, place, size)])
+        sampled = computed(run, lambda: [each for place, size in enumerate(sizes) for each in _sample(run, model, place, size)])
     folder = run.directory.samples_at(run.state.step)
     images = _images(run.config, folder, sizes)
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        for number, picture, settings in drawn if run.world.rank % run.world.context == 0 else ():
-            _write(run, images[number], picture, settings)
+        for number, pixels, settings in sampled if run.world.rank % run.world.context == 0 else ():
+            _write(run, images[number], pixels, settings)
 
     on_all_ranks(run.parallel, write)
     result = ValidationResult(step=run.state.step, images=images, folder=folder)
@@ -114,10 +114,10 @@ def validate(run: Run) -> ValidationResult:
     return result
 
 
-def _draw(run: Run, model: nn.Module, place: int, size: Bucket) -> Iterator[tuple[int, Image, dict[str, float]]]:
-    """This rank's pictures of one size, in host memory, by number, and what it takes to draw each again.
+def _sample(run: Run, model: nn.Module, place: int, size: Bucket) -> Iterator[tuple[int, Image, dict[str, float]]]:
+    """This rank's images of one size, in host memory, by number, with the settings to reproduce each.
 
-    Writing them is left for later, when no other rank waits for this one.
+    They are written later, when no other rank waits for this one.
     """
     options = run.config[ValidationOptions]
     prompts = options.validation_prompt
@@ -163,14 +163,14 @@ def shown_prompts(config: Config) -> tuple[str, ...]:
 
 def _file_name(number: int, prompt: str) -> str:
     words = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60]
-    return f"{number:02d}-{words or 'picture'}"
+    return f"{number:02d}-{words or 'image'}"
 
 
-def _write(run: Run, image: ValidationImage, picture: Image, settings: dict[str, float]) -> None:
-    """A picture with all that it takes to draw it again."""
+def _write(run: Run, image: ValidationImage, pixels: Image, settings: dict[str, float]) -> None:
+    """Write an image, with the settings to reproduce it in its metadata."""
     save_image(
         image.path,
-        picture,
+        pixels,
         prompt=image.prompt,
         seed=image.seed,
         step=run.state.step,
@@ -182,7 +182,7 @@ def _write(run: Run, image: ValidationImage, picture: Image, settings: dict[str,
 
 
 def _as_image(pixels: Tensor) -> Image:
-    """(3, H, W) in [-1, 1] as a picture of eight bits."""
+    """(3, H, W) in [-1, 1] as an 8-bit image."""
     from PIL.Image import fromarray
 
     levels = ((pixels.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
