@@ -13,7 +13,7 @@ from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.training.optim.optimizers import matrices, parameter_groups
 from smalti_fsdp2.checks import problems
-from smalti_fsdp2.fsdp1 import FullySharded
+from smalti_fsdp2.fsdp1 import Fsdp1Parallel
 from smalti_testing.strategies import run_check
 from smalti_testing.strategy_subject import FLAGS, open_strategy, whole_state
 from support.forked_ranks import ForkedContract, forked_processes
@@ -88,7 +88,7 @@ class Watched:
 class Odd:
     """The odd model, sharded on this rank, and the same as it is in one process."""
 
-    parallel: FullySharded
+    parallel: Fsdp1Parallel
     model: nn.Module
     optimizer: torch.optim.Optimizer
     weights: Watched
@@ -124,7 +124,7 @@ def samples(number, rank):
 
 def open_odd(*flags) -> Odd:
     config = resolve(schema_of(load_plugins()), [*FLAGS, *VERSION1, "--num_processes=2", *flags], environment={})
-    parallel = FullySharded(config)
+    parallel = Fsdp1Parallel(config)
     torch.manual_seed(3)
     plain = OddModel()
     plain.scale.fill_(0.75)

@@ -91,9 +91,9 @@ def wait_for_main():
     """The main rank works for longer than ranks wait for each other."""
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
     ranks = GlooCommunicator(world=World(rank=dist.get_rank(), size=2), group=group)
-    answers = [run_on_main_rank(ranks, lambda: time.sleep(2.5) or "done", timeout=0.2)]
+    answers = [run_on_main_rank(ranks, lambda: time.sleep(2.5) or "done", interval=0.2)]
     try:
-        run_on_main_rank(ranks, lambda: Path("nowhere/at all").read_text(), timeout=0.2)
+        run_on_main_rank(ranks, lambda: Path("nowhere/at all").read_text(), interval=0.2)
     except RankError as error:
         answers.append(error.errno)
     return answers

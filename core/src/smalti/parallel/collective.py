@@ -1,4 +1,4 @@
-"""One rank's failure becomes every rank's, so that nobody waits for ever in the next collective call."""
+"""A failure on one rank is raised on every rank, so that none waits forever in the next collective call."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from smalti.parallel.protocol import Communicator
 
 
 class RankError(Exception):
-    """Some rank could not do its part.
+    """An action failed on some rank.
 
-    `fix` says what the user can do about it, where that is known; `errno` is the system's error number, such as ENOSPC.
+    `fix` says what the user can do about it, "" if unknown; `errno` is the system's error number, such as ENOSPC.
     """
 
     def __init__(self, message: str, *, fix: str, errno: int | None) -> None:
@@ -25,8 +25,8 @@ class RankError(Exception):
 def run_on_all_ranks(ranks: Communicator, action: Callable[[], str]) -> list[str]:
     """Run `action` on this rank; returns what it returned on each rank, in rank order. *Collective*.
 
-    When it failed on any rank, raises `RankError` on all of them. Only a failure that is a defect (neither the system's
-    nor the user's) stays itself on the rank where it happened. `action` must not contain collective calls.
+    Raises `RankError` on all ranks if it failed on any. An exception that is neither an OSError nor a UserError is a defect: it
+    is raised as it is on the rank where it occurred. `action` must not contain collective calls.
     """
     try:
         answer = action()
@@ -46,11 +46,11 @@ def run_on_all_ranks(ranks: Communicator, action: Callable[[], str]) -> list[str
     return [str(other["answer"]) for other in answers]
 
 
-def run_on_main_rank(ranks: Communicator, action: Callable[[], str], *, timeout: float = 5.0) -> str:
-    """Run `action` on the main rank, however long it takes, and give its answer on every rank. *Collective*.
+def run_on_main_rank(ranks: Communicator, action: Callable[[], str], *, interval: float = 5.0) -> str:
+    """Run `action` on the main rank, however long it takes; returns on every rank what it returned. *Collective*.
 
-    The ranks speak every `timeout` seconds meanwhile, so that none of them takes the main rank for lost. A failure is raised
-    on all ranks, as `run_on_all_ranks` does.
+    Meanwhile the ranks exchange a message every `interval` seconds, so that no collective call times out. Raises `RankError` on
+    all ranks, as `run_on_all_ranks` does.
     """
     with ThreadPoolExecutor(max_workers=1) as pool:
         work = pool.submit(action) if ranks.world.is_main else None
@@ -58,7 +58,7 @@ def run_on_main_rank(ranks: Communicator, action: Callable[[], str], *, timeout:
         def look() -> str:
             if work is None:
                 return ""
-            finished, _ = wait([work], timeout=timeout)
+            finished, _ = wait([work], timeout=interval)
             return json.dumps(work.result() if finished else None)
 
         while (answer := json.loads(run_on_all_ranks(ranks, look)[0])) is None:

@@ -1,4 +1,4 @@
-"""Words between ranks over gloo: small, on the processor, never waiting for the accelerator."""
+"""Communication between ranks over gloo: short messages in host memory, which never wait for the accelerator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _world
 
 from smalti.types import World
 
-_FAREWELL = 0x5A17
+_UNUSED_TAG = 0x5A17
 """The tag of a message that nobody sends."""
 
 
@@ -25,7 +25,7 @@ class BrokenGroupError(dist.DistError):
 
 @dataclass(frozen=True, kw_only=True)
 class GlooCommunicator:
-    """One rank's end of a gloo group of all ranks; `group` is None in a single process."""
+    """`AbortableCommunicator` over a gloo group of all ranks; `group` is None in a single process."""
 
     world: World
     group: dist.ProcessGroup | None
@@ -52,10 +52,10 @@ class GlooCommunicator:
 
 
 def break_group(seconds: float) -> None:
-    """End whatever waits for other ranks in this process, on gloo and on an accelerator. From any thread, for good.
+    """Abort all communication of this process, on gloo and on an accelerator, permanently. From any thread.
 
-    NCCL's kernels end then with anything in their outputs, and without an error where somebody waited for them. Its abort can
-    wait for the device itself: it gets so many seconds.
+    NCCL's kernels then end with arbitrary outputs, and raise no error where a thread waited for them. Its abort may block on
+    the device: this returns after at most `seconds`.
     """
     break_all_connections()
     aborting = threading.Thread(target=_abort_accelerators, name="smalti-abort", daemon=True)
@@ -64,7 +64,7 @@ def break_group(seconds: float) -> None:
 
 
 def _abort_accelerators() -> None:
-    """As `torch.distributed._abort_process_group` does, which would also make the group unknown to the main thread."""
+    """What `torch.distributed._abort_process_group` does, except that the main thread still knows the group."""
     backends = [backend for group in reversed(list(_world.pg_map)) for backend in _accelerators_of(group)]
     grouped = next((each for each in backends if hasattr(each, "_group_start")), None)
     if grouped is not None:  # else NCCL's communicators could wait for each other
@@ -81,27 +81,27 @@ def _accelerators_of(group: dist.ProcessGroup) -> list[Any]:
 
 
 def break_all_connections() -> None:
-    """`break_connections` in every group of this process, whoever has made it."""
+    """`break_connections` for every process group of this process."""
     for group in list(_world.pg_map):
         break_connections(group)
 
 
 def break_connections(group: dist.ProcessGroup | None) -> None:
-    """Break this rank's gloo connections in a group, for good: whoever waits on them, here or elsewhere, gets an error at once.
+    """Close this rank's gloo connections in a group, permanently: calls that wait on them, on any rank, fail at once.
 
-    A line of accelerators beside them stays. `ProcessGroup.abort` has no effect on gloo (torch 2.13); but gloo closes all its
-    connections when a message does not come in time.
+    The backend of an accelerator in the same group is not affected. `ProcessGroup.abort` has no effect on gloo (torch 2.13),
+    but gloo closes all its connections when a message times out.
     """
     if group is None or not _has_gloo(group):
         return
     for other in range(group.size()):
         if other != group.rank():
-            with suppress(RuntimeError):  # it runs out of time, or the connection is broken already
-                group.recv([torch.zeros(1)], other, _FAREWELL).wait(timedelta(milliseconds=1))
+            with suppress(RuntimeError):  # it times out, or the connection is closed already
+                group.recv([torch.zeros(1)], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 def _has_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether words in host memory go over gloo; the name of a whole group tells of its line for accelerators as well."""
+    """Whether the group uses gloo for tensors in host memory; its name also depends on the backend for accelerators."""
     try:
         return str(group._get_backend(torch.device("cpu")).name()) == "gloo"
     except RuntimeError:  # the group is for accelerators only
@@ -109,10 +109,10 @@ def _has_gloo(group: dist.ProcessGroup) -> bool:
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Whether an exception tells that words between ranks failed, as opposed to this rank's own work.
+    """Whether an exception means that communication between ranks failed, as opposed to this rank's own work.
 
-    torch has a type for that, but passes on gloo's errors as plain ones, which begin with the place in gloo's source or tell of
-    its connections.
+    torch has `DistError` for that, but raises gloo's errors as `RuntimeError`; their messages begin with the place in gloo's
+    source or name its connections.
     """
     if isinstance(error, dist.DistError):
         return True

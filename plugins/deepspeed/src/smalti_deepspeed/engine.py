@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from smalti_deepspeed.zero import Zero
 
 
-class Engine(ProcessGroupParallel):
+class DeepSpeedParallel(ProcessGroupParallel):
     """Every rank holds its part of masters and moments, of gradients from stage 2 on, and of the parameters in stage 3."""
 
     def __init__(self, config: Config) -> None:

@@ -71,7 +71,7 @@ class DeepSpeed:
         return DistributedPlan(
             name="deepspeed",
             title="DeepSpeed",
-            parallel="smalti_deepspeed.engine:Engine",
+            parallel="smalti_deepspeed.engine:DeepSpeedParallel",
             accelerate=fragment(config),
             settings=document,
             shards=True,
@@ -81,9 +81,9 @@ class DeepSpeed:
 
     @hookimpl
     def wrap_model(self, model: nn.Module, blocks: list[Block], parallel: Parallel, weights: Weights) -> nn.Module | None:
-        from smalti_deepspeed.engine import Engine
+        from smalti_deepspeed.engine import DeepSpeedParallel
 
-        return parallel.wrap(model, blocks, weights) if isinstance(parallel, Engine) else None
+        return parallel.wrap(model, blocks, weights) if isinstance(parallel, DeepSpeedParallel) else None
 
     @hookimpl
     def register_checkpoint_formats(self) -> list[CheckpointFormat]:

@@ -1,4 +1,4 @@
-"""Sharded data parallelism for smalti, on torch's FSDP2. Importing this imports no torch."""
+"""Fsdp2Parallel data parallelism for smalti, on torch's FSDP2. Importing this imports no torch."""
 
 from __future__ import annotations
 

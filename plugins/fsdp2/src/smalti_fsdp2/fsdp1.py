@@ -60,7 +60,7 @@ _ON_HOST = StateDictOptions(cpu_offload=True, strict=False)
 """Copies of the state go to host memory: beside the live one, the accelerator has no room for them."""
 
 
-class FullySharded(ProcessGroupParallel):
+class Fsdp1Parallel(ProcessGroupParallel):
     """Every rank holds a slice of each group of parameters; a group is gathered just before it computes."""
 
     def __init__(self, config: Config) -> None:

@@ -81,7 +81,7 @@ class Fsdp:
             name="fsdp2",
             accelerate=fragment(config),
             title="FSDP" if version == 2 else "FSDP 1",
-            parallel="smalti_fsdp2.sharded:Sharded" if version == 2 else "smalti_fsdp2.fsdp1:FullySharded",
+            parallel="smalti_fsdp2.sharded:Fsdp2Parallel" if version == 2 else "smalti_fsdp2.fsdp1:Fsdp1Parallel",
             context=config[ContextOptions].context_parallel_size,
             splits_heads=config[ContextOptions].context_parallel_comm_strategy == "alltoall",
             shards=True,
@@ -101,12 +101,12 @@ class Fsdp:
     def wrap_model(
         self, model: nn.Module, family: ModelFamily, blocks: list[Block], parallel: Parallel, weights: Weights
     ) -> nn.Module | None:
-        from smalti_fsdp2.fsdp1 import FullySharded
-        from smalti_fsdp2.sharded import Sharded
+        from smalti_fsdp2.fsdp1 import Fsdp1Parallel
+        from smalti_fsdp2.sharded import Fsdp2Parallel
 
-        if isinstance(parallel, Sharded):
+        if isinstance(parallel, Fsdp2Parallel):
             parallel.share_tokens(model, family)
-        return parallel.wrap(model, blocks, weights) if isinstance(parallel, Sharded | FullySharded) else None
+        return parallel.wrap(model, blocks, weights) if isinstance(parallel, Fsdp2Parallel | Fsdp1Parallel) else None
 
     @hookimpl
     def save_checkpoint(self, state: Snapshot, target: Path, parallel: Communicator, config: Config) -> Checkpoint | None:

@@ -25,7 +25,7 @@ from smalti_fsdp2.wrapping import units
 _log = logging.getLogger(__name__)
 
 
-class Sharded(ProcessGroupParallel):
+class Fsdp2Parallel(ProcessGroupParallel):
     """Every rank holds a part of each parameter; a group of them is gathered just before it computes."""
 
     def __init__(self, config: Config) -> None:
