@@ -1,4 +1,4 @@
-"""The user's own Accelerate YAML: where it lies, what it says about our options, what of it smalti cannot do, how ours goes in.
+"""The user's Accelerate YAML: where it is, which options it sets, what smalti does not support, and merging settings into it.
 
 Nothing is imported from Accelerate, which would import torch; a test compares the list of keys with Accelerate's.
 """
@@ -33,19 +33,19 @@ _ALIEN = {
 _NOT_PASSED_ON = frozenset(
     ("compute_environment", "distributed_type", "fp16", "dynamo_backend", "mpirun_config", "downcast_bf16")
 )
-"""Keys that say nothing besides options, or of which a notice tells that they have no effect."""
+"""Keys that only set options, or that a notice says have no effect."""
 _SAYS_NOTHING: tuple[object, ...] = (None, False, "", [], {}, 0, "no", "NO", "none", "all", "main", "static")
-"""What `accelerate config` writes into keys that nobody has given a value."""
+"""What `accelerate config` writes for keys that were not set."""
 _SECTIONS = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}
 
 
 def is_accelerate(values: Mapping[str, object]) -> bool:
-    """Whether a mapping is an Accelerate configuration rather than one of ours."""
+    """Whether a mapping is an Accelerate configuration rather than one of smalti."""
     return "distributed_type" in values or "compute_environment" in values
 
 
 def default_file(environment: Mapping[str, str]) -> Path | None:
-    """The Accelerate YAML that `accelerate launch` itself would pick up, if there is one."""
+    """The Accelerate YAML that `accelerate launch` would use by default, if there is one."""
     if named := environment.get("ACCELERATE_CONFIG_PATH"):
         return Path(named)
     home = environment.get("HOME", "~")
@@ -55,7 +55,7 @@ def default_file(environment: Mapping[str, str]) -> Path | None:
 
 
 def options_in(values: Mapping[str, object], schema: Schema, path: Path) -> dict[str, Given]:
-    """What the file says about our options; what none of them covers stays in the file alone."""
+    """The options that the file sets."""
     said = {option.name: (option.accelerate.partition("=")[0], _value_of(values, option)) for option in schema.options.values()}
     for translation in _translations(values, schema):
         said |= translation.values
@@ -67,13 +67,13 @@ def options_in(values: Mapping[str, object], schema: Schema, path: Path) -> dict
 
 
 def _translations(values: Mapping[str, object], schema: Schema) -> list[Translation]:
-    """What plugins make of the file. Sections that are no tables are kept from them: `problems_of` complains."""
+    """What plugins read in the file, without sections that are not tables: `problems_of` reports those."""
     sound = {key: value for key, value in values.items() if not key.endswith("_config") or isinstance(value, Mapping)}
     return [group.translate(sound) for group in schema.groups if group.translate is not None]
 
 
 def _value_of(values: Mapping[str, object], option: Option) -> object:
-    """None when the file leaves it open, which Accelerate writes as null, as port 0 and as -1 processes too."""
+    """None if the file does not set it. Accelerate writes null, port 0 or -1 processes for that."""
     key, equals, expected = option.accelerate.partition("=")
     if not key:
         return None
@@ -95,7 +95,7 @@ def _value_of(values: Mapping[str, object], option: Option) -> object:
 
 
 def problems_of(values: Mapping[str, object], schema: Schema, path: Path) -> Iterator[Problem]:
-    """What this file asks for that cannot be done here."""
+    """What this file asks for that smalti does not support."""
     leave = "or another file with --accelerate_config, or none with --accelerate_config=none"
     if not is_accelerate(values):
         fix = "give a file that `accelerate config` wrote"
@@ -130,12 +130,12 @@ def problems_of(values: Mapping[str, object], schema: Schema, path: Path) -> Ite
 
 
 def _covered(schema: Schema) -> set[str]:
-    """The keys at the top of the file, sections among them, that options of ours speak for."""
+    """The keys at the top of the file, with sections, that options correspond to."""
     return {option.accelerate.partition(".")[0].partition("=")[0] for option in schema.options.values()}
 
 
 def notices_of(values: Mapping[str, object], schema: Schema, path: Path) -> Iterator[str]:
-    """What in this file has no effect in smalti."""
+    """Notices for what has no effect in smalti."""
     for translation in _translations(values, schema):
         yield from (f"{key} in {path} {remark}" for key, remark in translation.notices)
     dynamo = values.get("dynamo_config")
@@ -149,16 +149,16 @@ def notices_of(values: Mapping[str, object], schema: Schema, path: Path) -> Iter
 
 
 def uncovered(values: Mapping[str, object], schema: Schema) -> dict[str, object]:
-    """What the file says at its top that no option of ours can say: it reaches `accelerate launch` from such a file only."""
+    """The keys at the top of the file that no option corresponds to, which reach `accelerate launch` from a file only."""
     known = {*_covered(schema), *_NOT_PASSED_ON, "same_network"}
     said = {key: value for key, value in values.items() if key not in known and value not in _SAYS_NOTHING}
     if values.get("same_network") is False and values.get("num_machines", 1) != 1:
-        said["same_network"] = False  # one of a launch without a file is true
+        said["same_network"] = False  # the default without a file is true
     return said
 
 
 def merge(user: Mapping[str, object], ours: Mapping[str, object]) -> dict[str, object]:
-    """`user` with `ours` put in, section by section; what only the user has survives. None in `ours` takes a key out."""
+    """`user` with `ours` merged in, section by section. None in `ours` removes a key."""
     merged = dict(user)
     for key, value in ours.items():
         if value is None:
@@ -170,7 +170,7 @@ def merge(user: Mapping[str, object], ours: Mapping[str, object]) -> dict[str, o
 
 
 def differences(user: Mapping[str, object], merged: Mapping[str, object], schema: Schema) -> Iterator[str]:
-    """What the merged file says otherwise than the user's, where no option's own notice tells of it."""
+    """Notices for keys that differ between the merged file and the user's, if no option reports them."""
     covered = {option.accelerate for option in schema.options.values()}
     for key, value in user.items():
         if (

@@ -1,4 +1,4 @@
-"""Setting one option in a configuration file that belongs to a person: everything else stays as it was written.
+"""Setting one option in a configuration file of a user. Everything else stays as it was written.
 
 The file's own text is changed at one place, then read again: it must mean what it meant before, with this one value changed.
 What cannot be done like that is refused, with the line to write by hand.
@@ -101,7 +101,7 @@ def _like(old: object, value: Value, path: Path) -> Value:
 
 
 def _same(option: Option, old: object, new: Value) -> bool:
-    """Whether the file says so already; a value that is not valid never does."""
+    """Whether the file has this value already; a value that is not valid never equals it."""
     try:
         return old is not None and bool(option.check(old) == option.check(new))
     except ValidationError:
@@ -183,7 +183,7 @@ def _skip(text: str, place: int) -> int:
 
 
 def _edit_yaml(text: str, section: str, key: str, value: Value) -> str | None:
-    """Line by line, which serves the plain files that people write; reading the result again finds where it does not."""
+    """Edit line by line, which works for plain files. The caller reads the result again to check it."""
     line = f"{key}: {json.dumps(value, ensure_ascii=False)}"
     there = re.compile(
         rf"^(?P<indent>[ ]*)(['\"]?){re.escape(key)}\2[ ]*:(?P<value>[^#\r\n]*?)(?P<rest>[ ]*(#[^\r\n]*)?)$", re.M

@@ -1,4 +1,4 @@
-"""Reading what users bring: TOML, JSON or YAML. One dict of values comes out, or one clear error."""
+"""Reading TOML, JSON and YAML files of users into one dict of values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_mapping(path: Path, text: str) -> dict[str, object]:
-    """`read_mapping` for a text that has been read; `path` says what kind it is, and where."""
+    """`read_mapping` for a text that has been read. The ending of `path` says its kind."""
     value = _parse(path, text)
     if not isinstance(value, dict):
         raise UserError(f"{path} contains a {type(value).__name__}, not a table of options", fix='write {"option": value, ...}')
@@ -70,7 +70,7 @@ def _parse_yaml(path: Path, text: str) -> object:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Refuses a key that occurs twice, which YAML forbids and PyYAML lets pass."""
+        """Refuses a key that occurs twice, which YAML forbids and PyYAML accepts."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
             keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]

@@ -1,4 +1,4 @@
-"""{env:NAME} in values of options: what files, events and names hold in place of what the environment has.
+"""{env:NAME} in values of options. Files, events and names keep it in place of the value from the environment.
 
 Every process of a run takes the values from its own environment.
 """
@@ -14,21 +14,21 @@ from smalti.config.files import variables_in
 from smalti.config.options import Given, Schema
 
 FILES = ("data_backend_config",)
-"""Options that name a file in which {env:NAME} is replaced, too."""
+"""Options that name a file in which {env:NAME} is replaced too."""
 SHORTEST = 8
-"""Characters of what is masked wherever it occurs. Shorter texts occur everywhere, and are no secrets."""
+"""The fewest characters of a value that is masked wherever it occurs. Shorter texts are common and no secrets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class References:
-    """What {env:NAME} stands for in a configuration and its files. `values` are those options as they were written."""
+    """The uses of {env:NAME} in a configuration and its files. `values` are those options as they were written."""
 
     values: Mapping[str, object] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, schema: Schema, given: Mapping[str, Given], environment: Mapping[str, str]) -> References:
-        """Of texts; numbers and choices are no secrets. Plugins are named in full: they are loaded before options are read."""
+        """The references in text options. Numbers and choices are no secrets; plugins are loaded before options are read."""
         written = {
             name: each.written
             for name, each in given.items()
@@ -38,7 +38,7 @@ class References:
         return cls(values=written, variables={name: environment[name] for name in sorted(names) if environment.get(name)})
 
     def masked(self, value: object) -> object:
-        """Text, at any depth, in which {env:NAME} stands for what the environment has."""
+        """The value with {env:NAME} in place of what the environment has for it, in texts at any depth."""
         if isinstance(value, Mapping):
             return {self.masked(key): self.masked(each) for key, each in value.items()}
         if isinstance(value, list | tuple):
@@ -46,13 +46,13 @@ class References:
         if isinstance(value, PurePath):
             value = str(value)
         if isinstance(value, str):
-            for name, text in sorted(self.variables.items(), key=lambda item: -len(item[1])):  # one may be a part of another
+            for name, text in sorted(self.variables.items(), key=lambda item: -len(item[1])):  # one may contain another
                 value = value.replace(text, f"{{env:{name}}}") if len(text) >= SHORTEST else value
         return value
 
 
 def _text(path: object) -> str:
-    """What stands in a file; "" if it cannot be read, which whoever needs it complains about."""
+    """The text of a file; "" if it cannot be read, which is reported where the file is used."""
     try:
         return Path(str(path)).expanduser().read_text(encoding="utf-8", errors="replace")
     except (OSError, RuntimeError, ValueError):  # also no such home folder, and no name that a file can have

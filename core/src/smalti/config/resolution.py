@@ -1,4 +1,4 @@
-"""Files, environment and flags -> one validated, immutable Config that knows where each value came from.
+"""Merging files, environment and flags into one validated Config.
 
 Priority, strongest first: flags, SMALTI_* environment, Accelerate YAML (what it covers), configuration file, defaults.
 Where two sources name the same option with different values, a notice says which won.
@@ -56,7 +56,7 @@ def draft(
     file: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Config:
-    """The same, with its problems in it, so that the rest of it can be looked through for more of them."""
+    """The same, but with the problems in the Config, so that it can be checked for more of them."""
     environment = os.environ if environment is None else environment
     problems: list[Problem] = []
     content = read_mapping(file) if file is not None else {}
@@ -94,7 +94,7 @@ def restore(
     accelerate: Mapping[str, object],
     environment: Mapping[str, str] | None = None,
 ) -> Config:
-    """The Config of a run from the values that its launcher wrote: how workers get theirs. Secrets come by the environment."""
+    """The Config of a worker, from the values that the launcher wrote. Secrets come from the environment."""
     environment = os.environ if environment is None else environment
     problems = [unknown(name, schema, where="launch.json") for name in values if name not in schema.options]
     layer = {
@@ -110,7 +110,7 @@ def restore(
     if problems:
         raise ConfigError(problems)
     config = Config(schema=schema, groups=groups, accelerate=accelerate, references=References.of(schema, layer, environment))
-    # What has its default value is as good as not given: it came from nowhere, or changed nothing.
+    # A value that equals its default counts as not given.
     return replace(config, sources=dict.fromkeys(config.changes(), "launch"))
 
 
@@ -134,7 +134,7 @@ def _merge(layers: Mapping[str, Layer], schema: Schema, notices: list[str]) -> d
 
 
 def _derive(schema: Schema, chosen: dict[str, tuple[str, Given]], notices: list[str], problems: list[Problem]) -> None:
-    """Add the values that lie in those of other options. What is given elsewhere must agree with them."""
+    """Add the values that values of other options contain. An option that is also given elsewhere must have the same value."""
     for group in schema.groups:
         mine = [name for name in group.options.model_fields if name in chosen]
         if group.derived is None or not mine:
@@ -158,20 +158,20 @@ def _derive(schema: Schema, chosen: dict[str, tuple[str, Given]], notices: list[
 
 
 def _keep(schema: Schema, chosen: dict[str, tuple[str, Given]], kept: Kept, notices: list[str]) -> None:
-    """Take the default with which the run began for what nothing gives, where this version has another one."""
+    """Use the default with which the run started for options that are not given, if this version has another one."""
     for name, value in kept.values.items():
         option = schema.options.get(name)
         if option is None or name in chosen or name in PER_MACHINE or option.secret:
             continue
         if value is None and not option.may_be_none:
-            continue  # it means nothing any more
+            continue  # not a valid value any more
         if not same(option, value, option.default):
             chosen[name] = (KEPT, Given(value=value, spelling=name, place=kept.place))
             notices.append(f"{name}: {value!r}, the default when the run began; it is {option.default!r} now")
 
 
 def _conflicts(schema: Schema, groups: Mapping[type[Options], Options], problems: Sequence[Problem]) -> Iterator[Problem]:
-    """Two strategies at once, where one cannot claim the run against the other: its plugin is missing, or its options wrong."""
+    """Two strategies at once, if one of them cannot return a plan because its plugin is missing or its options are invalid."""
     on, packages = set(), {problem.package for problem in problems}
     for option in schema.options.values():
         key, _, kind = option.accelerate.partition("=")
@@ -187,7 +187,7 @@ def _conflicts(schema: Schema, groups: Mapping[type[Options], Options], problems
 
 
 def _validate(schema: Schema, chosen: Mapping[str, Given], problems: list[Problem]) -> dict[type[Options], Options]:
-    """Every group of options; those that problems are about are left without a value."""
+    """Every group of options. Options with problems have no value."""
     groups: dict[type[Options], Options] = {}
     for group in schema.groups:
         values = {}
@@ -204,14 +204,14 @@ def _validate(schema: Schema, chosen: Mapping[str, Given], problems: list[Proble
 
 
 def _made(kind: type[Options], values: Mapping[str, object]) -> tuple[Options, list[Mapping[str, object]]]:
-    """The options from all values but those that are refused, which have none, and why these are refused."""
+    """The options without the invalid values, and the errors of these."""
     try:
         return kind.model_validate(values), []
     except ValidationError as error:
         errors: list[Mapping[str, object]] = [dict(each) for each in error.errors()]
     if not values:
         raise TypeError(f"the defaults of {kind.__name__} are refused: {errors}")
-    # A complaint without a place is about all values of a group together.
+    # An error without a location is about the group as a whole.
     refused = {str(place[0]) for each in errors if (place := cast(tuple[object, ...], each["loc"]))} & values.keys()
     rest = {name: value for name, value in values.items() if refused and name not in refused}
     made, _ = _made(kind, rest)
@@ -258,7 +258,7 @@ def _bad_value(option: Option, given: Given, reason: str) -> Problem:
 
 
 def _idle_options(config: Config) -> Iterator[str]:
-    """Notices for options that were set and have no effect, because what they depend on is off."""
+    """Notices for options that were set and have no effect, because their condition does not hold."""
     changed = config.changes()
     for name in config.sources:
         option = config.schema.options[name]
@@ -270,7 +270,7 @@ def _holds(condition: str, config: Config) -> bool:
     key, sign, wanted = (*condition.split(), "", "")[:3]
     value = config.value(key)
     if sign == "==" and value is None:
-        return True  # what is not given is chosen by the family, and may be just that
+        return True  # the family chooses it, and may choose this value
     if sign == ">":
         return float(str(value)) > float(wanted)
     return str(value).lower() == wanted.lower() if sign else bool(value)

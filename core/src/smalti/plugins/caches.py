@@ -1,4 +1,4 @@
-"""What plugins keep between runs and can make again: listed and cleared in one place. Imports no torch."""
+"""What plugins keep between runs and can create again: listed and cleared in one place. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _FORMAT = 1
 
 
 class Cache(Protocol):
-    """What the factory of a `CacheEntry` gives. Nothing is made or written by asking."""
+    """What the factory of a `CacheEntry` returns. Only `clear` changes anything."""
 
     @property
     def place(self) -> str:
-        """Where it is, for people: a path or an address."""
+        """Where the cache is, for messages: a path or an address."""
         ...
 
     def entries(self) -> int:
-        """How many things it holds."""
+        """The number of entries."""
         ...
 
     def size(self) -> int:
-        """How many bytes it takes up."""
+        """The size in bytes."""
         ...
 
     def clear(self) -> Cleared:
-        """Remove everything that is the cache's own, and nothing else. Raises UserError when that is not possible."""
+        """Remove all entries, and no files of others. Raises UserError if that is not possible."""
         ...
 
 
@@ -59,7 +59,7 @@ class CacheReport:
 
 
 def list_caches(plugins: Plugins, config: Config | None = None) -> list[CacheReport]:
-    """Every cache with its size, sorted by name. `config` says where those are that a configuration puts somewhere."""
+    """Every cache with its size, sorted by name. `config` locates the caches whose place is an option."""
     reports = []
     for entry in plugins.gather(HookSpecs.register_caches):
         cache = _open(entry, plugins, config)
@@ -70,7 +70,7 @@ def list_caches(plugins: Plugins, config: Config | None = None) -> list[CacheRep
 
 
 def find_cache(plugins: Plugins, name: str, config: Config | None = None) -> Cache:
-    """The cache of this name, in any spelling. Raises UserError with the names that there are."""
+    """The cache of this name, in any spelling. Raises UserError with the known names."""
     entries = {entry.name: entry for entry in plugins.gather(HookSpecs.register_caches)}
     spelled = {_fold(each): each for each in entries}
     if _fold(name) in spelled:
@@ -83,7 +83,7 @@ def find_cache(plugins: Plugins, name: str, config: Config | None = None) -> Cac
 
 
 def clear_cache(plugins: Plugins, name: str, config: Config | None = None) -> Cleared:
-    """Clear the cache of this name. Raises UserError for a name that no plugin has."""
+    """Clear the cache of this name. Raises UserError for an unknown name."""
     return find_cache(plugins, name, config).clear()
 
 
@@ -106,7 +106,7 @@ class CacheFile:
     """JSON values by key in one file of the user's cache folder (`XDG_CACHE_HOME`). Processes may use it at the same time.
 
     It never stops anyone: a broken file counts as empty and is replaced by the next `put`, a folder that cannot be read or
-    written leaves things as they were, and `report` is told.
+    written changes nothing, and `report` is called.
     """
 
     def __init__(self, name: str, *, report: Callable[[str], object] = _log.warning) -> None:
@@ -124,7 +124,7 @@ class CacheFile:
         return self._tell().get(key)
 
     def put(self, key: str, value: object) -> None:
-        """Keep a value; what other processes keep meanwhile stays."""
+        """Store a value. Values that other processes store at the same time are kept."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self._alone():
@@ -157,7 +157,7 @@ class CacheFile:
         return entries
 
     def _read(self) -> tuple[dict[str, object], str]:
-        """What the file holds, and why that is nothing if it should be something."""
+        """The entries of the file, and why they cannot be used if they cannot."""
         try:
             content = parse_json(self.path.read_bytes())
         except FileNotFoundError:
@@ -173,7 +173,7 @@ class CacheFile:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """While no other process changes the file. The lock's own file stays: who removes it could remove another's lock."""
+        """Hold the lock of the file. The lock file is not removed, because another process may hold it."""
         import fcntl
 
         with self.path.with_name(f".{self.path.stem}.lock").open("ab") as lock:

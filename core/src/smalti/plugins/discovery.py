@@ -1,4 +1,4 @@
-"""Which plugins there are and which are loaded: entry points, selection, versions, and an order that is always the same."""
+"""Finding and loading plugins: entry points, selection and versions, in the same order on every machine."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ ESSENTIAL = frozenset({"core", "ddp", "events"})
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Which plugins to use. `only` empty means all that are installed; `without` may hold "all": just the built-ins.
+    """Which plugins to use. An empty `only` means all installed plugins. "all" in `without` disables all but the built-in ones.
 
-    Raises UserError when a plugin is both asked for and left out.
+    Raises UserError if a plugin is both selected and disabled.
     """
 
     only: tuple[str, ...] = ()
@@ -45,14 +45,14 @@ class Selection:
             raise UserError(f"plugin {both[0]!r} is both asked for and left out", fix="drop it from --plugin or from --without")
 
     def excludes(self, name: str) -> State | None:
-        """Why a third-party plugin is left out, or None if it is not."""
+        """The state of a third-party plugin that is not selected; None if it is selected."""
         if name in self.without or "all" in self.without:
             return "blocked"
         return "not selected" if self.only and name not in self.only else None
 
 
 def load_plugins(selection: Selection | None = None, *, strict: bool = True) -> Plugins:
-    """The built-ins and the installed plugins that were selected, in an order that is the same on every machine.
+    """The built-in and the selected installed plugins, in the same order on every machine.
 
     With `strict`, a plugin that cannot be used stops with its name, distribution, version, the reason and the way round: it
     cannot be imported, does not fit this version, or two packages provide it. Without, it is only listed as such (for `smalti
@@ -113,7 +113,7 @@ def _sources(entries: Sequence[Installed]) -> str:
 
 
 def _refuse(plugins: Plugins, info: PluginInfo, reason: str, entries: Sequence[Installed], *, strict: bool) -> None:
-    """A name that is taken more than once."""
+    """Report a name that two packages use."""
     info.reason = reason
     plugins.infos[info.name] = info
     if strict:
@@ -127,12 +127,12 @@ def _check_names(selection: Selection, installed: set[str]) -> None:
         if name in known or (name == "all" and name in selection.without):
             continue
         if name in selection.without and name in PLUGINS:
-            continue  # leaving out what is not there is what was wanted
+            continue  # it is not there, as wanted
         raise unknown_plugin(name, known)
 
 
 def unknown_plugin(name: str, known: Iterable[str]) -> UserError:
-    """The error for a plugin that is not installed: the package to install, or the nearest names."""
+    """The error for a plugin that is not installed, with the package to install or similar names."""
     if name in PLUGINS:
         return PLUGINS[name].error(f"the plugin {name!r} is not installed")
     near = get_close_matches(name, sorted({*known, *PLUGINS}), n=3)
@@ -159,18 +159,18 @@ def _load(plugins: Plugins, entry: EntryPoint, distribution: Distribution, info:
 
 
 def _what_happened(error: BaseException) -> str:
-    """The error in one line, with the place in the plugin that it came from."""
-    told = (
+    """The error in one line, with its place in the plugin."""
+    text = (
         f"exits at import with status {error.code!r}" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
     )
     own = str(Path(__file__).parent)
     frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(("<frozen", own))]
     places = [frame for frame in frames if "importlib" not in frame.filename]
-    return f"{told} (at {places[-1].filename}:{places[-1].lineno})" if places else told
+    return f"{text} (at {places[-1].filename}:{places[-1].lineno})" if places else text
 
 
 def _version_mismatch(distribution: Distribution) -> str | None:
-    """What the plugin's package requires of smalti and does not find; pip's check is bypassed by --no-deps and -e."""
+    """The version of smalti that a package requires, if this is another one: pip's --no-deps and -e do not check it."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 

@@ -1,4 +1,4 @@
-"""Calling what a plugin registered as "module:callable", so that a failure names the plugin, as one in a hook does."""
+"""Calling what a plugin registered as "module:callable". A failure names the plugin, like a failure in a hook."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from smalti.system import importing
 from smalti.types import Registered
 
 ORIGIN_NOTE = "raised by "
-"""How a note begins that says which plugin an exception comes from; the first one, the innermost, counts."""
+"""Prefix of the note that names the plugin of an exception. Only the innermost plugin is noted."""
 
 
 def create(entry: Registered, address: str, *arguments: object, **settings: object) -> object:
-    """What the callable at `address` ("module:callable") returns, which `entry` names.
+    """Call the callable at `address` ("module:callable"), which `entry` names, and return its result.
 
     Raises MissingPlugin when a module that it imports is not installed, BrokenPlugin when there is no such callable; any other
     exception keeps its type and gets a note that names plugin, distribution and factory. A UserError is passed on as it is.
@@ -26,7 +26,7 @@ def create(entry: Registered, address: str, *arguments: object, **settings: obje
 
 @contextmanager
 def attributed(entry: Registered, address: str) -> Iterator[None]:
-    """Exceptions of the body are those of the plugin that registered `entry`."""
+    """Note on exceptions of the body that they come from the plugin that registered `entry`."""
     try:
         yield
     except UserError:
@@ -39,7 +39,7 @@ def attributed(entry: Registered, address: str) -> Iterator[None]:
 
 
 def add_origin_note(error: BaseException, note: str) -> bool:
-    """Say where an exception comes from, unless that was said already, closer to its cause. Whether it was added."""
+    """Note on an exception which plugin it comes from, unless it has such a note. Returns whether the note was added."""
     if any(each.startswith(ORIGIN_NOTE) for each in getattr(error, "__notes__", ())):
         return False
     error.add_note(note)
@@ -58,7 +58,7 @@ def _find(entry: Registered, address: str) -> Callable[..., object]:
 
 
 def _missing(error: ModuleNotFoundError, entry: Registered, address: str) -> UserError:
-    """The entry's own module is not there, or one that it needs."""
+    """The error if the module of the entry is missing, or a module that it imports."""
     name, own = error.name or "", address.partition(":")[0]
     if own == name or own.startswith(f"{name}."):
         return _broken(entry, address, f"there is no module {name!r}")

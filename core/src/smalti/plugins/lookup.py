@@ -1,4 +1,4 @@
-"""What a configuration chooses of what plugins registered: the model family, the strategy, the optimizer. Imports no torch."""
+"""The model family, strategy and optimizer that a configuration chooses among the registered ones. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def family_entry(config: Config, plugins: Plugins) -> FamilyEntry:
-    """The entry that `--model_family` names. Raises UserError with the known ones, or with what to install if there is none."""
+    """The entry that `--model_family` names. Raises UserError with the known families or the package to install."""
     entries = known_families(plugins)
     name = config[ModelOptions].model_family
     if name is not None and (entry := entries.get(name.lower().replace("-", "_"))) is not None:
@@ -36,7 +36,7 @@ def family_entry(config: Config, plugins: Plugins) -> FamilyEntry:
 
 
 def known_families(plugins: Plugins) -> dict[str, FamilyEntry]:
-    """The families on offer, by name."""
+    """The registered families by name."""
     return {entry.name: entry for entry in plugins.gather(HookSpecs.register_model_families)}
 
 
@@ -61,7 +61,7 @@ def find_family(config: Config, plugins: Plugins) -> ModelFamily:
 
 
 def choose_distributed(config: Config, plugins: Plugins) -> DistributedPlan:
-    """The one backend that claims the run. Raises UserError when two do."""
+    """The plan of the strategy that the options ask for. Raises UserError if they ask for two."""
     plans = plugins.gather(HookSpecs.configure_distributed, config=config)
     wanted = [plan for plan in reversed(plans) if not plan.fallback]  # the last registered first, as in every decide hook
     if len(wanted) > 1:
@@ -77,7 +77,7 @@ def choose_distributed(config: Config, plugins: Plugins) -> DistributedPlan:
 
 
 def find_optimizer(name: str, entries: Sequence[OptimizerEntry]) -> OptimizerEntry:
-    """The entry of that name, in any case and with dashes or underscores. Raises UserError with the nearest names."""
+    """The optimizer of this name, in any case, with dashes or underscores. Raises UserError with similar names."""
     wanted = name.lower().replace("-", "_")
     known = {entry.name: entry for entry in entries}
     if wanted in known:
@@ -88,7 +88,7 @@ def find_optimizer(name: str, entries: Sequence[OptimizerEntry]) -> OptimizerEnt
 
 
 def check_strategy(plan: DistributedPlan, config: Config, plugins: Plugins) -> None:
-    """Refuse an unknown optimizer, and one that cannot work on parts of parameters where the strategy makes them."""
+    """Raises UserError for an unknown optimizer, and for one that does not work on the parameters of this strategy."""
     entries = plugins.gather(HookSpecs.register_optimizers)
     chosen = find_optimizer(config[OptimizerOptions].optimizer, entries)
 
@@ -105,7 +105,7 @@ def check_strategy(plan: DistributedPlan, config: Config, plugins: Plugins) -> N
 
 
 def check_sharding(plan: DistributedPlan, family: ModelFamily) -> None:
-    """Refuse a model that cannot be divided where the strategy gives each rank a part of it."""
+    """Raises UserError for a model that cannot be sharded, if the strategy shards it."""
     if plan.shards and (reason := family.indivisible):
         raise UserError(
             f"{plan.title} cannot shard {reason}", fix="train in one process or with DDP, or remove the option that asks for it"

@@ -1,4 +1,4 @@
-"""Telling observers what happens. One that fails takes nothing from the others, and nothing from the run.
+"""Hooks that observe a run. A plugin that fails in one affects neither the other plugins nor the run.
 
 Not for `on_step_end`, whose exceptions end the run, nor for `log_metrics`, which switches a tracker off
 (`smalti.training.metrics`).
@@ -61,7 +61,7 @@ def _ask(
             continue
         try:
             answer = plugins.call_one(name, hook, state, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - the isolation of observers: whatever one raises, the others have their turn
+        except Exception as error:  # noqa: BLE001 - the isolation of observers: the other plugins are called whatever one raises
             failures.append(error)
             message = f"plugin {name!r} ({plugins.infos[name].source}) failed in hook {hook.__name__!r}: {summary(error)}"
             if hook is HookSpecs.on_warning:
@@ -75,9 +75,9 @@ def _ask(
 
 
 def warn(plugins: Plugins, state: RunState, message: str, error: Exception, *, quiet: bool = False) -> None:
-    """Report something that failed and that the run goes on without: to the log, unless `quiet`, and to the observers.
+    """Report a failure that does not end the run: to the log, unless `quiet`, and to the observers.
 
-    The log gets the traceback too, but for what the user or the system is to blame for.
+    The log gets the traceback too, except for errors of the user or the system.
     """
     if not quiet:
         _write(message, error)
@@ -89,24 +89,24 @@ def _write(message: str, error: Exception) -> None:
 
 
 def is_expected(error: BaseException) -> bool:
-    """Whether an exception says all that matters in its message: an error of the user's or of the system's."""
+    """Whether an exception needs no traceback: an error of the user or of the system."""
     return isinstance(error, UserError | OSError)
 
 
 def summary(error: BaseException) -> str:
-    """Kind and message; of a UserError the message and the fix."""
+    """Type and message of an exception; for a UserError the message and the fix."""
     if isinstance(error, UserError):
         return f"{error.message}; fix: {error.fix}" if error.fix else error.message
-    told = f"{error}".partition("\n")[0]
-    return f"{type(error).__name__}: {told}" if told else type(error).__name__
+    text = f"{error}".partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 @contextmanager
 def observed(plugins: Plugins, state: RunState, info: RunInfo) -> Iterator[list[Outcome]]:
-    """Observers are told of the start, of an exception that leaves the block, and always of the end, each one of them.
+    """Call `on_train_start`, `on_error` if an exception leaves the block, and always `on_train_end`, of every plugin.
 
-    The block puts the outcome into the list. An exception in `on_train_start` leaves too; then the end is told to those only
-    that were told of the start. What fails in the telling becomes a note on the exception that is under way.
+    The block appends the outcome to the list. An exception in `on_train_start` is raised; `on_train_end` is then called for
+    the plugins whose `on_train_start` has returned. Failures in `on_error` and `on_train_end` become notes on the exception.
     """
     ended: list[Outcome] = []
     unstarted: list[str] = []
@@ -128,5 +128,5 @@ def observed(plugins: Plugins, state: RunState, info: RunInfo) -> Iterator[list[
 
 def _note(error: BaseException | None, failures: list[Exception]) -> None:
     for failure in failures if error is not None else ():
-        told = ", ".join((summary(failure), *getattr(failure, "__notes__", ())))
-        cast(BaseException, error).add_note(f"after that: {told}")
+        text = ", ".join((summary(failure), *getattr(failure, "__notes__", ())))
+        cast(BaseException, error).add_note(f"after that: {text}")

@@ -35,7 +35,7 @@ Hook = Callable[Concatenate[HookSpecs, ...], object]
 RegisterHook = Callable[[HookSpecs], Sequence[Registered]]
 """A hook in which plugins register entries."""
 ROLES: frozenset[Hook] = frozenset({HookSpecs.wrap_model, HookSpecs.save_checkpoint, HookSpecs.load_checkpoint})
-"""The hooks in which only the chosen backend is asked, besides plugins that are none."""
+"""The backend roles: called for the chosen backend, and for plugins that are no backend."""
 
 
 @dataclass(kw_only=True)
@@ -73,7 +73,7 @@ class Plugins:
     # --- registering ------------------------------------------------------------------------------------------------
 
     def register(self, info: PluginInfo, plugin: object) -> None:
-        """Add a loaded plugin. Built-ins come first, so that the others are asked before the core in a decide hook.
+        """Add a loaded plugin. Built-in plugins come first, because in a decide hook the last one registered is called first.
 
         Raises TypeError, and leaves everything as it was, for an object that is no plugin: a class, no hooks, unknown hooks or
         unknown arguments.
@@ -94,7 +94,7 @@ class Plugins:
         self.infos[info.name] = info
 
     def _watch_calls(self, plugin: object, info: PluginInfo) -> None:
-        """Have it noted which hook of this plugin runs, and what it returns checked, each time it is called."""
+        """Wrap the hooks of this plugin: each call is recorded, and what it returns is checked."""
         origin = info.origin
         fix = "" if origin.built_in else origin.workaround
         for caller in self._manager.get_hookcallers(plugin) or ():
@@ -103,7 +103,7 @@ class Plugins:
                     call = record_hook(implementation.function, f"hook {caller.name!r} of {origin}", fix=fix)
                     if caller.name in ANSWERS:
                         call = checked(call, caller.name, origin)
-                    implementation.function = call  # type: ignore[misc]  # pluggy asks the plugin for it only once
+                    implementation.function = call  # type: ignore[misc]  # pluggy reads it from the plugin only once
 
     def _forget(self, plugin: object) -> None:
         if self._manager.is_registered(plugin):
@@ -111,11 +111,11 @@ class Plugins:
 
     # --- calling ----------------------------------------------------------------------------------------------------
     #
-    # One method for each kind of hook. `hook` is the function of `HookSpecs`, so a type checker knows its arguments and answer:
+    # One method for each kind of hook. `hook` is the function of `HookSpecs`, so a type checker knows its arguments and result:
     # `plugins.decide(HookSpecs.detect_blocks, model=model, family=family, config=config)`.
 
     def decide(self, hook: Callable[Concatenate[HookSpecs, P], R | None], /, *args: P.args, **kwargs: P.kwargs) -> R | None:
-        """The first answer to a decide hook that is not None, or None. A backend role is for `backend` instead."""
+        """The first result of a decide hook that is not None, or None. For backend roles use `backend(plan).decide`."""
         return cast(R | None, self._caller(hook)(**_by_name(hook, args, kwargs)))
 
     def gather(
@@ -147,7 +147,7 @@ class Plugins:
     def answers(
         self, hook: Callable[Concatenate[HookSpecs, P], R | None], /, *args: P.args, **kwargs: P.kwargs
     ) -> dict[str, R]:
-        """The answers to a gather hook that are not None, by plugin, in the order of registration."""
+        """The results of a gather hook that are not None, by plugin, in the order of registration."""
         found = {name: self.call_one(name, hook, *args, **kwargs) for name in self.infos}
         return {name: answer for name, answer in found.items() if answer is not None}
 
@@ -161,7 +161,7 @@ class Plugins:
         return answers[0] if answers else None
 
     def backend(self, plan: DistributedPlan) -> Backend:
-        """The backend whose plan this is, for its roles. Raises UserError for a plan that is not named like a plugin."""
+        """The backend with this plan, to call its roles. Raises UserError for a plan that is not named like a plugin."""
         if plan.name not in self.infos:
             raise UserError(f"the plan {plan.title!r} carries the name {plan.name!r}, which is not the name of a plugin")
         return Backend(plugins=self, name=plan.name)
@@ -172,27 +172,27 @@ class Plugins:
         return [each.plugin_name for each in implementations if hook.__name__ in self.infos[each.plugin_name].hooks]
 
     def disable(self, plugin: str, hook: Hook) -> None:
-        """Call this plugin's implementation of a hook no more: the isolation of trackers."""
+        """Do not call this plugin for a hook again: how failing trackers are isolated."""
         info = self.infos[plugin]
         info.hooks = tuple(name for name in info.hooks if name != hook.__name__)
 
     def _caller(self, hook: Hook, names: Collection[str] | None = None) -> pluggy.HookCaller:
-        """What calls the implementations of a hook: all of them, or those of these plugins."""
+        """The pluggy caller of a hook, for all plugins or for those of these names."""
         if names is None:
             return cast(pluggy.HookCaller, getattr(self._manager.hook, hook.__name__))
         others = [self._manager.get_plugin(name) for name in self.infos if name not in names]
         return self._manager.subset_hook_caller(hook.__name__, [plugin for plugin in others if plugin is not None])
 
-    # --- telling ----------------------------------------------------------------------------------------------------
+    # --- describing ---------------------------------------------------------------------------------------------------
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """Active plugins as "name distribution version": printed at start, written into checkpoints, compared over ranks."""
+        """The active plugins as "name distribution version", as written into checkpoints and compared between ranks."""
         return tuple(f"{info.name} {info.source}" for info in self.infos.values() if info.state == "active")
 
     @property
     def summary(self) -> str:
-        """The version and the active plugins of other packages in one line; with their versions where these are others."""
+        """The version of smalti and the active plugins of other packages, in one line."""
         own = self.infos["core"].version
         others = [info for info in self.infos.values() if info.state == "active" and not info.built_in]
         names = [info.name if info.version == own else f"{info.name} {info.version}" for info in others]
@@ -220,13 +220,13 @@ class Plugins:
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """The plugin whose plan was chosen for the run. Its roles are decided without the other backends."""
+    """The plugin whose plan was chosen for the run: calls backend roles without the other backends."""
 
     plugins: Plugins
     name: str
 
     def decide(self, role: Callable[Concatenate[HookSpecs, P], R | None], /, *args: P.args, **kwargs: P.kwargs) -> R | None:
-        """The first answer that is not None: of plugins that are no backend, of this one, then of the core."""
+        """The first result that is not None, of plugins that are no backend, this backend, and the core."""
         assert role in ROLES, f"{role.__name__} is not a backend role"
         others = {*self.plugins.implementers(HookSpecs.configure_distributed)} - {self.name}
         asked = {name for name in self.plugins.infos if name not in others}
@@ -245,7 +245,7 @@ def _code_of(function: Callable[..., object]) -> CodeType | None:
 
 
 def _mismatch(plugin: object, error: pluggy.PluginValidationError) -> str:
-    """What is wrong with a plugin's hooks, with the nearest name for one that does not exist."""
+    """Why pluggy refused a plugin, with a similar name for a hook that does not exist."""
     known = [name for name in vars(HookSpecs) if not name.startswith("_")]
     for name in sorted(name for name in dir(plugin) if hasattr(getattr(plugin, name, None), f"{PROJECT}_impl")):
         if name not in known:

@@ -1,4 +1,4 @@
-"""What hooks return, checked where a plugin returns it: a wrong value names the plugin, not the code that uses the value."""
+"""Checks what hooks return, so that the error for a wrong type names the plugin and the hook."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from smalti.types import Origin
 
 @dataclass(frozen=True)
 class Answer:
-    """What a hook returns besides None: an object of the class `kind`, or with `several` a list of such objects."""
+    """What a hook may return besides None: an object of the class `kind`, or with `several` a list of such objects."""
 
     kind: str
     """"module:class", imported when there is something to check."""
     several: bool = False
 
     def read(self, value: object, hook: str, origin: Origin) -> object:
-        """The value as the core goes on with it; an object alone stands for a list of it. Raises TypeError."""
+        """The checked value; with `several`, one object becomes a list. Raises TypeError for another type."""
         if value is None:
             return None
         kind: type = resolve_name(self.kind)
@@ -50,12 +50,12 @@ _ANSWERS: Mapping[Callable[..., object], Answer] = {
     HookSpecs.load_checkpoint: Answer("smalti.checkpoint.reader:Loaded"),
     HookSpecs.on_gpu_fault: Answer("smalti.types:FaultAction"),
 }
-"""What the others return is not checked."""
+"""Other hooks are not checked."""
 ANSWERS = {hook.__name__: answer for hook, answer in _ANSWERS.items()}
 
 
 def checked(function: Callable[..., object], hook: str, origin: Origin) -> Callable[..., object]:
-    """The implementation of a hook, whose answers are checked. `functools.wraps` keeps its code to be found in tracebacks."""
+    """The implementation of a hook with a check of its result. `functools.wraps` keeps it recognizable in tracebacks."""
     answer = ANSWERS[hook]
 
     @wraps(function)

@@ -1,4 +1,4 @@
-"""The options that there are with the active plugins, which plugins are asked for, and what they say of a configuration."""
+"""The options of the active plugins, which plugins a configuration selects, and the problems that plugins find in it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def schema_of(plugins: Plugins) -> Schema:
 
 
 def selection_of(arguments: Sequence[str], file: Path | None, environment: Mapping[str, str]) -> Selection:
-    """Which plugins were asked for, before any of them is imported: flags, then environment, then the file."""
+    """Which plugins are selected, before any of them is imported: by flags, else the environment, else the file."""
     schema = Schema(tuple(group for group in GROUPS if group.options is PluginOptions))
     content = read_mapping(file) if file is not None else {}
     problems: list[Problem] = []
@@ -66,7 +66,7 @@ def selection_of(arguments: Sequence[str], file: Path | None, environment: Mappi
 
 
 def _flags_among(arguments: Sequence[str], schema: Schema) -> Iterator[tuple[str, str]]:
-    """The flags of these options and their values; all other words are left for later."""
+    """The flags of these options and their values. All other arguments are ignored."""
     for index, word in enumerate(arguments):
         flag, joined, text = word.partition("=")
         following = arguments[index + 1] if index + 1 < len(arguments) else ""
@@ -75,9 +75,9 @@ def _flags_among(arguments: Sequence[str], schema: Schema) -> Iterator[tuple[str
 
 
 def plugin_problems(config: Config, plugins: Plugins, *, without: Collection[str] = ()) -> list[Problem]:
-    """What every plugin, `without` these, says is wrong with the whole configuration.
+    """The problems that the plugins, except `without`, find in the configuration.
 
-    A plugin that needs an option whose value is not known says nothing.
+    A plugin that reads an invalid option is skipped.
     """
     found: list[Problem] = []
     for name in plugins.infos:
@@ -88,6 +88,6 @@ def plugin_problems(config: Config, plugins: Plugins, *, without: Collection[str
 
 
 def check(config: Config, plugins: Plugins, *, without: Collection[str] = ()) -> None:
-    """Raises ConfigError with all complaints, if there are any."""
+    """Raises ConfigError with the problems that the plugins find, if there are any."""
     if problems := plugin_problems(config, plugins, without=without):
         raise ConfigError(problems)
