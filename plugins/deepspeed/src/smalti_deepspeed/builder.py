@@ -85,23 +85,23 @@ class Field:
 FIELDS = (
     Field(
         name="stage",
-        question="ZeRO stage: 1 shards the optimizer's state, 2 gradients too, 3 parameters too",
+        question="ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters",
         kind=int,
         choices=tuple(map(str, STAGES)),
     ),
-    Field(name="offload_optimizer", question="Where the optimizer's state is kept", kind=str, choices=DEVICES),
-    Field(name="offload_param", question="Where parameters are kept (stage 3)", kind=str, choices=DEVICES),
+    Field(name="offload_optimizer", question="Device of the optimizer state", kind=str, choices=DEVICES),
+    Field(name="offload_param", question="Device of the parameters (stage 3)", kind=str, choices=DEVICES),
     Field(name="nvme_path", question="Folder on an NVMe drive (else --offload_param_path)", kind=str),
     Field(name="optimizer", question="Optimizer (else --optimizer)", kind=str, choices=USABLE),
     Field(name="learning_rate", question="Peak learning rate (else --learning_rate)", kind=float),
-    Field(name="scheduler", question="Schedule of the rate (else --lr_scheduler)", kind=str, choices=tuple(SCHEDULERS)),
-    Field(name="warmup_steps", question="Steps of warm-up (else --lr_warmup_steps)", kind=int),
+    Field(name="scheduler", question="Learning rate schedule (else --lr_scheduler)", kind=str, choices=tuple(SCHEDULERS)),
+    Field(name="warmup_steps", question="Warm-up steps (else --lr_warmup_steps)", kind=int),
     Field(
         name="gradient_accumulation_steps",
         question="Micro-batches per step (else --gradient_accumulation_steps)",
         kind=int,
     ),
-    Field(name="gradient_clipping", question="Largest norm of the gradient, 0 for any (else --max_grad_norm)", kind=float),
+    Field(name="gradient_clipping", question="Gradient clipping: maximum norm, 0 for none (else --max_grad_norm)", kind=float),
 )
 """The choices in the order in which to ask for them."""
 

@@ -1,4 +1,4 @@
-"""Every option in words, for help, reference page and JSON. All come from the declared fields."""
+"""Options as text, for the help, the reference page and JSON. Everything comes from the declared fields."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smalti.config import Option, OptionGroup, Schema, package_of_option
 
 
 def default_text(option: Option) -> str:
-    """The default as one would write it; empty if there is none."""
+    """The default as it is written on the command line; empty if there is none."""
     default = option.default
     if default is None or default == ():
         return ""

@@ -1,4 +1,4 @@
-"""The reference page of the protocols: what a plugin's own classes must have, read from the source. Imports no torch."""
+"""The reference page of the protocols that classes of plugins implement, generated from the source. Imports no torch."""
 
 from __future__ import annotations
 
@@ -142,14 +142,14 @@ def _class(address: str, chapter: Chapter) -> Iterator[str]:
         kind = f"optional {kind}"
     inherited = "".join(f", with all that `{each}` has" for each in parents if each not in ("Protocol", "Registered"))
     told = "; your plugin is given one" if address in chapter.given else ""
-    yield from (f"### `{name}`", "", f"*{kind} in* `{module}`{inherited}{told}", "", *_words(node), "")
+    yield from (f"### `{name}`", "", f"*{kind} in* `{module}`{inherited}{told}", "", *_docstring_lines(node), "")
     fields = list(_fields(node))
     if "Registered" in parents:
         fields = [*(field for field in _fields(_find("smalti:Registered")) if field[0] != "origin"), *fields]
     if fields:
         yield from _table(fields)
     if kind != "record":
-        yield from _verbs(name, list(_methods(node)), chapter, given=address in chapter.given)
+        yield from _method_sections(name, list(_methods(node)), chapter, given=address in chapter.given)
 
 
 def _table(fields: list[tuple[str, str, str, str]]) -> Iterator[str]:
@@ -162,8 +162,8 @@ def _table(fields: list[tuple[str, str, str, str]]) -> Iterator[str]:
     yield ""
 
 
-def _verbs(owner: str, methods: list[ast.FunctionDef], chapter: Chapter, *, given: bool) -> Iterator[str]:
-    """The methods of a class, one after the other. Of one that is `given` nobody has to know what has a default."""
+def _method_sections(owner: str, methods: list[ast.FunctionDef], chapter: Chapter, *, given: bool) -> Iterator[str]:
+    """The sections of the methods of a class. If it is `given`, its defaults do not matter and are left out."""
     if len(methods) > _LONG and not given:
         rows = [f"| `{method.name}` | {_default(owner, method, chapter.bases)} |" for method in methods]
         yield from ("| method | |", "|---|---|", *rows, "")
@@ -171,7 +171,7 @@ def _verbs(owner: str, methods: list[ast.FunctionDef], chapter: Chapter, *, give
         yield from (f"#### `{_signature(method)}`", "")
         if not given:
             yield from (f"*{_default(owner, method, chapter.bases)}*", "")
-        yield from (*words, "") if (words := _words(method)) else ()
+        yield from (*lines, "") if (lines := _docstring_lines(method)) else ()
 
 
 def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str, str]]:
@@ -186,7 +186,7 @@ def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _value(node: ast.expr) -> str:
-    """A default as one would write it; `field(default_factory=dict)` is an empty dict."""
+    """A default as an expression; `field(default_factory=dict)` is an empty dict."""
     for keyword in node.keywords if isinstance(node, ast.Call) else ():
         if keyword.arg == "default_factory":
             return f"{ast.unparse(keyword.value)}()"
@@ -212,7 +212,7 @@ def _is_property(method: ast.FunctionDef) -> bool:
 
 
 def _default(owner: str, method: ast.FunctionDef, bases: tuple[str, ...]) -> str:
-    """Where the method has a body: in its own class, or in a base that its chapter names."""
+    """Where the method has a default: in its own class, or in a base class of the chapter."""
     kind = "property, " if _is_property(method) else ""
     if not _is_empty(method):
         return f"{kind}default in `{owner}`"
@@ -227,7 +227,7 @@ def _is_empty(method: ast.FunctionDef) -> bool:
     return all(isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) for each in method.body)
 
 
-def _words(node: ast.ClassDef | ast.FunctionDef) -> list[str]:
+def _docstring_lines(node: ast.ClassDef | ast.FunctionDef) -> list[str]:
     return (ast.get_docstring(node) or "").splitlines()
 
 
