@@ -141,8 +141,8 @@ def _class(address: str, chapter: Chapter) -> Iterator[str]:
     if address in chapter.optional:
         kind = f"optional {kind}"
     inherited = "".join(f", with all that `{each}` has" for each in parents if each not in ("Protocol", "Registered"))
-    told = "; your plugin is given one" if address in chapter.given else ""
-    yield from (f"### `{name}`", "", f"*{kind} in* `{module}`{inherited}{told}", "", *_docstring_lines(node), "")
+    note = "; your plugin is given one" if address in chapter.given else ""
+    yield from (f"### `{name}`", "", f"*{kind} in* `{module}`{inherited}{note}", "", *_docstring_lines(node), "")
     fields = list(_fields(node))
     if "Registered" in parents:
         fields = [*(field for field in _fields(_find("smalti:Registered")) if field[0] != "origin"), *fields]
@@ -154,11 +154,11 @@ def _class(address: str, chapter: Chapter) -> Iterator[str]:
 
 def _table(fields: list[tuple[str, str, str, str]]) -> Iterator[str]:
     """The attributes of a class; without a column for meanings where nothing stands in it."""
-    told = any(meaning for _, _, _, meaning in fields)
-    yield "| attribute | type | default |" + (" meaning |" if told else "")
-    yield "|---|---|---|" + ("---|" if told else "")
+    with_meanings = any(meaning for _, _, _, meaning in fields)
+    yield "| attribute | type | default |" + (" meaning |" if with_meanings else "")
+    yield "|---|---|---|" + ("---|" if with_meanings else "")
     for field, kind, value, meaning in fields:
-        yield f"| `{field}` | `{_cell(kind)}` | {_cell(value)} |" + (f" {_cell(meaning)} |" if told else "")
+        yield f"| `{field}` | `{_cell(kind)}` | {_cell(value)} |" + (f" {_cell(meaning)} |" if with_meanings else "")
     yield ""
 
 
