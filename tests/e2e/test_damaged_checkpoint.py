@@ -17,10 +17,10 @@ def run(tmp_path_factory, train):
 def test_a_run_goes_on_from_the_one_before_and_says_why(run, train, tmp_path):
     resumed = train(shutil.copytree(run.directory, tmp_path / "run"), **{**OPTIONS, "max_train_steps": 7})
     assert resumed.code == 0, resumed.output
-    assert any("skipped step-00000006: there is no manifest.json" in line for line in resumed.output.splitlines())
+    assert any("skipped step-00000006: manifest.json is missing" in line for line in resumed.output.splitlines())
     assert f"resuming from {tmp_path}/run/checkpoints/step-00000004 at step 4" in resumed.output
 
 
 def test_a_damaged_one_that_is_asked_for_is_refused(run, train):
     refused = train(run.directory, **{**OPTIONS, "max_train_steps": 7}, resume_from_checkpoint="6")
-    assert (refused.code, "there is no manifest.json" in refused.output) == (8, True)
+    assert (refused.code, "manifest.json is missing" in refused.output) == (8, True)

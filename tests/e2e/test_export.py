@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from smalti.checkpoint.conversion.export_folder import Trained
+from smalti.checkpoint.conversion.export_folder import TrainedWeights
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
@@ -95,6 +95,6 @@ def test_a_damaged_checkpoint_is_passed_over_and_nothing_half_made_is_left(run, 
 def test_a_value_too_large_for_half_precision_is_refused(tmp_path):
     snapshot = Snapshot(step=1, state=PortableState(model={"large": torch.tensor([1.0, 7e4])}))
     saved = save(tmp_path, snapshot, SingleRank())
-    trained = Trained(OwnCheckpoint(saved.path), averaged=False, precision="fp16")
+    trained = TrainedWeights(OwnCheckpoint(saved.path), use_ema=False, precision="fp16")
     with pytest.raises(UserError, match="large has values that are too large for float16"):
         trained.read("large")

@@ -60,7 +60,7 @@ def test_a_run_with_another_effective_batch_is_not_continued(runs, train):
         ({"train_batch_size": 8}, "the effective batch was 4, is now 8"),
         ({"seed": 7}, "the seed was 42, is now 7"),
         ({"toy_width": 64}, "of another shape"),
-        ({"toy_depth": 3}, "missing in the checkpoint"),
+        ({"toy_depth": 3}, "missing from the checkpoint"),
         ({"channels_last": True}, "the model has no convolutions"),
     ],
 )

@@ -38,7 +38,7 @@ def test_a_run_trains_on_when_the_disk_is_full_and_fails_in_the_end(small_disk, 
     (entry,) = CheckpointStore(run.directory / "checkpoints").all()
     assert verify(entry.path).ok
     assert f"the last good checkpoint is {entry.path}" in last
-    assert "make room there" in run.output
+    assert "free space there" in run.output
     assert entry.step == 2  # it has room, whatever the ranks have written by the time the first of them looks
     # Not from the events: while a save fills the disk, a line of theirs may have no room either.
     assert [step for step in range(1, 9) if f"cannot save step {step} " in run.output] == [4, 6, 8]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tiny import flux
 
 from smalti import UserError
-from smalti.checkpoint.conversion.export_folder import ExportFolder, Trained
+from smalti.checkpoint.conversion.export_folder import ExportFolder, TrainedWeights
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
@@ -91,7 +91,7 @@ def test_weights_are_those_of_the_step_and_of_the_type_that_was_asked_for(run, t
 
 
 def test_large_models_are_cut_into_files_with_an_index(run, tmp_path):
-    trained = Trained(OwnCheckpoint(run / "checkpoints" / "step-00000002"), averaged=False, precision=None)
+    trained = TrainedWeights(OwnCheckpoint(run / "checkpoints" / "step-00000002"), use_ema=False, precision=None)
     config = Components(run.parent / "base").config("transformer")
     ExportFolder(tmp_path, trained, None, lambda done, total: None).write_model("part", config, largest_file=100_000)
     assert len(list((tmp_path / "part").glob("*-of-*.safetensors"))) > 2
@@ -132,7 +132,7 @@ def test_scheduler_and_pipeline_say_what_the_run_has_trained(tmp_path):
     words += ["--prediction_type=v_prediction", "--rescale_betas_zero_snr", "--sdxl_empty_prompt=encoded"]
     family = find_family(resolve(schema_of(plugins), words, environment={}), plugins)
     saved = save(tmp_path, Snapshot(step=1, state=PortableState(model={"bias": torch.ones(2)})), SingleRank())
-    trained = Trained(OwnCheckpoint(saved.path), averaged=False, precision=None)
+    trained = TrainedWeights(OwnCheckpoint(saved.path), use_ema=False, precision=None)
     family.export(ExportFolder(tmp_path / "made", trained, None, lambda done, total: None))
     written = type(family.frozen.scheduler).from_pretrained(tmp_path / "made" / "scheduler")
     assert torch.equal(written.alphas_cumprod, family.frozen.scheduler.alphas_cumprod)
@@ -183,7 +183,7 @@ def test_any_family_learns_and_its_exported_pipeline_draws_what_it_drew(tmp_path
     model, losses = trained(family, subject)
     assert losses[-1] < losses[0]
     saved = save(tmp_path, Snapshot(step=1, state=PortableState(model=dict(model.state_dict()))), SingleRank())
-    tensors = Trained(OwnCheckpoint(saved.path), averaged=False, precision=None)
+    tensors = TrainedWeights(OwnCheckpoint(saved.path), use_ema=False, precision=None)
     family.export(ExportFolder(tmp_path / "made", tensors, None, lambda done, total: None))
     exported = DiffusionPipeline.from_pretrained(tmp_path / "made")
     drawn = FamilySubject(family_over(tmp_path / "made")).draw(exported.components[family.part], CAPTIONS[:1], (5,))

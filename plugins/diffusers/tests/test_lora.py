@@ -13,7 +13,7 @@ from pictured import difference
 from safetensors import safe_open
 
 from smalti import UserError
-from smalti.checkpoint.conversion.export_folder import Trained
+from smalti.checkpoint.conversion.export_folder import TrainedWeights
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.cli.checkpoint import checkpoint
 from smalti.config.resolution import resolve
@@ -64,7 +64,7 @@ def exported(runs):
 
 def tensors(run, step, *, averaged=False) -> dict[str, torch.Tensor]:
     """Whole tensors of a checkpoint."""
-    trained = Trained(OwnCheckpoint(run / "checkpoints" / f"step-{step:08d}"), averaged=averaged, precision="fp32")
+    trained = TrainedWeights(OwnCheckpoint(run / "checkpoints" / f"step-{step:08d}"), averaged=averaged, precision="fp32")
     return {
         name: torch.frombuffer(trained.read(name), dtype=torch.float32).view(stored.shape)
         for name, stored in trained.tensors.items()
@@ -180,7 +180,7 @@ def test_an_adapter_of_other_layers_goes_on_only_where_they_are_named(base, trai
     code, output = train(tmp_path / "run", **options, lora_targets=FORMER_TARGETS, max_train_steps=1)
     assert code == 0, output
     code, output = train(tmp_path / "run", **options, lora_targets="", max_train_steps=2)
-    assert (code, "fix: give --lora_rank and --lora_targets as the run had them" in output) == (8, True), output
+    assert (code, "fix: set --lora_rank and --lora_targets as in the run that saved it" in output) == (8, True), output
     code, output = train(tmp_path / "run", **options, lora_targets=FORMER_TARGETS, max_train_steps=2)
     assert (code, "at step 1" in output) == (0, True), output
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import nn
 
 from smalti import ConfigError, UserError
-from smalti.checkpoint.conversion.export_folder import Trained
+from smalti.checkpoint.conversion.export_folder import TrainedWeights
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.cli.checkpoint import checkpoint
 from smalti.config.resolution import resolve
@@ -87,7 +87,7 @@ def off(one, other) -> float:
 
 
 def adapter_of(directory) -> dict[str, bytes]:
-    trained = Trained(OwnCheckpoint(directory / "checkpoints" / "step-00000002"), averaged=False, precision="fp32")
+    trained = TrainedWeights(OwnCheckpoint(directory / "checkpoints" / "step-00000002"), use_ema=False, precision="fp32")
     return {name: bytes(trained.read(name)) for name in trained.tensors}
 
 

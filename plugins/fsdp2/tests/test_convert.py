@@ -174,7 +174,7 @@ def test_plain_safetensors_come_out_as_well(made, own, formats, tmp_path):
 
 
 def test_a_folder_without_weights_is_refused(made):
-    with pytest.raises(CheckpointError, match="holds no weights"):
+    with pytest.raises(CheckpointError, match="has no weights"):
         open_dcp(made / "accelerate 2 sharded" / "optimizer_0")
 
 

@@ -84,7 +84,7 @@ def edit_tensors(path, group, change):
 
 
 STATES = [
-    ("trainer.step", ..., "does not tell where the run was: trainer.step is missing"),
+    ("trainer.step", ..., "has no training position: trainer.step is missing"),
     ("trainer.step", "2", 'trainer.step cannot be "2"'),
     ("trainer.step", 2.0, "trainer.step cannot be 2.0"),
     ("trainer.step", None, "trainer.step cannot be null"),
@@ -101,12 +101,12 @@ STATES = [
     ("trainer.samples", "8", 'trainer.samples cannot be "8"'),
     ("trainer.epoch", -1, "trainer.epoch cannot be -1"),
     ("trainer.effective_batch", 0, "trainer.effective_batch cannot be 0"),
-    ("trainer.data_changes", 1, "trainer.data_changes is no list"),
+    ("trainer.data_changes", 1, "trainer.data_changes is not a list"),
     ("trainer", {}, "trainer.step is missing"),
     ("trainer", [], "trainer cannot be []"),
     ("optimizer.settings", {}, "optimizer.settings cannot be {}"),
     ("optimizer.settings", ["lr"], 'optimizer.settings[0] cannot be "lr"'),
-    ("optimizer.settings", [{"params": []}], "optimizer.settings[0] names parameters"),
+    ("optimizer.settings", [{"params": []}], "optimizer.settings[0] has the key params"),
     ("optimizer.name", 1, "optimizer.name cannot be 1"),
 ]
 
@@ -135,9 +135,9 @@ def spoiled(name, value):
 
 
 TENSORS = [
-    ("optimizer", without("w.step"), "optimizer has step for one of v and w and not for the other"),
+    ("optimizer", without("w.step"), "optimizer has step for only one of v and w"),
     ("optimizer", renamed("w.exp_avg", "w.exp_average"), "optimizer has exp_average, exp_avg"),
-    ("optimizer", renamed("w.exp_avg", "u.exp_avg"), "optimizer has u.exp_avg, and the model has no u"),
+    ("optimizer", renamed("w.exp_avg", "u.exp_avg"), "optimizer has u.exp_avg, but the model has no u"),
     ("model", spoiled("w", float("nan")), "numbers that are not finite, in w (1 of 6 numbers)"),
     ("model", spoiled("w", float("inf")), "numbers that are not finite, in w (1 of 6 numbers)"),
     ("optimizer", spoiled("b.exp_avg", -float("inf")), "numbers that are not finite, in b.exp_avg (1 of 3 numbers)"),
@@ -195,7 +195,7 @@ def test_moments_that_are_gone_altogether_are_told(root):
         file.unlink()
     (path / "optimizer").rmdir()
     sign(path)
-    assert "the checkpoint has no moments of AdamW: they start afresh" in load(path, snapshot(0), ALONE).notices
+    assert "the checkpoint has no optimizer state of AdamW: it starts empty" in load(path, snapshot(0), ALONE).notices
 
 
 def box(offsets, shape):

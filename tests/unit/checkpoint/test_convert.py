@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from smalti import CheckpointFormat, hookimpl
 from smalti.checkpoint.conversion.convert import ConversionError, convert
-from smalti.checkpoint.conversion.formats import Contents, detect_format, optimizer_of
+from smalti.checkpoint.conversion.formats import Contents, detect_format, guess_optimizer
 from smalti.checkpoint.format.manifest import SUSPECT, read_manifest
 from smalti.checkpoint.format.safetensors_layout import StoredTensor
 from smalti.checkpoint.format.verification import verify
@@ -73,7 +73,7 @@ def test_plain_safetensors_hold_the_weights_and_the_config(tmp_path, source, for
 
 
 def test_the_averaged_weights_take_the_place_of_those_that_were_averaged(tmp_path, source, formats):
-    convert(source, tmp_path / "plain", formats, to="safetensors", averaged=True)
+    convert(source, tmp_path / "plain", formats, to="safetensors", use_ema=True)
     found = load_file(tmp_path / "plain" / "diffusion_pytorch_model.safetensors")
     assert {name: found[name].tolist() for name in found} == {"w": (WEIGHTS["w"] * 2).tolist(), "b": [1, 1]}
 
@@ -110,8 +110,8 @@ def test_a_target_that_is_there_is_left_alone(tmp_path, source, formats):
 
 def test_averages_that_are_not_there_are_asked_for_in_vain(tmp_path, formats):
     bare = save(tmp_path / "bare", Snapshot(step=1, state=PortableState(model=WEIGHTS)), ALONE).path
-    with pytest.raises(UserError, match="holds no averaged weights"):
-        convert(bare, tmp_path / "plain", formats, to="safetensors", averaged=True)
+    with pytest.raises(UserError, match="has no EMA weights"):
+        convert(bare, tmp_path / "plain", formats, to="safetensors", use_ema=True)
 
 
 def test_the_name_of_a_step_must_be_that_of_the_checkpoint(tmp_path, source, formats):
@@ -225,7 +225,7 @@ def test_hook_register_checkpoint_formats_gives_a_reader_that_works_in_a_process
         ("refused", "it is too old"),
         ("broken", "cannot be read: KeyError: 'missing'"),
         ("crash", "cannot be read: "),
-        ("short", "model/count does not have the bytes that its shape asks for"),
+        ("short", "model/count does not have the size of its shape"),
     ],
 )
 def test_a_reader_that_fails_is_told_and_leaves_nothing(count, tmp_path, kind, told):
@@ -299,7 +299,7 @@ def test_what_was_kept_per_parameter_survives_other_groups():
     ],
 )
 def test_moments_tell_the_optimizer_or_nothing(moments, name):
-    assert optimizer_of(moments) == name
+    assert guess_optimizer(moments) == name
 
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)

@@ -282,7 +282,7 @@ def test_ranks_divide_alike_also_after_one_of_them_has_saved_alone(ran):
 
 
 def test_replicas_that_differ_in_size_are_refused_on_both(ran):
-    assert all("the ranks together do not hold the whole of model/w" in one["disagreement"] for one in ran)
+    assert all("the ranks together do not hold all of model/w" in one["disagreement"] for one in ran)
 
 
 def test_a_directory_that_is_not_shared_is_told_on_both(ran):

@@ -97,4 +97,4 @@ def test_a_machine_that_sees_another_directory_is_named_and_no_older_checkpoint_
     for path in files_of(tmp_path / "other"):
         flip(path)
     answers = [answer for answer, _, _ in pair.run(found_in, [run, tmp_path / "other"], "latest")]
-    assert all("rank 1 sees another checkpoints/step-00000002 than rank 0" in answer for answer in answers)
+    assert all("rank 1 sees other contents in checkpoints/step-00000002 than rank 0" in answer for answer in answers)

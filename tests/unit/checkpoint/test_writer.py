@@ -199,7 +199,7 @@ def test_a_checkpoint_of_another_model_says_what_differs_and_how_much(tmp_path):
     ).path
     with pytest.raises(CheckpointError) as caught:
         load(path, snapshot(a=torch.ones(2), b=torch.ones(4), c=torch.ones(1).half(), new=torch.ones(1)), ALONE)
-    assert "1 missing in the checkpoint (new)" in caught.value.message
+    assert "1 missing from the checkpoint (new)" in caught.value.message
     assert "5 unknown to this run (old0, old1, old2, ...)" in caught.value.message
     assert "1 of another shape (b [3] for [4])" in caught.value.message
     assert "1 of a type that would lose precision (c F32 for torch.float16)" in caught.value.message
@@ -220,7 +220,7 @@ def adam(**tensors):
 def test_a_fresh_optimizer_gets_the_moments_that_were_saved(tmp_path):
     path = save(tmp_path, snapshot(optimizer="AdamW", moments=adam(), w=torch.ones(2)), ALONE).path
     target = snapshot(optimizer="AdamW", w=torch.zeros(2))
-    assert load(path, target, ALONE).moments
+    assert load(path, target, ALONE).optimizer_state
     assert {name: value.tolist() for name, value in target.state.optimizer_state["w"].items()} == {"exp_avg": [5, 5], "step": 3}
 
 
@@ -236,21 +236,23 @@ def test_another_optimizer_starts_afresh_and_says_so(tmp_path):
     target = snapshot(optimizer="Muon", w=torch.zeros(2))
     target.state.param_groups = [{"lr": 0.9}]
     loaded = load(path, target, ALONE)
-    assert (loaded.moments, target.state.optimizer_state, target.state.param_groups) == (False, {}, [{"lr": 0.9}])
-    assert loaded.notices == ("the optimizer starts afresh: the checkpoint holds the state of AdamW, this run uses Muon",)
+    assert (loaded.optimizer_state, target.state.optimizer_state, target.state.param_groups) == (False, {}, [{"lr": 0.9}])
+    assert loaded.notices == (
+        "the optimizer starts with an empty state: the checkpoint has the state of AdamW, this run uses Muon",
+    )
 
 
 def test_a_moment_that_is_missing_among_others_is_an_error(tmp_path):
     path = save(tmp_path, snapshot(optimizer="AdamW", moments=adam(), w=torch.ones(2)), ALONE).path
     target = snapshot(optimizer="AdamW", moments=adam(exp_avg_sq=torch.ones(2)), w=torch.zeros(2))
-    with pytest.raises(CheckpointError, match=r"of the optimizer tensors, 1 missing in the checkpoint \(w.exp_avg_sq\)"):
+    with pytest.raises(CheckpointError, match=r"of the optimizer tensors, 1 missing from the checkpoint \(w.exp_avg_sq\)"):
         load(path, target, ALONE)
 
 
 def test_a_moment_of_an_unknown_parameter_is_an_error(tmp_path):
     moments = adam() | {"gone": {"exp_avg": torch.ones(2)}}
     path = save(tmp_path, snapshot(optimizer="AdamW", moments=moments, w=torch.ones(2)), ALONE).path
-    with pytest.raises(CheckpointError, match=r"optimizer has gone\.exp_avg, and the model has no gone"):
+    with pytest.raises(CheckpointError, match=r"optimizer has gone\.exp_avg, but the model has no gone"):
         load(path, snapshot(optimizer="AdamW", w=torch.zeros(2)), ALONE)
 
 
@@ -261,7 +263,7 @@ def test_averages_are_loaded_where_both_have_them_and_told_of_where_not(tmp_path
     assert load(path, target, ALONE).ema
     assert target.ema["w"].tolist() == [7, 7]
     assert "does not use" in load(path, snapshot(w=torch.zeros(2)), ALONE).notices[0]
-    assert "has no averaged weights" in load(bare, target, ALONE).notices[0]
+    assert "has no EMA weights" in load(bare, target, ALONE).notices[0]
 
 
 def test_a_state_of_another_form_is_refused(tmp_path):
@@ -306,5 +308,5 @@ def test_a_tensor_that_the_ranks_do_not_hold_whole_is_refused():
 
 
 def test_a_tensor_whose_end_nobody_holds_is_refused():
-    with pytest.raises(CheckpointError, match="do not hold the whole of w"):
+    with pytest.raises(CheckpointError, match="do not hold all of w"):
         check_complete([{"w": chunk(4)}], {"w": torch.ones(8)})

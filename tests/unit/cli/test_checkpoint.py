@@ -58,8 +58,8 @@ def test_the_listing_is_aligned_and_says_what_cannot_be_used(tmp_path):
         "checkpoint        size  ranks  made\n"
         "step-00000500  5.1 KiB      2  2025-01-02T03:04:05+00:00\n"
         "step-00001000  2.3 MiB      2  2025-01-02T03:04:05+00:00  suspect\n"
-        "step-00001500                                             not usable: there is no manifest.json: "
-        "the save was not finished, or the file is lost\n"
+        "step-00001500                                             not usable: manifest.json is missing: "
+        "the save was not finished, or the file was removed\n"
     )
 
 
@@ -92,7 +92,7 @@ def test_inspecting_what_cannot_be_read_fails_with_the_reason(tmp_path):
     path = make(tmp_path, 500)
     (path / "model/a.safetensors").write_bytes(b"\x80\x04]q\x00.")
     done = call("inspect", path)
-    assert (done.exit_code, "is not a sound safetensors file" in done.output) == (1, True)
+    assert (done.exit_code, "is not a valid safetensors file" in done.output) == (1, True)
 
 
 def test_whole_checkpoints_verify(tmp_path):

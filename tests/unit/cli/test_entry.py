@@ -185,7 +185,7 @@ def test_a_dry_run_finds_weights_that_were_cut_off(run, tmp_path):
     words = ["--plugins=toy", "--model_family=toy", "--max_train_steps=4", f"--output_dir={tmp_path / 'run'}", "--use_cpu"]
     start = f"--pretrained_model_name_or_path={tmp_path / 'weights.safetensors'}"
     code, _, errors = run("train", "--dry-run", *words, start, f"--instance_data_dir={tmp_path / 'images'}")
-    assert (code, "weights.safetensors is not a sound safetensors file: too short" in errors) == (2, True), errors
+    assert (code, "weights.safetensors is not a valid safetensors file: too short" in errors) == (2, True), errors
 
 
 def test_problems_of_a_dry_run_are_json_if_that_is_asked_for(run):

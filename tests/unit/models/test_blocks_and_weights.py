@@ -192,7 +192,7 @@ def test_a_file_that_was_cut_off_is_named(tmp_path, kept):
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(
-        UserError, match=r"model\.safetensors is not a sound safetensors file.*\n  fix: copy or download it again"
+        UserError, match=r"model\.safetensors is not a valid safetensors file.*\n  fix: copy or download it again"
     ):
         FolderWeights(tmp_path)
 

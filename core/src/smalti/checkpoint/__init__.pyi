@@ -10,13 +10,13 @@ from .conversion.export_folder import (
     ExportFolder as ExportFolder,
     Precision as Precision,
     Progress as Progress,
-    Trained as Trained,
+    TrainedWeights as TrainedWeights,
 )
 from .conversion.formats import (
     Contents as Contents,
     OwnCheckpoint as OwnCheckpoint,
     Source as Source,
-    optimizer_of as optimizer_of,
+    guess_optimizer as guess_optimizer,
 )
 from .dtypes import DTYPES as DTYPES, NAMES as NAMES
 from .format.manifest import (

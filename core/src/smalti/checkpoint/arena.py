@@ -17,11 +17,11 @@ _log = logging.getLogger(__name__)
 
 
 class Arena:
-    """Room for tensors of the given sizes in bytes, handed out in that order by `take`.
+    """Memory for tensors of the given sizes in bytes, which `take` returns in that order.
 
-    torch rounds each block of pinned memory up to a power of two and never gives it back: for the shards of a large model that
-    is half as much again, of memory that cannot be swapped. On CUDA devices this is ordinary memory instead, of the size that
-    is needed, which is then registered. Memory that the system does not let be pinned is used as it is; copies are slower then.
+    torch rounds each block of pinned memory up to a power of two and never releases it: for the shards of a large model that is
+    50 % more memory that cannot be swapped. On CUDA devices this is ordinary memory of the exact size instead, which is then
+    registered. If the system refuses to pin it, it is used unpinned, and copies are slower.
     """
 
     def __init__(self, sizes: list[int], kind: str) -> None:
@@ -35,14 +35,14 @@ class Arena:
             self._memory = torch.empty(length, dtype=torch.uint8, pin_memory=pins_memory(kind))
 
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """The next part, as a tensor with any values."""
+        """Returns the next part, as an uninitialized tensor."""
         size = shape.numel() * dtype.itemsize
         chunk = self._memory[self._taken : self._taken + size]
         self._taken += _aligned(size)
         return chunk.view(dtype).view(shape)
 
     def release(self) -> None:
-        """Before it is let go of: nothing that was taken may be used any more."""
+        """Unpin the memory; afterwards nothing that was taken may be used."""
         if self._registered is not None:
             _runtime().cudaHostUnregister(self._registered)
             self._registered = None

@@ -81,7 +81,7 @@ class Saver:
         started = time.perf_counter()
         pending = _PendingSave(step=snapshot.step)
         source = snapshot if blocking else frozen(snapshot, changing)
-        self._staging.follow()
+        self._staging.wait_for_current_stream()
         pending.result = self._thread.submit(self._save, pending, source, not blocking)
         self._pending = pending
         if blocking:

@@ -1,10 +1,9 @@
-"""Which rank writes which chunk of which tensor.
+"""Plans which rank writes which chunk of which tensor.
 
-Every rank says what it holds; from that, every rank computes the same division for all. A shard has one holder and is written
-there. What several ranks hold alike (replicated parameters, replicas of a shard) is written once, by whichever of them has
-least to write.
+Ranks exchange what they hold; from that, every rank computes the same plan. A shard that one rank holds is written there. What
+several ranks hold (replicated parameters, replicas of a shard) is written once, by the rank with the fewest bytes to write.
 
-The chunks that a rank holds are told by torch's distributed-checkpoint planner, which knows every kind of sharded tensor.
+The chunks of a rank come from torch's distributed-checkpoint planner, which knows every kind of sharded tensor.
 """
 
 from __future__ import annotations
@@ -32,28 +31,28 @@ Chunks = dict[str, Chunk]
 
 
 def local_chunks(tensors: Mapping[str, Tensor]) -> Chunks:
-    """What this rank holds of each tensor: its shard of a DTensor, which may be empty, and the whole of a plain one."""
+    """Returns this rank's chunk of each tensor: its shard of a DTensor, which may be empty, or all of a plain tensor."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors))
     return {item.index.fqn: _chunk(item) for item in planner.create_local_plan().items}
 
 
 def encode_chunks(chunks: Chunks) -> str:
-    """For the way to the other ranks; a twentieth of the JSON, in which most is names."""
-    told = json.dumps([[name, p.dtype, p.shape, p.offsets] for name, p in chunks.items()], separators=(",", ":"))
-    return b64encode(zlib.compress(told.encode())).decode()
+    """Encodes chunks for the other ranks: compressed JSON, a twentieth of its size."""
+    text = json.dumps([[name, p.dtype, p.shape, p.offsets] for name, p in chunks.items()], separators=(",", ":"))
+    return b64encode(zlib.compress(text.encode())).decode()
 
 
 def decode_chunks(text: str) -> Chunks:
-    told = json.loads(zlib.decompress(b64decode(text)))
-    return {name: Chunk(dtype=dtype, shape=tuple(shape), offsets=tuple(offsets)) for name, dtype, shape, offsets in told}
+    entries = json.loads(zlib.decompress(b64decode(text)))
+    return {name: Chunk(dtype=dtype, shape=tuple(shape), offsets=tuple(offsets)) for name, dtype, shape, offsets in entries}
 
 
 @dataclass(frozen=True, kw_only=True)
 class WritePlan:
-    """One rank's view of who writes what: the chunks that it writes itself, and the bytes of each whole tensor.
+    """What one rank writes: `mine` are its chunks, `sizes` the bytes of each complete tensor.
 
-    `held` stands for what all ranks hold, by which the division was made.
+    `held` is a digest of what all ranks hold, from which the plan was made.
     """
 
     held: str
@@ -63,44 +62,44 @@ class WritePlan:
 
 
 _latest: WritePlan | None = None
-"""The latest of this process. Saves of a run divide alike."""
+"""The latest plan of this process. All saves of a run have the same."""
 
 
 def plan_on_all_ranks(ranks: Communicator, tensors: Mapping[str, Tensor]) -> WritePlan:
-    """Divide the tensors among the ranks; raises RankError where those together do not hold all of them. *Collective*.
+    """Assign the tensors to the ranks; raises RankError if these together do not hold all of them. *Collective*.
 
-    Ranks exchange digests of what they hold, and the chunks themselves only if some rank has not just divided the same: with
+    Ranks exchange digests of what they hold, and the chunks themselves only if some rank has not just planned the same: with
     512 ranks and 3,000 tensors those are 8 MB for each rank, and half a minute of a processor.
     """
     global _latest
-    latest, own = _latest, ""
+    latest, encoded = _latest, ""
 
-    def tell() -> str:
-        nonlocal own
-        own = encode_chunks(local_chunks(tensors))
+    def exchange() -> str:
+        nonlocal encoded
+        encoded = encode_chunks(local_chunks(tensors))
         shapes = json.dumps({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        known = latest.held if latest is not None and latest.rank == ranks.world.rank else ""
-        return json.dumps([_digest(own + shapes), known])
+        previous = latest.held if latest is not None and latest.rank == ranks.world.rank else ""
+        return json.dumps([_digest(encoded + shapes), previous])
 
-    told = [json.loads(text) for text in run_on_all_ranks(ranks, tell)]
-    held = _digest(json.dumps([digest for digest, _ in told]))
-    if latest is not None and all(known == held for _, known in told):
+    messages = [json.loads(text) for text in run_on_all_ranks(ranks, exchange)]
+    held = _digest(json.dumps([digest for digest, _ in messages]))
+    if latest is not None and all(previous == held for _, previous in messages):
         return latest
-    made: list[WritePlan] = []
-    texts = run_on_all_ranks(ranks, lambda: own)
+    plans: list[WritePlan] = []
+    texts = run_on_all_ranks(ranks, lambda: encoded)
 
     def make() -> str:
-        made.append(_divided(held, texts, ranks.world.rank, tensors))
+        plans.append(_make_plan(held, texts, ranks.world.rank, tensors))
         return ""
 
     run_on_all_ranks(ranks, make)
-    [_latest] = made
+    [_latest] = plans
     return _latest
 
 
-def _divided(held: str, texts: Sequence[str], rank: int, tensors: Mapping[str, Tensor]) -> WritePlan:
-    known = {text: decode_chunks(text) for text in set(texts)}  # replicas hold the same
-    chunks = [known[text] for text in texts]
+def _make_plan(held: str, texts: Sequence[str], rank: int, tensors: Mapping[str, Tensor]) -> WritePlan:
+    decoded = {text: decode_chunks(text) for text in set(texts)}  # replicas hold the same
+    chunks = [decoded[text] for text in texts]
     check_complete(chunks, tensors)
     sizes: dict[str, int] = {}
     for (name, _), size in {(name, p.offsets): p.size for each in chunks for name, p in each.items()}.items():
@@ -115,9 +114,9 @@ def _digest(text: str) -> str:
 
 
 def divide(held: Sequence[Chunks]) -> list[set[str]]:
-    """For each rank, the tensors of which it writes its chunk, given what all ranks hold, in rank order.
+    """Returns for each rank the tensors of which it writes its chunk, given what all ranks hold, in rank order.
 
-    Balanced by bytes. The same on every rank.
+    Balanced by bytes; the same result on every rank.
     """
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for rank, chunks in enumerate(held):
@@ -125,7 +124,7 @@ def divide(held: Sequence[Chunks]) -> list[set[str]]:
             holders.setdefault((name, chunk.offsets), []).append(rank)
     writes: list[set[str]] = [set() for _ in held]
     load = [0] * len(held)
-    # Shards first, as they leave no choice; then the largest replicas, so that small ones can even out the rest.
+    # Shards first, which only one rank can write; then replicas, the largest first, so that small ones balance the rest.
     order = sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -held[item[1][0]][item[0][0]].size, item[0]))
     for (name, _), ranks in order:
         writer = min(ranks, key=lambda rank: (load[rank], rank))
@@ -135,9 +134,9 @@ def divide(held: Sequence[Chunks]) -> list[set[str]]:
 
 
 def check_complete(held: Sequence[Chunks], tensors: Mapping[str, Tensor]) -> None:
-    """Raises CheckpointError when what the ranks hold does not make up the tensors: a gap, an overlap, another shape.
+    """Raises CheckpointError if the chunks of all ranks do not make up the tensors: a gap, an overlap, another shape.
 
-    Loading would see such a tensor as a smaller one.
+    Loading would read such a tensor with a smaller shape.
     """
     chunks: dict[str, dict[tuple[int, ...], Chunk]] = {}
     for rank_chunks in held:
@@ -145,11 +144,11 @@ def check_complete(held: Sequence[Chunks], tensors: Mapping[str, Tensor]) -> Non
             chunks.setdefault(name, {})[chunk.offsets] = chunk
     for name, tensor in tensors.items():
         if name not in chunks or join(name, list(chunks[name].values())).shape != tuple(tensor.shape):
-            raise CheckpointError(f"the ranks together do not hold the whole of {name}")
+            raise CheckpointError(f"the ranks together do not hold all of {name}")
 
 
 def memory(tensor: Tensor) -> memoryview:
-    """The bytes of what this rank holds of a tensor, row by row; a copy only where it is not stored like that on the CPU."""
+    """Returns the bytes of this rank's part of a tensor, row by row; copies only if it is not contiguous on the CPU."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 

@@ -1,7 +1,7 @@
-"""Loading: into tensors that are there already, whatever number of ranks and whatever backend wrote the checkpoint.
+"""Loads a checkpoint into existing tensors, with any number of ranks and any backend, whichever wrote it.
 
 torch's distributed-checkpoint planner and safetensors reader find which stored chunks cover what this rank holds. They do not
-know a `FlatRange`: that is read here. Names, shapes and types are compared before any tensor is touched.
+support a `FlatRange`: that is read here. Names, shapes and types are compared before any tensor is touched.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from smalti.parallel import (
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What came out of a checkpoint besides the tensors.
+    """The contents of a checkpoint besides its tensors.
 
-    `trainer` is what the trainer had given to the snapshot, `optimizer` the class of the optimizer that was saved. `moments`
-    and `ema` tell whether those were filled in; where not, `notices` says why, in sentences for the user.
+    `trainer` is the trainer's state, `optimizer` the class of the saved optimizer. `optimizer_state` and `ema`: whether those
+    were loaded; if not, `notices` says why, for the user.
     """
 
     trainer: dict[str, object]
     optimizer: str
     manifest: Manifest
-    moments: bool
+    optimizer_state: bool
     ema: bool
     notices: tuple[str, ...]
 
@@ -57,13 +57,13 @@ def load(path: Path, snapshot: Snapshot, parallel: Communicator, *, verified: bo
     """Fill `snapshot` from the checkpoint at `path`, a directory that all ranks see. *Collective*.
 
     The tensors of the model and of `ema` are filled in place and must match by name and shape; types may only widen.
-    Moments are filled in place where the snapshot has them and made like their parameter where it has not, so a fresh
-    optimizer needs none, and there are none after loading what was saved before the first step. `settings` is replaced, but
+    Optimizer state is filled in place where the snapshot has it, and else allocated like its parameter: a new optimizer has
+    none, and neither has a checkpoint from before the first step. `settings` is replaced, but
     hyper-parameters stay where the checkpoint has another number of parameter groups. With another optimizer than the one
-    that was saved, moments and settings are left alone.
+    that was saved, optimizer state and hyper-parameters are not changed.
 
-    All contents are checked by digest first, each rank reading its share; `verified` says that the caller has just done so.
-    Raises CheckpointError on all ranks when the checkpoint is damaged or made for something else.
+    All contents are verified by digest first, each rank reading its share; `verified` skips that, if the caller has just done
+    it. Raises CheckpointError on all ranks if the checkpoint is damaged or does not fit the run.
     """
     rank, ranks = parallel.world.rank, parallel.world.size
 
@@ -93,25 +93,25 @@ def _load(path: Path, snapshot: Snapshot) -> Loaded:
     wanted: dict[str, Mapping[str, Tensor]] = {"model": target.model}
 
     same = state.optimizer == target.optimizer
-    moments: dict[str, dict[str, Tensor]] = {}
+    optimizer_state: dict[str, dict[str, Tensor]] = {}
     if same and stored["optimizer"]:
-        moments = _allocated_state(target, stored["optimizer"])
-        wanted["optimizer"] = named_state(moments)
+        optimizer_state = _allocated_state(target, stored["optimizer"])
+        wanted["optimizer"] = named_state(optimizer_state)
     elif not same:
         notices.append(
-            f"the optimizer starts afresh: the checkpoint holds the state of {state.optimizer or 'no optimizer'}, "
+            f"the optimizer starts with an empty state: the checkpoint has the state of {state.optimizer or 'no optimizer'}, "
             f"this run uses {target.optimizer or 'none'}"
         )
 
     if same and not stored["optimizer"] and manifest.step > 0 and state.optimizer in STATEFUL_OPTIMIZERS:
-        notices.append(f"the checkpoint has no moments of {state.optimizer}: they start afresh")
+        notices.append(f"the checkpoint has no optimizer state of {state.optimizer}: it starts empty")
 
     if stored["ema"] and snapshot.ema is not None:
         wanted["ema"] = snapshot.ema
     elif stored["ema"]:
-        notices.append("the checkpoint has averaged weights (EMA), which this run does not use")
+        notices.append("the checkpoint has EMA weights, which this run does not use")
     elif snapshot.ema is not None:
-        notices.append("the checkpoint has no averaged weights (EMA)")
+        notices.append("the checkpoint has no EMA weights")
 
     for group, tensors in wanted.items():
         compare(group, tensors, stored[group], state.trainer)
@@ -120,45 +120,44 @@ def _load(path: Path, snapshot: Snapshot) -> Loaded:
     for group, tensors in wanted.items():
         _fill(path / group, tensors)
     if same:
-        target.optimizer_state, target.param_groups = moments, regrouped(state.settings, target.param_groups)
+        target.optimizer_state, target.param_groups = optimizer_state, regrouped(state.settings, target.param_groups)
     return Loaded(
         trainer=dict(state.trainer),
         optimizer=state.optimizer,
         manifest=manifest,
-        moments=same,
+        optimizer_state=same,
         ema="ema" in wanted,
         notices=tuple(notices),
     )
 
 
 def _allocated_state(target: PortableState, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, Tensor]]:
-    """The target's moments, and new ones for those that only the checkpoint has.
+    """Returns the target's optimizer state, with new tensors for those that only the checkpoint has.
 
-    A moment with the shape of its parameter has the room that the target makes for it, or is made like the parameter: same
-    device, same sharding. Others (step counts, factored
-    moments) are plain tensors, scalars on the CPU.
+    A tensor with the shape of its parameter is allocated by the target, or else like the parameter: same device, same sharding.
+    Others (step counts, factored moments) are plain tensors, scalars on the CPU.
     """
-    moments = {name: dict(found) for name, found in target.optimizer_state.items()}
+    optimizer_state = {name: dict(found) for name, found in target.optimizer_state.items()}
     for key, tensor in stored.items():
         name, _, moment = key.rpartition(".")
         parameter = target.model.get(name)
-        if parameter is None or moment in moments.get(name, {}):
+        if parameter is None or moment in optimizer_state.get(name, {}):
             continue
         dtype = DTYPES[tensor.dtype]
         if tensor.shape == shape_of(parameter) and tensor.shape != ():
             new = target.allocate(name, moment, dtype) if target.allocate else _new_like(parameter, dtype)
         else:
             new = torch.empty(tensor.shape, dtype=dtype, device=parameter.device if tensor.shape else "cpu")
-        moments.setdefault(name, {})[moment] = new
-    return moments
+        optimizer_state.setdefault(name, {})[moment] = new
+    return optimizer_state
 
 
 def compare(
     group: str, tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], trainer: Mapping[str, object]
 ) -> None:
-    """Whether the tensors of a group, on any device, can be filled from those of a checkpoint with these words of the trainer.
+    """Check that the tensors of a group, on any device, can be loaded from those of a checkpoint with this trainer state.
 
-    Raises CheckpointError, which says everything that does not fit at once, and which options decide about it.
+    Raises CheckpointError, which lists everything that does not fit, and the options that determine it.
     """
     both = sorted(tensors.keys() & stored.keys())
     shapes = [
@@ -171,32 +170,33 @@ def compare(
         for name in both
         if not _widens(DTYPES[stored[name].dtype], tensors[name].dtype)
     ]
-    complaints = (
-        ("missing in the checkpoint", sorted(tensors.keys() - stored.keys())),
+    categories = (
+        ("missing from the checkpoint", sorted(tensors.keys() - stored.keys())),
         ("unknown to this run", sorted(stored.keys() - tensors.keys())),
         ("of another shape", shapes),
         ("of a type that would lose precision", types),
     )
-    told = [f"{len(found)} {what} ({_some(found)})" for what, found in complaints if found]
-    if told:
-        shaped_by = "--lora_rank and --lora_targets" if trainer.get("adapter") else "the options that shape the model"
+    problems = [f"{len(found)} {what} ({_some(found)})" for what, found in categories if found]
+    if problems:
+        shaped_by = "--lora_rank and --lora_targets" if trainer.get("adapter") else "the options of the model"
         raise CheckpointError(
-            f"it was made for something else; of the {group} tensors, {'; '.join(told)}",
-            fix=f"give {shaped_by} as the run had them, or start afresh in a new --output_dir",
+            f"it does not fit this run; of the {group} tensors, {'; '.join(problems)}",
+            fix=f"set {shaped_by} as in the run that saved it, or start a new run in another --output_dir",
         )
 
 
-def _compare_settings(saved: Sequence[Mapping[str, object]], own: Sequence[Mapping[str, object]]) -> None:
-    """Raises CheckpointError for a saved hyper-parameter that is of another kind than the optimizer's own."""
-    for number, (there, here) in enumerate(zip(saved, own, strict=False)):
-        for key in sorted(there.keys() & here.keys()):
-            if _kind(there[key]) != _kind(here[key]) and None not in (there[key], here[key]):
-                told = f"optimizer.settings[{number}].{key} is {there[key]!r}, where the optimizer has {here[key]!r}"
-                raise CheckpointError(f"{STATE} is malformed: {told}", fix="choose another checkpoint")
+def _compare_settings(saved: Sequence[Mapping[str, object]], current: Sequence[Mapping[str, object]]) -> None:
+    """Raises CheckpointError for a saved hyper-parameter with another type than the optimizer's own."""
+    for number, (saved_group, current_group) in enumerate(zip(saved, current, strict=False)):
+        for key in sorted(saved_group.keys() & current_group.keys()):
+            if _kind(saved_group[key]) != _kind(current_group[key]) and None not in (saved_group[key], current_group[key]):
+                found, expected = saved_group[key], current_group[key]
+                problem = f"optimizer.settings[{number}].{key} is {found!r}, where the optimizer has {expected!r}"
+                raise CheckpointError(f"{STATE} is malformed: {problem}", fix="choose another checkpoint")
 
 
 def _kind(value: object) -> type:
-    """Numbers are of one kind, switches among them."""
+    """Numbers and booleans are one kind."""
     return float if isinstance(value, int | float) else list if isinstance(value, list | tuple) else type(value)
 
 

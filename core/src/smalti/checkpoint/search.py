@@ -1,7 +1,4 @@
-"""Which checkpoint to go on from: the main rank looks, and all ranks read, each its share of the files.
-
-Reading takes as long as disk and digests need for weights, moments and averages; shared out, that much less.
-"""
+"""Finds the checkpoint to resume from: the main rank chooses, and all ranks verify, each its share of the files."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ from smalti.parallel import Communicator, run_on_all_ranks
 
 
 def find_on_all_ranks(ranks: Communicator, store: CheckpointStore, choice: str) -> Path | None:
-    """What `store.resolve(choice)` finds on the main rank, on every rank. *Collective*.
+    """Returns what `store.resolve(choice)` finds on the main rank, on every rank. *Collective*.
 
-    Only the main rank's `store` is asked. Raises RankError on all ranks when there is nothing that can be used.
+    Only the main rank's `store` is used. Raises RankError on all ranks if no checkpoint can be used.
     """
     if not ranks.world.is_main:
         return _help(ranks)
@@ -27,44 +24,44 @@ def find_on_all_ranks(ranks: Communicator, store: CheckpointStore, choice: str) 
     except (UserError, OSError) as failure:
         found = failure
 
-    def tell() -> str:
+    def exchange() -> str:
         if isinstance(found, Exception):
             raise found
         return json.dumps({"found": str(found or "")})
 
-    run_on_all_ranks(ranks, tell)
+    run_on_all_ranks(ranks, exchange)
     return found if isinstance(found, Path) else None
 
 
 def _help(ranks: Communicator) -> Path | None:
-    """Read shares until the main rank has found something."""
+    """Verify shares until the main rank has found a checkpoint."""
     while True:
-        word = json.loads(run_on_all_ranks(ranks, lambda: "")[0])
-        if "found" in word:
-            return Path(word["found"]) if word["found"] else None
-        _read_share(ranks, Path(word["check"]))
+        message = json.loads(run_on_all_ranks(ranks, lambda: "")[0])
+        if "found" in message:
+            return Path(message["found"]) if message["found"] else None
+        _read_share(ranks, Path(message["check"]))
 
 
 def _check_together(ranks: Communicator, path: Path) -> Verification:
-    """On the main rank: have all ranks read the checkpoint. What others find wrong it looks at itself.
+    """On the main rank: let all ranks verify the checkpoint. If others find problems, verify all of it here.
 
-    Raises CheckpointError when a rank sees something else than this one: an older checkpoint would be no remedy for that.
+    Raises CheckpointError if a rank sees other contents than this one; an older checkpoint would not help then.
     """
     run_on_all_ranks(ranks, lambda: json.dumps({"check": str(path)}))
-    mine, told = _read_share(ranks, path)
-    if not any(told):
+    mine, problems = _read_share(ranks, path)
+    if not any(problems):
         return mine
-    whole = verify(path, to_resume=True)
-    if whole.ok:
-        rank, problem = next((rank, problem) for rank, problem in enumerate(told) if problem)
+    complete = verify(path, to_resume=True)
+    if complete.ok:
+        rank, problem = next((rank, problem) for rank, problem in enumerate(problems) if problem)
         raise CheckpointError(
-            f"rank {rank} sees another {path} than rank 0, which finds it whole: {problem}",
-            fix="make sure that all machines see one and the same --output_dir, and try again",
+            f"rank {rank} sees other contents in {path} than rank 0, for which it is complete: {problem}",
+            fix="make sure that all nodes share the same --output_dir, and try again",
         )
-    return whole
+    return complete
 
 
 def _read_share(ranks: Communicator, path: Path) -> tuple[Verification, list[str]]:
-    """This rank's finding, and what each rank has found wrong. *Collective*."""
+    """Returns this rank's verification, and the problems that each rank found. *Collective*."""
     mine = verify(path, rank=ranks.world.rank, ranks=ranks.world.size, to_resume=True)
     return mine, run_on_all_ranks(ranks, lambda: "; ".join(mine.problems[:3]))

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, before it is written or after it was read."""
+"""The contents of a checkpoint, in memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Snapshot:
     """The state of a run at a step boundary.
 
     `state` and `ema` refer to the live tensors, fp32 masters by fully qualified name; saving reads them, loading fills them in
-    place. `ema` is None when no average is kept. `trainer` is JSON-able: step, data position, learning-rate settings.
-    `model_config` is the model's own description, as JSON text, for tools that build it from that; "" if it has none.
-    `flags` are remarks for whoever looks at the checkpoint later, such as `smalti.checkpoint.SUSPECT`.
+    place. `ema` is None without EMA. `trainer` is JSON-able: step, data position, learning-rate settings.
+    `model_config` is the config of the model as JSON text, as diffusers and transformers load it; "" if it has none.
+    `flags` mark the checkpoint, such as `smalti.checkpoint.SUSPECT`.
     """
 
     step: int
@@ -30,7 +30,7 @@ class Snapshot:
     flags: tuple[str, ...] = ()
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors, under "GROUP/NAME"."""
+        """Returns all tensors by "GROUP/NAME"."""
         groups: Mapping[str, Mapping[str, Tensor]] = {
             "model": self.state.model,
             "optimizer": named_state(self.state.optimizer_state),
@@ -39,10 +39,10 @@ class Snapshot:
         return {f"{group}/{name}": tensor for group, tensors in groups.items() for name, tensor in tensors.items()}
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> Snapshot:
-        """The same with other tensors, given under the names of `tensors()`."""
-        moments = {
+        """Returns a copy with other tensors, given by the names of `tensors()`."""
+        optimizer_state = {
             name: {key: tensors[f"optimizer/{name}.{key}"] for key in kept} for name, kept in self.state.optimizer_state.items()
         }
         model = {name: tensors[f"model/{name}"] for name in self.state.model}
         ema = None if self.ema is None else {name: tensors[f"ema/{name}"] for name in self.ema}
-        return replace(self, state=replace(self.state, model=model, optimizer_state=moments), ema=ema)
+        return replace(self, state=replace(self.state, model=model, optimizer_state=optimizer_state), ema=ema)

@@ -1,7 +1,7 @@
-"""A copy of the state in the memory of the host, made while the next step computes.
+"""Copies the state to host memory while the next step computes.
 
-Weights, moments and averages do not change before the next optimizer step, so the copy may take as long as forward and backward
-do. A rank copies only what it is going to write.
+Weights, optimizer state and EMA do not change before the next optimizer step, so the copy may take as long as forward and
+backward do. A rank copies only what it is going to write.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class Staging:
         self._arena: Arena | None = None
         self._stream = side_stream(device)
 
-    def follow(self) -> None:
-        """From the loop's thread: what it has asked of the accelerator up to now comes before any copy."""
+    def wait_for_current_stream(self) -> None:
+        """Call it in the loop's thread: copies start after the work that this thread has queued on the accelerator."""
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream())
 
     def copy(self, snapshot: Snapshot, ranks: Communicator) -> Snapshot:
-        """The snapshot in host memory, good until the next call. *Collective*.
+        """Returns the snapshot in host memory, valid until the next call. *Collective*.
 
-        Tensors that another rank writes stay on the meta device: they have a shape there, and no contents.
+        Tensors that another rank writes are on the meta device: they have a shape and no contents.
         """
         tensors = snapshot.tensors()
         mine = plan_on_all_ranks(ranks, tensors).mine
@@ -50,15 +50,15 @@ class Staging:
         return snapshot.replaced({**self._buffers, **other})
 
     def _allocate(self, tensors: Mapping[str, Tensor]) -> None:
-        """A buffer like each of these: those of the save before, if it was of the same tensors."""
+        """Allocate a buffer for each tensor, or reuse those of the previous save if the tensors are alike."""
         layout = {name: (tensor.dtype, _local(tensor).shape, tensor.device) for name, tensor in tensors.items()}
         if layout == self._layout:
             return
         self._layout, self._buffers = {}, {}
         if self._arena is not None:
             self._arena.release()
-        there = [_local(tensor) for tensor in tensors.values() if tensor.device.type != "cpu"]
-        self._arena = Arena([tensor.nbytes for tensor in there], there[0].device.type) if there else None
+        on_device = [_local(tensor) for tensor in tensors.values() if tensor.device.type != "cpu"]
+        self._arena = Arena([tensor.nbytes for tensor in on_device], on_device[0].device.type) if on_device else None
         self._buffers = {name: self._buffer(tensor) for name, tensor in tensors.items()}
         self._layout = layout
 
@@ -66,15 +66,15 @@ class Staging:
     def _buffer(self, like: Tensor) -> Tensor:
         buffer = torch.empty_like(like, device="cpu", requires_grad=False)
         if self._arena is not None and like.device.type != "cpu":
-            # No page of its own memory was touched yet. Without gradients, to_local gives the part itself and no view of it.
+            # The pages of its own memory were not touched yet. Without gradients, to_local returns the part itself and no view.
             local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
-            room = self._arena.take(local.shape, local.dtype)
-            local.set_(room.as_strided(local.shape, local.stride()))  # type: ignore[call-overload]
+            memory = self._arena.take(local.shape, local.dtype)
+            local.set_(memory.as_strided(local.shape, local.stride()))  # type: ignore[call-overload]
         return buffer
 
 
 def frozen(snapshot: Snapshot, names: Collection[str]) -> Snapshot:
-    """With copies of the model's tensors of these names: buffers, which a forward pass may change."""
+    """Returns the snapshot with copies of these tensors of the model: buffers, which a forward pass may change."""
     model = snapshot.state.model
     copies = {f"model/{name}": model[name].detach().clone() for name in names if name in model}
     return snapshot.replaced(snapshot.tensors() | copies)

@@ -1,8 +1,8 @@
-"""Saving: every rank writes its share, then one rename makes the checkpoint visible.
+"""Saves a checkpoint: every rank writes its share, then one rename makes the checkpoint visible.
 
-The files have the layout of torch's sharded safetensors checkpoints, but are written here: digests are taken while writing
-instead of by reading everything again, several files go out at a time and a failure of any of them counts, tensors need be
-neither contiguous nor of separate memory, and the same state always gives the same bytes.
+The files have the layout of torch's sharded safetensors checkpoints, but are written here: digests are computed while writing,
+several files are written at a time and a failure of any of them is raised, tensors need not be contiguous or have separate
+memory, and the same state always gives the same bytes.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from smalti.system import files
 from smalti.types import Checkpoint, World
 
 _THREADS = 4
-_SMALLEST_FILE = 64 * 2**20
-_LARGEST_FILE = 512 * 2**20
-_REMEDIES = {
-    errno.ENOSPC: "make room there, or keep fewer with --checkpoints_total_limit",
-    errno.EDQUOT: "make room there or have the quota raised, or keep fewer with --checkpoints_total_limit",
-    errno.EFBIG: "have the limit on the size of files raised (ulimit -f)",
-    errno.EROFS: "mount it for writing; a disk with errors is often made read-only by the system",
-    errno.EACCES: "give this user the right to write there",
-    errno.EPERM: "give this user the right to write there",
-    errno.EIO: "look after the disk or the network storage: the system's log tells more",
+_MIN_FILE_SIZE = 64 * 2**20
+_MAX_FILE_SIZE = 512 * 2**20
+_FIXES = {
+    errno.ENOSPC: "free space there, or keep fewer checkpoints with --checkpoints_total_limit",
+    errno.EDQUOT: "free space there, raise the quota, or keep fewer checkpoints with --checkpoints_total_limit",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
+    errno.EROFS: "remount it for writing; the system often makes a disk with errors read-only",
+    errno.EACCES: "give this user write permission there",
+    errno.EPERM: "give this user write permission there",
+    errno.EIO: "check the disk or the network storage: the system log has details",
 }
-"""What the user can do, by the system's error number."""
+"""Fixes by the system's error number."""
 
 
 class SaveError(UserError):
@@ -59,13 +59,13 @@ class SaveError(UserError):
 
 
 def save(root: Path, snapshot: Snapshot, ranks: Communicator, *, full_weights: bool = False) -> Checkpoint:
-    """Write a checkpoint below `root`, the same directory for all ranks. *Collective*; the same answer on every rank.
+    """Write a checkpoint below `root`, the same directory for all ranks. *Collective*; returns the same on every rank.
 
-    When it returns, the checkpoint is complete, visible and on the disk. Saving a step that is already there in the same state
-    returns the older checkpoint; in another state, makes a new one that counts from then on. The tensors must not change while
+    When it returns, the checkpoint is complete, visible and synced to disk. Saving a step again in the same state returns the
+    older checkpoint; in another state it makes a new one, which takes precedence. The tensors must not change while
     this runs; those that `divide` gives to another rank are not read. With `full_weights` the main rank adds a copy of the
     weights for other tools, `smalti.checkpoint.format.full_weights`, while the others wait for it. Raises SaveError on all
-    ranks when any of them failed, or when there is no room for it; then nothing has become visible and older checkpoints are
+    ranks if any of them failed, or if there is not enough space; then nothing has become visible and older checkpoints are
     intact.
     """
     started = time.perf_counter()
@@ -73,55 +73,55 @@ def save(root: Path, snapshot: Snapshot, ranks: Communicator, *, full_weights: b
         with ExitStack() as cleanup:
             path, size = _save(CheckpointStore(root), snapshot, ranks, full_weights, cleanup)
     except RankError as failure:
-        raise _explained(root, snapshot, failure, full_weights) from failure
+        raise _explain(root, snapshot, failure, full_weights) from failure
     return Checkpoint(step=snapshot.step, path=path, size=size, seconds=time.perf_counter() - started)
 
 
-def _explained(root: Path, snapshot: Snapshot, failure: RankError, full_weights: bool) -> SaveError:
-    """With what was needed and what is free, where that can be the matter, and with what to do."""
+def _explain(root: Path, snapshot: Snapshot, failure: RankError, full_weights: bool) -> SaveError:
+    """The error, with the space that is needed and free if that can be the cause, and with a fix."""
     message = f"cannot save step {snapshot.step} in {root}: {failure}"
     if failure.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         needed = _needed({name: t.numel() * t.element_size() for name, t in snapshot.tensors().items()}, full_weights)
-        message += f" ({_readable(needed)} needed{_free_text(root)})"
-    fix = failure.fix or _REMEDIES.get(failure.errno or 0, "")
+        message += f" ({_format_bytes(needed)} needed{_free_text(root)})"
+    fix = failure.fix or _FIXES.get(failure.errno or 0, "")
     return SaveError(message, fix=fix, errno=failure.errno)
 
 
 def _free_text(root: Path) -> str:
     try:
-        room = files.free_bytes(root)
+        free = files.free_bytes(root)
     except OSError:
         return ""
-    return "" if room is None else f", {_readable(room)} free"
+    return "" if free is None else f", {_format_bytes(free)} free"
 
 
-def _readable(size: int) -> str:
+def _format_bytes(size: int) -> str:
     return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
 
 
 def _needed(sizes: Mapping[str, int], full_weights: bool) -> int:
-    """Bytes of tensors in the checkpoint, given those of each tensor, "GROUP/NAME"."""
+    """Bytes of tensors in the checkpoint, given the bytes of each tensor by "GROUP/NAME"."""
     return sum(size * (2 if full_weights and name.startswith("model/") else 1) for name, size in sizes.items())
 
 
-def _check_free_space(room: int | None, sizes: Mapping[str, int], full_weights: bool) -> None:
-    """Raises OSError when the file system has said that it cannot hold tensors of these sizes."""
-    if room is not None and _needed(sizes, full_weights) > room:
+def _check_free_space(free: int | None, sizes: Mapping[str, int], full_weights: bool) -> None:
+    """Raises OSError if the file system reports too little free space for tensors of these sizes."""
+    if free is not None and _needed(sizes, full_weights) > free:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _blame(directory: Path, ranks: Communicator, *, unseen: bool) -> None:
-    """Raises RankError on all ranks: somebody removed the directory, or else some rank sees other storage. *Collective*."""
+def _raise_missing_directory(directory: Path, ranks: Communicator, *, invisible: bool) -> None:
+    """Raises RankError on all ranks: the directory was removed, or some rank sees other storage. *Collective*."""
 
-    def look() -> str:
+    def check() -> str:
         if ranks.world.is_main and not directory.is_dir():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{directory}")
-        if unseen:
+        if invisible:
             message = f"{directory} is not visible on this node"
             raise CheckpointError(message, fix="put --output_dir on storage that all nodes share")
         return ""
 
-    run_on_all_ranks(ranks, look)
+    run_on_all_ranks(ranks, check)
 
 
 def _save(
@@ -135,29 +135,29 @@ def _save(
             return ""
         cleanup.enter_context(store.exclusive())
         prepared = store.prepare(snapshot.step)
-        cleanup.callback(store.discard, prepared)  # by then it has become the checkpoint, or is of no use
+        cleanup.callback(store.discard, prepared)  # by then it was renamed to the checkpoint, or the save failed
         return str(prepared)
 
     directory = Path(run_on_all_ranks(ranks, begin)[0])
-    room: int | None = None
+    free: int | None = None
 
-    def look() -> str:
-        nonlocal room
+    def check() -> str:
+        nonlocal free
         if not directory.is_dir():
             return ""
         if main:
-            room = files.free_bytes(directory)  # now, because no rank writes before all have looked
+            free = files.free_bytes(directory)  # before any rank writes
         return "seen"
 
-    seen = run_on_all_ranks(ranks, look)
-    if "" in seen:
-        _blame(directory, ranks, unseen=not seen[ranks.world.rank])
-    division = plan_on_all_ranks(ranks, tensors)
+    visible = run_on_all_ranks(ranks, check)
+    if "" in visible:
+        _raise_missing_directory(directory, ranks, invisible=not visible[ranks.world.rank])
+    plan = plan_on_all_ranks(ranks, tensors)
 
     def write() -> str:
         if main:
-            _check_free_space(room, division.sizes, full_weights)
-        records = _write_tensors(directory, division.mine, tensors, ranks.world)
+            _check_free_space(free, plan.sizes, full_weights)
+        records = _write_tensors(directory, plan.mine, tensors, ranks.world)
         if main:
             records[STATE] = write_with_digest(directory / STATE, [_state(snapshot)])
         return _encode(records)
@@ -199,7 +199,7 @@ def _config(snapshot: Snapshot) -> dict[str, object] | None:
 
 
 def _encode(records: Mapping[str, FileRecord]) -> str:
-    """For the way to the other ranks."""
+    """Encodes records for the other ranks."""
     return json.dumps({name: vars(record) for name, record in records.items()})
 
 
@@ -208,7 +208,7 @@ def _decode(text: str) -> dict[str, FileRecord]:
 
 
 def _write_tensors(directory: Path, chunks: Chunks, tensors: Mapping[str, Tensor], world: World) -> dict[str, FileRecord]:
-    """This rank's share, several files at a time; their records by relative name."""
+    """Write this rank's share, several files at a time; returns their records by relative name."""
 
     def write(item: tuple[str, list[str]]) -> tuple[str, FileRecord]:
         file, names = item
@@ -216,7 +216,7 @@ def _write_tensors(directory: Path, chunks: Chunks, tensors: Mapping[str, Tensor
         return file, write_with_digest(directory / file, chain([header], (memory(tensors[name]) for name in names)))
 
     share = sum(chunk.size for chunk in chunks.values()) // _THREADS
-    limit = min(max(share, _SMALLEST_FILE), _LARGEST_FILE)  # small enough for threads to share the work
+    limit = min(max(share, _MIN_FILE_SIZE), _MAX_FILE_SIZE)  # small enough for threads to share the work
     contents = {
         f"{group}/rank-{world.rank:05d}-part-{number:05d}.safetensors": names
         for group in GROUPS

@@ -171,7 +171,7 @@ def convert_checkpoint(source: Path, target: Path, kind: Target, ema: bool, as_j
         raise click.UsageError("--ema needs --format=safetensors: a checkpoint keeps both weights")
     formats = load_plugins(selection_of((), None, os.environ), strict=False).gather(HookSpecs.register_checkpoint_formats)
     with _progress(f"converting {source.name}") as progress:
-        done = convert(_source(source), target, formats, to=kind, averaged=ema, progress=progress)
+        done = convert(_source(source), target, formats, to=kind, use_ema=ema, progress=progress)
     if as_json:
         _print_json(vars(done) | {"path": str(done.path)})
         return

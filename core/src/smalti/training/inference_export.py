@@ -15,7 +15,7 @@ from smalti.checkpoint import (
     OwnCheckpoint,
     Precision,
     Progress,
-    Trained,
+    TrainedWeights,
     check_free_space,
     make_folder,
 )
@@ -56,7 +56,7 @@ def export(
 ) -> Exported:
     """Make `target`, a folder that must not exist yet, from a run directory or one of its checkpoints.
 
-    A run directory stands for its newest whole checkpoint, or for that of `step`. `averaged` takes the averaged weights (EMA);
+    A run directory stands for its newest complete checkpoint, or for that of `step`. `averaged` takes the EMA weights;
     `precision` is what the trained tensors become, None as they are. `pretrained` says where the run's first weights lie now,
     if not where its configuration says. All bytes of the checkpoint are checked first. Raises UserError, and nothing is left.
     """
@@ -72,7 +72,7 @@ def export(
         )
     path = _checkpoint_of(source, run, step, report)
     checkpoint = OwnCheckpoint(path, verified=True)
-    trained = Trained(checkpoint, averaged=averaged, precision=precision)
+    trained = TrainedWeights(checkpoint, use_ema=averaged, precision=precision)
     _compare(path, trained, family)
     if not averaged and any(name.startswith("ema/") for name in checkpoint.contents.tensors):
         report("exporting the raw weights; validation images are sampled with the EMA weights, which --ema exports")
@@ -87,7 +87,7 @@ def export(
     try:
         records = make_folder(target, write)
     except OSError as error:
-        raise ConversionError(f"cannot write {target}: {error}", fix="make room there, or name another place") from error
+        raise ConversionError(f"cannot write {target}: {error}", fix="free space there, or choose another folder") from error
     return Exported(
         path=target,
         checkpoint=path,
@@ -141,7 +141,7 @@ def _checkpoint_of(source: Path, run: RunDirectory, step: int | None, report: Ca
     return found
 
 
-def _compare(path: Path, trained: Trained, family: ModelFamily) -> None:
+def _compare(path: Path, trained: TrainedWeights, family: ModelFamily) -> None:
     """Refuse tensors that are not those of the family's model: a pipeline with them could not be loaded."""
     with without_weights():
         wanted = {name: tuple(tensor.shape) for name, tensor in model_tensors(family.build_model()).items()}

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from smalti import CheckpointError
-from smalti.checkpoint import NAMES, Contents, StoredTensor, memory, optimizer_of
+from smalti.checkpoint import NAMES, Contents, StoredTensor, guess_optimizer, memory
 from smalti.parallel import portable_name
 
 _NOT_SETTINGS = frozenset(("params", "param_names", "foreach", "fused", "capturable", "differentiable", "name"))
@@ -91,7 +91,7 @@ class ZeroCheckpoint:
             **{f"model/{name}": each for name, each in {**whole, **frozen, **cut.weights}.items()},
             **{f"optimizer/{name}": each for name, each in cut.moments.items()},
         }
-        optimizer = optimizer_of({name.rpartition(".")[2] for name in cut.moments})
+        optimizer = guess_optimizer({name.rpartition(".")[2] for name in cut.moments})
         self.contents = Contents(
             tensors={name: _stored(name, each) for name, each in self._tensors.items()},
             step=steps.pop(),

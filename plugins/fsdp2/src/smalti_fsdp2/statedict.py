@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from smalti import CheckpointError
-from smalti.checkpoint import NAMES, Contents, StoredTensor, memory, optimizer_of
+from smalti.checkpoint import NAMES, Contents, StoredTensor, guess_optimizer, memory
 from smalti.parallel import portable_name
 from smalti_fsdp2.dcp_metadata import Key
 
@@ -64,7 +64,7 @@ class StateDicts:
         moments = {(portable_name(name), moment): value for (name, moment), value in found.moments.items()}
         named |= {f"optimizer/{name}.{moment}": value for (name, moment), value in moments.items()}
         self._values = named
-        optimizer = optimizer_of({moment for _, moment in moments})
+        optimizer = guess_optimizer({moment for _, moment in moments})
         left_out = [".".join(map(str, key)) for key in found.others if key[-1] not in _STEPS]
         left_out += [".".join(map(str, key)) or "the top" for key in found.weights]
         step, guessed = _step(found)
@@ -135,7 +135,7 @@ def _model_key(folder: Path, found: _Sorted) -> Key:
         if len(candidates) == 1:
             return candidates[0]
     if not found.weights:
-        raise CheckpointError(f"{folder} holds no weights", fix="name the folder that has them")
+        raise CheckpointError(f"{folder} has no weights", fix="use the folder that contains them")
     told = ", ".join(sorted(".".join(map(str, key)) or "the top" for key in found.weights))
     raise CheckpointError(f"{folder} holds several dictionaries of tensors, {told}, and none of them is plainly the model's")
 

@@ -1,7 +1,7 @@
-"""From any format of checkpoints that is known to smalti's own, or to plain safetensors for other tools.
+"""Converts checkpoints of any known format to smalti's own, or to plain safetensors for other tools.
 
-Tensor by tensor, each in this process in blocks of a few megabytes only. The target is made in a hidden folder beside it, read
-back, and becomes visible by one rename.
+It works tensor by tensor, in blocks of a few megabytes. The target is written to a hidden folder beside it, verified, and
+becomes visible by one rename.
 
 Importing this module imports no torch.
 """
@@ -30,20 +30,20 @@ from smalti.types import CheckpointFormat
 
 Target = Literal["smalti", "safetensors"]
 Progress = Callable[[int, int], None]
-"""Told of bytes that are done, and of how many there are."""
+"""Called with the bytes done and the total."""
 
 _LARGEST_FILE = 512 * 2**20
 
 
 class ConversionError(UserError):
-    """The system would not write what was converted or exported. Nothing is left of it."""
+    """A conversion or export could not be written. No file of it remains."""
 
     exit_code = ExitCode.FAILED
 
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """What came of it. `size` is in bytes; `notices` are sentences for the user: what was left out, what was guessed."""
+    """The result. `size` is in bytes; `notices` are messages for the user: what was skipped, what was guessed."""
 
     path: Path
     source_format: str
@@ -61,29 +61,31 @@ def convert(
     formats: Sequence[CheckpointFormat],
     *,
     to: Target = "smalti",
-    averaged: bool = False,
+    use_ema: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Converted:
     """Make `target`, a folder that must not exist yet, from the checkpoint in the folder `source`.
 
     "smalti" makes a checkpoint that a run resumes from, "safetensors" a folder with the weights alone, which diffusers or
-    transformers load; with `averaged`, the averaged ones (EMA). `formats` are those that plugins register. Raises UserError for
-    a format that is not known, a checkpoint that is damaged or holds no weights, a target that is there already, a full disk.
+    transformers load; with `use_ema`, the EMA weights. `formats` are those that plugins register. Raises UserError for an
+    unknown format, a checkpoint that is damaged or has no weights, a target that already exists, a full disk.
     """
     kind = detect_format(source, formats)
     if target.exists() or target.is_symlink():
         raise UserError(f"{target} already exists, and nothing is overwritten", fix="choose a new folder")
     with opened(source, kind) as opened_source:
         contents = opened_source.contents
-        tensors = _chosen(source, contents, to, averaged)
+        tensors = _select(source, contents, to, use_ema)
         if to == "smalti" and named_step(target) not in (None, contents.step):
             message = f"a checkpoint of step {contents.step} cannot have the name {target.name}"
             raise UserError(message, fix=f"--to={target.with_name(f'step-{contents.step:08d}')}, or a name without a step")
-        read = _counted(opened_source, tensors, progress)
+        read = _with_progress(opened_source, tensors, progress)
         try:
-            records = make_folder(target, lambda folder: _written(folder, contents, tensors, read, to))
+            records = make_folder(target, lambda folder: _write_target(folder, contents, tensors, read, to))
         except OSError as error:
-            raise ConversionError(f"cannot write {target}: {error}", fix="make room there, or name another place") from error
+            raise ConversionError(
+                f"cannot write {target}: {error}", fix="free space there, or choose another folder"
+            ) from error
     return Converted(
         path=target,
         source_format=kind.name,
@@ -97,31 +99,31 @@ def convert(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Choice:
-    """A tensor of the target: its name in the source, and what it is."""
+class _Selected:
+    """A tensor of the target, and its name in the source."""
 
     source: str
     tensor: StoredTensor
 
 
-def _chosen(path: Path, contents: Contents, to: Target, averaged: bool) -> dict[str, _Choice]:
-    """What the target gets, under its names there: "GROUP/NAME" in a checkpoint, NAME in plain safetensors."""
-    found = {name: _Choice(source=name, tensor=tensor) for name, tensor in contents.tensors.items()}
+def _select(path: Path, contents: Contents, to: Target, use_ema: bool) -> dict[str, _Selected]:
+    """Returns the tensors of the target by name: "GROUP/NAME" in a checkpoint, NAME in plain safetensors."""
+    found = {name: _Selected(source=name, tensor=tensor) for name, tensor in contents.tensors.items()}
     weights = {name: each for name, each in found.items() if name.startswith("model/")}
     if not weights:
-        raise CheckpointError(f"{path} holds no weights")
+        raise CheckpointError(f"{path} has no weights")
     if to == "smalti":
         return found
-    if averaged:
-        averages = {f"model/{name.removeprefix('ema/')}": each for name, each in found.items() if name.startswith("ema/")}
-        if not averages:
-            raise UserError(f"{path} holds no averaged weights", fix="leave out --ema")
-        weights |= averages
+    if use_ema:
+        ema_weights = {f"model/{name.removeprefix('ema/')}": each for name, each in found.items() if name.startswith("ema/")}
+        if not ema_weights:
+            raise UserError(f"{path} has no EMA weights", fix="leave out --ema")
+        weights |= ema_weights
     return {name.removeprefix("model/"): each for name, each in weights.items()}
 
 
-def _counted(source: Source, tensors: Mapping[str, _Choice], progress: Progress) -> Callable[[str], Iterator[Block]]:
-    """Read by the target's names, and tell how far it has come."""
+def _with_progress(source: Source, tensors: Mapping[str, _Selected], progress: Progress) -> Callable[[str], Iterator[Block]]:
+    """Returns a function that reads tensors by their names in the target, and reports progress."""
     total, done = sum(each.tensor.size for each in tensors.values()), 0
 
     def read(name: str) -> Iterator[Block]:
@@ -135,7 +137,7 @@ def _counted(source: Source, tensors: Mapping[str, _Choice], progress: Progress)
 
 
 def make_folder(target: Path, write: Callable[[Path], dict[str, FileRecord]]) -> dict[str, FileRecord]:
-    """Let `write` fill a hidden folder and give it the name of the target; nothing is left of it when that fails."""
+    """Let `write` fill a hidden folder, and rename it to the target; removes it if that fails."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.parent / f".partial-{target.name}-{secrets.token_hex(4)}"
     files.make_directory(partial)
@@ -152,10 +154,10 @@ def make_folder(target: Path, write: Callable[[Path], dict[str, FileRecord]]) ->
     return records
 
 
-def _written(
-    folder: Path, contents: Contents, tensors: Mapping[str, _Choice], read: Callable[[str], Iterable[Block]], to: Target
+def _write_target(
+    folder: Path, contents: Contents, tensors: Mapping[str, _Selected], read: Callable[[str], Iterable[Block]], to: Target
 ) -> dict[str, FileRecord]:
-    """The files of the target, written and read back."""
+    """Write and verify the files of the target."""
     stored = {name: each.tensor for name, each in tensors.items()}
     check_free_space(folder, stored.values())
     if to == "safetensors":
@@ -165,21 +167,21 @@ def _written(
         records = _write_checkpoint(folder, contents, stored, read)
         problems = list(verify(folder).problems)
     if problems:
-        raise ConversionError(f"what was written is damaged: {'; '.join(problems[:3])}", fix="look after the disk")
+        raise ConversionError(f"what was written is damaged: {'; '.join(problems[:3])}", fix="check the disk")
     return records
 
 
 def check_free_space(folder: Path, tensors: Iterable[StoredTensor]) -> None:
-    """Raises ConversionError before anything is written when the file system says that it cannot hold these tensors."""
-    room, needed = files.free_bytes(folder), sum(tensor.size for tensor in tensors)
-    if room is not None and needed > room:
-        raise ConversionError(f"{needed / 2**30:.2f} GiB are needed, {room / 2**30:.2f} GiB are free", fix="make room there")
+    """Raises ConversionError, before anything is written, if there is not enough free space for these tensors."""
+    free, needed = files.free_bytes(folder), sum(tensor.size for tensor in tensors)
+    if free is not None and needed > free:
+        raise ConversionError(f"{needed / 2**30:.2f} GiB needed, but only {free / 2**30:.2f} GiB free", fix="free space there")
 
 
 def _write_checkpoint(
     folder: Path, contents: Contents, tensors: Mapping[str, StoredTensor], read: Callable[[str], Iterable[Block]]
 ) -> dict[str, FileRecord]:
-    """A checkpoint as one rank would have saved it, manifest and all."""
+    """Write a checkpoint as one rank would save it, with its manifest."""
     records: dict[str, FileRecord] = {}
     for group in GROUPS:
         chunks = {

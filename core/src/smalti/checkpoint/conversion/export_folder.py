@@ -1,6 +1,6 @@
-"""What a family writes an export with: the trained tensors of one checkpoint, one at a time, and the files around them.
+"""The folder that a family writes an export to, and the trained tensors that it reads, one at a time.
 
-Every file is synced, and recorded with its digest so that it can be read back.
+Every file is synced, and its digest is recorded to verify it.
 """
 
 from __future__ import annotations
@@ -27,66 +27,68 @@ from smalti.system import Block, files
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Progress = Callable[[int, int], None]
-"""Told of bytes of trained tensors that are done, and of how many there are."""
+"""Called with the bytes of trained tensors done and the total."""
 
 _BLOCK = 4 * 2**20
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Trained:
-    """The tensors that a run has trained, out of a checkpoint of any backend. Only headers are read at first.
+class TrainedWeights:
+    """The tensors that a run has trained, from a checkpoint of any backend. Only headers are read at first.
 
-    With `averaged`, the averaged ones (EMA) where there is an average. Floating-point tensors become `precision`; None leaves
-    them as they are. Raises UserError when there is no average.
+    With `use_ema`, the EMA weights where there are any. Floating-point tensors are converted to `precision`; None keeps their
+    types. Raises UserError if the checkpoint has no EMA weights.
     """
 
-    def __init__(self, checkpoint: OwnCheckpoint, *, averaged: bool, precision: Precision | None) -> None:
+    def __init__(self, checkpoint: OwnCheckpoint, *, use_ema: bool, precision: Precision | None) -> None:
         self._checkpoint = checkpoint
         self._dtype = _PRECISIONS[precision] if precision else None
         found = checkpoint.contents.tensors
         self._places = {name.removeprefix("model/"): name for name in found if name.startswith("model/")}
-        if averaged:
-            averages = {name.removeprefix("ema/"): name for name in found if name.startswith("ema/")}
-            if not averages:
-                raise UserError("the checkpoint holds no averaged weights (EMA)", fix="leave out --ema")
-            self._places |= averages
+        if use_ema:
+            ema_weights = {name.removeprefix("ema/"): name for name in found if name.startswith("ema/")}
+            if not ema_weights:
+                raise UserError("the checkpoint has no EMA weights", fix="leave out --ema")
+            self._places |= ema_weights
         self.tensors: Mapping[str, StoredTensor] = {
-            name: replace(found[place], dtype=NAMES[self._becomes(DTYPES[found[place].dtype])])
+            name: replace(found[place], dtype=NAMES[self._target_dtype(DTYPES[found[place].dtype])])
             for name, place in self._places.items()
         }
 
     @property
     def size(self) -> int:
-        """Bytes of all tensors, in the types that they become."""
+        """Bytes of all tensors, in their target types."""
         return sum(tensor.size for tensor in self.tensors.values())
 
     def read(self, name: str) -> memoryview:
-        """The bytes of one tensor, row by row. Raises UserError for a value that its new type cannot hold."""
+        """The bytes of one tensor, row by row. Raises UserError for a value that the target type cannot represent."""
         place = self._places[name]
         stored = self._checkpoint.contents.tensors[place]
         dtype = DTYPES[stored.dtype]
         (data,) = self._checkpoint.read(place)
-        if self._becomes(dtype) == dtype or not stored.elements:
+        if self._target_dtype(dtype) == dtype or not stored.elements:
             return memoryview(data)
         tensor = torch.frombuffer(data, dtype=dtype)
-        return memory(_converted(name, tensor, self._becomes(dtype)))
+        return memory(_converted(name, tensor, self._target_dtype(dtype)))
 
-    def _becomes(self, dtype: torch.dtype) -> torch.dtype:
+    def _target_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
 
 
 def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     converted = tensor.to(dtype)
     if not torch.equal(converted.isfinite(), tensor.isfinite()):
-        told = str(dtype).removeprefix("torch.")
-        raise UserError(f"{name} has values that are too large for {told}", fix="--dtype=bf16, which has the range of fp32")
+        name_of_dtype = str(dtype).removeprefix("torch.")
+        raise UserError(
+            f"{name} has values that are too large for {name_of_dtype}", fix="--dtype=bf16, which has the range of fp32"
+        )
     return converted
 
 
 class ExportFolder:
-    """An empty folder that becomes an export. `adapter` is what the run said of its adapter; None when it had none."""
+    """An empty folder that becomes an export. `adapter` describes the adapter of the run; None without one."""
 
-    def __init__(self, path: Path, trained: Trained, adapter: Mapping[str, object] | None, progress: Progress) -> None:
+    def __init__(self, path: Path, trained: TrainedWeights, adapter: Mapping[str, object] | None, progress: Progress) -> None:
         self.adapter = adapter
         self.records: dict[str, FileRecord] = {}
         self._path = path
@@ -96,17 +98,17 @@ class ExportFolder:
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Types and shapes of the trained tensors by their names in the model."""
+        """Types and shapes of the trained tensors, by their names in the model."""
         return self._trained.tensors
 
     def write_model(self, part: str, config: Mapping[str, object], *, largest_file: int = LARGEST_FILE) -> None:
-        """All trained tensors and the model's configuration, in diffusers' layout, in the sub-folder `part` ("": in none)."""
+        """Write all trained tensors and the model's config, in diffusers' layout, to the sub-folder `part` ("": none)."""
         folder = self._folder(part)
         written = write_weights(folder, self.tensors, self._read, config, largest_file=largest_file)
         self.records |= {f"{part}/{name}" if part else name: record for name, record in written.items()}
 
     def write_tensors(self, name: str, renamed: Mapping[str, str], notes: Mapping[str, str]) -> None:
-        """A safetensors file of trained tensors: their new names, and those that they have. `notes` become its metadata."""
+        """Write a safetensors file of trained tensors; `renamed` maps new names to present ones, `notes` are its metadata."""
         chunks = {
             new: Chunk(
                 dtype=self.tensors[old].dtype, shape=self.tensors[old].shape, offsets=(0,) * len(self.tensors[old].shape)
@@ -122,11 +124,11 @@ class ExportFolder:
         self.records[name] = write_with_digest(self._place(name), [data])
 
     def copy(self, source: Path, name: str) -> None:
-        """A file as it is."""
+        """Copy a file unchanged."""
         self.records[name] = write_with_digest(self._place(name), _blocks(source))
 
     def finish(self) -> dict[str, FileRecord]:
-        """Sync the folders and read every file back. What was written, by name; raises OSError for what is damaged."""
+        """Sync the folders and verify every file; returns the files by name. Raises OSError if one is damaged."""
         for folder in sorted({(self._path / name).parent for name in self.records}):
             files.fsync_directory(folder)
         damaged = [name for name, record in self.records.items() if not matches(self._path / name, record)]

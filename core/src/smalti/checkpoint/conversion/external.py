@@ -1,7 +1,7 @@
-"""Reads a checkpoint of another maker in a process of its own.
+"""Reads a checkpoint of another trainer in a separate process.
 
-Such files may hold pickles. Whatever reads them admits tensors and plain values only, and what goes wrong in it, a crash
-included, stays there: this process gets names, JSON and bytes. Run as `python -m smalti.checkpoint.conversion.external`, this
+Such files may contain pickles. Their readers load only tensors and plain values, and errors, including crashes, stay in that
+process: this one receives names, JSON and bytes. Run as `python -m smalti.checkpoint.conversion.external`, this
 module is the other process.
 
 Importing this module imports no torch.
@@ -28,45 +28,45 @@ from smalti.types import CheckpointFormat
 
 _BLOCK = 4 * 2**20
 _CONTENTS, _DATA, _END, _ERROR = b"contents", b"data", b"end", b"error"
-"""What the next message of the other process is. From here there are names of tensors only; an empty one says good-bye."""
+"""Kinds of messages from the other process. It receives names of tensors only; an empty one ends it."""
 
 
-# --- on this side ---------------------------------------------------------------------------------------------------
+# --- this process ---------------------------------------------------------------------------------------------------
 
 
 class ExternalSource:
     """A `Source` in another process."""
 
-    def __init__(self, path: Path, process: subprocess.Popen[bytes], line: Connection, output: IO[bytes]) -> None:
+    def __init__(self, path: Path, process: subprocess.Popen[bytes], connection: Connection, output: IO[bytes]) -> None:
         self._path = path
         self._process = process
-        self._line = line
+        self._line = connection
         self._output = output
         self.contents = Contents.decode(self._receive(_CONTENTS)[1])
 
     def read(self, name: str) -> Iterator[Block]:
-        with suppress(OSError):  # if it has ended, there is no answer either
+        with suppress(OSError):  # if it has ended, receiving reports it
             self._line.send_bytes(name.encode())
-        left = self.contents.tensors[name].size
+        remaining = self.contents.tensors[name].size
         while (message := self._receive(_DATA, _END))[0] == _DATA:
-            left -= len(message[1])
+            remaining -= len(message[1])
             yield message[1]
-        if left:
-            raise CheckpointError(f"{self._path}: {name} does not have the bytes that its shape asks for")
+        if remaining:
+            raise CheckpointError(f"{self._path}: {name} does not have the size of its shape")
 
     def _receive(self, *expected: bytes) -> tuple[bytes, bytes]:
         try:
             kind, data = self._line.recv_bytes(), self._line.recv_bytes()
         except (EOFError, OSError):
             self._process.wait()
-            raise CheckpointError(f"{self._path} cannot be read: {self._last_words()}") from None
+            raise CheckpointError(f"{self._path} cannot be read: {self._last_output_line()}") from None
         if kind == _ERROR:
-            told = json.loads(data)
-            raise CheckpointError(told["message"], fix=told["fix"])
-        assert kind in expected, f"{kind!r} came out of turn"
+            error_message = json.loads(data)
+            raise CheckpointError(error_message["message"], fix=error_message["fix"])
+        assert kind in expected, f"{kind!r} is unexpected"
         return kind, data
 
-    def _last_words(self) -> str:
+    def _last_output_line(self) -> str:
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").splitlines()
         return lines[-1] if lines else f"the process that reads it ended with status {self._process.returncode}"
@@ -74,52 +74,60 @@ class ExternalSource:
 
 @contextmanager
 def opened(path: Path, kind: CheckpointFormat) -> Iterator[Source]:
-    """The checkpoint at `path`, read by the factory of its format in another process; that ends with the block."""
-    ours, theirs = Pipe()
-    words = [sys.executable, "-P", "-m", "smalti.checkpoint.conversion.external", str(theirs.fileno()), kind.factory, str(path)]
-    with ours, tempfile.TemporaryFile() as output:
-        with theirs:
+    """Open the checkpoint at `path` with the factory of its format, in another process, which ends with the block."""
+    local, remote = Pipe()
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "smalti.checkpoint.conversion.external",
+        str(remote.fileno()),
+        kind.factory,
+        str(path),
+    ]
+    with local, tempfile.TemporaryFile() as output:
+        with remote:
             process = subprocess.Popen(
-                words, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                command, pass_fds=(remote.fileno(),), stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
         try:
-            yield ExternalSource(path, process, ours, output)
+            yield ExternalSource(path, process, local, output)
         finally:
-            with suppress(OSError):  # it has ended by itself
-                ours.send_bytes(b"")
-            ours.close()
+            with suppress(OSError):  # it has ended already
+                local.send_bytes(b"")
+            local.close()
             process.terminate()
             process.wait()
 
 
-# --- on the other side ----------------------------------------------------------------------------------------------
+# --- the other process ----------------------------------------------------------------------------------------------
 
 
 def main(descriptor: int, factory: str, path: Path) -> None:
-    """Read tensors as they are asked for, until there is nobody to ask."""
-    line = Connection(descriptor)
+    """Send tensors on request, until the connection ends."""
+    connection = Connection(descriptor)
     try:
         source = cast(Callable[[Path], Source], resolve_name(factory))(path)
-        _send(line, _CONTENTS, source.contents.encode())
-        while name := _asked_for(line):
+        _send(connection, _CONTENTS, source.contents.encode())
+        while name := _requested_name(connection):
             for data in source.read(name):
                 for start in range(0, len(data), _BLOCK):
-                    _send(line, _DATA, data[start : start + _BLOCK])
-            _send(line, _END, b"")
+                    _send(connection, _DATA, data[start : start + _BLOCK])
+            _send(connection, _END, b"")
     except UserError as error:
-        _send(line, _ERROR, json.dumps({"message": error.message, "fix": error.fix}).encode())
+        _send(connection, _ERROR, json.dumps({"message": error.message, "fix": error.fix}).encode())
 
 
-def _asked_for(line: Connection) -> str:
+def _requested_name(connection: Connection) -> str:
     try:
-        return line.recv_bytes().decode()
+        return connection.recv_bytes().decode()
     except EOFError:
         return ""
 
 
-def _send(line: Connection, kind: bytes, data: Block) -> None:
-    line.send_bytes(kind)
-    line.send_bytes(data)
+def _send(connection: Connection, kind: bytes, data: Block) -> None:
+    connection.send_bytes(kind)
+    connection.send_bytes(data)
 
 
 if __name__ == "__main__":

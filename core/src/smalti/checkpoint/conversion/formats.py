@@ -1,4 +1,4 @@
-"""Checkpoints of any maker: which format a folder is in, and what is in it.
+"""Checkpoints of any trainer: the format of a folder, and its contents.
 
 Importing this module imports no torch.
 """
@@ -24,12 +24,12 @@ from smalti.types import CheckpointFormat
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What is in a checkpoint, but for the values of the tensors.
+    """The contents of a checkpoint, except for the values of the tensors.
 
     `tensors` are named as in smalti's own: "model/PARAMETER", "optimizer/PARAMETER.MOMENT", "ema/PARAMETER". `optimizer` is the
-    class of the optimizer, "" if nothing tells it; `settings` its hyper-parameters by parameter group. `trainer`, `plugins`,
-    `config_digest` and `flags` are what a checkpoint of smalti says of itself. `notices` are sentences for the user: what was
-    left out, what was guessed.
+    class of the optimizer, "" if unknown; `settings` its hyper-parameters by parameter group. `trainer`, `plugins`,
+    `config_digest` and `flags` are those of a checkpoint of smalti. `notices` are messages for the user: what was
+    skipped, what was guessed.
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -44,7 +44,7 @@ class Contents:
     notices: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
-        """For the way to another process."""
+        """Encodes the contents for another process."""
         return json.dumps(asdict(self), allow_nan=False).encode()
 
     @classmethod
@@ -69,7 +69,7 @@ class Source(Protocol):
 
 
 class OwnCheckpoint:
-    """A checkpoint of smalti; all its bytes are checked first, unless the caller has just done so and says `verified`."""
+    """A checkpoint of smalti; all its bytes are verified first, unless the caller has just done so and passes `verified`."""
 
     def __init__(self, path: Path, *, verified: bool = False) -> None:
         manifest = read_manifest(path) if verified else _checked(path)
@@ -95,12 +95,12 @@ class OwnCheckpoint:
 def _checked(path: Path) -> Manifest:
     found = verify(path)
     if found.manifest is None or not found.ok:
-        raise CheckpointError(f"{path} is damaged: {'; '.join(found.problems[:3])}", fix="name another checkpoint")
+        raise CheckpointError(f"{path} is damaged: {'; '.join(found.problems[:3])}", fix="choose another checkpoint")
     return found.manifest
 
 
 def detect_format(folder: Path, formats: Sequence[CheckpointFormat]) -> CheckpointFormat:
-    """The format of a checkpoint, told by the files in its folder. Raises UserError if there is none, or more than one."""
+    """Returns the format of a checkpoint, from the files in its folder. Raises UserError for none, or more than one."""
     found = [each for each in formats if any(path.is_file() for mark in each.marks for path in folder.glob(mark))]
     if len(found) == 1:
         return found[0]
@@ -113,13 +113,13 @@ def detect_format(folder: Path, formats: Sequence[CheckpointFormat]) -> Checkpoi
         raise package.error(f"{package.distribution} reads the checkpoint in {folder}")
     looked_for = [f"    {each.name} ({each.title}): {' or '.join(each.marks)}" for each in formats]
     raise CheckpointError(
-        "\n".join([f"{folder} is no checkpoint of a known format. These files were looked for:", *looked_for]),
-        fix="name the folder that they lie in; smalti-fsdp2 reads what torch and Accelerate save, smalti-deepspeed DeepSpeed",
+        "\n".join([f"{folder} is not a checkpoint of a known format. Expected files:", *looked_for]),
+        fix="use the folder that contains them; smalti-fsdp2 reads what torch and Accelerate save, smalti-deepspeed DeepSpeed",
     )
 
 
-def optimizer_of(moments: Collection[str]) -> str:
-    """The optimizer that keeps these moments, as far as they tell; "" if they do not."""
-    names = set(moments) - {"step"}
+def guess_optimizer(state: Collection[str]) -> str:
+    """Returns the optimizer with this state; "" if that is ambiguous."""
+    names = set(state) - {"step"}
     known = {"AdamW": {"exp_avg", "exp_avg_sq"}, "SGD": {"momentum_buffer"}, "Adagrad": {"sum"}}
     return next((name for name, kept in known.items() if names - {"max_exp_avg_sq"} == kept), "")

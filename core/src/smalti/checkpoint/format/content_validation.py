@@ -1,7 +1,7 @@
-"""Whether what a checkpoint says makes sense, once its bytes are known to be those that were written.
+"""Validates the contents of a checkpoint, after its digests have matched.
 
-Digests tell damage from what was written. They say nothing of a file that was edited and signed anew, or of weights that were
-not finite when they were saved. Importing this module imports no torch.
+Digests detect damage. They do not detect a file that was edited along with its digest, or weights that were not finite when
+they were saved. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from smalti.errors import CheckpointError
 _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 _EXPONENT_OF_BF16 = np.uint16(0x7F80)
 _AT_ONCE = 2**20
-"""Numbers that are looked at together, so that they stay in the processor's cache."""
+"""Numbers that are checked together, so that they stay in the cache of the CPU."""
 STATEFUL_OPTIMIZERS = frozenset(
     ("AdamW", "Adam", "SGD", "Adagrad", "Adafactor", "FixedRateAdafactor", "Joined", "DeepSpeedCPUAdam", "FusedAdam")
 )
-"""Optimizers that keep moments, the same ones for all parameters with as many dimensions. Others keep the same for parameters
-of the same shape."""
+"""Optimizers whose state has the same names for all parameters with as many dimensions. For others only parameters of the same
+shape are compared."""
 
 
 def inconsistencies(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
-    """What in state.json and in the headers of tensors cannot be, by file or folder. Reads no tensors."""
+    """Returns what is inconsistent in state.json and in the headers of tensors, by file or folder. Reads no tensors."""
     try:
         state = read_state(checkpoint / STATE)
     except CheckpointError as error:
         return {STATE: error.message.removeprefix(f"{STATE} ")}
     if state.step != manifest.step:
-        return {STATE: f"is of step {state.step}, the manifest of step {manifest.step}"}
+        return {STATE: f"is of step {state.step}, but the manifest is of step {manifest.step}"}
     found: dict[str, str] = {}
     stored: dict[str, dict[str, StoredTensor]] = {}
     for group in GROUPS:
         try:
             stored[group] = stored_tensors(checkpoint / group)
         except CheckpointError as error:
-            found[group] = f"cannot be put together: {error.message}"
+            found[group] = f"cannot be assembled: {error.message}"
     if found:
         return found
     if problem := next(_inconsistent_optimizer_state(state, stored["model"], stored["optimizer"]), ""):
@@ -54,32 +54,32 @@ def inconsistencies(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
 def _inconsistent_optimizer_state(
     state: State, model: Mapping[str, StoredTensor], optimizer: Mapping[str, StoredTensor]
 ) -> Iterator[str]:
-    """Moments of no parameter, and parameters of which some moments are missing."""
-    moments: dict[str, set[str]] = {}
+    """Yields optimizer state without a parameter, and parameters of which some optimizer state is missing."""
+    optimizer_state: dict[str, set[str]] = {}
     for key in optimizer:
         name, _, moment = key.rpartition(".")
         if name not in model:
-            yield f"has {key}, and the model has no {name or key}"
+            yield f"has {key}, but the model has no {name or key}"
             return
-        moments.setdefault(name, set()).add(moment)
-    alike: dict[object, tuple[str, set[str]]] = {}
-    for name, found in moments.items():
+        optimizer_state.setdefault(name, set()).add(moment)
+    same_kind: dict[object, tuple[str, set[str]]] = {}
+    for name, found in optimizer_state.items():
         shape = model[name].shape
-        other, usual = alike.setdefault(len(shape) if state.optimizer in STATEFUL_OPTIMIZERS else shape, (name, found))
-        if found != usual:
-            different = ", ".join(sorted(found ^ usual))
-            yield f"has {different} for one of {other} and {name} and not for the other"
+        other, expected = same_kind.setdefault(len(shape) if state.optimizer in STATEFUL_OPTIMIZERS else shape, (name, found))
+        if found != expected:
+            different = ", ".join(sorted(found ^ expected))
+            yield f"has {different} for only one of {other} and {name}"
 
 
 def why_not_resumable(checkpoint: Path) -> str:
-    """Why no run can go on from this checkpoint, whatever its options; "" if one can."""
+    """Returns why no run can resume from this checkpoint, with any options; "" if one can."""
     try:
         trainer = read_state(checkpoint / STATE).trainer
     except CheckpointError as error:
         return error.message
     place = ("step", "position", "epoch", "samples") if "position" in trainer else ("step",)
     missing = [f"trainer.{name}" for name in place if name not in trainer]
-    return f"{STATE} does not tell where the run was: {', '.join(missing)} {_are(missing)} missing" if missing else ""
+    return f"{STATE} has no training position: {', '.join(missing)} {_are(missing)} missing" if missing else ""
 
 
 def _are(names: list[str]) -> str:
@@ -87,13 +87,13 @@ def _are(names: list[str]) -> str:
 
 
 def find_non_finite(path: Path) -> str:
-    """The first tensor in a safetensors file that has numbers which are not finite, and how many; "" if none has.
+    """Returns the first tensor in a safetensors file with numbers that are not finite, and how many; "" if there is none.
 
-    -inf is let pass in weights: masks are made of it. Reads the whole file.
+    -inf is accepted in weights, where masks use it. Reads the whole file.
     """
-    moments = path.parent.name == "optimizer"
+    optimizer_state = path.parent.name == "optimizer"
     for name, (chunk, position) in read_layout(path).items():
-        if count := _count(path, chunk, position, lowest=moments):
+        if count := _count(path, chunk, position, lowest=optimizer_state):
             return f"{name} ({count} of {max(1, _size(chunk))} numbers)"
     return ""
 
@@ -103,7 +103,7 @@ def _size(chunk: Chunk) -> int:
 
 
 def _count(path: Path, chunk: Chunk, position: int, *, lowest: bool) -> int:
-    """How many numbers are NaN or infinite, with -inf only if the `lowest` counts too."""
+    """Counts numbers that are NaN or infinite; -inf only with `lowest`."""
     kind = np.uint16 if chunk.dtype == "BF16" else _FLOATS.get(chunk.dtype)
     if kind is None or not _size(chunk):
         return 0
@@ -113,7 +113,7 @@ def _count(path: Path, chunk: Chunk, position: int, *, lowest: bool) -> int:
 
 
 def _count_non_finite_bf16(numbers: NDArray[np.uint16], *, lowest: bool) -> int:
-    """numpy does not know bf16, which is the upper half of fp32; a number is not finite if all bits of its exponent are set."""
+    """numpy has no bf16, which is the upper half of fp32; a number is not finite if all bits of its exponent are set."""
     if (numbers & _EXPONENT_OF_BF16).max() < _EXPONENT_OF_BF16:
         return 0
     return _count_non_finite((numbers.astype(np.uint32) << 16).view(np.float32), lowest=lowest)
@@ -122,6 +122,6 @@ def _count_non_finite_bf16(numbers: NDArray[np.uint16], *, lowest: bool) -> int:
 def _count_non_finite(numbers: NDArray[np.floating[Any]], *, lowest: bool) -> int:
     with np.errstate(all="ignore"):
         if np.isfinite(np.add.reduce(numbers)):
-            return 0  # whatever is not finite spreads to the sum
+            return 0  # a number that is not finite makes the sum so
     non_finite = ~np.isfinite(numbers)
     return int(non_finite.sum()) if lowest else int((non_finite & ~np.isneginf(numbers)).sum())

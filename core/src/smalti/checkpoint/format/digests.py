@@ -1,4 +1,4 @@
-"""Files and their digests: taken as a file is written, so that nothing has to be read again, and compared when it is read.
+"""Digests of files: computed while a file is written, and compared when it is read.
 
 Importing this module imports no torch.
 """
@@ -16,8 +16,8 @@ from smalti.checkpoint.format.manifest import ALGORITHMS, FileRecord
 from smalti.system import files, note_progress
 
 _BLOCK = 4 * 2**20
-_PIECE = 2**18
-"""Small enough to stay in the processor's cache."""
+_BUFFER_SIZE = 2**18
+"""Bytes; small enough to stay in the cache of the CPU."""
 
 
 class _Digest(Protocol):
@@ -27,11 +27,11 @@ class _Digest(Protocol):
 
 
 def write_with_digest(path: Path, contents: Iterable[files.Block]) -> FileRecord:
-    """A new file with these contents, synced; what the manifest says about it. Takes blocks of any size."""
+    """Write a new file with these contents, in blocks of any size, and sync it; returns its record for the manifest."""
     digest = _new_digest(ALGORITHMS[0])
     with files.create(path) as file:
         for data in contents:
-            for start in range(0, len(data), _BLOCK):  # what was hashed is still in the processor's cache when written
+            for start in range(0, len(data), _BLOCK):  # a hashed block is still in the cache of the CPU when it is written
                 block = data[start : start + _BLOCK]
                 digest.update(block)
                 files.write(file, block)
@@ -41,11 +41,11 @@ def write_with_digest(path: Path, contents: Iterable[files.Block]) -> FileRecord
 
 
 def matches(path: Path, record: FileRecord) -> bool:
-    """Whether a file has the contents that were recorded. Reads it without the interpreter lock, so threads help."""
-    digest, room = _new_digest(record.algorithm), memoryview(bytearray(_PIECE))
+    """Whether a file has the recorded digest. Reads and hashes without the interpreter lock, so threads run in parallel."""
+    digest, buffer = _new_digest(record.algorithm), memoryview(bytearray(_BUFFER_SIZE))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(room):
-            digest.update(room[:count])
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
             note_progress()
     return digest.hexdigest() == record.digest
 

@@ -1,4 +1,4 @@
-"""A model's tensors, whole, in the files that diffusers and transformers load: the copy for other tools.
+"""A copy of the complete weights, in the files that diffusers and transformers load, for other tools.
 
     diffusion_pytorch_model.safetensors     or model.safetensors, for a model of transformers
     config.json                             if the model has one: then `from_pretrained` reads the folder
@@ -25,15 +25,15 @@ LARGEST_FILE = 10 * 10**9
 """Bytes of tensors in one file, as diffusers splits them."""
 
 Read = Callable[[str], Iterable[Block]]
-"""The bytes of the tensor of a name, row by row, in blocks of any size."""
+"""Returns the bytes of the tensor with this name, row by row, in blocks of any size."""
 Config = Mapping[str, object]
 
 
 def write_copy(checkpoint: Path, model_files: Sequence[str], config: Config | None) -> dict[str, FileRecord]:
-    """Put the copy into a checkpoint that is being made; its files by relative name.
+    """Write the copy into an unfinished checkpoint; returns its files by relative name.
 
-    Reads what all ranks have just written, `model_files` relative to `checkpoint`, tensor by tensor: it takes the memory of one
-    tensor, and none goes between ranks. Everything is synced but the directory of the checkpoint itself.
+    Reads what all ranks have written, `model_files` relative to `checkpoint`, tensor by tensor: it needs the memory of one
+    tensor, and no communication. Everything is synced except the directory of the checkpoint itself.
     """
     stored = TensorFiles(checkpoint / name for name in model_files)
     folder = checkpoint / WEIGHTS
@@ -50,9 +50,9 @@ def write_weights(
     *,
     largest_file: int = LARGEST_FILE,
 ) -> dict[str, FileRecord]:
-    """Write whole tensors into an empty folder; what was written, by name. Everything is synced.
+    """Write complete tensors into an empty folder; returns the files by name. Everything is synced.
 
-    `config` is what the model's config.json holds; None if it has none.
+    `config` becomes config.json; None if the model has none.
     """
     stem = _stem(config)
     chunks = {name: Chunk(dtype=t.dtype, shape=t.shape, offsets=(0,) * len(t.shape)) for name, t in tensors.items()}
@@ -76,7 +76,7 @@ def write_weights(
 
 
 def _stem(config: Config | None) -> str:
-    """What tools look for: models of transformers say their `model_type`, those of diffusers do not."""
+    """The file name that tools expect. Configs of transformers have a `model_type`, those of diffusers do not."""
     is_transformers = config is not None and "model_type" in config and "_class_name" not in config
     return "model" if is_transformers else "diffusion_pytorch_model"
 

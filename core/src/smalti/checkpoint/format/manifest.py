@@ -1,4 +1,4 @@
-"""The commit record of a checkpoint. It is written last: without it, or when it is wrong, there is no checkpoint.
+"""The manifest: the commit record of a checkpoint. It is written last; without a valid one there is no checkpoint.
 
 Importing this module imports no torch.
 """
@@ -21,13 +21,13 @@ STATE = "state.json"
 GROUPS = ("model", "optimizer", "ema")
 """The directories of a checkpoint that hold tensors."""
 WEIGHTS = "weights"
-"""The directory of a checkpoint that holds a copy of the model's tensors for other tools, if it was asked for."""
+"""The directory of a checkpoint that holds a copy of the model's tensors for other tools, if that was requested."""
 SUSPECT = "suspect"
-"""Flag of a checkpoint made after a fault of the machine: it never displaces one without it."""
+"""Flag of a checkpoint that was saved after a hardware fault: it does not count for the limit on checkpoints."""
 
 _FORMAT = "smalti-checkpoint"
 _VERSION = 2
-_READABLE = (1, 2)
+_READABLE_VERSIONS = (1, 2)
 """Version 1 had SHA-256 of files only."""
 _NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
 _FILE = re.compile(rf"{re.escape(STATE)}|(?:{'|'.join(GROUPS)})/{_NAME}\.safetensors|{WEIGHTS}/{_NAME}\.(?:safetensors|json)")
@@ -36,8 +36,8 @@ _KEYS = frozenset(
     ("format", "version", "step", "world_size", "created", "plugins", "config_digest", "flags", "files", "sha256")
 )
 ALGORITHMS = ("blake3", "sha256")
-"""Of the digests of files; new ones are made by the first."""
-_LARGEST = 16 * 2**20
+"""Digest algorithms; new files use the first."""
+_MAX_SIZE = 16 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,10 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint consists of and where it came from.
+    """The files of a checkpoint, and where it came from.
 
-    `files` maps names relative to the checkpoint ("model/rank-00000-part-00000.safetensors") to their records; what is not
-    in it is no part of the checkpoint. `created` is UTC in ISO 8601 and only for people: steps give the order, never clocks.
+    `files` maps names relative to the checkpoint ("model/rank-00000-part-00000.safetensors") to their records; other files
+    are not part of the checkpoint. `created` is UTC in ISO 8601, for information only: the order is that of the steps.
     """
 
     step: int
@@ -67,15 +67,15 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files together."""
+        """Bytes of all files."""
         return sum(record.size for record in self.files.values())
 
     def holds_the_same_as(self, other: Manifest) -> bool:
-        """Whether the two differ in nothing but the time they were made."""
+        """Whether the two are equal except for `created`."""
         return replace(self, created="") == replace(other, created="")
 
     def encode(self) -> bytes:
-        """The contents of manifest.json. The last key is the digest of all the others."""
+        """Returns the contents of manifest.json. The last key is the digest of all others."""
         body: dict[str, object] = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -93,27 +93,27 @@ class Manifest:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint directory, itself checked by digest. Raises CheckpointError with the reason.
+    """Returns the manifest of a checkpoint directory, verified by its own digest. Raises CheckpointError with the reason.
 
-    Says nothing about the files that it lists: see `smalti.checkpoint.format.verification`.
+    Does not check the files that it lists: see `smalti.checkpoint.format.verification`.
     """
     path = checkpoint / MANIFEST
     try:
         status = path.lstat()
-        if not stat.S_ISREG(status.st_mode):  # reading a pipe would never end
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe would block
             kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
             raise CheckpointError(f"{MANIFEST} is {kind}")
-        if status.st_size > _LARGEST:
-            raise CheckpointError(f"{MANIFEST} is larger than any manifest")
+        if status.st_size > _MAX_SIZE:
+            raise CheckpointError(f"{MANIFEST} is too large for a manifest")
         return decode_manifest(path.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"there is no {MANIFEST}: the save was not finished, or the file is lost") from None
+        raise CheckpointError(f"{MANIFEST} is missing: the save was not finished, or the file was removed") from None
     except OSError as error:
         raise CheckpointError(f"{MANIFEST} cannot be read: {error.strerror}") from error
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """The manifest in the contents of a manifest.json. Raises CheckpointError for anything that `encode` does not write."""
+    """Parses the contents of a manifest.json. Raises CheckpointError for anything that `encode` does not write."""
     try:
         body = parse_json(data)
     except ValueError as error:
@@ -121,9 +121,9 @@ def decode_manifest(data: bytes) -> Manifest:
     if not isinstance(body, dict) or body.get("format") != _FORMAT:
         raise CheckpointError(f"{MANIFEST} is not the manifest of a smalti checkpoint")
     version = body.get("version")
-    if type(version) is not int or version not in _READABLE:
-        told = " and ".join(map(str, _READABLE))
-        raise CheckpointError(f"{MANIFEST} has format version {version!r}; this smalti reads versions {told}")
+    if type(version) is not int or version not in _READABLE_VERSIONS:
+        versions = " and ".join(map(str, _READABLE_VERSIONS))
+        raise CheckpointError(f"{MANIFEST} has format version {version!r}; this smalti reads versions {versions}")
     if body.keys() != _KEYS:
         names = ", ".join(sorted(body.keys() ^ _KEYS))
         raise CheckpointError(f"{MANIFEST} is damaged: missing or unknown keys: {names}")
@@ -146,19 +146,19 @@ def _digest(body: Mapping[str, object]) -> str:
 
 def _files(value: object) -> dict[str, FileRecord]:
     if not isinstance(value, dict):
-        raise _wrong("files")
+        raise _invalid("files")
     if STATE not in value:
         raise CheckpointError(f"{MANIFEST} does not list {STATE}")
     records = {}
     for name, record in value.items():
         if not _FILE.fullmatch(name):
-            raise CheckpointError(f"{MANIFEST} lists {name!r}, which cannot be a file of a checkpoint")
+            raise CheckpointError(f"{MANIFEST} lists {name!r}, which is not a file of a checkpoint")
         algorithm = next((key for key in ALGORITHMS if isinstance(record, dict) and record.keys() == {"size", key}), None)
         if algorithm is None:
-            raise _wrong(f"files.{name}")
+            raise _invalid(f"files.{name}")
         digest = _text(record[algorithm], f"files.{name}.{algorithm}")
         if not _DIGEST.fullmatch(digest):
-            raise _wrong(f"files.{name}.{algorithm}")
+            raise _invalid(f"files.{name}.{algorithm}")
         records[name] = FileRecord(size=_count(record, "size"), digest=digest, algorithm=algorithm)
     return records
 
@@ -166,22 +166,22 @@ def _files(value: object) -> dict[str, FileRecord]:
 def _count(body: Mapping[str, object], key: str) -> int:
     value = body[key]
     if type(value) is not int or value < 0:
-        raise _wrong(key)
+        raise _invalid(key)
     return value
 
 
 def _text(value: object, key: str) -> str:
     if not isinstance(value, str):
-        raise _wrong(key)
+        raise _invalid(key)
     return value
 
 
 def _texts(body: Mapping[str, object], key: str) -> tuple[str, ...]:
     value = body[key]
     if not isinstance(value, list):
-        raise _wrong(key)
+        raise _invalid(key)
     return tuple(_text(item, key) for item in value)
 
 
-def _wrong(key: str) -> CheckpointError:
-    return CheckpointError(f"{MANIFEST} is damaged: {key} has a value that cannot be")
+def _invalid(key: str) -> CheckpointError:
+    return CheckpointError(f"{MANIFEST} is damaged: {key} has an invalid value")

@@ -1,7 +1,7 @@
-"""The header of a safetensors file: which chunks of which tensors lie where.
+"""The header of a safetensors file: which chunks of which tensors it has, and where.
 
 The layout is that of torch's sharded safetensors checkpoints: a chunk is stored under the name of its tensor, and the file's
-metadata tell at which offsets in the whole tensor it starts. A file without such metadata holds whole tensors.
+metadata have its offsets in the complete tensor. A file without such metadata has complete tensors.
 
 Importing this module imports no torch. Format: https://github.com/huggingface/safetensors
 """
@@ -34,7 +34,7 @@ _LARGEST_HEADER = 32 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A box cut out of a tensor, or the whole of it. `offsets` is where the box starts, `shape` how far it reaches."""
+    """A block of a tensor, or all of it: it starts at `offsets` and has this `shape`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """A whole tensor as the files of a directory hold it: in `chunks` boxes that fill it."""
+    """A complete tensor in the files of a directory. `chunks` is the number of chunks that it is stored in."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -65,10 +65,9 @@ class StoredTensor:
 
 
 def encode_header(chunks: Sequence[tuple[str, Chunk]], *, plain: bool = False, notes: Mapping[str, str] | None = None) -> bytes:
-    """What a file that holds these named chunks, one after the other in this order, starts with.
+    """Returns the header of a file with these named chunks, in this order.
 
-    A `plain` one says nothing of where chunks lie in their tensors: it is for whole tensors only. `notes` are further entries
-    of the file's metadata.
+    A `plain` header has no offsets of chunks, so it is for complete tensors only. `notes` are additional metadata of the file.
     """
     metadata = {"format": "pt", **(notes or {})}
     if not plain:
@@ -82,34 +81,34 @@ def encode_header(chunks: Sequence[tuple[str, Chunk]], *, plain: bool = False, n
     text = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
     if len(text) > _LARGEST_HEADER:
         raise CheckpointError(f"{len(chunks)} tensors are too many for one file")
-    text += b" " * (-len(text) % 8)  # data begin at a multiple of 8, so that they can be mapped into memory
+    text += b" " * (-len(text) % 8)  # data start at a multiple of 8, so that they can be mapped into memory
     return struct.pack("<Q", len(text)) + text
 
 
 def split(chunks: Mapping[str, Chunk], limit: int) -> list[list[str]]:
-    """The names of these chunks, shared out to files of at most `limit` bytes; a larger chunk has a file of its own."""
+    """Returns the names of these chunks, split into files of at most `limit` bytes; a larger chunk has its own file."""
     parts: list[list[str]] = []
-    room = 0
-    # Wide elements first: then every tensor starts at a multiple of its element size.
+    available = 0
+    # Wide elements first, so that every tensor starts at a multiple of its element size.
     for name in sorted(chunks, key=lambda name: (-ITEM_SIZES[chunks[name].dtype], name)):
-        if not parts or room < chunks[name].size:
+        if not parts or available < chunks[name].size:
             parts.append([])
-            room = limit
+            available = limit
         parts[-1].append(name)
-        room -= chunks[name].size
+        available -= chunks[name].size
     return parts
 
 
 def read_header(path: Path) -> dict[str, Chunk]:
-    """The chunks in a file, by tensor name: `read_layout` without the places."""
+    """Returns the chunks in a file by tensor name: `read_layout` without the positions."""
     return {name: chunk for name, (chunk, _) in read_layout(path).items()}
 
 
 def read_layout(path: Path) -> dict[str, tuple[Chunk, int]]:
-    """The chunks in a file and the bytes at which they start, by tensor name.
+    """Returns the chunks in a file and the bytes at which they start, by tensor name.
 
-    Checks that they fill the file exactly; reads no tensor data. Raises CheckpointError, which leaves naming the file to the
-    caller, for anything but a sound safetensors file: a pickle, a truncated file, a header that lies.
+    Checks that they fill the file exactly; reads no tensor data. Raises CheckpointError, to which the caller adds the name of
+    the file, for anything but a valid safetensors file: a pickle, a truncated file, a wrong header.
     """
     try:
         status = path.stat()
@@ -120,19 +119,19 @@ def read_layout(path: Path) -> dict[str, tuple[Chunk, int]]:
                 raise ValueError("too short")
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(_LARGEST_HEADER, status.st_size - 8):
-                raise ValueError("the header is longer than it can be")
+                raise ValueError("the header is longer than the file")
             chunks = _chunks(parse_json(file.read(length)), data=status.st_size - 8 - length)
             return {name: (chunk, 8 + length + begin) for name, (chunk, begin) in chunks.items()}
     except ValueError as error:
-        raise CheckpointError(f"is not a sound safetensors file: {error}") from None
+        raise CheckpointError(f"is not a valid safetensors file: {error}") from None
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}") from error
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """All tensors in the safetensors files of a directory; none when there is no such directory.
+    """Returns all tensors in the safetensors files of a directory; none if there is no such directory.
 
-    Raises CheckpointError when chunks of one tensor disagree or leave a gap.
+    Raises CheckpointError if chunks of one tensor disagree or leave a gap.
     """
     chunks: dict[str, list[Chunk]] = {}
     for path in sorted(directory.glob("*.safetensors")):
@@ -146,21 +145,21 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def join(name: str, chunks: Sequence[Chunk]) -> StoredTensor:
-    """The tensor that these chunks make up. Raises CheckpointError when they disagree or leave a gap."""
+    """Returns the tensor that these chunks make up. Raises CheckpointError if they disagree or leave a gap."""
     first = chunks[0]
     if any(chunk.dtype != first.dtype or len(chunk.shape) != len(first.shape) for chunk in chunks):
-        raise CheckpointError(f"the chunks of {name} are of different kinds")
+        raise CheckpointError(f"the chunks of {name} differ in type or number of dimensions")
     ends = [[start + length for start, length in zip(p.offsets, p.shape, strict=True)] for p in chunks]
-    whole = StoredTensor(dtype=first.dtype, shape=tuple(max(column) for column in zip(*ends, strict=True)), chunks=len(chunks))
-    if sum(math.prod(chunk.shape) for chunk in chunks) != whole.elements:
+    tensor = StoredTensor(dtype=first.dtype, shape=tuple(max(column) for column in zip(*ends, strict=True)), chunks=len(chunks))
+    if sum(math.prod(chunk.shape) for chunk in chunks) != tensor.elements:
         raise CheckpointError(f"the chunks of {name} do not fill it")
     if _overlap(chunks):
         raise CheckpointError(f"chunks of {name} overlap")
-    return whole
+    return tensor
 
 
 def _overlap(chunks: Sequence[Chunk]) -> bool:
-    """Whether two chunks hold the same element. They are looked at in the order of their first rows."""
+    """Whether two chunks have an element in common. They are compared in the order of their first rows."""
     boxes = sorted(tuple(zip(chunk.offsets, chunk.shape, strict=True)) for chunk in chunks)
     for number, box in enumerate(boxes):
         for other in boxes[number + 1 :]:
@@ -172,7 +171,7 @@ def _overlap(chunks: Sequence[Chunk]) -> bool:
 
 
 def _chunks(header: object, data: int) -> dict[str, tuple[Chunk, int]]:
-    """The chunks and where in the data they start; `data` bytes follow the header, all of which must belong to a chunk."""
+    """Returns the chunks and where in the data they start; each of the `data` bytes after the header must belong to one."""
     if not isinstance(header, dict):
         raise ValueError("the header is not an object")
     offsets = _saved_offsets(header.pop(_METADATA, {}))
@@ -189,7 +188,7 @@ def _chunks(header: object, data: int) -> dict[str, tuple[Chunk, int]]:
         chunk = Chunk(dtype=dtype, shape=shape, offsets=start)
         span = _counts(entry["data_offsets"], name)
         if len(span) != 2 or span[1] - span[0] != chunk.size:
-            raise ValueError(f"{name} does not have the bytes that its shape asks for")
+            raise ValueError(f"{name} does not have the size of its shape")
         chunks[name] = chunk, span[0]
         spans.append((span[0], span[1]))
     position = 0

@@ -1,4 +1,4 @@
-"""Whole tensors out of the chunks in which safetensors files hold them, one at a time.
+"""Reads complete tensors from the chunks in safetensors files, one at a time.
 
 Importing this module imports no torch. Tensors are bytes here, whatever their type: (*shape, bytes of an element).
 """
@@ -18,9 +18,9 @@ from smalti.errors import CheckpointError
 
 
 class TensorFiles:
-    """The tensors in some safetensors files, of which each may hold any chunks. Only headers are read at first.
+    """The tensors in some safetensors files, each with any chunks. Only headers are read at first.
 
-    Raises CheckpointError for a file that is not sound, and when chunks of one tensor disagree or leave a gap.
+    Raises CheckpointError for an invalid file, and if chunks of one tensor disagree or leave a gap.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -37,27 +37,27 @@ class TensorFiles:
         }
 
     def read(self, name: str) -> memoryview:
-        """The bytes of a whole tensor, row by row. Holds this one tensor in memory and no other."""
+        """Returns the bytes of a complete tensor, row by row. Only this tensor is in memory."""
         tensor = self.tensors[name]
-        whole = np.zeros((*tensor.shape, ITEM_SIZES[tensor.dtype]), dtype=np.uint8)
+        data = np.zeros((*tensor.shape, ITEM_SIZES[tensor.dtype]), dtype=np.uint8)
         for path, chunk, position in self._places[name]:
             box = tuple(slice(start, start + length) for start, length in zip(chunk.offsets, chunk.shape, strict=True))
             with path.open("rb") as file:
                 file.seek(position)
-                if not _fill(whole[box], file):
+                if not _fill(data[box], file):
                     raise CheckpointError(f"{path} ends within {name}")
-        return whole.reshape(-1).data
+        return data.reshape(-1).data
 
-    def read_into(self, room: memoryview, name: str, begin: int) -> None:
-        """The bytes of as many elements as there is room for, counted row by row, from element `begin` on.
+    def read_into(self, target: memoryview, name: str, begin: int) -> None:
+        """Fill `target` with the elements of a tensor from element `begin` on, counted row by row.
 
-        Straight from the files where chunks are whole rows. Where they are cut otherwise, by way of the whole tensor.
+        Reads directly from the files if chunks are complete rows, and else the complete tensor first.
         """
         tensor = self.tensors[name]
         item = ITEM_SIZES[tensor.dtype]
-        end = begin + len(room) // item
+        end = begin + len(target) // item
         if any(not _of_whole_rows(chunk, tensor) for _, chunk, _ in self._places[name]):
-            room[:] = self.read(name)[begin * item : end * item]
+            target[:] = self.read(name)[begin * item : end * item]
             return
         row = math.prod(tensor.shape[1:])
         for path, chunk, position in self._places[name]:
@@ -66,7 +66,7 @@ class TensorFiles:
             if start < stop:
                 with path.open("rb") as file:
                     file.seek(position + (start - first) * item)
-                    part = room[(start - begin) * item : (stop - begin) * item]
+                    part = target[(start - begin) * item : (stop - begin) * item]
                     if file.readinto(part) != len(part):
                         raise CheckpointError(f"{path} ends within {name}")
 
@@ -76,7 +76,7 @@ def _of_whole_rows(chunk: Chunk, tensor: StoredTensor) -> bool:
 
 
 def _fill(box: NDArray[np.uint8], file: BufferedReader) -> bool:
-    """Read the next bytes of a file into a box, row by row, without a copy in between; False at the end of the file."""
+    """Read the next bytes of a file into an array, row by row, without a copy; returns False at the end of the file."""
     if box.flags.c_contiguous:
         return file.readinto(box.reshape(-1).data) == box.size
     return all(_fill(part, file) for part in box)

@@ -1,4 +1,4 @@
-"""state.json: everything in a checkpoint that is no tensor.
+"""state.json: everything in a checkpoint that is not a tensor.
 
 Importing this module imports no torch.
 """
@@ -17,19 +17,19 @@ from smalti.system import parse_json
 T = TypeVar("T")
 
 _LARGEST = 2**53
-"""Of counts: what every reader of JSON has exactly."""
+"""The largest count: up to here JSON readers are exact."""
 _LONGEST = 60
 """Characters of a wrong value that are shown."""
 _COUNTS = {"step": 0, "position": 0, "epoch": 0, "samples": 0, "effective_batch": 1}
-"""What the trainer counts, and the least that each can be."""
+"""Counts of the trainer, and their minimum."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What state.json says. All of it is JSON-able.
+    """The contents of state.json.
 
-    `optimizer` is the optimizer's class, `settings` its hyper-parameters by parameter group, `trainer` what the trainer gave.
-    `model_config` is what diffusers or transformers call the config of the model; None for models of neither.
+    `optimizer` is the optimizer's class, `settings` its hyper-parameters by parameter group, `trainer` the state of the
+    trainer. `model_config` is the config of the model, as in diffusers or transformers; None for other models.
     """
 
     step: int
@@ -39,7 +39,7 @@ class State:
     model_config: Mapping[str, object] | None = None
 
     def encode(self) -> bytes:
-        """The contents of the file. Raises ValueError for NaN and infinities, which are not JSON."""
+        """Returns the contents of the file. Raises ValueError for NaN and infinities, which JSON cannot hold."""
         body: dict[str, object] = {
             "step": self.step,
             "optimizer": {"name": self.optimizer, "settings": self.settings},
@@ -51,13 +51,13 @@ class State:
 
 
 def read_state(path: Path) -> State:
-    """What a state.json says. Raises CheckpointError, which names the field, for what `State.encode` does not write."""
+    """Parses a state.json. Raises CheckpointError, with the field, for anything that `State.encode` does not write."""
     try:
         body = parse_json(path.read_bytes())
     except ValueError as error:
         raise CheckpointError(f"{path.name} is damaged: {error}") from error
     if not isinstance(body, dict):
-        raise CheckpointError(f"{path.name} is malformed: it is no object")
+        raise CheckpointError(f"{path.name} is malformed: it is not an object")
     fields = _Fields(path.name)
     optimizer, trainer = fields.table(body, "optimizer"), fields.table(body, "trainer")
     state = State(
@@ -74,13 +74,13 @@ def read_state(path: Path) -> State:
     if trainer.get("step", state.step) != state.step:
         raise fields.wrong("trainer.step", f"is {trainer['step']} in a checkpoint of step {state.step}")
     if not isinstance(trainer.get("data_changes", []), list):
-        raise fields.wrong("trainer.data_changes", "is no list")
+        raise fields.wrong("trainer.data_changes", "is not a list")
     return state
 
 
 @dataclass(frozen=True)
 class _Fields:
-    """Reads fields of the file and complains about them by name."""
+    """Reads fields of the file, and raises errors with their names."""
 
     file: str
 
@@ -109,13 +109,13 @@ class _Fields:
         if not isinstance(group, dict):
             raise self.wrong(field, f"cannot be {_shown(group)}")
         if "params" in group:
-            raise self.wrong(field, "names parameters, which are not written there")
+            raise self.wrong(field, "has the key params, which is never written")
         values = group.get("values", {})
         if not isinstance(values, dict) or not all(isinstance(kept, dict) for kept in values.values()):
             raise self.wrong(f"{field}.values", f"cannot be {_shown(values)}")
 
 
 def _shown(value: object) -> str:
-    """A value as JSON has it, cut short."""
+    """A value as JSON, truncated."""
     text = json.dumps(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

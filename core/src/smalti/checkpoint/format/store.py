@@ -1,9 +1,8 @@
-"""The directory of a run's checkpoints: list them, choose one, publish a new one, drop old ones.
+"""The directory of a run's checkpoints: list them, choose one, publish a new one, remove old ones.
 
-A checkpoint is made in a hidden directory and becomes visible by one rename, so a crash at any instant leaves either the
-whole of it or nothing. A published directory is never written to again: a step that is saved anew while an older checkpoint
-of it exists (a run that went back and took another road) gets a directory of its own, `step-00000500.2`, and the newer
-one counts from then on.
+A checkpoint is made in a hidden directory and becomes visible by one rename, so a crash at any time leaves a complete
+checkpoint or none. A published directory is never written to again: if a step is saved again (a run that resumed from an
+earlier step), the new checkpoint has another directory, `step-00000500.2`, and takes precedence.
 
 One process at a time, usually rank 0, may change a store. Importing this module imports no torch.
 """
@@ -27,20 +26,20 @@ from smalti.errors import CheckpointError
 from smalti.system import files
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
-_LEFTOVER = re.compile(rf"\.(?:partial|removed)-{_NAME.pattern}-[0-9a-f]{{8}}")
+_LEFTOVER_NAME = re.compile(rf"\.(?:partial|removed)-{_NAME.pattern}-[0-9a-f]{{8}}")
 _CHOICE = re.compile(r"(?:step-)?(\d+)")
 _LOCK = ".lock"
 _LOCK_SECONDS = 5.0
 
 Check = Callable[[Path], Verification]
-"""Reads a checkpoint and says whether it is whole, as `verify` does."""
+"""Verifies a checkpoint, as `verify` does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One directory that is named like a checkpoint. `problem` is why its manifest cannot be used; "" when it can.
+    """One directory with the name of a checkpoint. `problem` is why its manifest cannot be used; "" if it can.
 
-    `revision` is 1, and more when the step was saved again later.
+    `revision` is 1, and greater if the step was saved again later.
     """
 
     step: int
@@ -51,17 +50,17 @@ class Entry:
 
 
 class CheckpointStore:
-    """The checkpoints in one directory. `report` is told, in a sentence, whatever was skipped or could not be done."""
+    """The checkpoints in one directory. `report` is called with messages about what was skipped or failed."""
 
     def __init__(self, root: Path, *, report: Callable[[str], None] | None = None) -> None:
         self.root = root
         self._report = report or (lambda _sentence: None)
         self._known: dict[Path, tuple[object, Verification]] = {}
 
-    # --- looking ----------------------------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------------------------
 
     def all(self) -> list[Entry]:
-        """Every checkpoint directory, lowest step first. Reads manifests only; an empty list when there is no root."""
+        """Returns every checkpoint directory, lowest step first. Reads manifests only; an empty list without a root."""
         try:
             found = [(match, path) for path in self.root.iterdir() if (match := _NAME.fullmatch(path.name))]
         except (FileNotFoundError, NotADirectoryError):
@@ -70,15 +69,15 @@ class CheckpointStore:
         return sorted(entries, key=lambda entry: (entry.step, entry.revision))
 
     def latest(self) -> Path | None:
-        """The checkpoint of the highest step that is whole, checked by digest; None when none is."""
+        """Returns the complete checkpoint of the highest step, verified by digest; None if there is none."""
         return next((entry.path for entry in reversed(self.all()) if self._check(entry).ok), None)
 
     def resolve(self, choice: str, *, check: Check = verify) -> Path | None:
-        """The checkpoint that the user means, checked by digest, by `check`.
+        """Returns the checkpoint of `--resume_from_checkpoint`, verified by `check`.
 
-        "none" is None. "latest" is the newest whole one, and None only where none was ever made. "500" or "step-500" is a
-        step of this store; anything else the path of a checkpoint or of a run directory, whose newest whole one it is.
-        Raises CheckpointError when what was asked for does not exist or is not whole.
+        "none" is None. "latest" is the newest complete one, and None only if none was ever saved. "500" or "step-500" is a
+        step of this store. Anything else is the path of a checkpoint, or of a run directory for its newest complete one.
+        Raises CheckpointError if the checkpoint does not exist or is not complete.
         """
         if choice == "none":
             return None
@@ -96,7 +95,7 @@ class CheckpointStore:
                 return store._newest(check)
         raise CheckpointError(
             f"{choice} is neither a checkpoint nor a run directory with checkpoints",
-            fix='name a step, the path of a checkpoint or of a run directory, "latest" or "none"',
+            fix='use a step, the path of a checkpoint or of a run directory, "latest" or "none"',
         )
 
     def _newest(self, check: Check) -> Path:
@@ -106,8 +105,8 @@ class CheckpointStore:
             if results[-1].ok:
                 return entry.path
         raise CheckpointError(
-            "\n  ".join([f"no checkpoint in {self.root} can be used:", *(map(_told, results))]),
-            fix="put the lost files back, or begin anew with --resume_from_checkpoint none",
+            "\n  ".join([f"no checkpoint in {self.root} can be used:", *(map(_summary, results))]),
+            fix="restore the missing files, or start over with --resume_from_checkpoint none",
         )
 
     def _of_step(self, step: int, check: Check) -> Path:
@@ -130,17 +129,17 @@ class CheckpointStore:
         result = known or check(entry.path)
         self._known[entry.path] = fingerprint, result
         if not result.ok:
-            self._report(f"skipped {_told(result)}")
+            self._report(f"skipped {_summary(result)}")
         return result
 
-    # --- changing ---------------------------------------------------------------------------------------------------
+    # --- writing ----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Hold the store for one save, and clear away what dead saves and unfinished removals left behind.
+        """Lock the store for one save, and remove what crashed saves and unfinished removals have left.
 
-        Raises CheckpointError when another process is saving here. The lock ends with the process, however it ends; one that is
-        killed can take a moment for that.
+        Raises CheckpointError if another process is saving here. The lock ends with the process; after a kill that can take a
+        moment.
         """
         for path in reversed((self.root, *self.root.parents)):
             if not path.exists():
@@ -151,29 +150,29 @@ class CheckpointStore:
                 _lock(file)
             except BlockingIOError:
                 raise CheckpointError(
-                    f"another process is saving into {self.root}", fix="give every run an --output_dir of its own"
+                    f"another process is saving into {self.root}", fix="use a separate --output_dir for every run"
                 ) from None
             except OSError as error:
                 if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                     raise
-                # Without locks a leftover cannot be told from the work of another process, so none is touched.
-                self._report(f"{self.root} is on a file system without locks: unfinished saves are not cleared away")
+                # Without locks a leftover may belong to a running process, so none is removed.
+                self._report(f"{self.root} is on a file system without locks: unfinished saves are not removed")
                 yield
                 return
             self._clear_leftovers()
             yield
 
     def prepare(self, step: int) -> Path:
-        """A new hidden directory, with one sub-directory for each group of tensors, to make the checkpoint in."""
+        """Returns a new hidden directory for a checkpoint, with a sub-directory for each group of tensors."""
         partial = self.root / f".partial-{_name(step, 1)}-{secrets.token_hex(4)}"
         for path in (partial, *(partial / group for group in GROUPS)):
             files.make_directory(path)
         return partial
 
     def publish(self, partial: Path, manifest: Manifest) -> Path:
-        """Make a finished directory a checkpoint; returns its path. Its files must have been synced.
+        """Turn a finished directory into a checkpoint; returns its path. Its files must have been synced.
 
-        If the newest checkpoint of this step is whole and holds the very same, `partial` is dropped and that one returned.
+        If the newest checkpoint of this step is complete and has the same contents, removes `partial` and returns that one.
         """
         for group in GROUPS:
             if any(name.startswith(f"{group}/") for name in manifest.files):
@@ -192,7 +191,7 @@ class CheckpointStore:
         return path
 
     def discard(self, partial: Path) -> None:
-        """Remove a directory that `prepare` made. What cannot be removed is reported, and left to the next save."""
+        """Remove a directory that `prepare` made. What cannot be removed is reported; the next save tries again."""
         try:
             files.remove_tree(partial)
         except FileNotFoundError:
@@ -201,10 +200,10 @@ class CheckpointStore:
             self._report(f"cannot remove {error.filename}: {error.strerror}")
 
     def rotate(self, keep: int | None) -> list[Path]:
-        """Remove all but the newest `keep` whole checkpoints (None: remove nothing); returns what was removed.
+        """Remove all but the newest `keep` complete checkpoints (None: remove nothing); returns what was removed.
 
-        Only whole checkpoints count, and suspect ones do not. A directory that is not whole is never removed: it may be
-        all that is left of something. Contents are read once in the life of this object, and again when a file changed.
+        Suspect checkpoints do not count. An incomplete directory is never removed: its files may be the only copy. Contents
+        are verified once in the life of this object, and again if a file has changed.
         """
         if keep is None:
             return []
@@ -213,7 +212,7 @@ class CheckpointStore:
         kept: set[int] = set()
         removed = []
         for entry in reversed(self.all()):
-            if entry.manifest is None or not self._still_whole(entry):
+            if entry.manifest is None or not self._still_valid(entry):
                 continue
             if len(kept) < keep and entry.step not in kept:
                 if SUSPECT not in entry.manifest.flags:
@@ -222,14 +221,14 @@ class CheckpointStore:
                 removed.append(entry.path)
         return removed
 
-    def _still_whole(self, entry: Entry) -> bool:
+    def _still_valid(self, entry: Entry) -> bool:
         fingerprint, result = self._known.get(entry.path, (None, None))
         if result is None or fingerprint != _fingerprint(entry.path):
             result = self._check(entry)
         return result.ok
 
     def _remove(self, path: Path) -> bool:
-        """Out of sight by one rename first, so that no half of a checkpoint is ever visible."""
+        """Rename to a hidden name first, so that no incomplete checkpoint is ever visible."""
         hidden = self.root / f".removed-{path.name}-{secrets.token_hex(4)}"
         try:
             files.rename(path, hidden)
@@ -243,12 +242,12 @@ class CheckpointStore:
 
     def _clear_leftovers(self) -> None:
         for path in self.root.iterdir():
-            if _LEFTOVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            if _LEFTOVER_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
                 self.discard(path)
 
 
 def _lock(file: BinaryIO) -> None:
-    """Raises BlockingIOError when another process keeps it for longer than a dying one does."""
+    """Raises BlockingIOError if another process holds the lock for longer than a dying process would."""
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
         try:
@@ -267,7 +266,7 @@ def _entry(path: Path, step: int, revision: int) -> Entry:
     manifest, problem = None, ""
     try:
         if path.is_symlink() or not path.is_dir():
-            raise CheckpointError("it is not a directory of its own")
+            raise CheckpointError("not a directory")
         manifest = read_manifest(path)
     except CheckpointError as error:
         problem = error.message
@@ -276,17 +275,17 @@ def _entry(path: Path, step: int, revision: int) -> Entry:
 
 def _unusable_error(result: Verification) -> CheckpointError:
     return CheckpointError(
-        f"this checkpoint cannot be used: {_told(result)}", fix='choose another one, or "latest" for the newest whole one'
+        f"this checkpoint cannot be used: {_summary(result)}", fix='choose another one, or "latest" for the newest complete one'
     )
 
 
-def _told(result: Verification) -> str:
+def _summary(result: Verification) -> str:
     more = len(result.problems) - 3
     return f"{result.path.name}: {'; '.join(result.problems[:3])}{f'; and {more} more' if more > 0 else ''}"
 
 
 def _fingerprint(path: Path) -> object:
-    """Changes whenever a file of the checkpoint is written, replaced, added or removed; None when it cannot be listed."""
+    """Changes whenever a file of the checkpoint is written, replaced, added or removed; None if it cannot be listed."""
     try:
         return [(name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in files_in(path)]
     except OSError:

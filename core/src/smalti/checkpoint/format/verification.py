@@ -1,4 +1,4 @@
-"""Is this checkpoint whole? Every byte is compared with the digests in the manifest before any of it is used.
+"""Verifies that a checkpoint is complete: every byte is compared with the digests in the manifest before it is used.
 
 Importing this module imports no torch.
 """
@@ -24,7 +24,7 @@ _THREADS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """The outcome. `problems` says what is wrong, one sentence each; `manifest` is None when it cannot be read."""
+    """The result. `problems` are sentences; `manifest` is None if it cannot be read."""
 
     path: Path
     manifest: Manifest | None
@@ -36,37 +36,37 @@ class Verification:
 
     @property
     def step(self) -> int | None:
-        """What the manifest says; None when it cannot be read."""
+        """The step in the manifest; None if that cannot be read."""
         return self.manifest.step if self.manifest else None
 
 
 def verify(checkpoint: Path, *, rank: int = 0, ranks: int = 1, to_resume: bool = False) -> Verification:
-    """Check a checkpoint directory: the manifest, names and sizes of all files, their contents, nothing else beside them.
+    """Check a checkpoint directory: the manifest, names and sizes of all files, their contents, and that there are no others.
 
-    What state.json and the headers of tensors say must make sense too. With `to_resume`, a run must be able to go on from it,
-    which takes finite numbers.
+    state.json and the headers of tensors must be consistent too. With `to_resume`, a run must be able to resume from it, which
+    requires finite numbers.
 
-    With several `ranks` each reads the contents of its share of the files only; together they have read all. Reads every
-    byte of that share, several files at a time; never writes. What is wrong is told in the result, not raised.
+    With several `ranks` each reads every byte of its share of the files, several files at a time; together they read all.
+    Never writes. Problems are returned, not raised.
     """
     try:
         manifest = read_manifest(checkpoint)
     except CheckpointError as error:
         return Verification(path=checkpoint, manifest=None, problems=(error.message,))
     problems = _listing_problems(checkpoint, manifest)
-    mine = {name: record for name, record in _share(manifest.files, rank, ranks) if name not in problems}
+    share = {name: record for name, record in _share(manifest.files, rank, ranks) if name not in problems}
     with ThreadPoolExecutor(max_workers=min(_THREADS, os.cpu_count() or 1)) as pool:
-        told = pool.map(lambda name: _content_problem(checkpoint / name, name, mine[name], to_resume), mine)
-        problems |= {name: problem for name, problem in zip(mine, told, strict=True) if problem}
+        found = pool.map(lambda name: _content_problem(checkpoint / name, name, share[name], to_resume), share)
+        problems |= {name: problem for name, problem in zip(share, found, strict=True) if problem}
     if not problems and rank == 0:
         problems |= inconsistencies(checkpoint, manifest)
         if not problems and to_resume and (reason := why_not_resumable(checkpoint)):
             problems[STATE] = reason.removeprefix(f"{STATE} ")
-    return Verification(path=checkpoint, manifest=manifest, problems=_told(checkpoint, manifest, problems))
+    return Verification(path=checkpoint, manifest=manifest, problems=_sentences(checkpoint, manifest, problems))
 
 
 def quick_check(checkpoint: Path) -> Verification:
-    """The same for a run that is to resume, without the contents of tensors. Takes no time."""
+    """Like `verify` with `to_resume`, but without reading tensors, so it is fast."""
     try:
         manifest = read_manifest(checkpoint)
     except CheckpointError as error:
@@ -78,13 +78,13 @@ def quick_check(checkpoint: Path) -> Verification:
         problems[STATE] = reason.removeprefix(f"{STATE} ")
     if not problems:
         problems |= inconsistencies(checkpoint, manifest)
-    return Verification(path=checkpoint, manifest=manifest, problems=_told(checkpoint, manifest, problems))
+    return Verification(path=checkpoint, manifest=manifest, problems=_sentences(checkpoint, manifest, problems))
 
 
 def is_ignored(name: str) -> bool:
-    """Whether a file or directory is one that file browsers and network file systems leave behind (.DS_Store, .nfs...).
+    """Whether a file or directory is one that file browsers and network file systems create (.DS_Store, .nfs...).
 
-    They are no part of a checkpoint and no damage to it. Whatever a reader of tensors would pick up is not foreign.
+    These are ignored. A file that a reader of tensors would load is not.
     """
     return name.startswith(".") and not name.endswith(".safetensors")
 
@@ -102,20 +102,20 @@ def files_in(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def named_step(checkpoint: Path) -> int | None:
-    """The step that the name of a checkpoint directory tells; None when it tells none."""
+    """Returns the step in the name of a checkpoint directory; None if there is none."""
     number = checkpoint.name.removeprefix("step-").partition(".")[0]
     return int(number) if checkpoint.name.startswith("step-") and number.isdecimal() else None
 
 
-def _told(checkpoint: Path, manifest: Manifest, problems: Mapping[str, str]) -> tuple[str, ...]:
-    """One sentence for each problem, that of the step among them."""
-    wrong_step = {MANIFEST: f"is of step {manifest.step}, not of the step in the directory's name"}
+def _sentences(checkpoint: Path, manifest: Manifest, problems: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns one sentence for each problem, including a wrong step."""
+    wrong_step = {MANIFEST: f"is of step {manifest.step}, which is not the step in the directory name"}
     found = dict(problems) | (wrong_step if named_step(checkpoint) not in (None, manifest.step) else {})
     return tuple(f"{name} {problem}" for name, problem in sorted(found.items()))
 
 
 def _listing_problems(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
-    """Whether the files listed, and no others, are there, of the right kind and size. What is wrong, by name."""
+    """Returns by name what is wrong with the listing: missing and extra files, kinds and sizes."""
     try:
         present = dict(files_in(checkpoint))
     except OSError as error:
@@ -135,18 +135,18 @@ def _listing_problems(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
 
 
 def _share(files: Mapping[str, FileRecord], rank: int, ranks: int) -> list[tuple[str, FileRecord]]:
-    """About as many bytes for each rank: the largest files first, each to who has least. All ranks find the same."""
-    given: list[list[tuple[str, FileRecord]]] = [[] for _ in range(ranks)]
+    """Assigns about the same number of bytes to each rank: the largest files first, each to the rank with the fewest."""
+    assigned: list[list[tuple[str, FileRecord]]] = [[] for _ in range(ranks)]
     bytes_of = [0] * ranks
     for name, record in sorted(files.items(), key=lambda item: (-item[1].size, item[0])):
-        least = bytes_of.index(min(bytes_of))
-        given[least].append((name, record))
-        bytes_of[least] += record.size
-    return given[rank]
+        smallest = bytes_of.index(min(bytes_of))
+        assigned[smallest].append((name, record))
+        bytes_of[smallest] += record.size
+    return assigned[rank]
 
 
 def _content_problem(path: Path, name: str, record: FileRecord, to_resume: bool) -> str:
-    """What is wrong inside one file; "" when nothing is."""
+    """Returns what is wrong inside one file; "" if nothing is."""
     try:
         if not matches(path, record):
             return "does not match its digest: damaged or edited"
@@ -155,11 +155,11 @@ def _content_problem(path: Path, name: str, record: FileRecord, to_resume: bool)
         else:
             read_header(path)
             if to_resume and name.partition("/")[0] in GROUPS and (tensor := find_non_finite(path)):
-                return f"holds numbers that are not finite, in {tensor}"
+                return f"has numbers that are not finite, in {tensor}"
     except CheckpointError as error:
         return error.message
     except ValueError as error:
-        return f"is not sound JSON: {error}"
+        return f"is not valid JSON: {error}"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return ""
