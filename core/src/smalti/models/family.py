@@ -76,7 +76,7 @@ class ModelFamily:
     convolutional: bool = False
     """Whether the model spends much of its time in convolutions. On CUDA devices they then use the channels-last format."""
     indivisible: str = ""
-    """Why the model cannot be sharded: the end of the sentence "FSDP2 cannot share out ...". Empty if it can be."""
+    """Why the model cannot be sharded: the end of the sentence "FSDP2 cannot shard ...". Empty if it can be."""
     device: torch.device = torch.device("cpu")
     """Where frozen parts are, and what they encode."""
 

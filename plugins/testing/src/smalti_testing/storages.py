@@ -109,7 +109,7 @@ def it_returns_the_bytes_of_every_key(subject: StorageSubject) -> None:
 
 @STORAGE.check
 def a_range_ends_at_the_end_of_the_file(subject: StorageSubject) -> None:
-    """Sizes of pictures are read from the first kilobytes, and small files are shorter than that.
+    """Sizes of images are read from the first kilobytes, and small files are shorter than that.
 
     Give what there is; nothing at or after the end. Object stores answer such a request with an error of their own: catch it.
     """
@@ -153,7 +153,7 @@ def keys_that_could_leave_the_root_are_refused(subject: StorageSubject) -> None:
 
 @STORAGE.check
 def an_etag_changes_with_the_content(subject: StorageSubject) -> None:
-    """A picture that was replaced must be looked at again; the index knows it by its etag.
+    """An image that was replaced must be read again; the index knows it by its etag.
 
     Size and time of change will do for files, a checksum for anything else; the size alone will not.
     """
