@@ -179,6 +179,6 @@ def test_a_plugin_whose_hook_does_not_come_back_is_named(tmp_path, launch, kind,
     last = run.output[run.output.index("ended with exit code 9: ") :]
     assert how in last
     blame = "  rank 0 did not return from hook 'on_step_end' of plugin 'probe' (smalti-probe 1.0)"
-    assert f"{blame}\n  fix: update smalti-probe, or leave the plugin out with --without probe\n" in last
+    assert f"{blame}\n  fix: update smalti-probe, or disable the plugin with --without probe\n" in last
     assert "dmesg" not in last
     assert f"step 3 from rank {saver}" in last

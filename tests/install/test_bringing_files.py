@@ -20,7 +20,7 @@ def test_a_file_for_plugins_that_are_left_out_names_them(site, data, name, tmp_p
     done = site.run("", "train", str(data / name), "--dry-run", "--without=all", *given, f"--output_dir={tmp_path / 'run'}")
     assert done.code == 4
     for package in NEEDED[name]:
-        assert f"the plugin {package.removeprefix('smalti-')!r} is installed but left out" in done.error
+        assert f"the plugin {package.removeprefix('smalti-')!r} is installed but disabled" in done.error
 
 
 def test_an_accelerate_yaml_for_plugins_that_are_not_installed_is_refused_beside_a_configuration_too(site, data):

@@ -73,7 +73,7 @@ def test_a_plugin_that_cannot_be_loaded_stops_a_run_with_its_name_version_and_th
     done = site.run(package, *TRAIN)
     assert done.code == 4
     assert f"plugin {package!r} (smalti-{package.replace('_', '-')} 1.2) cannot be loaded" in done.error
-    assert f"leave it out with --without {package}" in done.error
+    assert f"disable it with --without {package}" in done.error
     assert "Traceback" not in done.error
 
 
@@ -175,12 +175,12 @@ def test_a_mistyped_plugin_gets_the_nearest_name(site):
 
 
 def test_asking_for_a_plugin_and_leaving_it_out_is_an_error(site):
-    assert "both asked for and left out" in site.run("good", "plugins", "--plugin=good", "--without=good").error
+    assert "both selected and disabled" in site.run("good", "plugins", "--plugin=good", "--without=good").error
 
 
 def test_the_essential_plugins_cannot_be_left_out(site):
     done = site.run("", "plugins", "--without=ddp")
-    assert (done.code, "ddp cannot be left out" in done.error) == (2, True)
+    assert (done.code, "ddp cannot be disabled" in done.error) == (2, True)
 
 
 def test_an_exception_in_a_hook_keeps_its_type_and_names_the_plugin(site):
@@ -189,7 +189,7 @@ def test_an_exception_in_a_hook_keeps_its_type_and_names_the_plugin(site):
     assert done.error.splitlines()[-3:] == [
         "smalti: error: ZeroDivisionError: division by zero",
         "  raised by plugin 'failing' (smalti-failing 1.2) in hook 'check_config'",
-        "  fix: update smalti-failing, or leave the plugin out with --without failing",
+        "  fix: update smalti-failing, or disable the plugin with --without failing",
     ]
 
 

@@ -35,7 +35,7 @@ class Origin:
         """What a user can do about a defect of the plugin. Built-in plugins cannot be disabled or updated by themselves."""
         if self.built_in:
             return "report this as a defect of smalti"
-        return f"update {self.distribution}, or leave the plugin out with --without {self.plugin}"
+        return f"update {self.distribution}, or disable the plugin with --without {self.plugin}"
 
 
 @dataclass(frozen=True, kw_only=True)

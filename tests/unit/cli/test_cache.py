@@ -153,7 +153,7 @@ def test_an_unknown_cache_gets_the_nearest_ones(attic, run):
 def test_a_cache_of_a_plugin_that_is_left_out_says_so(run, monkeypatch):
     monkeypatch.setenv("SMALTI_WITHOUT", "all")
     code, _, errors = run("clear", "fsdp-blocks")
-    assert (code, "the plugin 'fsdp2' is installed but left out" in errors) == (4, True)
+    assert (code, "the plugin 'fsdp2' is installed but disabled" in errors) == (4, True)
 
 
 def test_without_any_cache_the_list_is_empty(run, monkeypatch):

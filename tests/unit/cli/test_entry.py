@@ -83,7 +83,7 @@ def test_a_command_of_a_package_that_does_not_exist_yet_says_so(run):
 def test_a_command_of_a_plugin_that_is_left_out_names_its_package(run, monkeypatch):
     monkeypatch.setenv("SMALTI_WITHOUT", "all")
     code, _, errors = run("detect-blocks")
-    assert (code, "the plugin 'fsdp2' is installed but left out" in errors, "pip install" in errors) == (4, True, False)
+    assert (code, "the plugin 'fsdp2' is installed but disabled" in errors, "pip install" in errors) == (4, True, False)
 
 
 def test_without_any_family_the_packages_that_have_some_are_named(run, monkeypatch):

@@ -182,7 +182,7 @@ def test_an_exception_keeps_its_type_and_is_told_where_it_came_from(plugins, err
         plugins.notify(HookSpecs.check_config, config=None)
     told, *fix = raised.value.__notes__
     assert told == "raised by plugin 'raising' (dist-raising 1.0) in hook 'check_config'"
-    assert fix == ([] if error is WITH_A_FIX else ["fix: update dist-raising, or leave the plugin out with --without raising"])
+    assert fix == ([] if error is WITH_A_FIX else ["fix: update dist-raising, or disable the plugin with --without raising"])
 
 
 def test_blame_goes_to_the_plugin_deepest_in_the_traceback(plugins):

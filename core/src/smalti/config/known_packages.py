@@ -64,7 +64,7 @@ class Package:
         if self.planned:
             return f"leave it out: {self.distribution} is planned and not available yet"
         if not self.target:
-            return f"the plugin {self.plugin!r} is installed but left out: remove it from `without`, or add it to `plugins`"
+            return f"the plugin {self.plugin!r} is installed but disabled: remove it from `without`, or add it to `plugins`"
         return f"pip install {self.target}"
 
 

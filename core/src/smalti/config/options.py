@@ -335,7 +335,7 @@ class Schema:
                     if (other := options.get(name) or options.get(aliases.get(name, ""))) is not None:
                         raise UserError(
                             f"option {name!r} is declared by {other.group.name!r} and by {group.name!r}",
-                            fix="leave one of the two plugins out with --without",
+                            fix="disable one of the two plugins with --without",
                         )
                 options[each.name] = each
                 aliases |= dict.fromkeys(each.aliases, each.name)

@@ -42,7 +42,9 @@ class Selection:
         third_party = [name for name in self.only if name not in BUILT_IN]
         both = [name for name in self.only if name in self.without] or (third_party if "all" in self.without else [])
         if both:
-            raise UserError(f"plugin {both[0]!r} is both asked for and left out", fix="drop it from --plugin or from --without")
+            raise UserError(
+                f"plugin {both[0]!r} is both selected and disabled", fix="remove it from --plugin or from --without"
+            )
 
     def excludes(self, name: str) -> State | None:
         """The state of a third-party plugin that is not selected; None if it is selected."""
@@ -82,7 +84,7 @@ def load_plugins(selection: Selection | None = None, *, strict: bool = True) -> 
 def _register_built_ins(plugins: Plugins, selection: Selection) -> None:
     own = version("smalti")
     if blocked := ESSENTIAL.intersection(selection.without):
-        raise UserError(f"{', '.join(sorted(blocked))} cannot be left out: nothing would train", fix="drop it from --without")
+        raise UserError(f"{', '.join(sorted(blocked))} cannot be disabled: nothing would train", fix="remove it from --without")
     for name, module in BUILT_IN.items():
         info = PluginInfo(name=name, distribution="smalti", version=own, built_in=True)
         if name in selection.without:
@@ -117,7 +119,7 @@ def _refuse(plugins: Plugins, info: PluginInfo, reason: str, entries: Sequence[I
     info.reason = reason
     plugins.infos[info.name] = info
     if strict:
-        workaround = "" if info.name in BUILT_IN else f", or leave both out with --without {info.name}"
+        workaround = "" if info.name in BUILT_IN else f", or disable both with --without {info.name}"
         raise UserError(f"plugin {info.name!r}: {reason}", fix=f"pip uninstall {entries[-1][1].name}{workaround}")
 
 
@@ -141,7 +143,7 @@ def unknown_plugin(name: str, known: Iterable[str]) -> UserError:
 
 
 def _load(plugins: Plugins, entry: EntryPoint, distribution: Distribution, info: PluginInfo, *, strict: bool) -> None:
-    workaround = f"leave it out with --without {entry.name}"
+    workaround = f"disable it with --without {entry.name}"
     if (mismatch := _version_mismatch(distribution)) is not None:
         info.state, info.reason = "incompatible", mismatch
         plugins.infos[entry.name] = info

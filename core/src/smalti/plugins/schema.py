@@ -31,7 +31,7 @@ def schema_of(plugins: Plugins) -> Schema:
                     raise UserError(
                         f"the option {name!r} is declared by plugin {other.name!r} ({other.source}) "
                         f"and by plugin {mine.name!r} ({mine.source})",
-                        fix=f"leave one of them out, for example with --without {mine.name}",
+                        fix=f"disable one of them, for example with --without {mine.name}",
                     )
     order = {group.name: index for index, group in enumerate(GROUPS)}
     return Schema(tuple(sorted(groups, key=lambda group: (order.get(group.name, len(order)), group.name))))

@@ -82,7 +82,7 @@ class CommandCollector(click.Group):
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         name = name or cmd.name
         if name in self._taken or name in self.commands:
-            raise UserError(f"the command {name!r} already exists", fix="leave the plugin out with --without")
+            raise UserError(f"the command {name!r} already exists", fix="disable the plugin with --without")
         super().add_command(cmd, name)
 
 
