@@ -169,10 +169,10 @@ def test_a_folder_must_be_there_or_be_makeable(tmp_path):
     (tmp_path / "file").touch()
     assert complaints(swapping(tmp_path / "new")) == []
     assert "none around it" in complaints(swapping(tmp_path / "no" / "such"))[0]
-    assert "is no folder" in complaints(swapping(tmp_path / "file"))[0]
+    assert "is not a folder" in complaints(swapping(tmp_path / "file"))[0]
     assert not (tmp_path / "new").exists()
     (tmp_path / "link").symlink_to(tmp_path / "gone")
-    assert "is no folder" in complaints(swapping(tmp_path / "link"))[0]
+    assert "is not a folder" in complaints(swapping(tmp_path / "link"))[0]
     assert "no folder ~nobody-of-this-name" in complaints(swapping("~nobody-of-this-name/swap"))[0]
 
 

@@ -180,7 +180,7 @@ def test_every_spelling_of_accelerate_is_understood(read, line, name, value):
         ("fsdp_ignored_modules: 'norm.*'", "fsdp_config.fsdp_ignored_modules in {} has no effect: every module is sharded"),
         ("fsdp_backward_prefetch: BACKWARD_POST", "fsdp_config.fsdp_backward_prefetch in {} has no counterpart"),
         ("fsdp_sharding_strategy: NO_SHARD", "fsdp_config.fsdp_sharding_strategy in {} means that gathered parameters"),
-        ("brand_new: 3", "fsdp_config.brand_new in {} has no effect: it is no key of Accelerate's"),
+        ("brand_new: 3", "fsdp_config.brand_new in {} has no effect: Accelerate has no such key"),
         (
             "fsdp_sharding_strategy: FULL_SHARD, fsdp_reshard_after_forward: false",
             "fsdp_config.fsdp_sharding_strategy in {} has no effect: fsdp_config.fsdp_reshard_after_forward counts",

@@ -261,7 +261,7 @@ def test_a_shard_that_is_lost_is_named(copied):
 def test_metadata_that_were_cut_off_are_refused(copied):
     metadata = copied("nested") / ".metadata"
     metadata.write_bytes(metadata.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="no sound metadata"):
+    with pytest.raises(CheckpointError, match="not valid metadata"):
         open_dcp(metadata.parent)
 
 

@@ -136,8 +136,8 @@ def _name_of(kind: str) -> str:
 
     if not _present(kind):
         return f"{kind} device (not on this machine)"
-    told = getattr(torch.get_device_module(kind), "get_device_name", None)
-    return str(told(0)) if told is not None else f"{kind} device"
+    name_of = getattr(torch.get_device_module(kind), "get_device_name", None)
+    return str(name_of(0)) if name_of is not None else f"{kind} device"
 
 
 def _present(kind: str) -> bool:

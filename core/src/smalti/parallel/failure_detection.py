@@ -280,9 +280,9 @@ class FailureDetector:
         else:
             fix = "check that node, and what its process waited for: storage, network, a debugger or a stop signal"
         noticed = f"detected by {in_a_line(error)}{_where(error)}"
-        told = [f"{who}, so this rank cannot continue", noticed, *([unsaved] if unsaved else [])]
+        parts = [f"{who}, so this rank cannot continue", noticed, *([unsaved] if unsaved else [])]
         code = statuses.posted[min(statuses.failures)].code if statuses.failures else ExitCode.KILLED
-        return LostRankError("; ".join(told), fix=fix, saved=saved, ended=ended, exit_code=ExitCode(code))
+        return LostRankError("; ".join(parts), fix=fix, saved=saved, ended=ended, exit_code=ExitCode(code))
 
     def end_hanging(self, statuses: RankStatuses) -> tuple[int, ...]:
         """Kill the hanging ranks of this node: they can neither save nor exit, and may hold resources that others need.
@@ -326,10 +326,10 @@ def write_lost_report(lost: LostRankError) -> None:
 
 def in_a_line(error: BaseException) -> str:
     """Type and first line; of gloo's messages without the place in its source and without its advice."""
-    told = str(error).partition("\n")[0]
+    text = str(error).partition("\n")[0]
     if is_connection_error(error):
-        told = _SOURCE.sub("", told).partition(". ")[0]
-    return f"{type(error).__name__}: {told}"
+        text = _SOURCE.sub("", text).partition(". ")[0]
+    return f"{type(error).__name__}: {text}"
 
 
 def _where(error: BaseException) -> str:

@@ -186,7 +186,9 @@ def optimizer_state_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str
     for name, parameter in _optimized(optimizer, parameters).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if "." in key:
-                raise CheckpointError(f"the optimizer keeps {key!r}; a name with a dot cannot be told from a parameter's")
+                raise CheckpointError(
+                    f"the optimizer keeps {key!r}; a name with a dot cannot be distinguished from a parameter's"
+                )
             if isinstance(value, Tensor):
                 moments.setdefault(name, {})[key] = value
     return moments

@@ -196,7 +196,7 @@ class Plugins:
         own = self.infos["core"].version
         others = [info for info in self.infos.values() if info.state == "active" and not info.built_in]
         names = [info.name if info.version == own else f"{info.name} {info.version}" for info in others]
-        return f"version {own}, plugins: {', '.join(names) or 'none besides the built-in ones'}"
+        return f"version {own}, plugins: {', '.join(names) or 'only built-in ones'}"
 
     def _attribute(
         self,

@@ -79,6 +79,6 @@ def _unknown(content: Mapping[str, object]) -> list[Problem]:
     for key in content:
         if key not in KEYS:
             near = get_close_matches(key, KEYS, n=1, cutoff=0.8)
-            fix = f"did you mean {near[0]}?" if near else "what DeepSpeed itself is told goes into a deepspeed_config_file"
+            fix = f"did you mean {near[0]}?" if near else "DeepSpeed's own settings go into a deepspeed_config_file"
             problems.append(Problem(message="unknown key", where=f"deepspeed_config.{key}", fix=fix))
     return problems

@@ -115,7 +115,7 @@ def _folders(config: Config) -> Iterator[Problem]:
         fix = f"name a folder on a drive of this machine {named}"
         if not base.is_dir():
             message = (
-                f"{folder} is no folder"
+                f"{folder} is not a folder"
                 if folder.exists() or folder.is_symlink()
                 else f"there is no folder {folder}, and none around it to make it in"
             )

@@ -280,8 +280,8 @@ def _load(path: Path) -> Mapping[str, Any]:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
-        told = next((line for line in lines if "unsupported" in line.lower()), lines[0])
-        raise CheckpointError(f"{path} is damaged, or holds more than tensors and plain values: {told}") from error
+        reason = next((line for line in lines if "unsupported" in line.lower()), lines[0])
+        raise CheckpointError(f"{path} is damaged, or holds more than tensors and plain values: {reason}") from error
     if not isinstance(loaded, Mapping):
         raise CheckpointError(f"{path} does not hold what DeepSpeed writes")
     return loaded
@@ -309,7 +309,7 @@ def _check_bytes(path: Path) -> None:
         raise CheckpointError(f"{path} is the file of another rank: it was saved as {folder}.pt", fix=fix)
 
 
-# --- what is told of it ---------------------------------------------------------------------------------------------
+# --- what is reported of it ---------------------------------------------------------------------------------------------
 
 
 def _stored(name: str, tensor: _Tensor) -> StoredTensor:

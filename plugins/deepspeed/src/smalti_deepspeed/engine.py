@@ -46,7 +46,7 @@ class DeepSpeedParallel(ProcessGroupParallel):
     def wrap(self, model: nn.Module, blocks: Sequence[Block], weights: Weights) -> nn.Module:
         """The model with weights; under ZeRO 3, this rank's part of them. *Collective*."""
         from smalti_deepspeed.partition import partition
-        from smalti_deepspeed.swapfiles import failures_told
+        from smalti_deepspeed.swapfiles import failures_explained
 
         sizes = [parameter.numel() for parameter in model.parameters()]
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -54,7 +54,7 @@ class DeepSpeedParallel(ProcessGroupParallel):
         self._document = sized(self._document, even, largest, world_size=self.world.size)
         self._claim = claim_together(self._document, self, parameters=sum(sizes), trained=trained)
         if _stage(self._document) == 3:
-            with compiled_in_turn(), failures_told(self._document):
+            with compiled_in_turn(), failures_explained(self._document):
                 model = partition(model, weights, self._document, self.world.device)
         else:
             model = materialise(model, weights, self.world.device)
@@ -72,7 +72,7 @@ class DeepSpeedParallel(ProcessGroupParallel):
         import deepspeed
 
         from smalti_deepspeed.portable import ZeroState
-        from smalti_deepspeed.swapfiles import failures_told
+        from smalti_deepspeed.swapfiles import failures_explained
         from smalti_deepspeed.zero import (
             correct_bias_exactly,
             decay_as_the_core_does,
@@ -82,7 +82,7 @@ class DeepSpeedParallel(ProcessGroupParallel):
         )
 
         groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups]
-        with compiled_in_turn(), failures_told(self._document), _settings_fit(self._document), numbers_sent():
+        with compiled_in_turn(), failures_explained(self._document), _settings_fit(self._document), numbers_sent():
             engine, _, _, _ = deepspeed.initialize(
                 model=model,
                 model_parameters=groups,

@@ -48,7 +48,9 @@ class Leftovers:
                 with os.scandir(folder) as entries:
                     names = [each.name for each in entries if each.is_dir(follow_symlinks=False)]
             except OSError as error:
-                raise UserError(f"cannot look into {folder}: {error.strerror}", fix="see whose folder it is") from error
+                raise UserError(
+                    f"cannot look into {folder}: {error.strerror}", fix="check its owner and permissions"
+                ) from error
             found += [folder / name for name in sorted(names) if name.startswith(_OURS)]
         return found
 
@@ -111,7 +113,7 @@ class Claim:
                 remove_tree(path)
         except OSError as error:
             raise UserError(
-                f"cannot use the offload folder {folder}: {error}", fix="see whose it is, or name another"
+                f"cannot use the offload folder {folder}: {error}", fix="check its owner and permissions, or name another"
             ) from error
         self.cleared = Cleared(count=self.cleared.count + len(paths), bytes=self.cleared.bytes + size)
 

@@ -70,9 +70,9 @@ def _unfit(values: Mapping[str, tuple[str, object]]) -> Iterator[Problem]:
 
 def judge_in_run(text: str, words: Sequence[str]) -> Verdict:
     """A configuration that is sound by itself as that of the run that `words` describe, which are those of `smalti train`."""
-    invocation = CommandLine.parse([*words, f"--deepspeed_config={text}"])
+    command_line = CommandLine.parse([*words, f"--deepspeed_config={text}"])
     try:
-        config: Config = invocation.config()
+        config: Config = command_line.config()
     except ConfigError as error:
         return Verdict(problems=error.problems)
     found = implied({"deepspeed_config": text})

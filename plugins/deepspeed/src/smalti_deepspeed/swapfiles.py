@@ -32,7 +32,7 @@ class SwapError(UserError):
 
 
 @contextmanager
-def failures_told(document: Mapping[str, object]) -> Iterator[None]:
+def failures_explained(document: Mapping[str, object]) -> Iterator[None]:
     """Whatever DeepSpeed makes in this block to swap to a drive says why it cannot, with a SwapError."""
     zero = section(document, "zero_optimization")
     if not any(section(zero, key).get("device") == "nvme" for key in ("offload_param", "offload_optimizer")):

@@ -80,7 +80,9 @@ def save_template(name: str, document: Mapping[str, object], *, replace: bool = 
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json_atomically(path, dict(document))
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}", fix="see whose folder it is, and the room there") from error
+        raise UserError(
+            f"cannot write {path}: {error.strerror}", fix="check its owner and permissions, and the free space"
+        ) from error
     return Template(name=name, path=path, document=dict(document))
 
 

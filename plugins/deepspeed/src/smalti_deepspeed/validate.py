@@ -83,7 +83,7 @@ def _top(document: Mapping[str, object]) -> Iterator[Problem]:
     if not is_open(level := document.get("log_level")) and level not in LOG_LEVELS:
         yield Problem(message=f"cannot be {level!r}", where="log_level", fix=f"one of {', '.join(LOG_LEVELS)}")
     if document.get("sequence_parallel_size") not in (None, "auto", 1):
-        message = "cannot be used: smalti splits the tokens of a picture under FSDP 2 only"
+        message = "cannot be used: smalti splits the tokens of an image under FSDP 2 only"
         yield Problem(
             message=message, where="sequence_parallel_size", fix="leave it out, or --context_parallel_size with FSDP 2"
         )

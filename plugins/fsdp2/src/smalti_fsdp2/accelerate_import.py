@@ -142,7 +142,7 @@ class _Translator:
         elif near := get_close_matches(name, KEYS, n=1, cutoff=0.85):
             self._refuse(key, "unknown key", f"did you mean {near[0]}?")
         else:
-            self.notices.append((key, "has no effect: it is no key of Accelerate's"))
+            self.notices.append((key, "has no effect: Accelerate has no such key"))
 
     def read_strategy(self) -> None:
         """The strategy of version 1 and the switch of version 2, either of which may stand under either name."""
@@ -180,10 +180,10 @@ class _Translator:
                 if near:
                     self._refuse(place, "unknown key", f"did you mean {near[0]}?")
                 else:
-                    self.notices.append((place, "has no effect: it is no key of Accelerate's"))
+                    self.notices.append((place, "has no effect: Accelerate has no such key"))
             elif name in ("tp_size", "sp_size") and value is not None and _number(value) != 1:
                 kind = "tensor parallelism" if name == "tp_size" else "sequence parallelism of DeepSpeed"
-                fix = f"{key}: 1, and {PARALLELISM}cp_size to split the tokens of a picture"
+                fix = f"{key}: 1, and {PARALLELISM}cp_size to split the tokens of an image"
                 self._refuse(place, f"cannot be {value!r}: smalti has no {kind}", fix)
             elif name == "cp_backend" and value not in (None, "torch"):
                 self._refuse(place, f"cannot be {value!r}", "torch")

@@ -34,12 +34,12 @@ def detect_blocks(words: tuple[str, ...], refresh: bool, file: Path | None, as_j
 
     --apply writes the suggested classes, or those given with --fsdp_transformer_layer_cls_to_wrap.
     """
-    invocation = CommandLine.parse(words)
-    config = invocation.config()
+    command_line = CommandLine.parse(words)
+    config = command_line.config()
     for notice in config.notices:
         _note(notice)
-    detection = detect(config, invocation.plugins, refresh=refresh, report=_note)
-    applied = _apply(detection, config, invocation.schema, file.expanduser()) if file is not None else {}
+    detection = detect(config, command_line.plugins, refresh=refresh, report=_note)
+    applied = _apply(detection, config, command_line.schema, file.expanduser()) if file is not None else {}
     if as_json:
         click.echo(json.dumps({**detection.as_json(), **({"applied": applied} if applied else {})}, indent=2))
         return

@@ -129,7 +129,9 @@ def _splitting(forward: Forward, split: Split, streams: Streams) -> Forward:
     name = split.tensor
     names = list(signature(forward).parameters)
     if name not in names:
-        raise ValueError(f"the context plan splits {name!r}, which is no argument of {split.module or 'the model'}: {names}")
+        raise ValueError(
+            f"the context plan splits {name!r}, which is not an argument of {split.module or 'the model'}: {names}"
+        )
     place = names.index(name)
 
     @wraps(forward)

@@ -154,6 +154,6 @@ def _load(source: Path | io.BytesIO, path: Path | None = None, *, mmap: bool = F
         loaded: object = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
-        told = next((line for line in lines if "unsupported" in line.lower()), lines[0])
-        raise CheckpointError(f"{path or source} is damaged, or holds more than tensors and plain values: {told}") from error
+        reason = next((line for line in lines if "unsupported" in line.lower()), lines[0])
+        raise CheckpointError(f"{path or source} is damaged, or holds more than tensors and plain values: {reason}") from error
     return loaded

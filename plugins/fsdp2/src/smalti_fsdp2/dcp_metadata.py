@@ -56,7 +56,7 @@ def read_metadata(path: Path) -> Saved:
             body = _Unpickler(file).load()
         return _saved(body)
     except (pickle.UnpicklingError, EOFError, IndexError) as error:
-        raise CheckpointError(f"{path} is no sound metadata of torch.distributed.checkpoint: {error}") from error
+        raise CheckpointError(f"{path} is not valid metadata of torch.distributed.checkpoint: {error}") from error
     except (AttributeError, TypeError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path} is not what torch.distributed.checkpoint writes: {error}") from error
 
@@ -144,5 +144,5 @@ def _span(info: object) -> Span:
 
 def _sizes(value: object) -> tuple[int, ...]:
     if not isinstance(value, tuple) or any(type(item) is not int or item < 0 for item in value):
-        raise ValueError(f"{value!r} is no size")
+        raise ValueError(f"{value!r} is not a size")
     return value

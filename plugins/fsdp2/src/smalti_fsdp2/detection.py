@@ -102,7 +102,7 @@ def detected(config: Config, *, report: Report = _log.warning) -> Detection | No
             return None
         return replace(Detection.from_json(kept["detection"]), cached=True)
     except (KeyError, TypeError, ValueError):
-        report(f"what {block_cache(report).place} says of this model cannot be read; looking anew")
+        report(f"what {block_cache(report).place} says of this model cannot be read; detecting again")
         return None
 
 

@@ -136,8 +136,8 @@ def _model_key(folder: Path, found: _Sorted) -> Key:
             return candidates[0]
     if not found.weights:
         raise CheckpointError(f"{folder} has no weights", fix="use the folder that contains them")
-    told = ", ".join(sorted(".".join(map(str, key)) or "the top" for key in found.weights))
-    raise CheckpointError(f"{folder} holds several dictionaries of tensors, {told}, and none of them is plainly the model's")
+    places = ", ".join(sorted(".".join(map(str, key)) or "the top" for key in found.weights))
+    raise CheckpointError(f"{folder} holds several dictionaries of tensors, {places}, and none of them is plainly the model's")
 
 
 def _stored(name: str, value: Value) -> StoredTensor:
@@ -159,8 +159,8 @@ def _step(found: _Sorted) -> tuple[int, bool]:
     named = [value for key, value in found.others.items() if key[-1] in _STEPS]
     named += [weights[word] for weights in found.weights.values() for word in _STEPS if word in weights]
     for value in [*counted[:1], *named]:
-        told = value.load()
-        number = told.item() if isinstance(told, Tensor) and told.numel() == 1 else told
+        loaded = value.load()
+        number = loaded.item() if isinstance(loaded, Tensor) and loaded.numel() == 1 else loaded
         if isinstance(number, int | float) and number >= 0 and number == int(number):
             return int(number), False
     return 0, True
@@ -171,8 +171,8 @@ def _settings(groups: Mapping[str | int, Mapping[str, Value]]) -> list[dict[str,
     settings: dict[str, dict[str, object]] = {}
     for place, values in groups.items():
         plain = {key: _as_json(value.load()) for key, value in sorted(values.items()) if key not in _NOT_SETTINGS}
-        told = json.dumps(plain)
-        settings.setdefault(told if isinstance(place, str) else f"{place} {told}", plain)
+        text = json.dumps(plain)
+        settings.setdefault(text if isinstance(place, str) else f"{place} {text}", plain)
     return list(settings.values())
 
 

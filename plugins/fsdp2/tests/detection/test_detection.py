@@ -165,7 +165,7 @@ def test_a_kept_answer_that_makes_no_sense_is_told_and_looked_at_anew(look, note
     entry["detection"] = spoilt
     place.write_text(json.dumps(content))
     assert not look("--model_family=toy").cached
-    assert "looking anew" in notes[0]
+    assert "detecting again" in notes[0]
 
 
 def test_an_answer_survives_json(look):
