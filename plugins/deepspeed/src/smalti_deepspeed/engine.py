@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedParallel(ProcessGroupParallel):
-    """Every rank holds its part of masters and moments, of gradients from stage 2 on, and of the parameters in stage 3."""
+    """Every rank holds its shard of fp32 weights and optimizer state; from stage 2 of gradients, in stage 3 of parameters."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, single=True)
@@ -166,7 +166,7 @@ def _settings_fit(document: Mapping[str, object]) -> Iterator[None]:
 def _completed(document: Mapping[str, object]) -> dict[str, object]:
     """With what this module sees to, where the user's own configuration says nothing else."""
     zero = section(document, "zero_optimization")
-    made = {key: value for key, value in document.items() if key != "scheduler"}  # the loop moves the rate
+    made = {key: value for key, value in document.items() if key != "scheduler"}  # the loop schedules the learning rate
     made.setdefault("steps_per_print", None)
     if "optimizer" not in made:
         made["zero_force_ds_cpu_optimizer"] = False

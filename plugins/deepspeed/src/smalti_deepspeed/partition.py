@@ -13,7 +13,7 @@ from smalti.models import Weights, first_weight
 
 @torch.no_grad()
 def partition(model: nn.Module, weights: Weights, document: Mapping[str, object], device: str) -> nn.Module:
-    """The model, whose parameters are on the meta device, with every parameter cut over the ranks; buffers on `device`.
+    """The model, whose parameters are on the meta device, with every parameter sharded over the ranks; buffers on `device`.
 
     `document` is DeepSpeed's configuration. Every rank reads each tensor and keeps its part of it. *Collective*.
     """

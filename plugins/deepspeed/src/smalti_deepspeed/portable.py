@@ -44,10 +44,10 @@ class ZeroState:
         self._rows = RowSharding({name: place.shape for name, place in self._places.items()}, held, ranks)
 
     def master_weights(self) -> dict[str, Tensor]:
-        """This rank's range of each weight that trains, (n,), live, in fp32. Raises UserError if they lie on a drive."""
+        """This rank's range of each weight that trains, (n,), live, in fp32. Raises UserError if they are on a drive."""
         if self._zero.on_drive:
             raise UserError(
-                "an average cannot follow weights that lie on a drive",
+                "EMA needs the fp32 weights in memory, and they are on a drive",
                 fix='"offload_optimizer": {"device": "cpu"} in --deepspeed_config, or no --use_ema',
             )
         flats = self._zero.flats()

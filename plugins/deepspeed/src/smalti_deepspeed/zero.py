@@ -1,8 +1,8 @@
-"""Where DeepSpeed's ZeRO keeps what it cut, and the few things that the loop needs of it beyond its own methods.
+"""Where DeepSpeed's ZeRO keeps its shards, and what the training loop needs beyond DeepSpeed's own methods.
 
 All stages lay the parameters that train end to end, in a few groups, and give each rank an equal part of every group: a *flat*
-tensor of fp32 masters, beside which the optimizer keeps its moments. Stages 1 and 2 cut wherever a part ends;
-stage 3 cuts each parameter by itself, padded to a multiple of the ranks. What is frozen has no masters.
+tensor of fp32 weights, for which the optimizer keeps its state. Stages 1 and 2 split inside parameters;
+stage 3 shards each parameter by itself, padded to a multiple of the ranks. Frozen parameters have no fp32 weights.
 
 Everything that is private to DeepSpeed is touched in this module alone; written for 0.19.
 """
@@ -58,15 +58,15 @@ class Zero(Protocol):
 
     @property
     def on_drive(self) -> bool:
-        """Whether masters and moments lie on a drive between steps, and are in memory only where they are `present`."""
+        """Whether fp32 weights and optimizer state are on a drive between steps, and in memory only inside `present`."""
         ...
 
     def flats(self) -> list[Tensor]:
-        """The fp32 masters, live, each (n,)."""
+        """The fp32 weights, live, each (n,)."""
         ...
 
     def present(self, flat: int, *, changed: bool = False) -> AbstractContextManager[None]:
-        """Around what uses a flat tensor and its moments, which may lie on a drive; `changed` ones go back there."""
+        """Around what uses a flat tensor and its optimizer state, which may be on a drive; writes back `changed` ones."""
         ...
 
     def places(self, model: nn.Module) -> dict[str, Place]:
@@ -78,15 +78,15 @@ class Zero(Protocol):
         ...
 
     def step(self, norm: Tensor, limit: float) -> None:
-        """One optimizer step with the gradient, of this norm, cut to `limit` (0: as it is)."""
+        """One optimizer step with the gradient, which has this norm, clipped to `limit` (0: no clipping)."""
         ...
 
     def zero_grad(self) -> None:
-        """Let go of the gradients without a step."""
+        """Clear the gradients without a step."""
         ...
 
     def update_parameters(self) -> None:
-        """Make the parameters that compute from the masters."""
+        """Update the parameters that compute from the fp32 weights."""
         ...
 
 
@@ -257,7 +257,7 @@ def step_with_own_groups(engine: DeepSpeedEngine) -> None:
     zero, own = cast(Any, engine.optimizer), engine.basic_optimizer
     if zero.optimizer is own:
         return
-    own.state.clear()  # that of the parameters before they were cut
+    own.state.clear()  # that of the parameters before they were sharded
     own.state.update(zero.optimizer.state)
     zero.optimizer = own
     if isinstance(zero, DeepSpeedZeroOptimizer):

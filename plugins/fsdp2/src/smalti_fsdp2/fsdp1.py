@@ -1,7 +1,7 @@
-"""`Parallel` on torch's first FSDP, which makes one flat tensor of a group of parameters and cuts that. Deprecated; it works.
+"""`Parallel` on torch's FSDP 1, which makes one flat tensor of a group of parameters and shards that. Deprecated; it works.
 
 Outside of forward and backward a parameter is a flat slice of itself on each rank, often an empty one. The portable state has
-whole shapes again: it is a copy, put together group by group, in DTensors that are cut like those of version 2.
+full shapes: it is a copy, gathered group by group, in DTensors that are sharded like those of FSDP 2.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from smalti_fsdp2.wrapping import units
 _log = logging.getLogger(__name__)
 _DEPRECATED = "FSDP 1 is deprecated; --fsdp_version=2 reads the same options and checkpoints"
 _EXPECTED = (
-    "FSDP is switching to use `NO_SHARD`",  # one rank has nothing to cut
+    "FSDP is switching to use `NO_SHARD`",  # one rank has nothing to shard
     "When using ``NO_SHARD``",
     r"Called FSDP.clip_grad_norm_\(\)",  # a rank may hold nothing but frozen slices
     ".* has both parameters with requires_grad=True and False",  # adapters
@@ -69,7 +69,7 @@ class Fsdp1Parallel(ProcessGroupParallel):
         self._mesh = shard_mesh(self.world, self._options.fsdp_shard_size, offload=self._options.fsdp_cpu_offload)
         if self._mesh.ndim == 2 and self._mesh.size(1) == 1:
             fix = "--fsdp_shard_size=N above 1, or --fsdp_version=2"
-            raise UserError("FSDP 1 does not average gradients over copies that are not cut", fix=fix)
+            raise UserError("FSDP 1 does not average gradients over replicas that are not sharded", fix=fix)
         self._offload = self._options.fsdp_cpu_offload and self._mesh.device_type != "cpu"
         self._precision = precision(self._options, bf16=self.bf16)
         # Whole gradients of micro-batches are added up in the type of gathered parameters, their shards in fp32; but torch does
@@ -82,7 +82,7 @@ class Fsdp1Parallel(ProcessGroupParallel):
             _log.warning(_DEPRECATED)
 
     def wrap(self, model: nn.Module, blocks: Sequence[Block], weights: Weights) -> nn.Module:
-        """The model, filled and cut, one group after the other. *Collective*."""
+        """The model with its weights, sharded one group after the other. *Collective*."""
         options = self._options
         if options.fsdp_cpu_offload and not self._offload and self.world.is_main:
             _log.warning("fsdp_cpu_offload has no effect: the ranks train in host memory already")
@@ -175,7 +175,7 @@ def _strategy(mesh: DeviceMesh, *, reshard: bool) -> ShardingStrategy:
 
 
 def _first_weights(model: nn.Module, weights: Weights, ranks: Communicator, *, from_first: bool) -> Callable[[nn.Module], None]:
-    """What gives a module's own parameters their values. FSDP calls it for one group, cuts that group, and goes on to the next.
+    """The function that loads a module's own parameters. FSDP calls it for a group, and shards that before the next one.
 
     With `from_first`, rank 0 alone reads `weights` and sends each tensor to the others.
     """

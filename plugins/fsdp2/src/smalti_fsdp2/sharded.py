@@ -42,7 +42,7 @@ class Fsdp2Parallel(ProcessGroupParallel):
             split_context(model, context_plan(family, model), context_group(self.world, self.timeout), strategy)
 
     def wrap(self, model: nn.Module, blocks: Sequence[Block], weights: Weights) -> nn.Module:
-        """The model, cut and filled. *Collective*."""
+        """The model, sharded and with its weights. *Collective*."""
         options = self._options
         on_cpu = self._mesh.device_type == "cpu"
         if options.fsdp_cpu_offload and on_cpu and self.world.is_main:
