@@ -28,7 +28,7 @@ from smalti.plugins.schema import schema_of
 from smalti.rundir.png import image_settings
 from smalti.training.loss import denoising_loss
 from smalti_diffusers.components import Components
-from smalti_testing.family_subject import CAPTIONS, FRAME, FamilySubject
+from smalti_testing.family_subject import CAPTIONS, SIZE, FamilySubject
 from smalti_testing.strategies import SingleRank
 
 IN_PROCESS = ("auraflow", "flux2", "lumina2", "qwen_image", "z_image")
@@ -158,7 +158,7 @@ def trained(family, subject):
         conditioning=None,
         numbers=(1, 2, 3),
         keys=CAPTIONS,
-        size_conditioning=(FRAME,) * 3,
+        size_conditioning=(SIZE,) * 3,
     )
     model, losses = subject.model(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
