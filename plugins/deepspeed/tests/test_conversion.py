@@ -46,7 +46,7 @@ def save_state(stage: int, ranks: int, port: int, folder: Path) -> bool:
 def _train_and_save(stage: int, folder: Path) -> bool:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    from smalti_deepspeed.portable import Portable
+    from smalti_deepspeed.portable import ZeroState
     from smalti_deepspeed.zero import zero_of
 
     accelerator = _accelerator(stage)
@@ -69,7 +69,7 @@ def _train_and_save(stage: int, folder: Path) -> bool:
     accelerator.save_state(str(folder / "theirs"))
     world = World(rank=accelerator.process_index, size=accelerator.num_processes)
     ranks = GlooCommunicator(world=world, group=dist.group.WORLD)
-    state = Portable(model.module, model.basic_optimizer, zero_of(model), ranks).state()
+    state = ZeroState(model.module, model.basic_optimizer, zero_of(model), ranks).portable()
     expected = whole_state(state)
     dist.barrier()
     if accelerator.process_index:

@@ -195,7 +195,7 @@ def build_timesteps(
         return TimestepSampler(quantile=quantile, shift=ResolutionShift(), origin="flow_schedule_auto_shift")
     if shift is not None:
         if shift <= 0:
-            raise UserError(f"a timestep shift of {shift:g} is not possible", fix="use a positive number; 1 is no shift")
+            raise UserError(f"a timestep shift of {shift:g} is not possible", fix="use a positive number; 1 means no shift")
         return TimestepSampler(quantile=quantile, shift=ConstantShift(value=shift), origin="flow_schedule_shift")
     if native is not None:
         return TimestepSampler(quantile=quantile, shift=native, origin="default of the family")

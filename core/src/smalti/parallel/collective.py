@@ -32,12 +32,12 @@ def run_on_all_ranks(ranks: Communicator, action: Callable[[], str]) -> list[str
         answer = action()
     except BaseException as error:
         user = error if isinstance(error, UserError) else None
-        told = user.message if user else f"{error}" or type(error).__name__
+        message = user.message if user else f"{error}" or type(error).__name__
         fix = user.fix if user else ""
         number = error.errno if isinstance(error, OSError) else None
-        ranks.all_gather_text(json.dumps({"failure": told, "fix": fix, "errno": number}))
+        ranks.all_gather_text(json.dumps({"failure": message, "fix": fix, "errno": number}))
         if isinstance(error, UserError | OSError):
-            raise RankError(told, fix=fix, errno=number) from error
+            raise RankError(message, fix=fix, errno=number) from error
         raise
     answers = [json.loads(text) for text in ranks.all_gather_text(json.dumps({"answer": answer}))]
     for rank, other in enumerate(answers):

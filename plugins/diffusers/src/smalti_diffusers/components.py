@@ -33,7 +33,7 @@ def locate(name: str, revision: str | None) -> Path:
         path = _fetch(name, revision)
     if not (path / INDEX).is_file():
         raise UserError(
-            f"{path} is no pipeline in diffusers' layout: it has no {INDEX}",
+            f"{path} is not a pipeline in diffusers' layout: it has no {INDEX}",
             fix="name the folder that holds model_index.json and the folders of the parts",
         )
     return path

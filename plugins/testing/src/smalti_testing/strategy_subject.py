@@ -165,7 +165,7 @@ def _loss(family: TinyFamily, model: nn.Module, step: int, rank: int, micro: int
     clean, noise = torch.randn(2, BATCH, 3, 4, 6, generator=random)
     times = torch.rand(BATCH, generator=random) * 1000
     device = next(model.parameters()).device
-    conditioning = family.encode_captions([f"picture {step} {rank} {micro} {number}" for number in range(BATCH)])
+    conditioning = family.encode_captions([f"image {step} {rank} {micro} {number}" for number in range(BATCH)])
     conditioning = {name: tensor.to(device) for name, tensor in conditioning.items()}
     prediction = family.forward(model, (clean + noise).to(device), times.to(device), conditioning)
     return F.mse_loss(prediction, clean.to(device))
