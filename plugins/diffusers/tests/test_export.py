@@ -186,5 +186,5 @@ def test_any_family_learns_and_its_exported_pipeline_draws_what_it_drew(tmp_path
     tensors = TrainedWeights(OwnCheckpoint(saved.path), use_ema=False, precision=None)
     family.export(ExportFolder(tmp_path / "made", tensors, None, lambda done, total: None))
     exported = DiffusionPipeline.from_pretrained(tmp_path / "made")
-    drawn = FamilySubject(family_over(tmp_path / "made")).draw(exported.components[family.part], CAPTIONS[:1], (5,))
-    torch.testing.assert_close(drawn, subject.draw(model, CAPTIONS[:1], (5,)), atol=1e-5, rtol=0)
+    drawn = FamilySubject(family_over(tmp_path / "made")).sample(exported.components[family.part], CAPTIONS[:1], (5,))
+    torch.testing.assert_close(drawn, subject.sample(model, CAPTIONS[:1], (5,)), atol=1e-5, rtol=0)
