@@ -158,9 +158,9 @@ def build(case: Case, folder: Path, directory: Path, closing: ExitStack) -> Simp
     from smalti.cli.arguments import CommandLine
     from smalti.config.core_options import TrainingOptions
     from smalti.plugins.lookup import choose_distributed, find_family
+    from smalti.training.build import build_model, build_optimizer, open_parallel
     from smalti.training.loss import denoising_loss
     from smalti.training.optim.optimizers import matrices
-    from smalti.training.run import build_model, build_optimizer, open_parallel
 
     words = [f"--model_family={case.family}", f"--pretrained_model_name_or_path={folder}", "--init_from_config"]
     words += [f"--output_dir={directory}", f"--train_batch_size={case.batch}", "--mixed_precision=bf16", *case.flags]

@@ -106,8 +106,9 @@ def encoded(words: Sequence[str], pipelines: Path, name: str, folder: Path) -> N
 def _built(words, watch, closing):
     import torch
 
+    import smalti.training.build
     import smalti.training.opening
-    import smalti.training.run
+    import smalti.training.resume
     from smalti.cli.arguments import CommandLine
     from smalti.data.from_options import scan_data
     from smalti.parallel.accelerator import pins_memory
@@ -117,20 +118,20 @@ def _built(words, watch, closing):
 
     FlatRange.of = classmethod(_real_span)
     # Rank 0 is not there to look for these.
-    smalti.training.run.chosen_checkpoint = lambda run, choice: None
+    smalti.training.resume.chosen_checkpoint = lambda run, choice: None
     smalti.training.opening.run_on_main_rank = lambda ranks, scan: ""
     smalti.training.opening.load_data = scan_data
     invocation = CommandLine.parse(list(words))
     config, plugins = invocation.config(), invocation.plugins
     plan = choose_distributed(config, plugins)
-    parallel = smalti.training.run.open_parallel(plan, config)
+    parallel = smalti.training.build.open_parallel(plan, config)
     if plan.name == "deepspeed":
         _trust_other_ranks()
     if config.values()["model_family"] != "toy":
         _load_for_real()
     pins_memory(torch.device(parallel.world.device).type)  # which fake memory would always be
     with watch:
-        return smalti.training.run.build(config, plugins, plan, parallel, FailureDetector(processes=()), closing)
+        return smalti.training.build.build(config, plugins, plan, parallel, FailureDetector(processes=()), closing)
 
 
 def _load_for_real() -> None:
@@ -258,8 +259,9 @@ def _resume(run) -> None:
     from smalti.checkpoint.format.safetensors_layout import StoredTensor
     from smalti.checkpoint.reader import _allocated_state
     from smalti.parallel.state import named_state, shape_of
+    from smalti.training.checkpointing import empty_snapshot, take_snapshot
 
-    saved, blank = run.snapshot(), run.empty()
+    saved, blank = take_snapshot(run), empty_snapshot(run)
     stored = {
         name: StoredTensor(shape=shape_of(tensor), dtype=NAMES[tensor.dtype], chunks=1)
         for name, tensor in named_state(saved.state.optimizer_state).items()

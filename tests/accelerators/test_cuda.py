@@ -38,7 +38,7 @@ WAITS = {
 
 
 every_run = pytest.mark.parametrize("seen", RUNS, indirect=True)
-run_as_rank = pytest.mark.parametrize("seen", ["single", "fsdp2", "hsdp"], indirect=True)
+trained = pytest.mark.parametrize("seen", ["single", "fsdp2", "hsdp"], indirect=True)
 """Runs whose saves copy the live tensors; ZeRO's ranks have exchanged theirs in host memory before."""
 
 
@@ -59,7 +59,7 @@ class TestOrder(Orderly):
     """Of all of them."""
 
 
-@run_as_rank
+@trained
 def test_a_save_pins_what_it_copies_and_no_more_and_keeps_it(seen):
     first, second = seen.phases["save"], seen.phases["save beside a step"]
     assert seen.staged <= sum(first.staging) < 1.1 * seen.staged
@@ -90,7 +90,7 @@ def test_groups_of_ranks_that_share_a_copy_have_no_second_line(seen):
     assert [group["backend"] for group in seen.groups if group.get("group_desc")] == ["nccl"] * (2 + 8)
 
 
-@run_as_rank
+@trained
 def test_copies_of_a_save_do_not_make_the_loop_wait(seen):
     assert seen.waits("save") == {}
 

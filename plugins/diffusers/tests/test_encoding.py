@@ -19,10 +19,10 @@ from smalti.data.loader import Loader
 from smalti.data.prepared import PreparedData
 from smalti.models.family import SampleRequest, native_objective
 from smalti.models.weights import materialise
+from smalti.plugins import find_family
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.training.loss import denoising_loss
-from smalti.training.run import find_family
 from smalti.types import World
 from smalti_diffusers.components import Components
 from smalti_diffusers.flux import Flux

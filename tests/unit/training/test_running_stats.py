@@ -52,7 +52,9 @@ def statistics(act: str, folder: Path) -> tuple[dict[str, list], dict[str, list]
         with eval_mode(run):
             return own, now()
     run.state = RunState(max_steps=2, save_requested=True)
-    run.snapshot = lambda: Snapshot(step=1, state=subject.state(), trainer={"step": 1})
+    run.state.step, run.effective_batch, run.data_changes, run.adapter, run.model_config = 1, 2, None, None, {}
+    run.info, run.plugins = SimpleNamespace(timesteps="uniform"), SimpleNamespace(versions=())
+    run.data = SimpleNamespace(identity=SimpleNamespace(as_json=dict))
     save(run, last=False)
     saved = run.saver.poll(finish=True)
     run.saver.close()

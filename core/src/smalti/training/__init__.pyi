@@ -1,3 +1,10 @@
+from .build import (
+    build as build,
+    build_model as build_model,
+    build_optimizer as build_optimizer,
+    open_parallel as open_parallel,
+    wrap_model as wrap_model,
+)
 from .failures.memory_use import ALLOCATOR_VARIABLES as ALLOCATOR_VARIABLES
 from .failures.out_of_memory import memory_explained as memory_explained
 from .failures.watchdog import LEAVE_SECONDS as LEAVE_SECONDS, Watchdog as Watchdog
@@ -10,14 +17,7 @@ from .optim.optimizers import (
     matrices as matrices,
     parameter_groups as parameter_groups,
 )
+from .resume import check_adapter as check_adapter
 from .resume_checks import check_resumable as check_resumable
-from .run import (
-    build as build,
-    build_model as build_model,
-    build_optimizer as build_optimizer,
-    check_adapter as check_adapter,
-    open_parallel as open_parallel,
-    wrap_model as wrap_model,
-)
 from .trainer import train as train
 from .validation.validation import validation_sizes as validation_sizes

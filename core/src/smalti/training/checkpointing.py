@@ -1,13 +1,13 @@
-"""Checkpoints as the loop sees them: started at a step boundary, reported at a later one, and what a failure means."""
+"""Checkpoints as the loop sees them: what they hold, when they are begun and reported, what a failure means, and rotation."""
 
 from __future__ import annotations
 
 import logging
 
-from smalti.checkpoint import SaveError
-from smalti.config import CheckpointOptions
+from smalti.checkpoint import SaveError, Snapshot
+from smalti.config import CheckpointOptions, RunOptions
 from smalti.hookspecs import HookSpecs
-from smalti.parallel import portable_name
+from smalti.parallel import Communicator, portable_name
 from smalti.plugins import notify_each
 from smalti.training.run import Run
 from smalti.training.validation.running_stats import broadcast_running_stats
@@ -25,7 +25,7 @@ def save(run: Run, *, last: bool) -> None:
     broadcast_running_stats(model, run.parallel)
     buffers = [portable_name(name) for name, _ in model.named_buffers()]
     with run.phases.during("saving"):
-        run.saver.begin(run.snapshot(), changing=buffers, blocking=blocking)
+        run.saver.begin(take_snapshot(run), changing=buffers, blocking=blocking)
         if blocking:
             poll_save(run, finish=True, last=last)
 
@@ -70,3 +70,55 @@ def _with_last_good(run: Run, failure: SaveError) -> str:
         return failure.message
     newest = run.checkpoints.latest()
     return f"{failure.message}; the last good checkpoint is {newest}" if newest else f"{failure.message}; there is no other"
+
+
+def take_snapshot(run: Run) -> Snapshot:
+    """The state as a checkpoint holds it; the tensors are the live ones. *Collective*."""
+    state = run.state
+    return Snapshot(
+        step=state.step,
+        state=run.parallel.state.portable(),
+        ema=run.parallel.state.portable_weights(run.ema.shadows) if run.ema is not None else None,
+        trainer={
+            "step": state.step,
+            "position": state.position,
+            "epoch": state.epoch,
+            "samples": state.samples,
+            "effective_batch": run.effective_batch,
+            "seed": run.config[RunOptions].seed,
+            "timesteps": run.info.timesteps,
+            "data": run.data.identity.as_json(),
+            **({"data_changes": run.data_changes} if run.data_changes else {}),
+            **({"adapter": run.adapter} if run.adapter is not None else {}),
+        },
+        plugins=run.plugins.versions,
+        config_digest=run.config.digest,
+        model_config=run.model_config,
+    )
+
+
+def empty_snapshot(run: Run) -> Snapshot:
+    """The snapshot into which a checkpoint is read, to be loaded afterwards. *Collective*."""
+    return Snapshot(
+        step=0,
+        state=run.parallel.state.empty(),
+        ema=run.parallel.state.empty_weights(run.ema.shadows) if run.ema is not None else None,
+    )
+
+
+def write(run: Run, snapshot: Snapshot, ranks: Communicator) -> Checkpoint:
+    """Write a checkpoint, then remove the oldest ones. *Collective*; in the saver's thread."""
+    root = run.checkpoints.root
+    checkpoint = run.backend.decide(HookSpecs.save_checkpoint, state=snapshot, target=root, parallel=ranks, config=run.config)
+    assert checkpoint is not None, "the core's own answer comes last"
+    if run.world.is_main:
+        rotate(run)
+    return checkpoint
+
+
+def rotate(run: Run) -> None:
+    """Remove the oldest checkpoints beyond the limit. What cannot be removed stays."""
+    try:
+        run.checkpoints.rotate(run.config[CheckpointOptions].checkpoints_total_limit or None)
+    except OSError as error:
+        _log.warning("cannot look through the checkpoints for old ones: %s", error)

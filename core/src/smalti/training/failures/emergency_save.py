@@ -22,6 +22,7 @@ from smalti.hookspecs import HookSpecs
 from smalti.parallel import Communicator, FailureDetector, LostRankError, RankStatuses
 from smalti.plugins import notify_each, summary
 from smalti.system import note_progress
+from smalti.training.checkpointing import take_snapshot, write
 from smalti.training.failures.out_of_memory import OutOfMemory
 from smalti.training.run import Run
 from smalti.types import StopReason
@@ -128,8 +129,8 @@ def save_alone(run: Run, alone: Communicator, *, suspect: bool, aside: bool = Fa
     for entry in reversed(run.checkpoints.all()):
         if entry.step == step and not entry.problem:
             return f"step {step} was saved before: {entry.path}"
-    snapshot = off_device(run) if aside else run.snapshot()
-    checkpoint = run.write(replace(snapshot, flags=(*snapshot.flags, SUSPECT)) if suspect else snapshot, alone)
+    snapshot = off_device(run) if aside else take_snapshot(run)
+    checkpoint = write(run, replace(snapshot, flags=(*snapshot.flags, SUSPECT)) if suspect else snapshot, alone)
     notify_each(run.plugins, HookSpecs.on_checkpoint, run.state, checkpoint=checkpoint)
     return f"saved step {step} from rank {run.world.rank} before leaving: {checkpoint.path}"
 
@@ -139,7 +140,7 @@ def off_device(run: Run) -> Snapshot:
 
     Raises SaveError when it does not answer.
     """
-    snapshot, device = run.snapshot(), torch.device(run.world.device)
+    snapshot, device = take_snapshot(run), torch.device(run.world.device)
     if device.type == "cpu":
         return snapshot
     tensors = snapshot.tensors()

@@ -1,0 +1,188 @@
+"""Everything that the loop needs, assembled in the one right order.
+
+configure -> family -> data -> encode ahead -> model (meta) -> blocks -> wrap -> optimizer -> setup -> load checkpoint -> loader
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from smalti.checkpoint import CheckpointStore, Saver
+from smalti.config import (
+    Config,
+    ModelOptions,
+    OptimizerOptions,
+    RunOptions,
+    TrainingOptions,
+)
+from smalti.data import total_steps
+from smalti.errors import BrokenPlugin, UserError
+from smalti.hookspecs import HookSpecs
+from smalti.models import (
+    Adaptable,
+    ModelFamily,
+    choose_attention,
+    choose_tf32,
+    config_of,
+    ensure_compiled,
+    tf32_choice,
+    use_channels_last,
+    wants_channels_last,
+    without_weights,
+)
+from smalti.parallel import Boundary, FailureDetector, Parallel
+from smalti.plugins import Plugins, create, find_family
+from smalti.rundir import RunDirectory, RunWriter
+from smalti.training.checkpointing import write
+from smalti.training.loss import denoising_loss
+from smalti.training.opening import open_data, run_info
+from smalti.training.optim.ema import build_ema
+from smalti.training.optim.lr_schedule import Cadence
+from smalti.training.optim.optimizers import matrices, parameter_groups
+from smalti.training.resume import resume
+from smalti.training.run import Run
+from smalti.types import (
+    Block,
+    DistributedPlan,
+    RunState,
+)
+
+_log = logging.getLogger(__name__)
+
+
+def open_parallel(plan: DistributedPlan, config: Config) -> Parallel:
+    """This rank's end of the backend; joins the process group."""
+    return cast(Parallel, create(plan, plan.parallel, config))
+
+
+def compare_ranks(parallel: Parallel, config: Config, plugins: Plugins) -> None:
+    """Refuse to train when ranks differ in configuration or plugins: they would hang or train different runs. *Collective*."""
+    mine = f"config {config.digest}; {'; '.join(plugins.versions)}"
+    everyone = parallel.all_gather_text(mine)
+    different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+    if different:
+        other = different[0]
+        raise UserError(
+            f"rank {other} differs from rank 0:\n    rank 0: {everyone[0]}\n    rank {other}: {everyone[other]}",
+            fix="install the same packages and give the same configuration on every machine",
+        )
+
+
+def build(
+    config: Config,
+    plugins: Plugins,
+    plan: DistributedPlan,
+    parallel: Parallel,
+    detector: FailureDetector,
+    closing: ExitStack,
+    writer: RunWriter | None = None,
+) -> Run:
+    """Assemble a run on this rank. *Collective*. What has to be closed in the end is put on `closing`."""
+    compare_ranks(parallel, config, plugins)
+    directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
+    family = find_family(config, plugins)
+    family.to(parallel.world.device)
+    data, encoded = open_data(config, plugins, family, parallel, directory.data, writer)
+    bare, blocks = build_model(config, plugins, family, parallel.world.device)
+    seed = config[RunOptions].seed
+    adapter = family.adapter(seed) if isinstance(family, Adaptable) else None
+    # A sharded model calls itself by another class; and an adapter's tensors are not those of such a model.
+    model_config = config_of(bare) if adapter is None else ""
+    sizes = parameter_counts(bare)
+    decayed = matrices(bare)
+    model = wrap_model(config, plugins, plan, parallel, family, bare, blocks, seed)
+    model, optimizer = parallel.setup(model, build_optimizer(config, plugins, parallel, model, decayed))
+    model.train()
+    loss = denoising_loss(config, family, parallel.world.device, encoded.conditioning([""], parallel.world.device))
+    run = Run(
+        config=config,
+        plugins=plugins,
+        backend=plugins.backend(plan),
+        directory=directory,
+        info=run_info(config, plugins, plan, parallel.world, family, data, loss, writer, **sizes),
+        parallel=parallel,
+        detector=detector,
+        boundary=Boundary(detector.claim, parallel.world.device),
+        family=family,
+        model=model,
+        model_config=model_config,
+        adapter=adapter,
+        blocks=blocks,
+        optimizer=optimizer,
+        ema=build_ema(config, parallel),
+        loss=loss,
+        data=data,
+        encoded=encoded,
+        state=RunState(max_steps=total_steps(config, data)),
+        cadence=Cadence.of(config, data),
+        checkpoints=CheckpointStore(directory.checkpoints, report=_log.warning),
+    )
+    run.saver = Saver(write=partial(write, run), ranks=parallel, side=parallel.background_communicator())
+    closing.callback(run.saver.close)
+    resume(run)
+    run.start_from_here(closing)
+    return run
+
+
+def build_model(config: Config, plugins: Plugins, family: ModelFamily, device: str = "cpu") -> tuple[nn.Module, list[Block]]:
+    """The model without weights (parameters on the meta device, buffers real), to be trained on `device`, and its blocks."""
+    with without_weights():
+        model = family.build_model()
+    if config[ModelOptions].gradient_checkpointing:
+        enable = getattr(model, "enable_gradient_checkpointing", None)
+        if enable is None:
+            raise UserError(f"{family.name} cannot recompute activations", fix="--no_gradient_checkpointing")
+        enable()
+    if wants_channels_last(config[TrainingOptions].channels_last, family, device):
+        use_channels_last(model)
+    choose_attention(model, config[TrainingOptions].sdpa_backend, device)
+    choose_tf32(model, tf32_choice(config, device))
+    return model, plugins.decide(HookSpecs.detect_blocks, model=model, family=family, config=config) or []
+
+
+def parameter_counts(model: nn.Module) -> dict[str, int]:
+    """How many numbers a model has, before it is spread over ranks, and how many of them train: as `RunInfo` calls them."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return {"parameters": sum(size for size, _ in sizes), "trainable": sum(size for size, trains in sizes if trains)}
+
+
+def wrap_model(
+    config: Config,
+    plugins: Plugins,
+    plan: DistributedPlan,
+    parallel: Parallel,
+    family: ModelFamily,
+    model: nn.Module,
+    blocks: list[Block],
+    seed: int,
+) -> nn.Module:
+    """The model with its first weights, spread over the ranks by the chosen backend, compiled if asked for. *Collective*."""
+    weights = family.weights(seed)
+    backend = plugins.backend(plan)
+    wrapped = backend.decide(
+        HookSpecs.wrap_model, model=model, family=family, blocks=blocks, parallel=parallel, weights=weights
+    )
+    if wrapped is None:
+        message = f"{plan.origin} was chosen for the run and its hook 'wrap_model' returned no model"
+        raise BrokenPlugin(message, fix=plan.origin.workaround)
+    ensure_compiled(wrapped, parallel.unwrap, blocks, config, plan.title)
+    return wrapped
+
+
+def build_optimizer(
+    config: Config, plugins: Plugins, parallel: Parallel, model: nn.Module, decayed: Collection[str]
+) -> torch.optim.Optimizer:
+    """The optimizer over the parameters that train, named as the family names them; `decayed` ones get weight decay."""
+    groups = parameter_groups(parallel.unwrap(model), config[OptimizerOptions].adam_weight_decay, decayed)
+    registry = plugins.gather(HookSpecs.register_optimizers)
+    optimizer = plugins.decide(HookSpecs.build_optimizer, model=model, groups=groups, config=config, registry=registry)
+    assert optimizer is not None, "the core's own answer comes last"
+    return optimizer

@@ -1,0 +1,104 @@
+"""Continuing a run from a checkpoint: which one, whether it belongs to the run, and the state that it restores."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+from smalti.checkpoint import find_on_all_ranks
+from smalti.config import (
+    RunOptions,
+)
+from smalti.data import keep
+from smalti.errors import CheckpointError
+from smalti.hookspecs import HookSpecs
+from smalti.parallel import RankError
+from smalti.training.checkpointing import empty_snapshot
+from smalti.training.optim.optimizers import check_step_sizes
+from smalti.training.resume_checks import Resumption, check_resumable, noise_level_notices
+from smalti.training.run import Run
+
+_log = logging.getLogger(__name__)
+
+
+def resume(run: Run) -> None:
+    """Continue from the checkpoint that the options name, if there is one. *Collective*.
+
+    Hyper-parameters are the configuration's, not the checkpoint's: changing one and resuming is how it is changed.
+    """
+    found = chosen_checkpoint(run, run.config[RunOptions].resume_from_checkpoint)
+    if found is not None:
+        restore(run, found)
+    identity = run.data.identity  # on every rank now, rather than in the first save
+    if run.world.is_main:
+        keep(identity, run.data.indexes, run.directory.data)  # for later resumes to compare with
+
+
+def restore(run: Run, found: Path) -> None:
+    """Fill the run from a checkpoint. *Collective*."""
+    snapshot = empty_snapshot(run)
+    loaded = run.backend.decide(HookSpecs.load_checkpoint, source=found, state=snapshot, parallel=run.parallel)
+    assert loaded is not None, "the core's own answer comes last"
+    check_adapter(run.adapter, loaded.trainer, found)
+    check_step_sizes(loaded.optimizer, run.optimizer)
+    resumption = check_resumable(loaded.trainer, run.config, run.data, found)
+    groups = run.optimizer.param_groups
+    configured = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    run.parallel.state.load(snapshot.state)
+    for group, values in zip(groups, configured, strict=True):
+        group.update(values)
+    if run.ema is not None and snapshot.ema is not None and loaded.ema:
+        run.parallel.state.copy_from(snapshot.ema, run.ema.shadows)
+    elif run.ema is not None:
+        run.ema.restart()
+    notices = [*loaded.notices, *resumption.notices, *take_place(run, cast(dict[str, int], loaded.trainer), resumption)]
+    notices += noise_level_notices(loaded.trainer, run.info.timesteps)
+    if run.world.is_main:
+        for notice in notices:
+            _log.warning("%s", notice)
+        _log.warning("resuming from %s at step %d", found, run.state.step)
+
+
+def take_place(run: Run, trainer: Mapping[str, int], resumption: Resumption) -> list[str]:
+    """Stand where the trainer stood that wrote the checkpoint; what the user should know about that.
+
+    Another trainer's place in the data means nothing here, so a converted checkpoint has none. Where the order of samples is a
+    new one, the run begins the next epoch of that: no random number is drawn twice.
+    """
+    state, order = run.state, run.data.order
+    state.step, notices = trainer["step"], []
+    run.data_changes = [*cast(Mapping[str, list[object]], trainer).get("data_changes", [])]
+    if resumption.changes:
+        run.data_changes.append({"step": state.step, "changes": list(resumption.changes)})
+        notices.append(f"the data have changed, and training continues with what is there now: {'; '.join(resumption.changes)}")
+    if "position" in trainer:
+        state.position, state.epoch, state.samples = trainer["position"], trainer["epoch"], trainer["samples"]
+        if resumption.reordered:
+            epoch = order.epoch_of(state.position)
+            state.position = order.epoch_start(epoch + (order.epoch_start(epoch) < state.position))
+        return notices
+    state.position = state.step
+    state.epoch = order.epoch_of(state.position)
+    state.samples = state.step * run.effective_batch
+    if state.step == 0:
+        return notices
+    return [*notices, f"the checkpoint tells no place in the data; as each step takes one batch, {state.step} are left out"]
+
+
+def chosen_checkpoint(run: Run, choice: str) -> Path | None:
+    """The checkpoint that rank 0 finds and all ranks verify, on every rank; its error too. *Collective*."""
+    try:
+        return find_on_all_ranks(run.parallel, run.checkpoints, choice)
+    except RankError as failure:
+        raise CheckpointError(f"cannot resume from {choice!r}: {failure}", fix=failure.fix) from failure
+
+
+def check_adapter(mine: Mapping[str, object] | None, trainer: Mapping[str, object], source: Path) -> None:
+    """Refuse what would make the meaning of an adapter another one without saying so."""
+    if (adapter := trainer.get("adapter")) != mine:
+        raise CheckpointError(
+            f"{source} holds another adapter than this run trains: {adapter} there, {mine} here",
+            fix="give the same --pretrained_model_name_or_path and --lora_alpha, or start a new run in a new --output_dir",
+        )
