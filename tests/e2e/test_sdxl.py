@@ -88,5 +88,5 @@ def test_pictures_are_drawn(resumed):
 
 
 def test_nothing_of_the_libraries_reaches_the_terminal(resumed):
-    ours = re.compile(r"smalti: |  |step |sdxl on |timesteps: |checkpoint of |resuming from |\d+ pictures? of |$")
+    ours = re.compile(r"smalti: |  |step |sdxl on |timesteps: |checkpoint of |resuming from |\d+ images? of |$")
     assert [line for line in resumed.output.splitlines() if not ours.match(line)] == []

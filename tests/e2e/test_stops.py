@@ -53,7 +53,7 @@ def test_a_launch_that_is_pre_empted_while_it_looks_at_the_data_says_so_by_its_c
     with caption.open("w"):  # waits for the thread that reads it; that one then waits for the end of the file
         run.process.send_signal(number)
     code, output = run.wait()
-    assert (code, "the same command begins it" in output) == (6, True), output
+    assert (code, "run the same command to start again" in output) == (6, True), output
 
 
 def test_what_a_library_would_do_at_the_very_end_of_a_process_cannot_make_a_run_a_failed_one(tmp_path, launch):

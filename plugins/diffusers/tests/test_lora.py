@@ -64,7 +64,7 @@ def exported(runs):
 
 def tensors(run, step, *, averaged=False) -> dict[str, torch.Tensor]:
     """Whole tensors of a checkpoint."""
-    trained = TrainedWeights(OwnCheckpoint(run / "checkpoints" / f"step-{step:08d}"), averaged=averaged, precision="fp32")
+    trained = TrainedWeights(OwnCheckpoint(run / "checkpoints" / f"step-{step:08d}"), use_ema=averaged, precision="fp32")
     return {
         name: torch.frombuffer(trained.read(name), dtype=torch.float32).view(stored.shape)
         for name, stored in trained.tensors.items()

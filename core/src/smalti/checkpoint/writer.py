@@ -112,9 +112,10 @@ def _check_free_space(free: int | None, sizes: Mapping[str, int], full_weights: 
 
 def _raise_missing_directory(directory: Path, ranks: Communicator, *, invisible: bool) -> None:
     """Raises RankError on all ranks: the directory was removed, or some rank sees other storage. *Collective*."""
+    removed = run_on_all_ranks(ranks, lambda: "" if directory.is_dir() else "removed")[0]
 
     def check() -> str:
-        if ranks.world.is_main and not directory.is_dir():
+        if removed:  # for the main rank, which made it: the same error on every rank
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{directory}")
         if invisible:
             message = f"{directory} is not visible on this node"
