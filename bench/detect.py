@@ -25,7 +25,7 @@ SECONDS, MEGABYTES = 0.5, 50.0
 CODE = """
 import json, resource, time
 import torch
-import smalti.training.build, smalti.models.weights
+import smalti.training.build_run, smalti.models.weights
 import smalti_fluxsized
 from smalti.cli.arguments import CommandLine
 from smalti_fsdp2.detection import detect

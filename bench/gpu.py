@@ -158,7 +158,7 @@ def build(case: Case, folder: Path, directory: Path, closing: ExitStack) -> Simp
     from smalti.cli.arguments import CommandLine
     from smalti.config.core_options import TrainingOptions
     from smalti.plugins.lookup import choose_distributed, find_family
-    from smalti.training.build import build_model, build_optimizer, open_parallel
+    from smalti.training.build_run import build_model, build_optimizer, open_parallel
     from smalti.training.loss import denoising_loss
     from smalti.training.optim.optimizers import matrices
 

@@ -27,7 +27,7 @@ from smalti.parallel.protocol import Parallel
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import choose_distributed
 from smalti.plugins.schema import schema_of
-from smalti.training.build import build_model, build_optimizer, open_parallel
+from smalti.training.build_run import build_model, build_optimizer, open_parallel
 from smalti.training.optim.ema import Ema
 from smalti.training.optim.optimizers import matrices
 from smalti_testing import two_processes

@@ -22,7 +22,7 @@ from smalti.launch.preflight import Preparation
 from smalti.parallel.failure_detection import FailureDetector
 from smalti.plugins.lookup import choose_distributed
 from smalti.plugins.registry import PluginInfo
-from smalti.training.build import build, open_parallel
+from smalti.training.build_run import build, open_parallel
 from smalti.training.run import Run
 from smalti.training.trainer import loop
 

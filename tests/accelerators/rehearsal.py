@@ -106,7 +106,7 @@ def encoded(words: Sequence[str], pipelines: Path, name: str, folder: Path) -> N
 def _built(words, watch, closing):
     import torch
 
-    import smalti.training.build
+    import smalti.training.build_run
     import smalti.training.opening
     import smalti.training.resume
     from smalti.cli.arguments import CommandLine
@@ -124,14 +124,14 @@ def _built(words, watch, closing):
     invocation = CommandLine.parse(list(words))
     config, plugins = invocation.config(), invocation.plugins
     plan = choose_distributed(config, plugins)
-    parallel = smalti.training.build.open_parallel(plan, config)
+    parallel = smalti.training.build_run.open_parallel(plan, config)
     if plan.name == "deepspeed":
         _trust_other_ranks()
     if config.values()["model_family"] != "toy":
         _load_for_real()
     pins_memory(torch.device(parallel.world.device).type)  # which fake memory would always be
     with watch:
-        return smalti.training.build.build(config, plugins, plan, parallel, FailureDetector(processes=()), closing)
+        return smalti.training.build_run.build(config, plugins, plan, parallel, FailureDetector(processes=()), closing)
 
 
 def _load_for_real() -> None:

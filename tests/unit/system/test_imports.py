@@ -82,7 +82,7 @@ def test_a_launcher_that_checks_a_run_does_not_import_what_trains_it(tmp_path):
         check_run(invocation.draft(), invocation.plugins)
         assert "torch" in sys.modules
         big = {"torch.distributed.checkpoint", "torch.distributed.tensor", "sympy", "pyarrow.compute"}
-        print(*({"smalti.training.build", *big} & set(sys.modules)))
+        print(*({"smalti.training.build_run", *big} & set(sys.modules)))
     """
     ran = subprocess.run([sys.executable, "-c", textwrap.dedent(code), *words], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == []

@@ -1,4 +1,4 @@
-from .build import (
+from .build_run import (
     build as build,
     build_model as build_model,
     build_optimizer as build_optimizer,

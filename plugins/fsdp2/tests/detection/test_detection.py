@@ -10,7 +10,7 @@ import pytest
 from smalti import UserError
 from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import check
-from smalti.training.build import build_model
+from smalti.training.build_run import build_model
 from smalti_fsdp2.checks import problems
 from smalti_fsdp2.detection import Detection, block_cache, detect, detected
 
@@ -50,7 +50,7 @@ def test_a_model_of_the_size_of_flux_is_counted_block_by_block(look):
 def test_twelve_billion_parameters_take_less_than_fifty_megabytes(site):
     code = """
 import resource
-import smalti.training.build, smalti_fluxsized
+import smalti.training.build_run, smalti_fluxsized
 from smalti.cli.arguments import CommandLine
 from smalti_fsdp2.detection import detect
 invocation = CommandLine.parse(["--model_family=fluxsized"])
