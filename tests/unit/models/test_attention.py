@@ -103,7 +103,7 @@ def test_a_kernel_that_cannot_compute_a_model_is_named():
 
 @pytest.mark.parametrize("kernel", ["efficient", "cudnn"])
 def test_a_kernel_that_the_cpu_has_not_is_refused_before_launch(configure, plugins, kernel):
-    with pytest.raises(ConfigError, match=f"there is no attention kernel '{kernel}' for the CPU"):
+    with pytest.raises(ConfigError, match=f"the attention kernel '{kernel}' does not run on the CPU"):
         check(configure("--use_cpu", f"--sdpa_backend={kernel}"), plugins)
     with pytest.raises(PreflightError, match="needs CUDA devices"):
         check_accelerators(configure(f"--sdpa_backend={kernel}"), "cpu")
