@@ -157,6 +157,7 @@ def build(case: Case, folder: Path, directory: Path, closing: ExitStack) -> Simp
 
     from smalti.cli.arguments import CommandLine
     from smalti.config.core_options import TrainingOptions
+    from smalti.hookspecs import HookSpecs
     from smalti.plugins.lookup import choose_distributed, find_family
     from smalti.training.build_run import build_model, build_optimizer, open_parallel
     from smalti.training.loss import denoising_loss
@@ -175,7 +176,9 @@ def build(case: Case, folder: Path, directory: Path, closing: ExitStack) -> Simp
     count = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     decayed, weights = matrices(model), SomeWeights(model)
-    model = plugins.backend(plan).wrap_model(model=model, family=family, blocks=blocks, parallel=parallel, weights=weights)
+    model = plugins.backend(plan).decide(
+        HookSpecs.wrap_model, model=model, family=family, blocks=blocks, parallel=parallel, weights=weights
+    )
     model, optimizer = parallel.setup(model, build_optimizer(config, plugins, parallel, model, decayed))
     model.train()
     shapes = family.example_conditioning(case.edge, case.edge)

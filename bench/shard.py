@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from smalti.config.resolution import resolve
+from smalti.hookspecs import HookSpecs
 from smalti.parallel.protocol import Parallel
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import choose_distributed
@@ -98,7 +99,9 @@ class Subject:
         bare, blocks = build_model(config, plugins, self.family)
         self.backend = plugins.backend(plan)
         decayed, weights = matrices(bare), self.family.weights(0)
-        model = self.backend.wrap_model(model=bare, family=self.family, blocks=blocks, parallel=self.parallel, weights=weights)
+        model = self.backend.decide(
+            HookSpecs.wrap_model, model=bare, family=self.family, blocks=blocks, parallel=self.parallel, weights=weights
+        )
         assert model is not None
         optimizer = build_optimizer(config, plugins, self.parallel, model, decayed)
         self.model, self.optimizer = self.parallel.setup(model, optimizer)
@@ -187,13 +190,15 @@ def checkpoint_times(stage: int, folder: Path) -> dict[str, tuple[list[float], l
     def save_ours(place: Path) -> None:
         state = found.parallel.state.portable()
         snapshot = Snapshot(step=1, state=state, trainer={"step": 1})
-        found.backend.save_checkpoint(state=snapshot, target=place, parallel=found.parallel, config=found.config)
+        found.backend.decide(
+            HookSpecs.save_checkpoint, state=snapshot, target=place, parallel=found.parallel, config=found.config
+        )
 
     def load_ours(place: Path) -> None:
         state = found.parallel.state.empty()
         snapshot = Snapshot(step=1, state=state, trainer={"step": 1})
         path = find_on_all_ranks(found.parallel, CheckpointStore(place), "latest")  # reads and checks all of it
-        found.backend.load_checkpoint(source=path, state=snapshot, parallel=found.parallel)
+        found.backend.decide(HookSpecs.load_checkpoint, source=path, state=snapshot, parallel=found.parallel)
         found.parallel.state.load(snapshot.state)
 
     def save_theirs(place: Path) -> None:
@@ -227,7 +232,7 @@ def save_waits(folder: Path) -> tuple[list[float], list[float]]:
     found.step()
 
     def write(state: Snapshot, ranks: object) -> object:
-        return found.backend.save_checkpoint(state=state, target=folder, parallel=ranks, config=found.config)
+        return found.backend.decide(HookSpecs.save_checkpoint, state=state, target=folder, parallel=ranks, config=found.config)
 
     saver = Saver(write=write, ranks=found.parallel, side=found.parallel.background_communicator())  # type: ignore[arg-type]
     times: dict[bool, list[float]] = {True: [], False: []}

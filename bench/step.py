@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from run import Result, paired
 
-from smalti import RunState, StepResult, hookimpl
+from smalti import HookSpecs, RunState, StepResult, hookimpl
 from smalti.cli.arguments import CommandLine
 from smalti.launch.preflight import Preparation
 from smalti.parallel.failure_detection import FailureDetector
@@ -61,9 +61,9 @@ def alternated(run: Run, step) -> tuple[list[float], list[float]]:
     """Train to the end; seconds per step of the run, and of `step` in turn with it. The first round does not count."""
     alternation = Alternation(step)
     run.plugins.register(PluginInfo(name="alternation", distribution="bench", version="0"), alternation)
-    run.hook.on_train_start(state=run.state, info=run.info)
+    run.plugins.notify(HookSpecs.on_train_start, state=run.state, info=run.info)
     loop(run)
-    run.hook.on_train_end(state=run.state, outcome=None)
+    run.plugins.notify(HookSpecs.on_train_end, state=run.state, outcome=None)
     return alternation.ours[1:], alternation.peer[1:]
 
 
