@@ -69,7 +69,7 @@ class StorageEntry(Registered):
     """A storage of datasets, such as local folders. `name` is the value of the key `type` of a dataset.
 
     `factory` is "module:callable". The callable takes the `DatasetSpec` and returns a `smalti.data.Storage`. `keys` are the
-    keys that a dataset of this type may have besides the common ones. Their values are in the `storage_options` of the spec.
+    keys of its own that a dataset of this type may have. Their values are in the `storage_options` of the spec.
     """
 
     kind = "the storage"
@@ -94,7 +94,7 @@ class OptimizerEntry(Registered):
     """An optimizer for `--optimizer`.
 
     `factory` is "module:callable", called as `factory(named_parameters, lr=..., **settings)`. `accepts` names the settings that
-    it takes besides `lr`: some of `betas`, `eps` and `weight_decay`.
+    it takes in addition to `lr`: some of `betas`, `eps` and `weight_decay`.
 
     `shards` says whether the optimizer works on sharded parameters (DTensors), `flat` whether it works on flat slices of
     parameters, as an elementwise optimizer does. An optimizer that does not work with the chosen strategy is refused before

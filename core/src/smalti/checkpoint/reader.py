@@ -39,7 +39,7 @@ from smalti.parallel import (
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """The contents of a checkpoint besides its tensors.
+    """The contents of a checkpoint except its tensors.
 
     `trainer` is the trainer's state, `optimizer` the class of the saved optimizer. `optimizer_state` and `ema`: whether those
     were loaded; if not, `notices` says why, for the user.

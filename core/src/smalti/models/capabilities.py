@@ -1,4 +1,4 @@
-"""What a family may be able to do besides: a subclass of `ModelFamily` that has the methods of one of these protocols can.
+"""Optional abilities of a family. A subclass of `ModelFamily` has one if it has the methods of its protocol.
 
 Shapes: B batch, C latent channels, H, W pixels, h, w latent size.
 """

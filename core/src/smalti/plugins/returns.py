@@ -13,7 +13,7 @@ from smalti.types import Origin
 
 @dataclass(frozen=True)
 class Answer:
-    """What a hook may return besides None: an object of the class `kind`, or with `several` a list of such objects."""
+    """What a hook may return other than None: an object of the class `kind`, or with `several` a list of such objects."""
 
     kind: str
     """"module:class", imported when there is something to check."""

@@ -51,7 +51,7 @@ _CROP_ALONE: Mapping[str, object] = {"crop_style": "random", "crop_aspect": "squ
 """What `crop: true` alone means in SimpleTuner."""
 
 CAPTION_STRATEGIES = ("textfile", "filename", "instanceprompt")
-"""Where captions may come from besides a metadata table."""
+"""Sources of captions other than a metadata table."""
 
 # Outside of these limits a resolution is surely in the wrong unit.
 _MAX_MEGAPIXELS = 64

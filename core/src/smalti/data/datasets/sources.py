@@ -44,7 +44,7 @@ class Listed:
 
 @runtime_checkable
 class ReportsSkipped(Protocol):
-    """What a source has besides `list` if it skips files that may have been meant as samples."""
+    """What a source has in addition to `list` if it skips files that may have been meant as samples."""
 
     @property
     def skipped_files(self) -> Mapping[str, int]:

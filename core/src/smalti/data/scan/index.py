@@ -231,7 +231,7 @@ def _chosen(spec: DatasetSpec, listed: Iterable[Listed]) -> list[Listed]:
 
 
 def _recipe(spec: DatasetSpec) -> bytes:
-    """Everything besides the files that determines an index. An index of another recipe is not reused."""
+    """Everything that determines an index, except the files. An index of another recipe is not reused."""
     fields = {
         "metadata_backend", "json_table", "metadata_options", "caption_strategy",
         "disable_multiline_split", "instance_prompt", "prepend_instance_prompt", "only_instance_prompt", "max_num_samples",

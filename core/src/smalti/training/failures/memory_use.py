@@ -53,7 +53,7 @@ class MemoryUse:
 
     @property
     def rest(self) -> int | None:
-        """What is there besides: activations, above all."""
+        """The rest: mostly activations."""
         return None if self.allocated is None else max(0, self.allocated - self.state)
 
 
