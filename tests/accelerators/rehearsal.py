@@ -138,7 +138,7 @@ def _load_for_real() -> None:
     """Parts of pipelines are read from files that no fake tensor could read; they are fake once they go to the device."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    from smalti_diffusers.components import Components
+    from smalti_diffusers.sources.components import Components
 
     own = Components.load
 

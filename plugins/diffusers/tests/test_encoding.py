@@ -24,9 +24,9 @@ from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.training.loss import denoising_loss
 from smalti.types import World
-from smalti_diffusers.components import Components
-from smalti_diffusers.flux import Flux
+from smalti_diffusers.families.flux import Flux
 from smalti_diffusers.options import DiffusersOptions
+from smalti_diffusers.sources.components import Components
 
 FAMILIES = ("flux", "flux2", "sdxl", "sana", "qwen_image")
 PROMPTS = ("a red fox", "colour 1")

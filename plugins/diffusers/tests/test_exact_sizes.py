@@ -10,20 +10,20 @@ import pytest
 import torch
 from published import FLUX_DEV, SDXL
 
-from smalti_diffusers.adapter import Lora
-from smalti_diffusers.auraflow import AuraFlow
-from smalti_diffusers.components import Components
-from smalti_diffusers.flux import Flux
-from smalti_diffusers.flux2 import Flux2
-from smalti_diffusers.lumina2 import Lumina2
+from smalti_diffusers.families.auraflow import AuraFlow
+from smalti_diffusers.families.flux import Flux
+from smalti_diffusers.families.flux2 import Flux2
+from smalti_diffusers.families.lumina2 import Lumina2
+from smalti_diffusers.families.pixart import PixArt
+from smalti_diffusers.families.qwen_image import QwenImage
+from smalti_diffusers.families.sana import Sana
+from smalti_diffusers.families.sd3 import StableDiffusion3
+from smalti_diffusers.families.sdxl import Sdxl
+from smalti_diffusers.families.z_image import ZImage
+from smalti_diffusers.lora.adapter import Lora
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import parameter_count
-from smalti_diffusers.pixart import PixArt
-from smalti_diffusers.qwen_image import QwenImage
-from smalti_diffusers.sana import Sana
-from smalti_diffusers.sd3 import StableDiffusion3
-from smalti_diffusers.sdxl import Sdxl
-from smalti_diffusers.z_image import ZImage
+from smalti_diffusers.sources.components import Components
 
 SD3 = {
     "sample_size": 128,

@@ -27,7 +27,7 @@ from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
 from smalti.rundir.png import image_settings
 from smalti.training.loss import denoising_loss
-from smalti_diffusers.components import Components
+from smalti_diffusers.sources.components import Components
 from smalti_testing.family_subject import CAPTIONS, SIZE, FamilySubject
 from smalti_testing.strategies import SingleRank
 

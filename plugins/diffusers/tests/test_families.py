@@ -21,13 +21,13 @@ from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
 from smalti.training.loss import denoising_loss
-from smalti_diffusers.components import Components
-from smalti_diffusers.flux import pack, unpack
-from smalti_diffusers.flux2 import Flux2
-from smalti_diffusers.lumina2 import Lumina2
+from smalti_diffusers.families.flux import pack, unpack
+from smalti_diffusers.families.flux2 import Flux2
+from smalti_diffusers.families.lumina2 import Lumina2
+from smalti_diffusers.families.sana import Sana
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily
-from smalti_diffusers.sana import Sana
+from smalti_diffusers.sources.components import Components
 from smalti_testing.pytest import FamilyContract
 
 MAKERS = {

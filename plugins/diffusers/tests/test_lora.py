@@ -21,8 +21,8 @@ from smalti.models.weights import materialise, without_weights
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
-from smalti_diffusers.adapter import adapter_shapes
-from smalti_diffusers.components import Components
+from smalti_diffusers.lora.adapter import adapter_shapes
+from smalti_diffusers.sources.components import Components
 from smalti_testing import check_family
 from smalti_testing.family_subject import CAPTIONS, FamilySubject
 

@@ -20,7 +20,7 @@ from smalti.models.weights import materialise, without_weights
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import check_sharding, choose_distributed, find_family
 from smalti.plugins.schema import check, schema_of
-from smalti_diffusers.quantisation import QuantisedLinear, check_device
+from smalti_diffusers.lora.quantisation import QuantisedLinear, check_device
 from smalti_testing.family_subject import CAPTIONS, FamilySubject
 
 pytest.importorskip("torchao")  # optional, and noisy on a CPU wherever diffusers is imported: only where it is installed

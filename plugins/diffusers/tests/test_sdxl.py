@@ -19,9 +19,9 @@ from smalti.models.size_conditioning import SizeConditioning
 from smalti.models.weights import materialise
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
-from smalti_diffusers.components import Components
+from smalti_diffusers.families.sdxl import Sdxl, family
 from smalti_diffusers.options import DiffusersOptions
-from smalti_diffusers.sdxl import Sdxl, family
+from smalti_diffusers.sources.components import Components
 from smalti_testing.pytest import FamilyContract
 
 

@@ -24,11 +24,11 @@ from smalti.diffusion import BetaSchedule, Conditioning, Prediction
 from smalti.models import Encoding, FolderWeights, ModelFamily, SampleRequest, SeededWeights, Weights, without_weights
 from smalti.parallel import in_bf16
 from smalti.system import importing
-from smalti_diffusers.adapter import AdaptedWeights, Lora, adapter_shapes, attach, export_adapter
-from smalti_diffusers.components import INDEX, Components, class_of, locate
 from smalti_diffusers.flowshift import scheduler_shift
+from smalti_diffusers.lora.adapter import AdaptedWeights, Lora, adapter_shapes, attach, export_adapter
+from smalti_diffusers.lora.quantisation import check_device, quantise
 from smalti_diffusers.options import DiffusersOptions, LoraOptions, Precision
-from smalti_diffusers.quantisation import check_device, quantise
+from smalti_diffusers.sources.components import INDEX, Components, class_of, locate
 
 if TYPE_CHECKING:
     from smalti.checkpoint import ExportFolder

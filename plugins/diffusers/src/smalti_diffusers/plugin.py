@@ -7,7 +7,7 @@ from smalti_diffusers.options import GROUPS
 
 
 def _entry(name: str, title: str) -> FamilyEntry:
-    return FamilyEntry(name=name, title=title, factory=f"smalti_diffusers.{name}:family", downloads=True)
+    return FamilyEntry(name=name, title=title, factory=f"smalti_diffusers.families.{name}:family", downloads=True)
 
 
 FAMILIES = (

@@ -16,10 +16,10 @@ from smalti.config import ObjectiveOptions
 from smalti.diffusion import Conditioning
 from smalti.models import SizeConditioning
 from smalti.parallel import to_device
-from smalti_diffusers.components import Components
-from smalti_diffusers.noiseschedule import check_noise_schedule
+from smalti_diffusers.families.noiseschedule import check_noise_schedule
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily, create
+from smalti_diffusers.sources.components import Components
 
 FLAVOURS = {"base-1.0": "stabilityai/stable-diffusion-xl-base-1.0"}
 

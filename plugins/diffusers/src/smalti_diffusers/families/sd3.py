@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from smalti import Config, UserError
 from smalti.diffusion import Conditioning
 from smalti.models import Attention, ContextPlan, FolderWeights, Join, SampleRequest, SeededWeights, Split
-from smalti_diffusers.components import Components
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily, create
+from smalti_diffusers.sources.components import Components
 
 FLAVOURS = {
     "medium": "stabilityai/stable-diffusion-3-medium-diffusers",

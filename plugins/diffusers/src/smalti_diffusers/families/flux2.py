@@ -20,9 +20,9 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 from smalti import Config, UserError
 from smalti.diffusion import Conditioning
 from smalti.models import Attention, ContextPlan, Join, SampleRequest, Split
-from smalti_diffusers.components import Components
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily, create
+from smalti_diffusers.sources.components import Components
 
 FLAVOURS = {
     "klein-base-4b": "black-forest-labs/FLUX.2-klein-base-4B",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from smalti import Config
 from smalti.diffusion import Conditioning
 from smalti.models import SampleRequest
-from smalti_diffusers.gemma import encode_instructed
+from smalti_diffusers.families.gemma import encode_instructed
 from smalti_diffusers.pipeline import PipelineFamily, create
 
 FLAVOURS = {"2.0": "Alpha-VLLM/Lumina-Image-2.0"}

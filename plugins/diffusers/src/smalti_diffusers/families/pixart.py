@@ -15,10 +15,10 @@ from smalti import Config
 from smalti.diffusion import Conditioning
 from smalti.models import Attention, ContextPlan, Join, SampleRequest, Split
 from smalti.parallel import to_device
-from smalti_diffusers.components import Components
-from smalti_diffusers.noiseschedule import check_noise_schedule
+from smalti_diffusers.families.noiseschedule import check_noise_schedule
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily, create
+from smalti_diffusers.sources.components import Components
 
 FLAVOURS = {
     "sigma-1024": "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS",

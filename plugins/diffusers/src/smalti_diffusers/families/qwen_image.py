@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from smalti import Config
 from smalti.diffusion import Conditioning
 from smalti.models import Attention, ContextPlan, Join, SampleRequest, Split
-from smalti_diffusers.flux import pack, unpack
+from smalti_diffusers.families.flux import pack, unpack
 from smalti_diffusers.pipeline import PipelineFamily, create
 
 FLAVOURS = {"image": "Qwen/Qwen-Image"}

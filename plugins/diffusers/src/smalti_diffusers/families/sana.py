@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from smalti import Config
 from smalti.diffusion import Conditioning
 from smalti.models import SampleRequest
-from smalti_diffusers.components import class_of
-from smalti_diffusers.gemma import encode_instructed
+from smalti_diffusers.families.gemma import encode_instructed
 from smalti_diffusers.pipeline import PipelineFamily, create
+from smalti_diffusers.sources.components import class_of
 
 FLAVOURS = {
     "1600m-1024": "Efficient-Large-Model/Sana_1600M_1024px_diffusers",

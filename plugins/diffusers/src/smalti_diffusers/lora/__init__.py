@@ -1,0 +1,1 @@
+"""Adapters, and the quantised base beneath them."""

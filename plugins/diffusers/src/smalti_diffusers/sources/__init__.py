@@ -1,0 +1,1 @@
+"""Where a pipeline's parts come from."""
