@@ -10,7 +10,7 @@ from blake3 import blake3
 
 from smalti.checkpoint.format.manifest import FileRecord, Manifest, read_manifest
 from smalti.checkpoint.format.safetensors_layout import Chunk, encode_header
-from smalti.checkpoint.format.statefile import State
+from smalti.checkpoint.format.state_file import State
 from smalti.checkpoint.format.store import CheckpointStore
 
 PIECE = Chunk(dtype="F32", shape=(4,), offsets=(0,))

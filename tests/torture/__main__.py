@@ -23,7 +23,7 @@ from pathlib import Path
 from .damage import damaged, rotated
 from .hostile import hostile
 from .plugging import plugged
-from .powercut import power_cut
+from .power_cut import power_cut
 from .resharding import resharded
 from .runs import resumed, resumed_once, stopped, stopped_once
 from .saves import crashed, killed, refused

@@ -21,10 +21,10 @@ from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.lookup import check_strategy, choose_distributed
 from smalti.plugins.registry import PluginInfo
 from smalti.plugins.schema import schema_of
-from smalti_deepspeed import checks, offloadfolder
+from smalti_deepspeed import checks, offload_folder
 from smalti_deepspeed.accelerate_import import KEYS
 from smalti_deepspeed.config import resolved
-from smalti_deepspeed.offloadfolder import LOCK, Claim, Leftovers, claim_together, swap_bytes
+from smalti_deepspeed.offload_folder import LOCK, Claim, Leftovers, claim_together, swap_bytes
 
 PLUGINS = load_plugins(Selection(only=("deepspeed", "fsdp2", "toy")))
 SCHEMA = schema_of(PLUGINS)
@@ -52,19 +52,19 @@ def swapping(folder: object = None) -> dict:
 
 
 def test_what_an_earlier_run_left_counts_as_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(offloadfolder, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(offload_folder, "free_bytes", lambda folder: 1000)
     (tmp_path / "zero_stage_3").mkdir()
     (tmp_path / "zero_stage_3" / "swapped").write_bytes(bytes(5000))
     model = torch.nn.Linear(30, 40, device="meta")  # 1,240 parameters of four bytes
-    offloadfolder.check_room(configure(swapping(tmp_path)), model)
+    offload_folder.check_room(configure(swapping(tmp_path)), model)
     (tmp_path / "zero_stage_3" / "swapped").unlink()
     with pytest.raises(PreflightError, match="are free"):
-        offloadfolder.check_room(configure(swapping(tmp_path)), model)
+        offload_folder.check_room(configure(swapping(tmp_path)), model)
 
 
 def test_room_for_what_is_swapped_is_looked_for_before_the_launch(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "find_library", lambda name: name)  # machines differ in that
-    monkeypatch.setattr(offloadfolder, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(offload_folder, "free_bytes", lambda folder: 1000)
     run = ("--model_family=toy", "--max_train_steps=1", "--use_cpu")
     asked = configure(swapping(tmp_path), *run, f"--instance_data_dir={tmp_path}/images", f"--output_dir={tmp_path}/run")
     with pytest.raises(PreflightError, match=r"the ranks of this machine will swap about .* into .*, where 1000 B are free"):
@@ -194,10 +194,10 @@ def test_swapping_to_a_drive_needs_libaio(tmp_path):
 
 
 def test_what_is_asked_before_a_run_imports_neither_torch_nor_deepspeed():
-    modules = ("plugin", "checks", "config", "accelerate_export", "commands", "report", "templates", "builder", "offloadfolder")
+    names = ("plugin", "checks", "config", "accelerate_export", "commands", "report", "templates", "builder", "offload_folder")
     code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(f'smalti_deepspeed.{name}')\n"
     code += "print(*({'torch', 'deepspeed', 'accelerate'} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == ""
 
 
@@ -241,7 +241,7 @@ def test_a_folder_belongs_to_one_run_at_a_time(drive):
 
 def test_a_process_that_dies_gives_its_folder_back(drive):
     code = (
-        "import os, sys\nfrom pathlib import Path\nfrom smalti_deepspeed.offloadfolder import Claim\n"
+        "import os, sys\nfrom pathlib import Path\nfrom smalti_deepspeed.offload_folder import Claim\n"
         "claim = Claim.of([Path(sys.argv[1])])\nos._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(drive)], timeout=60).returncode == 9

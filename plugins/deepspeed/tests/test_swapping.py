@@ -86,7 +86,7 @@ def test_what_lies_in_a_folder_is_trained_as_by_one_process(tmp_path, offloaded)
 
 def train_without_its_folder(folder: Path) -> str:
     """What a step says after the folder was removed by somebody."""
-    from smalti_deepspeed.swapfiles import SwapError
+    from smalti_deepspeed.swap_files import SwapError
     from smalti_testing.strategy_subject import open_family
 
     subject = open_family("deepspeed", (swapping(("param", "optimizer"), folder),), 2, TinyFamily(width=WIDTH))

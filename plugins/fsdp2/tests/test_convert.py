@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from smalti import CheckpointError
 from smalti.checkpoint.conversion.convert import convert
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
-from smalti.checkpoint.format.statefile import read_state
+from smalti.checkpoint.format.state_file import read_state
 from smalti.checkpoint.format.verification import verify
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from smalti.checkpoint.format.full_weights import write_weights
 from smalti.checkpoint.format.manifest import read_manifest
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
-from smalti.checkpoint.format.statefile import read_state
+from smalti.checkpoint.format.state_file import read_state
 from smalti.checkpoint.format.verification import verify
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot

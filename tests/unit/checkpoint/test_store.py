@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from smalti.checkpoint.format.manifest import SUSPECT
 from smalti.checkpoint.format.safetensors_layout import Chunk, encode_header, read_header, stored_tensors
-from smalti.checkpoint.format.statefile import State
+from smalti.checkpoint.format.state_file import State
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
 from smalti.errors import CheckpointError

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from smalti.checkpoint.format.manifest import FileRecord, Manifest
 from smalti.checkpoint.format.safetensors_layout import Chunk, encode_header
-from smalti.checkpoint.format.statefile import State
+from smalti.checkpoint.format.state_file import State
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.cli.checkpoint import checkpoint
 

@@ -37,7 +37,7 @@ from .format.safetensors_layout import (
     read_layout as read_layout,
     stored_tensors as stored_tensors,
 )
-from .format.statefile import read_state as read_state
+from .format.state_file import read_state as read_state
 from .format.store import CheckpointStore as CheckpointStore, Entry as Entry
 from .format.verification import Verification as Verification, quick_check as quick_check, verify as verify
 from .planning import (

@@ -20,7 +20,7 @@ from smalti.checkpoint.format.content_validation import STATEFUL_OPTIMIZERS
 from smalti.checkpoint.format.manifest import GROUPS, STATE, Manifest, read_manifest
 from smalti.checkpoint.format.safetensors_layout import StoredTensor, stored_tensors
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
-from smalti.checkpoint.format.statefile import read_state
+from smalti.checkpoint.format.state_file import read_state
 from smalti.checkpoint.format.verification import verify
 from smalti.checkpoint.planning import memory
 from smalti.checkpoint.snapshot import Snapshot

@@ -24,7 +24,7 @@ from smalti.checkpoint.format.digests import write_with_digest
 from smalti.checkpoint.format.full_weights import write_copy
 from smalti.checkpoint.format.manifest import GROUPS, STATE, FileRecord, Manifest
 from smalti.checkpoint.format.safetensors_layout import encode_header, split
-from smalti.checkpoint.format.statefile import State
+from smalti.checkpoint.format.state_file import State
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.planning import Chunks, memory, plan_on_all_ranks
 from smalti.checkpoint.snapshot import Snapshot

@@ -19,7 +19,7 @@ from smalti.models import Weights, compile_blocks, materialise
 from smalti.parallel import ProcessGroupParallel
 from smalti_deepspeed.compiling import compiled_in_turn
 from smalti_deepspeed.config import resolved, sized
-from smalti_deepspeed.offloadfolder import Claim, claim_together
+from smalti_deepspeed.offload_folder import Claim, claim_together
 from smalti_deepspeed.optimizers import needs_accelerator
 from smalti_deepspeed.parsing import is_open, section
 from smalti_deepspeed.startup import start_deepspeed, stop_deepspeed
@@ -46,7 +46,7 @@ class DeepSpeedParallel(ProcessGroupParallel):
     def wrap(self, model: nn.Module, blocks: Sequence[Block], weights: Weights) -> nn.Module:
         """The model with weights; under ZeRO 3, this rank's part of them. *Collective*."""
         from smalti_deepspeed.partition import partition
-        from smalti_deepspeed.swapfiles import failures_explained
+        from smalti_deepspeed.swap_files import failures_explained
 
         sizes = [parameter.numel() for parameter in model.parameters()]
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -72,7 +72,7 @@ class DeepSpeedParallel(ProcessGroupParallel):
         import deepspeed
 
         from smalti_deepspeed.portable import ZeroState
-        from smalti_deepspeed.swapfiles import failures_explained
+        from smalti_deepspeed.swap_files import failures_explained
         from smalti_deepspeed.zero import (
             correct_bias_exactly,
             decay_as_the_core_does,

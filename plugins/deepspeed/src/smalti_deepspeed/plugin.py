@@ -57,7 +57,7 @@ class DeepSpeed:
 
     @hookimpl
     def register_caches(self) -> list[CacheEntry]:
-        title, factory = "what DeepSpeed left on the drive", "smalti_deepspeed.offloadfolder:of_config"
+        title, factory = "what DeepSpeed left on the drive", "smalti_deepspeed.offload_folder:of_config"
         return [CacheEntry(name="deepspeed-offload", title=title, factory=factory, configured=True)]
 
     @hookimpl
@@ -76,7 +76,7 @@ class DeepSpeed:
             settings=document,
             shards=True,
             flattens_parameters=True,
-            check_model="smalti_deepspeed.offloadfolder:check_room" if offload_folders(document) else "",
+            check_model="smalti_deepspeed.offload_folder:check_room" if offload_folders(document) else "",
         )
 
     @hookimpl

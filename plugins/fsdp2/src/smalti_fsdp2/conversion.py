@@ -20,7 +20,7 @@ from torch import Tensor
 
 from smalti import CheckpointError
 from smalti_fsdp2.dcp_metadata import Chunk, Key, SavedTensor, Span, read_metadata
-from smalti_fsdp2.statedict import StateDicts, Value
+from smalti_fsdp2.state_dict import StateDicts, Value
 
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 

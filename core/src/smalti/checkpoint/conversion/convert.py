@@ -22,7 +22,7 @@ from smalti.checkpoint.format.digests import matches, write_with_digest
 from smalti.checkpoint.format.full_weights import write_weights
 from smalti.checkpoint.format.manifest import GROUPS, MANIFEST, STATE, FileRecord, Manifest
 from smalti.checkpoint.format.safetensors_layout import Chunk, StoredTensor, encode_header, split
-from smalti.checkpoint.format.statefile import State
+from smalti.checkpoint.format.state_file import State
 from smalti.checkpoint.format.verification import named_step, verify
 from smalti.errors import CheckpointError, ExitCode, UserError
 from smalti.system import Block, files

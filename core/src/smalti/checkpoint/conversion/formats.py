@@ -14,7 +14,7 @@ from typing import Protocol, Self
 from smalti.checkpoint.format.manifest import GROUPS, STATE, Manifest, read_manifest
 from smalti.checkpoint.format.safetensors_layout import StoredTensor
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
-from smalti.checkpoint.format.statefile import read_state
+from smalti.checkpoint.format.state_file import read_state
 from smalti.checkpoint.format.verification import verify
 from smalti.config import package_of_checkpoint
 from smalti.errors import CheckpointError

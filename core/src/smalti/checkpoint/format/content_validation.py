@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from smalti.checkpoint.format.manifest import GROUPS, STATE, Manifest
 from smalti.checkpoint.format.safetensors_layout import Chunk, StoredTensor, read_layout, stored_tensors
-from smalti.checkpoint.format.statefile import State, read_state
+from smalti.checkpoint.format.state_file import State, read_state
 from smalti.errors import CheckpointError
 
 _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}

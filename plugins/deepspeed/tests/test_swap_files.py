@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from smalti import ExitCode
-from smalti_deepspeed.swapfiles import SwapError, careful
+from smalti_deepspeed.swap_files import SwapError, careful
 
 BUFFER = torch.zeros(3 * 4096, dtype=torch.uint8)
 
