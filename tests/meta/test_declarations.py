@@ -177,6 +177,11 @@ def test_all_packages_have_one_version_and_their_official_names(root):
     }
 
 
+def test_type_checkers_read_the_annotations_of_all_packages(root):
+    packages = [path.parent for path in root.glob("plugins/*/src/smalti_*/__init__.py")] + [root / "core" / "src" / "smalti"]
+    assert [str(package.relative_to(root)) for package in packages if not (package / "py.typed").exists()] == []
+
+
 @pytest.mark.parametrize("package", [each for each in PLUGINS.values() if not each.planned], ids=lambda each: each.plugin)
 def test_the_table_of_packages_says_what_each_of_them_adds(package):
     subject = PluginSubject(package.plugin)
