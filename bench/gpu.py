@@ -156,7 +156,7 @@ def build(case: Case, folder: Path, directory: Path, closing: ExitStack) -> Simp
     import torch
 
     from smalti.cli.arguments import CommandLine
-    from smalti.config.core_options import TrainingOptions
+    from smalti.config import TrainingOptions
     from smalti.hookspecs import HookSpecs
     from smalti.plugins.lookup import choose_distributed, find_family
     from smalti.training.build_run import build_model, build_optimizer, open_parallel

@@ -3,7 +3,7 @@
 import pytest
 
 from smalti.cli.arguments import CommandLine, pop_flag
-from smalti.config.core_options import DataOptions, RunOptions
+from smalti.config import DataOptions, RunOptions
 from smalti.errors import UserError
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from smalti.config.core_options import CheckpointOptions, DataOptions, OptimizerOptions, RunOptions, TrainingOptions
+from smalti.config import CheckpointOptions, DataOptions, OptimizerOptions, RunOptions, TrainingOptions
 from smalti.config.options import OptionGroup, Options, Schema, option
 from smalti.config.resolution import resolve, restore
 from smalti.config.toml import as_toml

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from smalti.config.core_options import TrainingOptions
+from smalti.config import TrainingOptions
 from smalti.config.toml import as_toml
 from smalti.errors import UserError
 from smalti.launch.plan import plan_launch

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from smalti import RunState
-from smalti.config.core_options import OptimizerOptions
+from smalti.config import OptimizerOptions
 from smalti.training.optim.lr_schedule import Cadence, build_scheduler, learning_rate
 
 SHAPES = ["constant", "constant_with_warmup", "linear", "cosine", "polynomial", "warmup_stable_decay"]

@@ -1,26 +1,29 @@
 from . import accelerate_yaml as accelerate_yaml
 from .accelerate_yaml import is_accelerate as is_accelerate
 from .config import AUTOMATIC as AUTOMATIC, PER_MACHINE as PER_MACHINE, Config as Config
-from .core_options import (
-    GROUPS as GROUPS,
+from .core_options import GROUPS as GROUPS
+from .core_options.data import DataOptions as DataOptions
+from .core_options.launch import (
     ONLY_ON_CUDA as ONLY_ON_CUDA,
-    CheckpointOptions as CheckpointOptions,
-    DataOptions as DataOptions,
     LaunchOptions as LaunchOptions,
-    ModelOptions as ModelOptions,
-    ObjectiveOptions as ObjectiveOptions,
-    OptimizerOptions as OptimizerOptions,
+    cuda_graph_problem as cuda_graph_problem,
+    launch_problems as launch_problems,
+)
+from .core_options.model import ModelOptions as ModelOptions
+from .core_options.run import (
+    CheckpointOptions as CheckpointOptions,
     PluginOptions as PluginOptions,
     RunOptions as RunOptions,
     TrackingOptions as TrackingOptions,
+)
+from .core_options.training import (
+    ObjectiveOptions as ObjectiveOptions,
+    OptimizerOptions as OptimizerOptions,
     TrainingOptions as TrainingOptions,
-    ValidationOptions as ValidationOptions,
-    cuda_graph_problem as cuda_graph_problem,
-    launch_problems as launch_problems,
-    sizes_in as sizes_in,
     warm_up_notice as warm_up_notice,
     warm_up_problem as warm_up_problem,
 )
+from .core_options.validation import ValidationOptions as ValidationOptions, sizes_in as sizes_in
 from .edit import Edit as Edit, set_option as set_option
 from .files import expand as expand, read_mapping as read_mapping, read_text as read_text
 from .known_packages import (

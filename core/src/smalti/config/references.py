@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
-from smalti.config.core_options import PluginOptions
+from smalti.config.core_options.run import PluginOptions
 from smalti.config.files import variables_in
 from smalti.config.options import Given, Schema
 

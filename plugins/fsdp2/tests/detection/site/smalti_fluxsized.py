@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from smalti import FamilyEntry, hookimpl
-from smalti.config.core_options import ModelOptions
+from smalti.config import ModelOptions
 
 
 class FluxSized:

@@ -1,0 +1,77 @@
+"""Options of the run, its checkpoints, its trackers and the choice of plugins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator
+
+from smalti.config.core_options.values import names_a_place
+from smalti.config.options import Names, Options, option
+
+
+def _or_none(value: object) -> object:
+    """An empty text is how other trainers write "none"."""
+    return "none" if value == "" else value
+
+
+class RunOptions(Options):
+    output_dir: Path | None = option(None, help="Run directory, shared by all nodes. The same command resumes the run in it.")
+    seed: int = option(42, help="Seed of weights, data order, noise and timesteps.", ge=0)
+    max_train_steps: int | None = option(None, help="Total optimizer steps, across resumes.", ge=1)
+    num_train_epochs: int | None = option(None, help="Total epochs, across resumes. Ignored with --max_train_steps.", ge=1)
+    resume_from_checkpoint: Annotated[str, BeforeValidator(_or_none), AfterValidator(names_a_place)] = option(
+        "latest",
+        help='Checkpoint to resume from: "latest", "none", a step, or the path of a checkpoint or run directory.',
+    )
+    nonfinite_loss: Literal["stop", "skip"] = option(
+        "stop",
+        help="What to do when the loss is NaN or infinite on any rank: stop the run, or skip the step.",
+        level="advanced",
+    )
+    max_skipped_steps: int = option(
+        10,
+        help="Stop after this many skipped steps in a row. Steps are skipped for a non-finite loss or an accelerator fault.",
+        level="advanced",
+        ge=1,
+    )
+
+
+class CheckpointOptions(Options):
+    checkpoint_step_interval: int = option(
+        500, help="Save a checkpoint every N steps and at the end. 0: only at the end.", aliases=["checkpointing_steps"], ge=0
+    )
+    checkpoints_total_limit: int = option(
+        5, help="Keep this many verified checkpoints. 0 keeps all.", aliases=["save_total_limit"], ge=0
+    )
+    checkpoint_async: bool = option(
+        True,
+        help="Write checkpoints in the background, from a copy in host memory.",
+        level="advanced",
+        tradeoff="training hardly pauses, pinned host memory for the state of the rank",
+    )
+    on_save_error: Literal["continue", "stop"] = option(
+        "continue",
+        help="What to do when a checkpoint cannot be written (disk full, no permission): continue and retry, or stop.",
+        level="advanced",
+    )
+
+
+class TrackingOptions(Options):
+    report_to: Names = option(
+        (), help="Trackers in addition to events.jsonl: tensorboard, wandb and others that Accelerate supports."
+    )
+    tracker_project_name: str = option("smalti", help="Project of the run in the trackers.", level="advanced")
+    log_interval: int = option(1, help="Log metrics every N steps.", level="advanced", ge=1)
+    device_tflops: float | None = option(
+        None,
+        help="Dense TFLOP/s of one device in the precision of the run, for mfu. Default: detected for common GPUs.",
+        level="advanced",
+        gt=0,
+    )
+
+
+class PluginOptions(Options):
+    plugins: Names = option((), help="Use only these plugins, in addition to the built-in ones.", aliases=["plugin"])
+    without: Names = option((), help='Disable these plugins without importing them. "all" keeps only the built-in ones.')
