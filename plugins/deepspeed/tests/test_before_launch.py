@@ -51,6 +51,14 @@ def swapping(folder: object = None) -> dict:
 # --- complaints -----------------------------------------------------------------------------------------------------
 
 
+def test_a_norm_in_the_json_is_not_taken_for_a_limit_of_each_element():
+    clipping = {**ZERO2, "gradient_clipping": 0.5}
+    assert complaints(clipping) == complaints(ZERO2, "--grad_clip_method=value") == []
+    [message] = complaints(clipping, "--grad_clip_method=value")
+    assert message.startswith("gradient_clipping is a global norm")
+    assert resolved(configure(ZERO2, "--grad_clip_method=value"), world_size=1)["gradient_clipping"] == 0
+
+
 def test_what_an_earlier_run_left_counts_as_room(tmp_path, monkeypatch):
     monkeypatch.setattr(offload_folder, "free_bytes", lambda folder: 1000)
     (tmp_path / "zero_stage_3").mkdir()

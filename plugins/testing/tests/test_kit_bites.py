@@ -384,6 +384,7 @@ STRATEGIES = {
     "Unaveraged": "steps_are_those_of_one_process",
     "Unscaled": "steps_are_those_of_one_process",
     "OwnNorm": "the_norm_is_that_of_the_whole_gradient",
+    "OwnValues": "values_are_clipped_one_by_one",
     "Hopeful": "the_mean_is_over_ranks_and_keeps_what_is_not_finite",
     "Backwards": "gather_gives_every_ranks_tensor_in_order",
     "Rounding": "the_largest_code_is_agreed_on",

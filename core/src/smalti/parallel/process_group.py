@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from smalti.config import Config, LaunchOptions
 from smalti.parallel.gloo import GlooCommunicator
@@ -112,6 +113,17 @@ class ProcessGroupParallel(ABC):
 
     @abstractmethod
     def clip_gradients(self, limit: float) -> Tensor: ...
+
+    @torch.no_grad()
+    def clip_gradient_values(self, limit: float) -> Tensor:
+        """For gradients that are in `parameter.grad`, whole or sharded: each rank clamps its part."""
+        norm = self.clip_gradients(0.0)
+        found = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        gradients = [each.to_local() if isinstance(each, DTensor) else each for each in found]
+        if limit > 0 and gradients:
+            torch._foreach_clamp_min_(gradients, -limit)
+            torch._foreach_clamp_max_(gradients, limit)
+        return norm
 
     def autocast(self) -> AbstractContextManager[None]:
         if not self.bf16:

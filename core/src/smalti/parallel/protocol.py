@@ -127,6 +127,10 @@ class Parallel(Communicator, Protocol):
         """Scale gradients to a global norm of at most `limit` (0: no clipping); returns the norm before. *Collective*."""
         ...
 
+    def clip_gradient_values(self, limit: float) -> Tensor:
+        """Clamp each gradient element to [-limit, limit] (0: no clipping); returns the global norm before. *Collective*."""
+        ...
+
     def step(self) -> None:
         """One optimizer step; gradients are cleared. *Collective*."""
         ...

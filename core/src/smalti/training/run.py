@@ -143,9 +143,11 @@ class Run:
     def effective_batch(self) -> int:
         return self.data.order.effective_batch
 
-    @property
-    def max_grad_norm(self) -> float:
-        return self.config[TrainingOptions].max_grad_norm
+    def clip_gradients(self) -> float:
+        """Clip as the options say; returns the global norm before. *Collective*."""
+        options, parallel = self.config[TrainingOptions], self.parallel
+        clip = parallel.clip_gradient_values if options.grad_clip_method == "value" else parallel.clip_gradients
+        return float(clip(options.max_grad_norm))
 
     def advance(self, batch: Batch, result: StepResult) -> None:
         """Count a step that is done; a skipped step moves the data position alone."""

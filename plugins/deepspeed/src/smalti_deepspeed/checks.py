@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ctypes.util import find_library
 
 from smalti import Config, Problem
-from smalti.config import LaunchOptions, OptimizerOptions, cuda_graph_problem
+from smalti.config import LaunchOptions, OptimizerOptions, TrainingOptions, cuda_graph_problem
 from smalti.parallel import is_rocm
 from smalti_deepspeed.config import given, offload_folders, resolved
 from smalti_deepspeed.optimizers import ENTRIES, ON_CPU, deepspeed_name, needs_accelerator, refusal
@@ -25,7 +25,7 @@ def problems(config: Config) -> list[Problem]:
         return list(_optimizer_without(config))
     if (platform := platform_problem()) is not None:
         return [platform]
-    return config.run_checks(_context, _batch, _optimizer, _graphs, _folders)
+    return config.run_checks(_context, _batch, _clipping, _optimizer, _graphs, _folders)
 
 
 def platform_problem() -> Problem | None:
@@ -61,6 +61,18 @@ def _batch(config: Config) -> Iterator[Problem]:
     parts = f"train_batch_size={micro} x num_processes={ranks} x gradient_accumulation_steps={steps}"
     message = f"train_batch_size is {wanted!r} in deepspeed_config, and {parts} make {document['train_batch_size']}"
     yield Problem(message=message, where=config.source("deepspeed_config"), fix='"train_batch_size": "auto", or other numbers')
+
+
+def _clipping(config: Config) -> Iterator[Problem]:
+    """`gradient_clipping`, in the JSON or in an Accelerate YAML, is a norm."""
+    where = config.source("max_grad_norm")
+    if (
+        config[TrainingOptions].grad_clip_method == "value"
+        and config[TrainingOptions].max_grad_norm
+        and "gradient_clipping" in where
+    ):
+        message = "gradient_clipping is a global norm, and grad_clip_method=value asks for a limit of each element"
+        yield Problem(message=message, where=where, fix="leave gradient_clipping out, or --grad_clip_method=norm")
 
 
 def _optimizer(config: Config) -> Iterator[Problem]:

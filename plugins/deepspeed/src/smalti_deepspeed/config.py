@@ -42,7 +42,10 @@ def resolved(config: Config, *, world_size: int) -> dict[str, object]:
         "train_batch_size": micro * steps * world_size,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": steps,
-        "gradient_clipping": config[TrainingOptions].max_grad_norm,
+        # A norm: elements are clamped by the engine.
+        "gradient_clipping": config[TrainingOptions].max_grad_norm
+        if config[TrainingOptions].grad_clip_method == "norm"
+        else 0.0,
     }
     for key in ("bfloat16", "fp16", "optimizer", "scheduler", *ACCELERATES, *OTHERWISE):
         document.pop(key, None)

@@ -40,7 +40,7 @@ class DeepSpeedParallel(ProcessGroupParallel):
             _check_without_accelerator(self._document)
         start_deepspeed(self.world)
         self._norm: Tensor | None = None
-        self._limit = 0.0
+        self._limit, self._by_value = 0.0, False
         self._claim: Claim | None = None
 
     def wrap(self, model: nn.Module, blocks: Sequence[Block], weights: Weights) -> nn.Module:
@@ -116,12 +116,17 @@ class DeepSpeedParallel(ProcessGroupParallel):
 
     def clip_gradients(self, limit: float) -> Tensor:
         """The norm is DeepSpeed's; it clips as it steps."""
-        self._norm, self._limit = self._zero.norm(), limit
+        self._norm, self._limit, self._by_value = self._zero.norm(), limit, False
         return self._norm
+
+    def clip_gradient_values(self, limit: float) -> Tensor:
+        norm = self.clip_gradients(limit)
+        self._by_value = True
+        return norm
 
     def step(self) -> None:
         norm = self._norm if self._norm is not None else self._zero.norm()
-        self._zero.step(norm, self._limit)
+        self._zero.step(norm, self._limit, by_value=self._by_value)
         self._norm = None
 
     def zero_grad(self) -> None:

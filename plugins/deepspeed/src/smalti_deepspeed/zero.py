@@ -77,8 +77,11 @@ class Zero(Protocol):
         """The norm of the whole gradient after the last micro-batch of a step; infinite if anything in it is not finite."""
         ...
 
-    def step(self, norm: Tensor, limit: float) -> None:
-        """One optimizer step with the gradient, which has this norm, clipped to `limit` (0: no clipping)."""
+    def step(self, norm: Tensor, limit: float, *, by_value: bool = False) -> None:
+        """One optimizer step with the gradient, which has this norm, clipped to the norm `limit` (0: no clipping).
+
+        With `by_value` each of its elements is clamped to [-limit, limit] instead.
+        """
         ...
 
     def zero_grad(self) -> None:
@@ -138,14 +141,17 @@ class Stages1And2:
         self._zero._wait_for_offload_copies()
         return cast(Tensor, self._zero.scaled_global_norm() / self._zero.loss_scale)
 
-    def step(self, norm: Tensor, limit: float) -> None:
+    def step(self, norm: Tensor, limit: float, *, by_value: bool = False) -> None:
         zero = self._zero
         zero.clip_grad = limit
+        if by_value and limit > 0:
+            zero.unscale_and_clip_grads = lambda gradients, _norm: _clamp(gradients, limit)
         zero.scaled_global_norm = lambda norm_type=2: norm * zero.loss_scale  # known by now
         try:
             self._engine.step()
         finally:
             del zero.scaled_global_norm
+            vars(zero).pop("unscale_and_clip_grads", None)
 
     def zero_grad(self) -> None:
         """A step that DeepSpeed finds to overflow: it clears all that a micro-batch leaves behind, in whatever mode it is."""
@@ -204,10 +210,16 @@ class Stage3:
     def norm(self) -> Tensor:
         return cast(Tensor, combine_grad_norm_groups(self._zero._get_norm_groups()) / self._zero.loss_scale)
 
-    def step(self, norm: Tensor, limit: float) -> None:
+    def step(self, norm: Tensor, limit: float, *, by_value: bool = False) -> None:
         zero = self._zero
         zero.clip_grad = limit
-        self._step(norm)
+        if by_value and limit > 0:
+            flats = zero.fp32_partitioned_groups_flat
+            zero.unscale_and_clip_grads = lambda number, _norm: _clamp([flats[number].grad], limit)
+        try:
+            self._step(norm)
+        finally:
+            vars(zero).pop("unscale_and_clip_grads", None)
 
     def zero_grad(self) -> None:
         """A step that DeepSpeed finds to overflow: it clears all that a micro-batch leaves behind, in whatever mode it is."""
@@ -229,6 +241,12 @@ class Stage3:
                 zero._reassign_or_swap_out_partitioned_parameters(number)
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+def _clamp(gradients: Sequence[Tensor], limit: float) -> None:
+    """In place of DeepSpeed's `unscale_and_clip_grads`: gradients of fp32 and bf16 runs are not scaled."""
+    for each in gradients:
+        each.clamp_(-limit, limit)
 
 
 @contextmanager

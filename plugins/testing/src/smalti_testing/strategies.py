@@ -190,6 +190,23 @@ def the_norm_is_that_of_the_whole_gradient(subject: StrategySubject) -> None:
 
 
 @STRATEGY.check
+def values_are_clipped_one_by_one(subject: StrategySubject) -> None:
+    """With `--grad_clip_method=value` each element of the averaged gradient is clamped, and the norm is that of before.
+
+    `ProcessGroupParallel` does it for gradients in `parameter.grad`. Where they are elsewhere, `clip_gradient_values` is yours.
+    """
+    reference = subject.reference()
+    for number, limit in ((13, 1e-3), (14, 1e3)):
+        found = subject.step(number, limit=limit, by_value=True)
+        wanted = reference.step(number, subject.parallel.world.size, limit, by_value=True)
+        expect(math.isclose(found, wanted, rel_tol=1e-3), f"the norm is {found:.6g}, in one process {wanted:.6g}")
+    subject.follows(reference, "after steps with clipped values")
+    subject.step(15, limit=1e-2)
+    reference.step(15, subject.parallel.world.size, 1e-2)
+    subject.follows(reference, "after a step that is clipped by its norm again")
+
+
+@STRATEGY.check
 def discarded_gradients_are_gone(subject: StrategySubject) -> None:
     """A step whose gradient is not finite on one rank is left out on all: it may reach neither the next step nor any weight.
 

@@ -39,11 +39,13 @@ class Reference:
     optimizer: torch.optim.Optimizer
     family: TinyFamily
 
-    def step(self, number: int, ranks: int, limit: float) -> float:
-        """One optimizer step on the samples of all ranks together; the norm of its gradient."""
+    def step(self, number: int, ranks: int, limit: float, *, by_value: bool = False) -> float:
+        """One optimizer step on the samples of all ranks together; the norm of its gradient before it is clipped."""
         losses = [_loss(self.family, self.model, number, rank, micro) for rank in range(ranks) for micro in range(MICRO)]
         torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit or math.inf)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), math.inf if by_value else limit or math.inf)
+        if by_value:
+            nn.utils.clip_grad_value_(self.model.parameters(), limit)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(norm)
@@ -97,10 +99,10 @@ class StrategySubject:
         optimizer = build_optimizer(self.config, alone, _Unwrapped(), model, matrices(model))  # type: ignore[arg-type]
         return Reference(model, optimizer, self.family)
 
-    def step(self, number: int, *, limit: float = 0.0) -> float:
+    def step(self, number: int, *, limit: float = 0.0, by_value: bool = False) -> float:
         """One optimizer step on this rank's samples, as the loop makes it; the norm of its gradient. *Collective*."""
         self.accumulate(number)
-        norm = float(self.parallel.clip_gradients(limit))
+        norm = float(self.parallel.clip_gradient_values(limit) if by_value else self.parallel.clip_gradients(limit))
         self.parallel.step()
         return norm
 

@@ -13,7 +13,15 @@ FLAT = ("constant", "constant_with_warmup")
 
 class TrainingOptions(Options):
     gradient_accumulation_steps: int = option(1, help="Micro-batches per optimizer step.", ge=1, le=65_536)
-    max_grad_norm: float = option(1.0, help="Clip gradients to this global norm. 0 disables clipping.", ge=0)
+    max_grad_norm: float = option(
+        1.0,
+        help="Clip gradients to this global norm; with --grad_clip_method=value, each element to this absolute value. "
+        "0 disables clipping.",
+        ge=0,
+    )
+    grad_clip_method: Literal["norm", "value"] = option(
+        "norm", help="What --max_grad_norm limits: the global norm of the gradients, or the absolute value of each element."
+    )
     mixed_precision: Literal["auto", "no", "bf16"] = option(
         "auto",
         help="Compute precision; weights and optimizer state stay in fp32. auto: bf16 where the device has it "

@@ -52,6 +52,7 @@ _PHASES = {
 _IN_STEP = {
     "backward": "backward pass",
     "clip_gradients": "clipping of gradients",
+    "clip_gradient_values": "clipping of gradients",
     "step": "optimizer step",
     "update": "update of the EMA",
 }
