@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -69,6 +70,62 @@ def test_a_cropped_picture_keeps_its_aspect_ratio_to_half_a_pixel(crop_settings:
     scale = max(bucket.width / width, bucket.height / height)
 
     assert resized == pytest.approx((width * scale, height * scale), abs=0.5 + 1e-6)
+
+
+limits = st.floats(64, 4096)
+
+
+@given(crop_settings, sides, sides, limits, limits, draws)
+def test_a_maximum_size_keeps_the_crop_inside_and_the_aspect_ratio(
+    crop_settings: CropSettings, width: int, height: int, maximum: float, target: float, fractions: tuple[float, float]
+) -> None:
+    bucket = crop_settings.bucket(width, height)
+    plain = crop_settings.resized(width, height, bucket)
+    limited = replace(crop_settings, maximum_size=maximum, downsample_size=target)
+    resized = limited.resized(width, height, bucket)
+    left, top = limited.offset(resized, bucket, fractions)
+
+    assert (0 <= left <= resized[0] - bucket.width, 0 <= top <= resized[1] - bucket.height) == (True, True)
+    # Never smaller than without a limit, and not enlarged where that is not enlarged.
+    assert all(small <= one <= max(small, own) for small, one, own in zip(plain, resized, (width, height), strict=True))
+    if crop_settings.crop:
+        scale = max(one / own for one, own in zip(resized, (width, height), strict=True))
+        assert resized == pytest.approx((width * scale, height * scale), abs=1 + max(width, height) / min(width, height))
+
+
+@given(crop_settings, sides, sides)
+def test_a_target_equal_to_the_resolution_changes_nothing(crop_settings: CropSettings, width: int, height: int) -> None:
+    bucket = crop_settings.bucket(width, height)
+    limited = replace(crop_settings, maximum_size=crop_settings.resolution, downsample_size=crop_settings.resolution)
+
+    assert limited.resized(width, height, bucket) == crop_settings.resized(width, height, bucket)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "resized"),
+    [
+        ("pixel_area", (4000, 3000), (1478, 1109)),  # as many pixels as 1280x1280
+        ("area", (4000, 3000), (1478, 1109)),
+        ("pixel", (4000, 3000), (1707, 1280)),
+        ("pixel_area", (1600, 1400), (1170, 1024)),  # not above the maximum
+        ("pixel", (1536, 1536), (1024, 1024)),
+    ],
+)
+def test_large_images_are_scaled_to_the_target_before_they_are_cropped(
+    kind: str, size: tuple[int, int], resized: tuple[int, int]
+) -> None:
+    """In all units; "area" has megapixels."""
+    edges = {"resolution": 1024, "maximum_size": 1536, "downsample_size": 1280}
+    values = {name: edge * edge / 1e6 if kind == "area" else edge for name, edge in edges.items()}
+    limited = CropSettings(resolution_type=kind, crop=True, **values)  # type: ignore[arg-type]
+
+    assert limited.resized(*size, limited.bucket(*size)) == resized
+
+
+def test_images_outside_of_the_aspect_ratios_are_skipped() -> None:
+    limits = CropSettings(resolution=64, minimum_aspect=0.5, maximum_aspect=2)
+
+    assert [limits.accepts(*size) for size in ((100, 200), (200, 100), (99, 200), (201, 100))] == [True, True, False, False]
 
 
 @given(crop_settings, st.integers(200, 5000), st.floats(1, 4))

@@ -120,6 +120,15 @@ def test_what_is_there_is_not_encoded_again_and_what_changed_is(pets, tmp_path):
     assert torch.equal(2 * pair[0], pair[1])
 
 
+def test_another_size_before_the_crop_is_encoded_anew(pets, tmp_path):
+    limits = {"maximum_image_size": 20, "target_downsample_size": 64}  # the images are 200 x 32, as large as 80 x 80
+    again = [Encoding() for _ in range(4)]
+    for encoding, values in zip(again, ({}, limits, limits, {**limits, "maximum_image_size": 90}), strict=True):
+        encode(encoding, data_of(pets, **values), tmp_path / "cache")
+
+    assert [encoding.images for encoding in again] == [20, 20, 0, 0]
+
+
 def test_samples_are_those_of_a_run_without_and_of_two_ranks_also_where_pictures_are_broken(pets, tmp_path):
     data = data_of(pets, budget=5, crop_style="center")
     for name in ("03.png", "04.png"):

@@ -343,7 +343,7 @@ def test_small_pictures_are_left_out_with_a_notice(pets: Path) -> None:
     data = data_of(pets, minimum_image_size=8)
 
     assert data.counts[0].total == 20
-    assert data.notices == ("dataset pets: 3 of 23 images are smaller than minimum_image_size and skipped",)
+    assert data.notices == ("dataset pets: 3 of 23 images are skipped, because they are smaller than minimum_image_size",)
 
 
 def test_nothing_left_to_train_on_is_an_error(pets: Path) -> None:

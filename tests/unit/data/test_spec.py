@@ -11,7 +11,8 @@ import pytest
 from smalti.data.batch_check import BatchShape
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, load_backend_config, parse_datasets
-from smalti.data.datasets.spec import DatasetSpec
+from smalti.data.datasets.simpletuner import REFUSED, UNSUPPORTED, WITHOUT_EFFECT
+from smalti.data.datasets.spec import DatasetSpec, unused_caches
 from smalti.data.prepared import DataRules, crop_settings_of
 from smalti.errors import ConfigError
 from smalti.types import MetadataEntry, StorageEntry
@@ -117,10 +118,94 @@ def test_keys_without_effect_are_accepted_with_a_notice() -> None:
     assert "nothing is ever deleted" in notices[1]
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [(key, value) for key, one in {**WITHOUT_EFFECT, **REFUSED}.items() for value in (*one.same, "", None, {})],
+)
+def test_an_external_key_that_asks_for_what_happens_is_accepted_silently(key: str, value: object) -> None:
+    assert spec_of(**{key: value}).notices == ()
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_an_external_key_that_changes_what_is_trained_on_is_refused_with_a_way_out(key: str) -> None:
+    told = problem_of(**{key: {"enabled": True, "count": 3}})
+
+    assert told.startswith(f"data.json: dataset 'pets': {key} is not supported for a dataset: {REFUSED[key].why}\n    fix: ")
+
+
+@pytest.mark.parametrize("block", [{"enable": False, "count": 3}, {"enabled": "false"}])
+def test_an_external_block_that_is_switched_off_is_accepted(block: dict[str, object]) -> None:
+    assert spec_of(caption_shuffle=block).notices == ()
+
+
+def test_comments_and_keys_of_sources_that_are_not_chosen_are_no_errors() -> None:
+    notices = spec_of(**{"_comment": "x", "//": "y", "aws_region_name": "eu", "huggingface": {"streaming": True}}).notices
+
+    assert [notice.split(": ", 2)[2].split()[0] for notice in notices] == ["aws_region_name", "huggingface"]
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in UNSUPPORTED.items() for value in values])
+def test_a_value_that_is_not_supported_yet_is_named_with_what_to_do(key: str, value: str) -> None:
+    more = {"dataset_name": "user/name", "caption_column": "text"} if key == "type" else {}
+    _, problems = parse({**PETS, key: value.upper(), **more}, {**PETS, "id": "others"})
+
+    assert problems == [f"data.json: dataset 'pets': {key} {value!r} is not supported yet\n    fix: {UNSUPPORTED[key][value]}"]
+
+
+def test_a_remote_cache_is_no_error_because_caches_are_local() -> None:
+    cache = {"id": "texts", "type": "aws", "dataset_type": "text_embeds", "aws_bucket_name": "b", "default": True}
+    specs, problems = parse(PETS, cache)
+
+    assert problems == []
+    assert "texts; all texts are cached in one folder, and caches are local" in unused_caches(specs)[0]
+
+
+def test_json_is_another_name_of_discovery_in_a_file_of_simpletuner() -> None:
+    texts = {"id": "texts", "dataset_type": "text_embeds", "default": True, "cache_dir": "c"}
+    specs, _ = parse({**PETS, "metadata_backend": "json"}, texts)
+    with_table, _ = parse({**PETS, "metadata_backend": "json", "json": {"path": "t.jsonl"}}, texts)
+
+    assert (specs[0].metadata_backend, specs[0].caption_strategy) == ("discovery", "textfile")
+    assert "is read as 'discovery'" in specs[0].notices[0]
+    assert (with_table[0].metadata_backend, with_table[0].notices) == ("json", ())
+
+
+def test_the_former_name_of_discovery_is_known() -> None:
+    assert spec_of(metadata_backend="filesystem").metadata_backend == "discovery"
+
+
+def test_an_id_may_have_spaces_and_letters_of_any_script() -> None:
+    assert spec_of(id="my photos. of коты/2").file_name == "my-photos.-of-коты-2"
+    assert spec_of(id="pets-1.a_b").file_name == "pets-1.a_b"
+
+
+def test_ids_whose_files_would_have_one_name_are_refused() -> None:
+    _, problems = parse({**PETS, "id": "a b"}, {**PETS, "id": "a/b"})
+
+    assert problems == [
+        "data.json: dataset 'a/b': the files of this dataset and of 'a b' have the same name, 'a-b'"
+        "\n    fix: give every dataset an id of its own"
+    ]
+
+
+def test_a_maximum_size_needs_a_size_to_scale_to() -> None:
+    assert "maximum_image_size has no meaning without target_downsample_size" in problem_of(maximum_image_size=2048)
+    assert "target_downsample_size has no meaning without maximum_image_size" in problem_of(target_downsample_size=2048)
+
+
+@pytest.mark.parametrize("key", ["minimum_image_size", "maximum_image_size", "target_downsample_size"])
+def test_all_sizes_are_checked_for_their_unit(key: str) -> None:
+    others = {"maximum_image_size": 2048, "target_downsample_size": 2048}
+    told = problem_of(**{**others, key: 0.25})
+
+    assert f"{key} 0.25 with resolution_type 'pixel_area' is in pixels, which is too small" in told
+    assert "use pixels (0.25 megapixels is 500)" in told
+
+
 def test_every_problem_of_every_entry_is_reported() -> None:
     _, problems = parse(
         {"id": "a"},
-        {"id": "a b", "instance_data_dir": "x"},
+        {"id": "//", "instance_data_dir": "x"},
         {**PETS, "repeats": -1, "resolution_type": "pixels", "colour": 1},
         {**PETS, "id": "pets"},
         {"instance_data_dir": "x"},
@@ -131,13 +216,13 @@ def test_every_problem_of_every_entry_is_reported() -> None:
 
     for words in (
         "dataset 'a': instance_data_dir is missing",
-        "dataset 'a b': id:",
-        "dataset 'pets': repeats:",
-        "dataset 'pets': resolution_type:",
+        "dataset '//': id cannot be '//'\n    fix: an id has letters or digits",
+        "dataset 'pets': repeats cannot be -1\n    fix: give a number >= 0",
+        "resolution_type cannot be 'pixels'\n    fix: did you mean pixel? give one of pixel, area, pixel_area",
         "unknown key 'colour'",
         "this id is used twice",
-        "entry 5: id: Field required",
-        "dataset 'v': dataset_type:",
+        "entry 5: id is missing",
+        "dataset_type 'video' is not supported yet\n    fix: set disabled: true in this entry",
         "needs an instance_prompt",
     ):
         assert words in told
@@ -155,7 +240,7 @@ def test_an_unknown_caption_strategy_names_the_known_ones() -> None:
 
 def test_a_storage_that_does_not_exist_yet_is_no_advice_to_install_it() -> None:
     told = problem_of(type="aws", aws_bucket_name="b")
-    assert ("smalti-storage-s3 is planned and not available yet" in told, "pip install" in told) == (True, False)
+    assert ("aws s3 sync" in told, "pip install" in told) == (True, False)
 
 
 BOX = StorageEntry(name="box", title="", factory="", keys=("box_lid", "secret_of_the_box"))

@@ -43,6 +43,9 @@ class CropSettings:
         crop_style: with `crop`, where to crop: "center", "corner" (top left), or "random" (different at every visit; chosen
             once if latents are cached).
         minimum_size: smaller images are skipped; in the unit of `resolution`, 0 keeps all.
+        maximum_size, downsample_size: with `crop`, images larger than the first are scaled to the second before they are
+            cropped, but never to less than their bucket; in the unit of `resolution`, 0 scales every image to cover its bucket.
+        minimum_aspect, maximum_aspect: images whose width / height is outside are skipped; 0 sets no limit.
     """
 
     resolution: float
@@ -53,9 +56,15 @@ class CropSettings:
     crop_aspect: CropAspect = "square"
     crop_style: CropStyle = "center"
     minimum_size: float = 0.0
+    maximum_size: float = 0.0
+    downsample_size: float = 0.0
+    minimum_aspect: float = 0.0
+    maximum_aspect: float = 0.0
 
     def accepts(self, width: int, height: int) -> bool:
-        """Whether an image of this size is large enough to train on."""
+        """Whether an image of this size is large enough to train on, and of an allowed aspect ratio."""
+        if not self.minimum_aspect <= width / height <= (self.maximum_aspect or math.inf):
+            return False
         if self.resolution_type == "pixel":
             return min(width, height) >= self.minimum_size
         return width * height >= self._area(self.minimum_size)
@@ -76,13 +85,17 @@ class CropSettings:
         return Bucket(long, short) if width >= height else Bucket(short, long)
 
     def resized(self, width: int, height: int, bucket: Bucket) -> tuple[int, int]:
-        """Returns width and height to scale an image to: the bucket's own, or with `crop` the smallest that cover it."""
+        """Returns width and height to scale an image to: the bucket's own, or with `crop` the smallest that cover it.
+
+        An image larger than `maximum_size` is scaled to `downsample_size` if that is more, so that the crop is a part of it.
+        """
         if not self.crop:
             return bucket.width, bucket.height
-        # Integer arithmetic: w/W < h/H means that the width is the limit.
-        if width * bucket.height < height * bucket.width:
-            return bucket.width, max(bucket.height, _divide(height * bucket.width, width))
-        return max(bucket.width, _divide(width * bucket.height, height)), bucket.height
+        covering = _covering(width, height, bucket)
+        if not (self.maximum_size and self.downsample_size > self.resolution and self._exceeds(width, height)):
+            return covering
+        scale = min(1.0, self._scale(width, height, self.downsample_size))
+        return max(covering[0], round(scale * width)), max(covering[1], round(scale * height))
 
     def offset(self, resized: tuple[int, int], bucket: Bucket, fractions: tuple[float, float] = (0.0, 0.0)) -> tuple[int, int]:
         """Returns left and top of the crop in a scaled image. `fractions`: two numbers in [0, 1) for "random"."""
@@ -95,11 +108,28 @@ class CropSettings:
             case "random":  # the last offset is as likely as any other
                 return int(fractions[0] * (across + 1)), int(fractions[1] * (down + 1))
 
+    def _exceeds(self, width: int, height: int) -> bool:
+        return self._scale(width, height, self.maximum_size) < 1
+
+    def _scale(self, width: int, height: int, size: float) -> float:
+        """The factor by which an image is scaled to a size in the unit of `resolution`."""
+        if self.resolution_type == "pixel":
+            return size / min(width, height)
+        return math.sqrt(self._area(size) / (width * height))
+
     def _area(self, size: float) -> float:
         return size * 1e6 if self.resolution_type == "area" else size * size
 
     def _aligned(self, length: float) -> int:
         return max(1, math.floor(length / self.alignment + 0.5)) * self.alignment
+
+
+def _covering(width: int, height: int, bucket: Bucket) -> tuple[int, int]:
+    """Returns the smallest width and height that cover a bucket, in the aspect ratio of the image."""
+    # Integer arithmetic: w/W < h/H means that the width is the limit.
+    if width * bucket.height < height * bucket.width:
+        return bucket.width, max(bucket.height, _divide(height * bucket.width, width))
+    return max(bucket.width, _divide(width * bucket.height, height)), bucket.height
 
 
 def _divide(dividend: int, divisor: int) -> int:

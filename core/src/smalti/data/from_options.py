@@ -53,6 +53,9 @@ def dataset_specs(config: Config, catalog: Catalog) -> tuple[DatasetSpec, ...]:
         crop=options.crop,
         crop_style=options.crop_style,
         crop_aspect=options.crop_aspect,
+        minimum_image_size=options.minimum_image_size,
+        maximum_image_size=options.maximum_image_size,
+        target_downsample_size=options.target_downsample_size,
     )
     specs, problems = parse_datasets(entries, where=where, defaults=defaults, catalog=catalog)
     problems = (*problems, *_unused_prompt(config, specs), *_overlapping_folders(config, specs))

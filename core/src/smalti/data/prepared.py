@@ -133,11 +133,11 @@ def build_datasets(
     datasets = []
     for spec in _of_kind(specs, kind):
         storage = catalog.open_storage(spec)
-        cache = directory / f"{spec.id}.arrow" if directory else None
+        cache = directory / f"{spec.file_name}.arrow" if directory else None
         source = catalog.open_source(spec, storage)
         index = build_index(spec, storage, source, cache, progress(spec.id) if progress else None)
         if directory:
-            write_quarantine(directory / f"{spec.id}.quarantine.jsonl", index.quarantined)
+            write_quarantine(directory / f"{spec.file_name}.quarantine.jsonl", index.quarantined)
         skipped_files = dict(source.skipped_files) if isinstance(source, ReportsSkipped) else {}
         datasets.append(Dataset(spec=spec, storage=storage, index=index, skipped_files=skipped_files))
     return tuple(datasets)
@@ -148,7 +148,7 @@ def load_datasets(
 ) -> tuple[Dataset, ...]:
     """Load the datasets of one kind from the indexes that another process has built."""
     return tuple(
-        Dataset(spec=spec, storage=catalog.open_storage(spec), index=load_index(spec, directory / f"{spec.id}.arrow"))
+        Dataset(spec=spec, storage=catalog.open_storage(spec), index=load_index(spec, directory / f"{spec.file_name}.arrow"))
         for spec in _of_kind(specs, kind)
     )
 
@@ -177,7 +177,7 @@ def prepare(datasets: Sequence[Dataset], rules: DataRules, *, notices: Sequence[
         if small:
             total = len(dataset.index)
             messages.append(
-                f"dataset {dataset.spec.id}: {small} of {total} images are smaller than minimum_image_size and skipped"
+                f"dataset {dataset.spec.id}: {small} of {total} images are skipped, because they are {_limits(dataset.spec)}"
             )
         for bucket, rows in by_bucket.items():
             content = _BucketPart(dataset=dataset.spec.id, samples=rows + offset, repeats=dataset.spec.repeats)
@@ -238,7 +238,19 @@ def crop_settings_of(spec: DatasetSpec, rules: DataRules) -> CropSettings:
         crop_aspect=spec.crop_aspect,
         crop_style=spec.crop_style,
         minimum_size=spec.minimum_image_size,
+        maximum_size=spec.maximum_image_size,
+        downsample_size=spec.target_downsample_size,
+        minimum_aspect=spec.minimum_aspect_ratio,
+        maximum_aspect=spec.maximum_aspect_ratio,
     )
+
+
+def _limits(spec: DatasetSpec) -> str:
+    """What images are not that `CropSettings.accepts` refuses."""
+    reasons = ["smaller than minimum_image_size"] if spec.minimum_image_size else []
+    if spec.minimum_aspect_ratio or spec.maximum_aspect_ratio:
+        reasons.append("of an aspect ratio outside of minimum_aspect_ratio and maximum_aspect_ratio")
+    return " or ".join(reasons)
 
 
 def _settings(spec: DatasetSpec, crop_settings: CropSettings) -> dict[str, object]:
@@ -252,7 +264,12 @@ def _settings(spec: DatasetSpec, crop_settings: CropSettings) -> dict[str, objec
         **({"crop_aspect": crop_settings.crop_aspect, "crop_style": crop_settings.crop_style} if crop_settings.crop else {}),
         "minimum_image_size": crop_settings.minimum_size,
         "repeats": spec.repeats,
+        **{name: value for name in _LATER_SETTINGS if (value := getattr(spec, name))},
     }
+
+
+_LATER_SETTINGS = ("maximum_image_size", "target_downsample_size", "minimum_aspect_ratio", "maximum_aspect_ratio")
+"""Settings that are recorded only where they are set, since checkpoints of earlier versions do not have them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

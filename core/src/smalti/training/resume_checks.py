@@ -12,7 +12,7 @@ from smalti.data import Identity, PreparedData, Settings, changes, first_digest
 from smalti.errors import CheckpointError
 from smalti.rundir import RunDirectory
 
-_CROPS = ("crop", "crop_style")
+_CROPS = ("crop", "crop_style", "maximum_image_size", "target_downsample_size")
 """Settings that change what is trained on even where the order of samples stays."""
 
 

@@ -61,6 +61,21 @@ class DataOptions(Options):
         help="Aspect ratio of buckets: that of each image, or square. Default: preserve, unless a dataset overrides it.",
         level="advanced",
     )
+    minimum_image_size: float = option(
+        0, help="Leave out smaller images, in the unit of --resolution. 0 keeps all.", level="advanced", ge=0
+    )
+    maximum_image_size: float = option(
+        0,
+        help="Scale larger images to --target_downsample_size before cropping. 0 scales all images to cover their bucket.",
+        level="advanced",
+        ge=0,
+    )
+    target_downsample_size: float = option(
+        0,
+        help="Size of images above --maximum_image_size before they are cropped, in the unit of --resolution.",
+        level="advanced",
+        ge=0,
+    )
     aspect_bucket_rounding: int = option(2, help="Decimal places of bucket aspect ratios.", level="expert", ge=0, le=9)
     aspect_bucket_alignment: int | None = option(
         None,

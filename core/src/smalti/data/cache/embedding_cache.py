@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import blake2b
 
 import torch
@@ -54,6 +55,10 @@ class CachedLatents:
             if crop_settings.crop
             else []
         )
+        size = int(dataset.index.widths[row]), int(dataset.index.heights[row])
+        scaled = crop_settings.resized(*size, bucket)
+        if crop_settings.maximum_size and scaled != replace(crop_settings, maximum_size=0).resized(*size, bucket):
+            cropped += map(str, scaled)
         return _key(_RECIPE, dataset.storage.location, name, dataset.index.etag(row), bucket.width, bucket.height, *cropped)
 
     def image(self, sample: int, bucket: Bucket) -> tuple[Bytes, CropOffset]:

@@ -16,34 +16,12 @@ from pydantic import ValidationError
 
 from smalti.config import package_of_storage
 from smalti.data.buckets import CropAspect, CropStyle, ResolutionType
+from smalti.data.datasets import simpletuner
 from smalti.data.datasets.catalog import Catalog
-from smalti.data.datasets.spec import ENTRY_KEYS, TYPES_WITH_IMAGES, DatasetSpec
+from smalti.data.datasets.spec import CACHE_TYPES, DATASET_TYPES, ENTRY_KEYS, TYPES_WITH_IMAGES, DatasetSpec, file_name_of
+from smalti.data.datasets.wrong_values import wrong_sizes, wrong_values
 from smalti.errors import ConfigError, Problem
 from smalti.system import parse_json
-
-# Keys of SimpleTuner that are accepted and have no effect, and why.
-WITHOUT_EFFECT: Mapping[str, str] = {
-    "preserve_data_backend_cache": "listings are compared by etag, and only what changed is read again",
-    "skip_file_discovery": "listings are compared by etag, and only what changed is read again",
-    "metadata_update_interval": "the index is written once, when the scan ends",
-    "scan_for_errors": "every scan looks for errors",
-    "delete_problematic_images": "nothing is ever deleted; unreadable images are listed in a quarantine file",
-    "delete_unwanted_images": "nothing is ever deleted; images that are too small are left out",
-    "read_batch_size": "reading uses several threads automatically",
-    "write_batch_size": "writing is batched automatically",
-    "vae_batch_size": "encoding is batched automatically",
-    "text_encoder_batch_size": "encoding is batched automatically",
-    "hash_filenames": "cache entries are named by their content",
-}
-
-# Keys that change what is trained on, so they are refused instead of ignored.
-REFUSED: Mapping[str, str] = {
-    "train_batch_size": "all datasets share one batch size; set the option train_batch_size instead",
-    "probability": "datasets are sampled in proportion to their size; use repeats to weight them",
-    "vae_cache_disable": "all datasets are cached alike; set the option vae_cache_disable instead",
-    "text_cache_disable": "all datasets are cached alike; set the option text_cache_disable instead",
-    "video": "videos cannot be trained on; remove this dataset or disable it",
-}
 
 SWITCHES = ("disabled", "disable")
 
@@ -52,10 +30,6 @@ _CROP_ALONE: Mapping[str, object] = {"crop_style": "random", "crop_aspect": "squ
 
 CAPTION_STRATEGIES = ("textfile", "filename", "instanceprompt")
 """Sources of captions other than a metadata table."""
-
-# Outside of these limits a resolution is surely in the wrong unit.
-_MAX_MEGAPIXELS = 64
-_MIN_PIXELS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +50,8 @@ class DataDefaults:
     crop_style: CropStyle | None = None
     crop_aspect: CropAspect | None = None
     minimum_image_size: float = 0.0
+    maximum_image_size: float = 0.0
+    target_downsample_size: float = 0.0
 
 
 def load_backend_config(path: Path) -> list[dict[str, object]]:
@@ -105,12 +81,14 @@ def parse_datasets(
     The first part holds only entries without a problem, so use it only when the second is empty. `where` names the source
     for messages; `catalog` says which storages and metadata backends there are (the built-in ones if not given).
     """
-    parser = _EntryParser(where=where, defaults=defaults, catalog=catalog or Catalog())
+    parser = _EntryParser(
+        where=where, defaults=defaults, catalog=catalog or Catalog(), simpletuner=simpletuner.is_simpletuner(entries)
+    )
     enabled = [(position, entry) for position, entry in enumerate(entries) if not _disabled(entry)]
     for position, entry in enabled:
         parser.read(position, entry)
     parser.check_references()
-    if not any(entry.get("dataset_type", "image") == "image" for _, entry in enabled):
+    if not any(entry.get("dataset_type") in (None, "", "image") for _, entry in enabled):
         parser.problems.append(
             Problem(message="no dataset with images is enabled", where=where, fix="add a dataset with images, or enable one")
         )
@@ -119,33 +97,35 @@ def parse_datasets(
 
 @dataclass(kw_only=True)
 class _EntryParser:
-    """Parses entries one by one, and collects their problems."""
+    """Parses entries one by one, and collects their problems. `simpletuner`: the file is spelled for SimpleTuner."""
 
     where: str
     defaults: DataDefaults
     catalog: Catalog
+    simpletuner: bool
     specs: list[DatasetSpec] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    ids: set[object] = field(default_factory=set)
+    ids: dict[str, object] = field(default_factory=dict)
+    """Ids by the names of their files."""
 
     def read(self, position: int, entry: Mapping[str, object]) -> None:
         name = entry.get("id")
         place = f"{self.where}: dataset {name!r}" if isinstance(name, str) else f"{self.where}: entry {position + 1}"
         before = len(self.problems)
-        if name in self.ids:
-            self._add_problem(place, "this id is used twice", "give every dataset a unique id")
         if isinstance(name, str):
-            self.ids.add(name)
-        values = self._split_keys(place, {key: value for key, value in entry.items() if value is not None})
+            self._check_id(place, name)
+        given = {key: value for key, value in entry.items() if not simpletuner.is_comment(key) and value not in (None, "")}
+        if self._is_unsupported(place, given):
+            return
+        values = self._split_keys(place, given)
         try:
             spec = DatasetSpec.model_validate(values)
         except ValidationError as error:
-            for one in error.errors(include_url=False):
-                self._add_problem(place, f"{'.'.join(map(str, one['loc']))}: {one['msg']}")
+            self.problems += wrong_values(error, values, place)
             return
         if spec.has_images:
             self._check_captions(place, spec)
-            self._check_sizes(place, spec)
+            self.problems += wrong_sizes(spec, place)
         if len(self.problems) == before:
             self.specs.append(spec)
 
@@ -153,27 +133,48 @@ class _EntryParser:
         """Checks that need all entries: references from one to another, and the default."""
         for kind in ("image_embeds", "text_embeds"):
             known = {spec.id for spec in self.specs if spec.dataset_type == kind}
-            invalid = self.ids - {spec.id for spec in self.specs}  # reported already
+            invalid = set(self.ids.values()) - {spec.id for spec in self.specs}  # reported already
             for spec in self.specs:
                 target = getattr(spec, kind)
                 if target is not None and target not in known | invalid:
                     message = f"{kind}: no {kind} entry has the id {target!r}"
-                    self._add_problem(f"{self.where}: dataset {spec.id!r}", message, _nearest(target, known))
+                    self._add_problem(f"{self.where}: dataset {spec.id!r}", message, _nearest_value(target, known))
         defaults = [spec.id for spec in self.specs if spec.dataset_type == "text_embeds" and spec.default]
         if len(defaults) > 1:
             message = f"several text_embeds entries are marked as default: {', '.join(defaults)}"
             self._add_problem(self.where, message, "keep 'default' in only one of them")
 
+    def _check_id(self, place: str, name: str) -> None:
+        file_name = file_name_of(name)
+        if file_name not in self.ids:
+            self.ids[file_name] = name
+            return
+        other = self.ids[file_name]
+        message = "this id is used twice"
+        if other != name:
+            message = f"the files of this dataset and of {other!r} have the same name, {file_name!r}"
+        self._add_problem(place, message, "give every dataset an id of its own")
+
+    def _is_unsupported(self, place: str, entry: Mapping[str, object]) -> bool:
+        """Reports an entry of a kind or storage that is not supported yet: once, as its other keys follow from that."""
+        for key, known in (("dataset_type", DATASET_TYPES), ("type", tuple(self.catalog.storages))):
+            value = str(entry.get(key, "")).lower()
+            if value in simpletuner.UNSUPPORTED[key] and value not in known:
+                if key == "type" and entry.get("dataset_type") in CACHE_TYPES:
+                    continue  # caches are local, which `unused_caches` says
+                self._add_unsupported(place, key, value)
+                return True
+        return False
+
     def _split_keys(self, place: str, entry: Mapping[str, object]) -> dict[str, object]:
         """Returns all values of an entry: with defaults, keys of plugins apart, and notices for keys without effect."""
         storage = str(entry.get("type", "local"))
         storage_keys = self.catalog.storages[storage].keys if storage in self.catalog.storages else ()
-        metadata = str(entry.get("metadata_backend", "discovery")).lower()
+        metadata, notices = self._metadata_backend(place, entry)
         values: dict[str, object] = {key: value for key, value in vars(self.defaults).items() if value is not None}
         if metadata in self.catalog.tables:
             values["caption_strategy"] = metadata
         options: dict[str, object] = {}
-        notices: list[str] = []
         for key, value in entry.items():
             if key in ENTRY_KEYS:
                 values[key] = value
@@ -181,21 +182,51 @@ class _EntryParser:
                 options[key] = value
             elif key == metadata:
                 values["metadata_options"] = value
-            elif key in WITHOUT_EFFECT:
-                notices.append(f"{place}: {key} has no effect: {WITHOUT_EFFECT[key]}")
-            elif key in REFUSED:
-                self._add_problem(place, f"{key} is not supported for a dataset", REFUSED[key])
-            elif key not in SWITCHES and not (storage not in self.catalog.storages and key.startswith(f"{storage}_")):
-                self._add_problem(place, f"unknown key {key!r}", _nearest(key, (*ENTRY_KEYS, *storage_keys)))
+            elif key not in SWITCHES:
+                notices += self._external(place, key, value, (*ENTRY_KEYS, *storage_keys))
         if _is_on(entry.get("crop", False)):
             values = {**_CROP_ALONE, **values}
-        self._check_choice(place, "type", storage, self.catalog.storages)
+        values["metadata_backend"] = metadata
         kind = values.setdefault("dataset_type", "image")
         if kind in TYPES_WITH_IMAGES:
+            self._check_choice(place, "type", storage, self.catalog.storages)
             self._check_choice(place, "metadata_backend", metadata, self.catalog.metadata)
             if storage == "local" and "instance_data_dir" not in values:
                 self._add_problem(place, "instance_data_dir is missing", "set it to the folder of the images")
+        self._drop_unsupported(place, values, "crop_style", "crop_aspect")
         return {**values, "storage_options": options, "notices": tuple(notices)}
+
+    def _metadata_backend(self, place: str, entry: Mapping[str, object]) -> tuple[str, list[str]]:
+        """Returns the metadata backend, and a notice where SimpleTuner has another name for it."""
+        name = str(entry.get("metadata_backend", "discovery")).lower()
+        if name in simpletuner.SAME_AS_DISCOVERY:
+            return "discovery", []
+        table = "json" in entry or str(entry.get("caption_strategy")).lower() == "json"
+        if name == "json" and self.simpletuner and not table:
+            message = f"{place}: metadata_backend 'json' is read as 'discovery', which it is in SimpleTuner"
+            return "discovery", [f'{message}; for a table of captions, add "json": {{"path": "metadata.jsonl"}}']
+        return name, []
+
+    def _external(self, place: str, key: str, value: object, known: Collection[str]) -> list[str]:
+        """Returns the notices about a key that is none of an entry; adds a problem if it cannot be ignored."""
+        if one := simpletuner.WITHOUT_EFFECT.get(key):
+            return [] if one.accepts(value) else [f"{place}: {key} has no effect: {one.why}"]
+        if one := simpletuner.REFUSED.get(key):
+            if not one.accepts(value):
+                self._add_problem(place, f"{key} is not supported for a dataset: {one.why}", one.fix)
+        elif simpletuner.belongs_to_unsupported_source(key):
+            return [f"{place}: {key} has no effect: it belongs to another storage or metadata backend"]
+        else:
+            self._add_problem(place, f"unknown key {key!r}", _nearest_key(key, known))
+        return []
+
+    def _drop_unsupported(self, place: str, values: dict[str, object], *keys: str) -> None:
+        """Reports values that are not supported yet, and removes them, so that they are not reported again."""
+        for key in keys:
+            value = str(values.get(key, "")).lower()
+            if value in simpletuner.UNSUPPORTED[key]:
+                self._add_unsupported(place, key, value)
+                del values[key]
 
     def _check_captions(self, place: str, spec: DatasetSpec) -> None:
         strategy = spec.caption_strategy
@@ -215,24 +246,20 @@ class _EntryParser:
                         place, f"{key} needs an instance_prompt", "--instance_prompt=TEXT, or set instance_prompt in the entry"
                     )
 
-    def _check_sizes(self, place: str, spec: DatasetSpec) -> None:
-        if spec.resolution_type == "area" and spec.resolution > _MAX_MEGAPIXELS:
-            message = f"resolution {spec.resolution:g} with resolution_type 'area' is in megapixels, which is too large"
-            self._add_problem(place, message, "use megapixels (1024x1024 is 1.05), or set resolution_type to 'pixel_area'")
-        elif spec.resolution_type != "area" and spec.resolution < _MIN_PIXELS:
-            message = (
-                f"resolution {spec.resolution:g} with resolution_type {spec.resolution_type!r} is in pixels, which is too small"
-            )
-            self._add_problem(place, message, "use pixels, or set resolution_type to 'area' for megapixels")
-
     def _check_choice(self, place: str, key: str, value: str, known: Collection[str]) -> None:
-        if value not in known:
-            if package := package_of_storage(value):
-                self.problems.append(package.problem(f"{key}: {value!r} belongs to {package.distribution}", place))
-            else:
-                self._add_problem(place, f"{key}: {value!r} is unknown", _nearest(value, known))
+        if value in known:
+            return
+        if value in simpletuner.UNSUPPORTED[key]:
+            self._add_unsupported(place, key, value)
+        elif package := package_of_storage(value):
+            self.problems.append(package.problem(f"{key}: {value!r} belongs to {package.distribution}", place))
+        else:
+            self._add_problem(place, f"{key}: {value!r} is unknown", _nearest_value(value, known))
 
-    def _add_problem(self, place: str, message: str, fix: str = "") -> None:
+    def _add_unsupported(self, place: str, key: str, value: str) -> None:
+        self._add_problem(place, f"{key} {value!r} is not supported yet", simpletuner.UNSUPPORTED[key][value])
+
+    def _add_problem(self, place: str, message: str, fix: str) -> None:
         self.problems.append(Problem(message=message, where=place, fix=fix))
 
 
@@ -243,11 +270,17 @@ def _disabled(entry: Mapping[str, object]) -> bool:
 
 def _is_on(value: object) -> bool:
     """Whether a boolean value is true. The text "false" is false, as in all options."""
-    return str(value).lower() not in ("false", "0", "no", "off", "none")
+    return str(value).lower() not in ("false", "0", "no", "off", "none", "")
 
 
-def _nearest(name: str, known: Collection[str]) -> str:
-    near = get_close_matches(name, known, n=3)
+def _nearest_key(name: str, known: Collection[str]) -> str:
+    """Only a spelling mistake has a near name: a name that is merely similar has another meaning."""
+    near = get_close_matches(name.lower(), known, n=1, cutoff=0.8)
+    return f"did you mean {near[0]}?" if near else "remove it; `smalti dataset reference` prints all keys"
+
+
+def _nearest_value(name: str, known: Collection[str]) -> str:
+    near = get_close_matches(name.lower(), known, n=1)
     if near:
-        return f"did you mean {' or '.join(near)}?"
+        return f"did you mean {near[0]}?"
     return f"known values: {', '.join(known)}" if known else ""

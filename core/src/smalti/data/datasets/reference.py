@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from smalti.data.datasets.parse import REFUSED, SWITCHES, WITHOUT_EFFECT
+from smalti.data.datasets.parse import SWITCHES
+from smalti.data.datasets.simpletuner import REFUSED, UNSUPPORTED, WITHOUT_EFFECT, ExternalKey
 from smalti.data.datasets.spec import ENTRY_KEYS, JsonTable
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
@@ -21,7 +23,18 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "only_instance_prompt",
         "disable_multiline_split",
     ),
-    "Size and crop": ("resolution", "resolution_type", "crop", "crop_aspect", "crop_style", "minimum_image_size"),
+    "Size and crop": (
+        "resolution",
+        "resolution_type",
+        "crop",
+        "crop_aspect",
+        "crop_style",
+        "minimum_image_size",
+        "maximum_image_size",
+        "target_downsample_size",
+        "minimum_aspect_ratio",
+        "maximum_aspect_ratio",
+    ),
     "Number of samples": ("repeats", "max_num_samples"),
     "Caches": ("cache_dir_vae", "image_embeds", "text_embeds", "default", "cache_dir"),
 }
@@ -42,18 +55,24 @@ def _lines() -> Iterator[str]:
         yield from ("", f"### {title}", "", *_table((key, ENTRY_KEYS[key]) for key in keys))
     yield from ("", f"`{SWITCHES[0]}: true` (or `{SWITCHES[1]}`) switches an entry off.")
     yield from ("", "### The `json` block", "", *_table(JsonTable.model_fields.items()))
-    yield from ("", "### Accepted without an effect", "", "A notice says why.", "", "| key | why |", "|---|---|")
-    yield from (f"| `{key}` | {why} |" for key, why in WITHOUT_EFFECT.items())
     yield from (
         "",
-        "### Refused",
+        "### Keys of SimpleTuner without an effect",
         "",
-        "These change what is trained on, so they are not ignored.",
-        "",
-        "| key | why |",
-        "|---|---|",
+        "A notice says why, except for the value in the second column.",
     )
-    yield from (f"| `{key}` | {why} |" for key, why in REFUSED.items())
+    yield from ("", "| key | accepted silently | why |", "|---|---|---|")
+    yield from (f"| `{key}` | {_silent(one)} | {one.why} |" for key, one in WITHOUT_EFFECT.items())
+    yield from ("", "### Keys of SimpleTuner that are refused", "")
+    yield "They change what is trained on. A value in the second column is accepted, because it changes nothing."
+    yield from ("", "| key | accepted | why | what to do |", "|---|---|---|---|")
+    yield from (f"| `{key}` | {_silent(one)} | {one.why} | {one.fix} |" for key, one in REFUSED.items())
+    yield from ("", "### Values of SimpleTuner that are not supported yet", "", "| key | value | what to do |", "|---|---|---|")
+    yield from (f"| `{key}` | `{value}` | {fix} |" for key, values in UNSUPPORTED.items() for value, fix in values.items())
+
+
+def _silent(one: ExternalKey) -> str:
+    return ", ".join(f"`{json.dumps(value)}`" for value in one.same)
 
 
 def _table(fields: Iterable[tuple[str, FieldInfo]]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,6 +13,9 @@ from smalti.data.buckets import CropAspect, CropStyle, ResolutionType
 
 TYPES_WITH_IMAGES = ("image", "eval")
 """Values of `dataset_type` for entries that have images."""
+CACHE_TYPES = ("text_embeds", "image_embeds")
+"""Values of `dataset_type` for entries that configure a cache."""
+DATASET_TYPES = (*TYPES_WITH_IMAGES, *CACHE_TYPES)
 
 
 def _lowered(value: object) -> object:
@@ -21,6 +25,20 @@ def _lowered(value: object) -> object:
 def _crop_style(value: object) -> object:
     value = _lowered(value)
     return "center" if value == "centre" else value
+
+
+_LONGEST_ID = 200  # a file name has at most 255 bytes
+
+
+def file_name_of(dataset: str) -> str:
+    """Returns the id of a dataset as the beginning of file names; "" if nothing is left of it."""
+    return re.sub(r"[^\w.-]+", "-", dataset).lstrip("-.")
+
+
+def _checked_id(value: str) -> str:
+    if not 0 < len(file_name_of(value).encode()) <= _LONGEST_ID:
+        raise ValueError(f"an id has letters or digits, and at most {_LONGEST_ID} bytes")
+    return value
 
 
 Word = Annotated[str, BeforeValidator(_lowered)]
@@ -52,9 +70,8 @@ class DatasetSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
 
-    id: str = _key(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        help="Unique name of the dataset: letters, digits, dot, dash, underscore. Files of the run are named after it.",
+    id: Annotated[str, AfterValidator(_checked_id)] = _key(
+        help="Unique name of the dataset. Files of the run are named after it, with a dash for characters such as spaces.",
     )
     type: str = _key("local", help="The storage.")
     dataset_type: Literal["image", "eval", "text_embeds", "image_embeds"] = _key(
@@ -115,8 +132,23 @@ class DatasetSpec(BaseModel):
     minimum_image_size: float = _key(
         0.0,
         ge=0,
-        help="Leave out smaller images. In the unit of `resolution`; 0 keeps all. With `pixel`, the shorter edge counts.",
+        help="Leave out smaller images. In the unit of `resolution`; 0 keeps all. With `pixel`, the shorter edge counts."
+        " Default: the option.",
     )
+    maximum_image_size: float = _key(
+        0.0,
+        ge=0,
+        help="Images larger than this are scaled to `target_downsample_size` before they are cropped, so that a large image is"
+        " cropped to a part of it. In the unit of `resolution`; 0 scales every image to cover its bucket. Default: the option.",
+    )
+    target_downsample_size: float = _key(
+        0.0,
+        ge=0,
+        help="Size of images above `maximum_image_size` before they are cropped; never smaller than their bucket, and never"
+        " enlarged for it. Default: the option.",
+    )
+    minimum_aspect_ratio: float = _key(0.0, ge=0, help="Leave out images whose width / height is smaller; 0 keeps all.")
+    maximum_aspect_ratio: float = _key(0.0, ge=0, help="Leave out images whose width / height is larger; 0 keeps all.")
 
     repeats: int = _key(
         0,
@@ -141,6 +173,11 @@ class DatasetSpec(BaseModel):
     """The block with the name of the metadata backend ("parquet": {...}), which that backend checks itself."""
     notices: tuple[str, ...] = ()
     """Messages about keys that have no effect."""
+
+    @property
+    def file_name(self) -> str:
+        """The beginning of the names of the dataset's files."""
+        return file_name_of(self.id)
 
     @property
     def has_images(self) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from smalti.data.datasets.spec import file_name_of
 from smalti.data.scan.identity import Identity
 from smalti.data.scan.index import DatasetIndex, read_table
 
@@ -27,14 +28,15 @@ def keep(identity: Identity, indexes: Sequence[DatasetIndex], directory: Path) -
     """
     folder = _folder(identity, directory)
     for index in indexes:
-        draft = folder / f".{index.dataset}.{os.getpid()}"
+        name = f"{file_name_of(index.dataset)}.arrow"
+        draft = folder / f".{name}.{os.getpid()}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             try:
-                draft.hardlink_to(directory / f"{index.dataset}.arrow")
+                draft.hardlink_to(directory / name)
             except OSError:  # a file system without links
-                shutil.copyfile(directory / f"{index.dataset}.arrow", draft)
-            draft.replace(folder / f"{index.dataset}.arrow")
+                shutil.copyfile(directory / name, draft)
+            draft.replace(folder / name)
         except OSError as error:
             _log.warning("the index of dataset %s is not kept for later resumes: %s", index.dataset, error)
         finally:
@@ -49,7 +51,7 @@ def changes(then: Identity, indexes: Sequence[DatasetIndex], directory: Path) ->
     found += [f"dataset {name} was removed" for name in sorted(then.settings.keys() - now.keys())]
     for name in sorted(now.keys() & then.settings.keys()):
         try:
-            old = read_table(folder / f"{name}.arrow")
+            old = read_table(folder / f"{file_name_of(name)}.arrow")
         except (OSError, pa.ArrowInvalid):
             return None
         if not set(_COMPARED) <= set(old.column_names):  # of an older version
