@@ -30,7 +30,7 @@ demo-flux: $(VENV)/demo-flux.done
 	$(BIN)/python examples/emoji-flux/autoencoder.py demo/emoji demo/flux/vae
 	$(BIN)/python examples/emoji-flux/pipeline.py demo/flux
 	$(BIN)/smalti train examples/emoji-flux/config.toml $(ARGS)
-	test -e demo/flux-export || $(BIN)/smalti checkpoint export demo/flux-run --to demo/flux-export --ema
+	test -e demo/flux-export || $(BIN)/smalti checkpoint export demo/flux-run --to demo/flux-export
 
 test: $(VENV)/dev.done $(VENV)/compiled.done
 	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --maxfail=10 $(ARGS)

@@ -53,8 +53,21 @@ def test_shards_of_a_backend_that_is_not_there_become_whole_and_start_another_ru
     assert max(float((found[name] - first[name]).abs().max()) for name in first) < 1e-6
 
 
-def test_who_could_have_had_the_averages_is_told(run, tmp_path):
-    assert "which --ema exports" in export(run.directory, "--to", tmp_path / "made")[1]
+def test_the_default_is_what_validation_samples_with(run, tmp_path):
+    made = {}
+    for words in ((), ("--ema",), ("--raw",)):
+        target = tmp_path / f"made{'-'.join(words)}"
+        code, said = export(run.directory, "--to", target, *words)
+        assert (code, "validation samples with" in said) == (0, True), said
+        made[words] = load_file(target / "diffusion_pytorch_model.safetensors")
+    default, ema, raw = made.values()
+    assert all(torch.equal(default[name], ema[name]) for name in default)
+    assert any(not torch.equal(raw[name], ema[name]) for name in raw)
+
+
+def test_a_family_with_one_format_refuses_others(run, tmp_path):
+    code, said = export(run.directory, "--to", tmp_path / "made", "--format=kohya")
+    assert (code, "the family toy exports one format only" in said) == (2, True), said
 
 
 def test_averaged_weights_of_a_step_in_half_precision(run, tmp_path):

@@ -124,7 +124,10 @@ def test_examples_call_the_command_with_options_that_exist(official, path):
         words = shlex.split(example.replace("\\\n", " "))
         called = max((name for name in COMMANDS if words[: len(name.split())] == name.split()), key=len)
         assert called.startswith(path), example
-        own = {flag for param in COMMANDS[called].command.params for flag in param.opts} | {"--help", "--config"}
+        own = {flag for param in COMMANDS[called].command.params for flag in (*param.opts, *param.secondary_opts)} | {
+            "--help",
+            "--config",
+        }
         flags = [word.partition("=")[0] for word in words if word.startswith("--")]
         assert [flag for flag in flags if flag not in own and official.find(flag) is None] == [], example
 

@@ -82,7 +82,7 @@ def test_the_frozen_parts_are_those_of_the_pipeline_that_the_run_started_from(ru
 
 
 def test_weights_are_those_of_the_step_and_of_the_type_that_was_asked_for(run, tmp_path):
-    assert export(run, "--to", tmp_path / "made", "--step", 1, "--dtype", "bf16").exit_code == 0
+    assert export(run, "--to", tmp_path / "made", "--step", 1, "--raw", "--dtype", "bf16").exit_code == 0
     (saved,) = (run / "checkpoints" / "step-00000001" / "model").iterdir()
     expected = load_file(saved)
     found = load_file(tmp_path / "made" / "transformer" / "diffusion_pytorch_model.safetensors")

@@ -57,7 +57,7 @@ def runs(base, train):
 @pytest.fixture(scope="module")
 def exported(runs):
     target = runs / "adapter"
-    done = CliRunner().invoke(checkpoint, ["export", str(runs / "one"), "--to", str(target), "--ema"])
+    done = CliRunner().invoke(checkpoint, ["export", str(runs / "one"), "--to", str(target)])
     assert done.exit_code == 0, done.output
     return target / "pytorch_lora_weights.safetensors"
 
@@ -146,11 +146,12 @@ def test_a_pipeline_with_the_exported_adapter_draws_what_the_run_drew(runs, base
     assert difference(pipeline, runs / "one") <= 1
 
 
-def test_the_exported_file_tells_rank_and_alpha(exported):
+def test_in_the_exported_file_alpha_is_the_rank_and_the_alpha_of_the_run_is_kept_beside(exported):
     with safe_open(exported, framework="pt") as file:
-        told = json.loads(file.metadata()["lora_adapter_metadata"])
+        metadata = file.metadata()
         assert all(name.startswith("transformer.") and "default" not in name for name in file.keys())  # noqa: SIM118
-    assert (told["transformer.r"], told["transformer.lora_alpha"]) == (4, 8)
+    told = json.loads(metadata["lora_adapter_metadata"])
+    assert (told["transformer.r"], told["transformer.lora_alpha"], float(metadata["smalti_lora_alpha"])) == (4, 4, 8)
 
 
 REFUSALS = {"lora_alpha": "16", "pretrained_model_name_or_path": "{other}"}

@@ -52,7 +52,7 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
     examples=(
         "smalti checkpoint ls runs/first",
         "smalti checkpoint verify runs/first",
-        "smalti checkpoint export runs/first --to=model --ema",
+        "smalti checkpoint export runs/first --to=model",
     ),
 )
 def checkpoint() -> None:
@@ -187,13 +187,24 @@ def convert_checkpoint(source: Path, target: Path, kind: Target, ema: bool, as_j
     "export",
     examples=(
         "smalti checkpoint export runs/first --to=model",
-        "smalti checkpoint export runs/first --to=model --step=1000 --ema --dtype=bf16",
+        "smalti checkpoint export runs/first --to=model --step=1000 --raw --dtype=bf16",
+        "smalti checkpoint export runs/style --to=style-lora --format=comfyui",
     ),
 )
 @click.argument("path", type=_DIRECTORY)
 @click.option("--to", "target", required=True, metavar="FOLDER", type=_NEW, help="Folder to create. It must not exist yet.")
 @click.option("--step", type=click.IntRange(min=0), help="Step of the checkpoint. Default: the newest one that is intact.")
-@click.option("--ema", is_flag=True, help="Export the EMA weights.")
+@click.option(
+    "--ema/--raw",
+    "averaged",
+    default=None,
+    help="Export the EMA weights, or those of the last step. Default: as in validation, the EMA weights if there are any.",
+)
+@click.option(
+    "--format",
+    type=click.Choice(("diffusers", "peft", "comfyui", "kohya")),
+    help="Format of an adapter. Default: diffusers, or peft for a family that diffusers loads no adapters for.",
+)
 @click.option(
     "--dtype",
     "precision",
@@ -211,7 +222,8 @@ def export_checkpoint(
     path: Path,
     target: Path,
     step: int | None,
-    ema: bool,
+    averaged: bool | None,
+    format: str | None,
     precision: Precision | None,
     pretrained: str | None,
     as_json: bool,
@@ -222,6 +234,7 @@ def export_checkpoint(
     adapter file. Works for any strategy and number of ranks, without an accelerator, with one tensor in memory at a time.
     The checkpoint is verified first, and the export is read back before it appears under its name.
     """
+    from smalti.checkpoint import ExportRequest
     from smalti.training import export
 
     plugins = load_plugins(selection_of((), None, os.environ), strict=False)
@@ -231,16 +244,17 @@ def export_checkpoint(
             target,
             plugins,
             step=step,
-            averaged=ema,
+            averaged=averaged,
             precision=precision,
             pretrained=pretrained,
+            request=ExportRequest(format=format),
             report=lambda sentence: click.echo(sentence, err=True),
             progress=progress,
         )
     if as_json:
         _print_json(vars(done) | {"path": str(done.path), "checkpoint": str(done.checkpoint)})
         return
-    what = f"{counted(done.tensors, 'averaged tensor' if ema else 'trained tensor')}, {format_bytes(done.size)}"
+    what = f"{counted(done.tensors, 'averaged tensor' if done.averaged else 'trained tensor')}, {format_bytes(done.size)}"
     click.echo(f"{done.path}: {done.family} at step {done.step}, {what} in {counted(len(done.files), 'file')}, verified")
 
 

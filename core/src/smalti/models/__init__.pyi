@@ -12,6 +12,7 @@ from .capabilities import (
     Cacheable as Cacheable,
     Encoding as Encoding,
     Exporter as Exporter,
+    FormatExporter as FormatExporter,
     KeepsRawLatents as KeepsRawLatents,
     family_problems as family_problems,
     latents_of as latents_of,

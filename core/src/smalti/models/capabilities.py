@@ -13,7 +13,7 @@ from torch import Tensor
 from smalti.models.family import ModelFamily
 
 if TYPE_CHECKING:
-    from smalti.checkpoint import ExportFolder
+    from smalti.checkpoint import ExportFolder, ExportRequest
 
 Encoding = Literal["latents", "texts"]
 """What the two kinds of encoders make: latents of images, conditioning of texts."""
@@ -28,6 +28,15 @@ class Exporter(Protocol):
 
         Runs on machines without accelerators; the complete model need never be in memory.
         """
+        ...
+
+
+@runtime_checkable
+class FormatExporter(Protocol):
+    """For an `Exporter` that writes several formats: its `export` does what `folder.request` says."""
+
+    def check_export(self, request: ExportRequest) -> None:
+        """Raises UserError for a request that this run cannot be exported with. Called before anything is written."""
         ...
 
 
@@ -91,7 +100,7 @@ class Adaptable(Protocol):
         ...
 
 
-_OPTIONAL = (Exporter, Cacheable, KeepsRawLatents, Adaptable)
+_OPTIONAL = (Exporter, FormatExporter, Cacheable, KeepsRawLatents, Adaptable)
 _NEAR = 0.85
 """From this likeness on (difflib) a name counts as misspelt: in ten letters, one that is wrong, missing or too many."""
 

@@ -11,6 +11,7 @@ from smalti.checkpoint import (
     CheckpointStore,
     ConversionError,
     ExportFolder,
+    ExportRequest,
     FileRecord,
     OwnCheckpoint,
     Precision,
@@ -21,7 +22,7 @@ from smalti.checkpoint import (
 )
 from smalti.config import Config, restore
 from smalti.errors import CheckpointError, UserError
-from smalti.models import Exporter, ModelFamily, without_weights
+from smalti.models import Exporter, FormatExporter, ModelFamily, without_weights
 from smalti.parallel import model_tensors
 from smalti.plugins import Plugins, find_family, schema_of
 from smalti.rundir import RunDirectory
@@ -48,17 +49,19 @@ def export(
     plugins: Plugins,
     *,
     step: int | None = None,
-    averaged: bool = False,
+    averaged: bool | None = None,
     precision: Precision | None = None,
     pretrained: str | None = None,
+    request: ExportRequest = ExportRequest(),  # noqa: B008  # frozen
     report: Callable[[str], None] = lambda sentence: None,
     progress: Progress = lambda done, total: None,
 ) -> Exported:
     """Make `target`, a folder that must not exist yet, from a run directory or one of its checkpoints.
 
-    A run directory stands for its newest complete checkpoint, or for that of `step`. `averaged` takes the EMA weights;
-    `precision` is what the trained tensors become, None as they are. `pretrained` says where the run's first weights lie now,
-    if not where its configuration says. All bytes of the checkpoint are checked first. Raises UserError, and nothing is left.
+    A run directory stands for its newest complete checkpoint, or for that of `step`. `averaged` takes the EMA weights; None
+    takes those that validation samples with: the EMA weights if there are any. `precision` is what the trained tensors become,
+    None as they are. `pretrained` is the present path of the run's first weights, if they were moved. All bytes of the
+    checkpoint are checked first. Raises UserError, and nothing is left.
     """
     if target.exists() or target.is_symlink():
         raise UserError(f"{target} already exists, and nothing is overwritten", fix="choose a new folder")
@@ -70,17 +73,17 @@ def export(
             f"the family {family.name} has no export of its own",
             fix="`smalti checkpoint convert --format=safetensors` writes the plain tensors",
         )
+    _check_request(family, request)
     path = _checkpoint_of(source, run, step, report)
     checkpoint = OwnCheckpoint(path, verified=True)
+    averaged = _averaged(checkpoint, averaged, report)
     trained = TrainedWeights(checkpoint, use_ema=averaged, precision=precision)
     _compare(path, trained, family)
-    if not averaged and any(name.startswith("ema/") for name in checkpoint.contents.tensors):
-        report("exporting the raw weights; validation images are sampled with the EMA weights, which --ema exports")
 
     def write(folder: Path) -> dict[str, FileRecord]:
         check_free_space(folder, trained.tensors.values())
         adapter = cast(Mapping[str, object] | None, checkpoint.contents.trainer.get("adapter"))
-        made = ExportFolder(folder, trained, adapter, progress)
+        made = ExportFolder(folder, trained, adapter, progress, name=target.name, request=request)
         family.export(made)
         return made.finish()
 
@@ -98,6 +101,14 @@ def export(
         size=sum(record.size for record in records.values()),
         files=tuple(sorted(records)),
     )
+
+
+def _check_request(family: ModelFamily, request: ExportRequest) -> None:
+    """Raises UserError for what the family does not export."""
+    if isinstance(family, FormatExporter):
+        family.check_export(request)
+    elif request != ExportRequest():
+        raise UserError(f"the family {family.name} exports one format only", fix="leave --format out")
 
 
 def _run_of(source: Path) -> RunDirectory:
@@ -139,6 +150,17 @@ def _checkpoint_of(source: Path, run: RunDirectory, step: int | None, report: Ca
     if found is None:
         raise CheckpointError(f"there is no checkpoint in {run.checkpoints}", fix="let the run save one")
     return found
+
+
+def _averaged(checkpoint: OwnCheckpoint, averaged: bool | None, report: Callable[[str], None]) -> bool:
+    """Whether to export the EMA weights; None means where there are any. Reports the choice where there is one."""
+    found = any(name.startswith("ema/") for name in checkpoint.contents.tensors)
+    chosen = found if averaged is None else averaged
+    if found and chosen:
+        report("exporting the EMA weights, which validation samples with; --raw exports the others")
+    elif found:
+        report("exporting the raw weights; validation samples with the EMA weights, which --ema exports")
+    return chosen
 
 
 def _compare(path: Path, trained: TrainedWeights, family: ModelFamily) -> None:

@@ -25,13 +25,14 @@ from smalti.models import Encoding, FolderWeights, ModelFamily, SampleRequest, S
 from smalti.parallel import in_bf16
 from smalti.system import importing
 from smalti_diffusers.flowshift import scheduler_shift
-from smalti_diffusers.lora.adapter import AdaptedWeights, Lora, adapter_shapes, attach, export_adapter
+from smalti_diffusers.lora.adapter import AdaptedWeights, Lora, adapter_shapes, attach
+from smalti_diffusers.lora.formats import chosen_format, write_adapter
 from smalti_diffusers.lora.quantisation import check_device, quantise
 from smalti_diffusers.options import DiffusersOptions, LoraOptions, Precision
 from smalti_diffusers.sources.components import INDEX, Components, class_of, locate
 
 if TYPE_CHECKING:
-    from smalti.checkpoint import ExportFolder
+    from smalti.checkpoint import ExportFolder, ExportRequest
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -310,10 +311,20 @@ class PipelineFamily(ModelFamily):
 
     # --- for inference ----------------------------------------------------------------------------------------------
 
+    def check_export(self, request: ExportRequest) -> None:
+        if self.lora is not None:
+            chosen_format(self.name, request.format)
+        elif request.format not in (None, "diffusers"):
+            raise UserError(
+                f"--format={request.format} is for adapters, and this run trained the complete model",
+                fix="leave --format out; it becomes a pipeline of diffusers",
+            )
+
     def export(self, folder: ExportFolder) -> None:
         """The pipeline that the run started from, with the trained part in the place of its own; or the file of an adapter."""
         if self.lora is not None:
-            export_adapter(folder, self.part)
+            format = chosen_format(self.name, folder.request.format)
+            write_adapter(folder, format, self.name, self.part, self.meta_model, self.components.config(self.part))
             return
         components = self.components
         if index := self.pipeline_changes():

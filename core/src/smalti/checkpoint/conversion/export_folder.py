@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from smalti.checkpoint.conversion.export_request import Computed, ExportRequest
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.checkpoint.dtypes import DTYPES, NAMES
 from smalti.checkpoint.format.digests import matches, write_with_digest
@@ -60,16 +61,24 @@ class TrainedWeights:
         """Bytes of all tensors, in their target types."""
         return sum(tensor.size for tensor in self.tensors.values())
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type to which tensors are converted; None keeps theirs."""
+        return self._dtype
+
+    def tensor(self, name: str) -> Tensor:
+        """One complete tensor, in the type in which it is stored."""
+        stored = self._checkpoint.contents.tensors[self._places[name]]
+        dtype = DTYPES[stored.dtype]
+        if not stored.elements:
+            return torch.empty(stored.shape, dtype=dtype)
+        (data,) = self._checkpoint.read(self._places[name])
+        return torch.frombuffer(data, dtype=dtype).view(stored.shape)
+
     def read(self, name: str) -> memoryview:
         """The bytes of one tensor, row by row. Raises UserError for a value that the target type cannot represent."""
-        place = self._places[name]
-        stored = self._checkpoint.contents.tensors[place]
-        dtype = DTYPES[stored.dtype]
-        (data,) = self._checkpoint.read(place)
-        if self._target_dtype(dtype) == dtype or not stored.elements:
-            return memoryview(data)
-        tensor = torch.frombuffer(data, dtype=dtype)
-        return memory(_converted(name, tensor, self._target_dtype(dtype)))
+        tensor = self.tensor(name)
+        return memory(_converted(name, tensor, self._target_dtype(tensor.dtype)))
 
     def _target_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
@@ -77,7 +86,7 @@ class TrainedWeights:
 
 def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     converted = tensor.to(dtype)
-    if not torch.equal(converted.isfinite(), tensor.isfinite()):
+    if dtype != tensor.dtype and not torch.equal(converted.isfinite(), tensor.isfinite()):
         name_of_dtype = str(dtype).removeprefix("torch.")
         raise UserError(
             f"{name} has values that are too large for {name_of_dtype}", fix="--dtype=bf16, which has the range of fp32"
@@ -86,10 +95,24 @@ def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class ExportFolder:
-    """An empty folder that becomes an export. `adapter` describes the adapter of the run; None without one."""
+    """An empty folder that becomes an export. `adapter` describes the adapter of the run; None without one.
 
-    def __init__(self, path: Path, trained: TrainedWeights, adapter: Mapping[str, object] | None, progress: Progress) -> None:
+    `name` is what the folder will be called.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        trained: TrainedWeights,
+        adapter: Mapping[str, object] | None,
+        progress: Progress,
+        *,
+        name: str = "export",
+        request: ExportRequest | None = None,
+    ) -> None:
         self.adapter = adapter
+        self.name = name
+        self.request = request or ExportRequest()
         self.records: dict[str, FileRecord] = {}
         self._path = path
         self._trained = trained
@@ -107,17 +130,33 @@ class ExportFolder:
         written = write_weights(folder, self.tensors, self._read, config, largest_file=largest_file)
         self.records |= {f"{part}/{name}" if part else name: record for name, record in written.items()}
 
-    def write_tensors(self, name: str, renamed: Mapping[str, str], notes: Mapping[str, str]) -> None:
-        """Write a safetensors file of trained tensors; `renamed` maps new names to present ones, `notes` are its metadata."""
-        chunks = {
-            new: Chunk(
-                dtype=self.tensors[old].dtype, shape=self.tensors[old].shape, offsets=(0,) * len(self.tensors[old].shape)
-            )
-            for new, old in renamed.items()
-        }
-        header = encode_header(list(chunks.items()), plain=True, notes=notes)
-        blocks = (block for old in renamed.values() for block in self._read(old))
-        self.records[name] = write_with_digest(self._place(name), chain([header], blocks))
+    def tensor(self, name: str) -> Tensor:
+        """One trained tensor, in the type in which it is stored."""
+        return self._trained.tensor(name)
+
+    def write_computed(self, name: str, tensors: Mapping[str, Computed], notes: Mapping[str, str]) -> None:
+        """Write a safetensors file of tensors that are computed one at a time; `notes` are its metadata.
+
+        Those without a type of their own get the type of the export, or fp32.
+        """
+        types = {key: each.dtype or self._trained.dtype or torch.float32 for key, each in tensors.items()}
+        # Wide elements first, so that every tensor starts at a multiple of its element size.
+        order = sorted(tensors, key=lambda key: -types[key].itemsize)
+        chunks = [
+            (key, Chunk(dtype=NAMES[types[key]], shape=tensors[key].shape, offsets=(0,) * len(tensors[key].shape)))
+            for key in order
+        ]
+        header = encode_header(chunks, plain=True, notes=notes)
+        sizes = {key: chunk.size for key, chunk in chunks}
+
+        def blocks() -> Iterator[Block]:
+            done = 0
+            for key in order:
+                yield memory(_converted(key, tensors[key].compute(), types[key]).contiguous())
+                done += sizes[key]
+                self._progress(done, sum(sizes.values()))
+
+        self.records[name] = write_with_digest(self._place(name), chain([header], blocks()))
 
     def write_json(self, name: str, value: Mapping[str, object]) -> None:
         data = json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"

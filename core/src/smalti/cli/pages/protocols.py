@@ -39,6 +39,7 @@ CHAPTERS = (
             "smalti.models:KeepsRawLatents",
             "smalti.models:Adaptable",
             "smalti.models:Exporter",
+            "smalti.models:FormatExporter",
             "smalti.models:PostLoadTransform",
             "smalti.diffusion:Shift",
         ),

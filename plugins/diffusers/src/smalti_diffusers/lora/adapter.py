@@ -6,12 +6,11 @@ A layer `attn.to_q` becomes `attn.to_q.base_layer`, with `attn.to_q.lora_A.defau
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +18,8 @@ from torch import Tensor, nn
 from smalti import UserError
 from smalti.models import Weights
 
-if TYPE_CHECKING:
-    from smalti.checkpoint import ExportFolder
-
-FILE = "pytorch_lora_weights.safetensors"
-"""What `load_lora_weights` of a pipeline looks for."""
 _NAME = "default"
 _BASE = ".base_layer."
-_METADATA = "lora_adapter_metadata"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,20 +94,3 @@ class AdaptedWeights:
 def adapter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The shapes of the adapters' parameters in a model that has them."""
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if ".lora_" in name}
-
-
-def export_adapter(folder: ExportFolder, part: str) -> None:
-    """The file that `load_lora_weights` reads, for an adapter of this part of a pipeline; rank and alpha are its metadata."""
-    assert folder.adapter is not None, "the checkpoint of an adapter says what it is"
-    renamed = {f"{part}.{name.replace(f'.{_NAME}.', '.')}": name for name in folder.tensors}
-    settings = {
-        "r": folder.adapter["rank"],
-        "lora_alpha": folder.adapter["alpha"],
-        "target_modules": _modules(folder.tensors),
-    }
-    notes = {_METADATA: json.dumps({f"{part}.{key}": value for key, value in settings.items()}, sort_keys=True)}
-    folder.write_tensors(FILE, renamed, notes)
-
-
-def _modules(names: Collection[str]) -> list[str]:
-    return sorted({name.partition(".lora_")[0] for name in names})

@@ -1,0 +1,41 @@
+"""Layers that ComfyUI finds under `transformer.` and their names in diffusers: facts of its `comfy/lora.py` of 2026.
+
+Each entry is a regular expression. Listed are the layers that smalti adapts by default or that users often add.
+"""
+
+_FLUX = (
+    r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)",
+    r"transformer_blocks\.\d+\.(norm1|norm1_context)\.linear",
+)
+KNOWN = {
+    "flux": (
+        *_FLUX,
+        r"transformer_blocks\.\d+\.(ff|ff_context)\.net\.(0\.proj|2)",
+        r"single_transformer_blocks\.\d+\.(attn\.(to_q|to_k|to_v)|proj_mlp|proj_out|norm\.linear)",
+    ),
+    "flux2": (
+        *_FLUX,
+        r"transformer_blocks\.\d+\.(ff|ff_context)\.linear_(in|out)",
+        r"single_transformer_blocks\.\d+\.attn\.(to_qkv_mlp_proj|to_out)",
+    ),
+    "sd3": (
+        r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)",
+        r"transformer_blocks\.\d+\.attn2\.(to_q|to_k|to_v|to_out\.0)",
+        r"transformer_blocks\.\d+\.(ff|ff_context)\.net\.(0\.proj|2)",
+    ),
+    "auraflow": (
+        r"joint_transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)",
+        r"single_transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0)",
+        r"(joint|single)_transformer_blocks\.\d+\.(ff|ff_context)\.(linear_1|linear_2|out_projection)",
+    ),
+    "pixart": (
+        r"transformer_blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)",
+        r"transformer_blocks\.\d+\.ff\.net\.(0\.proj|2)",
+    ),
+    # The state dict of ComfyUI's Qwen-Image has the names of diffusers: every layer is known.
+    "qwen_image": (r"transformer_blocks\.\d+\..*",),
+    "z_image": (
+        r"(layers|context_refiner|noise_refiner)\.\d+\.attention\.(to_q|to_k|to_v|to_out\.0)",
+        r"(layers|context_refiner|noise_refiner)\.\d+\.feed_forward\.w[123]",
+    ),
+}
