@@ -188,6 +188,39 @@ def test_ids_whose_files_would_have_one_name_are_refused() -> None:
     ]
 
 
+VALUES = {"model_family": "toy", "output_dir": "runs/1"}
+
+
+def test_placeholders_in_paths_are_replaced() -> None:
+    entry = {
+        "id": "my pets",
+        "instance_data_dir": "{output_dir}/photos/{id}",
+        "cache_dir_vae": "cache/vae/{model_family}/{id}",
+        "instance_prompt": "a {red} cat",
+        "metadata_backend": "json",
+        "json": {"path": "{id}.jsonl"},
+    }
+    (spec,), problems = parse_datasets([entry], where="", defaults=DataDefaults(), placeholders=VALUES)
+
+    assert problems == ()
+    assert (spec.instance_data_dir, spec.cache_dir_vae) == (Path.cwd() / "runs/1/photos/my-pets", "cache/vae/toy/my-pets")
+    assert (spec.json_table.path, spec.instance_prompt) == (Path.cwd() / "my-pets.jsonl", "a {red} cat")
+
+
+def test_an_unknown_placeholder_is_a_problem() -> None:
+    assert problem_of(cache_dir_vae="cache/{modelfamily}") == (
+        "data.json: dataset 'pets': cache_dir_vae: unknown placeholder {modelfamily} in 'cache/{modelfamily}'"
+        "\n    fix: known placeholders: {id}, {model_family}, {output_dir}, {env:NAME}; or rename the folder"
+    )
+
+
+def test_a_placeholder_without_a_value_is_a_problem_only_where_data_are_read() -> None:
+    assert spec_of(cache_dir_vae="{output_dir}/cache").cache_dir_vae is None
+    assert "instance_data_dir: {output_dir} has no value\n    fix: give --output_dir" in problem_of(
+        instance_data_dir="{output_dir}/pets"
+    )
+
+
 def test_a_maximum_size_needs_a_size_to_scale_to() -> None:
     assert "maximum_image_size has no meaning without target_downsample_size" in problem_of(maximum_image_size=2048)
     assert "target_downsample_size has no meaning without maximum_image_size" in problem_of(target_downsample_size=2048)

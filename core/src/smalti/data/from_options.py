@@ -10,7 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from smalti.config import Config, DataOptions, LaunchOptions, RunOptions, TrainingOptions, ValidationOptions, expand
+from smalti.config import (
+    Config,
+    DataOptions,
+    LaunchOptions,
+    ModelOptions,
+    RunOptions,
+    TrainingOptions,
+    ValidationOptions,
+    expand,
+)
 from smalti.data.batch_check import BatchShape
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, load_backend_config, parse_datasets
@@ -57,7 +66,9 @@ def dataset_specs(config: Config, catalog: Catalog) -> tuple[DatasetSpec, ...]:
         maximum_image_size=options.maximum_image_size,
         target_downsample_size=options.target_downsample_size,
     )
-    specs, problems = parse_datasets(entries, where=where, defaults=defaults, catalog=catalog)
+    output = config[RunOptions].output_dir
+    placeholders = {"model_family": config[ModelOptions].model_family, "output_dir": str(output) if output else None}
+    specs, problems = parse_datasets(entries, where=where, defaults=defaults, catalog=catalog, placeholders=placeholders)
     problems = (*problems, *_unused_prompt(config, specs), *_overlapping_folders(config, specs))
     if problems:
         raise ConfigError(problems)

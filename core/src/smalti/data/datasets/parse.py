@@ -18,6 +18,7 @@ from smalti.config import package_of_storage
 from smalti.data.buckets import CropAspect, CropStyle, ResolutionType
 from smalti.data.datasets import simpletuner
 from smalti.data.datasets.catalog import Catalog
+from smalti.data.datasets.placeholders import fill_placeholders
 from smalti.data.datasets.spec import CACHE_TYPES, DATASET_TYPES, ENTRY_KEYS, TYPES_WITH_IMAGES, DatasetSpec, file_name_of
 from smalti.data.datasets.wrong_values import wrong_sizes, wrong_values
 from smalti.errors import ConfigError, Problem
@@ -74,15 +75,25 @@ def load_backend_config(path: Path) -> list[dict[str, object]]:
 
 
 def parse_datasets(
-    entries: Sequence[Mapping[str, object]], *, where: str, defaults: DataDefaults, catalog: Catalog | None = None
+    entries: Sequence[Mapping[str, object]],
+    *,
+    where: str,
+    defaults: DataDefaults,
+    catalog: Catalog | None = None,
+    placeholders: Mapping[str, str | None] | None = None,
 ) -> tuple[tuple[DatasetSpec, ...], tuple[Problem, ...]]:
     """Check dataset entries; returns the enabled ones, in order of their ids, and every problem found.
 
     The first part holds only entries without a problem, so use it only when the second is empty. `where` names the source
-    for messages; `catalog` says which storages and metadata backends there are (the built-in ones if not given).
+    for messages; `catalog` says which storages and metadata backends there are (the built-in ones if not given);
+    `placeholders` are values of those in paths, except {id}.
     """
     parser = _EntryParser(
-        where=where, defaults=defaults, catalog=catalog or Catalog(), simpletuner=simpletuner.is_simpletuner(entries)
+        where=where,
+        defaults=defaults,
+        catalog=catalog or Catalog(),
+        placeholders=placeholders or {},
+        simpletuner=simpletuner.is_simpletuner(entries),
     )
     enabled = [(position, entry) for position, entry in enumerate(entries) if not _disabled(entry)]
     for position, entry in enabled:
@@ -102,6 +113,7 @@ class _EntryParser:
     where: str
     defaults: DataDefaults
     catalog: Catalog
+    placeholders: Mapping[str, str | None]
     simpletuner: bool
     specs: list[DatasetSpec] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
@@ -117,6 +129,8 @@ class _EntryParser:
         given = {key: value for key, value in entry.items() if not simpletuner.is_comment(key) and value not in (None, "")}
         if self._is_unsupported(place, given):
             return
+        given, problems = fill_placeholders(given, self.placeholders, place)
+        self.problems += problems
         values = self._split_keys(place, given)
         try:
             spec = DatasetSpec.model_validate(values)

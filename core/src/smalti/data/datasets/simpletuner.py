@@ -63,6 +63,7 @@ WITHOUT_EFFECT: Mapping[str, ExternalKey] = {
         why="a cached image keeps its crop; --vae_cache_disable crops again at every visit", same=(False,)
     ),
     "crop_aspect_buckets": ExternalKey(why="it belongs to crop_aspect closest and random"),
+    "ignore_epochs": ExternalKey(why="the number of epochs or steps ends a run", same=(False,)),
     "max_upscale_threshold": ExternalKey(why="it belongs to crop_aspect closest and random"),
 }
 """Keys that are accepted and have no effect, and why."""
