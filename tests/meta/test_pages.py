@@ -14,6 +14,7 @@ from smalti.data.datasets.parse import DataDefaults, parse_datasets
 from smalti.data.datasets.reference import SECTIONS, dataset_reference
 from smalti.data.datasets.spec import ENTRY_KEYS
 from smalti.errors import ConfigError
+from smalti.migration.tables import tables_page
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
 
@@ -143,3 +144,8 @@ def test_the_index_has_every_page(pages, root):
     index = root / "docs" / "README.md"
     linked = {(index.parent / link.partition("#")[0]).resolve() for link in _LINK.findall(pages[index])}
     assert sorted(path.name for path in pages.keys() - linked - {index, root / "README.md"}) == []
+
+
+def test_the_tables_of_other_trainers_are_up_to_date(root):
+    update = "sed -i '/^## All keys/,$d' docs/moving.md && smalti config import --tables >> docs/moving.md"
+    assert (root / "docs" / "moving.md").read_text(encoding="utf-8").endswith("\n\n" + tables_page()), update

@@ -26,11 +26,14 @@ FLOORS = (
     ("plugins",),
     ("data",),
     ("training",),
-    ("launch", "builtin"),
+    ("launch", "builtin", "migration"),
     ("cli",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-TORCH_FREE = ("errors", "system", "rundir", "config", "types", "checkpoint.format", "hookspecs", "plugins", "launch", "cli")
+TORCH_FREE = (
+    *("errors", "system", "rundir", "config", "types", "checkpoint.format", "hookspecs", "plugins", "launch"),
+    *("migration", "cli"),
+)
 NEEDS_TORCH = {"smalti.launch.rank"}
 FILES_IN_A_FOLDER = 14
 LINES_OF_A_README = 14

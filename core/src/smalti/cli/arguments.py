@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from smalti.config import Config, Schema, draft, resolve
-from smalti.errors import UserError
+from smalti.config import Config, DataOptions, Schema, draft, resolve
+from smalti.errors import InvalidOptionError, UserError
+from smalti.migration import refuse_other_trainers
 from smalti.plugins import Plugins, load_plugins, schema_of, selection_of
 
 
@@ -25,16 +27,26 @@ class CommandLine:
     def parse(cls, args: Sequence[str]) -> CommandLine:
         """Parse `[CONFIG] [--flags]` or `[--flags] --config CONFIG`. Loads the selected plugins, resolves no option yet."""
         file, flags = _split_file(args)
+        if file is not None:
+            refuse_other_trainers(file, "options")
         plugins = load_plugins(selection_of(flags, file, os.environ))
         return cls(file=file, flags=tuple(flags), plugins=plugins, schema=schema_of(plugins))
 
     def config(self) -> Config:
         """The resolved configuration. Raises ConfigError with all problems."""
-        return resolve(self.schema, self.flags, file=self.file)
+        return _with_own_datasets(resolve(self.schema, self.flags, file=self.file))
 
     def draft(self) -> Config:
         """The configuration with its problems included, so that further checks can add to them."""
-        return draft(self.schema, self.flags, file=self.file)
+        return _with_own_datasets(draft(self.schema, self.flags, file=self.file))
+
+
+def _with_own_datasets(config: Config) -> Config:
+    """The configuration. Raises UserError if its dataset file is one of another trainer."""
+    with suppress(InvalidOptionError):  # reported with the other problems
+        if (path := config[DataOptions].data_backend_config) is not None:
+            refuse_other_trainers(path, "datasets")
+    return config
 
 
 def _split_file(args: Sequence[str]) -> tuple[Path | None, list[str]]:

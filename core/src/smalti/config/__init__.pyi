@@ -25,7 +25,12 @@ from .core_options.training import (
 )
 from .core_options.validation import ValidationOptions as ValidationOptions, sizes_in as sizes_in
 from .edit import Edit as Edit, set_option as set_option
-from .files import expand as expand, read_mapping as read_mapping, read_text as read_text
+from .files import (
+    expand as expand,
+    parse_value as parse_value,
+    read_mapping as read_mapping,
+    read_text as read_text,
+)
 from .known_packages import (
     KIT as KIT,
     PLUGINS as PLUGINS,
@@ -48,4 +53,4 @@ from .options import (
 )
 from .resolution import draft as draft, resolve as resolve, restore as restore
 from .sources import PREFIX as PREFIX, flat as flat
-from .toml import as_toml as as_toml, put_into as put_into
+from .toml import as_toml as as_toml, put_into as put_into, toml_item as toml_item

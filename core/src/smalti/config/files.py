@@ -36,13 +36,14 @@ def read_text(path: Path) -> str:
 
 def parse_mapping(path: Path, text: str) -> dict[str, object]:
     """`read_mapping` for a text that has been read. The ending of `path` says its kind."""
-    value = _parse(path, text)
+    value = parse_value(path, text)
     if not isinstance(value, dict):
         raise UserError(f"{path} contains a {type(value).__name__}, not a table of options", fix='write {"option": value, ...}')
     return {str(key): each for key, each in value.items()}
 
 
-def _parse(path: Path, text: str) -> object:
+def parse_value(path: Path, text: str) -> object:
+    """What a TOML, JSON or YAML text says, whatever it is. Raises UserError with the place of a syntax error."""
     ending = path.suffix.lower()
     if ending == ".toml":
         try:

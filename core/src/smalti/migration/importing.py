@@ -1,0 +1,71 @@
+"""`smalti config import`: files of one trainer become one configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from smalti.config import Schema, package_of_option
+from smalti.errors import UserError
+from smalti.migration import kohya
+from smalti.migration.files import Opened, open_file
+from smalti.migration.recognition import IMPORTABLE, NAMES, Recognized, recognize
+from smalti.migration.rules import Imported
+
+
+def import_files(paths: Sequence[Path], schema: Schema, *, family: str | None = None) -> Imported:
+    """The configuration that the files of one trainer describe, with values that the options of `schema` accept.
+
+    `family` is the model family where the files do not say it. Raises UserError if a file cannot be read, if it is not one of a
+    known trainer, or if the files are of different ones.
+    """
+    files = [open_file(path) for path in paths]
+    known = [_recognized(file) for file in files]
+    trainers = dict.fromkeys(each.trainer for each in known)
+    if len(trainers) > 1:
+        shown = "; ".join(f"{file.path} is {each}" for file, each in zip(files, known, strict=True))
+        raise UserError(f"these files are of different trainers: {shown}", fix="import the files of one trainer at a time")
+    opened = [replace(file, kind=each.kind) for file, each in zip(files, known, strict=True)]
+    result = kohya.imported(opened, family)
+    _check(result, schema)
+    return result
+
+
+def _recognized(file: Opened) -> Recognized:
+    found = recognize(file)
+    if found is None and file.content is None:
+        return Recognized(trainer="kohya", kind="prompts")
+    if found is None:
+        names = ", ".join(NAMES[each] for each in IMPORTABLE)
+        raise UserError(
+            f"{file.path} is not a configuration of a known trainer", fix=f"files of these can be imported: {names}"
+        )
+    if found.trainer not in IMPORTABLE:
+        fix = {
+            "smalti": f"smalti train {file.path}",
+            "kohya-gui": "import the TOML that the GUI writes beside the results: smalti config import config_lora-DATE.toml",
+            "simpletuner": f"smalti train {file.path} reads it as it is",
+        }[found.trainer]
+        raise UserError(f"{file.path} is {found}", fix=fix)
+    return found
+
+
+def _check(result: Imported, schema: Schema) -> None:
+    """List values that an option refuses. Options of packages that are not installed are kept."""
+    for name, line in list(result.lines.items()):
+        option = schema.find(name)
+        if option is None:
+            package = package_of_option(name)
+            assert package is not None, f"the tables name an option {name} that no package has"
+            continue
+        reason = option.reject_reason(line.value)
+        try:
+            option.check(line.value)
+        except ValidationError as error:
+            reason = reason or str(error.errors()[0]["msg"])
+        if reason:
+            del result.lines[name]
+            result.leave(line.source, f"{name} refuses this value: {reason[:1].lower()}{reason[1:]}", value=line.value)

@@ -1,0 +1,397 @@
+"""Importing from kohya's sd-scripts: options in TOML, JSON or a command line, datasets in TOML or JSON, and prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from smalti.migration.command_lines import commands_in
+from smalti.migration.converters import number, path, switch, whole
+from smalti.migration.files import Opened, companion, open_file
+from smalti.migration.kohya_data import datasets_of, folders_of, prompts_of
+from smalti.migration.kohya_tables import (
+    FAMILY_KEYS,
+    LAUNCHER,
+    NAME,
+    NETWORKS,
+    OPTIMIZER_NOTES,
+    OPTIMIZERS,
+    OPTIONS,
+    OTHER_SCRIPTS,
+    SCHEDULES,
+    SCRIPTS,
+    SECRETS,
+    TIMESTEPS,
+)
+from smalti.migration.rules import Found, Imported, UnconvertibleError, apply, attempt, found_in, place_of, source_text
+
+Values = dict[str, Found]
+DEFAULT = f"default of {NAME}"
+
+
+def imported(files: Sequence[Opened], family: str | None = None) -> Imported:
+    """The configuration that these files describe. Files that they name are read too, if they exist."""
+    result = Imported(trainer=NAME, files=[file.name for file in files])
+    found: Values = {}
+    script = ""
+    for file in files:
+        if file.kind == "options":
+            script = _options_of(file, found, result) or script
+    datasets = [file for file in files if file.kind == "datasets"]
+    if not datasets and (named := _companion(files, found, "dataset_config", result)) is not None:
+        datasets = [named]
+    model = _Model.of(script, found, family, result)
+    if any(file.kind == "options" for file in files):
+        _convert_options(found, model, result)
+    if datasets:
+        attempt(result, datasets_of, datasets, found, result)
+    else:
+        attempt(result, folders_of, found, result)
+    attempt(result, _convert_prompts, files, found, model, result)
+    return result
+
+
+def _options_of(file: Opened, found: Values, result: Imported) -> str:
+    """Add the options of a file to `found`, with those of the file that it names, and return its script."""
+    if isinstance(file.content, Mapping):
+        found |= found_in(_flat(file.content), file.name)
+        return ""
+    command = next((each for each in commands_in(file.text) if each.script in (*SCRIPTS, *OTHER_SCRIPTS)), None)
+    if command is None:
+        return ""
+    given = found_in(command.options, file.name, before="--")
+    for name in command.unset:
+        result.leave(file.name, f"the variable {name} is not set in this file", fix="write its value in its place")
+    if "config_file" in given:
+        named = given["config_file"].read(path)
+        other = companion(file, named) or companion(file, f"{named}.toml")
+        if other is None:
+            result.leave(given["config_file"].place, f"there is no file {named}", fix="give it as a further FILE")
+        else:
+            result.files.append(str(other))
+            content = open_file(other).content
+            found |= found_in(_flat(content) if isinstance(content, Mapping) else {}, str(other))
+    found |= given
+    for key, name in LAUNCHER.items():
+        if key in command.launcher:
+            place = place_of(file.name, f"accelerate launch --{key}")
+            result.add(name, _plain(command.launcher[key]), place)
+    if (precision := command.launcher.get("mixed_precision")) and "mixed_precision" not in found:
+        result.leave(
+            place_of(file.name, "accelerate launch --mixed_precision"),
+            "the script has an option of this name, which overrides it there",
+            fix="--mixed_precision=bf16",
+            value=precision,
+        )
+    return command.script
+
+
+def _flat(content: Mapping[str, object]) -> dict[str, object]:
+    """Options of a TOML file, of which sections are only for reading."""
+    values: dict[str, object] = {}
+    for key, value in content.items():
+        values |= {str(k): v for k, v in value.items()} if isinstance(value, Mapping) else {str(key): value}
+    return values
+
+
+def _plain(value: object) -> object:
+    """A text as a number if it is one."""
+    try:
+        return number(value)
+    except UnconvertibleError:
+        return value
+
+
+def _companion(files: Sequence[Opened], found: Values, key: str, result: Imported) -> Opened | None:
+    """The file that an option names, if it exists; else it is listed."""
+    if key not in found:
+        return None
+    if not isinstance(found[key].value, str):
+        result.leave(found[key].place, "it is not the name of a file", value=found[key].value)
+        return None
+    named = path(found[key].value)
+    other = next((place for file in files if (place := companion(file, named)) is not None), None)
+    if other is None:
+        result.leave(found[key].place, f"there is no file {named}", fix="give it as a further FILE", value=named)
+        return None
+    result.files.append(str(other))
+    return open_file(other)
+
+
+class _Model:
+    """Family and kind of training, as far as the files say."""
+
+    def __init__(self, family: str, kind: str) -> None:
+        self.family = family
+        self.kind = kind
+
+    @property
+    def is_flow(self) -> bool:
+        return self.family in ("flux", "sd3", "lumina2")
+
+    @classmethod
+    def of(cls, script: str, found: Values, given: str | None, result: Imported) -> _Model:
+        """From the script, the network module and keys that only one family has."""
+        if not found and not script:
+            return cls(given or "", "")
+        family, kind = SCRIPTS.get(script, ("", ""))
+        source = f"script {script}" if script else ""
+        module = found.get("network_module")
+        if module is not None:
+            kind = "lora" if str(module.value) in NETWORKS else "other"
+            if not family and (family := NETWORKS.get(str(module.value), "")):
+                source = module.place
+        if not family and (key := next((key for key in FAMILY_KEYS if key in found), None)):
+            family, source = FAMILY_KEYS[key], f"{found[key].place}, which only this family has"
+        if given:
+            family, source = given, "--model_family"
+        if script in OTHER_SCRIPTS:
+            result.leave(script, "smalti does not train what this script trains", fix="it has LoRA and full fine-tuning")
+        elif family:
+            result.add("model_family", family, source)
+        elif script:
+            why = "Stable Diffusion 1 and 2 are not supported"
+            result.leave(script, why, fix="--model_family=sdxl if the base model is SDXL")
+        else:
+            result.leave("model_family", "no key says which model this is", fix="smalti config import FILE --model_family=sdxl")
+        if kind == "other" and module is not None:
+            result.leave(module.place, "only plain LoRA is supported", fix='model_type = "lora"', value=module.value)
+        kind = kind if kind in ("lora", "full") else "lora" if module is not None else "full"
+        source = module.place if module is not None else f"script {script}" if script else "there is no network_module"
+        result.add("model_type", kind, source)
+        return cls(family, kind)
+
+
+def _convert_options(found: Values, model: _Model, result: Imported) -> None:
+    for key in SECRETS & found.keys():
+        found.pop(key)
+        result.leave(key, "secrets are not copied", fix="huggingface-cli login, or wandb login")
+    attempt(result, _run, found, result)
+    attempt(result, _numbers, found, model, result)
+    attempt(result, _optimizer, found, result)
+    attempt(result, _schedule, found, result)
+    attempt(result, _precision, found, result)
+    attempt(result, _objective, found, model, result)
+    attempt(result, _saving, found, result)
+    rules = [rule for rule in OPTIONS if model.kind == "lora" or not rule.options or not rule.options[0].startswith("lora_")]
+    hidden = {rule.key for rule in OPTIONS if rule not in rules} | {key for key in LAUNCHER if key in result.lines}
+    apply(rules, {key: value for key, value in found.items() if key not in hidden}, result)
+
+
+def _run(found: Values, result: Imported) -> None:
+    folder, name = found.get("output_dir"), found.get("output_name")
+    if folder is not None and name is not None:
+        place = f"{folder.place} and output_name; a run has a directory of its own"
+        result.add("output_dir", f"{folder.read(path).rstrip('/')}/{name.value}", place)
+    if (epochs := found.get("max_train_epochs")) is not None:
+        result.add("num_train_epochs", epochs.read(whole), epochs.place)
+        return
+    steps = found.get("max_train_steps")
+    result.add("max_train_steps", steps.read(whole) if steps else 1600, steps.place if steps else f"{DEFAULT}: max_train_steps")
+
+
+def _numbers(found: Values, model: _Model, result: Imported) -> None:
+    rate = found.get("unet_lr") or found.get("learning_rate")
+    if rate is not None:
+        result.add("learning_rate", rate.read(number), rate.place)
+    else:
+        result.add("learning_rate", 2e-6, f"{DEFAULT}: learning_rate")
+    if (batch := found.get("train_batch_size")) is not None:
+        result.add("train_batch_size", batch.read(whole), batch.place)
+    for key in ("fp8_base", "fp8_base_unet"):
+        if key in found and switch(found[key].value) and model.kind == "lora":
+            note = "only the linear layers of the blocks are quantised"
+            result.add("base_model_precision", "fp8-torchao", f"{found[key].place}; {note}")
+    if "no_half_vae" in found and found["no_half_vae"].read(switch):
+        result.add("vae_dtype", "fp32", found["no_half_vae"].place)
+    compiled = found.get("torch_compile")
+    if compiled is not None and compiled.read(switch):
+        backend = found.get("dynamo_backend")
+        result.add("dynamo_backend", str(backend.value).lower() if backend else "inductor", compiled.place)
+
+
+def _optimizer(found: Values, result: Imported) -> None:
+    given = found.get("optimizer_type")
+    if given is None and "use_8bit_adam" in found and found["use_8bit_adam"].read(switch):
+        given = Found(value="AdamW8bit", place=found["use_8bit_adam"].place)
+    name = str(given.value).lower() if given is not None else "adamw"
+    place = given.place if given is not None else f"{DEFAULT}: optimizer_type = AdamW"
+    ours = OPTIMIZERS.get(name)
+    if ours is None and given is not None:
+        rate = result.lines.pop("learning_rate", None)
+        shown = f" and its learning rate, {rate.value}," if rate is not None else ""
+        why = f"smalti has no such optimizer; it{shown} were left out"
+        result.leave(place, why, fix='optimizer = "adamw" with a learning rate of its own, such as 1e-4', value=given.value)
+        return
+    source = source_text("", place, given.value if given else "adamw", ours, OPTIMIZER_NOTES.get(name, ""))
+    result.add("optimizer", ours, source)
+    if (arguments := found.get("optimizer_args")) is not None:
+        _optimizer_arguments(arguments, result)
+
+
+def _optimizer_arguments(given: Found, result: Imported) -> None:
+    """`weight_decay=0.1`, `betas=0.9,0.99`: a list of texts."""
+    words = given.value if isinstance(given.value, list) else str(given.value).split()
+    for word in map(str, words):
+        key, _, value = word.partition("=")
+        numbers = [part.strip(" ()[]") for part in value.split(",") if part.strip(" ()[]")]
+        place = f"{given.place} {key}"
+        if key == "weight_decay":
+            result.add("adam_weight_decay", number(value), place)
+        elif key == "eps" and len(numbers) == 1:
+            result.add("adam_epsilon", number(value), place)
+        elif key == "betas" and len(numbers) == 2:
+            for name, beta in zip(("adam_beta1", "adam_beta2"), numbers, strict=True):
+                result.add(name, number(beta), place)
+        else:
+            result.leave(place, "this argument of the optimizer has no option", value=value)
+
+
+def _schedule(found: Values, result: Imported) -> None:
+    given = found.get("lr_scheduler")
+    name = str(given.value).lower() if given is not None else "constant"
+    place = given.place if given is not None else f"{DEFAULT}: lr_scheduler"
+    answer = SCHEDULES.get(name, f"smalti has no schedule {name}!")
+    cycles = found.get("lr_scheduler_num_cycles")
+    if name == "cosine_with_restarts" and cycles is not None and cycles.read(whole) > 1:
+        answer = "restarts of the cosine schedule are not supported!"
+    if answer.endswith("!"):
+        result.leave(place, answer.removesuffix("!"), fix='lr_scheduler = "cosine"', value=name)
+        return
+    result.add("lr_scheduler", answer, source_text("", place, name, answer))
+    if (warm := found.get("lr_warmup_steps")) is not None and answer != "constant":
+        _steps(warm, "lr_warmup_steps", result)
+    elif warm is not None and number(str(warm.value).rstrip("%")) > 0:
+        result.add("lr_warmup_steps", 0, f"{warm.place} = {warm.value}; constant has no warm-up there")
+    if (ratio := found.get("lr_scheduler_min_lr_ratio")) is not None:
+        result.add("lr_end_ratio", ratio.read(number), ratio.place)
+    total, decay = result.value("max_train_steps"), found.get("lr_decay_steps")
+    if decay is not None and answer == "warmup_stable_decay":
+        share = _share(decay.value)
+        share = share if share is not None else decay.read(whole) / total if isinstance(total, int) else None
+        if share is None:
+            why = "it is a number of steps there, and a share of the run here"
+            result.leave(decay.place, why, fix="lr_decay_share = 0.1", value=decay.value)
+        else:
+            result.add("lr_decay_share", round(share, 6), source_text("", decay.place, decay.value, share))
+
+
+def _share(value: object) -> float | None:
+    """A share of the run, which is a number below 1 or has a percent sign; None for a number of steps."""
+    if isinstance(value, str) and value.endswith("%"):
+        return float(number(value[:-1])) / 100
+    share = float(number(value))
+    return share if 0 < share < 1 else None
+
+
+def _steps(given: Found, name: str, result: Imported) -> None:
+    """A number of steps, which may be a share of the run."""
+    share, total = _share(given.value), result.value("max_train_steps")
+    if share is None:
+        result.add(name, given.read(whole), given.place)
+    elif isinstance(total, int):
+        result.add(name, round(share * total), source_text("", given.place, given.value, None, f"of {total} steps"))
+    else:
+        result.leave(
+            given.place, "it is a share of the run, whose steps are not known yet", fix=f"{name} = N", value=given.value
+        )
+
+
+def _precision(found: Values, result: Imported) -> None:
+    given = found.get("mixed_precision")
+    value = str(given.value).lower() if given is not None else "no"
+    ours = {"fp16": "auto", "bf16": "bf16", "no": "no"}.get(value, "auto")
+    note = "there is no fp16; auto is bf16 where the device has it" if value == "fp16" else ""
+    place = given.place if given is not None else f"{DEFAULT}: mixed_precision"
+    result.add("mixed_precision", ours, source_text("", place, value, ours, note))
+
+
+def _objective(found: Values, model: _Model, result: Imported) -> None:
+    if "v_parameterization" in found and found["v_parameterization"].read(switch):
+        result.add("prediction_type", "v_prediction", found["v_parameterization"].place)
+    loss, schedule = found.get("loss_type"), found.get("huber_schedule")
+    if loss is not None and str(loss.value) in ("huber", "smooth_l1") and (schedule is None or schedule.value != "constant"):
+        where = schedule.place if schedule is not None else f"{DEFAULT}: huber_schedule"
+        result.leave(where, "the threshold of the Huber losses is constant here", value=schedule.value if schedule else "snr")
+    if model.is_flow:
+        _flow(found, model.family, result)
+
+
+def _flow(found: Values, family: str, result: Imported) -> None:
+    """Timesteps of flow models: how they are sampled, and how they are shifted."""
+
+    def given(key: str, default: object) -> Found:
+        return found.get(key, Found(value=default, place=f"{DEFAULT}: {key}"))
+
+    sampling = given("timestep_sampling", "shift" if family == "lumina2" else "sigma")
+    scheme = given("weighting_scheme", "uniform")
+    shift = (
+        given("training_shift", 1.0) if family == "sd3" else given("discrete_flow_shift", 6.0 if family == "lumina2" else 3.0)
+    )
+    way = str(sampling.value) if family != "sd3" else "sigma"
+    by_sigmoid = ("sigmoid", "shift", "flux_shift", "nextdit_shift")
+    if way == "sigma" or way not in ("uniform", *by_sigmoid):
+        if way != "sigma":
+            result.leave(sampling.place, "smalti has no such distribution", fix="--timestep_distribution", value=way)
+        name = TIMESTEPS.get(str(scheme.value), "uniform")
+        result.add("timestep_distribution", name, source_text("", scheme.place, scheme.value, name))
+        for key, ours, at in (
+            ("logit_mean", "flow_sigmoid_mean", "logit_normal"),
+            ("logit_std", "flow_sigmoid_scale", "logit_normal"),
+            ("mode_scale", "flow_mode_scale", "mode"),
+        ):
+            if name == at and key in found:
+                result.add(ours, number(found[key].value), found[key].place)
+    else:
+        name = "uniform" if way == "uniform" else "logit_normal"
+        result.add("timestep_distribution", name, source_text("", sampling.place, way, name))
+        if way in by_sigmoid and "sigmoid_scale" in found:
+            result.add("flow_sigmoid_scale", found["sigmoid_scale"].read(number), found["sigmoid_scale"].place)
+    if way in ("flux_shift", "nextdit_shift"):
+        result.add("flow_schedule_auto_shift", True, f"{sampling.place} = {way}")
+    elif way in ("uniform", "sigmoid"):
+        result.add("flow_schedule_shift", 1, f"{sampling.place} = {way}, which has no shift")
+    else:
+        result.add("flow_schedule_shift", shift.read(number), shift.place)
+    if str(scheme.value) in ("sigma_sqrt", "cosmap"):
+        result.add("flow_weighting", str(scheme.value), scheme.place)
+    if family == "flux":
+        guidance = given("guidance_scale", 3.5)
+        result.add("flux_guidance_value", guidance.read(number), guidance.place)
+        kind = given("model_prediction_type", "sigma_scaled")
+        if kind.value != "raw":
+            result.leave(kind.place, "smalti computes the loss of the velocity itself, which is raw there", value=kind.value)
+
+
+def _saving(found: Values, result: Imported) -> None:
+    every, last = found.get("save_every_n_steps"), found.get("save_last_n_steps")
+    if every is not None and last is not None and every.read(whole) > 0:
+        count = max(1, last.read(whole) // every.read(whole))
+        result.add("checkpoints_total_limit", count, f"{last.place} = {last.value}, a number of steps there")
+    if (epochs := found.get("save_last_n_epochs")) is not None:
+        result.add("checkpoints_total_limit", epochs.read(whole), f"{epochs.place}; checkpoints are counted here, not epochs")
+    if (trackers := found.get("log_with")) is not None:
+        names = ["tensorboard", "wandb"] if trackers.value == "all" else [str(trackers.value)]
+        result.add("report_to", names, trackers.place)
+
+
+def _convert_prompts(files: Sequence[Opened], found: Values, model: _Model, result: Imported) -> None:
+    prompts = [file for file in files if file.kind == "prompts"]
+    if not prompts and "sample_prompts" in found:
+        value = found["sample_prompts"].value
+        if isinstance(value, str) and not value.lower().endswith((".txt", ".toml", ".json")):
+            result.add("validation_prompt", [value], found["sample_prompts"].place)
+            return
+        other = _companion(files, found, "sample_prompts", result)
+        prompts = [other] if other is not None else []
+    for file in prompts:
+        prompts_of(file, model.family, result)
+
+
+def is_dataset_file(content: object) -> bool:
+    """Whether a file describes datasets: a list `datasets` whose entries have `subsets`."""
+    entries = content.get("datasets") if isinstance(content, Mapping) else None
+    if not isinstance(entries, list) or not entries:
+        return False
+    tables = [cast(Mapping[str, object], each) for each in entries if isinstance(each, Mapping)]
+    return len(tables) == len(entries) and any(isinstance(each.get("subsets"), list) for each in tables)

@@ -1,0 +1,213 @@
+"""Files of kohya's sd-scripts: what they become, and what is listed."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from smalti.config import Schema
+from smalti.errors import UserError
+from smalti.migration.commented_toml import as_toml
+from smalti.migration.importing import import_files
+from smalti.migration.kohya_tables import DATASETS, OPTIONS
+from smalti.plugins.discovery import load_plugins
+from smalti.plugins.schema import schema_of
+
+TRAIN = """
+pretrained_model_name_or_path = "flux1-dev.safetensors"
+network_module = "networks.lora_flux"
+network_dim = 32
+output_dir = "out"
+output_name = "zwx"
+max_train_epochs = 10
+unet_lr = 2e-4
+learning_rate = 1e-3
+optimizer_type = "AdamW8bit"
+optimizer_args = ["weight_decay=0.1", "betas=0.9,0.95"]
+mixed_precision = "fp16"
+noise_offset = 0.1
+flip_aug = false
+wandb_api_key = "top-secret"
+"""
+DATASET = """
+[general]
+enable_bucket = true
+caption_extension = ".txt"
+[[datasets]]
+resolution = [768, 1024]
+batch_size = 4
+[[datasets.subsets]]
+image_dir = "photos/zwx cat"
+num_repeats = 10
+[[datasets.subsets]]
+image_dir = 'C:\\more\\zwx cat'
+flip_aug = true
+[[datasets.subsets]]
+image_dir = "reg"
+is_reg = true
+"""
+
+
+@pytest.fixture(scope="module")
+def everything() -> Schema:
+    """The options of all installed plugins."""
+    return schema_of(load_plugins())
+
+
+@pytest.fixture
+def imported(everything, write):
+    """imported({name: text}, family) -> (the file that is written, as values; what is left, by its place; the text)."""
+
+    def convert(files: dict[str, str], family: str | None = None) -> tuple[dict, dict, str]:
+        result = import_files([write(name, text) for name, text in files.items()], everything, family=family)
+        text = as_toml(result, everything)
+        return tomllib.loads(text), {each.place: each for each in result.left}, text
+
+    return convert
+
+
+def test_options_and_datasets_become_one_file_with_the_place_of_every_value(imported):
+    values, left, text = imported({"train.toml": TRAIN, "dataset.toml": DATASET})
+    datasets = values.pop("datasets")
+    assert values == {
+        "output_dir": "out/zwx",
+        "num_train_epochs": 10,
+        "model_family": "flux",
+        "model_type": "lora",
+        "pretrained_model_name_or_path": "flux1-dev.safetensors",
+        "train_batch_size": 4,
+        "aspect_bucket_alignment": 64,
+        "caption_dropout_probability": 0.0,
+        "mixed_precision": "auto",
+        "optimizer": "adamw",
+        "learning_rate": 2e-4,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+        "adam_weight_decay": 0.1,
+        "lr_scheduler": "constant",
+        "timestep_distribution": "uniform",
+        "flow_schedule_shift": 3.0,
+        "flux_guidance_value": 3.5,
+        "lora_rank": 32,
+        "lora_alpha": 1,
+    }
+    assert datasets[0] == {
+        "id": "zwx-cat",
+        "instance_data_dir": "photos/zwx cat",
+        "repeats": 9,
+        "caption_strategy": "textfile",
+        "resolution": 887,
+        "resolution_type": "pixel_area",
+    }
+    assert [(each["id"], each["instance_data_dir"]) for each in datasets[1:]] == [("zwx-cat-2", "C:\\more\\zwx cat")]
+    assert left.keys() == {
+        "wandb_api_key",
+        "train.toml: noise_offset",
+        "default of kohya's sd-scripts: model_prediction_type",
+        "dataset.toml: datasets[0].subsets[1].flip_aug",
+        "dataset.toml: datasets[0].subsets[2].is_reg",
+    }
+    assert "repeats = 9 # dataset.toml: datasets[0].subsets[0].num_repeats = 10; repeats counts additional visits\n" in text
+    assert "lora_alpha = 1 # default of kohya's sd-scripts: network_alpha = 1\n" in text
+    assert "# - train.toml: noise_offset = 0.1\n" in text
+    assert "top-secret" not in text
+
+
+SAMPLING = {
+    "timestep_sampling='sigmoid'\nsigmoid_scale=2.0": ("logit_normal", 1, 2.0),
+    "timestep_sampling='shift'\ndiscrete_flow_shift=3.1582": ("logit_normal", 3.1582, None),
+    "timestep_sampling='flux_shift'": ("logit_normal", None, None),
+    "timestep_sampling='uniform'": ("uniform", 1, None),
+    "weighting_scheme='logit_normal'\nlogit_std=0.5": ("logit_normal", 3.0, 0.5),
+    "weighting_scheme='mode'": ("mode", 3.0, None),
+}
+
+
+@pytest.mark.parametrize("keys", SAMPLING)
+def test_timesteps_of_flux_are_sampled_and_shifted_as_there(imported, keys):
+    values = imported({"train.toml": f"network_module='networks.lora_flux'\nnetwork_dim=4\n{keys}"})[0]
+    found = values["timestep_distribution"], values.get("flow_schedule_shift"), values.get("flow_sigmoid_scale")
+    assert (found, values.get("flow_schedule_auto_shift", False)) == (SAMPLING[keys], "flux_shift" in keys)
+
+
+def test_a_command_line_gives_the_family_and_goes_before_the_file_that_it_names(imported, write, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    write("base.toml", "[network]\nnetwork_dim = 8\nlearning_rate = 1e-3\nsave_every_n_steps = 100")
+    write("words.txt", "a cat --w 640 --h 960 --s 12\na dog --w 640 --h 960 --s 12 --n ugly")
+    script = "OUT=/runs\naccelerate launch --num_processes 2 sdxl_train_network.py --config_file base.toml \\\n"
+    script += '  --learning_rate 5e-5 --output_dir "$OUT" --save_last_n_steps=350 --sample_prompts=words.txt \\\n'
+    script += "  --network_module networks.lora"
+    values, left, _ = imported({"run.sh": script})
+    assert {key: values[key] for key in ("model_family", "lora_rank", "learning_rate", "num_processes", "output_dir")} == {
+        "model_family": "sdxl",
+        "lora_rank": 8,
+        "learning_rate": 5e-5,
+        "num_processes": 2,
+        "output_dir": "/runs",
+    }
+    assert (values["checkpoint_step_interval"], values["checkpoints_total_limit"], values["max_train_steps"]) == (100, 3, 1600)
+    assert (values["validation_prompt"], values["validation_resolution"]) == (["a cat", "a dog"], "640x960")
+    assert values["validation_num_inference_steps"] == 12
+    assert "datasets" in left, "no images are named"
+
+
+def test_folders_with_repeats_become_datasets_as_their_files_say(imported, tmp_path):
+    for folder, files in {"10_zwx cat": ["1.png"], "3_style": ["1.png", "1.txt"], "notes": []}.items():
+        (tmp_path / "images" / folder).mkdir(parents=True)
+        for name in files:
+            (tmp_path / "images" / folder / name).touch()
+    keys = f"train_data_dir = '{tmp_path / 'images'}'\nnetwork_dim = 4\nresolution = '512,512'\ncaption_extension = '.txt'"
+    values, left, _ = imported({"train.toml": keys}, "sdxl")
+    assert [(each["id"], each["repeats"], each["caption_strategy"]) for each in values["datasets"]] == [
+        ("10_zwx-cat", 9, "instanceprompt"),
+        ("3_style", 2, "textfile"),
+    ]
+    assert values["datasets"][0]["instance_prompt"] == "zwx cat"
+    assert [each["crop_aspect"] for each in values["datasets"]] == ["square", "square"]  # buckets are off by default there
+    assert "class_tokens" not in "".join(left) or "3_style" in "".join(left)
+
+
+def test_a_learning_rate_of_an_optimizer_that_is_not_there_is_not_taken_over(imported):
+    values, left, _ = imported({"train.toml": "network_dim=4\noptimizer_type='Prodigy'\nlearning_rate=1.0"}, "sdxl")
+    assert (values.keys() & {"optimizer", "learning_rate"}, left["train.toml: optimizer_type"].value) == (set(), "Prodigy")
+
+
+def test_a_model_that_is_not_known_has_to_be_named(imported):
+    left = imported({"train.toml": "network_module='networks.lora'\nnetwork_dim=4"})[1]
+    assert left["model_family"].fix == "smalti config import FILE --model_family=sdxl"
+
+
+def test_files_of_the_same_name_as_the_options_that_they_hold_are_not_overwritten(everything, write):
+    path = write("train.toml", TRAIN)
+    import_files([path], everything)
+    assert path.read_text() == TRAIN
+
+
+def test_tables_name_each_key_once_and_options_that_exist(everything):
+    datasets = {"instance_data_dir", "repeats", "prepend_instance_prompt", "minimum_image_size", "datasets"}
+    for rules in (OPTIONS, DATASETS):
+        keys = [rule.key for rule in rules]
+        assert sorted(key for key in set(keys) if keys.count(key) > 1) == []
+        named = {name for rule in rules for name in rule.options}
+        assert named - everything.options.keys() - datasets == set()
+
+
+json_values = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.lists(st.text(max_size=4), max_size=3)
+)
+
+
+@given(st.dictionaries(st.sampled_from([rule.key for rule in OPTIONS]), json_values, max_size=12))
+def test_whatever_the_values_the_result_is_toml(everything, tmp_path_factory, values):
+    import json
+
+    path = Path(tmp_path_factory.mktemp("any")) / "train.json"
+    path.write_text(json.dumps({"network_dim": 4, "network_module": "networks.lora_flux", **values}))
+    try:
+        result = import_files([path], everything)
+    except UserError:
+        return  # a file that nothing can be recognized in
+    assert tomllib.loads(as_toml(result, everything)).keys() == result.lines.keys() | (
+        {"datasets"} if result.datasets else set()
+    )
