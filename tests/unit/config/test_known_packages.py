@@ -31,13 +31,13 @@ def test_several_missing_packages_are_named_in_one_command(nothing_installed, co
 
 
 def test_an_option_of_no_package_is_unknown_and_not_a_matter_of_installing(configure):
-    with pytest.raises(ConfigError, match="unknown option --compress_disk_cache") as caught:
-        configure("--compress_disk_cache")
+    with pytest.raises(ConfigError, match="unknown option --aws_compress") as caught:
+        configure("--aws_compress")
     assert (caught.value.exit_code, "pip install" in str(caught.value)) == (2, False)
 
 
 def test_what_is_planned_is_not_missing_on_this_machine(configure):
     with pytest.raises(ConfigError, match="smalti-health is planned and not available yet") as caught:
-        configure("--webhook_config=hooks.json")
+        configure("--gpu_health=strict")
     assert caught.value.exit_code == 2
     assert not isinstance(PLUGINS["health"].error("x"), MissingPlugin)

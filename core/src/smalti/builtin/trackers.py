@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from smalti.config import TrackingOptions
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from smalti.config import Config
 
 KNOWN = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
+ALL = "all"
+"""Every known tracker whose package is installed."""
 _PACKAGES = {"comet_ml": "comet-ml"}
 
 
@@ -28,13 +31,14 @@ class Trackers:
     @hookimpl
     def check_config(self, config: Config) -> list[Problem]:
         from difflib import get_close_matches
-        from importlib.util import find_spec
 
         problems = []
         for name in config[TrackingOptions].report_to:
+            if name == ALL:
+                continue
             if name not in KNOWN:
                 near = get_close_matches(name, KNOWN, n=2)
-                fix = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(KNOWN)}"
+                fix = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(KNOWN)}, {ALL}"
                 problems.append(Problem(message=f"unknown tracker {name!r}", where="report_to", fix=fix))
             elif find_spec(name) is None:
                 package = _PACKAGES.get(name, name)
@@ -48,7 +52,7 @@ class Trackers:
             return
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        for name in options.report_to:
+        for name in _names(options):
             kind = LOGGER_TYPE_TO_CLASS["comet_ml" if name == "comet" else name]
             settings = {"logging_dir": info.directory / "trackers"} if kind.requires_logging_directory else {}
             # Trackers with a logging directory use the project as a folder name.
@@ -68,6 +72,12 @@ class Trackers:
         for tracker in self._trackers:
             tracker.finish()
         self._trackers.clear()
+
+
+def _names(options: TrackingOptions) -> list[str]:
+    """The trackers to start, each once."""
+    every = [name for name in KNOWN if find_spec(name) is not None] if ALL in options.report_to else []
+    return list(dict.fromkeys([*every, *(name for name in options.report_to if name != ALL)]))
 
 
 def _flat(values: Mapping[str, object]) -> dict[str, str | int | float | bool]:

@@ -52,5 +52,9 @@ from .options import (
     unknown as unknown,
 )
 from .resolution import draft as draft, resolve as resolve, restore as restore
+from .simpletuner.translation import (
+    ReferenceOptions as ReferenceOptions,
+    translate_reference_options as translate_reference_options,
+)
 from .sources import PREFIX as PREFIX, flat as flat
 from .toml import as_toml as as_toml, put_into as put_into, toml_item as toml_item

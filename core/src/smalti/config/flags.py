@@ -11,18 +11,23 @@ from collections.abc import Sequence
 from pydantic import BeforeValidator
 
 from smalti.config.options import Given, Option, Schema, unknown
+from smalti.config.simpletuner.translation import translate_reference_options
+from smalti.config.sources import put_translated
 from smalti.errors import Problem
 
 _SWITCH_WORDS = frozenset(("true", "false", "yes", "no", "on", "off", "1", "0"))
 _WHERE = "command line"
 
 
-def parse_flags(arguments: Sequence[str], schema: Schema, problems: list[Problem]) -> dict[str, Given]:
+def parse_flags(
+    arguments: Sequence[str], schema: Schema, problems: list[Problem], notices: list[str] | None = None
+) -> dict[str, Given]:
     """The options that these arguments give. Problems are appended to `problems`.
 
     The last occurrence of a flag wins, except for lists, which grow.
     """
     found: dict[str, Given] = {}
+    others: dict[str, object] = {}
     args = list(arguments)
     while args:
         arg = args.pop(0)
@@ -32,9 +37,8 @@ def parse_flags(arguments: Sequence[str], schema: Schema, problems: list[Problem
         flag, joined, text = arg.partition("=")
         option, negated = _option_of(flag, schema)
         if option is None:
-            problems.append(unknown(flag, schema, where=_WHERE))
-            if not joined and args and not args[0].startswith("-"):
-                args.pop(0)
+            separate = not joined and bool(args) and not args[0].startswith("-")
+            others[flag] = text if joined else args.pop(0) if separate else "true"
             continue
         if option.secret:
             fix = f"give it in the environment, as SMALTI_{option.name.upper()}, or as {{env:NAME}} in a file"
@@ -44,6 +48,26 @@ def parse_flags(arguments: Sequence[str], schema: Schema, problems: list[Problem
             problems.append(_bad_form(flag, option, negated))
             continue
         found[option.name] = Given(value=_grown(option, found.get(option.name), value), spelling=flag, place=flag)
+    return _translated(found, others, schema, problems, notices)
+
+
+def _translated(
+    found: dict[str, Given],
+    others: dict[str, object],
+    schema: Schema,
+    problems: list[Problem],
+    notices: list[str] | None,
+) -> dict[str, Given]:
+    """The flags that are options here, with those of SimpleTuner among the others. What is left is unknown."""
+    translated = translate_reference_options(others | {each.spelling: each.value for each in found.values()}, schema)
+    for name in [name for name, (key, _) in translated.values.items() if name in found and found[name].spelling == key]:
+        found.pop(name)
+    put_translated(found, translated, schema, _WHERE, problems, notices)
+    for name, (key, value) in translated.values.items():
+        if value is None:  # overrides other sources
+            nothing = () if schema.options[name].is_list else None
+            found[name] = Given(value=nothing, spelling=key, place=key)
+    problems += [unknown(flag, schema, where=_WHERE) for flag in others if flag in translated.rest]
     return found
 
 

@@ -211,6 +211,11 @@ class Option:
         return type(None) in self._types
 
     @property
+    def may_be_empty(self) -> bool:
+        """Whether an empty text is a value, rather than another way to say "not given"."""
+        return str in self._types and not self.may_be_none and not self.choices
+
+    @property
     def is_list(self) -> bool:
         """A list: repeating the flag adds to it."""
         return any(get_origin(each) is tuple for each in self._types)
@@ -256,7 +261,7 @@ class Option:
         word = _fold(value)
         if self.choices and word in (spelled := {_fold(choice): choice for choice in self.choices}):
             return spelled[word]
-        if word in ("none", "null") and self.may_be_none and str not in self._types:
+        if self.may_be_none and (value == "" or (word in ("none", "null") and str not in self._types)):
             return None
         if Path in self._types and value.startswith("~"):
             with suppress(RuntimeError):  # nobody has this name: `path_error` says so

@@ -61,16 +61,16 @@ def draft(
     problems: list[Problem] = []
     content = read_mapping(file) if file is not None else {}
     is_accelerate = accelerate_yaml.is_accelerate(content)
+    notices: list[str] = []
     layers: dict[str, Layer] = {
-        "flag": parse_flags(arguments, schema, problems),
-        "environment": environment_layer(schema, environment, problems),
+        "flag": parse_flags(arguments, schema, problems, notices),
+        "environment": environment_layer(schema, environment, problems, notices),
         "Accelerate YAML": {},
-        "file": {} if is_accelerate else file_layer(schema, content, str(file), problems),
+        "file": {} if is_accelerate else file_layer(schema, content, str(file), problems, notices),
     }
     layers = {label: with_variables(layer, environment, problems) for label, layer in layers.items()}
     path = accelerate_path(layers, file if is_accelerate else None, environment, problems)
     accelerate = content if is_accelerate else read_mapping(path) if path is not None else {}
-    notices: list[str] = []
     if path is not None:
         problems += accelerate_yaml.problems_of(accelerate, schema, path)
         notices += accelerate_yaml.notices_of(accelerate, schema, path)

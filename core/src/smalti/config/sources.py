@@ -13,6 +13,7 @@ from smalti.config import accelerate_yaml
 from smalti.config.files import expand, variables_in
 from smalti.config.kept_defaults import TABLE
 from smalti.config.options import Given, Option, OptionGroup, Schema, path_error, unknown
+from smalti.config.simpletuner.translation import ReferenceOptions, translate_reference_options
 from smalti.errors import Problem
 
 PREFIX = "SMALTI_"
@@ -27,13 +28,20 @@ def variable(name: str) -> str:
     return PREFIX + name.upper()
 
 
-def environment_layer(schema: Schema, environment: Mapping[str, str], problems: list[Problem]) -> Layer:
+def environment_layer(
+    schema: Schema, environment: Mapping[str, str], problems: list[Problem], notices: list[str] | None = None
+) -> Layer:
     """Variables that are empty count as not set."""
     layer: dict[str, Given] = {}
-    for name, value in environment.items():
-        if not name.startswith(PREFIX) or name in RESERVED or value == "":
-            continue
-        spelling = name.removeprefix(PREFIX).lower()
+    given = {
+        name.removeprefix(PREFIX).lower(): value
+        for name, value in environment.items()
+        if name.startswith(PREFIX) and name not in RESERVED and value != ""
+    }
+    found = translate_reference_options(given, schema)
+    put_translated(layer, found, schema, "the environment", problems, notices)
+    for spelling, value in found.rest.items():
+        name = variable(spelling)
         option = schema.find(spelling)
         if option is None:
             problems.append(unknown(spelling, schema, where=f"environment variable {name}"))
@@ -42,9 +50,17 @@ def environment_layer(schema: Schema, environment: Mapping[str, str], problems: 
     return layer
 
 
-def file_layer(schema: Schema, content: Mapping[str, object], file: str, problems: list[Problem]) -> Layer:
+def file_layer(
+    schema: Schema, content: Mapping[str, object], file: str, problems: list[Problem], notices: list[str] | None = None
+) -> Layer:
+    """The values of a configuration file. null and empty texts mean "not given", except for texts that may be empty."""
     layer: dict[str, Given] = {}
-    for key, raw in flat(content, schema.groups):
+    pairs = list(flat(content, schema.groups))
+    found = translate_reference_options(dict(pairs), schema)
+    put_translated(layer, found, schema, file, problems, notices)
+    for key, raw in pairs:
+        if key not in found.rest:
+            continue
         option = schema.find(key)
         if option is None:
             problems.append(_unknown_key(key, raw, schema, file))
@@ -52,9 +68,31 @@ def file_layer(schema: Schema, content: Mapping[str, object], file: str, problem
         if option.secret and raw is not None and not variables_in(raw):
             fix = f'write "{{env:{option.name.upper()}}}" instead'
             problems.append(Problem(message=f"{key} is a secret", where=file, fix=fix, option=option.name))
-        elif raw is not None:  # null means "not given"
+        elif not _not_given(option, raw):
             _put(layer, option, Given(value=raw, spelling=key, place=f"{key} in {file}"), problems)
     return layer
+
+
+def _not_given(option: Option, raw: object) -> bool:
+    """null and empty texts, except texts that may be empty."""
+    return raw is None or (raw == "" and not option.may_be_empty)
+
+
+def put_translated(
+    layer: dict[str, Given],
+    found: ReferenceOptions,
+    schema: Schema,
+    source: str,
+    problems: list[Problem],
+    notices: list[str] | None,
+) -> None:
+    """Add what SimpleTuner's options mean here to a layer, with their notices and problems."""
+    for name, (key, value) in found.values.items():
+        if value is not None:
+            _put(layer, schema.options[name], Given(value=value, spelling=name, place=f"{key} in {source}"), problems)
+    problems += [replace(problem, where=source) for problem in found.problems]
+    if notices is not None:
+        notices += [f"{key} in {source}: {text}" for key, text in found.notices]
 
 
 def with_variables(layer: Layer, environment: Mapping[str, str], problems: list[Problem]) -> Layer:

@@ -16,11 +16,29 @@ def _or_none(value: object) -> object:
     return "none" if value == "" else value
 
 
+def _zero_is_none(value: object) -> object:
+    """0 as no value: the other of two lengths decides."""
+    return None if value in (0, "0") and not isinstance(value, bool) else value
+
+
+def _without_none(value: object) -> object:
+    """A list of names without "none", which stands for an empty list in other trainers."""
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) and not value.startswith("[") else value
+    if not isinstance(names, list | tuple):
+        return value
+    return [name for name in names if not isinstance(name, str) or name.lower() not in ("none", "null")]
+
+
+Length = Annotated[int | None, BeforeValidator(_zero_is_none)]
+
+
 class RunOptions(Options):
     output_dir: Path | None = option(None, help="Run directory, shared by all nodes. The same command resumes the run in it.")
     seed: int = option(42, help="Seed of weights, data order, noise and timesteps.", ge=0)
-    max_train_steps: int | None = option(None, help="Total optimizer steps, across resumes.", ge=1)
-    num_train_epochs: int | None = option(None, help="Total epochs, across resumes. Ignored with --max_train_steps.", ge=1)
+    max_train_steps: Length = option(None, help="Total optimizer steps, across resumes. 0: num_train_epochs decides.", ge=1)
+    num_train_epochs: Length = option(
+        None, help="Total epochs, across resumes. Ignored with --max_train_steps; 0 is the same as not given.", ge=1
+    )
     resume_from_checkpoint: Annotated[str, BeforeValidator(_or_none), AfterValidator(names_a_place)] = option(
         "latest",
         help='Checkpoint to resume from: "latest", "none", a step, or the path of a checkpoint or run directory.',
@@ -59,8 +77,8 @@ class CheckpointOptions(Options):
 
 
 class TrackingOptions(Options):
-    report_to: Names = option(
-        (), help="Trackers in addition to events.jsonl: tensorboard, wandb and others that Accelerate supports."
+    report_to: Annotated[Names, BeforeValidator(_without_none)] = option(
+        (), help="Trackers in addition to events.jsonl: tensorboard, wandb and others that Accelerate supports, or all."
     )
     tracker_project_name: str = option("smalti", help="Project of the run in the trackers.", level="advanced")
     log_interval: int = option(1, help="Log metrics every N steps.", level="advanced", ge=1)

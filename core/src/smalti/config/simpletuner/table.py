@@ -1,0 +1,18 @@
+"""All of SimpleTuner's options that mean something else here, or nothing. Options that are the same in both are in no table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from smalti.config.simpletuner.data_keys import DATA_KEYS
+from smalti.config.simpletuner.model_keys import MODEL_KEYS
+from smalti.config.simpletuner.rules import Rule
+from smalti.config.simpletuner.run_keys import PREFIXES, RUN_KEYS
+from smalti.config.simpletuner.training_keys import TRAINING_KEYS
+
+KEYS: Mapping[str, Rule] = {**MODEL_KEYS, **DATA_KEYS, **TRAINING_KEYS, **RUN_KEYS}
+
+
+def rule_of(name: str) -> Rule | None:
+    """What becomes of an option with this name, in lower case with underscores; None if no table has it."""
+    return KEYS.get(name) or next((rule for start, rule in PREFIXES.items() if name.startswith(start)), None)
