@@ -14,6 +14,7 @@ from tiny import flux
 
 from smalti import UserError
 from smalti.checkpoint.conversion.export_folder import ExportFolder, TrainedWeights
+from smalti.checkpoint.conversion.export_request import ExportRequest
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
@@ -93,7 +94,8 @@ def test_weights_are_those_of_the_step_and_of_the_type_that_was_asked_for(run, t
 def test_large_models_are_cut_into_files_with_an_index(run, tmp_path):
     trained = TrainedWeights(OwnCheckpoint(run / "checkpoints" / "step-00000002"), use_ema=False, precision=None)
     config = Components(run.parent / "base").config("transformer")
-    ExportFolder(tmp_path, trained, None, lambda done, total: None).write_model("part", config, largest_file=100_000)
+    request = ExportRequest(largest_file=100_000)
+    ExportFolder(tmp_path, trained, None, lambda done, total: None, request=request).write_model("part", config)
     assert len(list((tmp_path / "part").glob("*-of-*.safetensors"))) > 2
     assert FluxTransformer2DModel.from_pretrained(tmp_path / "part").state_dict().keys() == trained.tensors.keys()
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, ClassVar, get_args
 
 import click
 
@@ -43,6 +44,30 @@ if TYPE_CHECKING:
 
 _DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 _NEW = click.Path(path_type=Path)
+
+
+class _Size(click.ParamType[int]):
+    """A number of bytes, such as 10GB (10**10) or 5GiB."""
+
+    name = "size"
+    _UNITS: ClassVar[Mapping[str, int]] = {
+        "": 1,
+        "KB": 10**3,
+        "MB": 10**6,
+        "GB": 10**9,
+        "KIB": 2**10,
+        "MIB": 2**20,
+        "GIB": 2**30,
+    }
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?b)?", str(value).strip(), re.IGNORECASE)
+        size = int(float(match[1]) * self._UNITS[(match[2] or "").upper()]) if match else 0
+        if size < 1:
+            self.fail(f"{value!r} is not a size; give one such as 10GB, 5GiB or 500MB", param, ctx)
+        return size
+
+
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -189,6 +214,7 @@ def convert_checkpoint(source: Path, target: Path, kind: Target, ema: bool, as_j
         "smalti checkpoint export runs/first --to=model",
         "smalti checkpoint export runs/first --to=model --step=1000 --raw --dtype=bf16",
         "smalti checkpoint export runs/style --to=style-lora --format=comfyui",
+        "smalti checkpoint export runs/style --to=style-model --merge",
     ),
 )
 @click.argument("path", type=_DIRECTORY)
@@ -205,11 +231,21 @@ def convert_checkpoint(source: Path, target: Path, kind: Target, ema: bool, as_j
     type=click.Choice(("diffusers", "peft", "comfyui", "kohya")),
     help="Format of an adapter. Default: diffusers, or peft for a family that diffusers loads no adapters for.",
 )
+@click.option("--merge", is_flag=True, help="Export the complete model with the adapter merged into it.")
 @click.option(
     "--dtype",
     "precision",
     type=click.Choice(("fp32", "bf16", "fp16")),
-    help="Dtype of the trained tensors. Default: unchanged, like all other parts.",
+    help="Dtype of the trained model or adapter. Default: unchanged, like all other parts.",
+)
+@click.option(
+    "--max_shard_size",
+    "largest_file",
+    type=_Size(),
+    default="10GB",
+    show_default=True,
+    metavar="SIZE",
+    help="Split the model into files of at most this size, such as 5GB or 500MB.",
 )
 @click.option(
     "--pretrained_model_name_or_path",
@@ -224,7 +260,9 @@ def export_checkpoint(
     step: int | None,
     averaged: bool | None,
     format: str | None,
+    merge: bool,
     precision: Precision | None,
+    largest_file: int,
     pretrained: str | None,
     as_json: bool,
 ) -> None:
@@ -247,7 +285,7 @@ def export_checkpoint(
             averaged=averaged,
             precision=precision,
             pretrained=pretrained,
-            request=ExportRequest(format=format),
+            request=ExportRequest(format=format, merge=merge, largest_file=largest_file),
             report=lambda sentence: click.echo(sentence, err=True),
             progress=progress,
         )

@@ -9,7 +9,6 @@ Shapes: B batch, (B, 3, H, W) pixels, (B, C, h, w) latents.
 from __future__ import annotations
 
 import gc
-import json
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import cached_property
@@ -19,17 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from smalti import Config, UserError
-from smalti.config import LaunchOptions, ModelOptions, ObjectiveOptions
+from smalti.config import LaunchOptions, ModelOptions, ObjectiveOptions, RunOptions
 from smalti.diffusion import BetaSchedule, Conditioning, Prediction
 from smalti.models import Encoding, FolderWeights, ModelFamily, SampleRequest, SeededWeights, Weights, without_weights
 from smalti.parallel import in_bf16
 from smalti.system import importing
+from smalti_diffusers.exporting import check_request, export_pipeline
 from smalti_diffusers.flowshift import scheduler_shift
 from smalti_diffusers.lora.adapter import AdaptedWeights, Lora, adapter_shapes, attach
-from smalti_diffusers.lora.formats import chosen_format, write_adapter
 from smalti_diffusers.lora.quantisation import check_device, quantise
 from smalti_diffusers.options import DiffusersOptions, LoraOptions, Precision
-from smalti_diffusers.sources.components import INDEX, Components, class_of, locate
+from smalti_diffusers.sources.components import Components, class_of, locate
 
 if TYPE_CHECKING:
     from smalti.checkpoint import ExportFolder, ExportRequest
@@ -80,6 +79,7 @@ class PipelineFamily(ModelFamily):
         self.alignment = self.vae_scale * (self.patch or cast(int, components.config(self.part)["patch_size"]))
         if self.prediction == "flow_matching":
             self.flow_shift = scheduler_shift(scheduler)
+        self.seed = config[RunOptions].seed if config is not None else 0
         self._vae_on_host = False
 
     # --- what a family may say otherwise ----------------------------------------------------------------------------
@@ -312,33 +312,11 @@ class PipelineFamily(ModelFamily):
     # --- for inference ----------------------------------------------------------------------------------------------
 
     def check_export(self, request: ExportRequest) -> None:
-        if self.lora is not None:
-            chosen_format(self.name, request.format)
-        elif request.format not in (None, "diffusers"):
-            raise UserError(
-                f"--format={request.format} is for adapters, and this run trained the complete model",
-                fix="leave --format out; it becomes a pipeline of diffusers",
-            )
+        check_request(self, request)
 
     def export(self, folder: ExportFolder) -> None:
         """The pipeline that the run started from, with the trained part in the place of its own; or the file of an adapter."""
-        if self.lora is not None:
-            format = chosen_format(self.name, folder.request.format)
-            write_adapter(folder, format, self.name, self.part, self.meta_model, self.components.config(self.part))
-            return
-        components = self.components
-        if index := self.pipeline_changes():
-            folder.write_json(INDEX, json.loads((components.folder / INDEX).read_text(encoding="utf-8")) | index)
-        else:
-            folder.copy(components.folder / INDEX, INDEX)
-        changes = self.scheduler_changes()
-        if changes:
-            folder.write_json("scheduler/scheduler_config.json", components.config("scheduler") | changes)
-        for part in components.parts():
-            if part != self.part and not (part == "scheduler" and changes):
-                for path in components.files(part):
-                    folder.copy(components.folder / path, path.as_posix())
-        folder.write_model(self.part, components.config(self.part))
+        export_pipeline(self, folder)
 
 
 def _lora(family: PipelineFamily, config: Config | None) -> tuple[Lora | None, torch.dtype]:

@@ -6,6 +6,7 @@ Every file is synced, and its digest is recorded to verify it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
@@ -15,11 +16,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from smalti.checkpoint.conversion.convert import check_free_space
 from smalti.checkpoint.conversion.export_request import Computed, ExportRequest
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.checkpoint.dtypes import DTYPES, NAMES
 from smalti.checkpoint.format.digests import matches, write_with_digest
-from smalti.checkpoint.format.full_weights import LARGEST_FILE, write_weights
+from smalti.checkpoint.format.full_weights import write_weights
 from smalti.checkpoint.format.manifest import FileRecord
 from smalti.checkpoint.format.safetensors_layout import Chunk, StoredTensor, encode_header
 from smalti.checkpoint.planning import memory
@@ -124,10 +126,21 @@ class ExportFolder:
         """Types and shapes of the trained tensors, by their names in the model."""
         return self._trained.tensors
 
-    def write_model(self, part: str, config: Mapping[str, object], *, largest_file: int = LARGEST_FILE) -> None:
-        """Write all trained tensors and the model's config, in diffusers' layout, to the sub-folder `part` ("": none)."""
-        folder = self._folder(part)
-        written = write_weights(folder, self.tensors, self._read, config, largest_file=largest_file)
+    def write_model(self, part: str, config: Mapping[str, object], *, tensors: Mapping[str, Computed] | None = None) -> None:
+        """Write a model and its config, in diffusers' layout, to the sub-folder `part` ("": none).
+
+        `tensors` are all tensors of the model, computed one at a time; None takes the trained tensors as they are.
+        """
+        folder, largest = self._folder(part), self.request.largest_file
+        if tensors is None:
+            written = write_weights(folder, self.tensors, self._read, config, largest_file=largest)
+        else:
+            stored = {
+                name: StoredTensor(dtype=NAMES[self._dtype_of(each)], shape=each.shape, chunks=1)
+                for name, each in tensors.items()
+            }
+            check_free_space(folder, stored.values())
+            written = write_weights(folder, stored, self._computing(tensors), config, largest_file=largest)
         self.records |= {f"{part}/{name}" if part else name: record for name, record in written.items()}
 
     def tensor(self, name: str) -> Tensor:
@@ -135,28 +148,23 @@ class ExportFolder:
         return self._trained.tensor(name)
 
     def write_computed(self, name: str, tensors: Mapping[str, Computed], notes: Mapping[str, str]) -> None:
-        """Write a safetensors file of tensors that are computed one at a time; `notes` are its metadata.
-
-        Those without a type of their own get the type of the export, or fp32.
-        """
-        types = {key: each.dtype or self._trained.dtype or torch.float32 for key, each in tensors.items()}
+        """Write a safetensors file of tensors that are computed one at a time; `notes` are its metadata."""
         # Wide elements first, so that every tensor starts at a multiple of its element size.
-        order = sorted(tensors, key=lambda key: -types[key].itemsize)
+        order = sorted(tensors, key=lambda key: -self._dtype_of(tensors[key]).itemsize)
         chunks = [
-            (key, Chunk(dtype=NAMES[types[key]], shape=tensors[key].shape, offsets=(0,) * len(tensors[key].shape)))
+            (
+                key,
+                Chunk(
+                    dtype=NAMES[self._dtype_of(tensors[key])], shape=tensors[key].shape, offsets=(0,) * len(tensors[key].shape)
+                ),
+            )
             for key in order
         ]
         header = encode_header(chunks, plain=True, notes=notes)
-        sizes = {key: chunk.size for key, chunk in chunks}
-
-        def blocks() -> Iterator[Block]:
-            done = 0
-            for key in order:
-                yield memory(_converted(key, tensors[key].compute(), types[key]).contiguous())
-                done += sizes[key]
-                self._progress(done, sum(sizes.values()))
-
-        self.records[name] = write_with_digest(self._place(name), chain([header], blocks()))
+        read = self._computing(tensors)
+        self.records[name] = write_with_digest(
+            self._place(name), chain([header], (block for key in order for block in read(key)))
+        )
 
     def write_json(self, name: str, value: Mapping[str, object]) -> None:
         data = json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"
@@ -180,6 +188,24 @@ class ExportFolder:
         yield data
         self._done += len(data)
         self._progress(self._done, self._trained.size)
+
+    def _dtype_of(self, tensor: Computed) -> torch.dtype:
+        """The type of a computed tensor in the file."""
+        dtype = tensor.dtype or torch.float32
+        return self._trained.dtype or dtype if dtype.is_floating_point and not tensor.fixed else dtype
+
+    def _computing(self, tensors: Mapping[str, Computed]) -> Callable[[str], Iterator[Block]]:
+        """Returns a function that computes a tensor, converts it to its type in the file, and reports progress."""
+        total, done = sum(math.prod(each.shape) for each in tensors.values()), 0
+
+        def read(name: str) -> Iterator[Block]:
+            nonlocal done
+            each = tensors[name]
+            yield memory(_converted(name, each.compute(), self._dtype_of(each)))
+            done += math.prod(each.shape)
+            self._progress(done, total)
+
+        return read
 
     def _place(self, name: str) -> Path:
         folder, _, file = name.rpartition("/")

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from smalti.checkpoint.format.full_weights import LARGEST_FILE
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -13,15 +15,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportRequest:
-    """What to export. `format` is that of adapters, such as "kohya"; None is the family's own choice."""
+    """What to export.
+
+    `format` is that of adapters, such as "kohya"; None is the family's own choice. With `merge` the complete model is exported,
+    with the adapter merged into it. `largest_file` is in bytes of tensors; larger models get several files and an index.
+    """
 
     format: str | None = None
+    merge: bool = False
+    largest_file: int = LARGEST_FILE
 
 
 @dataclass(frozen=True, kw_only=True)
 class Computed:
-    """A tensor that is computed when the export is written. `dtype` is its type in the file; None is that of the export."""
+    """A tensor that is computed when the export is written.
+
+    `dtype` is its type in the file, None is fp32; floating-point types give way to that of the export unless they are `fixed`.
+    """
 
     shape: tuple[int, ...]
     compute: Callable[[], Tensor]
     dtype: torch.dtype | None = None
+    fixed: bool = False

@@ -236,4 +236,4 @@ def _joined(adapter: TrainedAdapter, members: tuple[str, ...], adapted: list[Ada
 
 
 def _constant(value: float) -> Computed:
-    return Computed(shape=(), compute=lambda: torch.tensor(value), dtype=torch.float32)
+    return Computed(shape=(), compute=lambda: torch.tensor(value), fixed=True)

@@ -1,0 +1,63 @@
+"""What a run leaves for inference: a pipeline of diffusers, an adapter in the format of a tool, or both merged."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from smalti import UserError
+from smalti_diffusers.lora.formats import TrainedAdapter, chosen_format, write_adapter
+from smalti_diffusers.lora.merging import merged_weights
+from smalti_diffusers.sources.components import INDEX
+
+if TYPE_CHECKING:
+    from smalti.checkpoint import ExportFolder, ExportRequest
+    from smalti_diffusers.pipeline import PipelineFamily
+
+
+def check_request(family: PipelineFamily, request: ExportRequest) -> None:
+    """Raises UserError for what this run cannot be exported as."""
+    if family.lora is None and (request.merge or request.format not in (None, "diffusers")):
+        option = "--merge" if request.merge else f"--format={request.format}"
+        raise UserError(
+            f"{option} is for adapters, and this run trained the complete model",
+            fix=f"leave {option} out; the export is a pipeline of diffusers",
+        )
+    if request.merge and request.format is not None:
+        raise UserError(
+            "--merge exports a complete pipeline, and --format is that of a file with the adapter alone",
+            fix="leave one of the two out",
+        )
+    if family.lora is not None and not request.merge:
+        chosen_format(family.name, request.format)
+
+
+def export_pipeline(family: PipelineFamily, folder: ExportFolder) -> None:
+    """Write what `folder.request` says."""
+    config, merge = family.components.config(family.part), folder.request.merge
+    if family.lora is not None and not merge:
+        format = chosen_format(family.name, folder.request.format)
+        write_adapter(folder, format, family.name, family.part, family.meta_model, config)
+        return
+    _write_frozen(family, folder)
+    tensors = None
+    if merge:
+        base = family.base_weights(family.seed)
+        tensors = merged_weights(base, family.meta_model, TrainedAdapter(folder, family.meta_model))
+    folder.write_model(family.part, config, tensors=tensors)
+
+
+def _write_frozen(family: PipelineFamily, folder: ExportFolder) -> None:
+    """Everything of the pipeline but the trained part."""
+    components = family.components
+    if index := family.pipeline_changes():
+        folder.write_json(INDEX, json.loads((components.folder / INDEX).read_text(encoding="utf-8")) | index)
+    else:
+        folder.copy(components.folder / INDEX, INDEX)
+    changes = family.scheduler_changes()
+    if changes:
+        folder.write_json("scheduler/scheduler_config.json", components.config("scheduler") | changes)
+    for part in components.parts():
+        if part != family.part and not (part == "scheduler" and changes):
+            for path in components.files(part):
+                folder.copy(components.folder / path, path.as_posix())
