@@ -30,11 +30,11 @@ import smalti_fluxsized
 from smalti.cli.arguments import CommandLine
 from smalti_fsdp2.detection import detect
 
-invocation = CommandLine.parse(["--model_family=fluxsized"])
-config = invocation.config()
+command_line = CommandLine.parse(["--model_family=fluxsized"])
+config = command_line.config()
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 begin = time.perf_counter()
-detect(config, invocation.plugins, refresh=True)
+detect(config, command_line.plugins, refresh=True)
 found = time.perf_counter()
 grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
 begin_building = time.perf_counter()

@@ -33,8 +33,8 @@ def measure() -> list[Result]:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         data, model = images(place / "images"), tiny_pipeline(place / "model")
-        words = [f"--instance_data_dir={data}", "--model_family=sdxl", f"--pretrained_model_name_or_path={model}"]
-        words += [
+        arguments = [f"--instance_data_dir={data}", "--model_family=sdxl", f"--pretrained_model_name_or_path={model}"]
+        arguments += [
             f"--resolution={EDGE}",
             "--resolution_type=pixel",
             "--mixed_precision=bf16",
@@ -48,7 +48,7 @@ def measure() -> list[Result]:
             more = [f"--num_processes={ranks}", f"--train_batch_size={BATCH // ranks}"]
             ours, peer = [], []
             for number in range(PAIRS + 1):
-                ours.append(smalti([*words, *more], place / f"run-{ranks}-{number}"))
+                ours.append(smalti([*arguments, *more], place / f"run-{ranks}-{number}"))
                 peer.append(usual(script, place))
             name = f"smalti against the usual script, {ranks} process{'es' if ranks > 1 else ''}"
             # The first pair only warms the page cache, and writes bytecode.
@@ -66,25 +66,25 @@ class Cost:
     computed: float
 
 
-def smalti(words: list[str], directory: Path) -> Cost:
+def smalti(arguments: list[str], directory: Path) -> Cost:
     begin = time.time()
-    computed = ran(["-m", "smalti", "train", *words, f"--output_dir={directory}"])
+    computed = ran(["-m", "smalti", "train", *arguments, f"--output_dir={directory}"])
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
     return Cost(passed=next(event["t"] for event in events if event["type"] == "step") - begin, computed=computed)
 
 
-def usual(words: list[str], place: Path) -> Cost:
+def usual(arguments: list[str], place: Path) -> Cost:
     begin = time.time()
-    computed = ran([*words, f"--out={place / 'times.txt'}"])
+    computed = ran([*arguments, f"--out={place / 'times.txt'}"])
     return Cost(passed=float((place / "times.txt").read_text().split()[0]) - begin, computed=computed)
 
 
-def ran(words: list[str]) -> float:
+def ran(arguments: list[str]) -> float:
     """Processor seconds, user and system, of a process and of those that it started and waited for."""
     before = getrusage(RUSAGE_CHILDREN)
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
     if done.returncode:
-        sys.exit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr}")
+        sys.exit(f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stderr}")
     after = getrusage(RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

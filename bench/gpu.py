@@ -88,8 +88,8 @@ def main() -> None:
         return
     results = []
     for name in arguments.cases or CASES:
-        words = [sys.executable, __file__, name, "--here", *(["--tiny"] if arguments.tiny else [])]
-        done = subprocess.run(words, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, __file__, name, "--here", *(["--tiny"] if arguments.tiny else [])]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         lines = done.stdout.splitlines()
         results.append({"case": name, **(json.loads(lines[-1]) if done.returncode == 0 else {"failed": done.returncode})})
         print(json.dumps(results[-1]), flush=True)
@@ -163,10 +163,10 @@ def build(case: Case, folder: Path, directory: Path, closing: ExitStack) -> Simp
     from smalti.training.loss import denoising_loss
     from smalti.training.optim.optimizers import matrices
 
-    words = [f"--model_family={case.family}", f"--pretrained_model_name_or_path={folder}", "--init_from_config"]
-    words += [f"--output_dir={directory}", f"--train_batch_size={case.batch}", "--mixed_precision=bf16", *case.flags]
-    invocation = CommandLine.parse(words)
-    config, plugins = invocation.config(), invocation.plugins
+    arguments = [f"--model_family={case.family}", f"--pretrained_model_name_or_path={folder}", "--init_from_config"]
+    arguments += [f"--output_dir={directory}", f"--train_batch_size={case.batch}", "--mixed_precision=bf16", *case.flags]
+    command_line = CommandLine.parse(arguments)
+    config, plugins = command_line.config(), command_line.plugins
     plan = choose_distributed(config, plugins)
     parallel = open_parallel(plan, config)
     closing.callback(parallel.close)

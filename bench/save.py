@@ -19,6 +19,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -69,7 +70,7 @@ def forward_backward(model: nn.Module) -> None:
 
 
 def blocked(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> Result:
-    saver = Saver(write=lambda state, ranks: save(place, state, ranks), ranks=Alone(), side=Alone())
+    saver = Saver(write=partial(save, place), communicator=Alone(), background=Alone())
     times: dict[bool, list[float]] = {True: [], False: []}
     for number in range(2 * (PAIRS + 1)):
         beside = number % 2 == 0
@@ -90,7 +91,7 @@ def blocked(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> 
 
 
 def beside(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> Result:
-    saver = Saver(write=lambda state, ranks: save(place, state, ranks), ranks=Alone(), side=Alone())
+    saver = Saver(write=partial(save, place), communicator=Alone(), background=Alone())
 
     def step() -> None:
         forward_backward(model)
@@ -158,11 +159,16 @@ def resuming(place: Path) -> Result:
 
 def first_step(directory: Path, steps: int) -> float:
     """Seconds from the start of a process that trains up to step `steps`, its first one, to the end of that step."""
-    words = [f"{ROOT}/examples/emoji/config.toml", f"--output_dir={directory}", "--num_processes=1", "--validation_prompt=[]"]
-    words += [f"--instance_data_dir={ROOT / 'demo/faces'}", f"--max_train_steps={steps}", "--without=plots"]
-    words += ["--lr_scheduler=constant", "--lr_warmup_steps=0"]  # the schedule of the demo is longer than these runs
+    arguments = [
+        f"{ROOT}/examples/emoji/config.toml",
+        f"--output_dir={directory}",
+        "--num_processes=1",
+        "--validation_prompt=[]",
+    ]
+    arguments += [f"--instance_data_dir={ROOT / 'demo/faces'}", f"--max_train_steps={steps}", "--without=plots"]
+    arguments += ["--lr_scheduler=constant", "--lr_warmup_steps=0"]  # the schedule of the demo is longer than these runs
     begin = time.time()
-    done = subprocess.run([sys.executable, "-m", "smalti", "train", *words], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "smalti", "train", *arguments], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"a run ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]

@@ -30,11 +30,16 @@ ROUNDS, BATCH, EDGE = 20, 8, 64
 def measure() -> list[Result]:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as closing:
         place = Path(folder)
-        words = [f"--instance_data_dir={images(place / 'images')}", f"--output_dir={place}/run"]
-        words += ["--model_family=sdxl", f"--pretrained_model_name_or_path={tiny_pipeline(place / 'model')}"]
-        words += [f"--resolution={EDGE}", "--resolution_type=pixel", f"--train_batch_size={BATCH}", "--mixed_precision=bf16"]
-        words += [f"--max_train_steps={ROUND * (ROUNDS + 1)}", "--checkpoint_step_interval=0", "--use_cpu"]
-        run = opened(words, closing)
+        arguments = [f"--instance_data_dir={images(place / 'images')}", f"--output_dir={place}/run"]
+        arguments += ["--model_family=sdxl", f"--pretrained_model_name_or_path={tiny_pipeline(place / 'model')}"]
+        arguments += [
+            f"--resolution={EDGE}",
+            "--resolution_type=pixel",
+            f"--train_batch_size={BATCH}",
+            "--mixed_precision=bf16",
+        ]
+        arguments += [f"--max_train_steps={ROUND * (ROUNDS + 1)}", "--checkpoint_step_interval=0", "--use_cpu"]
+        run = opened(arguments, closing)
         ours, peer = alternated(run, by_script(run))
     return [paired("sdxl: smalti against the usual script", ours, peer, unit="s/step", goal=0.95)]
 

@@ -90,8 +90,8 @@ class Subject:
 
     def __init__(self, ranks: int, shape: ToyShape, *flags: str) -> None:
         plugins = load_plugins()
-        words = [f"--num_processes={ranks}", "--use_cpu", "--mixed_precision=no", "--accelerate_config=none", *flags]
-        config = resolve(schema_of(plugins), words, environment={})
+        arguments = [f"--num_processes={ranks}", "--use_cpu", "--mixed_precision=no", "--accelerate_config=none", *flags]
+        config = resolve(schema_of(plugins), arguments, environment={})
         plan = choose_distributed(config, plugins)
         self.config = config
         self.parallel: Parallel = open_parallel(plan, config)
@@ -231,10 +231,12 @@ def save_waits(folder: Path) -> tuple[list[float], list[float]]:
     found = subject(2, LARGE, "--fsdp_enable")
     found.step()
 
-    def write(state: Snapshot, ranks: object) -> object:
-        return found.backend.decide(HookSpecs.save_checkpoint, state=state, target=folder, parallel=ranks, config=found.config)
+    def write(state: Snapshot, communicator: object) -> object:
+        return found.backend.decide(
+            HookSpecs.save_checkpoint, state=state, target=folder, parallel=communicator, config=found.config
+        )
 
-    saver = Saver(write=write, ranks=found.parallel, side=found.parallel.background_communicator())  # type: ignore[arg-type]
+    saver = Saver(write=write, communicator=found.parallel, background=found.parallel.background_communicator())  # type: ignore[arg-type]
     times: dict[bool, list[float]] = {True: [], False: []}
     for number in range(2 * (SAVES + 1)):
         beside = number % 2 == 0

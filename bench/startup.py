@@ -15,13 +15,13 @@ PAIRS = 7
 def measure() -> list[Result]:
     scripts = Path(sys.executable).parent
     results = []
-    for words in (["--help"], ["plugins"]):
+    for arguments in (["--help"], ["plugins"]):
         ours, peer = [], []
         for _ in range(PAIRS + 1):
-            ours.append(seconds([str(scripts / "smalti"), *words]))
+            ours.append(seconds([str(scripts / "smalti"), *arguments]))
             peer.append(seconds([str(scripts / "accelerate"), "launch", "--help"]))
         # The first pair only warms the page cache.
-        results.append(paired(f"startup: smalti {' '.join(words)}", ours[1:], peer[1:], unit="s", goal=0.3))
+        results.append(paired(f"startup: smalti {' '.join(arguments)}", ours[1:], peer[1:], unit="s", goal=0.3))
     return results
 
 

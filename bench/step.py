@@ -33,23 +33,23 @@ ROOT = Path(__file__).parents[1]
 def measure() -> list[Result]:
     make_images()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as closing:
-        words = [
+        arguments = [
             str(ROOT / "examples/emoji/config.toml"),
             f"--output_dir={folder}/run",
             "--num_processes=1",
             "--no_fsdp_enable",
         ]
-        words += [f"--max_train_steps={ROUND * (ROUNDS + 1)}", "--checkpoint_step_interval=0", "--validation_prompt=[]"]
-        words += [f"--instance_data_dir={ROOT / 'demo/faces'}", "--train_batch_size=32"]
-        run = opened(words, closing)
+        arguments += [f"--max_train_steps={ROUND * (ROUNDS + 1)}", "--checkpoint_step_interval=0", "--validation_prompt=[]"]
+        arguments += [f"--instance_data_dir={ROOT / 'demo/faces'}", "--train_batch_size=32"]
+        run = opened(arguments, closing)
         ours, peer = alternated(run, by_hand(run))
     return [paired("step: smalti against a bare loop", ours, peer, unit="s/step", goal=1.03)]
 
 
-def opened(words: list[str], closing: ExitStack) -> Run:
+def opened(arguments: list[str], closing: ExitStack) -> Run:
     """A run of one process, ready for its first step."""
-    invocation = CommandLine.parse([*words, "--without=console", "--without=plots"])
-    config, plugins = invocation.config(), invocation.plugins
+    command_line = CommandLine.parse([*arguments, "--without=console", "--without=plots"])
+    config, plugins = command_line.config(), command_line.plugins
     Preparation.of(config, plugins, write=True)
     plan = choose_distributed(config, plugins)
     parallel = open_parallel(plan, config)

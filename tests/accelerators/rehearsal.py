@@ -94,13 +94,13 @@ def encoded(words: Sequence[str], pipelines: Path, name: str, folder: Path) -> N
     tiny = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tiny)
     getattr(tiny, name)(folder)
-    invocation = CommandLine.parse([*words, "--use_cpu"])
-    config, plugins = invocation.config(), invocation.plugins
+    command_line = CommandLine.parse([*words, "--use_cpu"])
+    config, plugins = command_line.config(), command_line.plugins
     family = find_family(config, plugins)
     family.to("cpu")
     data: PreparedData = scan_data(config, plugins, family.alignment, None)
-    ranks = GlooCommunicator(world=World(), group=None)
-    encode_ahead(config, family, data, ranks, cache_folders(config, plugins), folder)
+    communicator = GlooCommunicator(world=World(), group=None)
+    encode_ahead(config, family, data, communicator, cache_folders(config, plugins), folder)
 
 
 def _built(words, watch, closing):
@@ -121,8 +121,8 @@ def _built(words, watch, closing):
     smalti.training.resume.chosen_checkpoint = lambda run, choice: None
     smalti.training.opening.run_on_main_rank = lambda ranks, scan: ""
     smalti.training.opening.load_data = scan_data
-    invocation = CommandLine.parse(list(words))
-    config, plugins = invocation.config(), invocation.plugins
+    command_line = CommandLine.parse(list(words))
+    config, plugins = command_line.config(), command_line.plugins
     plan = choose_distributed(config, plugins)
     parallel = smalti.training.build_run.open_parallel(plan, config)
     if plan.name == "deepspeed":
@@ -179,7 +179,7 @@ def _go_through(run, seen, watch) -> None:
     from smalti.training.validation.validation import validate
     from smalti.types import Checkpoint, World
 
-    def write(snapshot, ranks):
+    def write(snapshot, communicator):
         tensors = [tensor for tensor in snapshot.tensors().values() if not tensor.is_meta]
         seen.staged = sum(_bytes(tensor) for tensor in tensors)
         return Checkpoint(step=snapshot.step, path=run.checkpoints.root, size=1, seconds=0.0)
@@ -207,7 +207,7 @@ def _go_through(run, seen, watch) -> None:
     smalti.checkpoint.planning.check_complete = lambda held, tensors: (
         None
     )  # of what the other ranks would hold, nothing is there
-    run.saver = Saver(write=write, ranks=run.parallel, side=alone)
+    run.saver = Saver(write=write, communicator=run.parallel, background=alone)
     for name in ("first step", "second step"):
         with _phase(seen, name, watch, home):
             step()

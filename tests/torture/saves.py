@@ -73,12 +73,12 @@ def _save_for_ever(
 ) -> None:
     store = CheckpointStore(root)
 
-    def write(state, ranks) -> Checkpoint:
-        done = save(root, state, ranks, full_weights=copy)
+    def write(state, communicator) -> Checkpoint:
+        done = save(root, state, communicator, full_weights=copy)
         store.rotate(keep)
         return done
 
-    saver = Saver(write=write, ranks=ALONE, side=ALONE)
+    saver = Saver(write=write, communicator=ALONE, background=ALONE)
     while True:
         live = snapshot(step, size)
         saver.begin(live, blocking=not beside)

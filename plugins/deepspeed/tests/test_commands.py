@@ -144,10 +144,10 @@ def test_on_a_terminal_it_asks(tmp_path):
 def test_a_sound_file_is_told_to_be_sound_with_what_it_means(run, written):
     file = written({**ZERO2, "gradient_clipping": 0.5, "optimizer": {"type": "cpuadam"}})
     code, told, _ = run("deepspeed", "check", file, "--json")
-    verdict = json.loads(told)
-    assert (code, verdict["sound"], verdict["problems"]) == (0, True, [])
-    assert verdict["options"]["max_grad_norm"] == {"value": 0.5, "key": "gradient_clipping"}
-    assert ["cpuadam" in notice and "AdamW" in notice for notice in verdict["notices"]] == [True]
+    report = json.loads(told)
+    assert (code, report["valid"], report["problems"]) == (0, True, [])
+    assert report["options"]["max_grad_norm"] == {"value": 0.5, "key": "gradient_clipping"}
+    assert ["cpuadam" in notice and "AdamW" in notice for notice in report["notices"]] == [True]
 
 
 def test_a_syntax_error_is_told_with_line_and_column(run, written):

@@ -68,8 +68,8 @@ def _train_and_save(stage: int, folder: Path) -> bool:
         optimizer.zero_grad()
     accelerator.save_state(str(folder / "theirs"))
     world = World(rank=accelerator.process_index, size=accelerator.num_processes)
-    ranks = GlooCommunicator(world=world, group=dist.group.WORLD)
-    state = ZeroState(model.module, model.basic_optimizer, zero_of(model), ranks).portable()
+    communicator = GlooCommunicator(world=world, group=dist.group.WORLD)
+    state = ZeroState(model.module, model.basic_optimizer, zero_of(model), communicator).portable()
     expected = whole_state(state)
     dist.barrier()
     if accelerator.process_index:

@@ -50,8 +50,8 @@ PLACE = {"step": STEPS, "position": STEPS, "epoch": 0, "samples": 12}
 
 def make_all(root: Path) -> None:
     model, optimizer = trained(fully_shard, decay=0.02)
-    ranks = GlooCommunicator(world=World(rank=dist.get_rank(), size=2), group=dist.group.WORLD)
-    save(root / "own", Snapshot(step=STEPS, state=capture(model, optimizer), trainer=PLACE), ranks)
+    communicator = GlooCommunicator(world=World(rank=dist.get_rank(), size=2), group=dist.group.WORLD)
+    save(root / "own", Snapshot(step=STEPS, state=capture(model, optimizer), trainer=PLACE), communicator)
 
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state, "train": {"step": STEPS}}, checkpoint_id=root / "nested")
@@ -63,7 +63,7 @@ def make_all(root: Path) -> None:
     accelerate_saves(root, 2, model, optimizer, "FULL_STATE_DICT")
 
     # Version 1 has vectors of everything, so what decays cannot be chosen there by shape.
-    save(root / "own without decay", Snapshot(step=STEPS, state=capture(*trained(fully_shard, decay=0.0))), ranks)
+    save(root / "own without decay", Snapshot(step=STEPS, state=capture(*trained(fully_shard, decay=0.0))), communicator)
     model, optimizer = trained(version_1, decay=0.0)
     accelerate_saves(root, 1, model, optimizer, "SHARDED_STATE_DICT")
 

@@ -3,6 +3,7 @@
 import errno
 import threading
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -46,7 +47,11 @@ def snapshot(step, **tensors):
 
 @pytest.fixture
 def saver(tmp_path):
-    one = Saver(write=lambda state, ranks: save(tmp_path, state, ranks), ranks=SingleRank(), side=SingleRank())
+    one = Saver(
+        write=partial(save, tmp_path),
+        communicator=SingleRank(),
+        background=SingleRank(),
+    )
     yield one
     one.close()
 
@@ -56,12 +61,12 @@ def held(tmp_path):
     """A saver whose writing waits for `go`."""
     go, calls = threading.Event(), []
 
-    def write(state, ranks):
+    def write(state, communicator):
         calls.append(state)
         go.wait(30)
-        return save(tmp_path, state, ranks)
+        return save(tmp_path, state, communicator)
 
-    one = Saver(write=write, ranks=SingleRank(), side=SingleRank())
+    one = Saver(write=write, communicator=SingleRank(), background=SingleRank())
     one.go, one.calls = go, calls
     yield one
     go.set()
@@ -127,10 +132,10 @@ def test_a_tensor_of_another_size_gets_another_buffer(saver):
 
 
 def test_a_save_that_the_system_refuses_comes_back_as_a_value(tmp_path):
-    def write(state, ranks):
+    def write(state, communicator):
         raise SaveError("no room", errno=errno.ENOSPC)
 
-    one = Saver(write=write, ranks=SingleRank(), side=SingleRank())
+    one = Saver(write=write, communicator=SingleRank(), background=SingleRank())
     one.begin(snapshot(1, w=torch.ones(3)))
     assert one.poll(finish=True).errno == errno.ENOSPC
     one.close()
@@ -155,7 +160,7 @@ def test_a_save_that_ends_well_here_and_badly_elsewhere_has_failed():
             return max(code, 1)
 
     done = Checkpoint(step=1, path=None, size=0, seconds=0)
-    one = Saver(write=lambda state, ranks: done, ranks=FailedElsewhere(), side=SingleRank())
+    one = Saver(write=lambda state, communicator: done, communicator=FailedElsewhere(), background=SingleRank())
     one.begin(snapshot(1, w=torch.ones(3)))
     assert "another rank" in one.poll(finish=True).message
     one.close()
@@ -166,7 +171,7 @@ def test_a_line_that_breaks_is_told_before_the_state_changes():
         def all_gather_text(self, value):
             raise dist.DistNetworkError("gone")
 
-    one = Saver(write=lambda state, ranks: None, ranks=SingleRank(), side=Broken())
+    one = Saver(write=lambda state, communicator: None, communicator=SingleRank(), background=Broken())
     one.begin(snapshot(1, w=torch.ones(3)))
     with pytest.raises(dist.DistNetworkError):
         one.wait_for_staging()
@@ -178,10 +183,10 @@ def test_a_line_that_broke_is_told_without_asking_anybody():
         def all_reduce_max(self, code):
             raise AssertionError("asked")
 
-    def write(state, ranks):
+    def write(state, communicator):
         raise dist.DistNetworkError("gone")
 
-    one = Saver(write=write, ranks=Deaf(), side=SingleRank())
+    one = Saver(write=write, communicator=Deaf(), background=SingleRank())
     one.begin(snapshot(1, w=torch.ones(3)))
     with pytest.raises(dist.DistNetworkError):
         one.poll(finish=True)

@@ -67,33 +67,34 @@ def pair():
 
 
 def save_spread(root):
-    ranks, mesh = pair()
+    communicator, mesh = pair()
     tensors = {
         name: distribute_tensor(tensor, mesh, placements) if (placements := SPREAD.get(name, ((), None))[1]) else tensor
         for name, tensor in numbers().items()
     }
-    return str(save(root, snapshot(tensors), ranks, full_weights=True).path)
+    return str(save(root, snapshot(tensors), communicator, full_weights=True).path)
 
 
 def save_large(root):
     """16 tensors of 8 MB. By how many bytes this process grew at most while it saved, with the copy and without."""
-    ranks, mesh = pair()
+    communicator, mesh = pair()
     tensors = {f"{n:02d}": distribute_tensor(torch.full((1024, 2048), float(n)), mesh, [Shard(n % 2)]) for n in range(16)}
     save(
-        root / "first", snapshot({"00": tensors["00"]}), ranks, full_weights=True
+        root / "first", snapshot({"00": tensors["00"]}), communicator, full_weights=True
     )  # what is loaded and set up once does not count
     return [
-        peak(lambda full=full: save(root / str(full), snapshot(tensors), ranks, full_weights=full)) for full in (False, True)
+        peak(lambda full=full: save(root / str(full), snapshot(tensors), communicator, full_weights=full))
+        for full in (False, True)
     ]
 
 
 def wait_for_main():
     """The main rank works for longer than ranks wait for each other."""
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
-    ranks = GlooCommunicator(world=World(rank=dist.get_rank(), size=2), group=group)
-    answers = [run_on_main_rank(ranks, lambda: time.sleep(2.5) or "done", interval=0.2)]
+    communicator = GlooCommunicator(world=World(rank=dist.get_rank(), size=2), group=group)
+    answers = [run_on_main_rank(communicator, lambda: time.sleep(2.5) or "done", interval=0.2)]
     try:
-        run_on_main_rank(ranks, lambda: Path("nowhere/at all").read_text(), interval=0.2)
+        run_on_main_rank(communicator, lambda: Path("nowhere/at all").read_text(), interval=0.2)
     except RankError as error:
         answers.append(error.errno)
     return answers

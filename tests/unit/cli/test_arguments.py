@@ -12,9 +12,9 @@ from smalti.errors import UserError
 )
 def test_the_configuration_file_is_the_first_word_or_follows_config(write, words):
     file = write("run.toml", "use_ema = true")
-    invocation = CommandLine.parse([word.format(file=file) for word in words])
-    assert invocation.file == file
-    assert invocation.config().changes() == {"seed": 5, "use_ema": True}
+    command_line = CommandLine.parse([word.format(file=file) for word in words])
+    assert command_line.file == file
+    assert command_line.config().changes() == {"seed": 5, "use_ema": True}
 
 
 def test_a_flag_may_take_a_file_as_its_value_at_the_end(write):
@@ -47,10 +47,10 @@ def test_the_home_folder_may_be_written_as_a_tilde(tmp_path, monkeypatch):
 
 
 def test_plugins_are_selected_before_options_are_read():
-    invocation = CommandLine.parse(["--without", "toy", "--without=plots", "--seed=3"])
-    assert [name for name, info in invocation.plugins.infos.items() if info.state == "blocked"] == ["plots", "toy"]
-    assert "toy_width" not in invocation.schema.options
-    assert invocation.config().value("without") == ("toy", "plots")
+    command_line = CommandLine.parse(["--without", "toy", "--without=plots", "--seed=3"])
+    assert [name for name, info in command_line.plugins.infos.items() if info.state == "blocked"] == ["plots", "toy"]
+    assert "toy_width" not in command_line.schema.options
+    assert command_line.config().value("without") == ("toy", "plots")
 
 
 @pytest.mark.parametrize("spelling", ["--dry-run", "--dry_run"])

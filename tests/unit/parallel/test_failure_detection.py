@@ -203,13 +203,13 @@ def test_everybody_learns_of_every_process():
 def hung_up() -> tuple[float, bool, str]:
     """Rank 1 hangs up; how long rank 0 waited in the group, whether it knows why, and what it says."""
     group = dist.new_group(backend="gloo")
-    ranks = GlooCommunicator(world=World(rank=dist.get_rank(), size=2), group=group)
-    ranks.barrier()
+    communicator = GlooCommunicator(world=World(rank=dist.get_rank(), size=2), group=group)
+    communicator.barrier()
     started = time.monotonic()
     if dist.get_rank() == 1:
-        ranks.abort()
+        communicator.abort()
     try:
-        ranks.barrier()
+        communicator.barrier()
     except RuntimeError as error:
         return time.monotonic() - started, is_connection_error(error), in_a_line(error)
     return 0.0, False, ""

@@ -78,8 +78,8 @@ def test_a_launcher_that_checks_a_run_does_not_import_what_trains_it(tmp_path):
         from smalti.cli.arguments import CommandLine
         from smalti.launch.preflight import Preparation
         from smalti.launch.checks import check_run
-        invocation = CommandLine.parse(sys.argv[1:])
-        check_run(invocation.draft(), invocation.plugins)
+        command_line = CommandLine.parse(sys.argv[1:])
+        check_run(command_line.draft(), command_line.plugins)
         assert "torch" in sys.modules
         big = {"torch.distributed.checkpoint", "torch.distributed.tensor", "sympy", "pyarrow.compute"}
         print(*({"smalti.training.build_run", *big} & set(sys.modules)))

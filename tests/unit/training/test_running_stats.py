@@ -42,12 +42,12 @@ def statistics(act: str, folder: Path) -> tuple[dict[str, list], dict[str, list]
     own = now()
     parallel = subject.parallel
 
-    def write(snapshot: Snapshot, ranks: Communicator) -> Checkpoint:
-        return write_checkpoint(folder, snapshot, ranks)
+    def write(snapshot: Snapshot, communicator: Communicator) -> Checkpoint:
+        return write_checkpoint(folder, snapshot, communicator)
 
     run = SimpleNamespace(parallel=parallel, world=parallel.world, model=subject.model, config=subject.config, ema=None)
     run.phases = Phases()
-    run.saver = Saver(write=write, ranks=parallel, side=parallel.background_communicator())
+    run.saver = Saver(write=write, communicator=parallel, background=parallel.background_communicator())
     if act == "judged":
         with eval_mode(run):
             return own, now()

@@ -1,6 +1,7 @@
 """Which rank draws what, how large, and with which weights."""
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -71,7 +72,7 @@ def test_averaged_weights_are_not_put_in_place_before_a_checkpoint_has_its_copy_
     subject.step(1)
     weights = {name: tensor.clone() for name, tensor in subject.state().model.items()}
     line = Late(world=subject.parallel.world, group=None)
-    saver = Saver(write=lambda state, ranks: save(tmp_path, state, ranks), ranks=subject.parallel, side=line)
+    saver = Saver(write=partial(save, tmp_path), communicator=subject.parallel, background=line)
     run = SimpleNamespace(parallel=subject.parallel, world=subject.parallel.world, model=subject.model, ema=ema, saver=saver)
     saver.begin(Snapshot(step=1, state=subject.state(), trainer={"step": 1}))
     with eval_mode(run):

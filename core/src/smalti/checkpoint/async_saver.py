@@ -57,17 +57,17 @@ class _PendingSave:
 
 
 class Saver:
-    """Writes checkpoints with `write`, in a thread that communicates with the other ranks' threads through `side`.
+    """Writes checkpoints with `write`, in a thread that communicates with the other ranks' threads through `background`.
 
-    `ranks` is the communicator of the training loop. Call all methods from the loop's thread.
+    `communicator` is that of the training loop. Call all methods from the loop's thread.
     """
 
-    def __init__(self, *, write: Write, ranks: Communicator, side: AbortableCommunicator) -> None:
+    def __init__(self, *, write: Write, communicator: Communicator, background: AbortableCommunicator) -> None:
         self._write = write
-        self._ranks = ranks
-        self._side = side
-        self._staging = Staging(ranks.world.device)
-        device = ranks.world.device
+        self._communicator = communicator
+        self._background = background
+        self._staging = Staging(communicator.world.device)
+        device = communicator.world.device
         self._thread = ThreadPoolExecutor(1, "smalti-save", initializer=use_device, initargs=(device,))
         self._pending: _PendingSave | None = None
 
@@ -118,7 +118,7 @@ class Saver:
         if pending.connection_error is not None:
             raise pending.connection_error
         try:
-            status = self._ranks.all_reduce_max(pending.status())
+            status = self._communicator.all_reduce_max(pending.status())
         except RuntimeError:
             if pending.local_error is not None:  # which made the others leave
                 raise pending.local_error from None
@@ -150,9 +150,9 @@ class Saver:
     def _save(self, pending: _PendingSave, snapshot: Snapshot, stage: bool) -> Checkpoint:
         try:
             if stage:
-                snapshot = self._staging.copy(snapshot, self._side)
+                snapshot = self._staging.copy(snapshot, self._background)
             pending.staged.set()
-            return self._write(snapshot, self._side)
+            return self._write(snapshot, self._background)
         except RankError as failure:
             message = f"cannot save step {pending.step}: {failure}"
             raise SaveError(message, fix=failure.fix, errno=failure.errno) from failure
@@ -163,7 +163,7 @@ class Saver:
                 pending.connection_error = error
             else:
                 pending.local_error = error
-                self._side.abort()  # the others may wait for this rank
+                self._background.abort()  # the others may wait for this rank
             raise
         finally:
             pending.staged.set()

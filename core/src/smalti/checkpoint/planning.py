@@ -65,7 +65,7 @@ _latest: WritePlan | None = None
 """The latest plan of this process. All saves of a run have the same."""
 
 
-def plan_on_all_ranks(ranks: Communicator, tensors: Mapping[str, Tensor]) -> WritePlan:
+def plan_on_all_ranks(communicator: Communicator, tensors: Mapping[str, Tensor]) -> WritePlan:
     """Assign the tensors to the ranks; raises RankError if these together do not hold all of them. *Collective*.
 
     Ranks exchange digests of what they hold, and the chunks themselves only if some rank has not just planned the same: with
@@ -78,21 +78,21 @@ def plan_on_all_ranks(ranks: Communicator, tensors: Mapping[str, Tensor]) -> Wri
         nonlocal encoded
         encoded = encode_chunks(local_chunks(tensors))
         shapes = json.dumps({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        previous = latest.held if latest is not None and latest.rank == ranks.world.rank else ""
+        previous = latest.held if latest is not None and latest.rank == communicator.world.rank else ""
         return json.dumps([_digest(encoded + shapes), previous])
 
-    messages = [json.loads(text) for text in run_on_all_ranks(ranks, exchange)]
+    messages = [json.loads(text) for text in run_on_all_ranks(communicator, exchange)]
     held = _digest(json.dumps([digest for digest, _ in messages]))
     if latest is not None and all(previous == held for _, previous in messages):
         return latest
     plans: list[WritePlan] = []
-    texts = run_on_all_ranks(ranks, lambda: encoded)
+    texts = run_on_all_ranks(communicator, lambda: encoded)
 
     def make() -> str:
-        plans.append(_make_plan(held, texts, ranks.world.rank, tensors))
+        plans.append(_make_plan(held, texts, communicator.world.rank, tensors))
         return ""
 
-    run_on_all_ranks(ranks, make)
+    run_on_all_ranks(communicator, make)
     [_latest] = plans
     return _latest
 

@@ -11,16 +11,16 @@ from smalti.errors import CheckpointError, UserError
 from smalti.parallel import Communicator, run_on_all_ranks
 
 
-def find_on_all_ranks(ranks: Communicator, store: CheckpointStore, choice: str) -> Path | None:
+def find_on_all_ranks(communicator: Communicator, store: CheckpointStore, choice: str) -> Path | None:
     """Returns what `store.resolve(choice)` finds on the main rank, on every rank. *Collective*.
 
     Only the main rank's `store` is used. Raises RankError on all ranks if no checkpoint can be used.
     """
-    if not ranks.world.is_main:
-        return _help(ranks)
+    if not communicator.world.is_main:
+        return _help(communicator)
     found: Path | UserError | OSError | None
     try:
-        found = store.resolve(choice, check=lambda path: _check_together(ranks, path))
+        found = store.resolve(choice, check=lambda path: _check_together(communicator, path))
     except (UserError, OSError) as failure:
         found = failure
 
@@ -29,26 +29,26 @@ def find_on_all_ranks(ranks: Communicator, store: CheckpointStore, choice: str) 
             raise found
         return json.dumps({"found": str(found or "")})
 
-    run_on_all_ranks(ranks, exchange)
+    run_on_all_ranks(communicator, exchange)
     return found if isinstance(found, Path) else None
 
 
-def _help(ranks: Communicator) -> Path | None:
+def _help(communicator: Communicator) -> Path | None:
     """Verify shares until the main rank has found a checkpoint."""
     while True:
-        message = json.loads(run_on_all_ranks(ranks, lambda: "")[0])
+        message = json.loads(run_on_all_ranks(communicator, lambda: "")[0])
         if "found" in message:
             return Path(message["found"]) if message["found"] else None
-        _read_share(ranks, Path(message["check"]))
+        _read_share(communicator, Path(message["check"]))
 
 
-def _check_together(ranks: Communicator, path: Path) -> Verification:
+def _check_together(communicator: Communicator, path: Path) -> Verification:
     """On the main rank: let all ranks verify the checkpoint. If others find problems, verify all of it here.
 
     Raises CheckpointError if a rank sees other contents than this one; an older checkpoint would not help then.
     """
-    run_on_all_ranks(ranks, lambda: json.dumps({"check": str(path)}))
-    mine, problems = _read_share(ranks, path)
+    run_on_all_ranks(communicator, lambda: json.dumps({"check": str(path)}))
+    mine, problems = _read_share(communicator, path)
     if not any(problems):
         return mine
     complete = verify(path, to_resume=True)
@@ -61,7 +61,7 @@ def _check_together(ranks: Communicator, path: Path) -> Verification:
     return complete
 
 
-def _read_share(ranks: Communicator, path: Path) -> tuple[Verification, list[str]]:
+def _read_share(communicator: Communicator, path: Path) -> tuple[Verification, list[str]]:
     """Returns this rank's verification, and the problems that each rank found. *Collective*."""
-    mine = verify(path, rank=ranks.world.rank, ranks=ranks.world.size, to_resume=True)
-    return mine, run_on_all_ranks(ranks, lambda: "; ".join(mine.problems[:3]))
+    mine = verify(path, rank=communicator.world.rank, ranks=communicator.world.size, to_resume=True)
+    return mine, run_on_all_ranks(communicator, lambda: "; ".join(mine.problems[:3]))

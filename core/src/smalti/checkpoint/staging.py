@@ -33,13 +33,13 @@ class Staging:
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream())
 
-    def copy(self, snapshot: Snapshot, ranks: Communicator) -> Snapshot:
+    def copy(self, snapshot: Snapshot, communicator: Communicator) -> Snapshot:
         """Returns the snapshot in host memory, valid until the next call. *Collective*.
 
         Tensors that another rank writes are on the meta device: they have a shape and no contents.
         """
         tensors = snapshot.tensors()
-        mine = plan_on_all_ranks(ranks, tensors).mine
+        mine = plan_on_all_ranks(communicator, tensors).mine
         self._allocate({name: tensor.detach() for name, tensor in tensors.items() if name in mine})
         with self._stream or nullcontext():
             for name, buffer in self._buffers.items():

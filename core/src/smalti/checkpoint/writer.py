@@ -58,7 +58,7 @@ class SaveError(UserError):
         self.errno = errno
 
 
-def save(root: Path, snapshot: Snapshot, ranks: Communicator, *, full_weights: bool = False) -> Checkpoint:
+def save(root: Path, snapshot: Snapshot, communicator: Communicator, *, full_weights: bool = False) -> Checkpoint:
     """Write a checkpoint below `root`, the same directory for all ranks. *Collective*; returns the same on every rank.
 
     When it returns, the checkpoint is complete, visible and synced to disk. Saving a step again in the same state returns the
@@ -71,7 +71,7 @@ def save(root: Path, snapshot: Snapshot, ranks: Communicator, *, full_weights: b
     started = time.perf_counter()
     try:
         with ExitStack() as cleanup:
-            path, size = _save(CheckpointStore(root), snapshot, ranks, full_weights, cleanup)
+            path, size = _save(CheckpointStore(root), snapshot, communicator, full_weights, cleanup)
     except RankError as failure:
         raise _explain(root, snapshot, failure, full_weights) from failure
     return Checkpoint(step=snapshot.step, path=path, size=size, seconds=time.perf_counter() - started)
@@ -110,9 +110,9 @@ def _check_free_space(free: int | None, sizes: Mapping[str, int], full_weights: 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _raise_missing_directory(directory: Path, ranks: Communicator, *, invisible: bool) -> None:
+def _raise_missing_directory(directory: Path, communicator: Communicator, *, invisible: bool) -> None:
     """Raises RankError on all ranks: the directory was removed, or some rank sees other storage. *Collective*."""
-    removed = run_on_all_ranks(ranks, lambda: "" if directory.is_dir() else "removed")[0]
+    removed = run_on_all_ranks(communicator, lambda: "" if directory.is_dir() else "removed")[0]
 
     def check() -> str:
         if removed:  # for the main rank, which made it: the same error on every rank
@@ -122,13 +122,13 @@ def _raise_missing_directory(directory: Path, ranks: Communicator, *, invisible:
             raise CheckpointError(message, fix="put --output_dir on storage that all nodes share")
         return ""
 
-    run_on_all_ranks(ranks, check)
+    run_on_all_ranks(communicator, check)
 
 
 def _save(
-    store: CheckpointStore, snapshot: Snapshot, ranks: Communicator, full_weights: bool, cleanup: ExitStack
+    store: CheckpointStore, snapshot: Snapshot, communicator: Communicator, full_weights: bool, cleanup: ExitStack
 ) -> tuple[Path, int]:
-    main = ranks.world.is_main
+    main = communicator.world.is_main
     tensors = snapshot.tensors()
 
     def begin() -> str:
@@ -139,7 +139,7 @@ def _save(
         cleanup.callback(store.discard, prepared)  # by then it was renamed to the checkpoint, or the save failed
         return str(prepared)
 
-    directory = Path(run_on_all_ranks(ranks, begin)[0])
+    directory = Path(run_on_all_ranks(communicator, begin)[0])
     free: int | None = None
 
     def check() -> str:
@@ -150,37 +150,37 @@ def _save(
             free = files.free_bytes(directory)  # before any rank writes
         return "seen"
 
-    visible = run_on_all_ranks(ranks, check)
+    visible = run_on_all_ranks(communicator, check)
     if "" in visible:
-        _raise_missing_directory(directory, ranks, invisible=not visible[ranks.world.rank])
-    plan = plan_on_all_ranks(ranks, tensors)
+        _raise_missing_directory(directory, communicator, invisible=not visible[communicator.world.rank])
+    plan = plan_on_all_ranks(communicator, tensors)
 
     def write() -> str:
         if main:
             _check_free_space(free, plan.sizes, full_weights)
-        records = _write_tensors(directory, plan.mine, tensors, ranks.world)
+        records = _write_tensors(directory, plan.mine, tensors, communicator.world)
         if main:
             records[STATE] = write_with_digest(directory / STATE, [_state(snapshot)])
         return _encode(records)
 
-    records = {name: record for part in run_on_all_ranks(ranks, write) for name, record in _decode(part).items()}
+    records = {name: record for part in run_on_all_ranks(communicator, write) for name, record in _decode(part).items()}
 
     def copy() -> str:
         model = sorted(name for name in records if name.startswith("model/"))
         return _encode(write_copy(directory, model, _config(snapshot)))
 
     if full_weights:
-        records |= _decode(run_on_main_rank(ranks, copy))
+        records |= _decode(run_on_main_rank(communicator, copy))
     manifest = Manifest(
         step=snapshot.step,
-        world_size=ranks.world.size,
+        world_size=communicator.world.size,
         files=records,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         plugins=snapshot.plugins,
         config_digest=snapshot.config_digest,
         flags=snapshot.flags,
     )
-    path = run_on_all_ranks(ranks, lambda: str(store.publish(directory, manifest)) if main else "")[0]
+    path = run_on_all_ranks(communicator, lambda: str(store.publish(directory, manifest)) if main else "")[0]
     return Path(path), manifest.size
 
 

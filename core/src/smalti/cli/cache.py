@@ -16,7 +16,7 @@ from smalti.config import Config
 from smalti.plugins import Plugins, find_cache, list_caches, load_plugins, selection_of
 
 _SETTINGS: dict[str, object] = {"ignore_unknown_options": True}
-_WORDS = click.argument("words", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
+_ARGUMENTS = click.argument("arguments", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -29,11 +29,11 @@ def cache() -> None:
 
 
 @cache.command(context_settings=_SETTINGS, examples=("smalti cache ls", "smalti cache ls config.toml --json"))
-@_WORDS
+@_ARGUMENTS
 @_JSON
-def ls(words: tuple[str, ...], as_json: bool) -> None:
+def ls(arguments: tuple[str, ...], as_json: bool) -> None:
     """List all caches with their size and location."""
-    reports = list_caches(*_load(words))
+    reports = list_caches(*_load(arguments))
     if as_json:
         click.echo(json.dumps({"caches": [asdict(report) for report in reports]}, indent=2))
         return
@@ -46,12 +46,12 @@ def ls(words: tuple[str, ...], as_json: bool) -> None:
 
 @cache.command(context_settings=_SETTINGS, examples=("smalti cache clear fsdp-blocks", "smalti cache clear fsdp-blocks --yes"))
 @click.argument("name")
-@_WORDS
+@_ARGUMENTS
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @_JSON
-def clear(name: str, words: tuple[str, ...], yes: bool, as_json: bool) -> None:
+def clear(name: str, arguments: tuple[str, ...], yes: bool, as_json: bool) -> None:
     """Remove everything in the cache NAME. Asks first on a terminal."""
-    plugins, config = _load(words)
+    plugins, config = _load(arguments)
     found = find_cache(plugins, name, config)
     if not yes and sys.stdin.isatty() and (size := found.size()):
         what = f"{counted(found.entries(), 'entry', 'entries')}, {format_bytes(size)}, in {found.place}"
@@ -64,9 +64,9 @@ def clear(name: str, words: tuple[str, ...], yes: bool, as_json: bool) -> None:
     click.echo(f"{found.place}: cleared {removed}" if cleared.bytes else f"{found.place}: nothing to clear")
 
 
-def _load(words: tuple[str, ...]) -> tuple[Plugins, Config | None]:
+def _load(arguments: tuple[str, ...]) -> tuple[Plugins, Config | None]:
     """The plugins, and the configuration if arguments were given. Without arguments no valid configuration is needed."""
-    if not words:
+    if not arguments:
         return load_plugins(selection_of((), None, os.environ), strict=False), None
-    command_line = CommandLine.parse(words)
+    command_line = CommandLine.parse(arguments)
     return command_line.plugins, command_line.config()

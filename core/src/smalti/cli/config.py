@@ -31,8 +31,8 @@ from smalti.migration import import_files
 from smalti.plugins import BUILT_IN, check, choose_distributed
 from smalti.system import atomic_write
 
-_WORDS = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
-_ARGUMENTS = click.argument("words", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
+_UNPROCESSED = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
+_ARGUMENTS = click.argument("arguments", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _FORCE = click.option("--force", is_flag=True, help="Replace the file of --to if it exists.")
 
@@ -56,18 +56,18 @@ def config() -> None:
 
 
 @config.command(
-    context_settings=_WORDS,
+    context_settings=_UNPROCESSED,
     examples=("smalti config show config.toml --seed=3", "smalti config show --all --model_family=toy > config.toml"),
 )
 @_ARGUMENTS
 @click.option("--all", "complete", is_flag=True, help="Print defaults too.")
 @_JSON
-def show(words: tuple[str, ...], complete: bool, as_json: bool) -> None:
+def show(arguments: tuple[str, ...], complete: bool, as_json: bool) -> None:
     """Print the resolved configuration as TOML.
 
     Takes the same arguments as `smalti train`. --json prints every value with its source.
     """
-    resolved = CommandLine.parse(words).config()
+    resolved = CommandLine.parse(arguments).config()
     if as_json:
         values = {name: {"value": value, "source": resolved.source(name)} for name, value in resolved.values().items()}
         click.echo(json.dumps({"digest": resolved.digest, "values": values, "notices": list(resolved.notices)}, indent=2))
@@ -78,18 +78,18 @@ def show(words: tuple[str, ...], complete: bool, as_json: bool) -> None:
 
 
 @config.command(
-    context_settings=_WORDS,
+    context_settings=_UNPROCESSED,
     examples=("smalti config explain learning_rate", "smalti config explain seed config.toml --seed=3"),
 )
 @click.argument("key")
 @_ARGUMENTS
 @_JSON
-def explain(key: str, words: tuple[str, ...], as_json: bool) -> None:
+def explain(key: str, arguments: tuple[str, ...], as_json: bool) -> None:
     """Show an option's meaning, value and source.
 
     After KEY, takes the same arguments as `smalti train`.
     """
-    command_line = CommandLine.parse(words)
+    command_line = CommandLine.parse(arguments)
     option = command_line.schema.find(key)
     if option is None:
         problem = unknown(key, command_line.schema, where="")
@@ -120,17 +120,17 @@ def explain(key: str, words: tuple[str, ...], as_json: bool) -> None:
 
 
 @config.command(
-    context_settings=_WORDS,
+    context_settings=_UNPROCESSED,
     examples=("smalti config reference", "smalti config reference --without=all > options.md"),
 )
 @_ARGUMENTS
 @_JSON
-def reference(words: tuple[str, ...], as_json: bool) -> None:
+def reference(arguments: tuple[str, ...], as_json: bool) -> None:
     """List every option: as text on a terminal, else as Markdown.
 
     --plugins and --without select plugins, as in `smalti train`.
     """
-    command_line = CommandLine.parse(words)
+    command_line = CommandLine.parse(arguments)
     command_line.config()
     schema = command_line.schema
     if as_json:
@@ -145,25 +145,25 @@ def reference(words: tuple[str, ...], as_json: bool) -> None:
 
 @config.command(
     "import-accelerate",
-    context_settings=_WORDS,
+    context_settings=_UNPROCESSED,
     examples=(
         "smalti config import-accelerate accelerate.yaml",
         "smalti config import-accelerate accelerate.yaml --to=config.toml --merge",
     ),
 )
-@click.argument("words", metavar="FILE [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
+@click.argument("arguments", metavar="FILE [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
 @_to(".toml")
 @click.option("--merge", is_flag=True, help="Set the options in the file of --to, and keep the rest of it.")
 @_FORCE
 @_JSON
-def import_accelerate(words: tuple[str, ...], given: str | None, merge: bool, force: bool, as_json: bool) -> None:
+def import_accelerate(arguments: tuple[str, ...], given: str | None, merge: bool, force: bool, as_json: bool) -> None:
     """Convert an Accelerate YAML to a configuration file.
 
     FILE is the YAML file; flags override it. Keys without a counterpart are listed as notes. --json prints values, sources and
     notices.
     """
     target = _target(given, ".toml")
-    command_line = CommandLine.parse(words)
+    command_line = CommandLine.parse(arguments)
     file = command_line.file
     if file is None:
         raise UserError("no Accelerate YAML given", fix="smalti config import-accelerate FILE")
@@ -234,20 +234,20 @@ def import_(
 
 @config.command(
     "export-accelerate",
-    context_settings=_WORDS,
+    context_settings=_UNPROCESSED,
     examples=("smalti config export-accelerate config.toml --to=accelerate.yaml",),
 )
 @_ARGUMENTS
 @_to(".yaml")
 @_FORCE
 @_JSON
-def export_accelerate(words: tuple[str, ...], given: str | None, force: bool, as_json: bool) -> None:
+def export_accelerate(arguments: tuple[str, ...], given: str | None, force: bool, as_json: bool) -> None:
     """Print the Accelerate YAML of a launch on accelerators.
 
     Takes the same arguments as `smalti train`.
     """
     target = _target(given, ".yaml", ".yml")
-    command_line = CommandLine.parse(words)
+    command_line = CommandLine.parse(arguments)
     resolved = command_line.config()
     if resolved[LaunchOptions].use_cpu:
         raise UserError("use_cpu is set: a launch on CPUs uses no Accelerate YAML", fix="--no_use_cpu")

@@ -27,8 +27,8 @@ from smalti.plugins import Plugins
 
 _SHOWN = 10  # broken samples per dataset, in text
 _DEFAULT_ALIGNMENT = 64
-_WORDS = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
-_ARGUMENTS = click.argument("words", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
+_UNPROCESSED = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
+_ARGUMENTS = click.argument("arguments", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -48,14 +48,14 @@ def dataset() -> None:
 
 
 @dataset.command(
-    context_settings=_WORDS,
+    context_settings=_UNPROCESSED,
     examples=("smalti dataset scan --instance_data_dir=photos", "smalti dataset scan config.toml --json"),
 )
 @_ARGUMENTS
 @_JSON
-def scan(words: tuple[str, ...], as_json: bool) -> None:
+def scan(arguments: tuple[str, ...], as_json: bool) -> None:
     """List images per dataset, unusable files and the reason. Reads only image headers."""
-    config, plugins = _load(words)
+    config, plugins = _load(arguments)
     catalog = catalog_of(plugins)
     specs, directory = dataset_specs(config, catalog), _directory(config)
     found = [
@@ -77,7 +77,7 @@ def scan(words: tuple[str, ...], as_json: bool) -> None:
 
 
 @dataset.command(
-    context_settings=_WORDS,
+    context_settings=_UNPROCESSED,
     examples=(
         "smalti dataset check config.toml",
         "smalti dataset check --model_family=toy --instance_data_dir=photos",
@@ -85,12 +85,12 @@ def scan(words: tuple[str, ...], as_json: bool) -> None:
 )
 @_ARGUMENTS
 @_JSON
-def check(words: tuple[str, ...], as_json: bool) -> None:
+def check(arguments: tuple[str, ...], as_json: bool) -> None:
     """Check that every bucket fills a batch, and count the steps of an epoch.
 
     Takes the same arguments as `smalti train`. Buckets are those of --model_family. Exits with 3 if a bucket is too small.
     """
-    config, plugins = _load(words)
+    config, plugins = _load(arguments)
     alignment, notices = _alignment(config, plugins)
     data = scan_data(config, plugins, alignment, _directory(config), _progress())
     notices += [*config.notices, *data.notices]
@@ -103,9 +103,9 @@ def reference() -> None:
     click.echo(dataset_reference(), nl=False)
 
 
-def _load(words: tuple[str, ...]) -> tuple[Config, Plugins]:
+def _load(arguments: tuple[str, ...]) -> tuple[Config, Plugins]:
     """The configuration and the plugins."""
-    command_line = CommandLine.parse(words)
+    command_line = CommandLine.parse(arguments)
     config = command_line.config()
     options = config[DataOptions]
     if not (options.data_backend_config or options.datasets or options.instance_data_dir):

@@ -38,8 +38,8 @@ def plugins(hooks: bool, as_json: bool, only: tuple[str, ...], without: tuple[st
     Plugins are selected as in `smalti train`. A plugin that cannot be loaded is listed with the reason. A disabled one is not
     imported.
     """
-    words = [f"--plugins={name}" for name in only] + [f"--without={name}" for name in without]
-    loaded = load_plugins(selection_of(words, None, os.environ), strict=False)
+    arguments = [f"--plugins={name}" for name in only] + [f"--without={name}" for name in without]
+    loaded = load_plugins(selection_of(arguments, None, os.environ), strict=False)
     families = loaded.gather(HookSpecs.register_model_families)
     added = {name: _added(name, loaded) for name in loaded.infos}
     if as_json:

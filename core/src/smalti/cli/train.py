@@ -58,15 +58,15 @@ class Train(Command):
         "smalti train --help fsdp",
     ),
 )
-@click.argument("words", metavar="", nargs=-1, type=click.UNPROCESSED)
+@click.argument("arguments", metavar="", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def train(context: click.Context, words: tuple[str, ...]) -> int:
+def train(context: click.Context, arguments: tuple[str, ...]) -> int:
     """Train a model, or resume its training.
 
     CONFIG is a TOML, JSON or YAML file; flags override it. Each run has one --output_dir; the same command resumes it.
     --[no_]x is a switch: --x turns it on, --no_x off.
     """
-    rest = list(words)
+    rest = list(arguments)
     topic = _pop_topic(rest)
     everything, some = pop_flag(rest, "--help-all"), pop_flag(rest, "--help", "-h")
     dry_run, as_json = pop_flag(rest, "--dry-run"), pop_flag(rest, "--json")
@@ -86,17 +86,17 @@ def train(context: click.Context, words: tuple[str, ...]) -> int:
         raise
 
 
-def _pop_topic(words: list[str]) -> str | None:
+def _pop_topic(arguments: list[str]) -> str | None:
     """Remove --help TOPIC and return the topic; None if the word after --help is missing or a configuration file."""
-    for index, word in enumerate(words):
+    for index, word in enumerate(arguments):
         flag, joined, topic = word.partition("=")
         if flag not in ("--help", "-h"):
             continue
-        if not joined and index + 1 < len(words):
-            topic = words[index + 1]
+        if not joined and index + 1 < len(arguments):
+            topic = arguments[index + 1]
         if not topic or (not joined and (topic.startswith("-") or Path(topic).is_file())):
             return None
-        del words[index : index + (1 if joined else 2)]
+        del arguments[index : index + (1 if joined else 2)]
         return topic
     return None
 

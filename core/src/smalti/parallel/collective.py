@@ -22,7 +22,7 @@ class RankError(Exception):
         self.errno = errno
 
 
-def run_on_all_ranks(ranks: Communicator, action: Callable[[], str]) -> list[str]:
+def run_on_all_ranks(communicator: Communicator, action: Callable[[], str]) -> list[str]:
     """Run `action` on this rank; returns what it returned on each rank, in rank order. *Collective*.
 
     Raises `RankError` on all ranks if it failed on any. An exception that is neither an OSError nor a UserError is a defect: it
@@ -35,25 +35,25 @@ def run_on_all_ranks(ranks: Communicator, action: Callable[[], str]) -> list[str
         message = user.message if user else f"{error}" or type(error).__name__
         fix = user.fix if user else ""
         number = error.errno if isinstance(error, OSError) else None
-        ranks.all_gather_text(json.dumps({"failure": message, "fix": fix, "errno": number}))
+        communicator.all_gather_text(json.dumps({"failure": message, "fix": fix, "errno": number}))
         if isinstance(error, UserError | OSError):
             raise RankError(message, fix=fix, errno=number) from error
         raise
-    answers = [json.loads(text) for text in ranks.all_gather_text(json.dumps({"answer": answer}))]
+    answers = [json.loads(text) for text in communicator.all_gather_text(json.dumps({"answer": answer}))]
     for rank, other in enumerate(answers):
         if "failure" in other:
             raise RankError(f"rank {rank}: {other['failure']}", fix=other["fix"], errno=other["errno"])
     return [str(other["answer"]) for other in answers]
 
 
-def run_on_main_rank(ranks: Communicator, action: Callable[[], str], *, interval: float = 5.0) -> str:
+def run_on_main_rank(communicator: Communicator, action: Callable[[], str], *, interval: float = 5.0) -> str:
     """Run `action` on the main rank, however long it takes; returns on every rank what it returned. *Collective*.
 
     Meanwhile the ranks exchange a message every `interval` seconds, so that no collective call times out. Raises `RankError` on
     all ranks, as `run_on_all_ranks` does.
     """
     with ThreadPoolExecutor(max_workers=1) as pool:
-        work = pool.submit(action) if ranks.world.is_main else None
+        work = pool.submit(action) if communicator.world.is_main else None
 
         def look() -> str:
             if work is None:
@@ -61,6 +61,6 @@ def run_on_main_rank(ranks: Communicator, action: Callable[[], str], *, interval
             finished, _ = wait([work], timeout=interval)
             return json.dumps(work.result() if finished else None)
 
-        while (answer := json.loads(run_on_all_ranks(ranks, look)[0])) is None:
+        while (answer := json.loads(run_on_all_ranks(communicator, look)[0])) is None:
             pass
     return str(answer)

@@ -64,8 +64,8 @@ def native_bf16(kind: str) -> NativeBf16:
     supported = getattr(torch.get_device_module(kind), "is_bf16_supported", None)
     if supported is None:
         return NativeBf16(native=False, why=f"torch does not say whether {kind} devices compute bf16 natively")
-    words = {"including_emulation": False} if "including_emulation" in signature(supported).parameters else {}
-    if supported(**words):
+    keywords = {"including_emulation": False} if "including_emulation" in signature(supported).parameters else {}
+    if supported(**keywords):
         return NativeBf16(native=True, why=f"{_name_of(kind)} computes it natively")
     return NativeBf16(native=False, why=f"{_name_of(kind)} emulates bf16")
 

@@ -205,13 +205,15 @@ class FailureDetector:
     claim: Claim = field(default_factory=Claim)
 
     @classmethod
-    def create(cls, ranks: Communicator) -> FailureDetector:
+    def create(cls, communicator: Communicator) -> FailureDetector:
         """Every rank learns the processes of all. *Collective*."""
-        processes = ranks.all_gather_text(json.dumps(asdict(Process.current())))
+        processes = communicator.all_gather_text(json.dumps(asdict(Process.current())))
         board = None
         if dist.is_initialized() and dist.group.WORLD is not None:
-            board = StatusBoard(PrefixStore("smalti/statuses", dist.group.WORLD.get_group_store()), ranks.world.rank)
-        return cls(processes=tuple(Process(**json.loads(text)) for text in processes), rank=ranks.world.rank, board=board)
+            board = StatusBoard(PrefixStore("smalti/statuses", dist.group.WORLD.get_group_store()), communicator.world.rank)
+        return cls(
+            processes=tuple(Process(**json.loads(text)) for text in processes), rank=communicator.world.rank, board=board
+        )
 
     def diagnose(self, error: BaseException, *, state_consistent: bool = False, suspect: bool = False) -> RankStatuses | None:
         """Post the status of this rank, on which `error` was raised; returns those of all ranks. None if the error is its own.

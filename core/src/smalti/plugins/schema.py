@@ -53,12 +53,12 @@ def selection_of(arguments: Sequence[str], file: Path | None, environment: Mappi
         for spelling, value, place in layer:
             if (option := schema.find(spelling)) is not None and value is not None:
                 try:
-                    words = cast(tuple[str, ...], option.check(expand(value, environment, place, problems)))
+                    values = cast(tuple[str, ...], option.check(expand(value, environment, place, problems)))
                 except ValidationError:
                     fix = "give names, separated by commas"
                     problems.append(Problem(message=f"{option.name} cannot be {value!r}", where=place, fix=fix))
                 else:
-                    found[option.name] = (*found.get(option.name, ()), *words)
+                    found[option.name] = (*found.get(option.name, ()), *values)
         chosen = found | chosen
     if problems:
         raise ConfigError(problems)

@@ -1,6 +1,6 @@
 """Random numbers as pure functions of a key: the same in every process and with every version of numpy.
 
-A key is a 64-bit hash of words ("crop", seed, number ...). From a key come a number, a choice or a permutation. The mixing
+A key is a 64-bit hash of parts ("crop", seed, number ...). From a key come a number, a choice or a permutation. The mixing
 function is that of SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 """
 
@@ -17,11 +17,11 @@ _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 
 
-def derive_seed(*words: int | str) -> int:
-    """A 64-bit key that depends on every word and on their order. Integers count modulo 2**64."""
+def derive_seed(*parts: int | str) -> int:
+    """A 64-bit key that depends on every part and on their order. Integers count modulo 2**64."""
     key = 0
-    for word in words:
-        number = word & _WORD if isinstance(word, int) else text_hash(word)
+    for part in parts:
+        number = part & _WORD if isinstance(part, int) else text_hash(part)
         key = _mix(_mix(number + _GAMMA & _WORD) ^ (key + _GAMMA & _WORD))
     return key
 

@@ -125,7 +125,7 @@ def build(
         cadence=Cadence.of(config, data),
         checkpoints=CheckpointStore(directory.checkpoints, report=_log.warning),
     )
-    run.saver = Saver(write=partial(write, run), ranks=parallel, side=parallel.background_communicator())
+    run.saver = Saver(write=partial(write, run), communicator=parallel, background=parallel.background_communicator())
     closing.callback(run.saver.close)
     resume(run)
     run.start_from_here(closing)

@@ -106,10 +106,12 @@ def empty_snapshot(run: Run) -> Snapshot:
     )
 
 
-def write(run: Run, snapshot: Snapshot, ranks: Communicator) -> Checkpoint:
+def write(run: Run, snapshot: Snapshot, communicator: Communicator) -> Checkpoint:
     """Write a checkpoint, then remove the oldest ones. *Collective*; in the saver's thread."""
     root = run.checkpoints.root
-    checkpoint = run.backend.decide(HookSpecs.save_checkpoint, state=snapshot, target=root, parallel=ranks, config=run.config)
+    checkpoint = run.backend.decide(
+        HookSpecs.save_checkpoint, state=snapshot, target=root, parallel=communicator, config=run.config
+    )
     assert checkpoint is not None, "the core's own answer comes last"
     if run.world.is_main:
         rotate(run)

@@ -17,7 +17,7 @@ from smalti.training.loss import DenoisingLoss
 from smalti.types import DistributedPlan, RunInfo, World
 
 
-def become_run(config: Config, ranks: Communicator, writer: RunWriter | None, closing: ExitStack) -> RunWriter | None:
+def become_run(config: Config, communicator: Communicator, writer: RunWriter | None, closing: ExitStack) -> RunWriter | None:
     """The run directory in the hands of the main rank, None on others. *Collective*.
 
     `writer` is it if this process holds it already; what is taken here is left with `closing`.
@@ -25,22 +25,22 @@ def become_run(config: Config, ranks: Communicator, writer: RunWriter | None, cl
     taken = [] if writer is None else [writer]
 
     def take() -> str:
-        if ranks.world.is_main and writer is None:
+        if communicator.world.is_main and writer is None:
             directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
-            taken.append(join(directory, config_digest=config.digest, world_size=ranks.world.size))
+            taken.append(join(directory, config_digest=config.digest, world_size=communicator.world.size))
             closing.callback(taken[0].close)
             taken[0].events.mask = config.masked
         return ""
 
     try:
-        run_on_all_ranks(ranks, take)
+        run_on_all_ranks(communicator, take)
     except RankError as failure:
         raise UserError(str(failure), fix=failure.fix) from failure
     return taken[0] if taken else None
 
 
 def open_data(
-    config: Config, plugins: Plugins, family: ModelFamily, ranks: Communicator, directory: Path, writer: RunWriter | None
+    config: Config, plugins: Plugins, family: ModelFamily, communicator: Communicator, directory: Path, writer: RunWriter | None
 ) -> tuple[PreparedData, Encoded]:
     """The order of samples on this rank, and what of them was encoded ahead. *Collective*.
 
@@ -55,11 +55,11 @@ def open_data(
         return ""
 
     try:
-        run_on_main_rank(ranks, scan)
+        run_on_main_rank(communicator, scan)
     except RankError as failure:
         raise UserError(str(failure), fix=failure.fix) from failure
     data = load_data(config, plugins, family.alignment, directory)
-    encoded = encode_ahead(config, family, data, ranks, cache_folders(config, plugins), directory, phases)
+    encoded = encode_ahead(config, family, data, communicator, cache_folders(config, plugins), directory, phases)
     phases.enter("building")
     return data, encoded
 

@@ -106,35 +106,35 @@ def _reader(field: Field) -> Callable[[str], str]:
     examples=("smalti deepspeed check zero3.json", "smalti deepspeed check zero3.json config.toml --json"),
 )
 @click.argument("file", type=click.Path(path_type=Path))
-@click.argument("words", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
+@click.argument("arguments", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
 @_JSON
 @click.pass_context
-def check_command(context: click.Context, file: Path, words: tuple[str, ...], as_json: bool) -> int:
+def check_command(context: click.Context, file: Path, arguments: tuple[str, ...], as_json: bool) -> int:
     """Check a DeepSpeed configuration: syntax, keys and values.
 
     FILE is a JSON file, or - for standard input. With the arguments of `smalti train` after it, also checks whether the two
     contradict each other and whether the run could be launched, and prints the complete configuration that DeepSpeed would get.
     Exits with 2 if something is wrong.
     """
-    from smalti_deepspeed.report import judge, judge_in_run
+    from smalti_deepspeed.report import check_document, check_in_run
 
     text = _read(file)
-    verdict = judge(text, str(file))
-    if words and not verdict.problems:
-        verdict = judge_in_run(text, words)
+    report = check_document(text, str(file))
+    if arguments and not report.problems:
+        report = check_in_run(text, arguments)
     if as_json:
-        click.echo(json.dumps({"file": str(file), **verdict.as_json()}, indent=2))
+        click.echo(json.dumps({"file": str(file), **report.as_json()}, indent=2))
     else:
-        for notice in verdict.notices:
+        for notice in report.notices:
             click.echo(f"note: {notice}")
-        for name, (key, value) in verdict.options.items():
+        for name, (key, value) in report.options.items():
             click.echo(f"option: {name} = {value!r}, by {key}")
-        for problem in verdict.problems:
+        for problem in report.problems:
             click.echo(f"problem: {problem}")
-        if verdict.complete is not None:
-            click.echo(json.dumps(verdict.complete, indent=2))
-        click.echo(f"{file}: {counted(len(verdict.problems), 'problem')}")
-    return ExitCode.USAGE if verdict.problems else ExitCode.DONE
+        if report.complete is not None:
+            click.echo(json.dumps(report.complete, indent=2))
+        click.echo(f"{file}: {counted(len(report.problems), 'problem')}")
+    return ExitCode.USAGE if report.problems else ExitCode.DONE
 
 
 def _read(file: Path) -> str:
@@ -192,11 +192,11 @@ def templates_show(name: str, as_json: bool) -> None:
 @_FORCE
 def templates_save(name: str, file: Path, force: bool) -> None:
     """Store the configuration in FILE as NAME. FILE may be - for standard input."""
-    from smalti_deepspeed.report import judge
+    from smalti_deepspeed.report import check_document
     from smalti_deepspeed.templates import save_template
 
     text = _read(file)
-    if problems := judge(text, str(file)).problems:
+    if problems := check_document(text, str(file)).problems:
         raise ConfigError(problems)
     document: Document = parse(text, str(file))
     saved = save_template(name, document, replace=force)

@@ -85,8 +85,8 @@ class _Turn(FileBaton):
             self._turn.write(b"\n")
             self._turn.flush()
             kept.pop_all()
-        words = f"compiling {mark.parent.name} for DeepSpeed, once on this machine; it takes a minute or two"
-        self._notice = threading.Timer(_SILENT_SECONDS, _log.warning, [words])
+        message = f"compiling {mark.parent.name} for DeepSpeed, once on this machine; it takes a minute or two"
+        self._notice = threading.Timer(_SILENT_SECONDS, _log.warning, [message])
         self._notice.daemon = True
         self._notice.start()
         return True

@@ -118,13 +118,15 @@ class Claim:
         self.cleared = Cleared(count=self.cleared.count + len(paths), bytes=self.cleared.bytes + size)
 
 
-def claim_together(document: Mapping[str, object], ranks: Communicator, *, parameters: int, trained: int) -> Claim | None:
+def claim_together(
+    document: Mapping[str, object], communicator: Communicator, *, parameters: int, trained: int
+) -> Claim | None:
     """One claim for each machine, held by its first rank; None on the others, and where nothing is swapped to a drive.
 
     Call it before DeepSpeed starts, and `release` at the end. *Collective*: if one machine's folders cannot be had, every rank
     raises UserError.
     """
-    world = ranks.world
+    world = communicator.world
     wanted = swap_bytes(document, parameters, trained, share=world.local_size / world.size)
     if not wanted:
         return None
@@ -134,7 +136,7 @@ def claim_together(document: Mapping[str, object], ranks: Communicator, *, param
             claim = Claim.of(wanted, needed=wanted)
         except UserError as error:
             complaint = str(error)
-    complaints = [each for each in ranks.all_gather_text(complaint) if each]
+    complaints = [each for each in communicator.all_gather_text(complaint) if each]
     if complaints:
         if claim is not None:
             claim.release()

@@ -32,7 +32,7 @@ class ZeroState:
     Each element goes straight to the rank that needs it; on one rank nothing is sent.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, zero: Zero, ranks: Communicator) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, zero: Zero, communicator: Communicator) -> None:
         self._model = model
         self._optimizer = optimizer
         self._zero = zero
@@ -41,7 +41,7 @@ class ZeroState:
         for name, place in self._places.items():
             self._groups.setdefault(place.flat, {})[name] = place
         held = {name: (place.start, place.start + place.length) for name, place in self._places.items()}
-        self._rows = RowSharding({name: place.shape for name, place in self._places.items()}, held, ranks)
+        self._rows = RowSharding({name: place.shape for name, place in self._places.items()}, held, communicator)
 
     def master_weights(self) -> dict[str, Tensor]:
         """This rank's range of each weight that trains, (n,), live, in fp32. Raises UserError if they are on a drive."""

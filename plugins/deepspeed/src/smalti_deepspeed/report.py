@@ -17,7 +17,7 @@ from smalti_deepspeed.parsing import Document, parse
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Report:
     """`options` are the values of smalti's options that lie in the configuration, as (key in it, value).
 
     `complete` is what DeepSpeed would be told, if a run was named and nothing is wrong.
@@ -30,7 +30,7 @@ class Verdict:
 
     def as_json(self) -> dict[str, object]:
         return {
-            "sound": not self.problems,
+            "valid": not self.problems,
             "problems": [{"where": each.where, "message": each.message, "fix": each.fix} for each in self.problems],
             "notices": list(self.notices),
             "options": {name: {"value": value, "key": key} for name, (key, value) in self.options.items()},
@@ -38,19 +38,19 @@ class Verdict:
         }
 
 
-def judge(text: str, name: str) -> Verdict:
+def check_document(text: str, name: str) -> Report:
     """A configuration by itself: its syntax, its keys and values, what is replaced. `name` says where the text stands."""
     try:
         document = parse(text, name)
         if "deepspeed_config" in document:
             message = f"{name} is a configuration of smalti's, which has DeepSpeed's under deepspeed_config"
-            return Verdict(problems=(Problem(message=message, fix=f"smalti train {name} --dry-run checks both"),))
+            return Report(problems=(Problem(message=message, fix=f"smalti train {name} --dry-run checks both"),))
         found = implied({"deepspeed_config": document})
     except UserError as error:
-        return Verdict(problems=(Problem(message=error.message, fix=error.fix),))
+        return Report(problems=(Problem(message=error.message, fix=error.fix),))
     notices = tuple(f"{key} {remark}" for key, remark in found.notices)
     problems = tuple(replace(each, where=each.where.removesuffix(" in deepspeed_config")) for each in found.problems)
-    return Verdict(problems=(*problems, *_unfit(found.values)), notices=notices, options=found.values)
+    return Report(problems=(*problems, *_unfit(found.values)), notices=notices, options=found.values)
 
 
 def _unfit(values: Mapping[str, tuple[str, object]]) -> Iterator[Problem]:
@@ -68,14 +68,14 @@ def _unfit(values: Mapping[str, tuple[str, object]]) -> Iterator[Problem]:
             yield Problem(message=f"cannot be {value!r}, which is {name}: {reason[:1].lower()}{reason[1:]}", where=key, fix=fix)
 
 
-def judge_in_run(text: str, words: Sequence[str]) -> Verdict:
-    """A configuration that is sound by itself as that of the run that `words` describe, which are those of `smalti train`."""
-    command_line = CommandLine.parse([*words, f"--deepspeed_config={text}"])
+def check_in_run(text: str, arguments: Sequence[str]) -> Report:
+    """A configuration that is valid by itself as that of the run of `smalti train` with these arguments."""
+    command_line = CommandLine.parse([*arguments, f"--deepspeed_config={text}"])
     try:
         config: Config = command_line.config()
     except ConfigError as error:
-        return Verdict(problems=error.problems)
+        return Report(problems=error.problems)
     found = implied({"deepspeed_config": text})
     problems = tuple(problems_of(config))
     complete = None if problems else resolved(config, world_size=config[LaunchOptions].num_processes)
-    return Verdict(problems=problems, notices=config.notices, options=found.values, complete=complete)
+    return Report(problems=problems, notices=config.notices, options=found.values, complete=complete)

@@ -33,10 +33,10 @@ class RowSharding:
     `shapes` are those of the whole tensors, `held` this rank's ranges of them, by name.
     """
 
-    def __init__(self, shapes: Mapping[str, torch.Size], held: Ranges, ranks: Communicator) -> None:
+    def __init__(self, shapes: Mapping[str, torch.Size], held: Ranges, communicator: Communicator) -> None:
         self._shapes = shapes
-        self._rank, size = ranks.world.rank, ranks.world.size
-        self._held = [decode(text) for text in ranks.all_gather_text(encode(held))]
+        self._rank, size = communicator.world.rank, communicator.world.size
+        self._held = [decode(text) for text in communicator.all_gather_text(encode(held))]
         # A scalar has no rows: every rank gets the whole of it, and one gives it back.
         self._rows = [
             {name: rows(shape, rank, size) if shape else (0, 1) for name, shape in shapes.items()} for rank in range(size)

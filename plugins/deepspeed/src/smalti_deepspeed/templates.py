@@ -34,12 +34,12 @@ class Template:
         if self.error:
             return self.error
         zero = section(self.document, "zero_optimization")
-        words = [f"ZeRO {zero.get('stage', '?')}"]
+        parts = [f"ZeRO {zero.get('stage', '?')}"]
         for name, what in (("offload_optimizer", "optimizer"), ("offload_param", "parameters")):
             device = section(zero, name).get("device", "none")
-            words += [f"{what} on {device}"] if device != "none" else []
-        words += [str(kind) for name in ("optimizer", "scheduler") if (kind := section(self.document, name).get("type"))]
-        return ", ".join(words)
+            parts += [f"{what} on {device}"] if device != "none" else []
+        parts += [str(kind) for name in ("optimizer", "scheduler") if (kind := section(self.document, name).get("type"))]
+        return ", ".join(parts)
 
     def as_json(self) -> dict[str, object]:
         return {"name": self.name, "path": str(self.path), "summary": self.summary, "error": self.error}

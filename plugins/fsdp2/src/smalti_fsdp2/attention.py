@@ -76,8 +76,8 @@ def attend(
     own = partial(F.scaled_dot_product_attention, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
     if scope.strategy == "alltoall":
         mask = _for_own_heads(scope, attn_mask, query.shape[-3])
-        query, key, value = (_deal(scope, each) for each in (query, key, value))
-        return _collect(scope, own(query, key, value, attn_mask=mask))
+        query, key, value = (_scatter_heads(scope, each) for each in (query, key, value))
+        return _gather_heads(scope, own(query, key, value, attn_mask=mask))
     mask = _for_own_queries(scope, attn_mask)
     key, value = (_whole(scope, each, -2) for each in (key, value))
     return own(query, key, value, attn_mask=mask)
@@ -106,19 +106,19 @@ def _whole(scope: Scope, part: Tensor, dim: int) -> Tensor:
     return scope.layout.whole(gather(part, scope.group), dim)
 
 
-def _deal(scope: Scope, part: Tensor) -> Tensor:
+def _scatter_heads(scope: Scope, part: Tensor) -> Tensor:
     """(B, H, l, d), all heads of some tokens -> (B, H / C, L, d), some heads of all tokens."""
     count, heads = scope.layout.count, part.shape[-3]
     if heads % count:
         raise UserError(
-            f"the {heads} heads of attention in {scope.module} cannot be dealt out to {count} ranks",
+            f"the {heads} heads of attention in {scope.module} cannot be divided among {count} ranks",
             fix=f"--context_parallel_comm_strategy=allgather, or a context_parallel_size that divides {heads}",
         )
     by_rank = torch.unflatten(part, -3, (count, heads // count)).movedim(-4, 0)
     return scope.layout.whole(exchange(by_rank, scope.group), -2)
 
 
-def _collect(scope: Scope, mixed: Tensor) -> Tensor:
+def _gather_heads(scope: Scope, mixed: Tensor) -> Tensor:
     """The way back: (B, H / C, L, d) -> (B, H, l, d)."""
     by_rank = exchange(scope.layout.parts(mixed, -2), scope.group)
     return by_rank.movedim(0, -4).flatten(-4, -3)
@@ -138,7 +138,7 @@ def _for_own_queries(scope: Scope, mask: Tensor | None) -> Tensor | None:
 
 
 def _for_own_heads(scope: Scope, mask: Tensor | None, heads: int) -> Tensor | None:
-    """Of all keys, for all queries, for the heads that are dealt to this rank out of `heads`."""
+    """Of all keys, for all queries, for this rank's share of the `heads`."""
     if mask is None:
         return None
     mask, layout = _for_all_keys(scope, mask), scope.layout

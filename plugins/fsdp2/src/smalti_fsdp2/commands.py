@@ -22,11 +22,11 @@ from smalti_fsdp2.options import FsdpOptions
     context_settings={"ignore_unknown_options": True},
     examples=("smalti detect-blocks --model_family=toy --toy_depth=12", "smalti detect-blocks config.toml --apply config.toml"),
 )
-@click.argument("words", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
+@click.argument("arguments", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
 @click.option("--refresh", is_flag=True, help="Ignore the cached answer.")
 @click.option("--apply", "file", type=click.Path(path_type=Path), help="Write the block classes to this configuration file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def detect_blocks(words: tuple[str, ...], refresh: bool, file: Path | None, as_json: bool) -> None:
+def detect_blocks(arguments: tuple[str, ...], refresh: bool, file: Path | None, as_json: bool) -> None:
     """Find the repeated blocks of a model that FSDP should wrap.
 
     Takes the same arguments as `smalti train`; --model_family is enough for most models. The model is built without weights,
@@ -34,7 +34,7 @@ def detect_blocks(words: tuple[str, ...], refresh: bool, file: Path | None, as_j
 
     --apply writes the suggested classes, or those given with --fsdp_transformer_layer_cls_to_wrap.
     """
-    command_line = CommandLine.parse(words)
+    command_line = CommandLine.parse(arguments)
     config = command_line.config()
     for notice in config.notices:
         _note(notice)

@@ -174,19 +174,23 @@ def _strategy(mesh: DeviceMesh, *, reshard: bool) -> ShardingStrategy:
     return ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP
 
 
-def _first_weights(model: nn.Module, weights: Weights, ranks: Communicator, *, from_first: bool) -> Callable[[nn.Module], None]:
+def _first_weights(
+    model: nn.Module, weights: Weights, communicator: Communicator, *, from_first: bool
+) -> Callable[[nn.Module], None]:
     """The function that loads a module's own parameters. FSDP calls it for a group, and shards that before the next one.
 
     With `from_first`, rank 0 alone reads `weights` and sends each tensor to the others.
     """
-    device = ranks.world.device
+    device = communicator.world.device
     paths = {module: path for path, module in model.named_modules()}
     made: dict[nn.Parameter, nn.Parameter] = {}  # what is shared stays shared; cutting empties these as well
 
     def value(name: str, like: Tensor) -> Tensor:
         if not from_first:
             return weights.get(name).to(device, like.dtype)
-        tensor = weights.get(name).to(device, like.dtype) if ranks.world.is_main else torch.empty_like(like, device=device)
+        tensor = (
+            weights.get(name).to(device, like.dtype) if communicator.world.is_main else torch.empty_like(like, device=device)
+        )
         dist.broadcast(tensor, 0)
         return tensor
 

@@ -15,22 +15,22 @@ from smalti.parallel import Communicator
 
 
 @torch.no_grad()
-def fill(model: nn.Module, weights: Weights, ranks: Communicator, *, on_host: bool, from_first: bool) -> None:
+def fill(model: nn.Module, weights: Weights, communicator: Communicator, *, on_host: bool, from_first: bool) -> None:
     """Allocate this rank's shards of a model on the meta device and fill them, and put buffers on the device. *Collective*.
 
     `on_host` keeps the shards in host memory. With `from_first`, rank 0 alone reads `weights` and sends the others their
     shards; without, every rank reads each tensor and keeps its part of it.
     """
     buffers = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if buffer is not None}
-    model.to_empty(device="cpu" if on_host else ranks.world.device)
-    fill_buffers(model, buffers, weights, ranks.world.device)
+    model.to_empty(device="cpu" if on_host else communicator.world.device)
+    fill_buffers(model, buffers, weights, communicator.world.device)
     parameters = dict(model.named_parameters())
-    if not from_first or ranks.world.size == 1:
+    if not from_first or communicator.world.size == 1:
         mine = local_chunks(parameters)
         for name, parameter in parameters.items():
             _local(parameter).copy_(_part(first_weight(weights, name, parameter), mine, name))
     else:
-        _deal(parameters, weights, ranks)
+        _distribute(parameters, weights, communicator)
 
 
 def fill_buffers(model: nn.Module, buffers: Mapping[str, Tensor], weights: Weights, device: str) -> None:
@@ -42,16 +42,16 @@ def fill_buffers(model: nn.Module, buffers: Mapping[str, Tensor], weights: Weigh
         model.get_submodule(owner)._buffers[own] = first.to(device)
 
 
-def _deal(parameters: Mapping[str, Tensor], weights: Weights, ranks: Communicator) -> None:
+def _distribute(parameters: Mapping[str, Tensor], weights: Weights, communicator: Communicator) -> None:
     """Rank 0 reads one tensor after the other and sends every rank its part, all of them at once.
 
     From host memory to host memory: between accelerators, each pair of ranks would get a communicator of its own, whose buffers
     stay on the first rank's device.
     """
-    held = [decode_chunks(text) for text in ranks.all_gather_text(encode_chunks(local_chunks(parameters)))]
+    held = [decode_chunks(text) for text in communicator.all_gather_text(encode_chunks(local_chunks(parameters)))]
     for name, parameter in parameters.items():
         local = _local(parameter)
-        if ranks.world.is_main:
+        if communicator.world.is_main:
             whole = first_weight(weights, name, parameter).to("cpu", local.dtype)
             parts = [_part(whole, chunks, name).contiguous() for chunks in held]
             under_way = [dist.isend(part, rank) for rank, part in enumerate(parts) if rank > 0 and part.numel()]

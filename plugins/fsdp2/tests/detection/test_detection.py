@@ -53,11 +53,11 @@ import resource
 import smalti.training.build_run, smalti_fluxsized
 from smalti.cli.arguments import CommandLine
 from smalti_fsdp2.detection import detect
-invocation = CommandLine.parse(["--model_family=fluxsized"])
-config = invocation.config()
+command_line = CommandLine.parse(["--model_family=fluxsized"])
+config = command_line.config()
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 before = peak()
-detect(config, invocation.plugins, refresh=True)
+detect(config, command_line.plugins, refresh=True)
 print((peak() - before) / 1024)
 """
     assert float(python(code, site)) < 50
@@ -69,8 +69,8 @@ def test_a_known_answer_is_the_same_and_needs_no_torch(look, site):
 import json, sys
 from smalti.cli.arguments import CommandLine
 from smalti_fsdp2.detection import detect
-invocation = CommandLine.parse(["--model_family=toy"])
-print(json.dumps(detect(invocation.config(), invocation.plugins).as_json()))
+command_line = CommandLine.parse(["--model_family=toy"])
+print(json.dumps(detect(command_line.config(), command_line.plugins).as_json()))
 assert not {"torch", "numpy", "accelerate"} & sys.modules.keys()
 """
     assert json.loads(python(code, site)) == {**fresh.as_json(), "cached": True}

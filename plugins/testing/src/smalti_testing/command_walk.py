@@ -1,7 +1,7 @@
 """Commands in a process of their own: `python -m smalti_testing.command_walk` reads and prints a line of JSON.
 
-It is given the words of commands, to be called with `--help`, and words that are to be refused. It tells how each ended,
-what it printed, and which large libraries the help has imported.
+It is given commands to call with `--help`, and arguments that are to be refused. It reports how each ended, what it printed,
+and which large libraries the help has imported.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from smalti_testing.start import HEAVY, status
 
 def main() -> None:
     asked = json.load(sys.stdin)
-    helped = {" ".join(words): _called([*words, "--help"]) for words in asked["help"]}
+    helped = {" ".join(arguments): _called([*arguments, "--help"]) for arguments in asked["help"]}
     heavy = [module for module in HEAVY if module in sys.modules]
-    refused = {" ".join(words): _called(words) for words in asked["refused"]}
+    refused = {" ".join(arguments): _called(arguments) for arguments in asked["refused"]}
     print(json.dumps({"help": helped, "heavy": heavy, "refused": refused}))
 
 
-def _called(words: Sequence[str]) -> tuple[int, str]:
+def _called(arguments: Sequence[str]) -> tuple[int, str]:
     """The exit status of `smalti WORDS`, and the end of what it printed."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = status(words)
+        code = status(arguments)
     return code, said.getvalue()[-2000:]
 
 

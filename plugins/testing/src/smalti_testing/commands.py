@@ -26,7 +26,7 @@ UNKNOWN = "--no-such-option"
 
 @dataclass(frozen=True)
 class CommandSubject:
-    """The commands of one plugin. `refused` are words after `smalti` that must be refused, besides unknown options."""
+    """The commands of one plugin. `refused` are arguments of `smalti` that must be refused, as unknown options are."""
 
     plugin: str
     refused: tuple[tuple[str, ...], ...] = ()
@@ -42,7 +42,7 @@ class CommandSubject:
 
     @cached_property
     def paths(self) -> dict[tuple[str, ...], click.Command]:
-        """All commands and those below them, by the words that call them."""
+        """All commands and those below them, by their full names."""
         found: dict[tuple[str, ...], click.Command] = {}
         rest: list[tuple[tuple[str, ...], click.Command]] = [((name,), command) for name, command in self.commands.items()]
         while rest:
@@ -70,7 +70,7 @@ class CommandSubject:
 
 
 def check_commands(plugin: str, *refused: Sequence[str]) -> None:
-    """Every check of the contract, for all commands of this plugin. `refused` are words that must be refused."""
+    """Every check of the contract, for all commands of this plugin. `refused` are arguments that must be refused."""
     COMMAND.run_all(CommandSubject(plugin, tuple(map(tuple, refused))))
 
 
@@ -101,8 +101,8 @@ def help_is_shown_without_torch(subject: CommandSubject) -> None:
 
     Import torch, and whatever imports it, inside the function of the command.
     """
-    for words, (status, said) in cast(dict[str, tuple[int, str]], subject.seen["help"]).items():
-        expect(status == 0 and bool(said.strip()), f"smalti {words} --help ends with status {status}: {said}")
+    for call, (status, said) in cast(dict[str, tuple[int, str]], subject.seen["help"]).items():
+        expect(status == 0 and bool(said.strip()), f"smalti {call} --help ends with status {status}: {said}")
     heavy = cast(list[str], subject.seen["heavy"])
     expect(not heavy, f"showing the help has imported {', '.join(heavy)}")
 
@@ -111,10 +111,10 @@ def help_is_shown_without_torch(subject: CommandSubject) -> None:
 def what_it_does_not_understand_is_refused_with_exit_code_2(subject: CommandSubject) -> None:
     """Scripts tell a wrong command line, exit code 2, from work that failed, 1. Nothing is done, and no traceback is shown.
 
-    Raise `smalti.UserError` with a fix, or let click complain. A command that takes `nargs=-1` words as they are has to look at
+    Raise `smalti.UserError` with a fix, or let click complain. A command with unprocessed arguments (`nargs=-1`) has to look at
     all of them.
     """
-    for words, (status, said) in cast(dict[str, tuple[int, str]], subject.seen["refused"]).items():
-        expect(status == 2, f"smalti {words} ends with status {status}, not 2: {said}")
-        expect("Traceback" not in said, f"smalti {words} shows a traceback: {said}")
-        expect(bool(said.strip()), f"smalti {words} says nothing")
+    for call, (status, said) in cast(dict[str, tuple[int, str]], subject.seen["refused"]).items():
+        expect(status == 2, f"smalti {call} ends with status {status}, not 2: {said}")
+        expect("Traceback" not in said, f"smalti {call} shows a traceback: {said}")
+        expect(bool(said.strip()), f"smalti {call} says nothing")

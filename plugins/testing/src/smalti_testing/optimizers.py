@@ -87,8 +87,8 @@ class OptimizerSubject:
 
     @cached_property
     def config(self) -> Config:
-        words = [*FLAGS, f"--optimizer={self.optimizer}", *self.flags]
-        return resolve(schema_of(self.plugins), words, environment={})
+        arguments = [*FLAGS, f"--optimizer={self.optimizer}", *self.flags]
+        return resolve(schema_of(self.plugins), arguments, environment={})
 
     def training(self, *, seed: int = 3, frozen: tuple[str, ...] = ()) -> Training:
         """A new model and optimizer; the submodules `frozen` do not train."""

@@ -181,8 +181,8 @@ def the_help_still_works(subject: PluginSubject) -> None:
 
     `smalti --help` and `smalti train --help-all` run its `register_commands` and `declare_options`.
     """
-    for words, status in cast(dict[str, int], subject.start["help"]).items():
-        expect(status == 0, f"smalti {words} ends with status {status}: {subject.start['said']}")
+    for call, status in cast(dict[str, int], subject.start["help"]).items():
+        expect(status == 0, f"smalti {call} ends with status {status}: {subject.start['said']}")
     said = str(subject.start["said"])
     expect("smalti: warning:" not in said, said)
 

@@ -34,16 +34,16 @@ def main(name: str) -> None:
     plugins.call_one(name, HookSpecs.configure_distributed, config=config)
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        helped = {words: status(words.split()) for words in HELP}
+        helped = {arguments: status(arguments.split()) for arguments in HELP}
     warned = "".join(line for line in said.getvalue().splitlines(keepends=True) if "smalti: warning:" in line)
     heavy = [module for module in HEAVY if module in sys.modules]
     print(json.dumps({"heavy": heavy, "help": helped, "said": said.getvalue()[-2000:] if any(helped.values()) else warned}))
 
 
-def status(words: Sequence[str]) -> int:
+def status(arguments: Sequence[str]) -> int:
     """The exit status of `smalti WORDS`."""
     try:
-        smalti(list(words))
+        smalti(list(arguments))
     except SystemExit as left:
         return left.code if isinstance(left.code, int) else int(left.code is not None)
     return 0

@@ -77,7 +77,7 @@ def encode_ahead(
     config: Config,
     family: ModelFamily,
     data: PreparedData,
-    ranks: Communicator,
+    communicator: Communicator,
     folders: CacheFolders,
     log: Path,
     phases: Phases | None = None,
@@ -92,8 +92,8 @@ def encode_ahead(
     """
     if not isinstance(family, Cacheable):
         return Encoded()
-    options, world = config[DataOptions], ranks.world
-    work = _Encoder(family=family, ranks=ranks, batch=options.train_batch_size, phases=phases or Phases())
+    options, world = config[DataOptions], communicator.world
+    work = _Encoder(family=family, communicator=communicator, batch=options.train_batch_size, phases=phases or Phases())
     every = [data] if data.held_out is None else [data, data.held_out]
     texts, latents = None, list[CachedLatents]()
     try:
@@ -138,17 +138,17 @@ class _Encoder:
     """Encodes texts and images on all ranks."""
 
     family: ModelFamily
-    ranks: Communicator
+    communicator: Communicator
     batch: int
     phases: Phases
 
     @property
     def world(self) -> World:
-        return self.ranks.world
+        return self.communicator.world
 
     def open(self, kind: Encoding, folders: Sequence[Path]) -> list[TensorStore]:
         """Returns for each folder the store for this family's encoder in it. *Collective*."""
-        identities = run_on_all_ranks(self.ranks, lambda: self._identity(kind))
+        identities = run_on_all_ranks(self.communicator, lambda: self._identity(kind))
         if different := [rank for rank, other in enumerate(identities) if other != identities[0]]:
             raise UserError(
                 f"rank {different[0]} encodes {kind} with other weights or settings than rank 0",
@@ -162,7 +162,7 @@ class _Encoder:
                 _describe(folder / name, identities[0])
             return ""
 
-        run_on_all_ranks(self.ranks, describe)
+        run_on_all_ranks(self.communicator, describe)
         return [stores[folder] for folder in folders]
 
     def _identity(self, kind: Encoding) -> str:
@@ -247,7 +247,7 @@ class _Encoder:
     def _share_broken(self, latents: CachedLatents, data: PreparedData, broken: Mapping[int, str]) -> None:
         """Exchange which samples are broken; raises PreflightError if there are too many. *Collective*."""
         found: dict[str, str] = {}
-        for answer in run_on_all_ranks(self.ranks, lambda: json.dumps(broken)):
+        for answer in run_on_all_ranks(self.communicator, lambda: json.dumps(broken)):
             found |= json.loads(answer)
         latents.broken = frozenset(int(sample) for sample in found)
         fix = "fix or remove such files, or raise --data_error_budget"
@@ -266,7 +266,7 @@ class _Encoder:
 
     def _progress(self, what: str, wanted: int, batches: Iterator[int], mine: int, flush: Callable[..., None]) -> None:
         """Process this rank's batches, each of which returns its number of items; returns when all ranks are done."""
-        total = sum(map(int, run_on_all_ranks(self.ranks, lambda: str(mine))))
+        total = sum(map(int, run_on_all_ranks(self.communicator, lambda: str(mine))))
         if total == 0:
             return
         self.phases.enter("encoding", total=total, unit="images" if what == "latents" else what)
@@ -293,7 +293,7 @@ class _Encoder:
 
         try:
             with preemption_as_exception():
-                while (finished := sum(map(int, run_on_all_ranks(self.ranks, some)))) < total:
+                while (finished := sum(map(int, run_on_all_ranks(self.communicator, some)))) < total:
                     others = finished - done
                     self.phases.advance(finished)
                     if show:
@@ -319,7 +319,7 @@ class _Encoder:
                 time.sleep(1.0)
             return ""
 
-        run_on_all_ranks(self.ranks, look)
+        run_on_all_ranks(self.communicator, look)
 
 
 class _Pending:

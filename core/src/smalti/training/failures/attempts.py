@@ -28,7 +28,7 @@ class AttemptFailed(UserError):  # noqa: N818 - on most ranks nothing is wrong
         self.own = own
 
 
-def on_all_ranks(ranks: Communicator, action: Callable[[], T]) -> T:
+def on_all_ranks(communicator: Communicator, action: Callable[[], T]) -> T:
     """What `action` gives on this rank, once every rank has done it. *Collective*; `action` must not be.
 
     Raises AttemptFailed, on every rank, when it failed on any. A fault of the accelerator stays what it is.
@@ -41,7 +41,7 @@ def on_all_ranks(ranks: Communicator, action: Callable[[], T]) -> T:
         if is_fault(error):
             raise
         failure = error
-    failures = ranks.all_gather_text(summary(failure) if failure is not None else "")
+    failures = communicator.all_gather_text(summary(failure) if failure is not None else "")
     for rank, text in enumerate(failures):
         if text:
             raise AttemptFailed(f"rank {rank}: {text}" if len(failures) > 1 else text, failure) from failure

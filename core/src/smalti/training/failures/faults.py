@@ -22,7 +22,7 @@ _DEFAULT = "core"
 _FAILED_CALL = re.compile(r"\bCU(BLAS|DNN|SOLVER|SPARSE)_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR)")
 """What libraries beside the runtime return when the device has failed below them; other codes tell of wrong arguments."""
 _PREFIX = re.compile(r"(CUDA error|CUDA driver error|Triton Error \[CUDA\]): |Cuda failure( \d+)? '")
-"""What comes before the words of CUDA in a message of an extension, of the driver's wrapper, of Triton, of NCCL."""
+"""What comes before the text of CUDA in a message of an extension, of the driver's wrapper, of Triton, of NCCL."""
 _FAULTS = (
     "an illegal memory access was encountered",
     "an illegal instruction was encountered",
@@ -36,7 +36,7 @@ _FAULTS = (
     "Invalid access of peer GPU memory over nvlink or a hardware error",
     "unknown error",
 )
-"""CUDA's words (`cudaGetErrorString`) for what a device does not recover from; the driver, Triton and NCCL pass them on."""
+"""CUDA's texts (`cudaGetErrorString`) for what a device does not recover from; the driver, Triton and NCCL pass them on."""
 
 
 def is_fault(error: BaseException) -> bool:
@@ -61,13 +61,13 @@ def fault_of(error: BaseException, world: World) -> GpuFault:
 
 
 def _cause(message: str) -> str | None:
-    """The words in the message of a plain RuntimeError that tell of a failing accelerator."""
+    """The part of the message of a plain RuntimeError that reports a failing accelerator."""
     if (call := _FAILED_CALL.search(message)) is not None:
         return call[0]
     for place in _PREFIX.finditer(message):
-        words = next((each for each in _FAULTS if message.startswith(each, place.end())), None)
-        if words is not None:
-            return words
+        known = next((each for each in _FAULTS if message.startswith(each, place.end())), None)
+        if known is not None:
+            return known
     return None
 
 
