@@ -22,6 +22,12 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from smalti.models import ModelFamily
 
 ROOT = Path(__file__).parents[1]
 WARM_UP, STEPS = 3, 10
@@ -127,11 +133,13 @@ def measure(case: Case, *, tiny: bool) -> dict[str, object]:
         peak = peak_of(subject.parallel.world, None, "bf16")
         flops = case.batch * subject.family.flops_per_sample(case.edge, case.edge) * (2 + subject.trained)
     median = statistics.median(seconds)
+    utilization = round(flops / median / peak, 4) if peak else None
+    memory = Memory(device).peak_mb()
     return {
         "seconds_per_step": round(median, 4),
         "images_per_second": round(case.batch / median, 3),
-        "mfu": round(flops / median / peak, 4) if peak else None,
-        "peak_mib": round(Memory(device).peak_mb()),
+        "mfu": utilization,
+        "peak_mib": None if memory is None else round(memory),
         "flags": list(case.flags),
     }
 
@@ -142,7 +150,7 @@ def pipeline(folder: Path, family: str, *, tiny: bool) -> Path:
     import published
     import tiny as tiny_pipelines
 
-    made = getattr(tiny_pipelines, family)(folder / "pipeline")
+    made: Path = getattr(tiny_pipelines, family)(folder / "pipeline")
     if not tiny:
         part, config = {"sdxl": ("unet", published.SDXL), "flux": ("transformer", published.FLUX_DEV)}[family]
         (made / part / "config.json").write_text(json.dumps(config))
@@ -176,10 +184,11 @@ def build(case: Case, folder: Path, directory: Path, closing: ExitStack) -> Simp
     count = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     decayed, weights = matrices(model), SomeWeights(model)
-    model = plugins.backend(plan).decide(
+    wrapped = plugins.backend(plan).decide(
         HookSpecs.wrap_model, model=model, family=family, blocks=blocks, parallel=parallel, weights=weights
     )
-    model, optimizer = parallel.setup(model, build_optimizer(config, plugins, parallel, model, decayed))
+    assert wrapped is not None, "the strategy's own answer comes last"
+    model, optimizer = parallel.setup(wrapped, build_optimizer(config, plugins, parallel, wrapped, decayed))
     model.train()
     shapes = family.example_conditioning(case.edge, case.edge)
     conditioning = {name: torch.randn_like(one, device=device) for name, one in shapes.items()}
@@ -195,7 +204,7 @@ def build(case: Case, folder: Path, directory: Path, closing: ExitStack) -> Simp
     )
 
 
-def batch_of(case: Case, family, conditioning, device: str) -> SimpleNamespace:
+def batch_of(case: Case, family: ModelFamily, conditioning: dict[str, Tensor], device: str) -> SimpleNamespace:
     """Latents and texts of a micro-batch; the images themselves do not exist."""
     import torch
 
@@ -238,7 +247,7 @@ def steps(subject: SimpleNamespace, device: str) -> Iterator[float]:
 class SomeWeights:
     """Random numbers for every parameter, the same ones over and over: drawing twelve billion would take minutes."""
 
-    def __init__(self, model) -> None:
+    def __init__(self, model: nn.Module) -> None:
         import torch
 
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if tensor.is_meta}
@@ -247,7 +256,7 @@ class SomeWeights:
     def names(self) -> Iterator[str]:
         return iter(self._shapes)
 
-    def get(self, name: str):
+    def get(self, name: str) -> Tensor:
         shape = self._shapes[name]
         times = -(-shape.numel() // len(self._numbers))
         numbers = self._numbers.repeat(times) if times > 1 else self._numbers

@@ -23,15 +23,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from run import Result, paired
 from step import ROOT, make_images
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from smalti.checkpoint.async_saver import Saver
 from smalti.checkpoint.format.verification import verify
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
+from smalti.parallel.gloo import GlooCommunicator
 from smalti.parallel.state import capture
 from smalti.types import World
 
@@ -39,14 +40,7 @@ WIDTH, LAYERS, BATCH = 1024, 24, 96
 PAIRS, STEPS = 5, 10
 
 
-class Alone:
-    world = World()
-
-    def all_reduce_max(self, code: int) -> int:
-        return code
-
-    def all_gather_text(self, value: str) -> list[str]:
-        return [value]
+ALONE = GlooCommunicator(world=World(), group=None)
 
 
 def measure() -> list[Result]:
@@ -70,7 +64,7 @@ def forward_backward(model: nn.Module) -> None:
 
 
 def blocked(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> Result:
-    saver = Saver(write=partial(save, place), communicator=Alone(), background=Alone())
+    saver = Saver(write=partial(save, place), communicator=ALONE, background=ALONE)
     times: dict[bool, list[float]] = {True: [], False: []}
     for number in range(2 * (PAIRS + 1)):
         beside = number % 2 == 0
@@ -91,7 +85,7 @@ def blocked(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> 
 
 
 def beside(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> Result:
-    saver = Saver(write=partial(save, place), communicator=Alone(), background=Alone())
+    saver = Saver(write=partial(save, place), communicator=ALONE, background=ALONE)
 
     def step() -> None:
         forward_backward(model)
@@ -107,13 +101,19 @@ def beside(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> R
         if saver.poll() is not None:
             begin()
 
-    numbers, slowed, free = itertools.count(), [], []
+    def repeat(action: Callable[[], None]) -> None:
+        for _ in range(STEPS):
+            action()
+
+    numbers = itertools.count()
+    slowed: list[float] = []
+    free: list[float] = []
     for _ in range(PAIRS + 1):
         begin()
-        slowed.append(seconds(lambda: [step_beside() for _ in range(STEPS)]) / STEPS)
+        slowed.append(seconds(lambda: repeat(step_beside)) / STEPS)
         saver.poll(finish=True)
         shutil.rmtree(place)
-        free.append(seconds(lambda: [step() for _ in range(STEPS)]) / STEPS)
+        free.append(seconds(lambda: repeat(step)) / STEPS)
     saver.close()
     return paired("save: a step beside saves over one without", slowed[1:], free[1:], unit="s/step", goal=2.0)
 
@@ -123,28 +123,29 @@ def throughput(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) 
     tensors = Snapshot(step=0, state=state).tensors()
     ours, peer = [], []
     for number in range(PAIRS + 1):
-        ours.append(seconds(lambda number=number: save(place / "ours", Snapshot(step=number, state=state), Alone())))
+        ours.append(seconds(partial(save, place / "ours", Snapshot(step=number, state=state), ALONE)))
         with warnings.catch_warnings(action="ignore"):  # that one process is meant
-            peer.append(seconds(lambda: dcp.save(tensors, checkpoint_id=place / "dcp", no_dist=True)))
+            peer.append(seconds(lambda: save_dcp(tensors, checkpoint_id=place / "dcp", no_dist=True)))
         shutil.rmtree(place / "ours")
         shutil.rmtree(place / "dcp")
     return paired("save: ours with digests over torch's DCP", ours[1:], peer[1:], unit="s", goal=1.25)
 
 
 def verifying(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> Result:
-    path = save(place, Snapshot(step=1, state=capture(model, optimizer)), Alone()).path
+    path = save(place, Snapshot(step=1, state=capture(model, optimizer)), ALONE).path
     ours, peer = [], []
     for _ in range(PAIRS + 1):
         ours.append(seconds(lambda: verify(path)))
-        peer.append(seconds(lambda: [read(each) for each in sorted(path.rglob("*")) if each.is_file()]))
+        peer.append(seconds(lambda: read(path)))
     return paired("save: verify over reading", ours[1:], peer[1:], unit="s", goal=8.0)
 
 
-def read(path: Path) -> None:
+def read(folder: Path) -> None:
     buffer = bytearray(2**20)
-    with path.open("rb", buffering=0) as file:
-        while file.readinto(buffer):
-            pass
+    for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
 
 
 def resuming(place: Path) -> Result:
@@ -172,7 +173,7 @@ def first_step(directory: Path, steps: int) -> float:
     if done.returncode:
         raise RuntimeError(f"a run ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
-    return next(event["t"] for event in events if event["type"] == "step" and event["step"] == steps) - begin
+    return float(next(event["t"] for event in events if event["type"] == "step" and event["step"] == steps)) - begin
 
 
 def seconds(action: Callable[[], object]) -> float:

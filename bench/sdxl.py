@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,7 @@ from step import ROOT, ROUND, alternated, opened
 
 from smalti.models.capabilities import latents_of
 from smalti.training.run import Run
+from smalti_diffusers.families.sdxl import Sdxl
 
 ROUNDS, BATCH, EDGE = 20, 8, 64
 
@@ -48,7 +51,7 @@ def tiny_pipeline(folder: Path) -> Path:
     sys.path.insert(0, str(ROOT / "plugins/diffusers/tests"))
     import tiny
 
-    return tiny.sdxl(folder)
+    return Path(tiny.sdxl(folder))
 
 
 def images(folder: Path) -> Path:
@@ -61,7 +64,7 @@ def images(folder: Path) -> Path:
     return folder
 
 
-def by_script(run: Run):
+def by_script(run: Run) -> Callable[[], None]:
     """One step of the script on a second U-Net like the run's."""
     AcceleratorState._reset_state(reset_partial_state=True)  # it remembers the precision that smalti asked it for: none
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
@@ -71,9 +74,10 @@ def by_script(run: Run):
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4, betas=(0.9, 0.999), weight_decay=1e-2, eps=1e-8)
     schedule = get_scheduler("constant", optimizer=optimizer)
     unet, optimizer, schedule = accelerator.prepare(unet, optimizer, schedule)
-    noises = DDPMScheduler.from_config(run.family.components.config("scheduler"))
+    noises = DDPMScheduler.from_config(cast(Sdxl, run.family).components.config("scheduler"))
     first = next(iter(run.batches)).micro[0]
     latents, conditioning = latents_of(run.family, first.pixels, first.latents), first.conditioning
+    assert conditioning is not None, "texts were encoded before training"
     sizes = torch.tensor([[EDGE, EDGE, 0, 0, EDGE, EDGE]], dtype=torch.float32).repeat(BATCH, 1)
 
     def step() -> None:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from smalti.config.resolution import resolve
 from smalti.hookspecs import HookSpecs
-from smalti.parallel.protocol import Parallel
+from smalti.parallel.protocol import Communicator, Parallel
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import choose_distributed
 from smalti.plugins.schema import schema_of
@@ -36,6 +36,8 @@ from smalti_toy.family import ToyFamily, ToyShape
 
 if TYPE_CHECKING:
     from run import Result
+
+    from smalti.types import Checkpoint
 
 UNEVEN = ToyShape(width=196, depth=6, heads=7)
 DEMO = ToyShape()
@@ -198,6 +200,7 @@ def checkpoint_times(stage: int, folder: Path) -> dict[str, tuple[list[float], l
         state = found.parallel.state.empty()
         snapshot = Snapshot(step=1, state=state, trainer={"step": 1})
         path = find_on_all_ranks(found.parallel, CheckpointStore(place), "latest")  # reads and checks all of it
+        assert path is not None
         found.backend.decide(HookSpecs.load_checkpoint, source=path, state=snapshot, parallel=found.parallel)
         found.parallel.state.load(snapshot.state)
 
@@ -231,12 +234,14 @@ def save_waits(folder: Path) -> tuple[list[float], list[float]]:
     found = subject(2, LARGE, "--fsdp_enable")
     found.step()
 
-    def write(state: Snapshot, communicator: object) -> object:
-        return found.backend.decide(
+    def write(state: Snapshot, communicator: Communicator) -> Checkpoint:
+        checkpoint = found.backend.decide(
             HookSpecs.save_checkpoint, state=state, target=folder, parallel=communicator, config=found.config
         )
+        assert checkpoint is not None, "the core's own answer comes last"
+        return checkpoint
 
-    saver = Saver(write=write, communicator=found.parallel, background=found.parallel.background_communicator())  # type: ignore[arg-type]
+    saver = Saver(write=write, communicator=found.parallel, background=found.parallel.background_communicator())
     times: dict[bool, list[float]] = {True: [], False: []}
     for number in range(2 * (SAVES + 1)):
         beside = number % 2 == 0

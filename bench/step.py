@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def opened(arguments: list[str], closing: ExitStack) -> Run:
     return build(config, plugins, plan, parallel, FailureDetector.create(parallel), closing)
 
 
-def alternated(run: Run, step) -> tuple[list[float], list[float]]:
+def alternated(run: Run, step: Callable[[], None]) -> tuple[list[float], list[float]]:
     """Train to the end; seconds per step of the run, and of `step` in turn with it. The first round does not count."""
     alternation = Alternation(step)
     run.plugins.register(PluginInfo(name="alternation", distribution="bench", version="0"), alternation)
@@ -79,8 +80,10 @@ def make_images() -> None:
 class Alternation:
     """After every five steps of the run, five steps of the loop by hand; the times of both per step."""
 
-    def __init__(self, step) -> None:
-        self.step, self.ours, self.peer = step, [], []
+    def __init__(self, step: Callable[[], None]) -> None:
+        self.step = step
+        self.ours: list[float] = []
+        self.peer: list[float] = []
         self.begin = time.perf_counter()
 
     @hookimpl
@@ -96,7 +99,7 @@ class Alternation:
         self.begin = time.perf_counter()
 
 
-def by_hand(run: Run):
+def by_hand(run: Run) -> Callable[[], None]:
     """One step of an ordinary PyTorch loop on a second model like the run's."""
     family = run.family
     model = family.build_model()
@@ -106,6 +109,7 @@ def by_hand(run: Run):
     average = [parameter.detach().clone() for parameter in model.parameters()]
     first = next(iter(run.batches)).micro[0]
     pixels, captions = first.pixels, first.captions
+    assert pixels is not None, "the toy family caches no latents"
     size = run.effective_batch
     pixels = pixels.repeat(-(-size // len(pixels)), 1, 1, 1)[:size]
     captions = (captions * -(-size // len(captions)))[:size]

@@ -3,7 +3,7 @@
     accelerate launch usual.py MODEL IMAGES --out times.txt
 
 Parts are loaded with `from_pretrained`, captions and images are encoded before training and kept in memory, then the encoders
-go. Left out is what the example does besides: trackers, checkpoints, validation, and reading images through `datasets` and
+go. The example also has what is left out here: trackers, checkpoints, validation, and reading images through `datasets` and
 `torchvision`. `bench/first_step.py` starts it.
 """
 
@@ -13,6 +13,7 @@ import argparse
 import gc
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
 from diffusers.optimization import get_scheduler
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from transformers import AutoTokenizer, CLIPTextModel, CLIPTextModelWithProjection
 
 
@@ -44,7 +45,9 @@ def main() -> None:
     noises = DDPMScheduler.from_pretrained(arguments.model, subfolder="scheduler")
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4, betas=(0.9, 0.999), weight_decay=1e-2, eps=1e-8)
     schedule = get_scheduler("constant", optimizer=optimizer)
-    loader = DataLoader(samples, shuffle=True, batch_size=arguments.batch)
+    loader: DataLoader[dict[str, Tensor]] = DataLoader(
+        cast(Dataset[dict[str, Tensor]], samples), shuffle=True, batch_size=arguments.batch
+    )
     unet, optimizer, loader, schedule = accelerator.prepare(unet, optimizer, loader, schedule)
     ends: list[float] = []
     while len(ends) < arguments.steps:
@@ -104,7 +107,7 @@ def encoded(model: Path, images: Path, batch: int, accelerator: Accelerator) -> 
     return samples
 
 
-def embeddings(captions: list[str], tokenizers: list, encoders: list) -> tuple[Tensor, Tensor]:
+def embeddings(captions: list[str], tokenizers: list[Any], encoders: list[Any]) -> tuple[Tensor, Tensor]:
     """Both encoders' last hidden states but one, beside each other, and the second one's pooled answer."""
     found = []
     for tokenizer, encoder in zip(tokenizers, encoders, strict=True):
