@@ -22,6 +22,7 @@ from smalti.data.batch_check import BatchShape, BucketCount, Share, check_batche
 from smalti.data.buckets import Bucket, CropSettings
 from smalti.data.datasets.captions import NO_TEXT_FILE
 from smalti.data.datasets.catalog import Catalog
+from smalti.data.datasets.kohya_folders import numbered
 from smalti.data.datasets.sources import ReportsSkipped, describe_skipped
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.order import BucketSamples, Order
@@ -314,10 +315,12 @@ def _check_captions_exist(datasets: Iterable[Dataset]) -> None:
     """Raises PreflightError for a dataset without a single text file: another caption strategy was meant."""
     for dataset in datasets:
         if all(item.reason.startswith(NO_TEXT_FILE) for item in dataset.index.quarantined) and not len(dataset.index.healthy):
+            folder = Path(dataset.storage.location, dataset.index.key(0)).parent
+            kohya = ", or --kohya_folders to use the names of the folders" if numbered(folder) else ""
             raise PreflightError(
                 f"No captions found: none of the {len(dataset.index)} images in {dataset.storage.location} has a text file.",
                 fix="add NAME.txt beside each image, or use --caption_strategy=filename, or --caption_strategy=instanceprompt"
-                " with --instance_prompt=TEXT",
+                f" with --instance_prompt=TEXT{kohya}",
             )
 
 

@@ -20,7 +20,9 @@ def read_captions(spec: DatasetSpec, storage: Storage, listed: Listed) -> tuple[
         return (prompt,)
     match spec.caption_strategy:
         case "textfile":
-            captions = _from_file(spec, storage, caption_key(listed.key))
+            if spec.instance_prompt_fallback and not listed.caption_etag:
+                return (prompt,)
+            captions = _from_file(spec, storage, caption_key(listed.key, spec.caption_extension))
         case "filename":
             captions = (_from_name(listed.key),)
         case _:
@@ -54,7 +56,7 @@ def _from_name(key: str) -> str:
 def _missing(spec: DatasetSpec, key: str) -> str:
     match spec.caption_strategy:
         case "textfile":
-            return f"no caption: {caption_key(key)} is empty"
+            return f"no caption: {caption_key(key, spec.caption_extension)} is empty"
         case "filename":
             return "no caption: the file name has no words"
     return f"no caption in the {spec.caption_strategy} table"

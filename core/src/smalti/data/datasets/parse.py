@@ -18,6 +18,7 @@ from smalti.config import package_of_storage
 from smalti.data.buckets import CropAspect, CropStyle, ResolutionType
 from smalti.data.datasets import simpletuner
 from smalti.data.datasets.catalog import Catalog
+from smalti.data.datasets.kohya_folders import KohyaLayout, kohya_entries, kohya_layout, left_out_notices
 from smalti.data.datasets.placeholders import fill_placeholders
 from smalti.data.datasets.spec import CACHE_TYPES, DATASET_TYPES, ENTRY_KEYS, TYPES_WITH_IMAGES, DatasetSpec, file_name_of
 from smalti.data.datasets.wrong_values import wrong_sizes, wrong_values
@@ -43,6 +44,7 @@ class DataDefaults:
 
     caption_strategy: str = "textfile"
     instance_prompt: str | None = None
+    kohya_folders: bool = False
     prepend_instance_prompt: bool = False
     only_instance_prompt: bool = False
     resolution: float = 1024.0
@@ -123,7 +125,6 @@ class _EntryParser:
     def read(self, position: int, entry: Mapping[str, object]) -> None:
         name = entry.get("id")
         place = f"{self.where}: dataset {name!r}" if isinstance(name, str) else f"{self.where}: entry {position + 1}"
-        before = len(self.problems)
         if isinstance(name, str):
             self._check_id(place, name)
         given = {key: value for key, value in entry.items() if not simpletuner.is_comment(key) and value not in (None, "")}
@@ -131,7 +132,35 @@ class _EntryParser:
             return
         given, problems = fill_placeholders(given, self.placeholders, place)
         self.problems += problems
-        values = self._split_keys(place, given)
+        if (layout := self._kohya_layout(place, given)) is None:
+            self._parse(place, given)
+            return
+        for number, one in enumerate(kohya_entries(given, layout)):
+            self._check_id(place, str(one["id"]))
+            self._parse(place, one, left_out_notices(str(name), layout) if number == 0 else ())
+
+    def _kohya_layout(self, place: str, entry: Mapping[str, object]) -> KohyaLayout | None:
+        """Returns the numbered folders of an entry that asks for them, else None."""
+        folder, kind = entry.get("instance_data_dir"), entry.get("dataset_type", "image")
+        if (
+            not _is_on(entry.get("kohya_folders", self.defaults.kohya_folders))
+            or kind != "image"
+            or not isinstance(folder, str)
+        ):
+            return None
+        if "repeats" in entry:
+            message = "kohya_folders takes the repeats from the names of the folders, and the entry has repeats too"
+            self._add_problem(place, message, "remove one of them")
+        if layout := kohya_layout(Path(folder).expanduser().absolute()):
+            return layout
+        message = f"kohya_folders: no folder with a name like '10_zwx cat' in {folder}"
+        self._add_problem(place, message, "check instance_data_dir, or remove kohya_folders")
+        return None
+
+    def _parse(self, place: str, entry: Mapping[str, object], notices: Sequence[str] = ()) -> None:
+        """Adds the dataset of an entry whose placeholders are filled, or its problems."""
+        before = len(self.problems)
+        values = self._split_keys(place, entry, notices)
         try:
             spec = DatasetSpec.model_validate(values)
         except ValidationError as error:
@@ -180,8 +209,8 @@ class _EntryParser:
                 return True
         return False
 
-    def _split_keys(self, place: str, entry: Mapping[str, object]) -> dict[str, object]:
-        """Returns all values of an entry: with defaults, keys of plugins apart, and notices for keys without effect."""
+    def _split_keys(self, place: str, entry: Mapping[str, object], found: Sequence[str]) -> dict[str, object]:
+        """Returns all values of an entry: with defaults, keys of plugins apart, and notices, which begin with those `found`."""
         storage = str(entry.get("type", "local"))
         storage_keys = self.catalog.storages[storage].keys if storage in self.catalog.storages else ()
         metadata, notices = self._metadata_backend(place, entry)
@@ -208,7 +237,7 @@ class _EntryParser:
             if storage == "local" and "instance_data_dir" not in values:
                 self._add_problem(place, "instance_data_dir is missing", "set it to the folder of the images")
         self._drop_unsupported(place, values, "crop_style", "crop_aspect")
-        return {**values, "storage_options": options, "notices": tuple(notices)}
+        return {**values, "storage_options": options, "notices": (*found, *notices)}
 
     def _metadata_backend(self, place: str, entry: Mapping[str, object]) -> tuple[str, list[str]]:
         """Returns the metadata backend, and a notice where SimpleTuner has another name for it."""
@@ -254,6 +283,7 @@ class _EntryParser:
                 ("caption_strategy=instanceprompt", strategy == "instanceprompt"),
                 ("prepend_instance_prompt", spec.prepend_instance_prompt),
                 ("only_instance_prompt", spec.only_instance_prompt),
+                ("instance_prompt_fallback", spec.instance_prompt_fallback),
             ):
                 if wanted:
                     self._add_problem(

@@ -15,10 +15,12 @@ from smalti.data.datasets.simpletuner import REFUSED, UNSUPPORTED, WITHOUT_EFFEC
 from smalti.data.datasets.spec import ENTRY_KEYS, JsonTable
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
-    "Images": ("id", "type", "dataset_type", "instance_data_dir", "metadata_backend", "json"),
+    "Images": ("id", "type", "dataset_type", "instance_data_dir", "kohya_folders", "metadata_backend", "json"),
     "Captions": (
         "caption_strategy",
+        "caption_extension",
         "instance_prompt",
+        "instance_prompt_fallback",
         "prepend_instance_prompt",
         "only_instance_prompt",
         "disable_multiline_split",

@@ -20,6 +20,8 @@ from smalti.errors import ConfigError, Problem, UserError
 
 DESCRIPTIONS = frozenset((".json", ".jsonl", ".csv", ".tsv", ".parquet", ".md", ".toml", ".yaml", ".yml", ".ini", ".db"))
 """Extensions of files beside images that are not samples; they are not reported as skipped."""
+CAPTION_EXTENSIONS = (".txt", ".caption")
+"""Extensions of text files that are not reported as skipped where captions come from others."""
 _DEFAULT_TABLE = "metadata.jsonl"
 _MAX_PROBLEMS = 10  # at most this many lines are reported
 
@@ -64,14 +66,15 @@ class Discovery:
     """Every image below the dataset's root, by file extension. Hidden files and folders (".name") are skipped."""
 
     def __init__(self, spec: DatasetSpec, storage: Storage) -> None:
+        self._spec = spec
         self._storage = storage
         self.skipped_files: Mapping[str, int] = {}
 
     def list(self) -> Iterator[Listed]:
-        files = list_files(self._storage)
+        files = list_files(self._storage, self._spec.caption_extension)
         self.skipped_files = files.skipped_files
         for key, file in files.images.items():
-            etag = files.texts.get(caption_key(key), "")
+            etag = files.texts.get(caption_key(key, self._spec.caption_extension), "")
             yield Listed(key=key, size=file.size, etag=file.etag, caption_etag=etag)
 
 
@@ -83,12 +86,13 @@ class JsonLines:
     """
 
     def __init__(self, spec: DatasetSpec, storage: Storage) -> None:
+        self._spec = spec
         self._table = spec.json_table
         self._storage = storage
 
     def list(self) -> Iterator[Listed]:
         lines = _parse(self._read(), self._table, self.location)
-        files = list_files(self._storage)
+        files = list_files(self._storage, self._spec.caption_extension)
         for key in sorted(lines):
             file = files.images.get(key)
             if file is None:
@@ -100,7 +104,7 @@ class JsonLines:
                 size=file.size,
                 etag=file.etag,
                 captions=row.captions,
-                caption_etag=files.texts.get(caption_key(key), ""),
+                caption_etag=files.texts.get(caption_key(key, self._spec.caption_extension), ""),
                 width=row.width,
                 height=row.height,
             )
@@ -130,7 +134,7 @@ class Files:
     skipped_files: Mapping[str, int]
 
 
-def list_files(storage: Storage) -> Files:
+def list_files(storage: Storage, caption_extension: str = ".txt") -> Files:
     """List a storage and sort its files by kind."""
     images: dict[str, StoredFile] = {}
     texts: dict[str, str] = {}
@@ -141,9 +145,9 @@ def list_files(storage: Storage) -> Files:
             continue
         if extension in EXTENSIONS:
             images[file.key] = file
-        elif extension == ".txt":
+        elif extension == caption_extension:
             texts[file.key] = file.etag
-        elif extension not in DESCRIPTIONS:
+        elif extension not in DESCRIPTIONS and extension not in CAPTION_EXTENSIONS:
             skipped_files[extension] += 1
     return Files(images=images, texts=texts, skipped_files=skipped_files)
 
@@ -154,9 +158,9 @@ def describe_skipped(skipped_files: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {extension or 'without an extension'}" for extension, count in ordered)
 
 
-def caption_key(key: str) -> str:
+def caption_key(key: str, extension: str) -> str:
     """The key of the text file that belongs to an image."""
-    return f"{posixpath.splitext(key)[0]}.txt"
+    return f"{posixpath.splitext(key)[0]}{extension}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,6 +35,12 @@ def file_name_of(dataset: str) -> str:
     return re.sub(r"[^\w.-]+", "-", dataset).lstrip("-.")
 
 
+def _checked_extension(value: str) -> str:
+    if not re.fullmatch(r"\.\w+", value):
+        raise ValueError('give the extension of text files, such as ".txt"')
+    return value
+
+
 def _checked_id(value: str) -> str:
     if not 0 < len(file_name_of(value).encode()) <= _LONGEST_ID:
         raise ValueError(f"an id has letters or digits, and at most {_LONGEST_ID} bytes")
@@ -83,6 +89,11 @@ class DatasetSpec(BaseModel):
     instance_data_dir: Folder | None = _key(
         None, help="The folder of images. Subfolders are read too; hidden files and folders are not."
     )
+    kohya_folders: bool = _key(
+        False,
+        help="Read subfolders such as `10_zwx cat` as kohya's trainer does: a dataset each, seen 10 times in an epoch, with"
+        " `zwx cat` as the caption of images without a text file. Default: the option.",
+    )
     metadata_backend: Word = _key(
         "discovery",
         help="Where names, sizes and captions come from. `discovery`: the folder itself. `json`: a JSON-lines table.",
@@ -97,6 +108,9 @@ class DatasetSpec(BaseModel):
         " `instanceprompt`: `instance_prompt` for all images. `json`: the caption column of the table. Default: the option"
         " `caption_strategy`; with a table, the table.",
     )
+    caption_extension: Annotated[Word, AfterValidator(_checked_extension)] = _key(
+        ".txt", help="Extension of the text files of `textfile`, such as kohya's `.caption`."
+    )
     disable_multiline_split: bool = _key(
         False,
         help="Take a text file of several lines as one caption. Otherwise each line is a caption; each visit draws one.",
@@ -105,6 +119,10 @@ class DatasetSpec(BaseModel):
         None, help="The caption of all images, or their common beginning, such as `a photo of zwx cat`."
     )
     prepend_instance_prompt: bool = _key(False, help="Put `instance_prompt` in front of every caption.")
+    instance_prompt_fallback: bool = _key(
+        False,
+        help="Use `instance_prompt` for images without a text file, as kohya's trainer does. Without it they are left out.",
+    )
     only_instance_prompt: bool = _key(False, help="Use `instance_prompt` alone, whatever the caption strategy finds.")
 
     resolution: float = _key(
@@ -187,7 +205,8 @@ class DatasetSpec(BaseModel):
     def uses_instance_prompt(self) -> bool:
         """Whether `instance_prompt` is in the captions."""
         strategy = self.caption_strategy == "instanceprompt"
-        return self.has_images and (strategy or self.prepend_instance_prompt or self.only_instance_prompt)
+        others = self.prepend_instance_prompt or self.only_instance_prompt or self.instance_prompt_fallback
+        return self.has_images and (strategy or others)
 
 
 ENTRY_KEYS = {

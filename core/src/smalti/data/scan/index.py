@@ -230,12 +230,17 @@ def _chosen(spec: DatasetSpec, listed: Iterable[Listed]) -> list[Listed]:
     return sorted(chosen, key=lambda one: one.key)
 
 
+_LATER_FIELDS = ("caption_extension", "instance_prompt_fallback")
+"""Recorded only where they are set, so that the indexes of earlier versions are reused."""
+
+
 def _recipe(spec: DatasetSpec) -> bytes:
     """Everything that determines an index, except the files. An index of another recipe is not reused."""
     fields = {
         "metadata_backend", "json_table", "metadata_options", "caption_strategy",
         "disable_multiline_split", "instance_prompt", "prepend_instance_prompt", "only_instance_prompt", "max_num_samples",
     }  # fmt: skip
+    fields |= {name for name in _LATER_FIELDS if getattr(spec, name) != DatasetSpec.model_fields[name].default}
     return json.dumps({"format": _FORMAT} | spec.model_dump(mode="json", include=fields), sort_keys=True).encode()
 
 
