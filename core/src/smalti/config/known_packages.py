@@ -128,6 +128,7 @@ PACKAGES = (
             "sdxl_empty_prompt",
             "flux_guidance_value",
             "flux_true_cfg_scale",
+            "init_lora",
             "lora_rank",
             "lora_alpha",
             "lora_dropout",

@@ -88,6 +88,7 @@ OPTIONS: tuple[Rule, ...] = (
     read("network_module", "model_type", note="networks.lora and its variants are model_type = lora; without it, full"),
     option("network_dim", "lora_rank", whole, default=4),
     option("network_alpha", "lora_alpha", number, default=1),
+    option("network_weights", "init_lora", path, note="rank and alpha of the file are those of the run"),
     option("network_dropout", "lora_dropout", number, note="at the input of the first matrix here, at its output there"),
     option("gradient_checkpointing", "gradient_checkpointing", switch),
     read("fp8_base", "base_model_precision", note="fp8-torchao: only the linear layers of the blocks are quantised"),
@@ -196,6 +197,7 @@ OPTIONS: tuple[Rule, ...] = (
     *no_effect("SDXL and flow models do not use it", "clip_skip"),
     *no_effect("written by sd-scripts itself", "output_config", "console_log_level", "console_log_file", "console_log_simple"),
     *no_effect("only with an option that is listed itself", "multires_noise_discount", "noise_offset_random_strength"),
+    *no_effect("rank and alpha are always those of init_lora", "dim_from_weights"),
     *no_effect("only with an option that is listed itself", "ip_noise_gamma_random_strength", "base_weights_multiplier"),
     *no_effect("text encoders are never trained here", "network_train_unet_only"),
     # Left
@@ -231,7 +233,9 @@ OPTIONS: tuple[Rule, ...] = (
         "resume",
         fix="start from the exported weights, or finish the run with sd-scripts",
     ),
-    *unsupported("smalti does not start from an existing adapter", "network_weights", "dim_from_weights", "base_weights"),
+    *unsupported(
+        "an adapter is not merged into the base", "base_weights", fix="`smalti checkpoint export --merge` writes such a base"
+    ),
     *unsupported("max-norm scaling is not supported", "scale_weight_norms"),
     *unsupported("each loss weight of smalti is an option of its own: snr_gamma", "debiased_estimation_loss"),
     *unsupported("no such loss weight", "scale_v_pred_loss_like_noise_pred", "v_pred_like_loss"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
-from smalti import OptionGroup, Options, option
+from smalti import OptionGroup, Options, Problem, Translation, UserError, option
 from smalti.config import Names
 
 EmptyPrompt = Literal["auto", "zeros", "encoded"]
@@ -55,6 +57,11 @@ class DiffusersOptions(Options):
 
 
 class LoraOptions(Options):
+    init_lora: Path | None = option(
+        None,
+        help="Start from the LoRA in this file, in any format. Its rank and alpha are those of the run.",
+        when="model_type == lora",
+    )
     lora_rank: int = option(16, help="Rank of the adapter's matrices.", when="model_type == lora", ge=1)
     lora_alpha: float | None = option(
         None,
@@ -90,7 +97,29 @@ class LoraOptions(Options):
     )
 
 
+def _from_init_lora(given: Mapping[str, object]) -> Translation:
+    """Rank and alpha of the file to start from."""
+    path = given.get("init_lora")
+    if not isinstance(path, str | Path) or not str(path):
+        return Translation()
+    from smalti_diffusers.lora.header import AdapterHeader
+
+    try:
+        header = AdapterHeader(Path(path))
+    except UserError as error:
+        fix = (
+            f"{error.fix}; to resume without the file: leave --init_lora out, and give --lora_rank and --lora_alpha of the run"
+        )
+        return Translation(problems=[Problem(message=f"--init_lora: {error.message}", fix=fix)])
+    skipped = header.text_layers
+    notice = ("text encoders", f"are not used: the {skipped} layers of text encoders in the file are left out")
+    return Translation(
+        values={"lora_rank": ("rank", header.rank), "lora_alpha": ("alpha", header.alpha)},
+        notices=[notice] if skipped else [],
+    )
+
+
 GROUPS = (
     OptionGroup(name="diffusers", title="Diffusers families", options=DiffusersOptions),
-    OptionGroup(name="lora", title="LoRA", options=LoraOptions),
+    OptionGroup(name="lora", title="LoRA", options=LoraOptions, derived=_from_init_lora),
 )

@@ -12,6 +12,7 @@ import gc
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
@@ -26,7 +27,9 @@ from smalti.system import importing
 from smalti_diffusers.exporting import check_request, export_pipeline
 from smalti_diffusers.flowshift import scheduler_shift
 from smalti_diffusers.lora.adapter import AdaptedWeights, Lora, adapter_shapes, attach
+from smalti_diffusers.lora.header import AdapterHeader
 from smalti_diffusers.lora.quantisation import check_device, quantise
+from smalti_diffusers.lora.reading import AdapterFile
 from smalti_diffusers.options import DiffusersOptions, LoraOptions, Precision
 from smalti_diffusers.sources.components import Components, class_of, locate
 
@@ -75,6 +78,7 @@ class PipelineFamily(ModelFamily):
         self._bf16 = config is None or in_bf16(config)
         self.lora, self._base_dtype = _lora(self, config)
         self._precision = _precision(config)
+        self._init_lora = config[LoraOptions].init_lora if config is not None else None
         self.indivisible = "" if self._precision == "no_change" else f"weights in {self._precision}"
         self.alignment = self.vae_scale * (self.patch or cast(int, components.config(self.part)["patch_size"]))
         if self.prediction == "flow_matching":
@@ -126,7 +130,12 @@ class PipelineFamily(ModelFamily):
             return base
         with without_weights():
             adapters = adapter_shapes(self.build_model())
-        return AdaptedWeights(base, adapters, self.lora, seed)
+        return AdaptedWeights(base, adapters, self.lora, seed, self._adapter_file(self._init_lora))
+
+    def _adapter_file(self, path: Path | None) -> AdapterFile | None:
+        if path is None:
+            return None
+        return AdapterFile(AdapterHeader(path), self.name, self.meta_model, self.components.config(self.part))
 
     def base_weights(self, seed: int) -> SeededWeights | FolderWeights:
         """The first weights of the model without an adapter."""

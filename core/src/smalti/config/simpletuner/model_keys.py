@@ -79,7 +79,7 @@ MODEL_KEYS: Mapping[str, Rule] = {
     "singlora_ramp_up_steps": ignored("SingLoRA is not supported", 0),
     "use_dora": refused("DoRA is not supported", "set it to false, for LoRA", False),
     "slider_lora_target": refused("slider LoRAs are not supported", "set it to false", False),
-    "init_lora": refused("an adapter always begins at zero", "remove it, or resume a run of smalti: output_dir"),
+    "init_lora": same(),
     "lora_format": ignored("smalti checkpoint export chooses the format of an adapter", "diffusers"),
     "peft_lora_target_modules": renamed("lora_targets"),
     "lora_init_type": same(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from smalti import UserError
 from smalti.models import Weights
+from smalti_diffusers.lora.reading import AdapterFile, padded, target_names
 
 _NAME = "default"
 _BASE = ".base_layer."
@@ -61,15 +62,25 @@ class AdaptedWeights:
     """`Weights` of a model with adapters: the base's under the names that it has now, and adapters made from a seed.
 
     `adapters` are the shapes of the adapters' parameters. lora_B is zero, so that the first prediction is the base's. Each
-    lora_A has random numbers of its own, a function of seed and name.
+    lora_A has random numbers of its own, a function of seed and name. Layers in `start` begin with the matrices of that file.
     """
 
-    def __init__(self, base: Weights, adapters: Mapping[str, Sequence[int]], lora: Lora, seed: int) -> None:
+    def __init__(
+        self,
+        base: Weights,
+        adapters: Mapping[str, Sequence[int]],
+        lora: Lora,
+        seed: int,
+        start: AdapterFile | None = None,
+    ) -> None:
         self._base = base
         self._adapters = adapters
         self._lora = lora
         self._seed = seed
         self._adapted = {name.partition(".lora_")[0] for name in adapters}
+        self._start = start
+        if start is not None:
+            self._check_start(start)
 
     def names(self) -> Iterator[str]:
         for name in self._base.names():
@@ -81,6 +92,33 @@ class AdaptedWeights:
         if name not in self._adapters:
             return self._base.get(name.replace(_BASE, "."))
         shape = self._adapters[name]
+        layer = name.partition(".lora_")[0]
+        if self._start is not None and layer in self._start.layers:
+            return self._from_file(self._start, layer, name)
+        return self._new(name, shape)
+
+    def _check_start(self, start: AdapterFile) -> None:
+        """Raises UserError if the file has layers that the run does not adapt."""
+        if lost := sorted(set(start.layers) - self._adapted):
+            raise UserError(
+                f"{start.header.path} has {len(lost)} layers that the run does not adapt, such as {lost[0]}",
+                fix=f"--lora_targets={target_names(start.layers)}",
+            )
+
+    def _from_file(self, start: AdapterFile, layer: str, name: str) -> Tensor:
+        """A matrix that adds to the weight what the file adds, with the alpha / rank of this run; unused ranks add nothing."""
+        down, up = start.matrices(layer)
+        rank = self._lora.rank
+        if len(down) > rank:
+            raise UserError(
+                f"{layer} has rank {len(down)} in {start.header.path}, and the run has rank {rank}",
+                fix=f"--lora_rank={len(down)}",
+            )
+        if ".lora_A." not in name:
+            return padded(up * (rank / self._lora.alpha), rank, dim=1)
+        return torch.cat([down, self._new(name, self._adapters[name])[len(down) :]])
+
+    def _new(self, name: str, shape: Sequence[int]) -> Tensor:
         if ".lora_A." not in name:
             return torch.zeros(*shape)
         number = int.from_bytes(blake2b(f"{self._seed} {name}".encode(), digest_size=8).digest(), "little")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from smalti import UserError
 from smalti.checkpoint import Computed
+from smalti_diffusers.lora.header import METADATA, TRAINED_ALPHA
 from smalti_diffusers.lora.layouts import FLUX, FLUX2, LUMINA2, SD3, Layout, original_layers, unet_layers
 
 if TYPE_CHECKING:
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 
 FILE = "pytorch_lora_weights.safetensors"
 """What `load_lora_weights` of a pipeline looks for."""
-METADATA = "lora_adapter_metadata"
-TRAINED_ALPHA = "smalti_lora_alpha"
-"""Metadata with the alpha of the run, where it is folded into lora_B."""
 Format = Literal["diffusers", "peft", "comfyui", "kohya"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 

@@ -109,6 +109,16 @@ LUMINA2: Layout = {
     }.items()
 }
 
+Z_IMAGE: Layout = {
+    original: layers
+    for block in ("layers.{}", "noise_refiner.{}", "context_refiner.{}")
+    for original, layers in {
+        **_fused(f"{block}.attention.qkv", f"{block}.attention", *_QKV),
+        f"{block}.attention.out": (f"{block}.attention.to_out.0",),
+    }.items()
+}
+"""As ComfyUI keeps the model. musubi-tuner has the names of diffusers."""
+
 _RESNET = {"conv1": "in_layers.2", "time_emb_proj": "emb_layers.1", "conv2": "out_layers.3", "conv_shortcut": "skip_connection"}
 _UNET = {
     "conv_in": "input_blocks.0.0",

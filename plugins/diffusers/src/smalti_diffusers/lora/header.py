@@ -1,0 +1,171 @@
+"""What the header of an adapter's file says: its layers, ranks, alphas. Importing this module imports no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import cast
+
+from smalti import UserError
+
+METADATA = "lora_adapter_metadata"
+"""Where diffusers keeps rank and alpha."""
+TRAINED_ALPHA = "smalti_lora_alpha"
+"""Metadata with the alpha of the run, where it is folded into lora_B."""
+_PEFT_CONFIG = "adapter_config.json"
+_AGAIN = (
+    "name a .safetensors file with a LoRA, as kohya's tools, ComfyUI, diffusers, peft or `smalti checkpoint export` write it"
+)
+_PAIRS = {
+    ".lora_A.default.weight": ".lora_B.default.weight",
+    ".lora_A.weight": ".lora_B.weight",
+    ".lora_down.weight": ".lora_up.weight",
+    ".lora.down.weight": ".lora.up.weight",
+    "_lora.down.weight": "_lora.up.weight",
+    ".lora_linear_layer.down.weight": ".lora_linear_layer.up.weight",
+}
+"""How names of the first matrix of a layer end -> how those of the second end."""
+_OTHER_METHODS = {"hada_w": "LoHa", "lokr_w": "LoKr", "dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", "oft_": "OFT"}
+_TEXT = re.compile(r"(lora_te|text_encoder|lora_prior_te)")
+_JOINED = ("qkv", "linear1", "kv_linear")
+"""Ends of layers that are several in diffusers, where the rank can be the sum of theirs."""
+_FORMATS = {"F64": "<d", "F32": "<f", "F16": "<e"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredMatrices:
+    """The tensors of one layer: names of lora_A and lora_B, the rank, and alpha / rank where the file says alpha."""
+
+    down: str
+    up: str
+    rank: int
+    scale: float | None
+
+
+class AdapterHeader:
+    """A LoRA in a safetensors file, by the file's own names of layers. Raises UserError for anything else."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = _file(path)
+        try:
+            self._tensors, self._metadata, self._start = _read(self.path)
+        except (OSError, ValueError, KeyError, struct.error) as error:
+            raise UserError(f"{self.path} is not a valid safetensors file: {error}", fix=_AGAIN) from error
+        for mark, method in _OTHER_METHODS.items():
+            if any(mark in name for name in self._tensors):
+                raise UserError(f"{self.path} is a {method}, and only LoRA is supported", fix=_AGAIN)
+        if self._settings.get("use_dora"):
+            raise UserError(f"{self.path} is a DoRA, and only LoRA is supported", fix=_AGAIN)
+        self.layers = dict(self._layers())
+        """Of the trained part of the pipeline; those of text encoders are left out."""
+        if not self.layers:
+            raise UserError(f"{self.path} has no layers of a LoRA: of {len(self._tensors)} tensors, none is one", fix=_AGAIN)
+
+    @property
+    def text_layers(self) -> int:
+        """How many layers of text encoders there are."""
+        return sum(1 for name in self._tensors if _TEXT.match(name) and name.endswith(tuple(_PAIRS)))
+
+    @cached_property
+    def rank(self) -> int:
+        """That of most layers."""
+        plain = [each.rank for name, each in self.layers.items() if not name.endswith(_JOINED)]
+        if plain:
+            return Counter(plain).most_common(1)[0][0]
+        noted = self._metadata.get("ss_network_dim", "")
+        return int(noted) if noted.isdecimal() else next(iter(self.layers.values())).rank
+
+    @cached_property
+    def alpha(self) -> float:
+        """Alpha for this rank: that of the run that made the file, if it says so; the rank if layers differ."""
+        if TRAINED_ALPHA in self._metadata:
+            return float(self._metadata[TRAINED_ALPHA])
+        scales = {round(self.scale(name), 6) for name in self.layers}
+        return scales.pop() * self.rank if len(scales) == 1 else float(self.rank)
+
+    def scale(self, name: str) -> float:
+        """What lora_B @ lora_A of a layer is multiplied with: alpha / rank."""
+        layer = self.layers[name]
+        if layer.scale is not None:
+            return layer.scale
+        alphas = cast(Mapping[str, float], self._settings.get("alpha_pattern") or {})
+        default = self._settings.get("lora_alpha")
+        alpha = next((value for key, value in alphas.items() if re.fullmatch(rf"(.*\.)?{key}", name)), default)
+        if alpha is None:
+            return 1.0
+        return cast(float, alpha) / (math.sqrt(layer.rank) if self._settings.get("use_rslora") else layer.rank)
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        return tuple(cast(list[int], self._tensors[tensor]["shape"]))
+
+    @cached_property
+    def _settings(self) -> Mapping[str, object]:
+        """Rank, alpha and so on, from the metadata of diffusers or peft's file."""
+        if METADATA in self._metadata:
+            found = json.loads(self._metadata[METADATA])
+            return {name.partition(".")[2]: value for name, value in found.items() if not _TEXT.match(name)}
+        config = self.path.with_name(_PEFT_CONFIG)
+        return cast(Mapping[str, object], json.loads(config.read_text(encoding="utf-8"))) if config.is_file() else {}
+
+    def _layers(self) -> Iterator[tuple[str, StoredMatrices]]:
+        for name in self._tensors:
+            end = next((each for each in _PAIRS if name.endswith(each)), None)
+            if end is None or _TEXT.match(name):
+                continue
+            layer = name.removesuffix(end)
+            up = layer + _PAIRS[end]
+            if up not in self._tensors:
+                raise UserError(f"{self.path} has {name} without {up}", fix="download the file again; it is incomplete")
+            rank = self.shape(name)[0]
+            alpha = self._scalar(f"{layer}.alpha")
+            yield layer, StoredMatrices(down=name, up=up, rank=rank, scale=alpha / rank if alpha is not None else None)
+
+    def _scalar(self, name: str) -> float | None:
+        """The value of a tensor with one number; None if there is no such tensor."""
+        if name not in self._tensors:
+            return None
+        entry = self._tensors[name]
+        begin, end = cast(list[int], entry["data_offsets"])
+        with self.path.open("rb") as file:
+            file.seek(self._start + begin)
+            data = file.read(end - begin)
+        if entry["dtype"] == "BF16":
+            return cast(float, struct.unpack("<f", b"\0\0" + data)[0])
+        return cast(float, struct.unpack(_FORMATS[cast(str, entry["dtype"])], data)[0])
+
+
+def _file(path: Path) -> Path:
+    """The file itself, or the only safetensors file of a folder."""
+    path = path.expanduser()
+    if path.is_file():
+        if path.suffix != ".safetensors":
+            raise UserError(f"{path} is not a safetensors file; files of other types can contain code", fix=_AGAIN)
+        return path
+    if not path.is_dir():
+        raise UserError(f"{path} does not exist", fix=_AGAIN)
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) != 1:
+        named = ", ".join(file.name for file in files[:3]) or "no .safetensors file"
+        raise UserError(f"{path} holds {named}", fix="name one .safetensors file")
+    return files[0]
+
+
+def _read(path: Path) -> tuple[dict[str, dict[str, object]], dict[str, str], int]:
+    """Tensors and metadata of the header, and where the data start."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > path.stat().st_size:
+            raise ValueError("the header is longer than the file")
+        header = json.loads(file.read(length))
+    metadata = header.pop("__metadata__", {})
+    size = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if 8 + length + size > path.stat().st_size:
+        raise ValueError("the file is shorter than its header says")
+    return header, metadata, 8 + length
