@@ -9,9 +9,12 @@ from smalti.config import DataOptions, ObjectiveOptions, RunOptions, Schema, Tra
 from smalti.config.core_options import GROUPS
 from smalti.config.simpletuner.rules import is_neutral
 from smalti.config.simpletuner.table import KEYS, PREFIXES
+from smalti.config.toml import as_toml
 from smalti.errors import ConfigError
 
 CORE = Schema(GROUPS)
+NOTHING = Schema(())
+"""No options: every row of the table speaks."""
 
 
 def problems(configure, *flags, **sources) -> str:
@@ -41,7 +44,7 @@ def test_every_row_says_why_and_every_refusal_what_to_do():
 def test_a_value_that_is_off_changes_nothing_and_is_not_reported(key):
     rule = KEYS[key]
     for value in (None, "", *rule.neutral, *(str(each) for each in rule.neutral)):
-        found = translate_reference_options({key: value}, CORE)
+        found = translate_reference_options({key: value}, NOTHING)
         assert not found.problems
         if rule.outcome != "same":
             assert (dict(found.values), found.notices, dict(found.rest)) == ({}, (), {})
@@ -49,7 +52,7 @@ def test_a_value_that_is_off_changes_nothing_and_is_not_reported(key):
 
 @given(st.dictionaries(st.sampled_from(sorted(KEYS)), st.none() | st.booleans() | st.floats(allow_nan=False) | st.text()))
 def test_no_key_is_lost_whatever_its_value(values):
-    found = translate_reference_options(values, CORE)
+    found = translate_reference_options(values, NOTHING)
     spoken = {name for keys, _ in found.notices for name in keys.split(", ")} | {problem.where for problem in found.problems}
     spoken |= {key for key, _ in found.values.values()} | found.rest.keys()
     silent = {key for key in values if key not in spoken}
@@ -60,7 +63,7 @@ def test_no_key_is_lost_whatever_its_value(values):
 
 
 def test_keys_without_an_effect_are_one_notice_for_each_reason(from_file):
-    notices = from_file({"vae_batch_size": 4, "max_workers": 8, "tracker_run_name": "a"}).notices
+    notices = from_file({"vae_batch_size": 4, "max_workers": 8, "tracker_run_name": "a"}, "--defaults_from=smalti").notices
     assert [notice.replace("\\", "/").partition(" in ")[0] for notice in notices] == [
         "vae_batch_size, max_workers",
         "tracker_run_name",
@@ -84,9 +87,16 @@ def test_values_that_say_off_are_accepted_from_every_source(configure, write):
         "off.json",
         '{"push_to_hub": false, "--compress-disk-cache": null, "hub_model_id": "", "validation_lycoris_strength": 1}',
     )
-    config = configure("--controlnet=false", "--musubi_blocks_to_swap", "0", file=file, environment={"SMALTI_USE_DORA": "no"})
-    assert config.notices == () or all("no effect" in notice for notice in config.notices)
-    assert config.changes() == {}
+    config = configure(
+        "--defaults_from=smalti",
+        "--controlnet=false",
+        "--musubi_blocks_to_swap",
+        "0",
+        file=file,
+        environment={"SMALTI_USE_DORA": "no"},
+    )
+    assert config.notices == ()
+    assert config.changes() == {"defaults_from": "smalti"}
 
 
 def test_an_unknown_option_that_is_null_is_a_spelling_mistake_all_the_same(from_file):
@@ -169,3 +179,114 @@ def test_two_spellings_with_different_values_are_a_contradiction(from_file):
 
 def test_the_source_of_a_value_is_the_key_in_the_file(from_file):
     assert "optimizer_beta1 in" in from_file({"optimizer_beta1": 0.8}).source("adam_beta1")
+
+
+# --- whole files ----------------------------------------------------------------------------------------------------
+
+MARKS = {"lora_type": "standard", "vae_batch_size": 1}
+"""Two keys that only SimpleTuner has."""
+
+
+def test_a_file_with_two_keys_of_simpletuner_gets_its_defaults_and_says_so_once(from_file):
+    config = from_file({**MARKS, "max_grad_norm": 0.01, "model_family": "flux", "max_train_steps": 5})
+    assert (config.value("gradient_checkpointing"), config.value("ema_device"), config.value("train_batch_size")) == (
+        True,
+        "cpu",
+        4,
+    )
+    assert (config.value("max_grad_norm"), config.value("flow_schedule_shift")) == (0.01, 3.0)
+    (notice,) = [notice for notice in config.notices if "SimpleTuner's defaults are used" in notice]
+    assert "which has lora_type, vae_batch_size" in notice
+    assert 'ema_device = "cpu"' in notice
+    assert "--defaults_from=smalti" in notice
+    assert config.source("ema_device").startswith("SimpleTuner's default (")
+
+
+def test_one_key_of_simpletuner_in_another_file_changes_no_default(from_file, configure, write):
+    assert from_file({"vae_batch_size": 1, "model_family": "flux"}).changes() == {"model_family": "flux"}
+    sections = write("own.toml", 'vae_batch_size = 1\nlora_type = "standard"\n[training]\nuse_ema = true\n')
+    assert configure(file=sections).value("ema_device") == "accelerator"
+
+
+def test_the_option_decides_whose_defaults_are_used(from_file):
+    assert from_file(MARKS, "--defaults_from=smalti").value("ema_device") == "accelerator"
+    assert from_file({}, "--defaults_from=simpletuner").value("ema_device") == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("values", "option", "expected"),
+    [
+        ({"model_family": "sdxl"}, "flow_schedule_shift", None),
+        ({"model_family": "flux", "flow_schedule_auto_shift": True}, "flow_schedule_shift", None),
+        ({"model_family": "flux"}, "num_train_epochs", 1),
+        ({"model_family": "flux", "max_train_steps": 0, "num_train_epochs": 0}, "num_train_epochs", None),
+        ({"model_family": "flux", "max_train_steps": 9, "num_train_epochs": 0}, "num_train_epochs", None),
+        ({"model_family": "sd3"}, "pretrained_model_name_or_path", "stabilityai/stable-diffusion-3.5-medium"),
+        ({"model_family": "sd3", "model_flavour": "large"}, "pretrained_model_name_or_path", None),
+        ({"model_family": "flux2", "model_flavour": "klein-9b"}, "model_flavour", "klein-base-9b"),
+        ({"lr_scheduler": "polynomial", "learning_rate": 4e-5}, "lr_end_ratio", pytest.approx(0.01)),
+        ({"lr_scheduler": "constant", "learning_rate": 4e-5}, "lr_end_ratio", 0.0),
+        ({"model_family": "flux", "snr_gamma": 5}, "snr_gamma", None),
+        ({"model_family": "sdxl", "snr_gamma": 5}, "snr_gamma", 5),
+        ({"cache_dir": "downloads"}, "cache_dir", None),
+        ({"lr_scheduler": "cosine", "lr_warmup_steps": 50}, "lr_cosine_steps", 50),
+        ({"lr_scheduler": "cosine", "lr_warmup_steps": 50}, "lr_warmup_steps", 0),
+        ({"lr_scheduler": "cosine"}, "lr_cosine_steps", 1000),
+    ],
+)
+def test_a_value_means_in_its_file_what_it_means_in_simpletuner(from_file, values, option, expected):
+    assert from_file({**MARKS, **values}).value(option) == expected
+
+
+def test_what_means_something_else_in_the_file_is_reported(from_file):
+    values = {
+        "lr_scheduler": "cosine",
+        "lr_warmup_steps": 9,
+        "cache_dir": "a",
+        "loss_type": "huber",
+        "model_family": "flux",
+        "snr_gamma": 5,
+    }
+    notices = "\n".join(from_file({**MARKS, **values}).notices)
+    for text in (
+        "lr_cosine_steps = 9 here",
+        "it is the folder of downloads",
+        "huber_c is the same",
+        "min-SNR weighting is not",
+    ):
+        assert text in notices
+
+
+def test_other_files_keep_the_meaning_of_this_trainer(from_file):
+    config = from_file({"lr_scheduler": "cosine", "lr_warmup_steps": 9, "cache_dir": "a"})
+    assert (config.value("lr_cosine_steps"), config.value("lr_warmup_steps"), str(config.value("cache_dir"))) == (None, 9, "a")
+
+
+def test_a_run_keeps_the_defaults_of_simpletuner(from_file, configure, tmp_path, write):
+    config = from_file({**MARKS, "model_family": "toy", "max_train_steps": 5})
+    assert config.defaults()["ema_device"] == "cpu"
+    assert "ema_device" not in config.given()
+    kept = write("kept.toml", as_toml(config, defaults=True))
+    assert configure(file=kept).value("ema_device") == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("family", "flavour", "expected"),
+    [
+        ("auraflow", "v0.3", {"model_flavour": "0.3"}),
+        ("qwen_image", "v1.0", {"model_flavour": "image"}),
+        ("flux", "dev", {"model_flavour": "dev"}),
+        ("pixart_sigma", "600M-1024", {"model_flavour": "sigma-1024", "model_family": "pixart"}),
+        ("sana", "sana1.5-1.6b-1024", {"pretrained_model_name_or_path": "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers"}),
+    ],
+)
+def test_names_of_models_are_those_of_this_trainer(from_file, family, flavour, expected):
+    changes = from_file({"model_family": family, "model_flavour": flavour}).changes()
+    assert {"model_family": family, **expected} == changes
+
+
+@pytest.mark.parametrize(("family", "flavour"), [("flux", "kontext"), ("qwen_image", "edit-v1"), ("sdxl", "refiner-1.0")])
+def test_models_that_are_trained_in_another_way_are_refused_by_name(from_file, family, flavour):
+    told = problems(from_file, {"model_family": family, "model_flavour": flavour})
+    assert f'model_flavour = "{flavour}"' in told
+    assert "is not supported" in told

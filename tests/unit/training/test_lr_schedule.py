@@ -36,6 +36,14 @@ def test_cosine_is_half_way_down_in_the_middle():
     assert learning_rate(options(lr_scheduler="cosine"), 100)(50) == pytest.approx(0.5)
 
 
+@given(st.integers(1, 50), st.integers(1, 40), st.floats(0, 1))
+def test_a_cosine_with_steps_of_its_own_falls_and_rises_whatever_the_length_of_the_run(warmup, steps, end):
+    chosen = options(lr_scheduler="cosine", lr_cosine_steps=steps, lr_warmup_steps=warmup, lr_end_ratio=end)
+    factor = learning_rate(chosen, 7)
+    turns = [factor(warmup + turn * steps) for turn in range(5)]
+    assert turns == pytest.approx([1, end, 1, end, 1])
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_schedule_that_begins_in_the_middle_is_the_one_that_came_there(shape):
     def rates(first: int, last: int) -> list[float]:

@@ -52,6 +52,7 @@ from .options import (
     unknown as unknown,
 )
 from .resolution import draft as draft, resolve as resolve, restore as restore
+from .simpletuner.spelling import reference_defaults as reference_defaults, reference_keys as reference_keys
 from .simpletuner.translation import (
     ReferenceOptions as ReferenceOptions,
     translate_reference_options as translate_reference_options,

@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 
 from pydantic import ValidationError
 
-from smalti.config.kept_defaults import Kept
+from smalti.config.kept_defaults import KEPT, REFERENCE, Kept
 from smalti.config.options import Options, Schema, invalidated
 from smalti.config.references import References
 from smalti.config.sources import variable
@@ -19,8 +19,6 @@ from smalti.errors import InvalidOptionError, Problem
 
 G = TypeVar("G", bound=Options)
 
-KEPT = "default when the run began"
-"""Prefix of the source of a value that is the default of the version that started the run."""
 AUTOMATIC = "auto: "
 """Prefix of the source of a value that replaced "auto"."""
 PER_MACHINE = frozenset(("machine_rank", "accelerate_config"))
@@ -99,7 +97,11 @@ class Config:
 
     def given(self) -> dict[str, object]:
         """The values that are neither defaults of this version nor defaults that the run keeps."""
-        return {name: value for name, value in self.changes().items() if not self.source(name).startswith(KEPT)}
+        return {name: value for name, value in self.changes().items() if not self.is_default(name)}
+
+    def is_default(self, name: str) -> bool:
+        """Whether a value is a default: of this version, of the run, or of the trainer whose file it is."""
+        return self.source(name).startswith(("default", KEPT, REFERENCE))
 
     def defaults(self) -> dict[str, object]:
         """The default of every option in this run: of the version that started it, else of this one."""

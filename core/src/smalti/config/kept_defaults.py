@@ -13,6 +13,10 @@ from pathlib import Path
 
 from smalti.rundir import RunDirectory
 
+KEPT = "default when the run began"
+"""Prefix of the source of a value that is the default of the version that started the run."""
+REFERENCE = "SimpleTuner's default"
+"""Prefix of the source of a value that is the default of the trainer whose file it is."""
 TABLE = "defaults"
 """The table of a configuration file, and the entry of launch.json."""
 _FIRST_DEFAULTS: Mapping[str, object] = {"mixed_precision": "bf16", "timestep_distribution": "uniform", "crop": False}
@@ -23,10 +27,11 @@ _BEFORE_THE_OPTION: dict[str, object] = {"allow_tf32": False}
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """The defaults of a run by option, as JSON holds them, and for people where they stand."""
+    """The defaults of a run by option, as JSON holds them, and for people what they are and where they stand."""
 
     values: Mapping[str, object] = field(default_factory=dict)
     place: str = ""
+    label: str = KEPT
 
 
 def kept_defaults(output_dir: object, content: Mapping[str, object], file: Path | None, notices: list[str]) -> Kept:

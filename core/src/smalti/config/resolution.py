@@ -6,6 +6,7 @@ Where two sources name the same option with different values, a notice says whic
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,13 +17,14 @@ from typing import cast
 from pydantic import ValidationError
 
 from smalti.config import accelerate_yaml
-from smalti.config.config import KEPT, PER_MACHINE, Config, without_values
+from smalti.config.config import PER_MACHINE, Config, without_values
 from smalti.config.files import read_mapping
 from smalti.config.flags import parse_flags
-from smalti.config.kept_defaults import Kept, kept_defaults
+from smalti.config.kept_defaults import REFERENCE, Kept, kept_defaults
 from smalti.config.known_packages import package_of_accelerate, strategies
 from smalti.config.options import Given, Option, OptionGroup, Options, Schema, invalidated, unknown
 from smalti.config.references import References
+from smalti.config.simpletuner.spelling import reference_defaults, reference_keys, with_reference_meaning
 from smalti.config.sources import (
     Layer,
     accelerate_path,
@@ -33,6 +35,9 @@ from smalti.config.sources import (
     with_variables,
 )
 from smalti.errors import ConfigError, Problem
+
+_SHOWN = 4
+"""Keys that are named as the reason why a file is SimpleTuner's."""
 
 
 def resolve(
@@ -69,6 +74,9 @@ def draft(
         "file": {} if is_accelerate else file_layer(schema, content, str(file), problems, notices),
     }
     layers = {label: with_variables(layer, environment, problems) for label, layer in layers.items()}
+    keys = _reference_keys(layers, {} if is_accelerate else content, schema)
+    if keys:
+        layers["file"] = with_reference_meaning(layers["file"], notices)
     path = accelerate_path(layers, file if is_accelerate else None, environment, problems)
     accelerate = content if is_accelerate else read_mapping(path) if path is not None else {}
     if path is not None:
@@ -78,6 +86,8 @@ def draft(
     chosen = _merge(layers, schema, notices)
     _derive(schema, chosen, notices, problems)
     kept = kept_defaults(chosen["output_dir"][1].value if "output_dir" in chosen else None, content, file, notices)
+    if keys and not kept.values:
+        kept = _of_reference(schema, chosen, keys, str(file))
     _keep(schema, chosen, kept, notices)
     values = {name: given for name, (_, given) in chosen.items()}
     groups = _validate(schema, values, problems)
@@ -133,6 +143,20 @@ def _merge(layers: Mapping[str, Layer], schema: Schema, notices: list[str]) -> d
     return chosen
 
 
+def _reference_keys(layers: Mapping[str, Layer], content: Mapping[str, object], schema: Schema) -> tuple[str, ...]:
+    """The keys by which the file is SimpleTuner's, whose defaults are used then. None if there are none."""
+    given = next((layer["defaults_from"].value for layer in layers.values() if "defaults_from" in layer), "auto")
+    chosen = str(given).lower()
+    return () if chosen == "smalti" else ("defaults_from",) if chosen == "simpletuner" else reference_keys(content, schema)
+
+
+def _of_reference(schema: Schema, chosen: Mapping[str, tuple[str, Given]], keys: Sequence[str], file: str) -> Kept:
+    """SimpleTuner's defaults, for its file."""
+    values = reference_defaults({name: given.value for name, (_, given) in chosen.items()}, schema)
+    known = ", ".join(keys[:_SHOWN]) + (" ..." if len(keys) > _SHOWN else "")
+    return Kept(values=values, place=f"{file}, which has {known}", label=REFERENCE)
+
+
 def _derive(schema: Schema, chosen: dict[str, tuple[str, Given]], notices: list[str], problems: list[Problem]) -> None:
     """Add the values that values of other options contain. An option that is also given elsewhere must have the same value."""
     for group in schema.groups:
@@ -159,6 +183,7 @@ def _derive(schema: Schema, chosen: dict[str, tuple[str, Given]], notices: list[
 
 def _keep(schema: Schema, chosen: dict[str, tuple[str, Given]], kept: Kept, notices: list[str]) -> None:
     """Use the default with which the run started for options that are not given, if this version has another one."""
+    different: dict[str, str] = {}
     for name, value in kept.values.items():
         option = schema.options.get(name)
         if option is None or name in chosen or name in PER_MACHINE or option.secret:
@@ -166,8 +191,13 @@ def _keep(schema: Schema, chosen: dict[str, tuple[str, Given]], kept: Kept, noti
         if value is None and not option.may_be_none:
             continue  # not a valid value any more
         if not same(option, value, option.default):
-            chosen[name] = (KEPT, Given(value=value, spelling=name, place=kept.place))
-            notices.append(f"{name}: {value!r}, the default when the run began; it is {option.default!r} now")
+            chosen[name] = (kept.label, Given(value=value, spelling=name, place=kept.place))
+            different[name] = f"{value!r}, the default when the run began; it is {option.default!r} now"
+    if kept.label == REFERENCE and different:
+        shown = ", ".join(f"{name} = {json.dumps(kept.values[name])}" for name in different)
+        notices.append(f"SimpleTuner's defaults are used ({kept.place}): {shown}; --defaults_from=smalti uses others")
+    else:
+        notices += [f"{name}: {text}" for name, text in different.items()]
 
 
 def _conflicts(schema: Schema, groups: Mapping[type[Options], Options], problems: Sequence[Problem]) -> Iterator[Problem]:
@@ -262,7 +292,7 @@ def _idle_options(config: Config) -> Iterator[str]:
     changed = config.changes()
     for name in config.sources:
         option = config.schema.options[name]
-        if option.when and name in changed and not config.source(name).startswith(KEPT) and not _holds(option.when, config):
+        if option.when and name in changed and not config.is_default(name) and not _holds(option.when, config):
             yield f"{name} has no effect unless {option.when}"
 
 

@@ -71,6 +71,13 @@ class OptimizerOptions(Options):
         "constant_with_warmup", help="Learning rate schedule. Each begins with lr_warmup_steps of linear warm-up."
     )
     lr_warmup_steps: int = option(0, help="Steps of linear warm-up from zero.", ge=0)
+    lr_cosine_steps: int | None = option(
+        None,
+        help="Steps in which the cosine falls from the peak; it rises again in as many. Default: it falls once, until the end.",
+        level="advanced",
+        when="lr_scheduler == cosine",
+        ge=1,
+    )
     lr_decay_share: float = option(
         0.4,
         help="Share of the run, at its end, over which the learning rate decays.",

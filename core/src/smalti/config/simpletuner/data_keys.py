@@ -22,9 +22,6 @@ DATA_KEYS: Mapping[str, Rule] = {
     "parquet_filename_column": ignored(_IN_AN_ENTRY),
     "conditioning_multidataset_sampling": ignored("datasets of conditioning images are not supported"),
     "masked_loss_probability": ignored("masks are not supported", 1.0),
-    "minimum_image_size": refused("it belongs to a dataset", "set minimum_image_size in the dataset's entry", 0),
-    "maximum_image_size": refused("it belongs to a dataset", "set maximum_image_size in the dataset's entry", 0),
-    "target_downsample_size": refused("it belongs to a dataset", "set target_downsample_size in the dataset's entry", 0),
     "max_upscale_threshold": refused("there is no limit to upscaling", "minimum_image_size leaves out small images"),
     "data_backend_sampling": refused(
         "datasets are sampled in proportion to their size", "set repeats in the datasets' entries", "auto-weighting"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from smalti.config.simpletuner.conversions import attention, sets
+from smalti.config.simpletuner.flavours import flavour, flux_targets
 from smalti.config.simpletuner.rules import Rule, ignored, refused, renamed, same
 
 _LESS_MEMORY = "use gradient_checkpointing, base_model_precision or FSDP2 with fsdp_cpu_offload"
@@ -31,6 +32,8 @@ _FAMILIES: Mapping[str, tuple[object, str]] = {"pixart_sigma": ("pixart", ""), "
 MODEL_KEYS: Mapping[str, Rule] = {
     # The model and its parts
     "model_family": same(_FAMILIES),
+    "model_flavour": same(convert=flavour),
+    "model_flavor": same(convert=flavour),
     "vae_dtype": same({"default": ("auto", ""), "fp16": ("auto", "fp16 is not supported")}),
     "pretrained_vae_model_name_or_path": refused(
         "the VAE of the pipeline is used",
@@ -85,10 +88,7 @@ MODEL_KEYS: Mapping[str, Rule] = {
     "lora_init_type": same(
         {"default": ("kaiming", ""), "true": ("kaiming", "")},
     ),
-    "flux_lora_target": refused(
-        "its sets of layers have no names here",
-        "lora_targets=to_q,to_k,to_v,to_out.0 names layers; without it, attention and feed-forward are adapted",
-    ),
+    "flux_lora_target": renamed("lora_targets", convert=flux_targets),
     # Precision
     "base_model_precision": same(_PRECISIONS),
     "base_model_default_dtype": renamed("lora_base_dtype"),

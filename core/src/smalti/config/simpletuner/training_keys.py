@@ -23,9 +23,6 @@ TRAINING_KEYS: Mapping[str, Rule] = {
     "ignore_final_epochs": ignored("max_train_steps decides if it is given"),
     "strict_epoch_limit": refused("max_train_steps decides if it is given", "leave max_train_steps out", False),
     # Optimizer
-    "grad_clip_method": refused(
-        "gradients are clipped by their global norm", "set it to norm, and max_grad_norm to 1.0", "norm"
-    ),
     "optimizer_config": renamed("adam_weight_decay, ...", convert=optimizer_settings),
     "optimizer_beta1": renamed("adam_beta1"),
     "optimizer_beta2": renamed("adam_beta2"),

@@ -72,7 +72,10 @@ def learning_rate(options: OptimizerOptions, total: int) -> Callable[[int], floa
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / (warmup + 1)
-        done = min(1.0, (step - warmup) / max(1, total - warmup))
+        if options.lr_scheduler == "cosine" and options.lr_cosine_steps is not None:
+            done = (step - warmup) / options.lr_cosine_steps
+        else:
+            done = min(1.0, (step - warmup) / max(1, total - warmup))
         return end + (1 - end) * shape(done, options)
 
     return factor
