@@ -5,13 +5,23 @@ import shutil
 
 import pytest
 
+from smalti.rundir.png import image_settings
+
 OPTIONS = {
     "max_train_steps": 8,
     "train_batch_size": 4,
     "use_ema": True,
     "validation_step_interval": 4,
     "validation_resolution": "16x16,8x12",
+    "validation_negative_prompt": "circle number 9",
 }
+LIBRARY = """
+square = "circle number 4"
+[wide]
+prompt = "circle number 5"
+resolution = "24x8"
+seed = 7
+"""
 PROMPTS = ["circle number 1", "circle number 2", "circle number 3"]
 
 
@@ -19,11 +29,13 @@ PROMPTS = ["circle number 1", "circle number 2", "circle number 3"]
 def runs(tmp_path_factory, train, launch):
     """The same training with eight pictures on one rank, four on each of two ranks, and twice four on one rank."""
     root = tmp_path_factory.mktemp("ranks")
-    one = train(root / "one", **{**OPTIONS, "train_batch_size": 8, "validation_prompt": PROMPTS})
+    (root / "prompts.toml").write_text(LIBRARY)
+    prompts = {"validation_prompt": PROMPTS, "validation_prompt_library": root / "prompts.toml"}
+    one = train(root / "one", **{**OPTIONS, "train_batch_size": 8}, **prompts)
     (root / "temporary").mkdir()
     own = {"TMPDIR": str(root / "temporary"), "PROBE_MODULES": "1"}
-    two = launch(root / "two", **OPTIONS, num_processes=2, validation_prompt=PROMPTS, variables=own)
-    accumulated = train(root / "accumulated", **OPTIONS, gradient_accumulation_steps=2, validation_prompt=PROMPTS)
+    two = launch(root / "two", **OPTIONS, num_processes=2, **prompts, variables=own)
+    accumulated = train(root / "accumulated", **OPTIONS, gradient_accumulation_steps=2, **prompts)
     return {"one": one, "two": two, "accumulated": accumulated}
 
 
@@ -40,22 +52,32 @@ def test_weights_do_not_depend_on_how_a_batch_is_split(runs, other, group):
     assert worst < 2e-5
 
 
-def test_three_prompts_at_two_sizes_on_two_ranks_give_six_images(runs):
+def test_every_prompt_has_an_image_at_each_of_its_sizes_on_two_ranks(runs):
     from PIL import Image
 
     folder = runs["two"].directory / "samples" / "00000004"
     sizes = {}
-    for path in folder.glob("0*.png"):
+    for path in (path for path in folder.glob("*.png") if path.name != "grid.png"):
         with Image.open(path) as image:
             sizes[path.stem] = "{}x{}".format(*image.size)
-    assert sorted(sizes.values()) == ["16x16"] * 3 + ["8x12"] * 3
+    assert sizes.pop("wide") == "24x8"
+    assert sorted(sizes.values()) == ["16x16"] * 4 + ["8x12"] * 4
     assert all(name.endswith(size) for name, size in sizes.items())
+
+
+def test_an_image_names_its_prompts_and_seed(runs):
+    found = {path.stem: image_settings(path) for path in (runs["two"].directory / "samples" / "00000004").glob("*.png")}
+    keys = ("prompt", "negative_prompt", "seed")
+    assert [found["wide"][key] for key in keys] == ["circle number 5", "circle number 9", "7"]
+    assert [found["00-circle-number-1-16x16"][key] for key in keys] == ["circle number 1", "circle number 9", "42"]
+    assert found["square-8x12"]["seed"] == "42"
 
 
 def test_pictures_do_not_depend_on_the_number_of_ranks(runs):
     from PIL import Image, ImageChops
 
-    names = [path.name for path in sorted((runs["one"].directory / "samples" / "00000008").glob("0*.png"))]
+    names = [path.name for path in (runs["one"].directory / "samples" / "00000008").glob("*.png") if path.name != "grid.png"]
+    assert len(names) == 9
     for name in names:
         pair = [Image.open(runs[run].directory / "samples" / "00000008" / name) for run in ("one", "two")]
         assert max(high for _, high in ImageChops.difference(*pair).getextrema()) <= 1

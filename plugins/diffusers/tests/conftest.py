@@ -3,9 +3,14 @@
 from pathlib import Path
 
 import pytest
+from kinds import EVERY
 from pictured import PROMPT
 from PIL import Image
 
+from smalti.config.resolution import resolve
+from smalti.plugins.discovery import load_plugins
+from smalti.plugins.lookup import find_family
+from smalti.plugins.schema import schema_of
 from support.warm_processes import warm_processes
 
 OPTIONS = {
@@ -43,3 +48,19 @@ def train(pictures):
         return warm_processes().train(words, {"HF_HOME": str(directory.parent / "hf"), "SMALTI_CONTEXT_PARALLEL_ON_CPU": "1"})
 
     return start
+
+
+@pytest.fixture(scope="session")
+def family_of(tmp_path_factory):
+    """family_of(kind, "--flag=1", ...) -> the family over a tiny pipeline, which is made once."""
+    plugins, folders = load_plugins(), {}
+    schema, root = schema_of(plugins), tmp_path_factory.mktemp("pipelines")
+
+    def give(kind, *flags):
+        name, make, more = EVERY[kind]
+        if kind not in folders:
+            folders[kind] = make(root / kind.replace(" ", "-"), **more)
+        given = (f"--model_family={name}", f"--pretrained_model_name_or_path={folders[kind]}", *flags)
+        return find_family(resolve(schema, given, environment={}), plugins)
+
+    return give

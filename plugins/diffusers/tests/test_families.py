@@ -7,10 +7,10 @@ from importlib.util import find_spec
 from inspect import signature
 
 import pytest
-import tiny
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from kinds import EMPTY, GIVEN, GUIDANCE, MAKERS, PROMPTS, SIZE, TOLD
 
 from smalti import UserError
 from smalti.config.resolution import resolve
@@ -21,7 +21,7 @@ from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
 from smalti.training.loss import denoising_loss
-from smalti_diffusers.families.flux import pack, unpack
+from smalti_diffusers.families.flux import unpack
 from smalti_diffusers.families.flux2 import Flux2
 from smalti_diffusers.families.lumina2 import Lumina2
 from smalti_diffusers.families.sana import Sana
@@ -30,28 +30,6 @@ from smalti_diffusers.pipeline import PipelineFamily
 from smalti_diffusers.sources.components import Components
 from smalti_testing.pytest import FamilyContract
 
-MAKERS = {
-    "flux": ("flux", tiny.flux, {}),
-    "flux schnell": ("flux", tiny.flux, {"guidance": False}),
-    "flux2 klein": ("flux2", tiny.flux2, {}),
-    "flux2 klein distilled": ("flux2", tiny.flux2, {"distilled": True}),
-    "flux2 dev": ("flux2", tiny.flux2, {"dev": True}),
-    "sd3": ("sd3", tiny.sd3, {}),
-    "sd3.5": ("sd3", tiny.sd3, {"newer": True}),
-    "pixart sigma": ("pixart", tiny.pixart, {}),
-    "pixart alpha": ("pixart", tiny.pixart, {"alpha": True}),
-    "sana": ("sana", tiny.sana, {}),
-    "auraflow": ("auraflow", tiny.auraflow, {}),
-    "lumina2": ("lumina2", tiny.lumina2, {}),
-    "qwen image": ("qwen_image", tiny.qwen_image, {}),
-    "z image": ("z_image", tiny.z_image, {}),
-}
-PROMPTS = ["A red fox in the snow", "two boats"]
-EMPTY = [""] * len(PROMPTS)
-SIZE = (96, 64)
-GUIDANCE = 3.5
-# What pipelines take as latents, where that is not what smalti calls so.
-GIVEN = {"flux": pack, "qwen_image": pack}
 # Of which captions the calls of one step tell, where they are not one call that tells of empty ones first.
 CALLS = {
     "flux": [PROMPTS],
@@ -71,31 +49,6 @@ UNGUIDED = {
     "qwen image": {"true_cfg_scale": 1.0},
     "z image": {"guidance_scale": 0.0},
 }
-# What a run says to the pipeline where the pipeline's own default would be another one.
-TOLD = {
-    "flux schnell": {"max_sequence_length": 256},
-    "pixart sigma": {"use_resolution_binning": False, "clean_caption": False},
-    "pixart alpha": {"use_resolution_binning": False, "clean_caption": False},
-    "sana": {"use_resolution_binning": False},
-    "qwen image": {"true_cfg_scale": GUIDANCE, "negative_prompt": [" "] * len(PROMPTS)},
-    "z image": {"guidance_scale": GUIDANCE - 1},
-}
-
-
-@pytest.fixture(scope="session")
-def family_of(tmp_path_factory):
-    """family_of(kind, "--flag=1", ...) -> the family over a tiny pipeline, which is made once."""
-    plugins, folders = load_plugins(), {}
-    schema, root = schema_of(plugins), tmp_path_factory.mktemp("pipelines")
-
-    def give(kind, *flags):
-        name, make, more = MAKERS[kind]
-        if kind not in folders:
-            folders[kind] = make(root / kind.replace(" ", "-"), **more)
-        given = (f"--model_family={name}", f"--pretrained_model_name_or_path={folders[kind]}", *flags)
-        return find_family(resolve(schema, given, environment={}), plugins)
-
-    return give
 
 
 @pytest.fixture(scope="module", params=MAKERS)

@@ -13,25 +13,44 @@ from smalti import UserError
 from smalti.checkpoint.async_saver import Saver
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
+from smalti.config.core_options.prompts import ValidationPrompt, validation_prompts
 from smalti.config.resolution import resolve
+from smalti.data.buckets import Bucket
 from smalti.parallel.gloo import GlooCommunicator
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.training.optim.ema import Ema
-from smalti.training.validation.validation import eval_mode, shares, validation_sizes
+from smalti.training.validation.plan import PlannedImage, batches, planned_images
+from smalti.training.validation.validation import eval_mode
 from smalti_testing import TinyFamily
 from smalti_testing.strategy_subject import open_family
 
 
-@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 5))
-def test_every_prompt_is_drawn_and_every_rank_draws_the_same_number_of_equal_batches(count, ranks, batch):
-    rows = shares(count, ranks, batch)
-    assert {number for row in rows for numbers in row for number in numbers} == set(range(count))
-    assert len({tuple(map(len, row)) for row in rows}) == 1
+def prompt(stem: str = "cat", strength: float = 1.0) -> ValidationPrompt:
+    return ValidationPrompt(stem=stem, prompt="", shown="", negative_prompt="", seed=1, adapter_strength=strength)
+
+
+@given(
+    st.lists(st.sampled_from([(64, 1.0), (64, 0.5), (96, 1.0)]), min_size=1, max_size=40), st.integers(1, 9), st.integers(1, 5)
+)
+def test_all_images_are_sampled_in_batches_of_one_size_and_strength_and_no_rank_has_more_of_them(kinds, ranks, batch):
+    images = [PlannedImage(prompt=prompt(strength=strength), size=Bucket(64, edge), file="") for edge, strength in kinds]
+    rows = batches(images, ranks, batch)
+    assert {number for row in rows for numbers in row for number in numbers} == set(range(len(kinds)))
+    assert len(set(map(len, rows))) == 1
+    assert all(len({kinds[number] for number in numbers}) == 1 and len(numbers) <= batch for row in rows for numbers in row)
+    # No more rounds than if every size and strength were sampled after the other.
+    rounds = sum(-(-kinds.count(kind) // (ranks * batch)) for kind in set(kinds))
+    assert len(rows[0]) <= rounds
+
+
+def configured(*flags: str):
+    return resolve(schema_of(load_plugins()), flags, environment={})
 
 
 def size(*flags: str) -> str:
-    return ",".join(map(str, validation_sizes(resolve(schema_of(load_plugins()), flags, environment={}), 8)))
+    config = configured(*flags)
+    return ",".join(str(image.size) for image in planned_images(config, [prompt()], 8))
 
 
 def test_pictures_are_as_large_as_the_training_pictures_unless_said_otherwise():
@@ -54,6 +73,35 @@ def test_several_sizes_may_be_given_with_commas():
 def test_a_size_that_cannot_be_drawn_is_refused(text):
     with pytest.raises(UserError, match="validation_resolution"):
         size(f"--validation_resolution={text}")
+
+
+def files(*flags: str) -> list[str]:
+    config = configured(*flags)
+    return [image.file for image in planned_images(config, validation_prompts(config), 8)]
+
+
+def library(folder, text: str, name: str = "prompts.toml") -> str:
+    (folder / name).write_text(text)
+    return f"--validation_prompt_library={folder / name}"
+
+
+def test_files_are_named_by_prompt_and_by_size_where_a_prompt_has_several(tmp_path):
+    entries = 'fox = "a fox"\n["red boat"]\nprompt = "a boat"\nresolution = "32x64"\n'
+    flags = ("--validation_prompt=A cat!", "--validation_resolution=64,96x64", library(tmp_path, entries))
+    assert files(*flags) == ["00-a-cat-64x64.png", "fox-64x64.png", "red-boat.png", "00-a-cat-96x64.png", "fox-96x64.png"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('cat = "a"\nCAT = "b"', "the same file name, CAT.png"),
+        ('grid = "a"', "the contact sheet have the same file name"),
+        ('[cat]\nprompt = "a"\nresolution = "64x60"', "cat: this model samples multiples of 8 pixels, which 64x60 is not"),
+    ],
+)
+def test_a_library_whose_images_cannot_be_sampled_or_named_is_refused(tmp_path, text, message):
+    with pytest.raises(UserError, match=message):
+        files(library(tmp_path, text))
 
 
 class Late(GlooCommunicator):

@@ -123,7 +123,7 @@ class Events:
         if info.writer is None:
             return
         self._writer = info.writer
-        self._generates_images = bool(info.config[ValidationOptions].validation_prompt)
+        self._generates_images = info.config[ValidationOptions].samples_images
         self._interval = info.config[TrackingOptions].log_interval
         self._events = RunEvents(info.writer)
         self._events.start(state, info)
@@ -155,7 +155,9 @@ class Events:
             state.request_validation()
             writer.acknowledge(request, message=f"generating images after step {state.step}")
         else:
-            writer.acknowledge(request, accepted=False, message="this run has no validation_prompt")
+            writer.acknowledge(
+                request, accepted=False, message="this run has no validation_prompt and no validation_prompt_library"
+            )
 
     @hookimpl
     def on_validation(self, state: RunState, result: ValidationResult) -> None:

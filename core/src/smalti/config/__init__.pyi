@@ -10,6 +10,7 @@ from .core_options.launch import (
     launch_problems as launch_problems,
 )
 from .core_options.model import ModelOptions as ModelOptions
+from .core_options.prompts import ValidationPrompt as ValidationPrompt, validation_prompts as validation_prompts
 from .core_options.run import (
     CheckpointOptions as CheckpointOptions,
     PluginOptions as PluginOptions,

@@ -33,12 +33,15 @@ class Sampler:
     """How to get from noise to images.
 
     `guidance` is the scale of classifier-free guidance (Ho and Salimans 2022): 1 is the plain model at half the cost.
+    `guidance_rescale` mixes in the guided prediction with the standard deviation of the one for the prompt (Lin et al. 2023,
+    section 3.4): 0 is none of it, 1 that alone.
     `shift` spends more of the steps near noise (> 1), as larger images want.
     """
 
     objective: Objective
     steps: int = 25
     guidance: float = 1.0
+    guidance_rescale: float = 0.0
     shift: float = 1.0
 
     def __post_init__(self) -> None:
@@ -81,4 +84,8 @@ class Sampler:
             return denoise(noisy, timesteps, conditioning).float()
         both = denoise(torch.cat([noisy, noisy]), torch.cat([timesteps, timesteps]), conditioning).float()
         prompted, plain = both.chunk(2)
-        return plain + self.guidance * (prompted - plain)
+        answer = plain + self.guidance * (prompted - plain)
+        if self.guidance_rescale:
+            widths = [each.flatten(1).std(dim=1).view(-1, *[1] * (each.ndim - 1)) for each in (prompted, answer)]
+            answer = torch.lerp(answer, answer * (widths[0] / widths[1].clamp_min(1e-12)), self.guidance_rescale)
+        return answer

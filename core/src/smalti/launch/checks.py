@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from smalti.config import Config, DataOptions, ModelOptions, OptimizerOptions, RunOptions, ValidationOptions
+from smalti.config import (
+    Config,
+    DataOptions,
+    ModelOptions,
+    OptimizerOptions,
+    RunOptions,
+    ValidationOptions,
+    validation_prompts,
+)
 from smalti.errors import CheckpointError, ConfigError, InvalidOptionError, Problem, UserError, problems_in
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import (
@@ -47,6 +55,8 @@ class CheckedRun:
     loss: DenoisingLoss
     checkpoint: Path | None
     """The checkpoint to resume from. Only the presence and the sizes of its files were checked."""
+    notices: tuple[str, ...] = ()
+    """About settings of validation images that have no effect."""
 
 
 @dataclass(kw_only=True)
@@ -90,17 +100,19 @@ def check_run(config: Config, plugins: Plugins, *, thorough: bool = False) -> Ch
     entries = plugins.gather(HookSpecs.register_optimizers)
     if checks.run(lambda: find_optimizer(config[OptimizerOptions].optimizer, entries)) and distributed:
         checks.run(lambda: check_strategy(distributed, config, plugins))
+    checks.run(lambda: validation_prompts(config))
     family = checks.run(lambda: _family(config, plugins, fetch=not checks.problems))
     loss = checks.run(lambda: _loss(config, family)) if family else None
+    notices: tuple[str, ...] = ()
     if family:
-        checks.run(lambda: _sizes(config, family))
+        notices = checks.run(lambda: _validation(config, family)) or ()
         if distributed:
             checks.run(lambda: check_sharding(distributed, family))
         if thorough or (distributed and (distributed.context > 1 or distributed.check_model)):
             checks.run(lambda: _model(config, plugins, family, distributed, checkpoint))
     checks.raise_if_any()
     assert distributed and family and loss, "all checks have returned a result"  # noqa: PT018
-    return CheckedRun(distributed=distributed, family=family, loss=loss, checkpoint=checkpoint)
+    return CheckedRun(distributed=distributed, family=family, loss=loss, checkpoint=checkpoint, notices=notices)
 
 
 def _datasets(config: Config, plugins: Plugins) -> None:
@@ -141,12 +153,13 @@ def _loss(config: Config, family: ModelFamily) -> DenoisingLoss:
     return denoising_loss(config, family, "cpu")
 
 
-def _sizes(config: Config, family: ModelFamily) -> None:
-    """Raises UserError if the family cannot generate images of the sizes for validation."""
-    if config[ValidationOptions].validation_prompt:
-        from smalti.training import validation_sizes
+def _validation(config: Config, family: ModelFamily) -> tuple[str, ...]:
+    """Notices about validation images. Raises UserError or ConfigError if the family cannot generate them."""
+    if not config[ValidationOptions].samples_images:
+        return ()
+    from smalti.training import check_validation
 
-        validation_sizes(config, family.alignment)
+    return tuple(check_validation(config, validation_prompts(config), family))
 
 
 def _model(

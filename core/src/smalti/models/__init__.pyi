@@ -14,6 +14,7 @@ from .capabilities import (
     Exporter as Exporter,
     FormatExporter as FormatExporter,
     KeepsRawLatents as KeepsRawLatents,
+    ScalesAdapter as ScalesAdapter,
     family_problems as family_problems,
     latents_of as latents_of,
     latents_to_keep as latents_to_keep,

@@ -5,10 +5,11 @@ Shapes: B batch, C latent channels, H, W pixels, h, w latent size.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from smalti.models.family import ModelFamily
 
@@ -100,7 +101,19 @@ class Adaptable(Protocol):
         ...
 
 
-_OPTIONAL = (Exporter, FormatExporter, Cacheable, KeepsRawLatents, Adaptable)
+@runtime_checkable
+class ScalesAdapter(Protocol):
+    """For an `Adaptable` whose adapter can be made weaker or stronger while images are sampled."""
+
+    def adapter_strength(self, model: nn.Module, strength: float) -> AbstractContextManager[None]:
+        """Within it, what the trained adapter adds is multiplied by `strength`; 0 gives the model without the adapter.
+
+        `model` is that of `build_model`, spread over ranks or not. Afterwards it is as before. Must not be collective.
+        """
+        ...
+
+
+_OPTIONAL = (Exporter, FormatExporter, Cacheable, KeepsRawLatents, Adaptable, ScalesAdapter)
 _NEAR = 0.85
 """From this likeness on (difflib) a name counts as misspelt: in ten letters, one that is wrong, missing or too many."""
 

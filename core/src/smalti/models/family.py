@@ -37,8 +37,11 @@ class SampleRequest:
     `objective` is what the loss trains: its prediction and its noise schedule. A family that samples by itself passes it to its
     sampler (`smalti.diffusion.Sampler`) and builds no other.
 
-    `conditioning` is that of the prompts and `unconditional` that of as many empty prompts, where they were encoded before
+    `conditioning` is that of the prompts and `unconditional` that of as many negative prompts, where they were encoded before
     training; both are None for families that are not `Cacheable`.
+
+    `negative_prompts` are as many as `prompts`; () for empty ones. `guidance_rescale` is the share of a guided prediction that
+    is rescaled to the standard deviation of the prediction for the prompt (Lin et al. 2023, section 3.4); 0 is none.
     """
 
     prompts: Sequence[str]
@@ -50,6 +53,8 @@ class SampleRequest:
     objective: Objective
     conditioning: Conditioning | None = None
     unconditional: Conditioning | None = None
+    negative_prompts: Sequence[str] = ()
+    guidance_rescale: float = 0.0
 
 
 class ModelFamily:
@@ -77,6 +82,10 @@ class ModelFamily:
     """Whether the model spends much of its time in convolutions. On CUDA devices they then use the channels-last format."""
     indivisible: str = ""
     """Why the model cannot be sharded: the end of the sentence "FSDP2 cannot shard ...". Empty if it can be."""
+    no_negative_prompt: str = ""
+    """Why a negative prompt has no effect on images. Empty if it has one."""
+    no_guidance_rescale: str = ""
+    """Why `sample` cannot rescale guided predictions. Empty if it can, as the default `sample` does."""
     device: torch.device = torch.device("cpu")
     """Where frozen parts are, and what they encode."""
 
@@ -103,6 +112,13 @@ class ModelFamily:
     def forward(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
         """The raw prediction, shaped like `noisy`. `timesteps` is (B,), in [0, 1000], 1000 being pure noise."""
         ...
+
+    def encode_negative_prompts(self, prompts: Sequence[str]) -> Conditioning:
+        """Conditioning of negative prompts, shaped as that of captions. By default the same.
+
+        The row of "" is that of `encode_captions`.
+        """
+        return self.encode_captions(prompts)
 
     def weights(self, seed: int) -> Weights:
         """The weights to start from, by default random ones. `seed` matters only for those. The same on every rank."""
@@ -167,14 +183,21 @@ class ModelFamily:
         shift = 1.0
         if self.flow_shift is not None and isinstance(request.objective, RectifiedFlow):
             shift = self.flow_shift.at(self.image_tokens(request.width, request.height))
-        return Sampler(objective=request.objective, steps=request.steps, guidance=request.guidance, shift=shift)
+        return Sampler(
+            objective=request.objective,
+            steps=request.steps,
+            guidance=request.guidance,
+            guidance_rescale=request.guidance_rescale,
+            shift=shift,
+        )
 
     def request_conditioning(self, request: SampleRequest) -> tuple[Conditioning, Conditioning]:
-        """Conditioning of the prompts, and of as many empty ones: from the request, else encoded now, as in training."""
+        """Conditioning of the prompts, and of the negative prompts: from the request, else encoded now, as in training."""
         if request.conditioning is not None and request.unconditional is not None:
             return request.conditioning, request.unconditional
+        negative = request.negative_prompts or [""] * len(request.prompts)
         with torch.autocast(self.device.type, enabled=False):
-            return self.encode_captions(request.prompts), self.encode_captions([""] * len(request.prompts))
+            return self.encode_captions(request.prompts), self.encode_negative_prompts(negative)
 
     def sampling_settings(self, request: SampleRequest) -> dict[str, float]:
         """Settings that `sample` uses in place of those of the request, by name, such as "guidance". Saved with images."""

@@ -20,4 +20,4 @@ from .optim.optimizers import (
 from .resume import check_adapter as check_adapter
 from .resume_checks import check_resumable as check_resumable
 from .trainer import train as train
-from .validation.validation import validation_sizes as validation_sizes
+from .validation.plan import check_validation as check_validation

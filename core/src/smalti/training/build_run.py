@@ -6,9 +6,10 @@ configure -> family -> data -> encode ahead -> model (meta) -> blocks -> wrap ->
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import cast
 
@@ -22,6 +23,8 @@ from smalti.config import (
     OptimizerOptions,
     RunOptions,
     TrainingOptions,
+    ValidationPrompt,
+    validation_prompts,
 )
 from smalti.data import total_steps
 from smalti.errors import BrokenPlugin, UserError
@@ -63,9 +66,13 @@ def open_parallel(plan: DistributedPlan, config: Config) -> Parallel:
     return cast(Parallel, create(plan, plan.parallel, config))
 
 
-def compare_ranks(parallel: Parallel, config: Config, plugins: Plugins) -> None:
-    """Refuse to train when ranks differ in configuration or plugins: they would hang or train different runs. *Collective*."""
-    mine = f"config {config.digest}; {'; '.join(plugins.versions)}"
+def compare_ranks(parallel: Parallel, config: Config, plugins: Plugins, prompts: Sequence[ValidationPrompt]) -> None:
+    """Refuse to train when ranks differ in configuration, plugins or validation prompts. *Collective*.
+
+    They would hang or train different runs.
+    """
+    read = sha256(repr(prompts).encode()).hexdigest()[:8]
+    mine = f"config {config.digest}; validation prompts {read}; {'; '.join(plugins.versions)}"
     everyone = parallel.all_gather_text(mine)
     different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
     if different:
@@ -86,11 +93,12 @@ def build(
     writer: RunWriter | None = None,
 ) -> Run:
     """Assemble a run on this rank. *Collective*. What has to be closed in the end is put on `closing`."""
-    compare_ranks(parallel, config, plugins)
+    prompts = validation_prompts(config)
+    compare_ranks(parallel, config, plugins, prompts)
     directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
     family = find_family(config, plugins)
     family.to(parallel.world.device)
-    data, encoded = open_data(config, plugins, family, parallel, directory.data, writer)
+    data, encoded = open_data(config, plugins, family, parallel, directory.data, writer, prompts)
     bare, blocks = build_model(config, plugins, family, parallel.world.device)
     seed = config[RunOptions].seed
     adapter = family.adapter(seed) if isinstance(family, Adaptable) else None
@@ -121,6 +129,7 @@ def build(
         loss=loss,
         data=data,
         encoded=encoded,
+        prompts=prompts,
         state=RunState(max_steps=total_steps(config, data)),
         cadence=Cadence.of(config, data),
         checkpoints=CheckpointStore(directory.checkpoints, report=_log.warning),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
 
-from smalti.config import Config, RunOptions
+from smalti.config import Config, RunOptions, ValidationPrompt
 from smalti.data import Encoded, PreparedData, cache_folders, encode_ahead, load_data, scan_data, scan_progress, was_scanned
 from smalti.errors import UserError
 from smalti.models import ModelFamily
@@ -40,11 +41,18 @@ def become_run(config: Config, communicator: Communicator, writer: RunWriter | N
 
 
 def open_data(
-    config: Config, plugins: Plugins, family: ModelFamily, communicator: Communicator, directory: Path, writer: RunWriter | None
+    config: Config,
+    plugins: Plugins,
+    family: ModelFamily,
+    communicator: Communicator,
+    directory: Path,
+    writer: RunWriter | None,
+    prompts: Sequence[ValidationPrompt],
 ) -> tuple[PreparedData, Encoded]:
     """The order of samples on this rank, and what of them was encoded ahead. *Collective*.
 
     Reads the indexes that the launcher wrote just now into `directory`. Where nobody has, rank 0 scans, however long it takes.
+    `prompts` are those of validation.
     """
     phases = writer.phases if writer is not None else Phases()
 
@@ -59,7 +67,7 @@ def open_data(
     except RankError as failure:
         raise UserError(str(failure), fix=failure.fix) from failure
     data = load_data(config, plugins, family.alignment, directory)
-    encoded = encode_ahead(config, family, data, communicator, cache_folders(config, plugins), directory, phases)
+    encoded = encode_ahead(config, family, data, communicator, cache_folders(config, plugins), directory, phases, prompts)
     phases.enter("building")
     return data, encoded
 

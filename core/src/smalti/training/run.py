@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +21,7 @@ from smalti.config import (
     TrackingOptions,
     TrainingOptions,
     ValidationOptions,
+    ValidationPrompt,
 )
 from smalti.data import Batch, Encoded, HeldOut, Loader, PreparedData
 from smalti.models import (
@@ -70,6 +72,8 @@ class Run:
     loss: DenoisingLoss
     data: PreparedData
     encoded: Encoded
+    prompts: Sequence[ValidationPrompt]
+    """The prompts of validation images."""
     state: RunState
     cadence: Cadence
     checkpoints: CheckpointStore

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
@@ -30,6 +31,7 @@ from smalti_diffusers.lora.adapter import AdaptedWeights, Lora, adapter_shapes, 
 from smalti_diffusers.lora.header import AdapterHeader
 from smalti_diffusers.lora.quantisation import check_device, quantise
 from smalti_diffusers.lora.reading import AdapterFile
+from smalti_diffusers.lora.strength import adapter_scaled
 from smalti_diffusers.options import DiffusersOptions, LoraOptions, Precision
 from smalti_diffusers.sources.components import Components, class_of, locate
 
@@ -56,6 +58,8 @@ class PipelineFamily(ModelFamily):
     vae_in_fp32: bool = False
     predictions: ClassVar[tuple[Prediction, ...]] = ()
     """What a run may make the model predict, besides what the pipeline's scheduler says."""
+    rescales_guidance: ClassVar[bool] = False
+    """Whether the pipeline has an argument `guidance_rescale`."""
 
     def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
         if components.pipeline not in (self.pipeline, *self.former_names):
@@ -85,6 +89,7 @@ class PipelineFamily(ModelFamily):
             self.flow_shift = scheduler_shift(scheduler)
         self.seed = config[RunOptions].seed if config is not None else 0
         self._vae_on_host = False
+        self.no_guidance_rescale = "" if self.rescales_guidance else f"{self.pipeline} does not rescale guided predictions"
 
     # --- what a family may say otherwise ----------------------------------------------------------------------------
 
@@ -147,6 +152,9 @@ class PipelineFamily(ModelFamily):
         base = self.base_weights(seed).digest()
         kept = {} if self._precision == "no_change" else {"base_precision": self._precision}
         return {"kind": "lora", "rank": self.lora.rank, "alpha": self.lora.alpha, "base": base, **kept}
+
+    def adapter_strength(self, model: nn.Module, strength: float) -> AbstractContextManager[None]:
+        return adapter_scaled(model, strength)
 
     def forward(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
         prediction: Tensor = model(**self.inputs(noisy, timesteps, conditioning), return_dict=False)[0]
@@ -301,7 +309,7 @@ class PipelineFamily(ModelFamily):
                 num_inference_steps=request.steps,
                 generator=[torch.Generator().manual_seed(seed) for seed in request.seeds],
                 output_type="pt",
-                **{"guidance_scale": request.guidance} | self.sampling(request),
+                **{"guidance_scale": request.guidance} | self._rescaling(request) | self.sampling(request),
             )
         finally:
             setattr(pipeline, self.part, None)
@@ -311,8 +319,12 @@ class PipelineFamily(ModelFamily):
 
     @abstractmethod
     def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
-        """The pipeline's arguments for prompts that are encoded, and for the empty ones that it guides away from."""
+        """The pipeline's arguments for prompts that are encoded, and for the negative ones that it guides away from."""
         ...
+
+    @staticmethod
+    def _rescaling(request: SampleRequest) -> dict[str, object]:
+        return {"guidance_rescale": request.guidance_rescale} if request.guidance_rescale else {}
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         """More arguments for the pipeline, or another `guidance_scale` where it has another meaning."""

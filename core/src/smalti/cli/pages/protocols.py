@@ -38,6 +38,7 @@ CHAPTERS = (
             "smalti.models:Cacheable",
             "smalti.models:KeepsRawLatents",
             "smalti.models:Adaptable",
+            "smalti.models:ScalesAdapter",
             "smalti.models:Exporter",
             "smalti.models:FormatExporter",
             "smalti.models:PostLoadTransform",

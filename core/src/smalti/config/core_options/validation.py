@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator
@@ -11,6 +12,9 @@ from smalti.config.options import Options, Texts, option
 
 LARGEST_IMAGE = 89_478_485
 """Pixels of an image that is sampled: as many as one may have that is read."""
+
+STRONGEST = 100.0
+"""The largest factor on an adapter, in both directions."""
 
 
 def sizes_in(text: str) -> tuple[tuple[int, int], ...]:
@@ -37,13 +41,21 @@ class ValidationOptions(Options):
     validation_prompt: Texts = option(
         (), help="Prompt of a validation image. Repeat the flag for several.", aliases=["validation_prompts"]
     )
+    validation_prompt_library: Path | None = option(
+        None,
+        help="File of more validation prompts, by name (TOML, JSON or YAML). Entries can set negative prompt, sizes and seed.",
+        aliases=["user_prompt_library"],
+    )
+    validation_negative_prompt: str = option("", help="Negative prompt of validation images. Default: the empty prompt.")
     validation_step_interval: int = option(
         0,
         help="Generate validation images every N steps and at the end. 0: only at the end.",
         aliases=["validation_steps"],
         ge=0,
     )
-    validation_seed: int = option(42, help="Seed of the first validation image; the next ones count up.", ge=0)
+    validation_seed: int = option(
+        42, help="Seed of the first validation prompt; the next ones count up. Prompts of the library all have it.", ge=0
+    )
     validation_resolution: Annotated[str | None, AfterValidator(_sizes)] = option(
         None,
         help="Sizes of validation images, such as 512 or 512x768,768x512. Default: the training resolution.",
@@ -51,6 +63,21 @@ class ValidationOptions(Options):
     validation_num_inference_steps: int = option(25, help="Denoising steps per validation image.", ge=1, le=1_000)
     validation_guidance: float = option(
         3.0, help="Classifier-free guidance scale of validation images. 1 disables guidance.", ge=0
+    )
+    validation_guidance_rescale: float = option(
+        0.0,
+        help="Rescale guided predictions against overexposure; 0.7 is the published value. 0 disables it.",
+        level="advanced",
+        ge=0,
+        le=1,
+    )
+    validation_adapter_strength: float = option(
+        1.0,
+        help="Factor on the LoRA in validation images. 0 gives the base model.",
+        level="advanced",
+        when="model_type == lora",
+        ge=-STRONGEST,
+        le=STRONGEST,
     )
     validation_batch_size: int = option(8, help="Images to sample or evaluate at once per rank.", level="advanced", ge=1)
     eval_steps_interval: int = option(
@@ -63,3 +90,8 @@ class ValidationOptions(Options):
     num_eval_images: int | None = option(
         None, help="Evaluate on this many images of each eval dataset, always the same ones. Default: all.", ge=1
     )
+
+    @property
+    def samples_images(self) -> bool:
+        """Whether the run has prompts."""
+        return bool(self.validation_prompt) or self.validation_prompt_library is not None

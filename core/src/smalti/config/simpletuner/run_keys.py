@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from smalti.config.simpletuner.rules import Rule, ignored, refused, renamed
+from smalti.config.simpletuner.conversions import prompt_library
+from smalti.config.simpletuner.rules import Rule, ignored, refused, renamed, same
 
 _NOT_PUBLISHED = "a run publishes nothing; `smalti checkpoint export` writes what can be uploaded"
 _EXPORT = "set it to false, and upload what `smalti checkpoint export` writes"
@@ -17,16 +18,13 @@ RUN_KEYS: Mapping[str, Rule] = {
     # Validation
     "validation_disable": refused("images are sampled if there is a prompt", "remove validation_prompt", False),
     "validation_epoch_interval": refused("validation is counted in steps", "validation_step_interval=STEPS"),
-    "validation_negative_prompt": ignored("validation images have no negative prompt"),
-    "validation_guidance_rescale": ignored("guidance is not rescaled, in validation images", 0.0),
     "validation_guidance_real": renamed("flux_true_cfg_scale", neutral=(1.0,)),
     "validation_no_cfg_until_timestep": ignored("guidance is the same in all steps, in validation images", 0, 2),
     "validation_guidance_skip_layers": ignored(_SKIP_LAYERS),
     "validation_guidance_skip_layers_start": ignored(_SKIP_LAYERS, 0.01),
     "validation_guidance_skip_layers_stop": ignored(_SKIP_LAYERS, 0.2),
     "validation_guidance_skip_scale": ignored(_SKIP_LAYERS, 2.8),
-    "validation_prompt_library": ignored(_OWN_PROMPTS, False),
-    "user_prompt_library": refused("a library of prompts is not supported", "list its prompts: validation_prompt"),
+    "validation_prompt_library": same(convert=prompt_library),
     "num_validation_images": refused(
         "there is one image for each prompt and size", "repeat the prompt: each has a seed of its own", 1
     ),
@@ -43,7 +41,6 @@ RUN_KEYS: Mapping[str, Rule] = {
     "validation_multigpu": ignored("all ranks sample", "batch-parallel"),
     "validation_stitch_input_location": ignored("there are no input images"),
     "validation_lycoris_strength": ignored("LyCORIS adapters are not supported", 1.0),
-    "validation_adapter_strength": ignored("validation images show the adapter with its full strength", 1.0),
     "validation_adapter_path": refused("validation images show the adapter that is trained", "remove it"),
     "validation_adapter_config": refused("validation images show the adapter that is trained", "remove it"),
     "validation_adapter_name": ignored("validation images show the adapter that is trained"),

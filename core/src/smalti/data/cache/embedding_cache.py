@@ -77,18 +77,22 @@ class CachedLatents:
 
 
 class CachedTexts:
-    """The conditioning of all texts of a run: captions, validation prompts and the empty prompt."""
+    """The conditioning of all texts of a run: captions, validation prompts, negative prompts and the empty prompt."""
 
     def __init__(self, store: TensorStore) -> None:
         self.store = store
 
     @staticmethod
-    def key(text: str) -> str:
-        return _key(_TEXT_RECIPE, text)
+    def key(text: str, *, negative: bool = False) -> str:
+        """The key of a caption, or of a negative prompt. The empty prompt is the same as both."""
+        return _key(_TEXT_RECIPE, text, *(["negative"] if negative and text else []))
 
-    def rows(self, texts: Sequence[str]) -> Conditioning:
-        """Conditioning with a leading dimension of len(texts), on the CPU, as `encode_captions` returns it."""
-        entries = [self.store.get(self.key(text)) for text in texts]
+    def rows(self, texts: Sequence[str], *, negative: bool = False) -> Conditioning:
+        """Conditioning with a leading dimension of len(texts), on the CPU, as `encode_captions` returns it.
+
+        With `negative`, as `encode_negative_prompts` does.
+        """
+        entries = [self.store.get(self.key(text, negative=negative)) for text in texts]
         return {name: torch.stack([entry[name] for entry in entries]) for name in entries[0]}
 
 

@@ -26,7 +26,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from smalti.config import Config, DataOptions, ValidationOptions
+from smalti.config import Config, DataOptions, ValidationPrompt, validation_prompts
 from smalti.data.buckets import Bucket
 from smalti.data.cache.embedding_cache import CachedLatents, CachedTexts, CropOffset
 from smalti.data.cache.tensor_store import Entry, FolderStore, TensorStore
@@ -66,11 +66,14 @@ class Encoded:
     held_out: CachedLatents | None = None
     """Latents of the held-out images, if there are any."""
 
-    def conditioning(self, texts: Sequence[str], device: str) -> Conditioning | None:
-        """Returns the conditioning of these texts, on the device; None if texts are encoded in every step."""
+    def conditioning(self, texts: Sequence[str], device: str, *, negative: bool = False) -> Conditioning | None:
+        """Returns the conditioning of these captions, on the device; None if texts are encoded in every step.
+
+        With `negative`, they are negative prompts.
+        """
         if self.texts is None:
             return None
-        return {name: rows.to(device) for name, rows in self.texts.rows(texts).items()}
+        return {name: rows.to(device) for name, rows in self.texts.rows(texts, negative=negative).items()}
 
 
 def encode_ahead(
@@ -81,12 +84,14 @@ def encode_ahead(
     folders: CacheFolders,
     log: Path,
     phases: Phases | None = None,
+    prompts: Sequence[ValidationPrompt] | None = None,
 ) -> Encoded:
     """Encode what is missing, then release the encoders. *Collective*. Does nothing for a family that is not `Cacheable`.
 
     Call it before the model is built: encoders and model need not fit into memory together.
 
-    `log` is a folder for this rank's list of broken images. What was encoded before a signal or Ctrl-C is kept. Raises
+    `log` is a folder for this rank's list of broken images. `prompts` are those of validation, None for those that `config`
+    names. What was encoded before a signal or Ctrl-C is kept. Raises
     PreflightError on all ranks if one of them fails: not enough space, no permission to write, more unusable images than the
     error budget allows.
     """
@@ -101,7 +106,9 @@ def encode_ahead(
             if not options.text_cache_disable:
                 texts = CachedTexts(*work.open("texts", [folders.texts]))
                 captions = chain.from_iterable(all_captions(one) for one in every)
-                work.encode_texts(texts, {"", *captions, *config[ValidationOptions].validation_prompt})
+                prompts = validation_prompts(config) if prompts is None else prompts
+                work.encode_texts(texts, {"", *captions, *(each.prompt for each in prompts)})
+                work.encode_texts(texts, {each.negative_prompt for each in prompts} - {""}, negative=True)
                 family.release_encoder("texts")
             if not options.vae_cache_disable:
                 for one in every:
@@ -174,16 +181,17 @@ class _Encoder:
 
     # --- texts ------------------------------------------------------------------------------------------------------
 
-    def encode_texts(self, texts: CachedTexts, wanted: Iterable[str]) -> None:
-        """Encode all these texts. *Collective*."""
-        by_key = {texts.key(text): text for text in wanted}
+    def encode_texts(self, texts: CachedTexts, wanted: Iterable[str], *, negative: bool = False) -> None:
+        """Encode all these captions, or negative prompts. *Collective*."""
+        by_key = {texts.key(text, negative=negative): text for text in wanted}
+        encoder = self.family.encode_negative_prompts if negative else self.family.encode_captions
         missing = texts.store.missing(by_key)
         mine = [by_key[key] for key in sorted(missing) if self._is_mine(key)]
 
         def encode(batch: list[str]) -> int:
-            rows = self.family.encode_captions(_padded(batch, self.batch))
-            rows = {name: values.cpu() for name, values in rows.items()}
-            pending.add({texts.key(text): {name: rows[name][row] for name in rows} for row, text in enumerate(batch)})
+            rows = {name: values.cpu() for name, values in encoder(_padded(batch, self.batch)).items()}
+            keys = [texts.key(text, negative=negative) for text in batch]
+            pending.add({key: {name: rows[name][row] for name in rows} for row, key in enumerate(keys)})
             return len(batch)
 
         pending = _Pending(texts.store)

@@ -34,7 +34,7 @@ class Cadence:
         return cls(
             validation_interval=validation.validation_step_interval,
             checkpoint_interval=config[CheckpointOptions].checkpoint_step_interval,
-            samples_images=bool(validation.validation_prompt),
+            samples_images=validation.samples_images,
             evaluation_interval=validation.eval_steps_interval,
             evaluation_epochs=validation.eval_epoch_interval,
             epoch_of=None if data.held_out is None else data.order.epoch_of,

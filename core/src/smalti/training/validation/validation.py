@@ -1,66 +1,31 @@
-"""Drawing the validation prompts with the model as it is, on all ranks together."""
+"""Sampling the validation images with the model as it is, on all ranks together."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from smalti.config import DataOptions, ValidationOptions, sizes_in
-from smalti.data import Bucket
-from smalti.errors import UserError
+from smalti.config import ValidationOptions, ValidationPrompt
 from smalti.hookspecs import HookSpecs
-from smalti.models import SampleRequest
+from smalti.models import SampleRequest, ScalesAdapter
 from smalti.plugins import notify_each
 from smalti.rundir import save_image
 from smalti.training.failures.attempts import AttemptFailed, computed, on_all_ranks
+from smalti.training.validation.plan import PlannedImage, batches, planned_images
 from smalti.training.validation.running_stats import broadcast_running_stats
 from smalti.types import ValidationImage, ValidationResult
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from smalti.config import Config
     from smalti.training.run import Run
 
-
-def shares(count: int, ranks: int, batch: int) -> list[list[list[int]]]:
-    """Which prompts each rank samples: shares[rank] is a list of batches of prompt numbers.
-
-    Every rank gets the same number of batches of the same size, because under a sharded model each forward pass is collective;
-    the last batch is filled with the last prompt.
-    """
-    each = -(-count // ranks)
-    padded = [min(number, count - 1) for number in range(each * ranks)]
-    rows = [padded[rank * each : (rank + 1) * each] for rank in range(ranks)]
-    return [[row[start : start + batch] for start in range(0, each, batch)] for row in rows]
-
-
-def validation_sizes(config: Config, alignment: int) -> tuple[Bucket, ...]:
-    """The sizes of validation images. Raises UserError if the model cannot sample one of them."""
-    text = config[ValidationOptions].validation_resolution
-    if text is None:
-        data = config[DataOptions]
-        size = _fitting((data.resolution * 1e6) ** 0.5 if data.resolution_type == "area" else data.resolution, alignment)
-        return (Bucket(size, size),)
-    sizes = [Bucket(width, height) for width, height in sizes_in(text)]
-    if strange := [str(size) for size in sizes if size.width % alignment or size.height % alignment]:
-        fitting = [f"{_fitting(size.width, alignment)}x{_fitting(size.height, alignment)}" for size in sizes]
-        raise UserError(
-            f"validation_resolution={text}: this model samples multiples of {alignment} pixels, which {' and '.join(strange)} "
-            f"{'is' if len(strange) == 1 else 'are'} not",
-            fix=f"--validation_resolution={','.join(fitting)}",
-        )
-    return tuple(sizes)
-
-
-def _fitting(edge: float, alignment: int) -> int:
-    return max(alignment, round(edge / alignment) * alignment)
+Settings = dict[str, str | float]
+"""What an image was sampled with, by name, for its metadata."""
 
 
 @contextmanager
@@ -97,11 +62,13 @@ def validate(run: Run) -> ValidationResult:
     Raises AttemptFailed, on every rank.
     """
     run.state.validation_requested = False
-    sizes = on_all_ranks(run.parallel, lambda: validation_sizes(run.config, run.family.alignment))
+    planned = on_all_ranks(run.parallel, lambda: planned_images(run.config, run.prompts, run.family.alignment))
     with run.phases.during("validating"), eval_mode(run) as model, run.parallel.autocast():
-        sampled = computed(run, lambda: [each for place, size in enumerate(sizes) for each in _sample(run, model, place, size)])
+        sampled = computed(run, lambda: list(_sample(run, model, planned)))
     folder = run.directory.samples_at(run.state.step)
-    images = _images(run.config, folder, sizes)
+    images = tuple(
+        ValidationImage(prompt=each.prompt.shown, seed=each.prompt.seed, path=folder / each.file) for each in planned
+    )
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -114,59 +81,61 @@ def validate(run: Run) -> ValidationResult:
     return result
 
 
-def _sample(run: Run, model: nn.Module, place: int, size: Bucket) -> Iterator[tuple[int, Image, dict[str, float]]]:
-    """This rank's images of one size, in host memory, by number, with the settings to reproduce each.
+def _sample(run: Run, model: nn.Module, planned: Sequence[PlannedImage]) -> Iterator[tuple[int, Image, Settings]]:
+    """This rank's images, in host memory, by number, with the settings to reproduce each.
 
     They are written later, when no other rank waits for this one.
     """
-    options = run.config[ValidationOptions]
-    prompts = options.validation_prompt
-    for numbers in shares(len(prompts), run.world.data_size, options.validation_batch_size)[run.world.data_rank]:
-        wanted = [prompts[number] for number in numbers]
-        request = SampleRequest(
-            prompts=wanted,
-            seeds=[options.validation_seed + number for number in numbers],
-            width=size.width,
-            height=size.height,
-            steps=options.validation_num_inference_steps,
-            guidance=options.validation_guidance,
-            objective=run.loss.objective,
-            conditioning=run.encoded.conditioning(wanted, run.world.device),
-            unconditional=run.encoded.conditioning([""] * len(wanted), run.world.device),
-        )
-        settings = {"guidance": request.guidance, **run.family.sampling_settings(request)}
-        for number, pixels in zip(numbers, run.family.sample(model, request), strict=True):
-            yield place * len(prompts) + number, _as_image(pixels), settings
+    world = run.world
+    mine = batches(planned, world.data_size, run.config[ValidationOptions].validation_batch_size)[world.data_rank]
+    for numbers in mine:
+        images = [planned[number] for number in numbers]
+        request = _request(run, images)
+        with _adapter_strength(run, model, images[0].prompt.adapter_strength):
+            pixels = run.family.sample(model, request)
+        for number, row in zip(numbers, pixels, strict=True):
+            yield number, _as_image(row), _settings(run, planned[number].prompt, request)
 
 
-def _images(config: Config, folder: Path, sizes: Sequence[Bucket]) -> tuple[ValidationImage, ...]:
-    """All prompts at the first size, then at the next. Files are named by their size where there are several."""
-    options, prompts = config[ValidationOptions], shown_prompts(config)
-    return tuple(
-        ValidationImage(
-            prompt=prompt,
-            seed=options.validation_seed + number,
-            path=folder / f"{_file_name(number, prompt)}{f'-{size}' if len(sizes) > 1 else ''}.png",
-        )
-        for size in sizes
-        for number, prompt in enumerate(prompts)
+def _request(run: Run, images: Sequence[PlannedImage]) -> SampleRequest:
+    """For a batch of images of one size."""
+    options, device = run.config[ValidationOptions], run.world.device
+    prompts, negative = [image.prompt.prompt for image in images], [image.prompt.negative_prompt for image in images]
+    return SampleRequest(
+        prompts=prompts,
+        negative_prompts=negative,
+        seeds=[image.prompt.seed for image in images],
+        width=images[0].size.width,
+        height=images[0].size.height,
+        steps=options.validation_num_inference_steps,
+        guidance=options.validation_guidance,
+        guidance_rescale=options.validation_guidance_rescale,
+        objective=run.loss.objective,
+        conditioning=run.encoded.conditioning(prompts, device),
+        unconditional=run.encoded.conditioning(negative, device, negative=True),
     )
 
 
-def shown_prompts(config: Config) -> tuple[str, ...]:
-    """The prompts as files, events and names have them: with {env:NAME} where that was written."""
-    prompts, shown = config[ValidationOptions].validation_prompt, config.shown("validation_prompt")
-    if isinstance(shown, tuple) and len(shown) == len(prompts):
-        return shown
-    return tuple(f"prompt {number}" for number in range(len(prompts)))  # a variable holds them all
+def _adapter_strength(run: Run, model: nn.Module, strength: float) -> AbstractContextManager[None]:
+    """Within it, the trained adapter is scaled. Does nothing in a run without an adapter."""
+    if run.adapter is None or strength == 1 or not isinstance(run.family, ScalesAdapter):
+        return nullcontext()
+    return run.family.adapter_strength(model, strength)
 
 
-def _file_name(number: int, prompt: str) -> str:
-    words = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60]
-    return f"{number:02d}-{words or 'image'}"
+def _settings(run: Run, prompt: ValidationPrompt, request: SampleRequest) -> Settings:
+    """The settings of an image, apart from prompt and seed. Those that change nothing are left out."""
+    settings: Settings = {"guidance": request.guidance, **run.family.sampling_settings(request)}
+    if prompt.negative_prompt and not run.family.no_negative_prompt:
+        settings["negative_prompt"] = str(run.config.masked(prompt.negative_prompt))
+    if request.guidance_rescale:
+        settings["guidance_rescale"] = request.guidance_rescale
+    if run.adapter is not None and prompt.adapter_strength != 1:
+        settings["adapter_strength"] = prompt.adapter_strength
+    return settings
 
 
-def _write(run: Run, image: ValidationImage, pixels: Image, settings: dict[str, float]) -> None:
+def _write(run: Run, image: ValidationImage, pixels: Image, settings: Settings) -> None:
     """Write an image, with the settings to reproduce it in its metadata."""
     save_image(
         image.path,

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from smalti import Config
 from smalti.diffusion import Conditioning
 from smalti.models import Attention, ContextPlan, Join, SampleRequest, Split
+from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily, create
+from smalti_diffusers.sources.components import Components
 
 FLAVOURS = {"dev": "black-forest-labs/FLUX.1-dev", "schnell": "black-forest-labs/FLUX.1-schnell"}
 
@@ -41,6 +43,11 @@ class Flux(PipelineFamily):
         "proj_mlp",
     )
     patch = 2
+
+    def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
+        super().__init__(components, options, config)
+        if options.flux_true_cfg_scale == 1:
+            self.no_negative_prompt = "Flux is sampled without classifier-free guidance unless --flux_true_cfg_scale is above 1"
 
     def lora_targets(self) -> tuple[str, ...]:
         """Attention and feed-forward of every block, and no layer outside of them: those of the pipeline's training script in

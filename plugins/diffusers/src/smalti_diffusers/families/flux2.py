@@ -56,6 +56,8 @@ class Flux2(PipelineFamily):
         self.pipeline = DEV if components.pipeline == DEV else "Flux2KleinPipeline"
         super().__init__(components, options, config)
         self._known: tuple[Tensor, Tensor] | None = None
+        if self.pipeline == DEV or components.settings.get("is_distilled"):
+            self.no_negative_prompt = "this Flux.2 is guidance-distilled and sampled without classifier-free guidance"
         if components.kind("tokenizer") == "PixtralProcessor" and find_spec("torchvision") is None:
             raise UserError(
                 f"the tokenizer of {components.folder} is one for images too, which transformers makes only with torchvision",

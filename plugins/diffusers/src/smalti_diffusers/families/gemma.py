@@ -32,3 +32,16 @@ def encode_instructed(
     if plain is not None:
         tokens, mask = torch.where(empty.unsqueeze(-1), plain, tokens), torch.where(empty, plain_mask, mask)
     return {"tokens": tokens, "mask": mask}
+
+
+def encode_negative(pipeline: object, prompts: Sequence[str], device: torch.device, length: int) -> Conditioning:
+    """The same of negative prompts, which these pipelines encode without an instruction."""
+    with torch.no_grad():
+        _, _, tokens, mask = pipeline.encode_prompt(  # type: ignore[attr-defined]
+            [""] * len(prompts),
+            do_classifier_free_guidance=True,
+            negative_prompt=list(prompts),
+            device=device,
+            max_sequence_length=length,
+        )
+    return {"tokens": tokens, "mask": mask}

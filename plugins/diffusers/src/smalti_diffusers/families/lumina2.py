@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from smalti import Config
 from smalti.diffusion import Conditioning
 from smalti.models import SampleRequest
-from smalti_diffusers.families.gemma import encode_instructed
+from smalti_diffusers.families.gemma import encode_instructed, encode_negative
 from smalti_diffusers.pipeline import PipelineFamily, create
 
 FLAVOURS = {"2.0": "Alpha-VLLM/Lumina-Image-2.0"}
@@ -40,6 +40,9 @@ class Lumina2(PipelineFamily):
 
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
         return encode_instructed(self.encoder, captions, self.device, self.text_length)
+
+    def encode_negative_prompts(self, prompts: Sequence[str]) -> Conditioning:
+        return encode_negative(self.encoder, prompts, self.device, self.text_length)
 
     def example_conditioning(self, width: int, height: int) -> Conditioning:
         width_of_text = cast(int, self.components.config(self.part)["cap_feat_dim"])

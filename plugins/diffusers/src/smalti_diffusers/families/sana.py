@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from smalti import Config
 from smalti.diffusion import Conditioning
 from smalti.models import SampleRequest
-from smalti_diffusers.families.gemma import encode_instructed
+from smalti_diffusers.families.gemma import encode_instructed, encode_negative
 from smalti_diffusers.pipeline import PipelineFamily, create
 from smalti_diffusers.sources.components import class_of
 
@@ -53,6 +53,9 @@ class Sana(PipelineFamily):
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
         more = {"complex_human_instruction": self.instruction}
         return encode_instructed(self.encoder, captions, self.device, self.text_length, **more)
+
+    def encode_negative_prompts(self, prompts: Sequence[str]) -> Conditioning:
+        return encode_negative(self.encoder, prompts, self.device, self.text_length)
 
     def example_conditioning(self, width: int, height: int) -> Conditioning:
         width_of_text = cast(int, self.components.config(self.part)["caption_channels"])

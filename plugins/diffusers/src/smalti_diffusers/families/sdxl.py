@@ -37,6 +37,7 @@ class Sdxl(PipelineFamily):
     vae_in_fp32 = True
     predictions = ("epsilon", "v_prediction")
     convolutional = True
+    rescales_guidance = True
 
     def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
         if components.pipeline != self.pipeline:  # the refiner and inpainting models are called otherwise

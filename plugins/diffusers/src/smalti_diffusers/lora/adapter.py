@@ -19,7 +19,8 @@ from smalti import UserError
 from smalti.models import Weights
 from smalti_diffusers.lora.reading import AdapterFile, padded, target_names
 
-_NAME = "default"
+ADAPTER = "default"
+"""What peft calls the trained adapter."""
 _BASE = ".base_layer."
 
 
@@ -48,7 +49,7 @@ def attach(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> nn.Module:
     settings = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": list(lora.targets)}
     config = LoraConfig(**settings)  # type: ignore[arg-type]  # alpha may be a fraction, whatever the annotation says
     try:
-        inject_adapter_in_model(config, model, adapter_name=_NAME, low_cpu_mem_usage=True)
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     except ValueError as error:
         raise UserError(f"an adapter does not fit: {error}", fix="--lora_targets=NAME,... of linear layers") from error
     for name, parameter in model.named_parameters():

@@ -1,0 +1,39 @@
+"""The kinds of pipelines that are tried, and how each is called otherwise than by its defaults."""
+
+import tiny
+
+from smalti_diffusers.families.flux import pack
+
+MAKERS = {
+    "flux": ("flux", tiny.flux, {}),
+    "flux schnell": ("flux", tiny.flux, {"guidance": False}),
+    "flux2 klein": ("flux2", tiny.flux2, {}),
+    "flux2 klein distilled": ("flux2", tiny.flux2, {"distilled": True}),
+    "flux2 dev": ("flux2", tiny.flux2, {"dev": True}),
+    "sd3": ("sd3", tiny.sd3, {}),
+    "sd3.5": ("sd3", tiny.sd3, {"newer": True}),
+    "pixart sigma": ("pixart", tiny.pixart, {}),
+    "pixart alpha": ("pixart", tiny.pixart, {"alpha": True}),
+    "sana": ("sana", tiny.sana, {}),
+    "auraflow": ("auraflow", tiny.auraflow, {}),
+    "lumina2": ("lumina2", tiny.lumina2, {}),
+    "qwen image": ("qwen_image", tiny.qwen_image, {}),
+    "z image": ("z_image", tiny.z_image, {}),
+}
+# Whose model is no transformer too.
+EVERY = MAKERS | {"sdxl": ("sdxl", tiny.sdxl, {}), "sdxl encoded": ("sdxl", tiny.sdxl, {"force_zeros": False})}
+PROMPTS = ["A red fox in the snow", "two boats"]
+EMPTY = [""] * len(PROMPTS)
+SIZE = (96, 64)
+GUIDANCE = 3.5
+# What pipelines take as latents, where that is not what smalti calls so.
+GIVEN = {"flux": pack, "qwen_image": pack}
+# What a run says to the pipeline where the pipeline's own default would be another one.
+TOLD = {
+    "flux schnell": {"max_sequence_length": 256},
+    "pixart sigma": {"use_resolution_binning": False, "clean_caption": False},
+    "pixart alpha": {"use_resolution_binning": False, "clean_caption": False},
+    "sana": {"use_resolution_binning": False},
+    "qwen image": {"true_cfg_scale": GUIDANCE, "negative_prompt": [" "] * len(PROMPTS)},
+    "z image": {"guidance_scale": GUIDANCE - 1},
+}
