@@ -1,18 +1,8 @@
 """Files of kohya's sd-scripts: what they become, and what is listed."""
 
-import tomllib
-from pathlib import Path
-
 import pytest
-from hypothesis import given, strategies as st
 
-from smalti.config import Schema
-from smalti.errors import UserError
-from smalti.migration.commented_toml import as_toml
 from smalti.migration.importing import import_files
-from smalti.migration.kohya_tables import DATASETS, OPTIONS
-from smalti.plugins.discovery import load_plugins
-from smalti.plugins.schema import schema_of
 
 TRAIN = """
 pretrained_model_name_or_path = "flux1-dev.safetensors"
@@ -47,24 +37,6 @@ flip_aug = true
 image_dir = "reg"
 is_reg = true
 """
-
-
-@pytest.fixture(scope="module")
-def everything() -> Schema:
-    """The options of all installed plugins."""
-    return schema_of(load_plugins())
-
-
-@pytest.fixture
-def imported(everything, write):
-    """imported({name: text}, family) -> (the file that is written, as values; what is left, by its place; the text)."""
-
-    def convert(files: dict[str, str], family: str | None = None) -> tuple[dict, dict, str]:
-        result = import_files([write(name, text) for name, text in files.items()], everything, family=family)
-        text = as_toml(result, everything)
-        return tomllib.loads(text), {each.place: each for each in result.left}, text
-
-    return convert
 
 
 def test_options_and_datasets_become_one_file_with_the_place_of_every_value(imported):
@@ -182,32 +154,3 @@ def test_files_of_the_same_name_as_the_options_that_they_hold_are_not_overwritte
     path = write("train.toml", TRAIN)
     import_files([path], everything)
     assert path.read_text() == TRAIN
-
-
-def test_tables_name_each_key_once_and_options_that_exist(everything):
-    datasets = {"instance_data_dir", "repeats", "prepend_instance_prompt", "minimum_image_size", "datasets"}
-    for rules in (OPTIONS, DATASETS):
-        keys = [rule.key for rule in rules]
-        assert sorted(key for key in set(keys) if keys.count(key) > 1) == []
-        named = {name for rule in rules for name in rule.options}
-        assert named - everything.options.keys() - datasets == set()
-
-
-json_values = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.lists(st.text(max_size=4), max_size=3)
-)
-
-
-@given(st.dictionaries(st.sampled_from([rule.key for rule in OPTIONS]), json_values, max_size=12))
-def test_whatever_the_values_the_result_is_toml(everything, tmp_path_factory, values):
-    import json
-
-    path = Path(tmp_path_factory.mktemp("any")) / "train.json"
-    path.write_text(json.dumps({"network_dim": 4, "network_module": "networks.lora_flux", **values}))
-    try:
-        result = import_files([path], everything)
-    except UserError:
-        return  # a file that nothing can be recognized in
-    assert tomllib.loads(as_toml(result, everything)).keys() == result.lines.keys() | (
-        {"datasets"} if result.datasets else set()
-    )

@@ -15,6 +15,10 @@ FILES = {
     "dataset.toml": (KOHYA_DATA, "a dataset file of kohya's sd-scripts"),
     "dataset.json": ('{"datasets": [{"subsets": [{"image_dir": "x"}]}]}', "a dataset file of kohya's sd-scripts"),
     "run.sh": ("accelerate launch sdxl_train_network.py --network_dim=4", "a configuration of kohya's sd-scripts"),
+    "aitk.yaml": ("job: extension\nconfig:\n  process:\n  - type: sd_trainer", "a configuration of ai-toolkit"),
+    "onetrainer.json": ('{"model_type": "FLUX_DEV_1", "training_method": "LORA"}', "a configuration of OneTrainer"),
+    "concepts.json": ('[{"name": "", "path": "x", "text": {"prompt_source": "sample"}}]', "a dataset file of OneTrainer"),
+    "samples.json": ('[{"prompt": "x", "cfg_scale": 7.0}]', "a file of prompts of OneTrainer"),
     "gui.json": ('{"LoRA_type": "Standard", "network_dim": 8, "epoch": 1}', "a configuration of kohya's GUI"),
     "ours.toml": ("model_family = 'toy'\nnetwork_dim = 4\nunet_lr = 1", "a configuration of smalti"),
     "data.json": ('[{"id": "a", "type": "local", "instance_data_dir": "x"}]', "a dataset file of SimpleTuner"),
@@ -67,7 +71,9 @@ def test_the_wrong_one_of_two_files_is_named(refused, write):
     assert f"fix: smalti train {config};" in refused("train", *TOY, f"--data_backend_config={config}")
 
 
-def test_files_of_smalti_and_of_nobody_are_refused(refused, write):
+def test_files_of_two_trainers_of_smalti_and_of_nobody_are_refused(refused, write):
+    paths = [write(name, FILES[name][0]) for name in ("train.toml", "aitk.yaml")]
+    assert "these files are of different trainers" in refused("config", "import", *paths)
     ours, theirs = write("ours.toml", FILES["ours.toml"][0]), write("train.toml", FILES["train.toml"][0])
     assert f"{ours} is a configuration of smalti" in refused("config", "import", theirs, ours)
     assert "is not a configuration of a known trainer" in refused("config", "import", write("few.toml", FILES["few.toml"][0]))

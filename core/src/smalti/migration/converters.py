@@ -62,13 +62,17 @@ def minutes(value: object) -> int:
 
 
 def choice(table: Mapping[str, object], *, fix: str = "") -> Convert:
-    """A converter of names by a table, whatever their case. A text in the table that ends with "!" is a reason for refusal."""
+    """A converter of names by a table, whatever their case.
+
+    A text in the table that ends with "!" is the reason why a value is refused. None means that there is nothing to set.
+    """
 
     def convert(value: object) -> object:
-        answer = table.get(str(value).lower())
+        name = str(value).lower()
+        answer = table.get(name)
         if isinstance(answer, str) and answer.endswith("!"):
             raise UnconvertibleError(answer.removesuffix("!"), fix=fix)
-        if answer is None:
+        if name not in table:
             raise UnconvertibleError(f"smalti has no counterpart of {value!r}", fix=fix)
         return answer
 

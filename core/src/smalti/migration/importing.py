@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +10,18 @@ from pydantic import ValidationError
 
 from smalti.config import Schema, package_of_option
 from smalti.errors import UserError
-from smalti.migration import kohya
+from smalti.migration.aitoolkit import options as aitoolkit
 from smalti.migration.files import Opened, open_file
-from smalti.migration.recognition import IMPORTABLE, NAMES, Recognized, recognize
+from smalti.migration.kohya import options as kohya
+from smalti.migration.onetrainer import options as onetrainer
+from smalti.migration.recognition import IMPORTABLE, NAMES, Recognized, Trainer, recognize
 from smalti.migration.rules import Imported
+
+IMPORTERS: Mapping[Trainer, Callable[[Sequence[Opened], str | None], Imported]] = {
+    "kohya": kohya.imported,
+    "aitoolkit": aitoolkit.imported,
+    "onetrainer": onetrainer.imported,
+}
 
 
 def import_files(paths: Sequence[Path], schema: Schema, *, family: str | None = None) -> Imported:
@@ -29,7 +37,7 @@ def import_files(paths: Sequence[Path], schema: Schema, *, family: str | None = 
         shown = "; ".join(f"{file.path} is {each}" for file, each in zip(files, known, strict=True))
         raise UserError(f"these files are of different trainers: {shown}", fix="import the files of one trainer at a time")
     opened = [replace(file, kind=each.kind) for file, each in zip(files, known, strict=True)]
-    result = kohya.imported(opened, family)
+    result = IMPORTERS[known[0].trainer](opened, family)
     _check(result, schema)
     return result
 

@@ -9,19 +9,23 @@ from pathlib import Path
 from typing import Literal
 
 from smalti.errors import UserError
-from smalti.migration import kohya_tables
+from smalti.migration.aitoolkit import tables as aitoolkit_tables
 from smalti.migration.command_lines import commands_in
 from smalti.migration.files import TABLES, Kind, Opened, open_file
+from smalti.migration.kohya import tables as kohya_tables
+from smalti.migration.onetrainer import tables as onetrainer_tables
 
-Trainer = Literal["kohya", "kohya-gui", "simpletuner", "smalti"]
+Trainer = Literal["kohya", "kohya-gui", "aitoolkit", "onetrainer", "simpletuner", "smalti"]
 
 NAMES: Mapping[Trainer, str] = {
     "kohya": kohya_tables.NAME,
     "kohya-gui": "kohya's GUI",
+    "aitoolkit": aitoolkit_tables.NAME,
+    "onetrainer": onetrainer_tables.NAME,
     "simpletuner": "SimpleTuner",
     "smalti": "smalti",
 }
-IMPORTABLE: tuple[Trainer, ...] = ("kohya",)
+IMPORTABLE: tuple[Trainer, ...] = ("kohya", "aitoolkit", "onetrainer")
 _KINDS: Mapping[Kind, str] = {"options": "configuration", "datasets": "dataset file", "prompts": "file of prompts"}
 _FEWEST = 2
 """Keys of one trainer that make a file one of it. One alone may be a mistake in a file of smalti."""
@@ -56,6 +60,10 @@ def _list(content: list[object]) -> Recognized | None:
         return None
     if all("id" in row and {"type", "dataset_type", "instance_data_dir", "cache_dir"} & row.keys() for row in rows):
         return Recognized(trainer="simpletuner", kind="datasets")
+    if all("path" in row and isinstance(row.get("text", row.get("image")), Mapping) for row in rows):
+        return Recognized(trainer="onetrainer", kind="datasets")
+    if all("prompt" in row and {"diffusion_steps", "cfg_scale", "random_seed"} & row.keys() for row in rows):
+        return Recognized(trainer="onetrainer", kind="prompts")
     if all("prompt" in row for row in rows):
         return Recognized(trainer="kohya", kind="prompts")
     return None
@@ -66,6 +74,10 @@ def _mapping(content: Mapping[object, object]) -> Recognized | None:
     inner = {str(key) for value in content.values() if isinstance(value, Mapping) for key in value}
     if "LoRA_type" in keys or {"epoch", "LR_warmup"} <= keys:
         return Recognized(trainer="kohya-gui", kind="options")
+    if _has_process(content):
+        return Recognized(trainer="aitoolkit", kind="options")
+    if str(content.get("model_type")) in _MODEL_TYPES or ("training_method" in keys and "base_model_name" in keys):
+        return Recognized(trainer="onetrainer", kind="options")
     if _has_subsets(content):
         return Recognized(trainer="kohya", kind="datasets")
     if "model_family" in keys | inner:
@@ -81,6 +93,14 @@ def _has_subsets(content: Mapping[object, object]) -> bool:
     return isinstance(datasets, list) and any(isinstance(each, Mapping) and "subsets" in each for each in datasets)
 
 
+def _has_process(content: Mapping[object, object]) -> bool:
+    config = content.get("config")
+    processes = config.get("process") if isinstance(config, Mapping) else None
+    return isinstance(processes, list) and bool(processes) and all(isinstance(each, Mapping) for each in processes)
+
+
+_MODEL_TYPES = frozenset((*onetrainer_tables.FAMILIES, "STABLE_DIFFUSION_15", "STABLE_DIFFUSION_21", "HI_DREAM_FULL"))
+"""Names of models in OneTrainer's spelling."""
 _SIGNS = frozenset(
     (
         *("network_module", "network_dim", "network_alpha", "network_args", "network_train_unet_only", "unet_lr"),

@@ -188,7 +188,8 @@ def _convert(rule: Rule, given: Found | None, result: Imported) -> None:
             result.add(name, value, source_text(f"default of {result.trainer}", rule.key, rule.default, value, rule.note))
         return
     value = given.read(rule.convert) if rule.convert is not None else given.value
-    result.add(name, value, source_text("", given.place, given.value, value, rule.note))
+    if value is not None:
+        result.add(name, value, source_text("", given.place, given.value, value, rule.note))
 
 
 def source_text(origin: str, key: str, before: object, after: object, note: str = "") -> str:

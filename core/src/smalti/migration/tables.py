@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from smalti.migration import kohya_tables
+from smalti.migration.aitoolkit import tables as aitoolkit
+from smalti.migration.kohya import tables as kohya
+from smalti.migration.onetrainer import tables as onetrainer
 from smalti.migration.rules import UNSET, Rule, shown
 
 PAGE: Mapping[str, Mapping[str, Sequence[Rule]]] = {
-    "kohya's sd-scripts": {"Options": kohya_tables.OPTIONS, "Datasets": kohya_tables.DATASETS},
+    kohya.NAME: {"Options": kohya.OPTIONS, "Datasets": kohya.DATASETS},
+    aitoolkit.NAME: {"Options": aitoolkit.OPTIONS, "Datasets": aitoolkit.DATASETS},
+    onetrainer.NAME: {"Options": onetrainer.OPTIONS, "Concepts": onetrainer.CONCEPTS},
 }
 """Heading -> heading -> rules."""
 

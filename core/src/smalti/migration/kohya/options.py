@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 from smalti.migration.command_lines import commands_in
 from smalti.migration.converters import number, path, switch, whole
+from smalti.migration.entries import leave_optimizer, without_adapter
 from smalti.migration.files import Opened, companion, open_file
-from smalti.migration.kohya_data import datasets_of, folders_of, prompts_of
-from smalti.migration.kohya_tables import (
+from smalti.migration.kohya.data import datasets_of, folders_of, prompts_of
+from smalti.migration.kohya.tables import (
     FAMILY_KEYS,
     LAUNCHER,
     NAME,
@@ -23,7 +23,7 @@ from smalti.migration.kohya_tables import (
     SECRETS,
     TIMESTEPS,
 )
-from smalti.migration.rules import Found, Imported, UnconvertibleError, apply, attempt, found_in, place_of, source_text
+from smalti.migration.rules import Found, Imported, Rule, UnconvertibleError, apply, attempt, found_in, place_of, source_text
 
 Values = dict[str, Found]
 DEFAULT = f"default of {NAME}"
@@ -173,9 +173,13 @@ def _convert_options(found: Values, model: _Model, result: Imported) -> None:
     attempt(result, _precision, found, result)
     attempt(result, _objective, found, model, result)
     attempt(result, _saving, found, result)
-    rules = [rule for rule in OPTIONS if model.kind == "lora" or not rule.options or not rule.options[0].startswith("lora_")]
-    hidden = {rule.key for rule in OPTIONS if rule not in rules} | {key for key in LAUNCHER if key in result.lines}
-    apply(rules, {key: value for key, value in found.items() if key not in hidden}, result)
+    values = {key: value for key, value in found.items() if key not in LAUNCHER or key not in result.lines}
+    rules: Sequence[Rule] = OPTIONS
+    if model.is_flow:  # ignored there, refused here
+        values.pop("min_snr_gamma", None)
+    if model.kind != "lora":
+        rules, values = without_adapter(rules, values)
+    apply(rules, values, result)
 
 
 def _run(found: Values, result: Imported) -> None:
@@ -218,10 +222,7 @@ def _optimizer(found: Values, result: Imported) -> None:
     place = given.place if given is not None else f"{DEFAULT}: optimizer_type = AdamW"
     ours = OPTIMIZERS.get(name)
     if ours is None and given is not None:
-        rate = result.lines.pop("learning_rate", None)
-        shown = f" and its learning rate, {rate.value}," if rate is not None else ""
-        why = f"smalti has no such optimizer; it{shown} were left out"
-        result.leave(place, why, fix='optimizer = "adamw" with a learning rate of its own, such as 1e-4', value=given.value)
+        leave_optimizer(given, result)
         return
     source = source_text("", place, given.value if given else "adamw", ours, OPTIMIZER_NOTES.get(name, ""))
     result.add("optimizer", ours, source)
@@ -386,12 +387,3 @@ def _convert_prompts(files: Sequence[Opened], found: Values, model: _Model, resu
         prompts = [other] if other is not None else []
     for file in prompts:
         prompts_of(file, model.family, result)
-
-
-def is_dataset_file(content: object) -> bool:
-    """Whether a file describes datasets: a list `datasets` whose entries have `subsets`."""
-    entries = content.get("datasets") if isinstance(content, Mapping) else None
-    if not isinstance(entries, list) or not entries:
-        return False
-    tables = [cast(Mapping[str, object], each) for each in entries if isinstance(each, Mapping)]
-    return len(tables) == len(entries) and any(isinstance(each.get("subsets"), list) for each in tables)

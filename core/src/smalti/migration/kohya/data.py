@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from smalti.migration.converters import number, path, switch, whole
+from smalti.migration.entries import new_entry
 from smalti.migration.files import Opened
-from smalti.migration.kohya_tables import DATASETS, NAME
+from smalti.migration.kohya.tables import DATASETS, NAME
 from smalti.migration.rules import Entry, Found, Imported, Line, UnconvertibleError, apply, attempt, found_in, source_text
 
 Values = Mapping[str, Found]
@@ -56,7 +57,7 @@ def _dataset(given: dict[str, Found], result: Imported) -> None:
     if folder is None:
         result.leave(next(iter(given.values())).place, "this subset has no image_dir", fix="instance_data_dir")
         return
-    entry = entry_for(folder.read(path), folder.place, result)
+    entry = new_entry(folder.read(path), folder.place, result)
     repeats = given.get("num_repeats")
     if repeats is not None:
         source = source_text("", repeats.place, repeats.value, None, "repeats counts additional visits")
@@ -70,16 +71,6 @@ def _dataset(given: dict[str, Found], result: Imported) -> None:
 def _is_listed(given: Found, result: Imported) -> bool:
     """Whether a value that several subsets share is listed already."""
     return any(left.place == given.place for left in result.left)
-
-
-def entry_for(folder: str, place: str, result: Imported) -> Entry:
-    """A dataset with an id of its own, made from the name of its folder."""
-    name = re.split(r"[\\/]", folder.rstrip("\\/"))[-1]
-    base = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._") or "dataset"
-    taken = {entry["id"].value for entry in result.datasets}
-    names = (base, *(f"{base}-{count}" for count in range(2, len(taken) + 3)))
-    free = next(name for name in names if name not in taken)
-    return {"id": Line(value=free, source="name of the folder"), "instance_data_dir": Line(value=folder, source=place)}
 
 
 def _captions(given: Values, entry: Entry, result: Imported) -> None:

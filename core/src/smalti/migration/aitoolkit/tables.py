@@ -1,0 +1,231 @@
+"""The keys of ai-toolkit's configurations, below `config.process[0]`, and what each is here.
+
+Names and defaults are those of its configuration classes (toolkit/config_modules.py).
+"""
+
+from __future__ import annotations
+
+from smalti.migration.converters import choice, number, path, precision, switch, text, whole
+from smalti.migration.rules import OFF, Rule, no_effect, option, read, unsupported
+
+NAME = "ai-toolkit"
+
+TRAINERS = ("sd_trainer", "diffusion_trainer", "ui_trainer")
+"""Values of `type` that train a model on images."""
+FAMILIES = {
+    "sdxl": "sdxl",
+    "sd3": "sd3",
+    "flux": "flux",
+    "flux2": "flux2",
+    "flux2_klein_4b": "flux2",
+    "flux2_klein_9b": "flux2",
+    "lumina2": "lumina2",
+    "pixart": "pixart",
+    "pixart_sigma": "pixart",
+    "auraflow": "auraflow",
+    "qwen_image": "qwen_image",
+    "zimage": "z_image",
+}
+"""`model.arch` -> our family. What stands after a colon there is only a label."""
+OLD_FAMILIES = {
+    "is_xl": "sdxl",
+    "is_v3": "sd3",
+    "is_flux": "flux",
+    "is_lumina2": "lumina2",
+    "is_pixart": "pixart",
+    "is_pixart_sigma": "pixart",
+    "is_auraflow": "auraflow",
+}
+OPTIMIZERS = {"adamw": "adamw", "adamw8bit": "adamw", "adamw8": "adamw", "adafactor": "adafactor", "adagrad": "adagrad"}
+OPTIMIZER_NOTES = {"adamw8bit": "the optimizer state is fp32 here and takes more memory"} | {
+    "adamw8": "the optimizer state is fp32 here and takes more memory"
+}
+SCHEDULES = {
+    "constant": "constant",
+    "cosine": "cosine",
+    "constant_with_warmup": "constant_with_warmup",
+    "polynomial": "polynomial",
+    "linear": "it raises the learning rate from a third of it there!",
+    "cosine_with_restarts": "restarts of the cosine schedule are not supported!",
+    "step": "learning rates in steps are not supported!",
+}
+QUANTISED = {
+    "qfloat8": "fp8-torchao",
+    "float8": "fp8-torchao",
+    "qint8": "int8-torchao",
+    "int8": "int8-torchao",
+    "qint4": "nf4-torchao",
+    "uint4": "nf4-torchao",
+}
+TIMESTEPS = {
+    "sigmoid": "logit_normal",
+    "linear": "uniform",
+    "weighted": "uniform",
+    "shift": "uniform",
+    "flux_shift": "uniform",
+    "lumina2_shift": "uniform",
+}
+"""`train.timestep_type` -> how timesteps are sampled. Only the last three are shifted, by the image size."""
+
+OPTIONS: tuple[Rule, ...] = (
+    read("type", note="only trainers of images"),
+    read("training_folder", "output_dir", note="the folder of a run is training_folder/name, as there; output by default"),
+    read(
+        "trigger_word",
+        "instance_prompt",
+        "prepend_instance_prompt",
+        note="put before every caption, also those that have it",
+    ),
+    # Adapter
+    read("network.type", "model_type", note="lora; without a network, full"),
+    read("network.linear", "lora_rank"),
+    read("network.rank", "lora_rank", note="as network.linear, which it overrides"),
+    read("network.linear_alpha", "lora_alpha", note="the default there is 1"),
+    read("network.alpha", "lora_alpha", note="if there is no network.linear_alpha"),
+    option("network.dropout", "lora_dropout", number),
+    *unsupported("layers without matrix products are not adapted", "network.conv", "network.conv_alpha", fix="leave it out"),
+    *no_effect("text encoders are never trained here", "network.transformer_only"),
+    *unsupported(
+        "layers are chosen by lora_targets",
+        *("network.network_kwargs.ignore_if_contains", "network.network_kwargs.only_if_contains"),
+        fix="name the layers in lora_targets",
+    ),
+    *no_effect("only for adapters that are listed themselves", "network.lokr_full_rank", "network.lokr_factor"),
+    *no_effect("only for adapters that are listed themselves", "network.split_multistage_loras"),
+    # Model
+    option("model.name_or_path", "pretrained_model_name_or_path", path),
+    read("model.arch", "model_family"),
+    *(read(f"model.{key}", "model_family") for key in OLD_FAMILIES),
+    read("model.quantize", "base_model_precision", note="only of a LoRA"),
+    read("model.qtype", "base_model_precision", note="qfloat8 by default there"),
+    option("model.is_v_pred", "prediction_type", choice({"true": "v_prediction", "false": None}), note="v_prediction"),
+    option("model.compile", "dynamo_backend", choice({"true": "inductor", "false": None}), note="inductor"),
+    *no_effect("text encoders are freed once captions are encoded", "model.quantize_te", "model.qtype_te", "model.te_device"),
+    *no_effect("text encoders are freed once captions are encoded", "model.te_dtype", "model.text_encoder_bits"),
+    *no_effect("weights are quantised as they are loaded", "model.low_vram", "model.quantize_kwargs"),
+    *no_effect("dtypes follow mixed_precision", "model.dtype", "model.vae_dtype", "model.vae_device"),
+    *no_effect("the model is loaded as its pipeline describes it", "model.use_flux_cfg", "model.model_kwargs"),
+    *unsupported(
+        "the other components come from the pipeline",
+        *("model.vae_path", "model.te_name_or_path", "model.extras_name_or_path", "model.unet_path"),
+        fix="use a pipeline in diffusers layout that holds them",
+    ),
+    *unsupported(
+        "no adapter is added to the base model",
+        *("model.lora_path", "model.assistant_lora_path", "model.inference_lora_path", "model.accuracy_recovery_adapter"),
+    ),
+    *unsupported("the model is not split over GPUs", "model.split_model_over_gpus", fix="--fsdp_enable"),
+    *unsupported("weights are not offloaded in layers", "model.layer_offloading", fix="fsdp_cpu_offload; see docs/memory.md"),
+    *no_effect("only with layer_offloading", "model.layer_offloading_transformer_percent"),
+    *no_effect("only with layer_offloading", "model.layer_offloading_text_encoder_percent"),
+    *unsupported("attention masks of Flux are not applied", "model.attn_masking"),
+    *unsupported("SD 2 is not supported", "model.is_v2", "model.is_ssd", "model.is_vega"),
+    # Training
+    read("train.steps", "max_train_steps", note="micro-batches there if gradient_accumulation_steps is above 1"),
+    option("train.batch_size", "train_batch_size", whole, default=1),
+    read("train.gradient_accumulation", "gradient_accumulation_steps"),
+    read("train.gradient_accumulation_steps", "gradient_accumulation_steps", note="steps there count micro-batches then"),
+    option("train.gradient_checkpointing", "gradient_checkpointing", switch, default=True),
+    option("train.dtype", "mixed_precision", precision, note="fp16 becomes auto: bf16 where the device has it", default="fp32"),
+    read("train.lr", "learning_rate", note="the default is 1e-6"),
+    read("train.unet_lr", "learning_rate", note="overrides train.lr"),
+    read("train.optimizer", "optimizer"),
+    read("train.optimizer_params.weight_decay", "adam_weight_decay"),
+    read("train.optimizer_params.betas", "adam_beta1", "adam_beta2"),
+    read("train.optimizer_params.eps", "adam_epsilon", note="1e-6 by default there, 1e-8 here"),
+    read("train.lr_scheduler", "lr_scheduler", note="constant by default"),
+    read("train.lr_scheduler_params.num_warmup_steps", "lr_warmup_steps", note="1000 by default with constant_with_warmup"),
+    read("train.lr_scheduler_params.eta_min", "lr_end_ratio", note="a learning rate there, a share of it here"),
+    option("train.max_grad_norm", "max_grad_norm", number),
+    read("train.ema_config.use_ema", "use_ema"),
+    option("train.ema_config.ema_decay", "ema_decay", number, note="warmed up here"),
+    *unsupported("the EMA does not change the weights", "train.ema_config.use_feedback"),
+    *unsupported("weights are not scaled", "train.ema_config.param_multiplier", off=(*OFF, 1)),
+    read("train.noise_scheduler", note="flowmatch for flow models, ddpm for SDXL: the family says it here"),
+    read("train.timestep_type", "timestep_distribution", "flow_schedule_shift", "flow_schedule_auto_shift"),
+    *unsupported("a weight over timesteps is not supported", "train.linear_timesteps", "train.linear_timesteps2"),
+    *unsupported("timesteps are not favoured by content or style", "train.content_or_style", off=(*OFF, "balanced")),
+    read("train.loss_type", "loss_type", note="mse is l2"),
+    option("train.min_snr_gamma", "snr_gamma", number, note="not for flow models"),
+    *unsupported("another weighting than min-SNR", "train.snr_gamma", fix="snr_gamma is min_snr_gamma here"),
+    *no_effect("the trained part is the model itself", "train.train_unet"),
+    *unsupported("text encoders are not trained here", "train.train_text_encoder", "train.text_encoder_lr"),
+    *unsupported("noise and latents are not modified", "train.noise_offset", "train.dynamic_noise_offset"),
+    *unsupported("noise and latents are not modified", "train.noise_multiplier", "train.img_multiplier", off=(*OFF, 1)),
+    *unsupported("noise and latents are not modified", "train.force_consistent_noise", "train.blended_blur_noise"),
+    *unsupported("the range of timesteps cannot be limited", "train.min_denoising_steps"),
+    *unsupported("the range of timesteps cannot be limited", "train.max_denoising_steps", off=(*OFF, 999, 1000)),
+    *unsupported("there is no loss against the base model", "train.diff_output_preservation", "train.inverted_mask_prior"),
+    *unsupported("there is no loss against the base model", "train.blank_prompt_preservation", "train.do_guidance_loss"),
+    *no_effect("only with a key that is listed itself", "train.diff_output_preservation_multiplier"),
+    *no_effect("only with a key that is listed itself", "train.diff_output_preservation_class", "train.reg_weight"),
+    *no_effect("only with a key that is listed itself", "train.switch_boundary_every", "train.inverted_mask_prior_multiplier"),
+    *no_effect("only with a key that is listed itself", "train.blank_prompt_preservation_multiplier"),
+    *unsupported("the guidance embedding is always used", "train.bypass_guidance_embedding", fix="flux_guidance_value = 1"),
+    *unsupported("parameters are all trained in every step", "train.do_paramiter_swapping"),
+    *no_effect("torch's attention is always used", "train.xformers", "train.sdp", "train.attention_backend"),
+    *no_effect(
+        "captions are encoded once, and text encoders freed",
+        *("train.unload_text_encoder", "train.cache_text_embeddings"),
+    ),
+    *no_effect("the first images are sampled at the first interval", "train.skip_first_sample", "train.force_first_sample"),
+    read("train.disable_sampling", "validation_prompt", note="prompts are left out"),
+    # Saving, logging, samples
+    option("save.save_every", "checkpoint_step_interval", whole, default=1000),
+    option("save.max_step_saves_to_keep", "checkpoints_total_limit", whole),
+    *no_effect("files for other tools are written by `smalti checkpoint export`", "save.dtype", "save.save_format"),
+    *unsupported("publishing is not part of the training configuration", "save.push_to_hub"),
+    *no_effect("only with push_to_hub", "save.hf_repo_id", "save.hf_private"),
+    option("logging.log_every", "log_interval", whole),
+    option("logging.use_wandb", "report_to", choice({"true": ["wandb"], "false": None}), note="wandb"),
+    option("logging.project_name", "tracker_project_name", text),
+    *no_effect("the run is named after its folder", "logging.run_name", "logging.verbose", "logging.use_ui_logger"),
+    read("sample.prompts", "validation_prompt"),
+    read("sample.samples", "validation_prompt"),
+    read("sample.sample_every", "validation_step_interval", note="100 by default there"),
+    read("sample.width", "validation_resolution", note="512 by default there"),
+    read("sample.height", "validation_resolution", note="512 by default there"),
+    read("sample.seed", "validation_seed", note="0 by default there"),
+    read("sample.walk_seed", "validation_seed", note="seeds count up here, as with walk_seed"),
+    read("sample.guidance_scale", "validation_guidance", note="7 by default there"),
+    read("sample.sample_steps", "validation_num_inference_steps", note="20 by default there"),
+    read("sample.neg", note="one negative prompt"),
+    *unsupported("images are sampled with the adapter at full strength", "sample.network_multiplier", off=(*OFF, 1, "1")),
+    *unsupported("guidance is not rescaled", "sample.guidance_rescale"),
+    *no_effect("the family samples as its pipeline does", "sample.sampler", "sample.format", "sample.fps", "sample.num_frames"),
+    *no_effect("the family samples as its pipeline does", "sample.sample_start_step", "sample.refiner_start_at"),
+    *no_effect("written by its user interface", "sqlite_db_path", "device", "performance_log_every", "is_test"),
+    read("datasets", "datasets"),
+)
+
+DATASETS: tuple[Rule, ...] = (
+    read("folder_path", "instance_data_dir"),
+    read("dataset_path", "instance_data_dir"),
+    read("resolution", "resolution", note="each size of a list is a dataset of its own, as there; 512 by default"),
+    read("caption_ext", "caption_strategy", note="smalti reads NAME.txt"),
+    read("default_caption", "instance_prompt", note="there the caption of images without a caption file"),
+    read("trigger_word", "instance_prompt", "prepend_instance_prompt"),
+    read("num_repeats", "repeats", note="repeats counts additional visits: N there is N-1 here"),
+    read("caption_dropout_rate", "caption_dropout_probability", note="one for all datasets here; 0 by default there"),
+    read("buckets", "crop_aspect", note="false: every image becomes a square"),
+    read("square_crop", "crop_aspect", note="square"),
+    read("bucket_tolerance", "aspect_bucket_alignment", note="64 by default there"),
+    read("random_crop", "crop_style"),
+    read("is_reg", note="regularisation images are not supported: the dataset is left out"),
+    read("num_frames", note="videos are not supported: the dataset is left out"),
+    *no_effect("latents and captions are cached by default", "cache_latents", "cache_latents_to_disk", "cache_text_embeddings"),
+    *no_effect("latents and captions are cached by default", "cache_clip_vision_to_disk", "num_workers", "prefetch_factor"),
+    *no_effect("only for videos or control images", "shrink_video_to_frames", "fps", "do_i2v", "do_audio", "auto_frame_count"),
+    *no_effect("only for videos or control images", "full_size_control_images", "mask_min_value", "invert_mask"),
+    *no_effect("only with shuffle_tokens or token_dropout_rate", "keep_tokens"),
+    *no_effect("every dataset has images", "type", "fast_image_size"),
+    *unsupported("captions are used as they are", "shuffle_tokens", "token_dropout_rate", "random_triggers", "replacements"),
+    *unsupported("captions are used as they are", "random_triggers_max", off=(*OFF, 1)),
+    *unsupported("images are not augmented", "flip_x", "flip_y", "augments", "augmentations", "random_scale"),
+    *unsupported("losses are not masked", "mask_path", "alpha_mask"),
+    *unsupported("control images are not supported", "control_path", "inpaint_path", "clip_image_path", "controls"),
+    *unsupported("control images are not supported", "control_path_1", "control_path_2", "control_path_3"),
+    *unsupported("all datasets have the same weight", "network_weight", "loss_multiplier", off=(*OFF, 1)),
+    *unsupported("images are not scaled before they are cropped", "scale", off=(*OFF, 1)),
+    *unsupported("latents are not standardised", "standardize_images"),
+)

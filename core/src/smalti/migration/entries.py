@@ -1,0 +1,50 @@
+"""What importers share: an entry for a dataset, an adapter or none, and an optimizer that is not there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from smalti.migration.rules import Entry, Found, Imported, Line, Rule
+
+DDPM_FAMILIES = ("sdxl", "pixart")
+"""Families that predict noise. All others are flow models, which have no min-SNR weighting."""
+
+
+def new_entry(folder: str, place: str, result: Imported) -> Entry:
+    """A dataset with an id of its own, made from the name of its folder."""
+    named = re.split(r"[\\/]", folder.rstrip("\\/"))[-1]
+    base = re.sub(r"[^A-Za-z0-9._-]+", "-", named).strip("-._") or "dataset"
+    taken = {entry["id"].value for entry in result.datasets}
+    names = (base, *(f"{base}-{count}" for count in range(2, len(taken) + 3)))
+    free = next(name for name in names if name not in taken)
+    return {"id": Line(value=free, source="name of the folder"), "instance_data_dir": Line(value=folder, source=place)}
+
+
+def without_adapter(rules: Iterable[Rule], found: Mapping[str, Found]) -> tuple[list[Rule], dict[str, Found]]:
+    """The rules and values without options of LoRA, which full fine-tuning refuses or ignores."""
+    hidden = {rule.key for rule in rules if rule.options and rule.options[0].startswith("lora_")}
+    return (
+        [rule for rule in rules if rule.key not in hidden],
+        {key: value for key, value in found.items() if key not in hidden},
+    )
+
+
+def leave_optimizer(given: Found, result: Imported) -> None:
+    """List an optimizer that smalti does not have, and leave its learning rate out: another optimizer needs another one."""
+    rate = result.lines.pop("learning_rate", None)
+    shown = f" and its learning rate, {rate.value}," if rate is not None else ""
+    why = f"smalti has no such optimizer; it{shown} were left out" if shown else "smalti has no such optimizer"
+    fix = 'optimizer = "adamw" with a learning rate of its own, such as 1e-4'
+    result.leave(given.place, why, fix=fix, value=given.value)
+
+
+def flattened(values: Mapping[str, object], *, before: str = "") -> dict[str, object]:
+    """Values of nested tables by dotted keys. Lists are values."""
+    found: dict[str, object] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flattened(value, before=f"{before}{key}.")
+        elif value is not None:
+            found[f"{before}{key}"] = value
+    return found

@@ -1,0 +1,1 @@
+"""Importing from OneTrainer."""
