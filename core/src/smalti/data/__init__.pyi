@@ -17,6 +17,7 @@ from .from_options import (
     was_scanned as was_scanned,
 )
 from .loader import Batch as Batch, Loader as Loader
+from .parquet_images import choose_columns as choose_columns, parquet_files as parquet_files, unpack as unpack
 from .prepared import Dataset as Dataset, PreparedData as PreparedData, build_datasets as build_datasets
 from .scan.changes import changes as changes, keep as keep
 from .scan.identity import Identity as Identity, Settings as Settings, first_digest as first_digest

@@ -205,7 +205,7 @@ class _EntryParser:
             if value in simpletuner.UNSUPPORTED[key] and value not in known:
                 if key == "type" and entry.get("dataset_type") in CACHE_TYPES:
                     continue  # caches are local, which `unused_caches` says
-                self._add_unsupported(place, key, value)
+                self._add_unsupported(place, key, value, entry)
                 return True
         return False
 
@@ -268,7 +268,7 @@ class _EntryParser:
         for key in keys:
             value = str(values.get(key, "")).lower()
             if value in simpletuner.UNSUPPORTED[key]:
-                self._add_unsupported(place, key, value)
+                self._add_unsupported(place, key, value, values)
                 del values[key]
 
     def _check_captions(self, place: str, spec: DatasetSpec) -> None:
@@ -294,14 +294,14 @@ class _EntryParser:
         if value in known:
             return
         if value in simpletuner.UNSUPPORTED[key]:
-            self._add_unsupported(place, key, value)
+            self._add_unsupported(place, key, value, {})
         elif package := package_of_storage(value):
             self.problems.append(package.problem(f"{key}: {value!r} belongs to {package.distribution}", place))
         else:
             self._add_problem(place, f"{key}: {value!r} is unknown", _nearest_value(value, known))
 
-    def _add_unsupported(self, place: str, key: str, value: str) -> None:
-        self._add_problem(place, f"{key} {value!r} is not supported yet", simpletuner.UNSUPPORTED[key][value])
+    def _add_unsupported(self, place: str, key: str, value: str, entry: Mapping[str, object]) -> None:
+        self._add_problem(place, f"{key} {value!r} is not supported yet", simpletuner.what_to_do(key, value, entry))
 
     def _add_problem(self, place: str, message: str, fix: str) -> None:
         self.problems.append(Problem(message=message, where=place, fix=fix))

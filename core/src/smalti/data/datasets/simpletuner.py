@@ -5,8 +5,10 @@ Facts about its format, no code of it. Plugins can add values (a storage, a meta
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from shlex import quote
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +111,7 @@ REFUSED: Mapping[str, ExternalKey] = {
 
 UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
     "type": {
-        "huggingface": "make a folder of it: docs/datasets.md, 'A dataset of the Hugging Face Hub'",
+        "huggingface": "make a folder of it: docs/datasets.md, 'Datasets of the Hugging Face Hub'",
         "aws": "copy it: aws s3 sync s3://BUCKET/PREFIX FOLDER; then type: local and instance_data_dir: FOLDER",
         "csv": "download the images of the list into a folder; then type: local, and metadata_backend: json for the captions",
         "webshart": "unpack the shards into a folder (tar -xf SHARD -C FOLDER); then type: local and instance_data_dir: FOLDER",
@@ -148,6 +150,24 @@ SAME_AS_DISCOVERY = ("filesystem",)
 
 _BLOCKS = ("csv", "huggingface", "memory", "parquet", "webshart")
 _PREFIXES = ("aws_", "csv_", "huggingface_", "memory_filesystem_", "webshart_")
+
+
+def what_to_do(key: str, value: str, entry: Mapping[str, object]) -> str:
+    """Returns what to do instead of a value that is not supported yet: for a dataset of the Hub, the commands to copy it."""
+    if (key, value) != ("type", "huggingface"):
+        return UNSUPPORTED[key][value]
+    block = entry.get("huggingface")
+    given = {**(block if isinstance(block, Mapping) else {}), **entry}
+    name, split = str(given.get("dataset_name", "USER/NAME")), str(given.get("split", "train"))
+    folder = name.rpartition("/")[2]
+    instance_prompt = given.get("caption_strategy") == "instanceprompt"
+    columns = [f"--{key}={given[key]}" for key in ("image_column", "caption_column") if isinstance(given.get(key), str)]
+    columns = [*columns[:1], "--no_captions"] if instance_prompt else columns
+    download = f"hf download {name} --repo-type dataset --revision refs/convert/parquet --include {quote(f'*/{split}/*')}"
+    unpack = f"smalti dataset unpack {quote(f'{folder}-parquet')} --to {quote(folder)} {' '.join(map(quote, columns))}".rstrip()
+    strategy = "" if instance_prompt else ', "caption_strategy": "textfile"'
+    changed = f'"type": "local", "instance_data_dir": {json.dumps(folder)}{strategy}, "metadata_backend": "discovery"'
+    return f"{download} --local-dir {quote(f'{folder}-parquet')} && {unpack}; then change the entry to {changed}"
 
 
 def is_comment(key: str) -> bool:
