@@ -28,13 +28,13 @@ def main() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed.ops.op_builder as builders
 
-    from smalti_deepspeed.compiling import compiled_in_turn
+    from smalti_deepspeed.compiling import compiled_one_at_a_time
 
     made = [builders.CPUAdamBuilder(), builders.CPUAdagradBuilder(), builders.CPULionBuilder(), builders.AsyncIOBuilder()]
     for builder in made:
         if builder.is_compatible(verbose=False):
             print(f"compiling DeepSpeed's {builder.name}", file=sys.stderr, flush=True)
-            with compiled_in_turn():
+            with compiled_one_at_a_time():
                 builder.load(verbose=False)
 
 

@@ -1,8 +1,8 @@
 """smalti trains diffusion models in shards. This module holds the names that a plugin needs; importing it imports no torch.
 
-What a plugin implements is described in `smalti.hookspecs`, which is the first file to read. Besides the names here it may use
-those of these packages, each of which lists them in its `__init__.pyi`; docs/writing-a-plugin.md says what each is for. Modules
-inside them belong to the core alone and may change with any release.
+What a plugin implements is described in `smalti.hookspecs`, which is the first file to read. It may also use the
+names of these packages, each of which lists them in its `__init__.pyi`. docs/writing-a-plugin.md says what each package is for.
+Modules inside them belong to the core alone and may change with any release.
 
     smalti.system, smalti.rundir, smalti.config, smalti.parallel, smalti.checkpoint, smalti.diffusion, smalti.models,
     smalti.hookspecs, smalti.plugins, smalti.data, smalti.training, smalti.cli

@@ -40,7 +40,7 @@ def configure(document: object, *flags: str) -> Config:
 def complaints(document: object, *flags: str) -> list[str]:
     answers = PLUGINS.answers(HookSpecs.check_config, config=configure(document, *flags))
     told = [problem.message for problem in answers.get("deepspeed", ())]
-    return [message for message in told if message != NO_LIBAIO]  # machines differ in that
+    return [message for message in told if message != NO_LIBAIO]  # nodes differ in that
 
 
 def swapping(folder: object = None) -> dict:
@@ -64,18 +64,18 @@ def test_what_an_earlier_run_left_counts_as_room(tmp_path, monkeypatch):
     (tmp_path / "zero_stage_3").mkdir()
     (tmp_path / "zero_stage_3" / "swapped").write_bytes(bytes(5000))
     model = torch.nn.Linear(30, 40, device="meta")  # 1,240 parameters of four bytes
-    offload_folder.check_room(configure(swapping(tmp_path)), model)
+    offload_folder.check_free_space(configure(swapping(tmp_path)), model)
     (tmp_path / "zero_stage_3" / "swapped").unlink()
     with pytest.raises(PreflightError, match="are free"):
-        offload_folder.check_room(configure(swapping(tmp_path)), model)
+        offload_folder.check_free_space(configure(swapping(tmp_path)), model)
 
 
 def test_room_for_what_is_swapped_is_looked_for_before_the_launch(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "find_library", lambda name: name)  # machines differ in that
+    monkeypatch.setattr(checks, "find_library", lambda name: name)  # nodes differ in that
     monkeypatch.setattr(offload_folder, "free_bytes", lambda folder: 1000)
     run = ("--model_family=toy", "--max_train_steps=1", "--use_cpu")
     asked = configure(swapping(tmp_path), *run, f"--instance_data_dir={tmp_path}/images", f"--output_dir={tmp_path}/run")
-    with pytest.raises(PreflightError, match=r"the ranks of this machine will swap about .* into .*, where 1000 B are free"):
+    with pytest.raises(PreflightError, match=r"the ranks of this node will swap about .* into .*, where 1000 B are free"):
         Preparation.of(asked, PLUGINS, write=False)
 
 
@@ -267,7 +267,7 @@ def test_a_drive_without_room_is_told_with_the_numbers(tmp_path):
         Claim.of([tmp_path], needed={tmp_path: 2**50})
 
 
-def test_what_is_swapped_is_counted_for_the_ranks_of_one_machine(tmp_path):
+def test_what_is_swapped_is_counted_for_the_ranks_of_one_node(tmp_path):
     document = {
         "bf16": {"enabled": True},
         "zero_optimization": {
@@ -290,7 +290,7 @@ class SingleRank:
         return [value]
 
 
-def test_one_rank_of_each_machine_claims_the_folder(drive):
+def test_one_rank_of_each_node_claims_the_folder(drive):
     document = resolved(configure(swapping(drive)), world_size=2)
     assert claim_together(document, SingleRank(1), parameters=10, trained=10) is None
     assert (drive / "zero_stage_3").exists()

@@ -11,7 +11,7 @@ import pytest
 import torch.utils.cpp_extension as extension
 
 from smalti import UserError
-from smalti_deepspeed.compiling import compiled_in_turn
+from smalti_deepspeed.compiling import compiled_one_at_a_time
 
 SOURCE = 'extern "C" int answer() { return 42; }'
 SLOW_COMPILER = """#!/bin/sh
@@ -22,8 +22,8 @@ exec c++ "$@"
 COMPILE = """
 import sys
 import torch.utils.cpp_extension as extension
-from smalti_deepspeed.compiling import compiled_in_turn
-with compiled_in_turn():
+from smalti_deepspeed.compiling import compiled_one_at_a_time
+with compiled_one_at_a_time():
     extension.load("answer", [sys.argv[1]], build_directory=sys.argv[2], is_python_module=False)
 """
 
@@ -43,7 +43,7 @@ def built(tmp_path):
 
 
 def load(source, built):
-    with compiled_in_turn():
+    with compiled_one_at_a_time():
         extension.load("answer", [str(source)], build_directory=str(built), is_python_module=False)
 
 
@@ -109,7 +109,7 @@ def test_who_waits_for_the_compiler_is_told(source, built, tmp_path, monkeypatch
 
     threading.Thread(target=let_go_once_told, daemon=True).start()
     load(source, built)
-    assert caplog.messages == ["compiling built for DeepSpeed, once on this machine; it takes a minute or two"]
+    assert caplog.messages == ["compiling built for DeepSpeed, once on this node; it takes a minute or two"]
 
 
 def test_what_the_compiler_says_is_told(source, built):
@@ -139,6 +139,6 @@ def test_a_cuda_toolkit_that_is_missing_or_another_is_an_error_with_a_fix(tmp_pa
         (home / "bin/nvcc").chmod(0o755)
     monkeypatch.setattr(extension, "CUDA_HOME", home and str(home))
     monkeypatch.setattr("torch.version.cuda", "12.8")
-    with pytest.raises(UserError, match=reason) as refused, compiled_in_turn():
+    with pytest.raises(UserError, match=reason) as refused, compiled_one_at_a_time():
         assert_no_cuda_mismatch("async_io")
     assert refused.value.fix.startswith("set CUDA_HOME to a CUDA toolkit (with nvcc) of version 12.8,")

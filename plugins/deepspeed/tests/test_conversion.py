@@ -131,8 +131,8 @@ def test_weights_and_moments_are_those_that_the_ranks_had(made, stage, ranks):
 @pytest.mark.parametrize(("stage", "ranks"), sorted(KINDS))
 def test_step_optimizer_and_its_settings_are_told(made, stage, ranks):
     contents = open_deepspeed(made[0] / f"{stage} on {ranks}" / "theirs").contents
-    settings = [(group["lr"], group["weight_decay"]) for group in contents.settings]
-    assert (contents.step, contents.optimizer, settings) == (STEPS, "AdamW", [(0.01, 0.1), (0.01, 0.0)])
+    groups = [(group["lr"], group["weight_decay"]) for group in contents.param_groups]
+    assert (contents.step, contents.optimizer, groups) == (STEPS, "AdamW", [(0.01, 0.1), (0.01, 0.0)])
 
 
 def test_what_accelerate_wrote_is_known_by_its_files_and_becomes_a_whole_checkpoint(made, tmp_path):
@@ -143,7 +143,7 @@ def test_what_accelerate_wrote_is_known_by_its_files_and_becomes_a_whole_checkpo
 def test_what_latest_names_must_be_there(made, tmp_path):
     folder = shutil.copytree(made[0] / "2 on 1" / "theirs", tmp_path / "theirs")
     (folder / "latest").write_text("global_step9")
-    with pytest.raises(CheckpointError, match="names global_step9, which is not whole or not there; there is pytorch_model"):
+    with pytest.raises(CheckpointError, match="names global_step9, which is incomplete or missing; there is pytorch_model"):
         open_deepspeed(folder)
     assert open_deepspeed(folder / "pytorch_model").contents.step == STEPS
 
@@ -187,7 +187,7 @@ def test_ranks_of_different_steps_are_refused(made, tmp_path, what):
         for state in content["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
             state["step"] += 5
     torch.save(content, file)
-    with pytest.raises(CheckpointError, match="mixed"):
+    with pytest.raises(CheckpointError, match="is inconsistent"):
         open_deepspeed(folder)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from smalti import ExitCode
-from smalti_deepspeed.swap_files import SwapError, careful
+from smalti_deepspeed.swap_files import SwapError, checked
 
 BUFFER = torch.zeros(3 * 4096, dtype=torch.uint8)
 
@@ -25,7 +25,7 @@ class Handle:
 
 @pytest.fixture
 def handle():
-    return careful(Handle)()
+    return checked(Handle)()
 
 
 def test_a_file_has_its_room_before_it_is_written(tmp_path, handle):
@@ -37,14 +37,14 @@ def test_a_file_has_its_room_before_it_is_written(tmp_path, handle):
 def test_a_file_that_is_written_again_keeps_what_is_in_it(tmp_path):
     path = tmp_path / "one"
     path.write_bytes(b"x" * BUFFER.nbytes)
-    careful(Handle)().async_pwrite(BUFFER, str(path), 0)
+    checked(Handle)().async_pwrite(BUFFER, str(path), 0)
     assert path.read_bytes() == b"x" * BUFFER.nbytes
 
 
 def test_a_folder_that_went_is_told_of_by_who_writes_there_and_by_who_reads(tmp_path):
     folder = tmp_path / "swap"
     folder.mkdir()
-    path, handle = str(folder / "one"), careful(Handle)()
+    path, handle = str(folder / "one"), checked(Handle)()
     handle.async_pwrite(BUFFER, path, 0)
     shutil.rmtree(folder)
     handle.answer = -1
@@ -54,12 +54,12 @@ def test_a_folder_that_went_is_told_of_by_who_writes_there_and_by_who_reads(tmp_
         assert failure.value.exit_code is ExitCode.FAILED
 
 
-def test_a_file_that_was_cut_off_is_not_read(tmp_path, handle):
+def test_a_truncated_file_is_not_read(tmp_path, handle):
     (tmp_path / "one").write_bytes(b"x" * 4096)
-    with pytest.raises(SwapError, match="it has 4096 bytes of the 12288 that were written"):
+    with pytest.raises(SwapError, match="it has 4096 of the 12288 bytes that were written"):
         handle.async_pread(BUFFER, str(tmp_path / "one"), 0)
 
 
 def test_what_deepspeed_itself_refuses_is_told(tmp_path):
     with pytest.raises(SwapError, match="DeepSpeed cannot open it"):
-        careful(Handle)(answer=-1).async_pwrite(BUFFER, str(tmp_path / "one"), 0)
+        checked(Handle)(answer=-1).async_pwrite(BUFFER, str(tmp_path / "one"), 0)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from smalti_deepspeed.swapping import cut_at_pages, swap_whole_pages
+from smalti_deepspeed.swapping import split_at_pages, swap_whole_pages
 from smalti_testing import TinyFamily, two_processes
 
 
 @given(offset=st.integers(0, 10_000), length=st.integers(1, 10_000), page=st.sampled_from((1, 64, 1024)))
 def test_pieces_fill_the_range_and_all_but_its_ends_are_whole_pages(offset, length, page):
-    pieces = list(cut_at_pages(offset, length, page))
+    pieces = list(split_at_pages(offset, length, page))
     assert [start for start, _ in pieces] == [sum(size for _, size in pieces[:number]) for number in range(len(pieces))]
     assert sum(size for _, size in pieces) == length
     others = [(start, size) for start, size in pieces if (offset + start) % page or size % page]

@@ -140,7 +140,7 @@ def test_weights_and_moments_are_what_smalti_would_have_saved_bit_for_bit(made, 
     }
     assert found == tensors(own)
     assert (source.contents.step, source.contents.optimizer) == (STEPS, "AdamW")
-    assert sorted((group["lr"], group["weight_decay"]) for group in source.contents.settings) == [(0.01, 0.0), (0.01, 0.02)]
+    assert sorted((group["lr"], group["weight_decay"]) for group in source.contents.param_groups) == [(0.01, 0.0), (0.01, 0.02)]
 
 
 def test_fsdp_of_version_1_as_accelerate_saves_it_is_read_under_the_names_of_the_plain_model(made, own, formats, tmp_path):
@@ -157,8 +157,8 @@ def test_weights_alone_are_read_without_moments_and_say_so(made, own):
     contents = open_dcp(made / "weights").contents
     assert contents.tensors.keys() == {f"model/{name}" for group, name in tensors(own) if group == "model"}
     assert contents.notices == (
-        "it holds no state of an optimizer: a run that resumes starts its own afresh",
-        "it does not tell its step: step 0",
+        "it has no optimizer state: a run that resumes starts with a new one",
+        "its step is not known: step 0",
     )
 
 
@@ -217,7 +217,7 @@ def copied(made, tmp_path):
 def test_a_pickle_in_place_of_tensors_is_refused_by_name_and_not_run(copied, tmp_path, name):
     folder = copied("accelerate 2 full")
     torch.save({"w": Payload(tmp_path / "canary")}, folder / name)
-    with pytest.raises(CheckpointError, match=rf"{name} is damaged, or holds more .* posix\.mknod"):
+    with pytest.raises(CheckpointError, match=rf"{name} is damaged, or has more .* posix\.mknod"):
         open_accelerate(folder)
     assert not (tmp_path / "canary").exists()
 

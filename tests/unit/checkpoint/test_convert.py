@@ -317,7 +317,7 @@ stored = st.builds(
         tensors=st.dictionaries(names, stored, max_size=3),
         step=st.integers(0, 9),
         optimizer=names,
-        settings=st.lists(st.dictionaries(names, st.integers() | names, max_size=2), max_size=2),
+        param_groups=st.lists(st.dictionaries(names, st.integers() | names, max_size=2), max_size=2),
         model_config=st.none() | st.dictionaries(names, names, max_size=2),
         flags=st.lists(names, max_size=2).map(tuple),
         notices=st.lists(names, max_size=2).map(tuple),

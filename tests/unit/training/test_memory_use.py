@@ -27,7 +27,7 @@ USE = MemoryUse(
     size="1024x1024",
     weights=10 * GIB,
     gradients=10 * GIB,
-    moments=20 * GIB,
+    optimizer_state=20 * GIB,
     ema=10 * GIB,
     allocated=74 * GIB,
     idle=GIB,
@@ -55,7 +55,8 @@ def test_memory_is_told_by_what_it_is_used_for_and_activations_are_the_rest():
 
 
 def test_what_a_first_step_has_not_made_yet_is_told():
-    assert "10.00 GiB of gradients, and then the optimizer state" in out_of_memory_message(replace(USE, gradients=0, moments=0))
+    use = replace(USE, gradients=0, optimizer_state=0)
+    assert "10.00 GiB of gradients, and then the optimizer state" in out_of_memory_message(use)
 
 
 def test_what_saves_most_comes_first_with_what_it_saves():

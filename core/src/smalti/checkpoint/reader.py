@@ -58,7 +58,7 @@ def load(path: Path, snapshot: Snapshot, parallel: Communicator, *, verified: bo
 
     The tensors of the model and of `ema` are filled in place and must match by name and shape; types may only widen.
     Optimizer state is filled in place where the snapshot has it, and else allocated like its parameter: a new optimizer has
-    none, and neither has a checkpoint from before the first step. `settings` is replaced, but
+    none, and neither has a checkpoint from before the first step. `param_groups` is replaced, but
     hyper-parameters stay where the checkpoint has another number of parameter groups. With another optimizer than the one
     that was saved, optimizer state and hyper-parameters are not changed.
 
@@ -116,11 +116,11 @@ def _load(path: Path, snapshot: Snapshot) -> Loaded:
     for group, tensors in wanted.items():
         compare(group, tensors, stored[group], state.trainer)
     if same:
-        _compare_settings(state.settings, target.param_groups)
+        _compare_param_groups(state.param_groups, target.param_groups)
     for group, tensors in wanted.items():
         _fill(path / group, tensors)
     if same:
-        target.optimizer_state, target.param_groups = optimizer_state, regrouped(state.settings, target.param_groups)
+        target.optimizer_state, target.param_groups = optimizer_state, regrouped(state.param_groups, target.param_groups)
     return Loaded(
         trainer=dict(state.trainer),
         optimizer=state.optimizer,
@@ -135,20 +135,20 @@ def _allocated_state(target: PortableState, stored: Mapping[str, StoredTensor]) 
     """Returns the target's optimizer state, with new tensors for those that only the checkpoint has.
 
     A tensor with the shape of its parameter is allocated by the target, or else like the parameter: same device, same sharding.
-    Others (step counts, factored moments) are plain tensors, scalars on the CPU.
+    Others (step counts, factored second moments) are plain tensors, scalars on the CPU.
     """
     optimizer_state = {name: dict(found) for name, found in target.optimizer_state.items()}
     for key, tensor in stored.items():
-        name, _, moment = key.rpartition(".")
+        name, _, own_key = key.rpartition(".")
         parameter = target.model.get(name)
-        if parameter is None or moment in optimizer_state.get(name, {}):
+        if parameter is None or own_key in optimizer_state.get(name, {}):
             continue
         dtype = DTYPES[tensor.dtype]
         if tensor.shape == shape_of(parameter) and tensor.shape != ():
-            new = target.allocate(name, moment, dtype) if target.allocate else _new_like(parameter, dtype)
+            new = target.allocate(name, own_key, dtype) if target.allocate else _new_like(parameter, dtype)
         else:
             new = torch.empty(tensor.shape, dtype=dtype, device=parameter.device if tensor.shape else "cpu")
-        optimizer_state.setdefault(name, {})[moment] = new
+        optimizer_state.setdefault(name, {})[own_key] = new
     return optimizer_state
 
 
@@ -185,7 +185,7 @@ def compare(
         )
 
 
-def _compare_settings(saved: Sequence[Mapping[str, object]], current: Sequence[Mapping[str, object]]) -> None:
+def _compare_param_groups(saved: Sequence[Mapping[str, object]], current: Sequence[Mapping[str, object]]) -> None:
     """Raises CheckpointError for a saved hyper-parameter with another type than the optimizer's own."""
     for number, (saved_group, current_group) in enumerate(zip(saved, current, strict=False)):
         for key in sorted(saved_group.keys() & current_group.keys()):

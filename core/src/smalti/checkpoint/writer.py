@@ -189,7 +189,7 @@ def _state(snapshot: Snapshot) -> bytes:
     return State(
         step=snapshot.step,
         optimizer=state.optimizer,
-        settings=state.param_groups,
+        param_groups=state.param_groups,
         trainer=snapshot.trainer,
         model_config=_config(snapshot),
     ).encode()

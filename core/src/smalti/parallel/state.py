@@ -22,7 +22,7 @@ _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 """Names that torch.compile and the wrappers for activation checkpointing and FSDP 1 put into parameter names."""
 _SWITCHES = frozenset(("params", "param_names", "foreach", "fused", "capturable", "differentiable"))
 _VALUES = "values"
-"""Key in a group's settings: state per parameter that is not a tensor."""
+"""Key in a parameter group: state per parameter that is not a tensor."""
 
 
 @dataclass(kw_only=True)
@@ -79,7 +79,7 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
 
 def named_state(values: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Optimizer state by flat names, "PARAMETER.KEY", as checkpoints hold it."""
-    return {f"{name}.{moment}": tensor for name, moments in values.items() for moment, tensor in moments.items()}
+    return {f"{name}.{key}": tensor for name, state in values.items() for key, tensor in state.items()}
 
 
 class ModelState:
@@ -129,9 +129,9 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> PortableState
 
 
 def restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: PortableState) -> None:
-    """Make model and optimizer what they were: training goes on bit for bit.
+    """Restore the model and the optimizer: training continues bit for bit.
 
-    The model's tensors are copied into; moments become the optimizer's own without a copy, so `state` must not be given to a
+    The model's tensors are copied into; optimizer state is taken over without a copy, so `state` must not be given to a
     second optimizer. With a state from another optimizer only the model is restored.
     """
     fill_model(model, state.model)
@@ -181,8 +181,8 @@ def fill_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def optimizer_state_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The tensors of an optimizer's state, by parameter and moment; nothing for parameters that were never stepped."""
-    moments: dict[str, dict[str, Tensor]] = {}
+    """The tensors of an optimizer's state, by parameter and key; nothing for parameters that were never stepped."""
+    state: dict[str, dict[str, Tensor]] = {}
     for name, parameter in _optimized(optimizer, parameters).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if "." in key:
@@ -190,14 +190,14 @@ def optimizer_state_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str
                     f"the optimizer keeps {key!r}; a name with a dot cannot be distinguished from a parameter's"
                 )
             if isinstance(value, Tensor):
-                moments.setdefault(name, {})[key] = value
-    return moments
+                state.setdefault(name, {})[key] = value
+    return state
 
 
 def param_groups_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> list[dict[str, object]]:
     """Hyper-parameters per parameter group, JSON-able, with whatever is kept per parameter and is no tensor."""
     names = _names(parameters)
-    settings = []
+    groups = []
     for group in optimizer.param_groups:
         plain = {key: _as_json(key, value) for key, value in group.items() if key not in _SWITCHES}
         values: dict[str, object] = {}
@@ -206,19 +206,19 @@ def param_groups_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, T
             kept = {key: _as_json(key, value) for key, value in state.items() if not isinstance(value, Tensor)}
             if kept:
                 values[names[id(parameter)]] = kept
-        settings.append(plain | {_VALUES: values} if values else plain)
-    return settings
+        groups.append(plain | {_VALUES: values} if values else plain)
+    return groups
 
 
 def fill_optimizer_state(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, Tensor],
-    moments: Mapping[str, Mapping[str, Tensor]],
+    state: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
     """Replace the tensors of an optimizer's state. They are moved to where the optimizer wants them, else taken as they are."""
     optimized = _optimized(optimizer, parameters)
-    if unknown := moments.keys() - optimized.keys():
-        raise CheckpointError(f"moments of parameters that are not optimized: {_some(unknown)}")
+    if unknown := state.keys() - optimized.keys():
+        raise CheckpointError(f"optimizer state of parameters that are not optimized: {_some(unknown)}")
     on_device = {
         id(parameter): bool(group.get("fused") or group.get("capturable"))
         for group in optimizer.param_groups
@@ -226,21 +226,21 @@ def fill_optimizer_state(
     }
     for name, parameter in optimized.items():
         optimizer.state.pop(parameter, None)
-        for key, tensor in moments.get(name, {}).items():
+        for key, tensor in state.get(name, {}).items():
             # torch counts steps on the CPU, unless a kernel on the device reads the count.
             device = parameter.device if key != "step" or on_device[id(parameter)] else torch.device("cpu")
             optimizer.state[parameter][key] = tensor.to(device)
 
 
 def fill_param_groups(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], settings: list[dict[str, object]]
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], param_groups: list[dict[str, object]]
 ) -> None:
     """Set hyper-parameters group by group, each in the type that the optimizer has it in."""
-    if len(settings) != len(optimizer.param_groups):
+    if len(param_groups) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"the optimizer has {len(optimizer.param_groups)} parameter groups, its saved state {len(settings)}"
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, its saved state {len(param_groups)}"
         )
-    for group, saved in zip(optimizer.param_groups, settings, strict=True):
+    for group, saved in zip(optimizer.param_groups, param_groups, strict=True):
         for key, value in saved.items():
             if key == _VALUES and isinstance(value, dict):
                 for name, kept in value.items():
@@ -250,7 +250,7 @@ def fill_param_groups(
 
 
 def regrouped(saved: list[dict[str, object]], own: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Saved settings for an optimizer that has its parameters in other groups, with settings `own`.
+    """Saved parameter groups for an optimizer that has its parameters in other groups, `own`.
 
     What was saved, if there are as many groups or none to compare with. Else its own hyper-parameters, and what was saved per
     parameter: that does not depend on the groups.

@@ -12,7 +12,7 @@ from smalti_deepspeed.parsing import section
 def fragment(config: Config) -> dict[str, object]:
     """What a DeepSpeed run puts into the user's Accelerate YAML; None takes a key out.
 
-    Accelerate then starts the ranks with torch's launcher, one `smalti train` on each machine; the rest of the section tells
+    Accelerate then starts the ranks with torch's launcher, one `smalti train` on each node; the rest of the section tells
     people and other tools what is trained.
     """
     document = resolved(config, world_size=config[LaunchOptions].num_processes)

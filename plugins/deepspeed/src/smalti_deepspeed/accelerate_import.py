@@ -11,9 +11,9 @@ from smalti_deepspeed.parsing import is_open, section
 _IDLE = {
     "zero3_init_flag": (True, "the model is never whole on a rank in stage 3"),
     "zero3_save_16bit_model": (True, "checkpoints hold the weights in fp32, and `smalti checkpoint export` writes others"),
-    "deepspeed_hostfile": (None, "each machine starts its own ranks with smalti train"),
-    "deepspeed_exclusion_filter": (None, "each machine starts its own ranks with smalti train"),
-    "deepspeed_inclusion_filter": (None, "each machine starts its own ranks with smalti train"),
+    "deepspeed_hostfile": (None, "each node starts its own ranks with smalti train"),
+    "deepspeed_exclusion_filter": (None, "each node starts its own ranks with smalti train"),
+    "deepspeed_inclusion_filter": (None, "each node starts its own ranks with smalti train"),
     "deepspeed_moe_layer_cls_names": (None, "no model family has such layers"),
 }
 """Keys without counterpart: the value that asks for something else than what happens (None: any), and what happens."""
@@ -63,7 +63,7 @@ def _idle(content: Mapping[str, object]) -> list[tuple[str, str]]:
         if key in content and (idle is None or str(content[key]).lower() == str(idle).lower())
     ]
     if content.get(_LAUNCHER, "standard") != "standard":
-        found.append((f"deepspeed_config.{_LAUNCHER}", "has no effect: each machine starts its own ranks with smalti train"))
+        found.append((f"deepspeed_config.{_LAUNCHER}", "has no effect: each node starts its own ranks with smalti train"))
     return found
 
 

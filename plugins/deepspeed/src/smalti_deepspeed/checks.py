@@ -29,7 +29,7 @@ def problems(config: Config) -> list[Problem]:
 
 
 def platform_problem() -> Problem | None:
-    """Why DeepSpeed does not run on this machine, if it does not."""
+    """Why DeepSpeed does not run here; None if it does."""
     fix = "leave deepspeed_config out, or --deepspeed_config=none"
     if sys.platform == "darwin":
         return Problem(message="DeepSpeed does not run on macOS, with or without MPS", where="deepspeed_config", fix=fix)
@@ -107,7 +107,7 @@ def _graphs(config: Config) -> Iterator[Problem]:
 
 
 def _folders(config: Config) -> Iterator[Problem]:
-    """Folders that are there, or can be made in one that is; each machine looks again when its ranks start."""
+    """Folders that are there, or can be made in one that is; each node checks again when its ranks start."""
     document = resolved(config, world_size=1)
     for key in ("offload_param", "offload_optimizer"):
         offload = section(document, "zero_optimization", key)
@@ -124,7 +124,7 @@ def _folders(config: Config) -> Iterator[Problem]:
         folder = place(name)
         base = folder if folder.exists() or folder.is_symlink() else folder.parent
         named = "as nvme_path, or leave that out for --offload_param_path" if name in in_json else "with --offload_param_path"
-        fix = f"name a folder on a drive of this machine {named}"
+        fix = f"use a folder on a drive of this node {named}"
         if not base.is_dir():
             message = (
                 f"{folder} is not a folder"

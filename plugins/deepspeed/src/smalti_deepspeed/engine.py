@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from smalti import Block, Config, UserError
 from smalti.models import Weights, compile_blocks, materialise
 from smalti.parallel import ProcessGroupParallel
-from smalti_deepspeed.compiling import compiled_in_turn
+from smalti_deepspeed.compiling import compiled_one_at_a_time
 from smalti_deepspeed.config import resolved, sized
 from smalti_deepspeed.offload_folder import Claim, claim_together
 from smalti_deepspeed.optimizers import needs_accelerator
@@ -54,7 +54,7 @@ class DeepSpeedParallel(ProcessGroupParallel):
         self._document = sized(self._document, even, largest, world_size=self.world.size)
         self._claim = claim_together(self._document, self, parameters=sum(sizes), trained=trained)
         if _stage(self._document) == 3:
-            with compiled_in_turn(), failures_explained(self._document):
+            with compiled_one_at_a_time(), failures_explained(self._document):
                 model = partition(model, weights, self._document, self.world.device)
         else:
             model = materialise(model, weights, self.world.device)
@@ -82,7 +82,7 @@ class DeepSpeedParallel(ProcessGroupParallel):
         )
 
         groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups]
-        with compiled_in_turn(), failures_explained(self._document), _settings_fit(self._document), numbers_sent():
+        with compiled_one_at_a_time(), failures_explained(self._document), _settings_fit(self._document), numbers_sent():
             engine, _, _, _ = deepspeed.initialize(
                 model=model,
                 model_parameters=groups,

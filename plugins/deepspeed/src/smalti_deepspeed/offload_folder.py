@@ -1,6 +1,6 @@
-"""The folders on a machine's own drive into which DeepSpeed swaps: claimed by one run at a time, freed of what others left.
+"""Folders on a node's local drive into which DeepSpeed swaps. One run at a time locks them and removes what others left.
 
-DeepSpeed makes `zero_stage_3` in such a folder and never removes it. Imports no torch, no DeepSpeed.
+DeepSpeed creates `zero_stage_3` in such a folder and never removes it. Imports no torch, no DeepSpeed.
 """
 
 from __future__ import annotations
@@ -26,32 +26,30 @@ if TYPE_CHECKING:
     from smalti.parallel import Communicator
 
 LOCK = ".smalti-deepspeed.lock"
-"""A file in the folder, locked by the run that swaps there. It stays: who removes it could remove another's lock."""
-_OURS = "zero_stage_"
+"""A file in the folder, locked by the run that swaps there. It is never removed, as another run may have locked it."""
+_PREFIX = "zero_stage_"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leftovers:
-    """What runs that are over have left in the folders: a `smalti.plugins.caches.Cache`."""
+    """What finished runs have left in the folders: a `smalti.plugins.caches.Cache`."""
 
     folders: tuple[Path, ...]
 
     @property
     def place(self) -> str:
-        return ", ".join(map(str, self.folders)) or "no folder: give --offload_param_path, or a configuration file"
+        return ", ".join(map(str, self.folders)) or "no folder: use --offload_param_path or a configuration file"
 
     def paths(self) -> list[Path]:
-        """The directories that DeepSpeed made. Links and files of such names are somebody else's. Raises UserError."""
+        """The directories that DeepSpeed created, without links and files of such names. Raises UserError."""
         found = []
         for folder in filter(Path.is_dir, self.folders):
             try:
                 with os.scandir(folder) as entries:
                     names = [each.name for each in entries if each.is_dir(follow_symlinks=False)]
             except OSError as error:
-                raise UserError(
-                    f"cannot look into {folder}: {error.strerror}", fix="check its owner and permissions"
-                ) from error
-            found += [folder / name for name in sorted(names) if name.startswith(_OURS)]
+                raise UserError(f"cannot read {folder}: {error.strerror}", fix="check its owner and permissions") from error
+            found += [folder / name for name in sorted(names) if name.startswith(_PREFIX)]
         return found
 
     def entries(self) -> int:
@@ -61,31 +59,31 @@ class Leftovers:
         return sum(map(_size, self.paths()))
 
     def clear(self) -> Cleared:
-        """Raises UserError while a run swaps there, and when something cannot be removed."""
+        """Raises UserError while a run swaps there, and if something cannot be removed."""
         with Claim.of(dict.fromkeys(path.parent for path in self.paths())) as claim:
             return claim.cleared
 
 
 @dataclass(kw_only=True)
 class Claim:
-    """The folders are this process's until `release`, or until it ends, however it ends. `cleared` says what went."""
+    """Exclusive use of the folders until `release`, or until this process ends. `cleared` counts what was removed."""
 
     cleared: Cleared
     locks: list[io.BufferedWriter] = field(repr=False)
 
     @classmethod
     def of(cls, folders: Iterable[Path], *, needed: Mapping[Path, int] | None = None) -> Claim:
-        """Lock each folder, make it if only its parent is there, and remove what earlier runs left in it.
+        """Lock each folder, create it if its parent exists, and remove what earlier runs left in it.
 
-        For one process of each machine, before DeepSpeed starts on any of its ranks. `needed` are the bytes that this machine's
-        ranks will write, by folder. Raises UserError when another run swaps there, PreflightError when there is no room.
+        For one process of each node, before DeepSpeed starts on any of its ranks. `needed` are the bytes that this node's ranks
+        will write, by folder. Raises UserError if another run swaps there, PreflightError if there is not enough free space.
         """
         claim = cls(cleared=Cleared(count=0, bytes=0), locks=[])
         try:
             for folder in sorted(folders):
-                claim._take(folder)
+                claim._add(folder)
             for folder, wanted in (needed or {}).items():
-                _check_room(folder, wanted)
+                _check_free_space(folder, wanted)
         except BaseException:
             claim.release()
             raise
@@ -102,7 +100,7 @@ class Claim:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _take(self, folder: Path) -> None:
+    def _add(self, folder: Path) -> None:
         try:
             if not folder.is_dir():
                 make_directory(folder)
@@ -113,7 +111,7 @@ class Claim:
                 remove_tree(path)
         except OSError as error:
             raise UserError(
-                f"cannot use the offload folder {folder}: {error}", fix="check its owner and permissions, or name another"
+                f"cannot use the offload folder {folder}: {error}", fix="check its owner and permissions, or use another folder"
             ) from error
         self.cleared = Cleared(count=self.cleared.count + len(paths), bytes=self.cleared.bytes + size)
 
@@ -121,10 +119,10 @@ class Claim:
 def claim_together(
     document: Mapping[str, object], communicator: Communicator, *, parameters: int, trained: int
 ) -> Claim | None:
-    """One claim for each machine, held by its first rank; None on the others, and where nothing is swapped to a drive.
+    """One claim for each node, held by its first rank; None on the other ranks, and if nothing is swapped to a drive.
 
-    Call it before DeepSpeed starts, and `release` at the end. *Collective*: if one machine's folders cannot be had, every rank
-    raises UserError.
+    Call it before DeepSpeed starts, and `release` at the end. *Collective*: if the folders of one node cannot be used, every
+    rank raises UserError.
     """
     world = communicator.world
     wanted = swap_bytes(document, parameters, trained, share=world.local_size / world.size)
@@ -144,19 +142,19 @@ def claim_together(
     return claim
 
 
-def check_room(config: Config, model: nn.Module) -> None:
-    """Whether this machine has room for what its ranks will swap of this model. Raises PreflightError."""
+def check_free_space(config: Config, model: nn.Module) -> None:
+    """Raises PreflightError if this node has not enough free space for what its ranks will swap of this model."""
     launch = config[LaunchOptions]
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     document = resolved(config, world_size=launch.num_processes)
     for folder, wanted in swap_bytes(document, parameters, trained, share=1 / launch.num_machines).items():
-        leftovers = Leftovers(folders=(folder,)).size() if folder.is_dir() else 0  # which go before the run starts
-        _check_room(folder if folder.is_dir() else folder.parent, wanted, freed=leftovers)
+        leftovers = Leftovers(folders=(folder,)).size() if folder.is_dir() else 0  # removed before the run starts
+        _check_free_space(folder if folder.is_dir() else folder.parent, wanted, freed=leftovers)
 
 
 def of_config(config: Config) -> Leftovers:
-    """The folders that a configuration offloads to: what `smalti cache` lists and clears as deepspeed-offload."""
+    """The folders that a configuration offloads to: the cache deepspeed-offload of `smalti cache`."""
     path = config[DeepSpeedOptions].offload_param_path
     named = [path] if path is not None else []
     if enabled(config):
@@ -167,9 +165,9 @@ def of_config(config: Config) -> Leftovers:
 def swap_bytes(document: Mapping[str, object], parameters: int, trained: int, *, share: float = 1.0) -> dict[Path, int]:
     """What DeepSpeed will keep in each NVMe folder of a resolved document, in bytes.
 
-    `parameters` counts the elements of the model, `trained` those that train. `share` is the part of the ranks that this
-    machine runs. Parameters are kept in the type of the computation; per trained element, the optimizer keeps weight, gradient
-    and two moments in fp32.
+    `parameters` counts the elements of the model, `trained` those that train. `share` is this node's share of
+    the ranks. Parameters are kept in the compute dtype. Per trained element there are fp32 weight, gradient and two values of
+    optimizer state.
     """
     zero = section(document, "zero_optimization")
     width = 2 if section(document, "bf16").get("enabled") is True else 4
@@ -182,13 +180,12 @@ def swap_bytes(document: Mapping[str, object], parameters: int, trained: int, *,
     return found
 
 
-def _check_room(folder: Path, wanted: int, *, freed: int = 0) -> None:
+def _check_free_space(folder: Path, wanted: int, *, freed: int = 0) -> None:
     free = free_bytes(folder)
     if free is not None and free + freed < wanted:
         raise PreflightError(
-            f"the ranks of this machine will swap about {format_bytes(wanted)} into {folder}, "
-            f"where {format_bytes(free)} are free",
-            fix="make room there, or name a folder on another drive with --offload_param_path",
+            f"the ranks of this node will swap about {format_bytes(wanted)} into {folder}, where {format_bytes(free)} are free",
+            fix="free some space there, or use a folder on another drive with --offload_param_path",
         )
 
 
@@ -200,7 +197,7 @@ def _lock(folder: Path) -> io.BufferedWriter:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        fix = "wait for it to end; each run, and each machine, needs a folder of its own (--offload_param_path)"
+        fix = "wait for it to end, or use another folder (--offload_param_path): each run and each node needs its own"
         raise UserError(f"another run swaps into {folder}", fix=fix) from None
     except BaseException:
         file.close()

@@ -76,7 +76,7 @@ class DeepSpeed:
             settings=document,
             shards=True,
             flattens_parameters=True,
-            check_model="smalti_deepspeed.offload_folder:check_room" if offload_folders(document) else "",
+            check_model="smalti_deepspeed.offload_folder:check_free_space" if offload_folders(document) else "",
         )
 
     @hookimpl

@@ -13,7 +13,7 @@ from smalti import CheckpointError, UserError
 from smalti.models import Weights
 from smalti.parallel import Communicator, FlatRange, PortableState, model_tensors, param_groups_of, shape_of
 from smalti_deepspeed.resharding import RowSharding
-from smalti_deepspeed.zero import Place, Zero, make_moment, make_moments, moments
+from smalti_deepspeed.zero import Place, Zero, make_optimizer_state, make_state_tensor, optimizer_state
 
 _FORMS = {
     "AdamW": ("DeepSpeedCPUAdam", "FusedAdam", "ZenFlowCPUAdam"),
@@ -22,8 +22,8 @@ _FORMS = {
 }
 _NAMES = {form: name for name, forms in _FORMS.items() for form in forms}
 """What DeepSpeed's own forms of an optimizer are called in checkpoints."""
-_MOMENTS = {"DeepSpeedCPUAdagrad": {"exp_avg_sq": "sum"}}
-"""By form, what its moments are called in checkpoints where it has other names for them."""
+_STATE_KEYS = {"DeepSpeedCPUAdagrad": {"exp_avg_sq": "sum"}}
+"""By form of an optimizer: own keys of its state that have another name in checkpoints -> that name."""
 
 
 class ZeroState:
@@ -83,14 +83,14 @@ class ZeroState:
             with self._zero.present(number):
                 flats = self._zero.flats()
                 weights |= self.portable_weights({name: place.of(flats) for name, place in places.items()})
-                for key, ranges in self._moments(flats, places).items():
+                for key, ranges in self._optimizer_state(flats, places).items():
                     whole = next(iter(ranges.values())).ndim == 0
                     for name, tensor in (ranges if whole else self.portable_weights(ranges)).items():
                         found.setdefault(name, {})[key] = tensor
         return PortableState(
             model={**weights, **self._buffers()},
             optimizer_state=found,
-            param_groups=self._settings(),
+            param_groups=self._param_groups(),
             optimizer=self._optimizer_name(),
         )
 
@@ -101,7 +101,7 @@ class ZeroState:
                 **{name: self._flat_range(name, torch.float32, self._live(name)) for name in self._places},
                 **self._buffers(),
             },
-            param_groups=self._settings(),
+            param_groups=self._param_groups(),
             optimizer=self._optimizer_name(),
             allocate=self._allocate,
         )
@@ -109,11 +109,11 @@ class ZeroState:
     def _live(self, name: str) -> Tensor | None:
         return None if self._zero.on_drive else self._places[name].of(self._zero.flats())
 
-    def _allocate(self, name: str, moment: str, dtype: torch.dtype) -> Tensor:
+    def _allocate(self, name: str, key: str, dtype: torch.dtype) -> Tensor:
         place, live = self._places[name], None
         if not self._zero.on_drive:
             flat = self._zero.flats()[place.flat]
-            live = place.within(make_moment(self._optimizer, flat, self._own_names.get(moment, moment)))
+            live = place.within(make_state_tensor(self._optimizer, flat, self._own_keys.get(key, key)))
         return self._flat_range(name, dtype, live)
 
     @torch.no_grad()
@@ -123,7 +123,7 @@ class ZeroState:
         if odd := (self._places.keys() | buffers.keys()) ^ state.model.keys():
             raise CheckpointError(f"the model has other tensors: {', '.join(sorted(odd)[:3])}")
         if odd := state.optimizer_state.keys() - self._places.keys():
-            raise CheckpointError(f"moments of parameters that do not train: {', '.join(sorted(odd)[:3])}")
+            raise CheckpointError(f"optimizer state of parameters that do not train: {', '.join(sorted(odd)[:3])}")
         for name, buffer in buffers.items():
             buffer.copy_(state.model[name])
         for number, places in self._groups.items():
@@ -131,9 +131,9 @@ class ZeroState:
                 flats = self._zero.flats()
                 self.copy_from(state.model, {name: place.of(flats) for name, place in places.items()})
                 if known:
-                    self._load_moments(number, {name: state.optimizer_state.get(name, {}) for name in places})
+                    self._load_optimizer_state(number, {name: state.optimizer_state.get(name, {}) for name in places})
         if known:
-            self._load_settings(state.param_groups)
+            self._load_param_groups(state.param_groups)
         self._zero.update_parameters()
 
     def invalidate_gathered(self) -> None:
@@ -155,7 +155,7 @@ class ZeroState:
         tensors = model_tensors(self._model)
         return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
 
-    def _load_moments(self, number: int, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def _load_optimizer_state(self, number: int, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Of the parameters of one flat tensor."""
         flats, places = self._zero.flats(), self._groups[number]
         counts: dict[str, float] = {}
@@ -166,28 +166,28 @@ class ZeroState:
                     counts[key] = max(counts.get(key, 0.0), float(tensor))
                 else:
                     shaped.setdefault(key, {})[name] = tensor
-        make_moments(self._optimizer, flats[number], counts, [self._own_names.get(key, key) for key in sorted(shaped)])
-        live = self._moments(flats, places)
+        make_optimizer_state(self._optimizer, flats[number], counts, [self._own_keys.get(key, key) for key in sorted(shaped)])
+        live = self._optimizer_state(flats, places)
         for key, tensors in shaped.items():
             for name in live[key].keys() - tensors.keys():
                 live[key][name].zero_()  # never stepped where it was saved
             self.copy_from(tensors, {name: live[key][name] for name in tensors})
 
-    def _moments(self, flats: Sequence[Tensor], places: Mapping[str, Place]) -> dict[str, dict[str, Tensor]]:
-        """This rank's ranges, live, by moment as checkpoints call it, then by parameter."""
+    def _optimizer_state(self, flats: Sequence[Tensor], places: Mapping[str, Place]) -> dict[str, dict[str, Tensor]]:
+        """This rank's ranges, live, by key as in checkpoints, then by parameter."""
         turned: dict[str, dict[str, Tensor]] = {}
-        for name, kept in moments(self._optimizer, flats, places).items():
+        for name, kept in optimizer_state(self._optimizer, flats, places).items():
             for key, tensor in kept.items():
-                turned.setdefault(self._moment_names.get(key, key), {})[name] = tensor
+                turned.setdefault(self._portable_keys.get(key, key), {})[name] = tensor
         return turned
 
     @property
-    def _moment_names(self) -> Mapping[str, str]:
-        return _MOMENTS.get(type(self._optimizer).__name__, {})
+    def _portable_keys(self) -> Mapping[str, str]:
+        return _STATE_KEYS.get(type(self._optimizer).__name__, {})
 
     @property
-    def _own_names(self) -> Mapping[str, str]:
-        return {portable: own for own, portable in self._moment_names.items()}
+    def _own_keys(self) -> Mapping[str, str]:
+        return {portable: own for own, portable in self._portable_keys.items()}
 
     def _optimizer_name(self) -> str:
         name = type(self._optimizer).__name__
@@ -195,12 +195,12 @@ class ZeroState:
         decays_in_gradient = known == "AdamW" and not getattr(self._optimizer, "adam_w_mode", True)
         return "Adam" if decays_in_gradient else known
 
-    def _settings(self) -> list[dict[str, object]]:
+    def _param_groups(self) -> list[dict[str, object]]:
         """Hyper-parameters alone: what the optimizer steps are no parameters of the model."""
         groups = [{**group, "params": []} for group in self._optimizer.param_groups]
         return param_groups_of(cast(torch.optim.Optimizer, SimpleNamespace(param_groups=groups, state={})), {})
 
-    def _load_settings(self, saved: list[dict[str, object]]) -> None:
+    def _load_param_groups(self, saved: list[dict[str, object]]) -> None:
         """Those that this optimizer has too; DeepSpeed's have not all of torch's."""
         groups = self._optimizer.param_groups
         if len(saved) != len(groups):

@@ -95,7 +95,7 @@ def _inside(document: Mapping[str, object]) -> Iterator[Problem]:
         yield from _settings(section(document, key), BF16, key)
         for setting in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
             if section(document, key).get(setting) is True:
-                message = "cannot be used: weights and moments are kept in fp32, in checkpoints too"
+                message = "cannot be used: weights and optimizer state are fp32, in checkpoints too"
                 yield Problem(message=message, where=f"{key}.{setting}", fix="leave it out")
     yield from _settings({"enabled": section(document, "fp16").get("enabled")}, {"enabled": "switch"}, "fp16")
     yield from _settings(section(document, "data_types"), DATA_TYPES, "data_types")

@@ -49,7 +49,7 @@ class Place:
         return self.within(flats[self.flat])
 
     def within(self, flat: Tensor) -> Tensor:
-        """The same of this one flat tensor, or of a moment of it."""
+        """The same of this one flat tensor, or of its optimizer state."""
         return flat.detach().narrow(0, self.offset, self.length)
 
 
@@ -305,10 +305,10 @@ def decay_as_the_core_does(optimizer: torch.optim.Optimizer) -> None:
         decouple_decay(optimizer)
 
 
-def moments(
+def optimizer_state(
     optimizer: torch.optim.Optimizer, flats: Sequence[Tensor], places: Mapping[str, Place]
 ) -> dict[str, dict[str, Tensor]]:
-    """This rank's range of every moment, live, by parameter; a step count, or any number, as a scalar of its own."""
+    """This rank's range of every tensor of the state, live, by parameter and key. Numbers, such as step counts, are scalars."""
     found: dict[str, dict[str, Tensor]] = {}
     numbers: dict[tuple[int, str], Tensor] = {}  # read once: each has to come from the accelerator
     for name, place in places.items():
@@ -323,10 +323,12 @@ def moments(
     return found
 
 
-def make_moments(optimizer: torch.optim.Optimizer, flat: Tensor, counts: Mapping[str, float], keys: Sequence[str]) -> None:
-    """Give the optimizer state to be filled for one flat tensor, also before its first step: moments `keys`, numbers `counts`.
+def make_optimizer_state(
+    optimizer: torch.optim.Optimizer, flat: Tensor, counts: Mapping[str, float], keys: Sequence[str]
+) -> None:
+    """Allocate the optimizer state of one flat tensor, also before its first step: tensors `keys`, numbers `counts`.
 
-    Without any of both it forgets its state.
+    Without both, its state is removed.
     """
     kept = optimizer.state.get(flat, {})
     for key in kept.keys() - keys:
@@ -335,7 +337,7 @@ def make_moments(optimizer: torch.optim.Optimizer, flat: Tensor, counts: Mapping
         optimizer.state.pop(flat, None)
         return
     for key in keys:
-        make_moment(optimizer, flat, key)
+        make_state_tensor(optimizer, flat, key)
     for key, number in counts.items():
         optimizer.state[flat][key] = _count(optimizer, flat, number)
 
@@ -351,8 +353,8 @@ def _count(optimizer: torch.optim.Optimizer, flat: Tensor, number: float) -> Ten
     return torch.tensor(number, dtype=torch.float32, device=flat.device if by_kernel else "cpu")
 
 
-def make_moment(optimizer: torch.optim.Optimizer, flat: Tensor, key: str) -> Tensor:
-    """A moment of a flat tensor, live; the one that is there, or zeros."""
+def make_state_tensor(optimizer: torch.optim.Optimizer, flat: Tensor, key: str) -> Tensor:
+    """The tensor `key` of the state of a flat tensor, live: the existing one, or zeros."""
     state = optimizer.state[flat]
     value = state.get(key)
     if not isinstance(value, Tensor) or value.shape != flat.shape:

@@ -57,7 +57,7 @@ class PipelineFamily(ModelFamily):
     """Latent pixels on the edge of one token, or what latent sizes must be multiples of. None: the model's `patch_size`."""
     vae_in_fp32: bool = False
     predictions: ClassVar[tuple[Prediction, ...]] = ()
-    """What a run may make the model predict, besides what the pipeline's scheduler says."""
+    """Predictions that a run may choose, in addition to that of the pipeline's scheduler."""
     rescales_guidance: ClassVar[bool] = False
     """Whether the pipeline has an argument `guidance_rescale`."""
 
@@ -290,7 +290,7 @@ class PipelineFamily(ModelFamily):
     # --- texts ------------------------------------------------------------------------------------------------------
 
     def text_settings(self) -> dict[str, object]:
-        """What besides captions and encoders decides their conditioning."""
+        """What decides the conditioning of captions, apart from the encoders."""
         return {}
 
     # --- images -----------------------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ class _Translator:
                 self._refuse(place, f"cannot be {value!r}", "torch")
 
     def read_shard_size(self) -> None:
-        """How many ranks share one copy of the model, where that is not one machine, as it is if nothing is said."""
+        """How many ranks share one copy of the model, unless that is one node, which is the default."""
         ranks, machines = _number(self.values.get("num_processes")), _number(self.values.get("num_machines")) or 1
         content = section(self.values, "parallelism_config")
         keys = [f"{PARALLELISM}{name}_size" for name in ("dp_replicate", "dp_shard", "cp")]

@@ -155,5 +155,5 @@ def _load(source: Path | io.BytesIO, path: Path | None = None, *, mmap: bool = F
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
         reason = next((line for line in lines if "unsupported" in line.lower()), lines[0])
-        raise CheckpointError(f"{path or source} is damaged, or holds more than tensors and plain values: {reason}") from error
+        raise CheckpointError(f"{path or source} is damaged, or has more than tensors and plain values: {reason}") from error
     return loaded

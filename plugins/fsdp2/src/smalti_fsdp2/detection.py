@@ -1,7 +1,7 @@
-"""What a model is made of, found from its configuration alone and kept for the next time. Imports no torch for what is kept.
+"""Detects the structure of a model from its configuration alone, and caches it. Cached results need no torch.
 
-An answer is kept under what the user asked: family, path, flavour and all options that may shape a model. It holds for as
-long as its fingerprint does: the versions of the packages that build the model, and the configuration files of the checkpoint.
+The key of a result is family, path, flavour and all options that may change the model. A result is valid while its fingerprint
+is the same: the versions of the packages that build the model, and the configuration files of the checkpoint.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _LIBRARIES = ("smalti", "torch", "diffusers", "transformers")
 _SHAPELESS = frozenset(
     ("run", "data", "training", "optimizer", "validation", "checkpoints", "launch", "tracking", "fsdp", "context")
 )
-"""Groups of options that say nothing about the model. All others count, those of plugins too: a family may look at any."""
+"""Groups of options that do not change the model. All others count, also of plugins: a family may use any of them."""
 _SHAPING = frozenset(("resolution", "resolution_type"))
-"""What counts all the same: a table of positions may be as large as the pictures."""
+"""Exceptions, which count: a table of positions may have the size of the images."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Detection:
-    """What was found in a model, and when. `pretrained_model` is the path or hub id that was looked at, if one is known.
+    """The structure of a model. `pretrained_model` is the path or hub id that was read, if known.
 
-    `cached` says that this is an answer from before, which still holds.
+    `cached` says that this result comes from the cache.
     """
 
     model_family: str
@@ -56,7 +56,7 @@ class Detection:
 
     @property
     def flag(self) -> str:
-        """What to give to a run to have the suggested classes; empty if nothing repeats."""
+        """The flag that selects the suggested classes; empty if no block repeats."""
         classes = ",".join(self.structure.suggested)
         return f"--{FLAG}={classes}" if classes else ""
 
@@ -65,7 +65,7 @@ class Detection:
 
     @classmethod
     def from_json(cls, value: object) -> Detection:
-        """What `as_json` gave. Raises ValueError for anything else."""
+        """The inverse of `as_json`. Raises ValueError for anything else."""
         return _adapter().validate_python(value)
 
 
@@ -75,10 +75,10 @@ def _adapter() -> TypeAdapter[Detection]:
 
 
 def detect(config: Config, plugins: Plugins, *, refresh: bool = False, report: Report = _log.warning) -> Detection:
-    """The structure of the model that this configuration means: as it was found before, or else by building it without weights.
+    """The structure of the model of this configuration: from the cache, or by building it without weights.
 
-    `refresh` looks anew in any case. `report` is told when the answer cannot be kept. Raises UserError for a family that is not
-    there, and what the family itself raises.
+    `refresh` ignores the cache. `report` is called if the cache cannot be written. Raises UserError for an unknown family, and
+    what the family itself raises.
     """
     entry = family_entry(config, plugins)
     if not refresh and (known := detected(config, report=report)) is not None:
@@ -86,14 +86,14 @@ def detect(config: Config, plugins: Plugins, *, refresh: bool = False, report: R
     sources = _sources(config, entry)
     before = _fingerprint(sources)
     detection = _examine(config, plugins, sources[0] if len(sources) == 1 else None)
-    if _fingerprint(sources) == before:  # else the checkpoint changed meanwhile
+    if _fingerprint(sources) == before:  # else the checkpoint has changed in the meantime
         kept = {"fingerprint": before, "sources": sources, "detection": detection.as_json()}
         block_cache(report).put(_key(config), kept)
     return detection
 
 
 def detected(config: Config, *, report: Report = _log.warning) -> Detection | None:
-    """What was found before and still holds, or None. Needs neither torch nor the family."""
+    """The cached result, if it is valid, or None. Needs neither torch nor the family."""
     kept = block_cache(report).get(_key(config))
     if not isinstance(kept, dict):
         return None
@@ -102,12 +102,12 @@ def detected(config: Config, *, report: Report = _log.warning) -> Detection | No
             return None
         return replace(Detection.from_json(kept["detection"]), cached=True)
     except (KeyError, TypeError, ValueError):
-        report(f"what {block_cache(report).place} says of this model cannot be read; detecting again")
+        report(f"the entry of this model in {block_cache(report).place} cannot be read; detecting again")
         return None
 
 
 def _examine(config: Config, plugins: Plugins, source: str | None) -> Detection:
-    """Build the model without weights and count it."""
+    """Build the model without weights and describe it."""
     from smalti.models import without_weights
     from smalti.plugins import find_family
 
@@ -124,15 +124,15 @@ def _examine(config: Config, plugins: Plugins, source: str | None) -> Detection:
 
 
 def block_cache(report: Report = _log.warning) -> CacheFile:
-    """Where answers are kept."""
+    """The cache file of results."""
     return CacheFile(CACHE, report=report)
 
 
-# --- what an answer depends on --------------------------------------------------------------------------------------
+# --- what a result depends on -----------------------------------------------------------------------------------------
 
 
 def _key(config: Config) -> str:
-    """What was asked, for people to read in the file; options are shortened to a digest."""
+    """The key in the cache, readable for people; options are shortened to a digest."""
     model = config[ModelOptions]
     owners = {name: option.group.name for name, option in config.schema.options.items()}
     shaping = {name for name, group in owners.items() if group not in _SHAPELESS} | _SHAPING
@@ -145,7 +145,7 @@ def _key(config: Config) -> str:
 
 
 def _sources(config: Config, entry: FamilyEntry) -> list[str]:
-    """The paths and hub ids that the model's configuration may come from; several if the family chooses a flavour itself."""
+    """Paths and hub ids from which the model's configuration may come; several if the family chooses a flavour itself."""
     model = config[ModelOptions]
     if path := model.pretrained_model_name_or_path:
         local = Path(path).expanduser()
@@ -156,13 +156,13 @@ def _sources(config: Config, entry: FamilyEntry) -> list[str]:
 
 
 def _fingerprint(sources: Sequence[str]) -> str:
-    """Changes whenever the same question might have another answer."""
+    """Changes whenever the same key might have another result."""
     parts = [*_versions(), *(part for source in sources for part in _contents(source))]
     return _digest(json.dumps(parts))
 
 
 def _versions() -> Iterator[str]:
-    """The libraries and the packages of all plugins: a family may come from any of them."""
+    """Versions of libraries and of the packages of all plugins: a family may come from any of them."""
     packages = {entry.dist.name for entry in entry_points(group=GROUP) if entry.dist is not None}
     for name in sorted({*packages, *_LIBRARIES}):
         try:
@@ -172,7 +172,7 @@ def _versions() -> Iterator[str]:
 
 
 def _contents(source: str) -> Iterator[str]:
-    """What stands for the contents of a checkpoint: its configuration files, or the commit that the hub's cache has of it."""
+    """Identifies the contents of a checkpoint: by its configuration files, or by its commit in the hub's cache."""
     path = Path(source).expanduser()
     if path.is_dir():
         for file in sorted([*path.glob("model_index.json"), *path.glob("config.json"), *path.glob("*/config.json")]):
@@ -188,7 +188,7 @@ def _contents(source: str) -> Iterator[str]:
 
 
 def _hub_cache(environment: Mapping[str, str]) -> Path:
-    """Where the hub's own library keeps what it has fetched."""
+    """The cache folder of huggingface_hub."""
     if place := environment.get("HF_HUB_CACHE"):
         return Path(place).expanduser()
     home = environment.get("HF_HOME") or f"{environment.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"

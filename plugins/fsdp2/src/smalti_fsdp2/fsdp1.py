@@ -136,7 +136,7 @@ class FlatState(ModelState):
         found, aliases = cast(dict[str, Tensor], get_model_state_dict(self.model, options=_ON_HOST)), _aliases(self.model)
         return PortableState(
             model={name: tensor for name, tensor in found.items() if name not in aliases},
-            optimizer_state=_moments(self.model, self.optimizer),
+            optimizer_state=_optimizer_state(self.model, self.optimizer),
             param_groups=param_groups_of(self.optimizer, named_parameters(self.model)),
             optimizer=type(self.optimizer).__name__,
         )
@@ -144,9 +144,9 @@ class FlatState(ModelState):
     def load(self, state: PortableState) -> None:
         self.invalidate_gathered()
         if state.optimizer == type(self.optimizer).__name__:
-            _set_moments(self.model, self.optimizer, state.optimizer_state)
+            _set_optimizer_state(self.model, self.optimizer, state.optimizer_state)
             fill_param_groups(self.optimizer, named_parameters(self.model), state.param_groups)
-        # Last, because torch lets a fresh optimizer make a step to have moments.
+        # Last, because torch lets a fresh optimizer make a step to create its state.
         again = {alias: state.model[name] for alias, name in _aliases(self.model).items()}
         set_model_state_dict(self.model, {**state.model, **again})
 
@@ -212,7 +212,7 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     return {name: first[parameter] for name, parameter in every if first[parameter] != name}
 
 
-def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
     if not optimizer.state:
         return {}  # torch would make a step to have some
     found = get_optimizer_state_dict(model, optimizer, options=_ON_HOST)["state"]
@@ -220,17 +220,17 @@ def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
         name: {key: value for key, value in state.items() if isinstance(value, Tensor)}
         for name, state in cast(dict[str, dict[str, object]], found).items()
     }
-    return {name: moments for name, moments in tensors.items() if moments}
+    return {name: state for name, state in tensors.items() if state}
 
 
-def _set_moments(model: nn.Module, optimizer: torch.optim.Optimizer, moments: dict[str, dict[str, Tensor]]) -> None:
+def _set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, dict[str, Tensor]]) -> None:
     state, groups = optimizer.state, optimizer.param_groups
-    if moments:
+    if tensors:
         names = {parameter: name for name, parameter in named_parameters(model).items()}
         named = [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in groups]
-        saved = cast(OptimizerStateType, {"state": dict(moments), "param_groups": named})
+        saved = cast(OptimizerStateType, {"state": dict(tensors), "param_groups": named})
         set_optimizer_state_dict(model, optimizer, saved, options=_ON_HOST)
-    found = dict(optimizer.state) if moments else {}
+    found = dict(optimizer.state) if tensors else {}
     state.clear()
     state.update(found)
     optimizer.state, optimizer.param_groups = state, groups  # torch has put others there; the run holds on to these

@@ -19,12 +19,12 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def shard_mesh(world: World, shard_size: int | None, *, offload: bool = False) -> DeviceMesh:
-    """All ranks in a row; or a table, when several groups of ranks each share one copy of the model (HSDP).
+    """A one-dimensional mesh of all ranks; two-dimensional if several groups of ranks each shard one copy of the model (HSDP).
 
-    Without a size, one machine shares a copy: gathering goes over its fast links, and only gradients travel between machines.
-    Machines with a single rank each share one copy among all, because a rank by itself would shard nothing.
+    Without a size, each node shards one copy: gathering uses its fast links, and only gradients travel between nodes.
+    If each node has a single rank, all nodes shard one copy, because a single rank would shard nothing.
 
-    Of a table, groups are for tensors on accelerators alone, unless gradients are in host memory (`offload`): that spares
+    In two dimensions, groups are for accelerator tensors alone, unless gradients are in host memory (`offload`): that spares
     gloo's connections, one to every other rank of a group.
     """
     size = shard_size or (world.local_size if world.local_size > 1 else world.size)

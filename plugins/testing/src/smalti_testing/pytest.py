@@ -160,7 +160,7 @@ class OptimizerContract(ContractTests):
 class CommandContract(ContractTests):
     """Set `plugin` to the name of the entry point. All commands that it registers are checked.
 
-    `refused` are command lines, without `smalti`, that must end with exit code 2, besides those with an unknown option.
+    `refused` are command lines, without `smalti`, that must end with exit code 2, as do those with an unknown option.
     """
 
     contract = COMMAND

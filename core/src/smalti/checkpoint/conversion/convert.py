@@ -201,7 +201,7 @@ def _write_checkpoint(
     state = State(
         step=contents.step,
         optimizer=contents.optimizer,
-        settings=contents.settings,
+        param_groups=contents.param_groups,
         trainer={"step": contents.step, **contents.trainer},
         model_config=contents.model_config,
     )

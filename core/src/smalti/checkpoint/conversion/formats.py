@@ -27,7 +27,7 @@ class Contents:
     """The contents of a checkpoint, except for the values of the tensors.
 
     `tensors` are named as in smalti's own: "model/PARAMETER", "optimizer/PARAMETER.MOMENT", "ema/PARAMETER". `optimizer` is the
-    class of the optimizer, "" if unknown; `settings` its hyper-parameters by parameter group. `trainer`, `plugins`,
+    class of the optimizer, "" if unknown; `param_groups` its hyper-parameters by parameter group. `trainer`, `plugins`,
     `config_digest` and `flags` are those of a checkpoint of smalti. `notices` are messages for the user: what was
     skipped, what was guessed.
     """
@@ -35,7 +35,7 @@ class Contents:
     tensors: Mapping[str, StoredTensor]
     step: int
     optimizer: str = ""
-    settings: list[dict[str, object]] = field(default_factory=list)
+    param_groups: list[dict[str, object]] = field(default_factory=list)
     trainer: Mapping[str, object] = field(default_factory=dict)
     model_config: Mapping[str, object] | None = None
     plugins: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class OwnCheckpoint:
             tensors={f"{group}/{name}": each for group, held in self._groups.items() for name, each in held.tensors.items()},
             step=manifest.step,
             optimizer=state.optimizer,
-            settings=state.settings,
+            param_groups=state.param_groups,
             trainer=state.trainer,
             model_config=state.model_config,
             plugins=manifest.plugins,

@@ -57,11 +57,11 @@ def _inconsistent_optimizer_state(
     """Yields optimizer state without a parameter, and parameters of which some optimizer state is missing."""
     optimizer_state: dict[str, set[str]] = {}
     for key in optimizer:
-        name, _, moment = key.rpartition(".")
+        name, _, own_key = key.rpartition(".")
         if name not in model:
             yield f"has {key}, but the model has no {name or key}"
             return
-        optimizer_state.setdefault(name, set()).add(moment)
+        optimizer_state.setdefault(name, set()).add(own_key)
     same_kind: dict[object, tuple[str, set[str]]] = {}
     for name, found in optimizer_state.items():
         shape = model[name].shape

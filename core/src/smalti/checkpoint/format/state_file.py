@@ -28,13 +28,13 @@ _COUNTS = {"step": 0, "position": 0, "epoch": 0, "samples": 0, "effective_batch"
 class State:
     """The contents of state.json.
 
-    `optimizer` is the optimizer's class, `settings` its hyper-parameters by parameter group, `trainer` the state of the
+    `optimizer` is the optimizer's class, `param_groups` its hyper-parameters by parameter group, `trainer` the state of the
     trainer. `model_config` is the config of the model, as in diffusers or transformers; None for other models.
     """
 
     step: int
     optimizer: str = ""
-    settings: list[dict[str, object]] = field(default_factory=list)
+    param_groups: list[dict[str, object]] = field(default_factory=list)
     trainer: Mapping[str, object] = field(default_factory=dict)
     model_config: Mapping[str, object] | None = None
 
@@ -42,7 +42,7 @@ class State:
         """Returns the contents of the file. Raises ValueError for NaN and infinities, which JSON cannot hold."""
         body: dict[str, object] = {
             "step": self.step,
-            "optimizer": {"name": self.optimizer, "settings": self.settings},
+            "optimizer": {"name": self.optimizer, "settings": self.param_groups},
             "trainer": dict(self.trainer),
         }
         if self.model_config is not None:
@@ -63,12 +63,12 @@ def read_state(path: Path) -> State:
     state = State(
         step=fields.count(body, "step"),
         optimizer=fields.of(optimizer, "name", str, "optimizer."),
-        settings=fields.of(optimizer, "settings", list, "optimizer."),
+        param_groups=fields.of(optimizer, "settings", list, "optimizer."),
         trainer=trainer,
         model_config=None if body.get("model_config") is None else fields.table(body, "model_config"),
     )
-    for number, group in enumerate(state.settings):
-        fields.check_settings(group, f"optimizer.settings[{number}]")
+    for number, group in enumerate(state.param_groups):
+        fields.check_param_group(group, f"optimizer.settings[{number}]")
     for name in trainer.keys() & _COUNTS:
         fields.count(trainer, name, "trainer.", least=_COUNTS[name])
     if trainer.get("step", state.step) != state.step:
@@ -104,8 +104,8 @@ class _Fields:
             raise self.wrong(f"{inside}{name}", f"cannot be {_shown(value)}")
         return value
 
-    def check_settings(self, group: object, field: str) -> None:
-        """One group of hyper-parameters: numbers, words and lists of them; under "values", those of single parameters."""
+    def check_param_group(self, group: object, field: str) -> None:
+        """One group of hyper-parameters: numbers, strings and lists of them; under "values", those of single parameters."""
         if not isinstance(group, dict):
             raise self.wrong(field, f"cannot be {_shown(group)}")
         if "params" in group:

@@ -1,8 +1,8 @@
 """When another rank is lost in the middle of a step, or all have failed: what is left of the run is saved, without the others.
 
-Weights, moments and averages do not change between one step boundary and the next optimizer step, so where every rank holds all
-of them, each healthy rank still has the last boundary. The lowest of them writes an ordinary checkpoint of it, as a single
-process would. At most the running step is lost.
+Weights, optimizer state and EMA do not change between one step boundary and the next optimizer step. So where every rank has
+all of them, each healthy rank still has the state of the last boundary. The lowest of them writes an ordinary checkpoint of it,
+as a single process would. At most the running step is lost.
 """
 
 from __future__ import annotations

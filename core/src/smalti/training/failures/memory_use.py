@@ -35,7 +35,7 @@ class MemoryUse:
     weights: int = 0
     frozen: int = 0
     gradients: int = 0
-    moments: int = 0
+    optimizer_state: int = 0
     ema: int = 0
     allocated: int | None = None
     idle: int | None = None
@@ -49,7 +49,7 @@ class MemoryUse:
     @property
     def state(self) -> int:
         """What strategies can spread over ranks."""
-        return self.weights + self.frozen + self.gradients + self.moments + self.ema
+        return self.weights + self.frozen + self.gradients + self.optimizer_state + self.ema
 
     @property
     def rest(self) -> int | None:
@@ -78,7 +78,7 @@ def out_of_memory_message(use: MemoryUse) -> str:
         "weights that train": use.weights,
         "frozen weights": use.frozen,
         "gradients": use.gradients,
-        "optimizer state": use.moments,
+        "optimizer state": use.optimizer_state,
         "EMA": use.ema,
         "activations and all else": use.rest,
         "kept by torch, not usable": use.idle,
@@ -145,7 +145,7 @@ def _for_state(use: MemoryUse) -> Iterator[tuple[int, str]]:
     options = use.options
     if use.ema and options.get("ema_device") == "accelerator":
         yield use.ema, f"--ema_device=cpu: saves {readable(use.ema)}, each step copies the weights to the host"
-    trained = use.weights + use.gradients + use.moments
+    trained = use.weights + use.gradients + use.optimizer_state
     if "fsdp_enable" in options and use.replicated and trained:
         if use.ranks > 1:
             saved = use.state - use.state // use.ranks
@@ -159,5 +159,5 @@ def _for_state(use: MemoryUse) -> Iterator[tuple[int, str]]:
             saved = use.frozen // 2
             yield saved, f"--base_model_precision=int8-torchao: saves up to {readable(saved)} of frozen weights"
     elif options.get("model_type") == "full" and "lora_rank" in options:
-        saved = use.gradients + use.moments + use.ema
+        saved = use.gradients + use.optimizer_state + use.ema
         yield saved, f"--model_type=lora: trains an adapter, saves almost all of {readable(saved)}"

@@ -132,7 +132,7 @@ def _with_state(use: MemoryUse, run: Run) -> MemoryUse:
         weights=size(each for each in parameters if each.requires_grad),
         frozen=size(each for each in parameters if not each.requires_grad),
         gradients=size(each.grad for each in (*parameters, *flat)),
-        moments=size((*states, *flat)),
+        optimizer_state=size((*states, *flat)),
         ema=size(run.ema.storage) if run.ema is not None else 0,
         replicated=run.parallel.local_communicator() is not None,
         recomputes=_can_recompute(model),

@@ -61,7 +61,7 @@ class AdamW(torch.optim.AdamW):
         super().__init__(groups, fused=True, **settings)  # type: ignore[arg-type]
 
     def _init_group(self, group: dict[str, object], *found: list[Tensor]) -> bool:
-        """torch fills these lists, with parameters, gradients and moments, and steps what is in them afterwards."""
+        """torch fills these lists, with parameters, gradients and optimizer state, and steps what is in them afterwards."""
         has_complex = cast(bool, super()._init_group(group, *found))  # type: ignore[no-untyped-call]
         for tensors in found:
             tensors[:] = _local(tensors)

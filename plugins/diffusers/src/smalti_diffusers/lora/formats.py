@@ -31,7 +31,7 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 
 @dataclass(frozen=True, kw_only=True)
 class Tools:
-    """What reads adapters of a family, besides peft.
+    """What reads adapters of a family, apart from peft.
 
     `comfyui` and `kohya` are the names that these tools know, or why there are none. `layout` has the original layers; None
     where the tools name layers as diffusers does.

@@ -67,7 +67,7 @@ class Components:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         self.pipeline = str(index["_class_name"])
         self.settings = {name: value for name, value in index.items() if name[0] != "_" and not isinstance(value, list)}
-        """What the pipeline's constructor takes besides its parts."""
+        """Arguments of the pipeline's constructor other than its components."""
         self._classes = {name: value for name, value in index.items() if isinstance(value, list) and value[0] is not None}
 
     def has(self, part: str) -> bool:
