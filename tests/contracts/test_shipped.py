@@ -18,7 +18,7 @@ from smalti_testing.optimizers import OPTIMIZER, OptimizerSubject
 from smalti_testing.plugins import PLUGIN, PluginSubject
 from smalti_testing.pytest import FamilyContract, StorageContract
 from smalti_toy.family import ToyFamily, ToyShape
-from support.forked_ranks import ForkedContract
+from support.forked_ranks import ForkedContract, forked_processes
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,10 +48,16 @@ OPTIMIZERS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def ranks():
+    with forked_processes() as pair:
+        yield pair
+
+
 @pytest.mark.parametrize("check", OPTIMIZER.checks)
 @pytest.mark.parametrize(("plugin", "optimizer"), OPTIMIZERS)
-def test_a_shipped_optimizer_keeps_the_contract(plugin, optimizer, check, tmp_path):
-    OPTIMIZER.run(check, OptimizerSubject(plugin, optimizer, folder=tmp_path))
+def test_a_shipped_optimizer_keeps_the_contract(plugin, optimizer, check, tmp_path, ranks):
+    OPTIMIZER.run(check, OptimizerSubject(plugin, optimizer, folder=tmp_path, ranks=ranks))
 
 
 REFUSED = (

@@ -1,5 +1,6 @@
 """The contracts of optimizers and of commands refuse what is wrong: one fault at a time, and the check that has to find it."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from smalti_testing import BrokenContract, check_commands
 from smalti_testing.commands import COMMAND, CommandSubject
 from smalti_testing.optimizers import OPTIMIZER, OptimizerSubject
+from support.forked_ranks import forked_processes
 
 FAULTY = Path(__file__).parent / "faulty"
 
@@ -25,20 +27,28 @@ OPTIMIZERS = MappingProxyType(
         "counting": "a_resumed_run_goes_on_bit_for_bit",
         "typed": "hyper_parameters_of_the_groups_come_back",
         "normed": "flat_parts_of_parameters_are_stepped_like_the_whole",
+        "alone": "sharded_parameters_are_stepped_like_the_whole",
     }
 )
 
 
 @pytest.fixture
 def faulty(monkeypatch):
-    """The faulty optimizers, on the path as if installed."""
+    """The faulty optimizers, on the path as if installed, here and in ranks."""
     monkeypatch.syspath_prepend(FAULTY)
+    monkeypatch.setenv("PYTHONPATH", str(FAULTY), prepend=os.pathsep)
+
+
+@pytest.fixture
+def ranks():
+    with forked_processes() as pair:
+        yield pair
 
 
 @pytest.mark.parametrize("fault", OPTIMIZERS)
-def test_a_faulty_optimizer_is_found(fault, faulty, tmp_path):
+def test_a_faulty_optimizer_is_found(fault, faulty, ranks, tmp_path):
     with pytest.raises(Exception) as raised:  # noqa: PT011 - what the optimizer itself raises counts as well
-        OPTIMIZER.run(OPTIMIZERS[fault], OptimizerSubject("faulty_optimizers", fault, folder=tmp_path))
+        OPTIMIZER.run(OPTIMIZERS[fault], OptimizerSubject("faulty_optimizers", fault, folder=tmp_path, ranks=ranks))
     assert OPTIMIZERS[fault] in raised.value.__notes__[-1]
 
 
@@ -47,6 +57,7 @@ def test_every_check_of_optimizers_has_a_fault_that_it_finds():
 
 
 def test_the_optimizer_that_the_faults_are_put_into_has_none(faulty, tmp_path):
+    """Which starts its two ranks itself, as in the tests of a plugin's author."""
     OPTIMIZER.run_all(OptimizerSubject("faulty_optimizers", "sound", folder=tmp_path))
 
 

@@ -52,7 +52,7 @@ def test_options_and_datasets_become_one_file_with_the_place_of_every_value(impo
         "aspect_bucket_alignment": 64,
         "caption_dropout_probability": 0.0,
         "mixed_precision": "auto",
-        "optimizer": "adamw",
+        "optimizer": "adamw8bit",
         "learning_rate": 2e-4,
         "adam_beta1": 0.9,
         "adam_beta2": 0.95,

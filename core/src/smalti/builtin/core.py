@@ -52,6 +52,24 @@ OPTIMIZERS = (
         flat=False,
     ),
     OptimizerEntry(
+        name="adamw8bit",
+        title="AdamW with its state in 8 bits",
+        factory="smalti.training.optim.adamw8bit:AdamW8bit",
+        flat=False,
+    ),
+    OptimizerEntry(
+        name="stableadamw",
+        title="StableAdamW, AdamW with the update clipping of Adafactor",
+        factory="smalti.training.optim.stable_adamw:StableAdamW",
+        flat=False,
+    ),
+    OptimizerEntry(
+        name="lion",
+        title="Lion",
+        factory="smalti.training.optim.lion:Lion",
+        accepts=("betas", "weight_decay"),
+    ),
+    OptimizerEntry(
         name="muon", title="Muon for matrices, AdamW for the rest", factory="smalti.training.optim.optimizers:muon", flat=False
     ),
     OptimizerEntry(

@@ -9,13 +9,18 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
+from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from smalti import OptimizerEntry
 from smalti.checkpoint import Snapshot, load, save
@@ -26,12 +31,15 @@ from smalti.parallel import PortableState, capture, restore
 from smalti.plugins import BUILT_IN, Plugins, Selection, find_optimizer, load_plugins, schema_of
 from smalti.training import build_registered, matrices, parameter_groups
 from smalti_testing.contract import Contract, expect
+from smalti_testing.ranks import RankProcesses, two_processes
 from smalti_testing.strategies import SingleRank
 from smalti_testing.tiny import TinyFamily
 
 FLAGS = ("--learning_rate=0.01", "--adam_weight_decay=0.1", "--accelerate_config=none")
 _STEPS = 3
 _TOLERANCE = 1e-5
+_SHARDED_TOLERANCE = 0.05
+"""Relative to a step: Muon multiplies in bf16, and sums of rounded products depend on how they are divided."""
 
 
 @dataclass
@@ -65,12 +73,16 @@ class Training:
 
 @dataclass(frozen=True)
 class OptimizerSubject:
-    """One optimizer by the name of its plugin and its own. `flags` are given to every run, `folder` is empty."""
+    """One optimizer by the name of its plugin and its own. `flags` are given to every run, `folder` is empty.
+
+    `ranks` are two processes with a process group, for the check of sharded parameters; None: it starts them.
+    """
 
     plugin: str
     optimizer: str
     flags: tuple[str, ...] = ()
     folder: Path = field(default_factory=Path)
+    ranks: RankProcesses | None = None
 
     @cached_property
     def plugins(self) -> Plugins:
@@ -270,6 +282,47 @@ def flat_parts_of_parameters_are_stepped_like_the_whole(subject: OptimizerSubjec
         joined = torch.cat([part.detach() for part in _parts(parts, name)]).view_as(parameter)
         apart = float((joined - parameter.detach()).abs().max())
         expect(apart < _TOLERANCE, f"{name} is {apart:.1e} away when it is stepped in two slices; flat=False says so")
+
+
+@OPTIMIZER.check
+def sharded_parameters_are_stepped_like_the_whole(subject: OptimizerSubject) -> None:
+    """FSDP2 shards parameters, gradients and state by rows, as DTensors. `shards=False` in the entry says that it does not.
+
+    A norm or mean of a whole parameter has to be summed over ranks: compute it with DTensors, or reduce it over their mesh.
+    """
+    if not subject.entry.shards:
+        return
+    with two_processes() if subject.ranks is None else nullcontext(subject.ranks) as ranks:
+        found = ranks.run(deviation_of_shards, subject.plugin, subject.optimizer, subject.flags)
+    for name, apart in found[0].items():
+        message = f"the steps of {name} differ by {apart:.1%} when two ranks have a half of it each; shards=False says so"
+        expect(apart < _SHARDED_TOLERANCE, message)
+
+
+def deviation_of_shards(plugin: str, optimizer: str, flags: tuple[str, ...]) -> dict[str, float]:
+    """By parameter, how much steps of shards differ from those of the whole parameter, relative to the steps. *Collective*.
+
+    Gradients grow from row to row, so that a mean over the rows of one rank is another than that over all.
+    """
+    subject = OptimizerSubject(plugin, optimizer, flags)
+    whole, parts = subject.training(), subject.training().model
+    mesh, before = init_device_mesh("cpu", (dist.get_world_size(),)), whole.parameters()
+    for module in parts.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+    sharded, random = subject.build(parts, matrices(whole.model)), torch.Generator().manual_seed(0)
+    for _ in range(_STEPS):
+        for one, part in zip(whole.model.parameters(), parts.parameters(), strict=True):
+            growing = torch.logspace(0, 1, len(one)).view(-1, *[1] * (one.dim() - 1))
+            one.grad = torch.randn(one.shape, generator=random) * growing
+            part.grad = distribute_tensor(one.grad, mesh, [Shard(0)])
+        whole.optimizer.step()
+        sharded.step()
+    found = {}
+    for (name, one), part in zip(whole.model.named_parameters(), parts.parameters(), strict=True):
+        apart, moved = (one - cast(DTensor, part).full_tensor()).abs().max(), (one - before[name]).abs().max()
+        found[name] = float(apart / moved)
+    return found
 
 
 def _resumed(training: Training, subject: OptimizerSubject) -> Training:

@@ -14,6 +14,7 @@ NAMES = (
     "counting",
     "typed",
     "normed",
+    "alone",
 )
 
 

@@ -1,6 +1,7 @@
 """The faults themselves."""
 
 import torch
+from torch.distributed.tensor import DTensor
 
 
 class sound(torch.optim.Optimizer):  # noqa: N801 - called as it is registered
@@ -91,3 +92,9 @@ class typed(sound):  # noqa: N801
 class normed(sound):  # noqa: N801
     def update(self, parameter, group):
         return super().update(parameter, group) / (parameter.norm() + 1)
+
+
+class alone(sound):  # noqa: N801
+    def update(self, parameter, group):
+        part = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        return super().update(parameter, group) / (part.square().mean().sqrt().item() + 1)

@@ -23,7 +23,10 @@ _EXPONENT_OF_BF16 = np.uint16(0x7F80)
 _AT_ONCE = 2**20
 """Numbers that are checked together, so that they stay in the cache of the CPU."""
 STATEFUL_OPTIMIZERS = frozenset(
-    ("AdamW", "Adam", "SGD", "Adagrad", "Adafactor", "FixedRateAdafactor", "Joined", "DeepSpeedCPUAdam", "FusedAdam")
+    (
+        *("AdamW", "Adam", "SGD", "Adagrad", "Adafactor", "FixedRateAdafactor", "Joined", "StableAdamW", "Lion"),
+        *("DeepSpeedCPUAdam", "FusedAdam"),
+    )
 )
 """Optimizers whose state has the same names for all parameters with as many dimensions. For others only parameters of the same
 shape are compared."""

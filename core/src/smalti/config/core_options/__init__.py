@@ -11,6 +11,7 @@ from smalti.config.core_options.model import ModelOptions
 from smalti.config.core_options.run import CheckpointOptions, PluginOptions, RunOptions, TrackingOptions
 from smalti.config.core_options.training import ObjectiveOptions, OptimizerOptions, TrainingOptions
 from smalti.config.core_options.validation import ValidationOptions
+from smalti.config.optimizer_names import implied_settings
 from smalti.config.options import OptionGroup
 
 GROUPS = (
@@ -18,7 +19,7 @@ GROUPS = (
     OptionGroup(name="model", title="Model", options=ModelOptions),
     OptionGroup(name="data", title="Data", options=DataOptions),
     OptionGroup(name="training", title="Training", options=TrainingOptions),
-    OptionGroup(name="optimizer", title="Optimizer", options=OptimizerOptions),
+    OptionGroup(name="optimizer", title="Optimizer", options=OptimizerOptions, derived=implied_settings),
     OptionGroup(name="objective", title="Objective", options=ObjectiveOptions),
     OptionGroup(name="validation", title="Validation", options=ValidationOptions),
     OptionGroup(name="checkpoints", title="Checkpoints", options=CheckpointOptions),

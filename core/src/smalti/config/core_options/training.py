@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import BeforeValidator
+
+from smalti.config.optimizer_names import own_name
 from smalti.config.options import Options, option
 from smalti.errors import Problem
 
@@ -57,13 +60,26 @@ class TrainingOptions(Options):
 
 
 class OptimizerOptions(Options):
-    optimizer: str = option(
-        "adamw", help="Optimizer: adafactor, adafactor_scaled, adagrad, adamw, muon, sgd, or one from a plugin."
+    optimizer: Annotated[str, BeforeValidator(own_name)] = option(
+        "adamw",
+        help="Optimizer: adafactor, adafactor_scaled, adagrad, adamw, adamw8bit, lion, muon, sgd, stableadamw, "
+        "or one from a plugin.",
     )
     learning_rate: float = option(1e-4, help="Peak learning rate.", ge=0)
     adam_beta1: float = option(0.9, help="Decay rate of the first moment.", level="advanced", ge=0, lt=1)
-    adam_beta2: float = option(0.999, help="Decay rate of the second moment.", level="advanced", ge=0, lt=1)
-    adam_epsilon: float = option(1e-8, help="Term added to the denominator for numerical stability.", level="advanced", gt=0)
+    adam_beta2: float = option(
+        0.999,
+        help="Decay rate of the second moment; of the momentum for lion. Default: 0.999, with lion and stableadamw 0.99.",
+        level="advanced",
+        ge=0,
+        lt=1,
+    )
+    adam_epsilon: float = option(
+        1e-8,
+        help="Term added to the denominator for numerical stability. Default: 1e-8, with stableadamw 1e-6.",
+        level="advanced",
+        gt=0,
+    )
     adam_weight_decay: float = option(
         0.01, help="Decoupled weight decay, not applied to norms and biases.", level="advanced", ge=0
     )

@@ -8,13 +8,10 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from smalti.config import Config, TrainingOptions
 from smalti.parallel import Parallel, pins_memory, side_stream, use_device
-
-_ROOM = 64 * 2**20
-"""Bytes of weights that are copied to the host at a time, as long as single ones are not larger."""
+from smalti.training.optim.shards import grouped, local_part
 
 
 class Ema:
@@ -58,7 +55,7 @@ class Ema:
         """
         self.wait()
         decay = min(self.decay, (1 + step) / (10 + step))
-        shadows, live = [_local(shadow) for shadow in self._shadows.values()], self._local_weights()
+        shadows, live = [local_part(shadow) for shadow in self._shadows.values()], self._local_weights()
         if self._copies is not None:
             self._copies.follow()
             self._running = self._thread.submit(self._copies.average, shadows, live, 1 - decay)
@@ -78,18 +75,18 @@ class Ema:
         return True
 
     def _local_weights(self) -> list[Tensor]:
-        return [_local(parameter.detach()) for parameter in self._live.values()]
+        return [local_part(parameter.detach()) for parameter in self._live.values()]
 
     @torch.no_grad()
     def restart(self) -> None:
         """Begin again from the weights as they are: for a run that resumes from a checkpoint without EMA."""
         for name, shadow in self.shadows.items():
-            _local(shadow).copy_(_local(self._live[name]))
+            local_part(shadow).copy_(local_part(self._live[name]))
 
     @contextmanager
     def average_parameters(self) -> Iterator[None]:
         """The model has the EMA weights inside this block; afterwards its own again, bit for bit."""
-        kept = {name: _local(parameter).detach().clone() for name, parameter in self._live.items()}
+        kept = {name: local_part(parameter).detach().clone() for name, parameter in self._live.items()}
         try:
             self._put(self.shadows)
             yield
@@ -99,7 +96,7 @@ class Ema:
     @torch.no_grad()
     def _put(self, values: Mapping[str, Tensor]) -> None:
         for name, parameter in self._live.items():
-            _local(parameter).copy_(_local(values[name]))
+            local_part(parameter).copy_(local_part(values[name]))
 
 
 class HostCopies:
@@ -110,8 +107,8 @@ class HostCopies:
 
     def __init__(self, weights: Sequence[Tensor], device: str) -> None:
         self._stream = side_stream(device)
-        self._groups = [list(group) for group in _grouped([weight.nbytes for weight in weights])]
-        room = max(sum(_aligned(weights[number].nbytes) for number in group) for group in self._groups)
+        self._groups = [list(group) for group in grouped([_aligned(weight.nbytes) for weight in weights])]
+        room = max((sum(_aligned(weights[number].nbytes) for number in group) for group in self._groups), default=0)
         kind = torch.device(device).type
         self._buffers = [torch.empty(room, dtype=torch.uint8, pin_memory=pins_memory(kind)) for _ in range(2)]
 
@@ -145,19 +142,6 @@ def _move(
     torch._foreach_lerp_([shadows[number] for number in group], [copy.to(torch.float32) for copy in copies], share)
 
 
-def _grouped(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Numbers of neighbours that are copied together: as many as have room, or one that is larger."""
-    group: list[int] = []
-    taken = 0
-    for number, size in enumerate(sizes):
-        if group and taken + _aligned(size) > _ROOM:
-            yield group
-            group, taken = [], 0
-        group.append(number)
-        taken += _aligned(size)
-    yield group
-
-
 def _pieces(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Room in a buffer for tensors of the shapes and types of these, and of their strides, if they have no gaps."""
     pieces, taken = [], 0
@@ -179,8 +163,3 @@ def build_ema(config: Config, parallel: Parallel) -> Ema | None:
     if not options.use_ema:
         return None
     return Ema(parallel.state.master_weights(), options.ema_decay, "cpu" if options.ema_device == "cpu" else None)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part, which shares memory with the whole."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

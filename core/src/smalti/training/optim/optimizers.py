@@ -7,11 +7,11 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from smalti.config import Config, OptimizerOptions
 from smalti.errors import BrokenPlugin, CheckpointError
 from smalti.plugins import create, find_optimizer
+from smalti.training.optim.shards import local_parts
 from smalti.types import OptimizerEntry
 
 
@@ -64,7 +64,7 @@ class AdamW(torch.optim.AdamW):
         """torch fills these lists, with parameters, gradients and optimizer state, and steps what is in them afterwards."""
         has_complex = cast(bool, super()._init_group(group, *found))  # type: ignore[no-untyped-call]
         for tensors in found:
-            tensors[:] = _local(tensors)
+            tensors[:] = local_parts(tensors)
         return has_complex
 
 
@@ -94,7 +94,7 @@ def decouple_decay(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["weight_decay"] and stepped:
                 with torch.no_grad():
-                    torch._foreach_mul_(_local(stepped), 1 - group["lr"] * group["weight_decay"])
+                    torch._foreach_mul_(local_parts(stepped), 1 - group["lr"] * group["weight_decay"])
             group["weight_decay"] = 0.0
 
     def restore_decay(*_: object) -> None:
@@ -104,11 +104,6 @@ def decouple_decay(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     optimizer.register_step_pre_hook(shrink)
     optimizer.register_step_post_hook(restore_decay)
     return optimizer
-
-
-def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Of sharded tensors this rank's part."""
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def muon(

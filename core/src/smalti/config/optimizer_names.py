@@ -1,0 +1,160 @@
+"""Optimizers by the names that other trainers have for them, and the settings that an optimizer has by default.
+
+Names are in lower case with underscores. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from smalti.config.options import Translation
+from smalti.errors import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alias:
+    """Another name of one of smalti's optimizers: its `settings` by option, and what is different here in words."""
+
+    name: str
+    settings: Mapping[str, float] = field(default_factory=dict)
+    difference: str = ""
+
+
+_ADAM = {"adam_weight_decay": 0.0}
+_EPSILON = {"adam_epsilon": 1e-6}
+_OPTIMI = {"adam_beta2": 0.99, "adam_epsilon": 1e-6, "adam_weight_decay": 0.0}
+_LION = {"adam_beta2": 0.99, "adam_weight_decay": 0.0}
+_ADAGRAD = {"adam_epsilon": 1e-10, "adam_weight_decay": 0.0}
+_FP32 = "weights and optimizer state are in fp32"
+_FP32_STATE = "its state is in fp32, 4 bytes per weight and moment"
+_8_BITS = "its state is in 8 bits"
+_NOT_PAGED = "its state is not paged to host memory"
+
+SETTINGS: Mapping[str, Mapping[str, float]] = {
+    "lion": {"adam_beta2": 0.99},
+    "stableadamw": {"adam_beta2": 0.99, "adam_epsilon": 1e-6},
+}
+"""Defaults of single optimizers where they differ from those of the options."""
+
+ALIASES: Mapping[str, Alias] = {
+    # SimpleTuner's
+    "adamw_bf16": Alias(name="adamw", settings=_EPSILON, difference=_FP32),
+    "torch_adamw": Alias(name="adamw"),
+    "torch_adam": Alias(name="adamw", settings=_ADAM, difference="weight decay is decoupled"),
+    "torch_adagrad": Alias(name="adagrad", settings=_ADAGRAD, difference="weight decay is decoupled"),
+    "torch_adafactor": Alias(name="adafactor_scaled", settings=_ADAM),
+    "optimi_adamw": Alias(name="adamw", settings=_OPTIMI, difference=_FP32),
+    "optimi_adam": Alias(name="adamw", settings=_OPTIMI, difference=f"{_FP32}, weight decay is decoupled"),
+    "optimi_lion": Alias(name="lion", settings=_LION, difference=_FP32),
+    "optimi_stableadamw": Alias(name="stableadamw", settings=_EPSILON | {"adam_beta2": 0.99}, difference=_FP32),
+    "ao_adamw8bit": Alias(name="adamw8bit", settings=_EPSILON, difference="weights are in fp32"),
+    "ao_adamw4bit": Alias(name="adamw8bit", settings=_EPSILON, difference=_8_BITS),
+    "ao_adamwfp8": Alias(name="adamw8bit", settings=_EPSILON, difference="moments are dynamic 8-bit codes"),
+    "bnb_adamw": Alias(name="adamw", settings=_EPSILON, difference=_FP32),
+    "bnb_adamw_paged": Alias(name="adamw", settings=_EPSILON, difference=f"{_FP32}; {_NOT_PAGED}"),
+    "bnb_adamw8bit": Alias(name="adamw8bit", settings=_EPSILON, difference="weights are in fp32"),
+    "bnb_adamw8bit_paged": Alias(name="adamw8bit", settings=_EPSILON, difference=_NOT_PAGED),
+    "bnb_adam": Alias(name="adamw", settings=_ADAM, difference="weight decay is decoupled"),
+    "bnb_adam8bit": Alias(name="adamw8bit", settings=_ADAM, difference="weight decay is decoupled"),
+    "bnb_lion": Alias(name="lion", settings=_LION),
+    "bnb_lion_paged": Alias(name="lion", settings=_LION, difference=_NOT_PAGED),
+    "bnb_lion8bit": Alias(name="lion", settings=_LION, difference=_FP32_STATE),
+    "bnb_lion8bit_paged": Alias(name="lion", settings=_LION, difference=f"{_FP32_STATE}; {_NOT_PAGED}"),
+    "bnb_adagrad": Alias(name="adagrad", settings=_ADAGRAD, difference="weight decay is decoupled"),
+    "bnb_adagrad8bit": Alias(name="adagrad", settings=_ADAGRAD, difference=_FP32_STATE),
+    "sdnq_adamw": Alias(name="adamw8bit", difference="it has none of SDNQ's settings"),
+    "sdnq_adamw+no_quant": Alias(name="adamw", difference="it has none of SDNQ's settings"),
+    "sdnq_lion": Alias(name="lion", difference=_FP32_STATE),
+    "sdnq_adafactor": Alias(name="adafactor", difference="it has none of SDNQ's settings"),
+    "sdnq_muon": Alias(name="muon", difference="it has none of SDNQ's settings"),
+    "sdnq_muon+quantized_matmul": Alias(name="muon", difference="it has none of SDNQ's settings"),
+    # kohya's, ai-toolkit's and OneTrainer's
+    "adam": Alias(name="adamw", settings=_ADAM, difference="weight decay is decoupled"),
+    "adam8": Alias(name="adamw8bit", settings=_ADAM, difference="weight decay is decoupled"),
+    "adam8bit": Alias(name="adamw8bit", settings=_ADAM, difference="weight decay is decoupled"),
+    "adam_8bit": Alias(name="adamw8bit", settings=_ADAM, difference="weight decay is decoupled"),
+    "adamw8": Alias(name="adamw8bit"),
+    "adamw_8bit": Alias(name="adamw8bit"),
+    "pagedadamw": Alias(name="adamw", difference=_NOT_PAGED),
+    "pagedadamw32bit": Alias(name="adamw", difference=_NOT_PAGED),
+    "pagedadamw8bit": Alias(name="adamw8bit", difference=_NOT_PAGED),
+    "lion8bit": Alias(name="lion", difference=_FP32_STATE),
+    "lion_8bit": Alias(name="lion", difference=_FP32_STATE),
+    "pagedlion8bit": Alias(name="lion", difference=f"{_FP32_STATE}; {_NOT_PAGED}"),
+    "adagrad_8bit": Alias(name="adagrad", difference=_FP32_STATE),
+}
+
+_NO_MOMENTUM = "--optimizer=sgd, which has momentum 0.9, with a tenth of the learning rate"
+_SCHEDULE_FREE = "--optimizer=adamw --lr_scheduler=constant_with_warmup --use_ema: an average of the weights, without decay"
+_OWN_RATE = "--optimizer=adamw --learning_rate=1e-4, which does not adapt its learning rate"
+
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("torch_sgd", "optimi_sgd"), _NO_MOMENTUM),
+    **dict.fromkeys(("sgdnesterov", "sgdnesterov8bit"), "--optimizer=sgd, which has momentum 0.9"),
+    **dict.fromkeys(
+        (
+            *("adamw_schedulefree", "adamw_schedulefree+aggressive", "adamw_schedulefree+no_kahan", "adamwschedulefree"),
+            *("radamschedulefree", "schedule_free_adamw", "schedule_free_sgd", "sgdschedulefree"),
+        ),
+        _SCHEDULE_FREE,
+    ),
+    **dict.fromkeys(
+        (
+            *("prodigy", "prodigy8bit", "prodigy_plus_schedule_free", "dadaptation", "dadaptadam", "dadaptadampreprint"),
+            *("dadaptadagrad", "dadaptadan", "dadaptadanip", "dadaptlion", "dadaptsgd", "dadapt_adam", "dadapt_adan"),
+            *("dadapt_ada_grad", "dadapt_lion", "dadapt_sgd", "automagic", "automagic2", "automagic3"),
+        ),
+        _OWN_RATE,
+    ),
+    **dict.fromkeys(
+        (
+            *("torch_radam", "torch_nadam", "torch_adamax", "torch_rmsprop", "torch_sparseadam", "optimi_radam"),
+            *("optimi_ranger", "optimi_adan", "bnb_ademamix", "bnb_ademamix_paged", "adabelief", "adopt", "lamb"),
+        ),
+        "--optimizer=adamw is the nearest",
+    ),
+    **dict.fromkeys(
+        ("ao_adamfp8", "bnb_ademamix8bit", "bnb_ademamix8bit_paged", "ademamix8bit"), "--optimizer=adamw8bit is the nearest"
+    ),
+    "torch_adadelta": "--optimizer=adagrad is the nearest",
+    "torch_asgd": "--optimizer=sgd --use_ema is the nearest",
+    "soap": "--optimizer=muon is the nearest",
+    **dict.fromkeys(("came", "came8bit", "sdnq_came"), "--optimizer=adafactor is the nearest"),
+}
+"""Optimizers of other trainers that are not here, each with what to take instead."""
+
+
+def normalised(name: str) -> str:
+    """An optimizer's name as it is registered: in lower case, with underscores."""
+    return name.strip().lower().replace("-", "_").replace(" ", "_")
+
+
+def own_name(value: object) -> object:
+    """smalti's name of an optimizer that other trainers call so; other values as they are."""
+    alias = ALIASES.get(normalised(value)) if isinstance(value, str) else None
+    return alias.name if alias is not None else value
+
+
+def implied_settings(given: Mapping[str, object]) -> Translation:
+    """The settings that the name in `optimizer` stands for, where they are not given; what is different; a refused name."""
+    name = given.get("optimizer")
+    if not isinstance(name, str):
+        return Translation()
+    wanted = normalised(name)
+    if (instead := REFUSED.get(wanted)) is not None:
+        return Translation(
+            problems=[Problem(message=f"the optimizer {name!r} is not supported", where="optimizer", fix=instead)]
+        )
+    alias = ALIASES.get(wanted)
+    settings = SETTINGS.get(wanted, {}) if alias is None else alias.settings
+    values = {option: (name, value) for option, value in settings.items() if given.get(option) is None}
+    notices = [] if alias is None else [(name, _difference_of(alias, {option: value for option, (_, value) in values.items()}))]
+    return Translation(values=values, notices=notices)
+
+
+def _difference_of(alias: Alias, settings: Mapping[str, float]) -> str:
+    shown = ", ".join(f"{option}={value:g}" for option, value in settings.items())
+    return "".join(
+        (f"is {alias.name} here", f" with {shown}" if shown else "", f"; {alias.difference}" if alias.difference else "")
+    )

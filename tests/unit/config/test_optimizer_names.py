@@ -1,0 +1,87 @@
+"""Optimizers by the names of other trainers: which of ours each is, with which settings, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from smalti.builtin.core import OPTIMIZERS
+from smalti.config.optimizer_names import ALIASES, REFUSED, SETTINGS, normalised, own_name
+from smalti.config.resolution import draft, resolve
+from smalti.plugins.discovery import load_plugins
+from smalti.plugins.schema import schema_of
+
+SCHEMA = schema_of(load_plugins())
+SETTING_NAMES = ("adam_beta1", "adam_beta2", "adam_epsilon", "adam_weight_decay")
+
+
+def configure(*flags: str):
+    return resolve(SCHEMA, ["--accelerate_config=none", *flags], environment={})
+
+
+def settings(config) -> list[object]:
+    return [config.value(name) for name in SETTING_NAMES]
+
+
+def test_every_name_means_an_optimizer_that_is_here_and_none_is_in_two_tables():
+    own = {entry.name for entry in OPTIMIZERS}
+    assert {alias.name for alias in ALIASES.values()} <= own
+    assert SETTINGS.keys() <= own
+    assert (ALIASES.keys() | REFUSED.keys()) & own == ALIASES.keys() & REFUSED.keys() == set()
+    assert [name for name in (*ALIASES, *REFUSED) if name != normalised(name)] == []
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_name_says_which_optimizer_to_take(name):
+    [problem] = draft(SCHEMA, ["--accelerate_config=none", f"--optimizer={name}"], environment={}).problems
+    assert problem.message == f"the optimizer {name!r} is not supported"
+    taken = problem.fix.removeprefix("--optimizer=").partition(" ")[0].rstrip(",")
+    assert taken in {entry.name for entry in OPTIMIZERS}
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "values"),
+    [
+        ("adamw", "adamw", [0.9, 0.999, 1e-8, 0.01]),
+        ("adamw_bf16", "adamw", [0.9, 0.999, 1e-6, 0.01]),
+        ("torch-adamw", "adamw", [0.9, 0.999, 1e-8, 0.01]),
+        ("optimi-lion", "lion", [0.9, 0.99, 1e-8, 0.0]),
+        ("lion", "lion", [0.9, 0.99, 1e-8, 0.01]),
+        ("optimi-stableadamw", "stableadamw", [0.9, 0.99, 1e-6, 0.01]),
+        ("StableAdamW", "StableAdamW", [0.9, 0.99, 1e-6, 0.01]),
+        ("bnb-adamw8bit", "adamw8bit", [0.9, 0.999, 1e-6, 0.01]),
+        ("AdamW8bit", "AdamW8bit", [0.9, 0.999, 1e-8, 0.01]),
+    ],
+)
+def test_a_name_brings_the_settings_that_it_has_there(given, name, values):
+    config = configure(f"--optimizer={given}")
+    assert (config.value("optimizer"), settings(config)) == (name, values)
+
+
+def test_settings_that_are_given_are_kept_and_the_notice_tells_the_others():
+    config = configure("--optimizer=optimi-lion", "--adam_beta2=0.95")
+    assert settings(config) == [0.9, 0.95, 1e-8, 0.0]
+    difference = "weights and optimizer state are in fp32"
+    assert config.notices == (f"optimi-lion in optimizer is lion here with adam_weight_decay=0; {difference}",)
+    assert configure("--optimizer=lion").notices == ()
+
+
+def test_two_names_of_one_optimizer_do_not_contradict(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('optimizer = "torch-adamw"\n')
+    config = resolve(SCHEMA, ["--accelerate_config=none", "--optimizer=adamw"], file=file, environment={})
+    assert config.notices == ()
+
+
+def test_the_page_has_every_name_and_where_each_optimizer_works():
+    text = (Path(__file__).parents[3] / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| `")]
+    told = {name.strip("`"): row[1].strip("`") for row in rows for name in row[0].split(", ")}
+    assert {name: told.get(name) for name in ALIASES} == {name: alias.name for name, alias in ALIASES.items()}
+    assert {name: told.get(name, "").replace("`", "") for name in REFUSED} == REFUSED
+    works = {row[0].strip("`"): (row[2], row[3]) for row in rows if len(row) == 5 and row[2] != "FSDP2"}
+    assert works == {entry.name: tuple("yes" if each else "no" for each in (entry.shards, entry.flat)) for entry in OPTIMIZERS}
+
+
+def test_what_is_no_name_is_left_to_the_check_of_its_type():
+    assert own_name(3) == 3
+    assert own_name("adamw") == "adamw"

@@ -1,0 +1,217 @@
+"""Lion, StableAdamW and AdamW in 8 bits against libraries and definitions; and the same steps on any number of ranks."""
+
+import bisect
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings, strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from smalti.checkpoint import Snapshot, load, save
+from smalti.parallel import GlooCommunicator, capture, restore
+from smalti.training.optim import adamw8bit
+from smalti.training.optim.adamw8bit import AdamW8bit, block_length, codebook
+from smalti.training.optim.lion import Lion
+from smalti.training.optim.optimizers import AdamW
+from smalti.training.optim.shards import grouped
+from smalti.training.optim.stable_adamw import StableAdamW
+from smalti.types import World
+from support.forked_ranks import forked_processes
+
+SHAPES = {"matrix": (5, 3), "vector": (7,), "convolution": (4, 3, 2, 2), "number": ()}
+
+
+def gradients(step: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Of very different size from step to step, so that update clipping has something to clip."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(step)) * 10.0 ** (step % 5 - 3)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "more"),
+    [(Lion, "Lion", {}), (StableAdamW, "StableAdamW", {"eps": 1e-6})],
+    ids=["lion", "stableadamw"],
+)
+def test_steps_are_those_of_optimi(ours, theirs, more):
+    library = getattr(pytest.importorskip("optimi"), theirs)
+    first = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    both = [{name: nn.Parameter(value.clone()) for name, value in first.items()} for _ in range(2)]
+    common = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, **more}
+    optimizers = [
+        kind([{"params": list(weights.values())}], **common) for kind, weights in zip((ours, library), both, strict=True)
+    ]
+    for step in range(20):
+        for weights, optimizer in zip(both, optimizers, strict=True):
+            for weight in weights.values():
+                weight.grad = gradients(step, tuple(weight.shape))
+            optimizer.step()
+    for name in SHAPES:
+        torch.testing.assert_close(both[0][name], both[1][name], rtol=1e-5, atol=1e-6)
+
+
+def test_lion_works_on_any_number_of_weights_at_a_time(monkeypatch):
+    def trained() -> list[torch.Tensor]:
+        weights = [nn.Parameter(torch.ones(3, 5)) for _ in range(4)]
+        optimizer = Lion([{"params": weights}], lr=0.1)
+        for step in range(3):
+            for number, weight in enumerate(weights):
+                weight.grad = gradients(step + number, (3, 5))
+            optimizer.step()
+        return [weight.detach() for weight in weights]
+
+    together = trained()
+    monkeypatch.setattr("smalti.training.optim.shards._PIECE_BYTES", 100)
+    assert [list(group) for group in grouped([60, 60, 40, 200])] == [[0], [1, 2], [3]]
+    assert all(torch.equal(one, other) for one, other in zip(together, trained(), strict=True))
+
+
+# --- 8 bits ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_codes_are_those_of_the_library_that_introduced_them():
+    library = pytest.importorskip("torchao.optim.quant_utils")
+    for signed in (True, False):
+        torch.testing.assert_close(
+            torch.tensor(codebook(signed=signed)), torch.tensor(library.create_dynamic_map(signed)), rtol=1e-6, atol=0
+        )
+
+
+@pytest.mark.parametrize(("signed", "least"), [(True, -0.99296875), (False, 0.0)])
+def test_there_are_256_codes_from_the_least_to_one(signed, least):
+    values = codebook(signed=signed)
+    assert (len(set(values)), values[0], values[-1]) == (256, pytest.approx(least), 1.0)
+
+
+class Moments(AdamW8bit):
+    """To look at how a moment is rounded."""
+
+    def rounded(self, name: str, values: torch.Tensor, block: int) -> torch.Tensor:
+        rows = values.view(1, -1)
+        held = {name: torch.zeros_like(rows, dtype=torch.uint8), f"{name}_scale": torch.zeros(1, rows.shape[1] // block)}
+        self._write(held, name, rows)
+        return self._read(held, name).view(-1)
+
+
+floats = st.floats(-1e4, 1e4, width=32, allow_subnormal=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=st.lists(floats, min_size=6, max_size=6), name=st.sampled_from(["exp_avg", "exp_avg_sq"]))
+def test_a_moment_becomes_the_nearest_code_times_the_largest_value_of_its_block(values, name):
+    wanted = torch.tensor(values) if name == "exp_avg" else torch.tensor(values).square()
+    found = Moments([{"params": [nn.Parameter(torch.zeros(1))]}], lr=0.1).rounded(name, wanted, block=3)
+    book = codebook(signed=name == "exp_avg")
+    for value, got, block in zip(wanted.tolist(), found.tolist(), wanted.view(2, 3).repeat_interleave(3, 0), strict=True):
+        scale = float(block.abs().max())
+        after = bisect.bisect(book, value / scale if scale else 0.0)
+        nearest = min(abs(value - code * scale) for code in book[max(0, after - 1) : after + 1])
+        assert abs(value - got) <= nearest * (1 + 1e-4) + scale * 1e-6
+
+
+@settings(max_examples=100, deadline=None)
+@given(shape=st.lists(st.integers(1, 700), min_size=1, max_size=4).filter(lambda shape: len(shape) != 1 or shape[0] < 700))
+def test_blocks_divide_rows(shape):
+    length = block_length(torch.Size(shape))
+    rows, size = shape[0], torch.Size(shape).numel()
+    if length is None:
+        small = len(shape) == 1 or size < 4096
+        assert small or all(size // rows % each for each in range(16, 257))
+    else:
+        assert 16 <= length <= 256
+        assert size // rows % length == 0
+
+
+def test_state_in_8_bits_takes_two_bytes_per_weight_and_trains_like_adamw(monkeypatch):
+    monkeypatch.setattr(adamw8bit, "_AT_ONCE", 64 * 100)  # several pieces
+    goal, losses = torch.randn(300, 64, generator=torch.Generator().manual_seed(1)), []
+    for kind in (AdamW, AdamW8bit):
+        weight = nn.Parameter(torch.zeros(300, 64))
+        optimizer = kind([{"params": [weight], "weight_decay": 0.01}], lr=0.05)
+        for _ in range(60):
+            weight.grad = weight.detach() - goal
+            optimizer.step()
+        losses.append(float((weight.detach() - goal).square().mean()))
+        state = optimizer.state[weight]
+    assert sum(each.nbytes for each in state.values()) / weight.numel() < 2.2
+    assert losses[1] == pytest.approx(losses[0], rel=0.1, abs=1e-3)
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------------
+
+NAMES = {"wide": (7, 640), "long": (5, 64, 3, 5), "vector": (11,), "single": (1, 4096)}
+KINDS = {"lion": Lion, "stableadamw": StableAdamW, "adamw8bit": AdamW8bit}
+
+
+def sharded(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model of odd shapes over all ranks, whole on one; some ranks have nothing of some parameters."""
+    model, ranks = nn.Module(), dist.get_world_size() if dist.is_initialized() else 1
+    for name, shape in NAMES.items():
+        value = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+        if ranks > 1:
+            value = distribute_tensor(value, init_device_mesh("cpu", (ranks,)), [Shard(0)])
+        model.register_parameter(name, nn.Parameter(value))
+    return model, KINDS[kind]([{"params": list(model.parameters())}], lr=1e-3, weight_decay=0.1)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        for parameter in model.parameters():
+            gradient = gradients(step, tuple(parameter.shape))
+            if isinstance(parameter, DTensor):
+                gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+            parameter.grad = gradient
+        optimizer.step()
+
+
+def continued(kind: str, source: Path | None, target: Path, steps: range) -> None:
+    """These steps on all ranks, from a checkpoint if there is one, and saved."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world = World(rank=rank, size=ranks, local_rank=rank, local_size=ranks)
+    communicator = GlooCommunicator(world=world, group=dist.group.WORLD if ranks > 1 else None)
+    model, optimizer = sharded(kind)
+    if source is not None:
+        into = Snapshot(step=0, state=capture(model, optimizer))
+        load(next(source.glob("step-*")), into, communicator)
+        restore(model, optimizer, into.state)
+    train(model, optimizer, steps)
+    save(target, Snapshot(step=steps.stop, state=capture(model, optimizer), trainer={}), communicator)
+
+
+def contents(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+    model, optimizer = sharded(kind)
+    into = Snapshot(step=0, state=capture(model, optimizer))
+    load(next(folder.glob("step-*")), into, GlooCommunicator(world=World(), group=None))
+    held = {f"{name}.{key}": each for name, state in into.state.optimizer_state.items() for key, each in state.items()}
+    return {**into.state.model, **held}
+
+
+@pytest.fixture(scope="module")
+def pairs_and_threes():
+    with forked_processes() as two, forked_processes(ranks=3) as three:
+        yield two, three
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_continues_on_another_number_of_ranks_as_on_one(kind, tmp_path, pairs_and_threes):
+    two, three = pairs_and_threes
+    places = [tmp_path / name for name in ("two", "three", "one", "whole")]
+    for place in places:
+        place.mkdir()
+    two.run(continued, kind, None, places[0], range(3))
+    three.run(continued, kind, places[0], places[1], range(3, 5))
+    continued(kind, places[1], places[2], range(5, 7))
+    continued(kind, None, places[3], range(7))
+    found, wanted = (contents(place, kind) for place in places[2:])
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        if kind == "stableadamw":  # ranks add up a mean in another order
+            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-7)
+        else:
+            assert torch.equal(found[name], tensor), name
+    if kind == "adamw8bit":
+        assert (wanted["wide.exp_avg"].dtype, wanted["wide.exp_avg_scale"].shape) == (torch.uint8, (7, 4))
+        assert wanted["long.exp_avg_sq_scale"].shape == (5, 4)
