@@ -336,15 +336,15 @@ def auraflow(folder: Path) -> Path:
     return folder
 
 
-def lumina2(folder: Path) -> Path:
-    """Lumina Image 2.0, whose pipeline takes an eighth for granted."""
+def lumina2(folder: Path, *, heads: int = 2) -> Path:
+    """Lumina Image 2.0, whose pipeline takes an eighth for granted. The published model has three heads for each of keys."""
     torch.manual_seed(0)
     transformer = Lumina2Transformer2DModel(
         in_channels=4,
-        hidden_size=24,
+        hidden_size=12 * heads,
         num_layers=1,
         num_refiner_layers=1,
-        num_attention_heads=2,
+        num_attention_heads=heads,
         num_kv_heads=1,
         multiple_of=8,
         axes_dim_rope=(4, 4, 4),

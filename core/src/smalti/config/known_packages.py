@@ -121,6 +121,8 @@ PACKAGES = (
         plugin="diffusers",
         options=(
             "revision",
+            "base_pipeline",
+            "variant",
             "init_from_config",
             "vae_dtype",
             "text_encoder_dtype",

@@ -166,12 +166,12 @@ def _model(
     config: Config, plugins: Plugins, family: ModelFamily, distributed: DistributedPlan | None, checkpoint: Path | None
 ) -> None:
     """Checks that need the model, without its weights."""
-    from smalti.models import context_plan
+    from smalti.models import check_names, context_plan
     from smalti.parallel import accelerator_kind
     from smalti.training import build_model
 
     model, _ = build_model(config, plugins, family, accelerator_kind(config))
-    next(family.weights(config[RunOptions].seed).names(), None)  # opens their files
+    check_names(model, family.weights(config[RunOptions].seed))
     if distributed and distributed.context > 1:
         context_plan(family, model, split_over=distributed.context if distributed.splits_heads else 1)
     if distributed and distributed.check_model:

@@ -32,11 +32,19 @@ from .family import (
 from .memory_format import use_channels_last as use_channels_last, wants_channels_last as wants_channels_last
 from .size_conditioning import SizeConditioning as SizeConditioning
 from .tf32 import choose_tf32 as choose_tf32, products_in_tf32 as products_in_tf32, tf32_choice as tf32_choice
+from .weight_files import (
+    WeightFiles as WeightFiles,
+    plain_name as plain_name,
+    variant_of as variant_of,
+    weight_files as weight_files,
+    weight_map as weight_map,
+)
 from .weights import (
     FolderWeights as FolderWeights,
     PostLoadTransform as PostLoadTransform,
     SeededWeights as SeededWeights,
     Weights as Weights,
+    check_names as check_names,
     first_weight as first_weight,
     materialise as materialise,
     without_weights as without_weights,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -12,11 +12,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from smalti.checkpoint import DTYPES, Chunk, read_layout
-from smalti.errors import CheckpointError, UserError
-from smalti.system import parse_json
+from smalti.checkpoint import DTYPES, Chunk, StoredTensor
+from smalti.errors import UserError
+from smalti.models.weight_files import AGAIN, files_by_tensor, layout
 
-_AGAIN = "copy or download it again"
 _SAMPLE = 64
 """Bytes that are looked at in each of three places of a tensor, to tell weights apart."""
 
@@ -85,42 +84,56 @@ class FolderWeights:
     """`Weights` from a folder of safetensors files in the layout of diffusers and transformers, or from one such file.
 
     Tensors are read one at a time, headers once: those of large models take long to read. With an index
-    (`*.safetensors.index.json`) its files count; without one, all files do but those of a variant (`*.fp16.safetensors`).
-    Raises UserError when there is nothing to read.
+    (`*.safetensors.index.json`) its files count; without one, all files do. `variant` chooses among files such as
+    `model.fp16.safetensors`; None takes plain names, or the only variant. Raises UserError when there is nothing to read.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._files = _files_by_name(path)
+    def __init__(self, path: Path, variant: str | None = None) -> None:
+        self._files = files_by_tensor(path, variant)
         self._path = path
         self._layouts: dict[Path, dict[str, tuple[Chunk, int]]] = {}
 
     def names(self) -> Iterator[str]:
         return iter(self._files)
 
+    def stored(self, name: str) -> StoredTensor:
+        """Type and shape of a tensor, from its file's header."""
+        chunk, _ = self._layout(self._files[name])[name]
+        return StoredTensor(dtype=chunk.dtype, shape=chunk.shape, chunks=1)
+
     def get(self, name: str) -> Tensor:
+        return self.rows(name, 0, None)
+
+    def rows(self, name: str, start: int, stop: int | None) -> Tensor:
+        """A range of the first dimension of one tensor; no more is read. None is its end. Raises KeyError as `get` does."""
         path = self._files[name]
         chunk, position = self._layout(path)[name]
-        tensor = torch.empty(chunk.shape, dtype=DTYPES[chunk.dtype])
+        shape, size = chunk.shape, chunk.size
+        if stop is not None:
+            row = chunk.size // chunk.shape[0]
+            shape, size, position = (stop - start, *shape[1:]), (stop - start) * row, position + start * row
+        tensor = torch.empty(shape, dtype=DTYPES[chunk.dtype])
         # Not mapped: what was read would stay in memory as long as any tensor of the file does.
         with path.open("rb") as file:
             file.seek(position)
-            if file.readinto(tensor.view(-1).view(torch.uint8).numpy().data) != chunk.size:
-                raise UserError(f"{path} has become shorter", fix=_AGAIN)
+            if file.readinto(tensor.view(-1).view(torch.uint8).numpy().data) != size:
+                raise UserError(f"{path} has become shorter", fix=AGAIN)
         return tensor
 
     def _layout(self, path: Path) -> dict[str, tuple[Chunk, int]]:
         """Where the tensors of a file are."""
         if path not in self._layouts:
-            self._layouts[path] = _layout_of(path)
+            self._layouts[path] = layout(path)
         return self._layouts[path]
 
-    def digest(self) -> str:
+    def digest(self, names: Collection[str] | None = None) -> str:
         """Tells these weights from others: names, types, shapes and a sample of the bytes of every tensor, wherever they lie.
 
-        Cheap for any size. It does not find damage.
+        Cheap for any size. It does not find damage. `names` restricts it to some of the tensors; None takes all.
         """
         seen = hashlib.sha256()
-        for name, path in sorted(self._files.items()):
+        for name in sorted(self._files if names is None else names):
+            path = self._files[name]
             chunk, position = self._layout(path)[name]
             seen.update(f"{name} {chunk.dtype} {chunk.shape} ".encode())
             with path.open("rb") as file:
@@ -131,43 +144,6 @@ class FolderWeights:
 
     def __str__(self) -> str:
         return str(self._path)
-
-
-def _layout_of(path: Path) -> dict[str, tuple[Chunk, int]]:
-    """Where the tensors of a file are. Raises UserError, which names the file, for one that is cut off or otherwise damaged."""
-    try:
-        return read_layout(path)
-    except CheckpointError as error:
-        raise UserError(f"{path} {error.message}", fix=_AGAIN) from error
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        body = parse_json(index.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{index} is not valid JSON: {error}", fix=_AGAIN) from error
-    match body:
-        case {"weight_map": dict(found)} if all(isinstance(file, str) for file in found.values()):
-            return found
-    raise UserError(f"{index} does not say in which files the weights are: it has no weight_map", fix=_AGAIN)
-
-
-def _files_by_name(path: Path) -> dict[str, Path]:
-    """The file of each tensor."""
-    if path.is_dir() and (indexes := sorted(path.glob("*.safetensors.index.json"))):
-        found = {name: path / file for name, file in _weight_map(indexes[0]).items()}
-    else:
-        single = path.is_file()
-        files = [path] if single else [each for each in sorted(path.glob("*.safetensors")) if each.name.count(".") == 1]
-        found = {}
-        for each in files:
-            found |= dict.fromkeys(_layout_of(each), each)
-    if missing := sorted({file.name for file in found.values() if not file.is_file()}):
-        raise UserError(f"{path} lacks {', '.join(missing)}, which its index names", fix=_AGAIN)
-    if not found:
-        fix = "name a folder that holds *.safetensors files; weights in .bin files are pickles and have to be converted first"
-        raise UserError(f"there are no safetensors weights at {path}", fix=fix)
-    return found
 
 
 def first_weight(weights: Weights, name: str, parameter: Tensor) -> Tensor:
@@ -182,6 +158,18 @@ def first_weight(weights: Weights, name: str, parameter: Tensor) -> Tensor:
             fix="these are weights of another size or family",
         )
     return tensor
+
+
+def check_names(model: nn.Module, weights: Weights) -> None:
+    """Raises UserError if the weights lack a parameter of the model. Reads no tensor."""
+    known = set(weights.names())
+    missing = [name for name, _ in model.named_parameters() if name not in known]
+    if missing:
+        some = ", ".join(missing[:3])
+        raise UserError(
+            f"the weights lack {len(missing)} parameters of the model, such as {some}",
+            fix="these are weights of another model, or only a part of it",
+        )
 
 
 @runtime_checkable

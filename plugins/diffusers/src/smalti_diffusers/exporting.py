@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from smalti import UserError
 from smalti_diffusers.lora.formats import TrainedAdapter, chosen_format, write_adapter
 from smalti_diffusers.lora.merging import merged_weights
-from smalti_diffusers.sources.components import INDEX
+from smalti_diffusers.sources.location import INDEX
 
 if TYPE_CHECKING:
     from smalti.checkpoint import ExportFolder, ExportRequest
@@ -59,5 +59,4 @@ def _write_frozen(family: PipelineFamily, folder: ExportFolder) -> None:
         folder.write_json("scheduler/scheduler_config.json", components.config("scheduler") | changes)
     for part in components.parts():
         if part != family.part and not (part == "scheduler" and changes):
-            for path in components.files(part):
-                folder.copy(components.folder / path, path.as_posix())
+            components.export_part(part, folder)

@@ -16,6 +16,15 @@ Precision = Literal["no_change", "int8-torchao", "fp8-torchao", "nf4-torchao"]
 
 class DiffusersOptions(Options):
     revision: str | None = option(None, help="Revision of a Hub model: a branch, a tag or a commit.")
+    base_pipeline: str | None = option(
+        None,
+        help="Pipeline, a folder or Hub id, for the parts that a single file or a transformer folder does not have. "
+        "Default: the one published for the model.",
+    )
+    variant: str | None = option(
+        None,
+        help="Variant of the weight files, such as fp16 for model.fp16.safetensors. Default: plain names, or the only variant.",
+    )
     init_from_config: bool = option(
         False, help="Initialise the trained model at random; read only its configuration.", level="advanced"
     )

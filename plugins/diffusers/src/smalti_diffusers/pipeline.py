@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from smalti import Config, UserError
 from smalti.config import LaunchOptions, ModelOptions, ObjectiveOptions, RunOptions
 from smalti.diffusion import BetaSchedule, Conditioning, Prediction
-from smalti.models import Encoding, FolderWeights, ModelFamily, SampleRequest, SeededWeights, Weights, without_weights
+from smalti.models import Encoding, ModelFamily, SampleRequest, SeededWeights, Weights, without_weights
 from smalti.parallel import in_bf16
 from smalti.system import importing
 from smalti_diffusers.exporting import check_request, export_pipeline
@@ -33,7 +33,9 @@ from smalti_diffusers.lora.quantisation import check_device, quantise
 from smalti_diffusers.lora.reading import AdapterFile
 from smalti_diffusers.lora.strength import adapter_scaled
 from smalti_diffusers.options import DiffusersOptions, LoraOptions, Precision
-from smalti_diffusers.sources.components import Components, class_of, locate
+from smalti_diffusers.sources.components import Components, PartWeights, class_of
+from smalti_diffusers.sources.model_file import ModelFile
+from smalti_diffusers.sources.start import check_family, model_alone, open_beside_base, open_pipeline, published_pipeline
 
 if TYPE_CHECKING:
     from smalti.checkpoint import ExportFolder, ExportRequest
@@ -91,6 +93,12 @@ class PipelineFamily(ModelFamily):
         self._vae_on_host = False
         self.no_guidance_rescale = "" if self.rescales_guidance else f"{self.pipeline} does not rescale guided predictions"
 
+    @classmethod
+    def flavour_of(cls, file: ModelFile, flavours: Mapping[str, str]) -> str | None:
+        """The flavour that a single file is of, which says where its other parts come from; None if that cannot be told."""
+        published = published_pipeline(file)
+        return next((flavour for flavour, name in flavours.items() if name == published), None)
+
     # --- what a family may say otherwise ----------------------------------------------------------------------------
 
     def native_prediction(self, scheduler: dict[str, object]) -> Prediction:
@@ -142,7 +150,7 @@ class PipelineFamily(ModelFamily):
             return None
         return AdapterFile(AdapterHeader(path), self.name, self.meta_model, self.components.config(self.part))
 
-    def base_weights(self, seed: int) -> SeededWeights | FolderWeights:
+    def base_weights(self, seed: int) -> SeededWeights | PartWeights:
         """The first weights of the model without an adapter."""
         return SeededWeights(self.build_base, seed) if self.options.init_from_config else self.components.weights(self.part)
 
@@ -367,14 +375,32 @@ def _precision(config: Config | None) -> Precision:
 
 
 def create(family: type[PipelineFamily], config: Config, flavours: dict[str, str]) -> PipelineFamily:
-    """The family over the pipeline that the options name: a path or hub id, or a flavour's."""
-    model = config[ModelOptions]
+    """The family over the pipeline that the options name: a path or hub id, or a flavour's; or over a model and its base.
+
+    Raises UserError for a path that is none of these, and for parts without weights.
+    """
+    model, options = config[ModelOptions], config[DiffusersOptions]
+    if model.model_flavour is not None and model.model_flavour not in flavours:
+        raise UserError(f"{family.name} has no flavour {model.model_flavour!r}", fix=f"one of {', '.join(flavours)}")
     flavour = model.model_flavour or next(iter(flavours))
-    if flavour not in flavours:
-        raise UserError(f"{family.name} has no flavour {flavour!r}", fix=f"one of {', '.join(flavours)}")
     name = model.pretrained_model_name_or_path or flavours[flavour]
-    options = config[DiffusersOptions]
-    return family(Components(locate(name, options.revision)), options, config)
+    alone = model_alone(name, family.part, options.variant)
+    if alone is None:
+        if options.base_pipeline is not None:
+            raise UserError(
+                f"{name} is a pipeline, and --base_pipeline is for a model without one",
+                fix="leave out --base_pipeline, or name a file or a transformer folder",
+            )
+        components = open_pipeline(name, options.revision, options.variant)
+    else:
+        if isinstance(alone, ModelFile):
+            check_family(alone, family.name)
+            if model.model_flavour is None:
+                flavour = family.flavour_of(alone, flavours) or flavour
+        base = options.base_pipeline or flavours[flavour]
+        components = open_beside_base(alone, family.part, base, options.revision, options.variant)
+    components.check_weights(skip=family.part if options.init_from_config else None)
+    return family(components, options, config)
 
 
 def _encodes_texts(part: str) -> bool:

@@ -16,7 +16,7 @@ class ModelOptions(Options):
     )
     pretrained_model_name_or_path: Place = option(
         None,
-        help="Weights to start from: a folder in diffusers layout, or a Hugging Face Hub id.",
+        help="Weights to start from: a folder in diffusers layout, a .safetensors file, or a Hugging Face Hub id.",
         aliases=["pretrained_model"],
     )
     gradient_checkpointing: bool = option(

@@ -9,7 +9,7 @@ L text tokens, D their width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import cast
 
@@ -23,6 +23,8 @@ from smalti.models import Attention, ContextPlan, Join, SampleRequest, Split
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily, create
 from smalti_diffusers.sources.components import Components
+from smalti_diffusers.sources.model_file import ModelFile
+from smalti_diffusers.sources.start import shape_of
 
 FLAVOURS = {
     "klein-base-4b": "black-forest-labs/FLUX.2-klein-base-4B",
@@ -32,6 +34,8 @@ FLAVOURS = {
     "dev": "black-forest-labs/FLUX.2-dev",
 }
 DEV = "Flux2Pipeline"
+_WIDTHS = {7680: "klein-base-4b", 12288: "klein-base-9b", 15360: "dev"}
+"""Flavours by the width of a caption's tokens: three layers of the text encoder beside each other."""
 
 _BLOCKS = ("transformer_blocks", "single_transformer_blocks")
 
@@ -51,6 +55,12 @@ class Flux2(PipelineFamily):
         "to_add_out",
         "to_qkv_mlp_proj",
     )
+
+    @classmethod
+    def flavour_of(cls, file: ModelFile, flavours: Mapping[str, str]) -> str | None:
+        """By the width of the captions' tokens; whether a klein model is distilled does not show in its file."""
+        shape = shape_of(file, "txt_in.weight")
+        return _WIDTHS.get(shape[1]) if shape is not None else None
 
     def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
         self.pipeline = DEV if components.pipeline == DEV else "Flux2KleinPipeline"

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from smalti import Config, UserError
 from smalti.diffusion import Conditioning
-from smalti.models import Attention, ContextPlan, FolderWeights, Join, SampleRequest, SeededWeights, Split
+from smalti.models import Attention, ContextPlan, Join, SampleRequest, SeededWeights, Split
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily, create
-from smalti_diffusers.sources.components import Components
+from smalti_diffusers.sources.components import Components, PartWeights
 
 FLAVOURS = {
     "medium": "stabilityai/stable-diffusion-3-medium-diffusers",
@@ -48,7 +48,7 @@ class StableDiffusion3(PipelineFamily):
         with torch.device("meta"):
             return super().build_base()
 
-    def base_weights(self, seed: int) -> SeededWeights | FolderWeights:
+    def base_weights(self, seed: int) -> SeededWeights | PartWeights:
         return SeededWeights(super().build_base, seed) if self.options.init_from_config else super().base_weights(seed)
 
     @property

@@ -1,69 +1,67 @@
-"""A pipeline's folder in diffusers' layout: what its parts are, their configurations, their weights."""
+"""A pipeline in diffusers' layout: what its parts are, their configurations, their weights. Parts may come from elsewhere."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import nn
 
 from smalti import UserError
-from smalti.models import FolderWeights
+from smalti.checkpoint import DTYPES, Computed, StoredTensor
+from smalti.models import FolderWeights, Weights, materialise, plain_name, variant_of, weight_files, weight_map, without_weights
+from smalti_diffusers.sources.location import INDEX
 
-INDEX = "model_index.json"
-_FILES = (INDEX, "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model", "*/*.jinja")
-"""What is fetched from the hub: no pickles, no images, and no second copy of the weights in one large file at the top."""
-_VARIANTS = ("*.fp16*", "*.bf16*")
-"""Nor copies in another type; the trained model's weights are read as they were published."""
-
-
-def locate(name: str, revision: str | None) -> Path:
-    """The folder of a pipeline: a local one as it is, a hub id by way of the hub's cache.
-
-    Raises UserError when it is neither, or is no pipeline.
-    """
-    path = Path(name).expanduser()
-    if not path.is_dir():
-        path = _fetch(name, revision)
-    if not (path / INDEX).is_file():
-        raise UserError(
-            f"{path} is not a pipeline in diffusers' layout: it has no {INDEX}",
-            fix="name the folder that holds model_index.json and the folders of the parts",
-        )
-    return path
-
-
-def _fetch(name: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_FILES), ignore_patterns=list(_VARIANTS)))
-    except HFValidationError as error:
-        raise UserError(f"{name} is neither a folder nor a hub id", fix="name a folder in diffusers' layout") from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(
-            f"{name} is not a local folder, and the download from the Hugging Face Hub failed: {reason}",
-            fix="`hf auth login` and accept the model's terms on its page; check the network; or name a local folder",
-        ) from error
-
+if TYPE_CHECKING:
+    from smalti.checkpoint import ExportFolder
 
 _PICKLES = frozenset((".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5"))
 """Weights in other formats than safetensors, most of which can run code."""
 
 
-class Components:
-    """The parts of one pipeline. Nothing is loaded before it is asked for."""
+class PartWeights(Weights, Protocol):
+    """Weights that tell types, shapes and a digest without being read: `FolderWeights`, or those of a single file."""
 
-    def __init__(self, folder: Path) -> None:
+    def stored(self, name: str) -> StoredTensor: ...
+
+    def digest(self) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replacement:
+    """A part that does not come from the pipeline's folder. `config` is None if it has the configuration of the folder's."""
+
+    weights: PartWeights
+    config: Mapping[str, object] | None = None
+
+
+class Components:
+    """The parts of one pipeline. Nothing is loaded before it is asked for.
+
+    `folder` is a pipeline in diffusers' layout. `replaced` are parts whose weights come from elsewhere, by name. `variant`
+    chooses among weight files such as `model.fp16.safetensors`; None takes plain names, or the only variant. `scheduler` is
+    what the configuration of the scheduler has to say otherwise.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        replaced: Mapping[str, Replacement] | None = None,
+        *,
+        variant: str | None = None,
+        scheduler: Mapping[str, object] | None = None,
+    ) -> None:
         self.folder = folder
+        self.replaced = dict(replaced or {})
+        self._variant = variant
+        self._scheduler = dict(scheduler or {})
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         self.pipeline = str(index["_class_name"])
         self.settings = {name: value for name, value in index.items() if name[0] != "_" and not isinstance(value, list)}
@@ -79,28 +77,46 @@ class Components:
 
     def config(self, part: str) -> dict[str, object]:
         """The configuration of a part, as its file has it."""
+        if (other := self.replaced.get(part)) is not None and other.config is not None:
+            return dict(other.config)
         name = "scheduler_config.json" if part == "scheduler" else "config.json"
-        return cast(dict[str, object], json.loads((self.folder / part / name).read_text(encoding="utf-8")))
+        found = cast(dict[str, object], json.loads((self.folder / part / name).read_text(encoding="utf-8")))
+        return found | self._scheduler if part == "scheduler" else found
 
     def build(self, part: str) -> nn.Module:
-        """A model of diffusers from its configuration alone, with the weights that its constructor makes."""
-        model = self._class(part).from_config(self.config(part))  # type: ignore[attr-defined]
+        """A model from its configuration alone, with the weights that its constructor makes."""
+        kind = self._class(part)
+        if self.library(part) == "transformers":
+            config = kind.config_class.from_pretrained(self.folder / part)  # type: ignore[attr-defined]
+            model = kind(config)
+        else:
+            model = kind.from_config(self.config(part))  # type: ignore[attr-defined]
         assert isinstance(model, nn.Module)
         return model
 
-    def weights(self, part: str) -> FolderWeights:
-        return FolderWeights(self.folder / part)
+    def weights(self, part: str) -> PartWeights:
+        """Raises UserError if there are none, or a file is damaged."""
+        if part in self.replaced:
+            return self.replaced[part].weights
+        return FolderWeights(self.folder / part, self._variant)
 
     def load(self, part: str, dtype: torch.dtype | None = None) -> object:
         """A frozen part with its weights, in eval mode, without gradients; or a tokenizer or scheduler."""
-        extra = {} if dtype is None else {"torch_dtype": dtype}
-        loaded = self._class(part).from_pretrained(self.folder / part, **extra)  # type: ignore[attr-defined]
+        if part in self.replaced:
+            with without_weights():
+                model = self.build(part).to(dtype)
+            loaded: object = materialise(model, self.replaced[part].weights, "cpu")
+        else:
+            extra: dict[str, object] = {} if dtype is None else {"torch_dtype": dtype}
+            if (variant := self._variant_of(part)) is not None:
+                extra["variant"] = variant
+            loaded = self._class(part).from_pretrained(self.folder / part, **extra)  # type: ignore[attr-defined]
         if isinstance(loaded, nn.Module):
             loaded.requires_grad_(False).eval()
-        return cast(object, loaded)
+        return loaded
 
     def files(self, part: str) -> Iterator[Path]:
-        """The files of a part, relative to the pipeline's folder: without pickles, and without weights in another precision.
+        """The files of a part, relative to the pipeline's folder: without pickles, and without weights in another variant.
 
         Raises UserError when the weights of the part are pickles only.
         """
@@ -112,18 +128,57 @@ class Components:
                 f"{self.folder / pickled[0]} is a pickle, and there are no safetensors beside it",
                 fix="convert it to safetensors first, or take a pipeline that has them",
             )
-        yield from (path for path in shown if path.suffix not in _PICKLES and not _is_variant(path.name))
+        variant = self._variant_of(part)
+        kept = [path for path in shown if path.suffix not in _PICKLES]
+        yield from (path for path in kept if not _is_weights(path.name) or variant_of(path.name) == variant)
 
     def identity(self, part: str) -> dict[str, object]:
         """What identifies a part, whatever its path: configuration and digest of the weights, or digests of its files."""
         files = list(self.files(part))
-        if any(path.suffix == ".safetensors" for path in files):
+        if part in self.replaced or any(path.suffix == ".safetensors" for path in files):
             config = {key: value for key, value in self.config(part).items() if key == "_class_name" or key[0] != "_"}
             return {"config": config, "weights": self.weights(part).digest()}
         return {path.as_posix(): sha256((self.folder / path).read_bytes()).hexdigest() for path in files}
 
     def parts(self) -> tuple[str, ...]:
         return tuple(self._classes)
+
+    def models(self) -> Iterator[str]:
+        """The parts that have weights."""
+        for part in self._classes:
+            if part in self.replaced or (self.folder / part / "config.json").is_file():
+                yield part
+
+    def library(self, part: str) -> str:
+        """The module that has the class of a part: "diffusers" or "transformers"."""
+        return str(self._classes[part][0])
+
+    def check_weights(self, skip: str | None = None) -> None:
+        """Raises UserError if a part has no weights, or a file of them is missing or damaged. Reads headers; skips one part."""
+        for part in self.models():
+            if part != skip:
+                self.weights(part)
+
+    def export_part(self, part: str, folder: ExportFolder) -> None:
+        """Write a frozen part for inference. A variant gets plain names, by which every pipeline finds it."""
+        if (other := self.replaced.get(part)) is not None:
+            folder.write_model(part, self.config(part), tensors=frozen_tensors(other.weights))
+        for path in self.files(part):
+            name = f"{part}/{plain_name(path.name)}" if _is_weights(path.name) else path.as_posix()
+            if other is not None and (_is_weights(path.name) or path.name == "config.json"):
+                continue
+            if name.endswith(".json") and name != path.as_posix():  # the index of a variant
+                index = json.loads((self.folder / path).read_text(encoding="utf-8"))
+                places = {tensor: plain_name(file) for tensor, file in weight_map(self.folder / path).items()}
+                folder.write_json(name, {**index, "weight_map": places})
+            else:
+                folder.copy(self.folder / path, name)
+
+    def _variant_of(self, part: str) -> str | None:
+        """The variant of a part's weights; None for plain names, and for parts without weights."""
+        folder = self.folder / part
+        chosen = weight_files((path.name for path in folder.iterdir()), self._variant) if folder.is_dir() else None
+        return chosen.variant if chosen is not None else None
 
     def _class(self, part: str) -> type:
         if part not in self._classes:
@@ -132,10 +187,24 @@ class Components:
         return class_of(library, name)
 
 
+def frozen_tensors(weights: PartWeights) -> dict[str, Computed]:
+    """Tensors for an export that are read when they are written, and keep their types."""
+    return {
+        name: Computed(shape=stored.shape, compute=partial(weights.get, name), dtype=DTYPES[stored.dtype], fixed=True)
+        for name in weights.names()
+        if (stored := weights.stored(name))
+    }
+
+
 def class_of(library: str, name: str) -> type:
     """A class of diffusers or transformers, with libraries that keep quiet from before it is imported."""
     _hush()
     return cast(type, getattr(import_module(library), name))
+
+
+def _is_weights(name: str) -> bool:
+    """Whether this is a file of weights or an index of some."""
+    return name.endswith(".safetensors") or ".safetensors.index." in name
 
 
 @cache
@@ -147,9 +216,3 @@ def _hush() -> None:
     for library in (diffusers, transformers):
         library.set_verbosity_error()
         library.disable_progress_bar()
-
-
-def _is_variant(name: str) -> bool:
-    """`model.fp16.safetensors`, `model.safetensors.index.fp16.json`: the same weights once more."""
-    _, _, rest = name.partition(".")
-    return rest.endswith(".safetensors") or (rest.startswith("safetensors.index.") and rest != "safetensors.index.json")

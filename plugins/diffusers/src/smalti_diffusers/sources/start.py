@@ -1,0 +1,155 @@
+"""What a run starts from: a whole pipeline; or the trained model alone, a file or a folder, beside a base pipeline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from smalti import UserError
+from smalti.models import FolderWeights
+from smalti_diffusers.sources.components import Components, Replacement
+from smalti_diffusers.sources.conversion import convert_encoder, convert_model, convert_vae, tensors_of_model
+from smalti_diffusers.sources.location import INDEX, fetch_weights, find_folder
+from smalti_diffusers.sources.model_file import ModelFile
+
+_FAMILIES = {
+    "xl_base": "sdxl",
+    "sd3": "sd3",
+    "sd35_medium": "sd3",
+    "sd35_large": "sd3",
+    "flux-dev": "flux",
+    "flux-schnell": "flux",
+    "flux-2-dev": "flux2",
+    "auraflow": "auraflow",
+    "lumina2": "lumina2",
+    "sana": "sana",
+    "z-image-turbo": "z_image",
+}
+"""The families of the models that diffusers recognises in single files."""
+_UNKNOWN = "v1"
+"""What diffusers takes for Stable Diffusion 1 is anything that it does not recognise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFolder:
+    """A folder with the trained model alone: `config.json` and its weights."""
+
+    path: Path
+    config: Mapping[str, object]
+
+
+Alone = ModelFile | ModelFolder
+"""The trained model without the other parts of its pipeline."""
+
+
+def model_alone(name: str, part: str, variant: str | None) -> Alone | None:
+    """The trained model at a local path; None for a pipeline or a hub id. `part` is its name in a pipeline.
+
+    Raises UserError for a file of another format, or a folder that has neither a model nor a pipeline.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return ModelFile(path)
+    if not path.is_dir() or (path / INDEX).is_file():
+        return None
+    for folder in (path, path / part):
+        if (folder / "config.json").is_file():
+            FolderWeights(folder, variant)  # raises if there are none
+            return ModelFolder(path=folder, config=json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    return None
+
+
+def model_type(file: ModelFile) -> str | None:
+    """What diffusers takes a file for, by names and shapes; None if it cannot tell."""
+    from diffusers.loaders.single_file_utils import infer_diffusers_model_type
+
+    try:
+        infer = cast("Callable[[Mapping[str, Tensor]], str]", infer_diffusers_model_type)
+        kind = infer({**file.tensors, **tensors_of_model(file)})
+    except (KeyError, IndexError, UnboundLocalError):  # a size that it does not know leaves its variable unset
+        return None
+    return None if kind == _UNKNOWN else kind
+
+
+def check_family(file: ModelFile, family: str) -> None:
+    """Raises UserError for a file that is evidently a model of another family, or of none, or an adapter."""
+    if any(".lora_" in name or name.startswith("lora_") for name in file.tensors):
+        raise UserError(f"{file} is an adapter, not a model", fix="name the model; --init_lora=FILE starts from an adapter")
+    kind = model_type(file)
+    if kind is None or _FAMILIES.get(kind) == family:
+        return
+    if kind in _FAMILIES:
+        raise UserError(f"{file} is a model of {_FAMILIES[kind]}, not of {family}", fix=f"--model_family={_FAMILIES[kind]}")
+    raise UserError(f"{file} is not a model of {family}: diffusers recognises it as '{kind}'", fix="name another file")
+
+
+def published_pipeline(file: ModelFile) -> str | None:
+    """The hub id of the pipeline that diffusers takes for the one of this file; None if it does not recognise the file."""
+    from diffusers.loaders.single_file_utils import DIFFUSERS_DEFAULT_PIPELINE_PATHS
+
+    kind = model_type(file)
+    return None if kind is None else DIFFUSERS_DEFAULT_PIPELINE_PATHS[kind]["pretrained_model_name_or_path"]
+
+
+def open_pipeline(name: str, revision: str | None, variant: str | None) -> Components:
+    """A whole pipeline, with all weights on this machine."""
+    folder = find_folder(name, revision)
+    fetch_weights(name, folder, variant)
+    return Components(folder, variant=variant)
+
+
+def open_beside_base(alone: Alone, part: str, base: str, revision: str | None, variant: str | None) -> Components:
+    """The trained model with the other parts of a base pipeline, except for those that its file has too.
+
+    Raises UserError where the model does not fit the base: its configuration is that of the base, if a file brings none.
+    """
+    try:
+        folder = find_folder(base, revision)
+        bare = Components(folder, variant=variant)
+        replaced = _of_file(alone, bare, part) if isinstance(alone, ModelFile) else _of_folder(alone, bare, part, variant)
+        fetch_weights(base, folder, variant, without=replaced)
+    except UserError as error:
+        if base in error.message:
+            message = f"{alone.path} has the trained model only, and its other parts come from {base}: {error.message}"
+            raise UserError(message, fix=f"{error.fix}; or --base_pipeline=FOLDER") from error
+        raise
+    scheduler = alone.scheduler if isinstance(alone, ModelFile) else None
+    return Components(folder, replaced, variant=variant, scheduler=scheduler)
+
+
+def _of_file(file: ModelFile, base: Components, part: str) -> dict[str, Replacement]:
+    """The parts that a file has, by name."""
+    with torch.device("meta"):
+        model = base.build(part)
+    found = {part: Replacement(weights=convert_model(file, model, base.config(part)))}
+    for other in base.models():
+        if other == part:
+            continue
+        with torch.device("meta"):
+            model = base.build(other)
+        weights = convert_vae(file, model, base.config(other)) if other == "vae" else convert_encoder(file, other, model)
+        if weights is not None:
+            found[other] = Replacement(weights=weights)
+    return found
+
+
+def _of_folder(folder: ModelFolder, base: Components, part: str, variant: str | None) -> dict[str, Replacement]:
+    kind = folder.config.get("_class_name")
+    if kind != base.kind(part):
+        raise UserError(
+            f"{folder.path} holds a {kind}, and {part} of {base.folder} is a {base.kind(part)}",
+            fix="check --model_family and --base_pipeline",
+        )
+    return {part: Replacement(weights=FolderWeights(folder.path, variant), config=folder.config)}
+
+
+def shape_of(file: ModelFile, name: str) -> tuple[int, ...] | None:
+    """The shape of a tensor of the trained model, by its name without a prefix; None if it is not there."""
+    tensor: Tensor | None = tensors_of_model(file).get(name)
+    return None if tensor is None else tuple(tensor.shape)
