@@ -18,6 +18,9 @@ RUNS = {
     },
     "average on the host": {"rank": 0, "ranks": 1, "flags": ["use_ema"], "ema_device": "cpu"},
     "fsdp2, average on the host": {"flags": ["fsdp_enable", "use_ema"], "ema_device": "cpu"},
+    "fsdp2, 8 bits": {"flags": ["fsdp_enable"], "optimizer": "adamw8bit"},
+    "fsdp2, stableadamw": {"flags": ["fsdp_enable"], "optimizer": "stableadamw"},
+    "lion": {"rank": 0, "ranks": 1, "optimizer": "lion"},
     **{f"zero{stage}": {"deepspeed_config": json.dumps({"zero_optimization": {"stage": stage}})} for stage in (1, 2, 3)},
 }
 LOSS_AND_NORM = {"training.trainer.train_step": 2}
@@ -31,6 +34,9 @@ WAITS = {
         "training.trainer.train_step": 1,
         "": 31,
     },  # torch adds up on the host what the second micro-batch gives, tensor by tensor
+    "fsdp2, 8 bits": LOSS_AND_NORM,
+    "fsdp2, stableadamw": LOSS_AND_NORM,
+    "lion": LOSS_AND_NORM,
     "zero1": LOSS_AND_NORM | {"zero.Stages1And2.norm": 2, "zero.Stages1And2.step": 4},  # DeepSpeed looks for overflows
     "zero2": LOSS_AND_NORM | {"zero.Stages1And2.norm": 2, "zero.Stages1And2.step": 4},
     "zero3": LOSS_AND_NORM | {"zero.Stage3.norm": 2, "zero.Stage3._step": 1},
@@ -42,11 +48,17 @@ trained = pytest.mark.parametrize("seen", ["single", "fsdp2", "hsdp"], indirect=
 """Runs whose saves copy the live tensors; ZeRO's ranks have exchanged theirs in host memory before."""
 
 
+def kept(run: dict) -> set[str]:
+    """The names of the optimizer's state."""
+    scales = {"exp_avg_scale", "exp_avg_sq_scale"} if run.get("optimizer") == "adamw8bit" else set()
+    return {"step", "exp_avg", *scales} | ({"exp_avg_sq"} if run.get("optimizer") != "lion" else set())
+
+
 @every_run
 def test_everything_is_in_one_place(seen, request):
-    [device] = seen.parameters
-    assert seen.averages <= {RUNS[request.node.callspec.params["seen"]].get("ema_device", device)}
-    assert seen.state == {("exp_avg", device), ("exp_avg_sq", device), ("step", device)}
+    [device], run = seen.parameters, RUNS[request.node.callspec.params["seen"]]
+    assert seen.averages <= {run.get("ema_device", device)}
+    assert seen.state == {(key, "cpu" if key == "step" and "optimizer" in run else device) for key in kept(run)}
 
 
 @every_run

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from smalti.checkpoint import CheckpointStore, SaveError, Saver
@@ -147,11 +147,11 @@ class Run:
     def effective_batch(self) -> int:
         return self.data.order.effective_batch
 
-    def clip_gradients(self) -> float:
+    def clip_gradients(self) -> Tensor:
         """Clip as the options say; returns the global norm before. *Collective*."""
         options, parallel = self.config[TrainingOptions], self.parallel
         clip = parallel.clip_gradient_values if options.grad_clip_method == "value" else parallel.clip_gradients
-        return float(clip(options.max_grad_norm))
+        return clip(options.max_grad_norm)
 
     def advance(self, batch: Batch, result: StepResult) -> None:
         """Count a step that is done; a skipped step moves the data position alone."""

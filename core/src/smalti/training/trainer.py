@@ -93,7 +93,7 @@ def train_step(run: Run, batch: Batch) -> StepResult:
                 run.parallel.backward(loss)
         total += loss.detach()
     loss_value = float(run.parallel.mean(total))
-    norm = run.clip_gradients()
+    norm = float(run.clip_gradients())
     finite = math.isfinite(loss_value) and math.isfinite(norm)
     learning_rate = float(run.optimizer.param_groups[0]["lr"])
     run.saver.wait_for_staging()

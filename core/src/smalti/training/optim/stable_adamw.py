@@ -32,9 +32,8 @@ class StableAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             if parameters := with_gradients(group):
-                squares = torch.stack([self._update_moments(parameter, group) for parameter in parameters])
-                sizes = torch.tensor([parameter.numel() for parameter in parameters], device=squares.device)
-                ratios = (sum_over_shards(squares, parameters[0]) / sizes).sqrt_()
+                means = torch.stack([self._update_moments(parameter, group) / parameter.numel() for parameter in parameters])
+                ratios = sum_over_shards(means, parameters[0]).sqrt_()
                 for parameter, rate in zip(parameters, group["lr"] / ratios.clamp_(min=1.0), strict=True):
                     self._step_weights(parameter, rate, group)
 
