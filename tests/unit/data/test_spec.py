@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from smalti.data.batch_check import BatchShape
@@ -169,6 +173,41 @@ def test_json_is_another_name_of_discovery_in_a_file_of_simpletuner() -> None:
     assert (specs[0].metadata_backend, specs[0].caption_strategy) == ("discovery", "textfile")
     assert "is read as 'discovery'" in specs[0].notices[0]
     assert (with_table[0].metadata_backend, with_table[0].notices) == ("json", ())
+
+
+def test_images_are_not_stretched_by_a_file_of_simpletuner() -> None:
+    texts = {"id": "texts", "dataset_type": "text_embeds", "default": True, "cache_dir": "c"}
+    sizes = {"maximum_image_size": 512, "target_downsample_size": 2048}
+    (spec, _), _ = parse({**PETS, **sizes, "crop": "false", "crop_style": "corner", "crop_aspect": "square"}, texts)
+
+    assert (spec.crop, spec.crop_aspect, spec.crop_style, spec.maximum_image_size) == (True, "preserve", "corner", 0)
+    assert "crop: false is read as crop_aspect: preserve" in spec.notices[0]
+    assert spec_of(crop=False).crop is False
+
+
+def test_a_parquet_table_is_refused_with_the_command_that_converts_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = pa.table({"id": [7, 8], "gpt": ["a", None], "tags": ["x", "b"], "width": ["64", "32"], "height": [16, 16]})
+    pq.write_table(rows, tmp_path / "it's.parquet")
+    table = {
+        "path": str(tmp_path / "it's.parquet"),
+        "filename_column": "id",
+        "caption_column": "gpt",
+        "fallback_caption_column": "tags",
+        "width_column": "width",
+    }
+    told = problem_of(metadata_backend="parquet", caption_strategy="parquet", parquet=table)
+    command, _, rest = told.partition("fix: ")[2].partition(" > metadata.jsonl; ")
+    interpreter, option, script = shlex.split(command)
+    exec(script, {})
+
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
+        {"filename": "7.png", "caption": "a", "width": 64},
+        {"filename": "8.png", "caption": "b", "width": 32},
+    ]
+    assert (interpreter, option) == ("python", "-c")
+    assert rest.endswith('"metadata_backend": "json", "json": {"path": "metadata.jsonl"}, "caption_strategy": "json"')
 
 
 def test_the_former_name_of_discovery_is_known() -> None:

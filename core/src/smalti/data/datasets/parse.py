@@ -101,7 +101,8 @@ def parse_datasets(
     for position, entry in enabled:
         parser.read(position, entry)
     parser.check_references()
-    if not any(entry.get("dataset_type") in (None, "", "image") for _, entry in enabled):
+    trained = (None, "", "image", *simpletuner.UNSUPPORTED["dataset_type"])  # the latter are reported already
+    if not any(entry.get("dataset_type") in trained for _, entry in enabled):
         parser.problems.append(
             Problem(message="no dataset with images is enabled", where=where, fix="add a dataset with images, or enable one")
         )
@@ -229,11 +230,14 @@ class _EntryParser:
                 notices += self._external(place, key, value, (*ENTRY_KEYS, *storage_keys))
         if _is_on(entry.get("crop", False)):
             values = {**_CROP_ALONE, **values}
+        elif self.simpletuner and "crop" in entry:
+            values |= simpletuner.WITHOUT_CROP
+            notices.append(f"{place}: crop: false is read as crop_aspect: preserve, since SimpleTuner does not stretch images")
         values["metadata_backend"] = metadata
         kind = values.setdefault("dataset_type", "image")
         if kind in TYPES_WITH_IMAGES:
             self._check_choice(place, "type", storage, self.catalog.storages)
-            self._check_choice(place, "metadata_backend", metadata, self.catalog.metadata)
+            self._check_choice(place, "metadata_backend", metadata, self.catalog.metadata, entry)
             if storage == "local" and "instance_data_dir" not in values:
                 self._add_problem(place, "instance_data_dir is missing", "set it to the folder of the images")
         self._drop_unsupported(place, values, "crop_style", "crop_aspect")
@@ -274,6 +278,8 @@ class _EntryParser:
     def _check_captions(self, place: str, spec: DatasetSpec) -> None:
         strategy = spec.caption_strategy
         tables = self.catalog.tables
+        if strategy == spec.metadata_backend in simpletuner.UNSUPPORTED["metadata_backend"].keys() - tables:
+            return  # reported already
         if strategy in tables and strategy != spec.metadata_backend:
             fix = f"set metadata_backend to {strategy!r}, or choose another caption_strategy"
             self._add_problem(place, f"caption_strategy {strategy!r} needs the metadata_backend of the same name", fix)
@@ -290,11 +296,13 @@ class _EntryParser:
                         place, f"{key} needs an instance_prompt", "--instance_prompt=TEXT, or set instance_prompt in the entry"
                     )
 
-    def _check_choice(self, place: str, key: str, value: str, known: Collection[str]) -> None:
+    def _check_choice(
+        self, place: str, key: str, value: str, known: Collection[str], entry: Mapping[str, object] | None = None
+    ) -> None:
         if value in known:
             return
         if value in simpletuner.UNSUPPORTED[key]:
-            self._add_unsupported(place, key, value, {})
+            self._add_unsupported(place, key, value, entry or {})
         elif package := package_of_storage(value):
             self.problems.append(package.problem(f"{key}: {value!r} belongs to {package.distribution}", place))
         else:

@@ -145,17 +145,51 @@ UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
 }
 """Values that are not supported yet, by key, each with what to do instead."""
 
+WITHOUT_CROP: Mapping[str, object] = {
+    "crop": True,
+    "crop_aspect": "preserve",
+    "maximum_image_size": 0,
+    "target_downsample_size": 0,
+}
+"""What `crop: false` means there: images are scaled to cover their bucket, and what exceeds it is cropped."""
+
 SAME_AS_DISCOVERY = ("filesystem",)
 """Other names of `metadata_backend: discovery`."""
 
 _BLOCKS = ("csv", "huggingface", "memory", "parquet", "webshart")
+_HUB = (
+    "dataset_name", "split", "revision", "image_column", "video_column", "caption_column", "fallback_caption_column",
+    "streaming", "num_proc", "auto_load",
+)  # fmt: skip
 _PREFIXES = ("aws_", "csv_", "huggingface_", "memory_filesystem_", "webshart_")
 
 
 def what_to_do(key: str, value: str, entry: Mapping[str, object]) -> str:
-    """Returns what to do instead of a value that is not supported yet: for a dataset of the Hub, the commands to copy it."""
-    if (key, value) != ("type", "huggingface"):
-        return UNSUPPORTED[key][value]
+    """Returns what to do instead of a value that is not supported yet: for a dataset of the Hub or a table, commands."""
+    table = entry.get("parquet")
+    if (key, value) == ("metadata_backend", "parquet") and isinstance(table, Mapping):
+        return _as_json_lines(entry, table)
+    return _copy_from_hub(entry) if (key, value) == ("type", "huggingface") else UNSUPPORTED[key][value]
+
+
+def _as_json_lines(entry: Mapping[str, object], table: Mapping[str, object]) -> str:
+    """The command that writes a parquet table of captions as JSON lines, as `metadata_backend: json` reads them."""
+    rows = {name: f"row[{json.dumps(str(table.get(f'{name}_column', name)))}]" for name in ("filename", "caption")}
+    ending = "" if table.get("identifier_includes_extension") else ' + ".png"'
+    fallback = f" or row[{json.dumps(str(other))}]" if (other := table.get("fallback_caption_column")) else ""
+    values = f'"filename": str({rows["filename"]}){ending}, "caption": {rows["caption"]}{fallback}'
+    for side in ("width", "height"):
+        values += f', "{side}": int(row[{json.dumps(str(table[key]))}])' if (key := f"{side}_column") in table else ""
+    file = f"pq.ParquetFile({json.dumps(str(table.get('path')))})"
+    lines = f"print(json.dumps({{{values}}})) for part in {file}.iter_batches() for row in part.to_pylist()"
+    script = f"import json, pyarrow.parquet as pq; [{lines}]"
+    changed = '"metadata_backend": "json", "json": {"path": "metadata.jsonl"}'
+    changed += ', "caption_strategy": "json"' if entry.get("caption_strategy") == "parquet" else ""
+    return f"python -c {quote(script)} > metadata.jsonl; then change the entry to {changed}"
+
+
+def _copy_from_hub(entry: Mapping[str, object]) -> str:
+    """The commands that make a folder of a dataset of the Hub, with the keys to change."""
     block = entry.get("huggingface")
     given = {**(block if isinstance(block, Mapping) else {}), **entry}
     name, split = str(given.get("dataset_name", "USER/NAME")), str(given.get("split", "train"))
@@ -177,7 +211,7 @@ def is_comment(key: str) -> bool:
 
 def belongs_to_unsupported_source(key: str) -> bool:
     """Whether a key configures a storage or table that is not supported yet; alone it has no effect."""
-    return key in _BLOCKS or key.startswith(_PREFIXES)
+    return key in (*_BLOCKS, *_HUB) or key.startswith(_PREFIXES)
 
 
 def is_simpletuner(entries: Iterable[Mapping[str, object]]) -> bool:

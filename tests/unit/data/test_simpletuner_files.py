@@ -1,0 +1,123 @@
+"""Data files with the keys that those of SimpleTuner have: read with notices alone, or refused by what is not supported yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from smalti.data.datasets.parse import DataDefaults, parse_datasets
+
+Entry = Mapping[str, object]
+
+TEXTS: Entry = {"id": "texts", "dataset_type": "text_embeds", "default": True, "type": "local", "cache_dir": "t/{model_family}"}
+SIZES: Entry = {
+    "resolution": 640,
+    "resolution_type": "pixel_area",
+    "minimum_image_size": 200,
+    "maximum_image_size": 900,
+    "target_downsample_size": 640,
+    "crop": True,
+    "crop_style": "random",
+    "crop_aspect": "square",
+}
+LOCAL: Entry = {
+    "id": "my photos",
+    "type": "local",
+    "instance_data_dir": "photos",
+    "cache_dir_vae": "v/{model_family}/{id}",
+    "caption_strategy": "filename",
+    "metadata_backend": "discovery",
+    **SIZES,
+}
+HUB: Entry = {
+    **LOCAL,
+    "type": "huggingface",
+    "dataset_name": "user/photos",
+    "metadata_backend": "huggingface",
+    "image_column": "picture",
+    "caption_column": "words",
+    "huggingface": {"file_extension": "jpg"},
+    "caption_strategy": "huggingface",
+}
+AREA: Entry = {"resolution": 0.5, "minimum_image_size": 0.2, "maximum_image_size": 1.5, "target_downsample_size": 1.0}
+S3: Entry = {
+    "type": "aws",
+    "aws_bucket_name": "b",
+    "aws_region_name": None,
+    "aws_access_key_id": "k",
+    "aws_secret_access_key": "s",
+    "cache_dir": "",
+}
+
+
+def parse(*entries: Entry) -> tuple[list[str], list[str]]:
+    """The notices, and the problems without their fix."""
+    specs, problems = parse_datasets(
+        entries, where="data.json", defaults=DataDefaults(), placeholders={"model_family": "flux", "output_dir": "run"}
+    )
+    assert all(problem.fix for problem in problems)
+    return [notice for spec in specs for notice in spec.notices], [problem.message for problem in problems]
+
+
+@pytest.mark.parametrize(
+    ("entries", "keys"),
+    [
+        ([LOCAL, TEXTS], []),
+        ([{**LOCAL, **AREA, "resolution_type": "area", "repeats": 2}, TEXTS], []),
+        ([{**LOCAL, "crop": False}, TEXTS], ["crop"]),
+        ([{**LOCAL, "skip_file_discovery": "", "disabled": False, "metadata_backend": "json"}, TEXTS], ["metadata_backend"]),
+        ([{**LOCAL, "probability": 1.0, "timestep_sampling_offset": 0.0, "vae_cache_clear_each_epoch": False}, TEXTS], []),
+        ([{**LOCAL, "minimum_aspect_ratio": 0.5, "maximum_aspect_ratio": 3.0}, TEXTS], []),
+        (
+            [{**LOCAL, "vae_cache_clear_each_epoch": True, "preserve_data_backend_cache": True}, TEXTS],
+            ["preserve_data", "vae_cache"],
+        ),
+        ([LOCAL, {**TEXTS, **S3}], ["aws_access_key_id", "aws_bucket_name", "aws_secret_access_key"]),
+        ([LOCAL, {**TEXTS, "write_batch_size": 128}], ["write_batch_size"]),
+        ([LOCAL, {**LOCAL, "id": "held out", "dataset_type": "eval"}, TEXTS], []),
+        ([{**LOCAL, "id": "a"}, {**LOCAL, "id": "a-crop", "crop": True, "resolution": 320}, TEXTS], []),
+    ],
+)
+def test_files_of_images_are_read_with_notices_alone(entries: list[Entry], keys: list[str]) -> None:
+    notices, problems = parse(*entries)
+
+    assert problems == []
+    assert [any(key in notice for notice in notices) for key in keys] == [True] * len(keys)
+    assert len(notices) == len(keys)
+
+
+@pytest.mark.parametrize("strategy", ["huggingface", "instanceprompt"])
+def test_a_file_of_hub_datasets_is_read_once_they_are_folders(strategy: str) -> None:
+    hub = {**HUB, "caption_strategy": strategy, "instance_prompt": "a photo"}
+    copied = {**hub, "type": "local", "instance_data_dir": "photos", "metadata_backend": "discovery"}
+
+    assert parse(hub, TEXTS)[1] == ["type 'huggingface' is not supported yet"]
+    assert parse({**copied, "caption_strategy": "textfile"}, TEXTS)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("entry", "problems"),
+    [
+        ({**HUB, "dataset_type": "video", "video": {"num_frames": 9}}, ["dataset_type 'video' is not supported yet"]),
+        ({**HUB, "dataset_type": "audio", "audio": {"channels": 2}}, ["dataset_type 'audio' is not supported yet"]),
+        ({**LOCAL, "type": "csv", "csv_file": "list.csv", "csv_cache_dir": "c"}, ["type 'csv' is not supported yet"]),
+        ({**LOCAL, **S3}, ["type 'aws' is not supported yet"]),
+        ({**LOCAL, "type": "webshart", "source": "x", "webshart": {}}, ["type 'webshart' is not supported yet"]),
+        (
+            {**LOCAL, "caption_strategy": "parquet", "metadata_backend": "parquet", "parquet": {"path": "t"}},
+            ["metadata_backend 'parquet' is not supported yet"],
+        ),
+        ({**LOCAL, "crop_aspect": "closest", "crop_aspect_buckets": [1.5]}, ["crop_aspect 'closest' is not supported yet"]),
+        (
+            {**LOCAL, "conditioning": {"type": "canny"}},
+            ["conditioning is not supported for a dataset: conditioning images are not supported yet"],
+        ),
+        (
+            {**LOCAL, "is_regularisation_data": True},
+            ["is_regularisation_data is not supported for a dataset: regularisation datasets are not supported yet"],
+        ),
+    ],
+)
+def test_what_is_not_supported_yet_is_named_once(entry: Entry, problems: list[str]) -> None:
+    assert parse(entry, TEXTS)[1] == problems
