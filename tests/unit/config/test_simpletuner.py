@@ -8,9 +8,12 @@ from hypothesis import given, strategies as st
 from smalti.config import DataOptions, ObjectiveOptions, RunOptions, Schema, TrackingOptions, translate_reference_options
 from smalti.config.core_options import GROUPS
 from smalti.config.simpletuner.rules import is_neutral
+from smalti.config.simpletuner.spelling import DEFAULTS
 from smalti.config.simpletuner.table import KEYS, PREFIXES
 from smalti.config.toml import as_toml
 from smalti.errors import ConfigError
+from smalti.plugins.discovery import load_plugins
+from smalti.plugins.schema import schema_of
 
 CORE = Schema(GROUPS)
 NOTHING = Schema(())
@@ -59,6 +62,23 @@ def test_no_key_is_lost_whatever_its_value(values):
     assert all(is_neutral(values[key], KEYS[key]) or KEYS[key].convert for key in silent)
 
 
+def test_no_row_speaks_about_an_option_that_exists_but_those_of_values_that_differ():
+    schema = schema_of(load_plugins())
+    assert [key for key, rule in KEYS.items() if (schema.find(key) is None) == (rule.outcome == "same")] == []
+    names = {rule.option for rule in KEYS.values() if rule.outcome == "renamed" and " " not in rule.option}
+    assert [name for name in names if schema.find(name) is None] == []
+    assert [each.option for each in DEFAULTS if each.option not in schema.options] == []
+
+
+@pytest.mark.parametrize("key", ["network_dim", "unet_lr", "caption_extension", "train_data_dir", "output_name"])
+def test_a_name_of_another_meaning_is_not_suggested(from_file, key):
+    assert f"unknown option {key}\n    fix: remove it, or search the options by a word" in problems(from_file, {key: 1})
+
+
+def test_keys_that_are_comments_are_accepted(from_file):
+    assert from_file({"_comment": "mine", "// note": 1, "#": None}).changes() == {}
+
+
 # --- through the configuration --------------------------------------------------------------------------------------
 
 
@@ -68,7 +88,7 @@ def test_keys_without_an_effect_are_one_notice_for_each_reason(from_file):
         "vae_batch_size, max_workers",
         "tracker_run_name",
     ]
-    assert "no effect: it is chosen automatically" in notices[0]
+    assert "no effect: chosen automatically" in notices[0]
 
 
 def test_all_that_is_refused_is_reported_at_once_with_what_to_do(from_file, write):
@@ -188,7 +208,7 @@ MARKS = {"lora_type": "standard", "vae_batch_size": 1}
 
 
 def test_a_file_with_two_keys_of_simpletuner_gets_its_defaults_and_says_so_once(from_file):
-    config = from_file({**MARKS, "max_grad_norm": 0.01, "model_family": "flux", "max_train_steps": 5})
+    config = from_file({**MARKS, "max_grad_norm": 0.01, "model_family": "flux", "max_train_steps": 5, "use_ema": True})
     assert (config.value("gradient_checkpointing"), config.value("ema_device"), config.value("train_batch_size")) == (
         True,
         "cpu",
@@ -209,8 +229,8 @@ def test_one_key_of_simpletuner_in_another_file_changes_no_default(from_file, co
 
 
 def test_the_option_decides_whose_defaults_are_used(from_file):
-    assert from_file(MARKS, "--defaults_from=smalti").value("ema_device") == "accelerator"
-    assert from_file({}, "--defaults_from=simpletuner").value("ema_device") == "cpu"
+    assert from_file(MARKS, "--defaults_from=smalti").value("eval_timesteps") == 5
+    assert from_file({}, "--defaults_from=simpletuner").value("eval_timesteps") == 28
 
 
 @pytest.mark.parametrize(
@@ -263,11 +283,17 @@ def test_other_files_keep_the_meaning_of_this_trainer(from_file):
 
 
 def test_a_run_keeps_the_defaults_of_simpletuner(from_file, configure, tmp_path, write):
-    config = from_file({**MARKS, "model_family": "toy", "max_train_steps": 5})
+    config = from_file({**MARKS, "model_family": "toy", "max_train_steps": 5, "use_ema": True})
     assert config.defaults()["ema_device"] == "cpu"
     assert "ema_device" not in config.given()
     kept = write("kept.toml", as_toml(config, defaults=True))
     assert configure(file=kept).value("ema_device") == "cpu"
+
+
+def test_a_value_that_is_the_default_here_overrides_a_default_of_simpletuner_for_good(from_file, configure, write):
+    config = from_file({**MARKS, "max_grad_norm": 1.0, "model_family": "toy"}, "--caption_dropout_probability=0.1")
+    again = configure(file=write("kept.toml", as_toml(config, defaults=True)))
+    assert [again.value(name) for name in ("max_grad_norm", "caption_dropout_probability", "eval_timesteps")] == [1.0, 0.1, 28]
 
 
 @pytest.mark.parametrize(

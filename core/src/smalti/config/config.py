@@ -97,7 +97,10 @@ class Config:
 
     def given(self) -> dict[str, object]:
         """The values that are neither defaults of this version nor defaults that the run keeps."""
-        return {name: value for name, value in self.changes().items() if not self.is_default(name)}
+        changed = self.changes()
+        # A value that is the default here, and replaces another default of the run, counts as given.
+        names = {name for name in self.values() if not self.is_default(name) and (name in changed or name in self.kept.values)}
+        return {name: value for name, value in self.values().items() if name in names}
 
     def is_default(self, name: str) -> bool:
         """Whether a value is a default: of this version, of the run, or of the trainer whose file it is."""

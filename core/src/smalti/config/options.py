@@ -25,6 +25,9 @@ LARGEST = 2**63 - 1
 """The largest integer that an option may have."""
 LONGEST_NAME = 255
 """Bytes in the name of a file, on common file systems."""
+_ALIKE = (0.7, 0.8)
+"""What a spelling mistake leaves of a short and of a long name, as `difflib` measures it. Below, names have another meaning."""
+_SHORT = 5
 Level = Literal["basic", "advanced", "expert"]
 """The level of help at which an option is shown."""
 JsonValue = str | int | float | bool | None | list["JsonValue"] | dict[str, "JsonValue"]
@@ -369,7 +372,7 @@ class Schema:
         names = [*self.options, *self.aliases]
         initials = [name for name in names if "".join(part[0] for part in name.split("_") if part) == word]
         beginnings = [name for name in names if len(word) > 2 and name.startswith(word)]
-        alike = get_close_matches(word, names, n=3, cutoff=0.7)
+        alike = get_close_matches(word, names, n=3, cutoff=_ALIKE[len(word) > _SHORT])
         found = {self.aliases.get(name, name): None for name in (*initials, *alike, *beginnings)}
         return list(found)[:3]
 

@@ -36,6 +36,7 @@ from smalti.config.sources import (
 )
 from smalti.errors import ConfigError, Problem
 
+_CHOICE = "defaults_from"
 _SHOWN = 4
 """Keys that are named as the reason why a file is SimpleTuner's."""
 
@@ -145,14 +146,19 @@ def _merge(layers: Mapping[str, Layer], schema: Schema, notices: list[str]) -> d
 
 def _reference_keys(layers: Mapping[str, Layer], content: Mapping[str, object], schema: Schema) -> tuple[str, ...]:
     """The keys by which the file is SimpleTuner's, whose defaults are used then. None if there are none."""
-    given = next((layer["defaults_from"].value for layer in layers.values() if "defaults_from" in layer), "auto")
+    given = next((layer[_CHOICE].value for layer in layers.values() if _CHOICE in layer), "auto")
     chosen = str(given).lower()
-    return () if chosen == "smalti" else ("defaults_from",) if chosen == "simpletuner" else reference_keys(content, schema)
+    return () if chosen == "smalti" else (_CHOICE,) if chosen == "simpletuner" else reference_keys(content, schema)
 
 
-def _of_reference(schema: Schema, chosen: Mapping[str, tuple[str, Given]], keys: Sequence[str], file: str) -> Kept:
+def _of_reference(schema: Schema, chosen: dict[str, tuple[str, Given]], keys: Sequence[str], file: str) -> Kept:
     """SimpleTuner's defaults, for its file."""
     values = reference_defaults({name: given.value for name, (_, given) in chosen.items()}, schema)
+    if keys == (_CHOICE,):
+        label, given = chosen[_CHOICE]
+        # The defaults are values from here on, so whoever reads the result must not apply them once more.
+        chosen[_CHOICE] = (label, replace(given, value="smalti"))
+        return Kept(values=values, place=given.place, label=REFERENCE)
     known = ", ".join(keys[:_SHOWN]) + (" ..." if len(keys) > _SHOWN else "")
     return Kept(values=values, place=f"{file}, which has {known}", label=REFERENCE)
 

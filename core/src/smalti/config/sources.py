@@ -20,6 +20,9 @@ PREFIX = "SMALTI_"
 RESERVED = frozenset({"SMALTI_OUTCOME_DIR", "SMALTI_PARENT", "SMALTI_DIGEST", "SMALTI_CONTEXT_PARALLEL_ON_CPU"})
 """Variables with the prefix that are not options: the launcher sets them for its workers."""
 
+_COMMENTS = ("_", "//", "#")
+"""Beginnings of keys that are comments in files without a syntax for them."""
+
 Layer = Mapping[str, Given]
 
 
@@ -62,6 +65,8 @@ def file_layer(
         if key not in found.rest:
             continue
         option = schema.find(key)
+        if option is None and key.startswith(_COMMENTS):
+            continue
         if option is None:
             problems.append(_unknown_key(key, raw, schema, file))
             continue

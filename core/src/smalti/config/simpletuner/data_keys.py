@@ -10,7 +10,7 @@ from smalti.config.simpletuner.rules import Rule, ignored, refused, renamed, sam
 _CACHE = "cached encodings are found by their content, so nothing has to be scanned, kept or cleared"
 _LISTING = "folders are listed at every start, and only what has changed is read again"
 _NOTHING_DELETED = "nothing is ever deleted"
-_AUTOMATIC = "it is chosen automatically"
+_AUTOMATIC = "chosen automatically"
 _IN_AN_ENTRY = "the entry of the dataset describes its table"
 _FIRST = "images and captions are encoded once, before the first step"
 

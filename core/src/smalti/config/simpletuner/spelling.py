@@ -138,6 +138,18 @@ def _base_model(values: Values) -> object:
     return BASE_MODELS.get(str(plain(values.get("model_family")))) if all(map(is_empty, given)) else None
 
 
+def _power(values: Values) -> object:
+    return 0.8 if plain(values.get("lr_scheduler")) == "polynomial" else None
+
+
+def _ema_device(values: Values) -> object:
+    return "cpu" if is_on(values.get("use_ema", False)) else None
+
+
+def _lora_dropout(values: Values) -> object:
+    return 0.1 if plain(values.get("model_type")) == "lora" else None
+
+
 def _lora_targets(values: Values) -> object:
     if plain(values.get("model_type")) != "lora":
         return None
@@ -150,7 +162,7 @@ DEFAULTS = (
     _always("train_batch_size", 4),
     _always("learning_rate", _LOWEST_RATE),
     ReferenceDefault(option="lr_end_ratio", value=_end_ratio, when="lr_scheduler is cosine or polynomial"),
-    _always("lr_power", 0.8),
+    ReferenceDefault(option="lr_power", value=_power, when="lr_scheduler is polynomial"),
     _always("grad_clip_method", "value"),
     _always("max_grad_norm", 2.0),
     _always("gradient_checkpointing", True),
@@ -159,8 +171,8 @@ DEFAULTS = (
     _always("aspect_bucket_alignment", 64),
     ReferenceDefault(option="flow_schedule_shift", value=_shift, when="flow matching without flow_schedule_auto_shift"),
     ReferenceDefault(option="lora_targets", value=_lora_targets, when="model_type is lora"),
-    _always("lora_dropout", 0.1),
-    _always("ema_device", "cpu"),
+    ReferenceDefault(option="lora_dropout", value=_lora_dropout, when="model_type is lora"),
+    ReferenceDefault(option="ema_device", value=_ema_device, when="use_ema is on"),
     _always("eval_timesteps", 28),
     _always("num_eval_images", 4),
     _always("validation_step_interval", 100),
