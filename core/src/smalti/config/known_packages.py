@@ -131,6 +131,8 @@ PACKAGES = (
             "flux_guidance_value",
             "flux_true_cfg_scale",
             "init_lora",
+            "assistant_lora",
+            "assistant_lora_path",
             "lora_rank",
             "lora_alpha",
             "lora_dropout",

@@ -94,7 +94,7 @@ class Preparation:
         config, given = choose_precision(config, kind, directory), config
         distributed = checked.distributed if config is given else choose_distributed(config, plugins)
         plan = plan_launch(config, distributed, directory.path, kind, environment)
-        notices += [*config.notices, *checked.notices, *plan.notices, *cost_of(config, kind)]
+        notices += [*config.notices, *checked.notices, *checked.family.notices, *plan.notices, *cost_of(config, kind)]
         facts = {"device": describe_devices(config, kind), "precision": describe(config, kind)}
         writer = _acquire(directory, config) if write and not joins else None
         with _failures_recorded(writer):

@@ -86,6 +86,8 @@ class ModelFamily:
     """Why a negative prompt has no effect on images. Empty if it has one."""
     no_guidance_rescale: str = ""
     """Why `sample` cannot rescale guided predictions. Empty if it can, as the default `sample` does."""
+    notices: Sequence[str] = ()
+    """What the user should know before the launch, in sentences. Printed once, with the other notices."""
     device: torch.device = torch.device("cpu")
     """Where frozen parts are, and what they encode."""
 

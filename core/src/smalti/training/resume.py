@@ -100,5 +100,6 @@ def check_adapter(mine: Mapping[str, object] | None, trainer: Mapping[str, objec
     if (adapter := trainer.get("adapter")) != mine:
         raise CheckpointError(
             f"{source} holds another adapter than this run trains: {adapter} there, {mine} here",
-            fix="give the same --pretrained_model_name_or_path and --lora_alpha, or start a new run in a new --output_dir",
+            fix="give the same --pretrained_model_name_or_path, --lora_alpha and --assistant_lora, "
+            "or start a new run in a new --output_dir",
         )

@@ -14,6 +14,25 @@ _OPTION = "base_model_precision"
 
 def problems(config: Config) -> list[Problem]:
     """All complaints at once."""
+    return [*_without_adapter(config), *_quantisation(config)]
+
+
+def _without_adapter(config: Config) -> list[Problem]:
+    """Files of adapters in a run that trains none."""
+    if config[ModelOptions].model_type == "lora":
+        return []
+    return [
+        Problem(
+            message=f"--{name} is for adapters, and this run trains the complete model",
+            where=config.source(name),
+            fix=f"--model_type=lora, or leave --{name} out",
+        )
+        for name in ("init_lora", "assistant_lora")
+        if config.value(name) is not None
+    ]
+
+
+def _quantisation(config: Config) -> list[Problem]:
     precision = config[LoraOptions].base_model_precision
     if precision == "no_change":
         return []

@@ -71,6 +71,13 @@ class LoraOptions(Options):
         help="Start from the LoRA in this file, in any format. Its rank and alpha are those of the run.",
         when="model_type == lora",
     )
+    assistant_lora: str | None = option(
+        None,
+        help="Frozen LoRA that is active in training and off in samples and exports, for distilled models. "
+        "A file, or user/repository/file on the Hub.",
+        when="model_type == lora",
+        aliases=["assistant_lora_path"],
+    )
     lora_rank: int = option(16, help="Rank of the adapter's matrices.", when="model_type == lora", ge=1)
     lora_alpha: float | None = option(
         None,

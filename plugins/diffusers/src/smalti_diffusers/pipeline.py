@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
@@ -28,6 +28,7 @@ from smalti.system import importing
 from smalti_diffusers.exporting import check_request, export_pipeline
 from smalti_diffusers.flowshift import scheduler_shift
 from smalti_diffusers.lora.adapter import AdaptedWeights, Lora, adapter_shapes, attach
+from smalti_diffusers.lora.assistant import ASSISTANT, is_distilled, locate as locate_assistant, notice
 from smalti_diffusers.lora.header import AdapterHeader
 from smalti_diffusers.lora.quantisation import check_device, quantise
 from smalti_diffusers.lora.reading import AdapterFile
@@ -85,6 +86,7 @@ class PipelineFamily(ModelFamily):
         self.lora, self._base_dtype = _lora(self, config)
         self._precision = _precision(config)
         self._init_lora = config[LoraOptions].init_lora if config is not None else None
+        self._assistant_lora = config[LoraOptions].assistant_lora if config is not None else None
         self.indivisible = "" if self._precision == "no_change" else f"weights in {self._precision}"
         self.alignment = self.vae_scale * (self.patch or cast(int, components.config(self.part)["patch_size"]))
         if self.prediction == "flow_matching":
@@ -130,7 +132,7 @@ class PipelineFamily(ModelFamily):
         model = self.build_base()
         if self.lora is None:
             return model
-        model = attach(model, self.lora, self._base_dtype)
+        model = attach(model, self.lora, self._base_dtype, self._assistant)
         return model if self._precision == "no_change" else quantise(model, self.block_classes(), self._precision)
 
     def build_base(self) -> nn.Module:
@@ -143,11 +145,15 @@ class PipelineFamily(ModelFamily):
             return base
         with without_weights():
             adapters = adapter_shapes(self.build_model())
-        return AdaptedWeights(base, adapters, self.lora, seed, self._adapter_file(self._init_lora))
+        start = self._adapter_file(self._init_lora) if self._init_lora is not None else None
+        return AdaptedWeights(base, adapters, self.lora, seed, start, self._assistant)
 
-    def _adapter_file(self, path: Path | None) -> AdapterFile | None:
-        if path is None:
-            return None
+    @cached_property
+    def _assistant(self) -> AdapterFile | None:
+        """The adapter that is active in training only."""
+        return self._adapter_file(locate_assistant(self._assistant_lora)) if self._assistant_lora else None
+
+    def _adapter_file(self, path: Path) -> AdapterFile:
         return AdapterFile(AdapterHeader(path), self.name, self.meta_model, self.components.config(self.part))
 
     def base_weights(self, seed: int) -> SeededWeights | PartWeights:
@@ -158,7 +164,9 @@ class PipelineFamily(ModelFamily):
         if self.lora is None:
             return None
         base = self.base_weights(seed).digest()
-        kept = {} if self._precision == "no_change" else {"base_precision": self._precision}
+        kept: dict[str, object] = {} if self._precision == "no_change" else {"base_precision": self._precision}
+        if self._assistant is not None:
+            kept["assistant"] = self._assistant.digest()
         return {"kind": "lora", "rank": self.lora.rank, "alpha": self.lora.alpha, "base": base, **kept}
 
     def adapter_strength(self, model: nn.Module, strength: float) -> AbstractContextManager[None]:
@@ -304,7 +312,14 @@ class PipelineFamily(ModelFamily):
     # --- images -----------------------------------------------------------------------------------------------------
 
     def sample(self, model: nn.Module, request: SampleRequest) -> Tensor:
-        """Images by the pipeline itself, with this model in it. It gets the conditioning that training would use."""
+        """Images by the pipeline itself, with this model in it. It gets the conditioning that training would use.
+
+        An assistant adapter is off meanwhile.
+        """
+        with adapter_scaled(model, 0, ASSISTANT) if self._assistant is not None else nullcontext():
+            return self._sample(model, request)
+
+    def _sample(self, model: nn.Module, request: SampleRequest) -> Tensor:
         conditioning, unconditional = self.request_conditioning(request)
         pipeline = cast("Callable[..., object]", self.frozen)
         self.frozen.to(self.device)  # type: ignore[attr-defined]
@@ -400,7 +415,10 @@ def create(family: type[PipelineFamily], config: Config, flavours: dict[str, str
         base = options.base_pipeline or flavours[flavour]
         components = open_beside_base(alone, family.part, base, options.revision, options.variant)
     components.check_weights(skip=family.part if options.init_from_config else None)
-    return family(components, options, config)
+    made = family(components, options, config)
+    if not config[LoraOptions].assistant_lora and (is_distilled(name) or components.settings.get("is_distilled")):
+        made.notices = (notice(family.name),)
+    return made
 
 
 def _encodes_texts(part: str) -> bool:

@@ -98,6 +98,7 @@ OPTIONS: tuple[Rule, ...] = (
     *(read(f"model.{key}", "model_family") for key in OLD_FAMILIES),
     read("model.quantize", "base_model_precision", note="only of a LoRA"),
     read("model.qtype", "base_model_precision", note="qfloat8 by default there"),
+    option("model.assistant_lora_path", "assistant_lora", path, note="off in samples and in the exported adapter, as there"),
     option("model.is_v_pred", "prediction_type", choice({"true": "v_prediction", "false": None}), note="v_prediction"),
     option("model.compile", "dynamo_backend", choice({"true": "inductor", "false": None}), note="inductor"),
     *no_effect("text encoders are freed once captions are encoded", "model.quantize_te", "model.qtype_te", "model.te_device"),
@@ -112,7 +113,7 @@ OPTIONS: tuple[Rule, ...] = (
     ),
     *unsupported(
         "no adapter is added to the base model",
-        *("model.lora_path", "model.assistant_lora_path", "model.inference_lora_path", "model.accuracy_recovery_adapter"),
+        *("model.lora_path", "model.inference_lora_path", "model.accuracy_recovery_adapter"),
     ),
     *unsupported("the model is not split over GPUs", "model.split_model_over_gpus", fix="--fsdp_enable"),
     *unsupported("weights are not offloaded in layers", "model.layer_offloading", fix="fsdp_cpu_offload; see docs/memory.md"),

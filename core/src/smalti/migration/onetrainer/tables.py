@@ -101,7 +101,7 @@ OPTIONS: tuple[Rule, ...] = (
     option("lora_alpha", "lora_alpha", number, default=1.0),
     option("dropout_probability", "lora_dropout", number),
     *unsupported("LoRA is not decomposed into magnitude and direction (DoRA)", "lora_decompose"),
-    *unsupported("smalti does not start from an existing adapter", "lora_model_name"),
+    option("lora_model_name", "init_lora", path, note="rank and alpha of the file are those of the run"),
     *unsupported("layers are chosen by lora_targets", "layer_filter", fix="name the layers in lora_targets"),
     *no_effect("only with layer_filter", "layer_filter_preset", "layer_filter_regex"),
     # Run

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from smalti import UserError
 from smalti.models import Weights
+from smalti_diffusers.lora.assistant import ASSISTANT, activate, attach_assistant
 from smalti_diffusers.lora.reading import AdapterFile, padded, target_names
 
 ADAPTER = "default"
@@ -35,8 +36,10 @@ class Lora:
     init: Literal["kaiming", "gaussian"] = "kaiming"
 
 
-def attach(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> nn.Module:
+def attach(model: nn.Module, lora: Lora, base_dtype: torch.dtype, assistant: AdapterFile | None = None) -> nn.Module:
     """The same model, frozen, in `base_dtype`, with adapters on the meta device that train in fp32.
+
+    The layers of `assistant` get a second adapter, frozen like the model.
 
     Raises UserError for a target that no layer has, or that is no layer an adapter fits.
     """
@@ -52,8 +55,11 @@ def attach(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> nn.Module:
         inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     except ValueError as error:
         raise UserError(f"an adapter does not fit: {error}", fix="--lora_targets=NAME,... of linear layers") from error
+    if assistant is not None:
+        attach_assistant(model, assistant)
+        activate(model, [ADAPTER, ASSISTANT])
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".lora_" in name)
+        parameter.requires_grad_(_is_trained(name))
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(base_dtype)
     return model
@@ -64,6 +70,7 @@ class AdaptedWeights:
 
     `adapters` are the shapes of the adapters' parameters. lora_B is zero, so that the first prediction is the base's. Each
     lora_A has random numbers of its own, a function of seed and name. Layers in `start` begin with the matrices of that file.
+    `assistant` has the weights of the second adapter.
     """
 
     def __init__(
@@ -73,12 +80,19 @@ class AdaptedWeights:
         lora: Lora,
         seed: int,
         start: AdapterFile | None = None,
+        assistant: AdapterFile | None = None,
     ) -> None:
         self._base = base
         self._adapters = adapters
         self._lora = lora
         self._seed = seed
         self._adapted = {name.partition(".lora_")[0] for name in adapters}
+        self._assistants = {
+            f"{layer}.lora_{matrix}.{ASSISTANT}.weight": (layer, number)
+            for layer in (assistant.ranks if assistant is not None else ())
+            for number, matrix in enumerate("AB")
+        }
+        self._assistant = assistant
         self._start = start
         if start is not None:
             self._check_start(start)
@@ -86,24 +100,29 @@ class AdaptedWeights:
     def names(self) -> Iterator[str]:
         for name in self._base.names():
             module, _, own = name.rpartition(".")
-            yield f"{module}{_BASE}{own}" if module in self._adapted else name
+            adapted = module in self._adapted or f"{module}.lora_A.{ASSISTANT}.weight" in self._assistants
+            yield f"{module}{_BASE}{own}" if adapted else name
         yield from self._adapters
+        yield from self._assistants
 
     def get(self, name: str) -> Tensor:
+        if self._assistant is not None and name in self._assistants:
+            layer, number = self._assistants[name]
+            return self._assistant.matrices(layer)[number]
         if name not in self._adapters:
             return self._base.get(name.replace(_BASE, "."))
         shape = self._adapters[name]
         layer = name.partition(".lora_")[0]
-        if self._start is not None and layer in self._start.layers:
+        if self._start is not None and layer in self._start.ranks:
             return self._from_file(self._start, layer, name)
         return self._new(name, shape)
 
     def _check_start(self, start: AdapterFile) -> None:
         """Raises UserError if the file has layers that the run does not adapt."""
-        if lost := sorted(set(start.layers) - self._adapted):
+        if lost := sorted(start.ranks.keys() - self._adapted):
             raise UserError(
                 f"{start.header.path} has {len(lost)} layers that the run does not adapt, such as {lost[0]}",
-                fix=f"--lora_targets={target_names(start.layers)}",
+                fix=f"--lora_targets={target_names(start.ranks)}",
             )
 
     def _from_file(self, start: AdapterFile, layer: str, name: str) -> Tensor:
@@ -131,5 +150,9 @@ class AdaptedWeights:
 
 
 def adapter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes of the adapters' parameters in a model that has them."""
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if ".lora_" in name}
+    """The shapes of the parameters of adapters that train, in a model that has them."""
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if _is_trained(name)}
+
+
+def _is_trained(name: str) -> bool:
+    return ".lora_" in name and f".{ADAPTER}." in name

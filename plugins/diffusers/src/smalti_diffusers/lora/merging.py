@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
-from smalti.checkpoint import Computed
-from smalti.models import Weights
+from smalti.checkpoint import DTYPES, Computed
+from smalti.models import SeededWeights, Weights
 from smalti_diffusers.lora.formats import AdaptedLayer, TrainedAdapter
+from smalti_diffusers.sources.components import PartWeights
 
 
-def merged_weights(base: Weights, model: nn.Module, adapter: TrainedAdapter) -> dict[str, Computed]:
+def merged_weights(base: SeededWeights | PartWeights, model: nn.Module, adapter: TrainedAdapter) -> dict[str, Computed]:
     """The tensors of the model, by name. They have the types of the base unless the export has one.
 
     `base` are the unquantised weights, `model` is the model without an adapter, which may be on the meta device. The memory of
@@ -28,8 +30,14 @@ def merged_weights(base: Weights, model: nn.Module, adapter: TrainedAdapter) -> 
         compute: Callable[[], Tensor] = partial(base.get, name)
         if adapted is not None:
             compute = partial(_merged, base, name, adapter, adapted)
-        tensors[name] = Computed(shape=shapes[name], compute=compute, dtype=base.get(name).dtype)
+        tensors[name] = Computed(shape=shapes[name], compute=compute, dtype=_dtype(base, name))
     return tensors
+
+
+def _dtype(base: SeededWeights | PartWeights, name: str) -> torch.dtype:
+    """The type of a tensor of the base; what a file keeps in 8 bits becomes bf16."""
+    dtype = base.get(name).dtype if isinstance(base, SeededWeights) else DTYPES[base.stored(name).dtype]
+    return torch.bfloat16 if dtype.is_floating_point and dtype.itemsize == 1 else dtype
 
 
 def _merged(base: Weights, name: str, adapter: TrainedAdapter, layer: AdaptedLayer) -> Tensor:

@@ -86,7 +86,7 @@ def quantise(model: nn.Module, blocks: Collection[str], precision: Precision) ->
         for path, block in model.named_modules()
         if type(block).__name__ in blocks
         for name, module in block.named_modules()
-        if type(module) is nn.Linear and not module.weight.requires_grad and _fits(module, precision)
+        if type(module) is nn.Linear and ".lora_" not in f".{name}" and _fits(module, precision)
     }
     if not found:
         raise UserError(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -12,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from smalti import UserError
+from smalti.models import FolderWeights
 from smalti_diffusers.lora.formats import tool_layers
 from smalti_diffusers.lora.header import AdapterHeader
 from smalti_diffusers.lora.layouts import Z_IMAGE, original_layers
@@ -50,10 +52,18 @@ class AdapterFile:
         for layer, place in self._places.items():
             self._compare(layer, place, shapes[layer])
 
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """The adapted layers, by their names in diffusers."""
-        return tuple(self._places)
+    @cached_property
+    def ranks(self) -> dict[str, int]:
+        """The rank of each adapted layer, by its name in diffusers."""
+        found = {
+            layer: self.header.layers[place.name].rank if place.rows is None else len(self.matrices(layer)[0])
+            for layer, place in self._places.items()
+        }
+        return {layer: rank for layer, rank in found.items() if rank}
+
+    def digest(self) -> str:
+        """Tells this file from others, wherever it is."""
+        return FolderWeights(self.header.path).digest()
 
     def matrices(self, layer: str) -> tuple[Tensor, Tensor]:
         """lora_A (rank, in) and lora_B (out, rank) of a layer in fp32; alpha / rank is multiplied into lora_B.
@@ -131,7 +141,7 @@ def _has_weight(module: nn.Module) -> bool:
     return isinstance(getattr(module, "weight", None), Tensor)
 
 
-def target_names(layers: tuple[str, ...]) -> str:
+def target_names(layers: Iterable[str]) -> str:
     """`--lora_targets` for these layers: the ends of their names within blocks."""
     ends = {
         cast(re.Match[str], re.fullmatch(r"(?:.*?(?:blocks|layers|refiner|attentions|resnets)\.\d+\.)*(.+)", each))[1]

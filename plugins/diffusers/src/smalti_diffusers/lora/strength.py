@@ -11,18 +11,19 @@ from smalti_diffusers.lora.adapter import ADAPTER
 
 
 @contextmanager
-def adapter_scaled(model: nn.Module, strength: float) -> Iterator[None]:
-    """Within it, what the trained adapter adds is multiplied by `strength`. Its weights are not touched.
+def adapter_scaled(model: nn.Module, strength: float, adapter: str = ADAPTER) -> Iterator[None]:
+    """Within it, what an adapter adds is multiplied by `strength`: the trained one, or another. Its weights are not touched.
 
     0 gives the prediction of the model without it, to the bit. peft's own switch would also change which parameters train.
     """
     from peft.tuners.lora import LoraLayer
 
-    scaled = [(layer.scaling, layer.scaling[ADAPTER]) for layer in model.modules() if isinstance(layer, LoraLayer)]
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer) and adapter in module.scaling]
+    scaled = [(layer.scaling, layer.scaling[adapter]) for layer in layers]
     try:
         for scaling, factor in scaled:
-            scaling[ADAPTER] = factor * strength
+            scaling[adapter] = factor * strength
         yield
     finally:
         for scaling, factor in scaled:
-            scaling[ADAPTER] = factor
+            scaling[adapter] = factor
