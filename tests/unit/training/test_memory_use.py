@@ -87,6 +87,8 @@ def test_what_saves_most_comes_first_with_what_it_saves():
         ({}, {"lora_rank": 16}, "--model_type=lora: trains an adapter, saves almost all of 40.00 GiB"),
         ({"idle": 9 * GIB}, {}, "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment: 9.00 GiB lie idle in pieces"),
         ({}, {"train_batch_size": 3}, "--train_batch_size=1 --gradient_accumulation_steps=6: saves about 16.00 GiB"),
+        ({}, {"optimizer": "adamw"}, "--optimizer=adamw8bit: saves 15.00 GiB of optimizer state"),
+        ({"optimizer_state": 0}, {"optimizer": "adamw"}, "--optimizer=adamw8bit: saves 15.00 GiB of optimizer state"),
         ({"phase": "evaluation"}, {"validation_batch_size": 8}, "--validation_batch_size=4: saves about half"),
     ],
 )
@@ -102,6 +104,9 @@ def test_what_helps_depends_on_the_run(changes, more, advice):
         ({}, {"train_batch_size": 1}, "train_batch_size"),
         ({"phase": "optimizer step"}, {}, "train_batch_size"),
         ({}, {"ema_device": "cpu"}, "ema_device"),
+        ({}, {"optimizer": "adamw", "deepspeed_config": "zero2.json"}, "adamw8bit"),
+        ({}, {"optimizer": "adamw", "fsdp_enable": True, "fsdp_version": 1}, "adamw8bit"),
+        ({}, {"optimizer": "lion"}, "adamw8bit"),
         ({"idle": 9 * GIB, "expandable": True}, {}, "expandable"),
     ],
 )

@@ -14,7 +14,7 @@ from smalti import Config, Problem
 from smalti.config import LaunchOptions, OptimizerOptions, TrainingOptions, cuda_graph_problem
 from smalti.parallel import is_rocm
 from smalti_deepspeed.config import given, offload_folders, resolved
-from smalti_deepspeed.optimizers import ENTRIES, ON_CPU, deepspeed_name, needs_accelerator, refusal
+from smalti_deepspeed.optimizers import ENTRIES, ON_CPU, deepspeed_name, needs_accelerator, refusal, smalti_name
 from smalti_deepspeed.options import enabled
 from smalti_deepspeed.parsing import is_open, place, section
 
@@ -84,7 +84,8 @@ def _optimizer(config: Config) -> Iterator[Problem]:
         yield Problem(message=refused[0], where=where, fix="--optimizer=adamw")
     elif offloaded and name not in ON_CPU:
         shown = name or f"smalti's {chosen}"
-        fix = f"one of {', '.join(sorted(ON_CPU))}; or offload_optimizer with device none"
+        names = ", ".join(sorted(smalti_name(each) for each in ON_CPU))
+        fix = f"--optimizer=NAME with one of {names}; or offload_optimizer with device none"
         yield Problem(message=f"{shown} cannot be offloaded: it has no form for processors", where=where, fix=fix)
     elif config[LaunchOptions].use_cpu and (reason := needs_accelerator(name, offloaded=offloaded)):
         yield Problem(message=reason, where=where, fix="--optimizer=adamw; or --no_use_cpu where there is one")

@@ -141,10 +141,19 @@ def _for_judging(use: MemoryUse) -> Iterator[tuple[int, str]]:
         yield rest // 2, f"--validation_batch_size={batch // 2}: saves about half of what the images take"
 
 
+def _flattened(options: Mapping[str, object]) -> bool:
+    """Whether the strategy gives the optimizer flat slices of parameters."""
+    with_deepspeed = options.get("deepspeed_config") not in (None, "none")
+    return with_deepspeed or (bool(options.get("fsdp_enable")) and options.get("fsdp_version") == 1)
+
+
 def _for_state(use: MemoryUse) -> Iterator[tuple[int, str]]:
     options = use.options
     if use.ema and options.get("ema_device") == "accelerator":
         yield use.ema, f"--ema_device=cpu: saves {readable(use.ema)}, each step copies the weights to the host"
+    if options.get("optimizer") == "adamw" and use.weights and not _flattened(options):
+        saved = (use.optimizer_state or 2 * use.weights) * 3 // 4
+        yield saved, f"--optimizer=adamw8bit: saves {readable(saved)} of optimizer state, which starts empty"
     trained = use.weights + use.gradients + use.optimizer_state
     if "fsdp_enable" in options and use.replicated and trained:
         if use.ranks > 1:
