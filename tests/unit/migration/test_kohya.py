@@ -137,7 +137,20 @@ def test_folders_with_repeats_become_datasets_as_their_files_say(imported, tmp_p
     ]
     assert values["datasets"][0]["instance_prompt"] == "zwx cat"
     assert [each["crop_aspect"] for each in values["datasets"]] == ["square", "square"]  # buckets are off by default there
-    assert "class_tokens" not in "".join(left) or "3_style" in "".join(left)
+    assert (values["datasets"][1]["instance_prompt"], values["datasets"][1]["instance_prompt_fallback"]) == ("style", True)
+    assert "class_tokens" not in "".join(left)
+
+
+def test_caption_files_keep_their_extension_and_class_tokens_are_for_images_without_one(imported):
+    subset = "[[datasets]]\n[[datasets.subsets]]\nimage_dir = 'a'\nclass_tokens = 'zwx cat'\ncaption_extension = '.cap'"
+    with_prefix = f"{subset}\ncaption_prefix = 'photo of'"
+    values, left, _ = imported({"train.toml": TRAIN, "dataset.toml": subset})
+    prefixed, also_left, _ = imported({"train.toml": TRAIN, "dataset.toml": with_prefix})
+    keys = ("caption_strategy", "caption_extension", "instance_prompt", "instance_prompt_fallback", "prepend_instance_prompt")
+
+    assert [values["datasets"][0].get(key) for key in keys] == ["textfile", ".cap", "zwx cat", True, None]
+    assert [prefixed["datasets"][0].get(key) for key in keys] == ["textfile", ".cap", "photo of", None, True]
+    assert also_left.keys() - left.keys() == {"dataset.toml: datasets[0].subsets[0].class_tokens"}
 
 
 def test_a_learning_rate_of_an_optimizer_that_is_not_there_is_not_taken_over(imported):

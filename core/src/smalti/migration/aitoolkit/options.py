@@ -324,8 +324,7 @@ def _captions(given: Values, entry: Entry, result: Imported) -> None:
     entry["caption_strategy"] = Line(value="textfile", source=extension.place if extension else f"{DEFAULT}: caption_ext")
     entry["disable_multiline_split"] = Line(value=True, source="a caption file is one caption there, whatever its lines")
     if ending != ".txt" and extension is not None:
-        fix = f'for f in "{folder}"/*{ending}; do cp -n "$f" "${{f%{ending}}}.txt"; done'
-        result.leave(extension.place, "smalti reads captions from NAME.txt", fix=fix, value=ending)
+        entry["caption_extension"] = Line(value=ending, source=extension.place)
     if trigger is not None and str(trigger.value).strip():
         entry["instance_prompt"] = Line(value=str(trigger.value), source=trigger.place)
         entry["prepend_instance_prompt"] = Line(

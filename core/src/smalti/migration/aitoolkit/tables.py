@@ -203,7 +203,7 @@ DATASETS: tuple[Rule, ...] = (
     read("folder_path", "instance_data_dir"),
     read("dataset_path", "instance_data_dir"),
     read("resolution", "resolution", note="each size of a list is a dataset of its own, as there; 512 by default"),
-    read("caption_ext", "caption_strategy", note="smalti reads NAME.txt"),
+    read("caption_ext", "datasets", note="key caption_extension of a dataset"),
     read("default_caption", "instance_prompt", note="there the caption of images without a caption file"),
     read("trigger_word", "instance_prompt", "prepend_instance_prompt"),
     read("num_repeats", "repeats", note="repeats counts additional visits: N there is N-1 here"),

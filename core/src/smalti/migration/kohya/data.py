@@ -88,13 +88,16 @@ def _captions(given: Values, entry: Entry, result: Imported) -> None:
     entry["caption_strategy"] = Line(value="textfile", source=extension.place if extension else f"default of {NAME}: {ending}")
     if ending != ".txt":
         where = extension.place if extension is not None else f"default of {NAME}: caption_extension"
-        fix = f'for f in "{folder}"/*{ending}; do cp -n "$f" "${{f%{ending}}}.txt"; done'
-        result.leave(where, "smalti reads captions from NAME.txt", fix=fix, value=ending)
-    if words is not None and words.value:
-        why = "images without a caption file are left out here; there they have these words as caption"
-        result.leave(words.place, why, fix="write the words into the missing NAME.txt", value=words.value)
+        entry["caption_extension"] = Line(value=ending, source=where)
     prefix = given.get("caption_prefix")
-    if prefix is not None and str(prefix.value).strip():
+    has_prefix = prefix is not None and bool(str(prefix.value).strip())
+    if words is not None and words.value and has_prefix:
+        why = "images without a caption file are left out here; there they have these words as caption"
+        result.leave(words.place, why, fix="write the words into the missing caption files", value=words.value)
+    elif words is not None and words.value:
+        entry["instance_prompt"] = Line(value=str(words.value), source=f"{words.place}; caption of images without a text file")
+        entry["instance_prompt_fallback"] = Line(value=True, source=words.place)
+    if prefix is not None and has_prefix:
         note = "one space separates it from the caption"
         entry["instance_prompt"] = Line(value=str(prefix.value).strip(), source=f"{prefix.place}; {note}")
         entry["prepend_instance_prompt"] = Line(value=True, source=prefix.place)
