@@ -39,6 +39,7 @@ _OF_OTHER_COMMANDS = (
     "merge",
     "raw",
     "refresh",
+    "single_file",
     "step",
     "tensors",
     "timeout",

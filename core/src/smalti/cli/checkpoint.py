@@ -215,6 +215,7 @@ def convert_checkpoint(source: Path, target: Path, kind: Target, ema: bool, as_j
         "smalti checkpoint export runs/first --to=model --step=1000 --raw --dtype=bf16",
         "smalti checkpoint export runs/style --to=style-lora --format=comfyui",
         "smalti checkpoint export runs/style --to=style-model --merge",
+        "smalti checkpoint export runs/first --to=single --single_file --dtype=bf16",
     ),
 )
 @click.argument("path", type=_DIRECTORY)
@@ -232,6 +233,11 @@ def convert_checkpoint(source: Path, target: Path, kind: Target, ema: bool, as_j
     help="Format of an adapter. Default: diffusers, or peft for a family that diffusers loads no adapters for.",
 )
 @click.option("--merge", is_flag=True, help="Export the complete model with the adapter merged into it.")
+@click.option(
+    "--single_file",
+    is_flag=True,
+    help="Export the complete model as one file for ComfyUI and the model's own tools. An adapter needs --merge.",
+)
 @click.option(
     "--dtype",
     "precision",
@@ -261,6 +267,7 @@ def export_checkpoint(
     averaged: bool | None,
     format: str | None,
     merge: bool,
+    single_file: bool,
     precision: Precision | None,
     largest_file: int,
     pretrained: str | None,
@@ -285,7 +292,7 @@ def export_checkpoint(
             averaged=averaged,
             precision=precision,
             pretrained=pretrained,
-            request=ExportRequest(format=format, merge=merge, largest_file=largest_file),
+            request=ExportRequest(format=format, merge=merge, single_file=single_file, largest_file=largest_file),
             report=lambda sentence: click.echo(sentence, err=True),
             progress=progress,
         )

@@ -107,8 +107,10 @@ def _check_request(family: ModelFamily, request: ExportRequest) -> None:
     """Raises UserError for what the family does not export."""
     if isinstance(family, FormatExporter):
         family.check_export(request)
-    elif request.format is not None or request.merge:
-        raise UserError(f"the family {family.name} exports one format only", fix="leave --format and --merge out")
+    elif request.format is not None or request.merge or request.single_file:
+        raise UserError(
+            f"the family {family.name} exports one format only", fix="leave --format, --merge and --single_file out"
+        )
 
 
 def _run_of(source: Path) -> RunDirectory:

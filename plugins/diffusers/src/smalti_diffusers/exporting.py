@@ -9,6 +9,7 @@ from smalti import UserError
 from smalti_diffusers.lora.formats import TrainedAdapter, chosen_format, write_adapter
 from smalti_diffusers.lora.merging import merged_weights
 from smalti_diffusers.sources.location import INDEX
+from smalti_diffusers.sources.single_file import single_file_layout, trained_tensors, write_single_file
 
 if TYPE_CHECKING:
     from smalti.checkpoint import ExportFolder, ExportRequest
@@ -28,6 +29,13 @@ def check_request(family: PipelineFamily, request: ExportRequest) -> None:
             "--merge exports a complete pipeline, and --format is that of a file with the adapter alone",
             fix="leave one of the two out",
         )
+    if request.single_file:
+        if family.lora is not None and not request.merge:
+            raise UserError(
+                "--single_file is for complete models, and this run trained an adapter, which is one file already",
+                fix="add --merge, or choose the --format of the adapter",
+            )
+        single_file_layout(family.name)
     if family.lora is not None and not request.merge:
         chosen_format(family.name, request.format)
 
@@ -39,11 +47,15 @@ def export_pipeline(family: PipelineFamily, folder: ExportFolder) -> None:
         format = chosen_format(family.name, folder.request.format)
         write_adapter(folder, format, family.name, family.part, family.meta_model, config)
         return
-    _write_frozen(family, folder)
     tensors = None
     if merge:
         base = family.base_weights(family.seed)
         tensors = merged_weights(base, family.meta_model, TrainedAdapter(folder, family.meta_model))
+    if folder.request.single_file:
+        trained = trained_tensors(folder) if tensors is None else tensors
+        write_single_file(folder, family.name, family.components, family.part, trained, family.scheduler_changes())
+        return
+    _write_frozen(family, folder)
     folder.write_model(family.part, config, tensors=tensors)
 
 

@@ -135,10 +135,7 @@ class ExportFolder:
         if tensors is None:
             written = write_weights(folder, self.tensors, self._read, config, largest_file=largest)
         else:
-            stored = {
-                name: StoredTensor(dtype=NAMES[self._dtype_of(each)], shape=each.shape, chunks=1)
-                for name, each in tensors.items()
-            }
+            stored = self._stored(tensors)
             check_free_space(folder, stored.values())
             written = write_weights(folder, stored, self._computing(tensors), config, largest_file=largest)
         self.records |= {f"{part}/{name}" if part else name: record for name, record in written.items()}
@@ -149,6 +146,7 @@ class ExportFolder:
 
     def write_computed(self, name: str, tensors: Mapping[str, Computed], notes: Mapping[str, str]) -> None:
         """Write a safetensors file of tensors that are computed one at a time; `notes` are its metadata."""
+        check_free_space(self._place(name).parent, self._stored(tensors).values())
         # Wide elements first, so that every tensor starts at a multiple of its element size.
         order = sorted(tensors, key=lambda key: -self._dtype_of(tensors[key]).itemsize)
         chunks = [
@@ -193,6 +191,12 @@ class ExportFolder:
         """The type of a computed tensor in the file."""
         dtype = tensor.dtype or torch.float32
         return self._trained.dtype or dtype if dtype.is_floating_point and not tensor.fixed else dtype
+
+    def _stored(self, tensors: Mapping[str, Computed]) -> dict[str, StoredTensor]:
+        """Types and shapes in the file."""
+        return {
+            name: StoredTensor(dtype=NAMES[self._dtype_of(each)], shape=each.shape, chunks=1) for name, each in tensors.items()
+        }
 
     def _computing(self, tensors: Mapping[str, Computed]) -> Callable[[str], Iterator[Block]]:
         """Returns a function that computes a tensor, converts it to its type in the file, and reports progress."""

@@ -18,11 +18,13 @@ class ExportRequest:
     """What to export.
 
     `format` is that of adapters, such as "kohya"; None is the family's own choice. With `merge` the complete model is exported,
-    with the adapter merged into it. `largest_file` is in bytes of tensors; larger models get several files and an index.
+    with the adapter merged into it. With `single_file` it is one file, in the layout that the model's tools load.
+    `largest_file` is in bytes of tensors; larger models get several files and an index, except for a single file.
     """
 
     format: str | None = None
     merge: bool = False
+    single_file: bool = False
     largest_file: int = LARGEST_FILE
 
 

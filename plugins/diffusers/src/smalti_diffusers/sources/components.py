@@ -187,10 +187,10 @@ class Components:
         return class_of(library, name)
 
 
-def frozen_tensors(weights: PartWeights) -> dict[str, Computed]:
-    """Tensors for an export that are read when they are written, and keep their types."""
+def frozen_tensors(weights: PartWeights, *, fixed: bool = True) -> dict[str, Computed]:
+    """Tensors for an export that are read when they are written. They keep their types if `fixed`."""
     return {
-        name: Computed(shape=stored.shape, compute=partial(weights.get, name), dtype=DTYPES[stored.dtype], fixed=True)
+        name: Computed(shape=stored.shape, compute=partial(weights.get, name), dtype=DTYPES[stored.dtype], fixed=fixed)
         for name in weights.names()
         if (stored := weights.stored(name))
     }

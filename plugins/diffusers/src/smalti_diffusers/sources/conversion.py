@@ -38,7 +38,11 @@ class ConvertedWeights:
         return iter(self._tensors)
 
     def get(self, name: str) -> Tensor:
-        return evaluate(self._tensors[name], self._file.read).contiguous()
+        return evaluate(self.pending(name), self._file.read).contiguous()
+
+    def pending(self, name: str) -> Tensor:
+        """A tensor without its values, which `pending.evaluate` reads. Raises KeyError for a name that is not there."""
+        return self._tensors[name]
 
     def stored(self, name: str) -> StoredTensor:
         """Type and shape of a tensor, as `get` returns it."""

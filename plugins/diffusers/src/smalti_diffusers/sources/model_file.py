@@ -7,7 +7,7 @@ ComfyUI writes it, is multiplied with its scale while it is read: `X.weight` wit
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -23,6 +23,11 @@ _PICKLES = frozenset((".bin", ".pt", ".pth", ".ckpt", ".pkl"))
 _SCALES = (".scale_weight", ".weight_scale")
 _NOT_WEIGHTS = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
 """What quantised files have beside weights and their scales: scales of activations, and notes."""
+MARKS: Mapping[str, tuple[str, object]] = {
+    "v_pred": ("prediction_type", "v_prediction"),
+    "ztsnr": ("rescale_betas_zero_snr", True),
+}
+"""Empty tensors by which SDXL files say what differs from the scheduler of the base model."""
 _FP8 = ("F8_E4M3", "F8_E5M2")
 
 
@@ -54,11 +59,7 @@ class ModelFile:
     @property
     def scheduler(self) -> dict[str, object]:
         """What the scheduler has to be told of this model: SDXL files mark the prediction of v, and zero terminal SNR."""
-        marks: dict[str, dict[str, object]] = {
-            "v_pred": {"prediction_type": "v_prediction"},
-            "ztsnr": {"rescale_betas_zero_snr": True},
-        }
-        return {key: value for mark, said in marks.items() if mark in self.tensors for key, value in said.items()}
+        return {key: value for mark, (key, value) in MARKS.items() if mark in self.tensors}
 
     def digest(self, names: Iterable[str]) -> str:
         """Tells these tensors from others, by a sample of their bytes and of their scales."""

@@ -1,18 +1,125 @@
-"""A model in one file, in the layout that its tools load: which tensors it has, and what each is made of."""
+"""A model in one file, in the layout that its tools load: which tensors it has, what each is made of, and writing it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from smalti.checkpoint import StoredTensor
-from smalti_diffusers.sources.layouts import Table
+from smalti import UserError
+from smalti.checkpoint import DTYPES, Computed
+from smalti_diffusers.sources.components import Components, frozen_tensors
+from smalti_diffusers.sources.conversion import UNET_PREFIX
+from smalti_diffusers.sources.layouts import LAYOUTS, OPEN_CLIP, Table
+from smalti_diffusers.sources.model_file import MARKS
+
+if TYPE_CHECKING:
+    from smalti.checkpoint import ExportFolder
 
 _MARKED = re.compile(r"(.*?)(?:#(\d)|([~^@]))?")
+_CLIP = "text_model."
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileLayout:
+    """What a file of one family holds. `model` and `vae` are prefixes; a file without autoencoder has None there.
+
+    `encoders` are its text encoders, with prefix and table.
+    """
+
+    model: str = ""
+    vae: str | None = None
+    encoders: Mapping[str, tuple[str, Table]] = field(default_factory=dict)
+
+
+_SDXL = FileLayout(
+    model=UNET_PREFIX,
+    vae="first_stage_model.",
+    encoders={
+        "text_encoder": ("conditioner.embedders.0.transformer.", {}),
+        "text_encoder_2": ("conditioner.embedders.1.model.", OPEN_CLIP),
+    },
+)
+FILE_LAYOUTS: Mapping[str, FileLayout] = {
+    "auraflow": FileLayout(),
+    "flux": FileLayout(),
+    "flux2": FileLayout(),
+    "lumina2": FileLayout(),
+    "qwen_image": FileLayout(),
+    "sd3": FileLayout(model=UNET_PREFIX, vae="first_stage_model."),
+    "sdxl": _SDXL,
+    "z_image": FileLayout(),
+}
+"""By family, as the models were published by their authors and for ComfyUI: the trained model alone, or with other parts."""
+
+
+def single_file_layout(family: str) -> FileLayout:
+    """Raises UserError for a family whose tools load no single files."""
+    if family not in FILE_LAYOUTS:
+        raise UserError(f"there are no tools that load {family} from one file", fix="leave --single_file out")
+    return FILE_LAYOUTS[family]
+
+
+def trained_tensors(folder: ExportFolder) -> dict[str, Computed]:
+    """The trained tensors of an export, in their own types."""
+    return {
+        name: Computed(shape=stored.shape, compute=partial(folder.tensor, name), dtype=DTYPES[stored.dtype])
+        for name, stored in folder.tensors.items()
+    }
+
+
+def write_single_file(
+    folder: ExportFolder,
+    family: str,
+    components: Components,
+    part: str,
+    trained: Mapping[str, Computed],
+    scheduler: Mapping[str, object],
+) -> None:
+    """Write the model to one file, with the parts that files of its family have. `scheduler` is what this run changed in it.
+
+    The text encoders get the type of the export; the autoencoder keeps its own, since some need more than 16 bits.
+    """
+    layout = single_file_layout(family)
+    found = _named(trained, LAYOUTS[str(components.kind(part))](components.config(part)), layout.model)
+    if layout.vae is not None:
+        table = LAYOUTS[str(components.kind("vae"))](components.config("vae"))
+        found |= _named(frozen_tensors(components.weights("vae")), table, layout.vae)
+    for encoder, (prefix, table) in layout.encoders.items():
+        tensors = frozen_tensors(components.weights(encoder), fixed=False)
+        found |= _named({_of_clip(name): each for name, each in tensors.items() if "position_ids" not in name}, table, prefix)
+    for mark, (key, value) in MARKS.items():
+        if family == "sdxl" and scheduler.get(key) == value:
+            found[mark] = Computed(shape=(0,), compute=partial(torch.empty, 0), fixed=True)
+    folder.write_computed(f"{folder.name}.safetensors", found, {})
+
+
+def _of_clip(name: str) -> str:
+    """The name in CLIP's checkpoints, which have a layer that newer versions of transformers leave out."""
+    return name if name.startswith((_CLIP, "text_projection.")) else _CLIP + name
+
+
+def _named(tensors: Mapping[str, Computed], table: Table, prefix: str) -> dict[str, Computed]:
+    """These tensors under the names of the file."""
+
+    def compute(made: FileTensor, dtype: torch.dtype | None) -> Tensor:
+        return made.make(lambda name: tensors[name].compute().to(dtype or torch.float32))
+
+    named = {}
+    for made in file_tensors(tensors, table):
+        first = tensors[made.parts[0]]
+        named[prefix + made.name] = Computed(
+            shape=made.shape({name: tensors[name].shape for name in made.parts}),
+            compute=partial(compute, made, first.dtype),
+            dtype=first.dtype,
+            fixed=first.fixed,
+        )
+    return named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +130,13 @@ class FileTensor:
     parts: tuple[str, ...]
     mark: str = ""
 
-    def stored(self, parts: Mapping[str, StoredTensor]) -> StoredTensor:
-        """Its type and shape, from those of its parts."""
+    def shape(self, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """Its shape, from those of its parts."""
         first = parts[self.parts[0]]
-        shape = (sum(parts[name].shape[0] for name in self.parts), *first.shape[1:]) if first.shape else ()
+        shape = (sum(parts[name][0] for name in self.parts), *first[1:]) if first else ()
         if self.mark == "@":
-            shape = shape[::-1]
-        return replace(first, shape=(*shape, 1, 1) if self.mark == "^" and len(shape) == 2 else shape)
+            return shape[::-1]
+        return (*shape, 1, 1) if self.mark == "^" and len(shape) == 2 else shape
 
     def make(self, read: Callable[[str], Tensor]) -> Tensor:
         """The tensor itself. `read` returns one of the parts."""
