@@ -16,7 +16,7 @@ from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.parallel.state import PortableState
-from smalti_diffusers.lora.formats import TOOLS, kohya_name, tool_layers, write_adapter
+from smalti_diffusers.lora.formats import TOOLS, kohya_name, original_layers, write_adapter
 from smalti_testing.strategies import SingleRank
 
 
@@ -126,10 +126,7 @@ def test_layers_of_kohya_are_those_of_the_original_model(adapter, tmp_path, name
     """Row by row: diffusers' conversion of an original checkpoint takes lora_up apart again, and says which layer is where."""
     model, trained, found = exported(name, adapter, tmp_path, "kohya")
     layers = {key.partition(".lora_")[0] for key in trained}
-    sizes = {
-        key: module.weight.shape[0] for key, module in model.named_modules() if getattr(module, "weight", None) is not None
-    }
-    names = {kohya_name(each): each for each in tool_layers(name, sizes, dict(model.config))}
+    names = {kohya_name(each): each for each in original_layers(model, dict(model.config))}
     files = sorted({key.partition(".")[0] for key in found})
     ups = Original({f"{names[key]}.weight": found[f"{key}.lora_up.weight"] for key in files})
     numbers = Original({key: torch.full((len(up), 1), float(number)) for number, (key, up) in enumerate(ups.items())})

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from smalti import UserError
 from smalti.checkpoint import Computed
 from smalti_diffusers.lora.header import METADATA, TRAINED_ALPHA
-from smalti_diffusers.lora.layouts import FLUX, FLUX2, LUMINA2, SD3, Layout, original_layers, unet_layers
+from smalti_diffusers.sources.layouts import LAYOUTS
+from smalti_diffusers.sources.single_file import file_tensors
 
 if TYPE_CHECKING:
     from smalti.checkpoint import ExportFolder
@@ -33,29 +34,29 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 class Tools:
     """What reads adapters of a family, apart from peft.
 
-    `comfyui` and `kohya` are the names that these tools know, or why there are none. `layout` has the original layers; None
-    where the tools name layers as diffusers does.
+    `comfyui` is whose names ComfyUI knows, None if it knows none. `original` is whether kohya's tools have the names of the
+    model's authors, rather than those of diffusers.
     """
 
     diffusers: bool = True
     comfyui: Literal["diffusers", "kohya"] | None
     kohya: bool
-    layout: Layout | None = None
+    original: bool = True
     module: str = "networks.lora"
     """The trainer's module in kohya's metadata."""
 
 
 TOOLS: Mapping[str, Tools] = {
     "auraflow": Tools(comfyui="diffusers", kohya=False),
-    "flux": Tools(comfyui="diffusers", kohya=True, layout=FLUX, module="networks.lora_flux"),
-    "flux2": Tools(comfyui="diffusers", kohya=True, layout=FLUX2, module="networks.lora_flux_2"),
-    "lumina2": Tools(comfyui="kohya", kohya=True, layout=LUMINA2, module="networks.lora_lumina"),
+    "flux": Tools(comfyui="diffusers", kohya=True, module="networks.lora_flux"),
+    "flux2": Tools(comfyui="diffusers", kohya=True, module="networks.lora_flux_2"),
+    "lumina2": Tools(comfyui="kohya", kohya=True, module="networks.lora_lumina"),
     "pixart": Tools(diffusers=False, comfyui="diffusers", kohya=False),
     "qwen_image": Tools(comfyui="diffusers", kohya=True, module="networks.lora_qwen_image"),
     "sana": Tools(comfyui=None, kohya=False),
-    "sd3": Tools(comfyui="diffusers", kohya=True, layout=SD3, module="networks.lora_sd3"),
+    "sd3": Tools(comfyui="diffusers", kohya=True, module="networks.lora_sd3"),
     "sdxl": Tools(comfyui="kohya", kohya=True),
-    "z_image": Tools(comfyui="diffusers", kohya=True, module="networks.lora_zimage"),
+    "z_image": Tools(comfyui="diffusers", kohya=True, original=False, module="networks.lora_zimage"),
 }
 """By family. ComfyUI as of 2026, sd-scripts for flux, lumina2, sd3 and sdxl, musubi-tuner for flux2, qwen_image and z_image."""
 _PEFT_ONLY = Tools(diffusers=False, comfyui=None, kohya=False)
@@ -100,7 +101,8 @@ class TrainedAdapter:
         self._folder = folder
         self.rank = cast(int, folder.adapter["rank"])
         self.alpha = cast(float, folder.adapter["alpha"])
-        self.sizes = {name: module.weight.shape[0] for name, module in model.named_modules() if _has_weight(module)}
+        self.model = model
+        self.sizes = {name: module.weight.shape[0] for name, module in model.named_modules() if has_weight(module)}
         """Outputs of every layer of the model."""
         names = {name.partition(".lora_")[0]: name for name in folder.tensors if ".lora_A." in name}
         self.layers = {
@@ -123,7 +125,8 @@ class TrainedAdapter:
         return Computed(shape=self._folder.tensors[name].shape, compute=lambda: change(self._folder.tensor(name)))
 
 
-def _has_weight(module: nn.Module) -> bool:
+def has_weight(module: nn.Module) -> bool:
+    """Whether a module has a weight that an adapter could change."""
     return isinstance(getattr(module, "weight", None), Tensor)
 
 
@@ -167,12 +170,18 @@ def _peft_config(adapter: TrainedAdapter) -> dict[str, object]:
 # --- kohya's format -------------------------------------------------------------------------------------------------
 
 
-def tool_layers(family: str, layers: Mapping[str, int], config: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
-    """The layers of kohya's tools and ComfyUI -> the layers of diffusers in them, for a model with these layers."""
-    if family == "sdxl":
-        return unet_layers(config, layers)
-    layout = TOOLS.get(family, _PEFT_ONLY).layout
-    return {layer: (layer,) for layer in layers} if layout is None else original_layers(layout, layers)
+def original_layers(model: nn.Module, config: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
+    """The layers of the original model -> the layers of diffusers in them: query, key and value can be one layer there.
+
+    Layers whose rows are in another order there are left out.
+    """
+    weights = (f"{name}.weight" for name, module in model.named_modules() if has_weight(module))
+    table = LAYOUTS[type(model).__name__](config) if type(model).__name__ in LAYOUTS else {}
+    return {
+        each.name.removesuffix(".weight"): tuple(part.removesuffix(".weight") for part in each.parts)
+        for each in file_tensors(weights, table)
+        if not each.mark
+    }
 
 
 def kohya_name(layer: str) -> str:
@@ -183,7 +192,9 @@ def _kohya(adapter: TrainedAdapter, family: str, config: Mapping[str, object]) -
     """The tensors and the metadata of kohya's format."""
     tensors: dict[str, Computed] = {}
     written: set[str] = set()
-    for original, members in tool_layers(family, adapter.sizes, config).items():
+    own_names = {layer: (layer,) for layer in adapter.layers}
+    layers = original_layers(adapter.model, config) if TOOLS[family].original else own_names
+    for original, members in layers.items():
         adapted = [adapter.layers[each] for each in members if each in adapter.layers]
         if not adapted:
             continue

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from smalti import UserError
 from smalti.models import FolderWeights
-from smalti_diffusers.lora.formats import tool_layers
+from smalti_diffusers.lora.formats import has_weight, original_layers
 from smalti_diffusers.lora.header import AdapterHeader
-from smalti_diffusers.lora.layouts import Z_IMAGE, original_layers
 
 _PREFIXES = (
     "",
@@ -47,8 +46,8 @@ class AdapterFile:
 
     def __init__(self, header: AdapterHeader, family: str, model: nn.Module, config: Mapping[str, object]) -> None:
         self.header = header
-        shapes = {name: tuple(module.weight.shape) for name, module in model.named_modules() if _has_weight(module)}
-        self._places = _places(header, family, shapes, config)
+        shapes = {name: tuple(module.weight.shape) for name, module in model.named_modules() if has_weight(module)}
+        self._places = _places(header, family, model, shapes, config)
         for layer, place in self._places.items():
             self._compare(layer, place, shapes[layer])
 
@@ -93,9 +92,9 @@ class AdapterFile:
 
 
 def _places(
-    header: AdapterHeader, family: str, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, object]
+    header: AdapterHeader, family: str, model: nn.Module, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, object]
 ) -> dict[str, _Place]:
-    known = _known_names(family, {layer: shape[0] for layer, shape in shapes.items()}, config)
+    known = _known_names(model, {layer: shape[0] for layer, shape in shapes.items()}, config)
     found: dict[str, _Place] = {}
     lost = []
     for name in header.layers:
@@ -112,13 +111,12 @@ def _places(
     return found
 
 
-def _known_names(family: str, sizes: Mapping[str, int], config: Mapping[str, object]) -> dict[str, dict[str, slice | None]]:
+def _known_names(
+    model: nn.Module, sizes: Mapping[str, int], config: Mapping[str, object]
+) -> dict[str, dict[str, slice | None]]:
     """Every name that a layer can have in a file -> the layers of diffusers there, with their rows."""
-    joined = dict(tool_layers(family, sizes, config))
-    if family == "z_image":
-        joined |= original_layers(Z_IMAGE, sizes)
     known: dict[str, dict[str, slice | None]] = {}
-    for original, members in joined.items():
+    for original, members in original_layers(model, config).items():
         rows: dict[str, slice | None] = {}
         start = 0
         for member in members:
@@ -135,10 +133,6 @@ def _spellings(layer: str) -> list[str]:
     old = re.sub(r"\.(to_[a-z]+)$", r".processor.\1", old)
     flat = layer.replace(".", "_")
     return [f"{prefix}{name}" for prefix in _PREFIXES for name in {layer, old}] + [f"{prefix}{flat}" for prefix in _UNDERSCORED]
-
-
-def _has_weight(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "weight", None), Tensor)
 
 
 def target_names(layers: Iterable[str]) -> str:
