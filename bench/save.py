@@ -48,7 +48,8 @@ def measure() -> list[Result]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     forward_backward(model)
     optimizer.step()
-    with tempfile.TemporaryDirectory(dir=ROOT) as folder:  # on a real disk, which a temporary directory need not be
+    (ROOT / "demo").mkdir(exist_ok=True)  # ignored by git, and on a real disk, which a temporary directory need not be
+    with tempfile.TemporaryDirectory(dir=ROOT / "demo") as folder:
         place = Path(folder)
         return [
             blocked(model, optimizer, place / "blocked"),

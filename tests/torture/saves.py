@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -17,6 +15,7 @@ from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.writer import SaveError, save
 from smalti.system import files
 from smalti.types import Checkpoint
+from support.killing import kill_after
 
 from .seam import publishes, through
 from .subject import ALONE, Report, found, leftovers, snapshot
@@ -54,18 +53,7 @@ def killed(chance: Random, place: Path) -> Report:
 
 
 def _kill_once(root: Path, step: int, delay: float, size: int, keep: int | None, beside: bool, copy: bool) -> int:
-    receive, send = os.pipe()
-    child = os.fork()
-    if child == 0:
-        _save_for_ever(root, step, size, keep, beside, copy, lambda done: os.write(send, done.to_bytes(8, "big")))
-    os.close(send)
-    told = os.read(receive, 8)
-    time.sleep(delay)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    with os.fdopen(receive, "rb") as pipe:
-        told += pipe.read()
-    return int.from_bytes(told[-8:], "big")
+    return kill_after(delay, lambda acknowledge: _save_for_ever(root, step, size, keep, beside, copy, acknowledge))
 
 
 def _save_for_ever(

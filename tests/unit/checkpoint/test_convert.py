@@ -2,8 +2,6 @@
 
 import json
 import os
-import resource
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -27,6 +25,7 @@ from smalti.parallel.gloo import GlooCommunicator
 from smalti.parallel.state import PortableState, capture, regrouped, restore
 from smalti.plugins.registry import PluginInfo
 from smalti.types import World
+from support.limits import files_limited_to
 
 ALONE = GlooCommunicator(world=World(), group=None)
 WEIGHTS = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2).bfloat16()}
@@ -117,16 +116,6 @@ def test_averages_that_are_not_there_are_asked_for_in_vain(tmp_path, formats):
 def test_the_name_of_a_step_must_be_that_of_the_checkpoint(tmp_path, source, formats):
     with pytest.raises(UserError, match="a checkpoint of step 5 cannot have the name step-00000006"):
         convert(source, tmp_path / "step-00000006", formats)
-
-
-@contextmanager
-def files_limited_to(size):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_full_disk_leaves_nothing_and_is_no_wrong_call(tmp_path, formats):

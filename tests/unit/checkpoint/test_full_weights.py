@@ -3,9 +3,7 @@
 import errno
 import json
 import re
-import resource
 import time
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,6 +30,7 @@ from smalti.parallel.gloo import GlooCommunicator
 from smalti.parallel.state import PortableState
 from smalti.types import World
 from support.forked_ranks import forked_processes
+from support.limits import files_limited_to
 
 COPY = "weights/diffusion_pytorch_model.safetensors"
 ALONE = GlooCommunicator(world=World(), group=None)
@@ -210,16 +209,6 @@ def test_damage_to_the_copy_is_damage_to_the_checkpoint(tmp_path, file):
     path = save(tmp_path, snapshot({"w": torch.ones(3)}, config="{}"), ALONE, full_weights=True).path
     (path / file).write_bytes(b"x" + (path / file).read_bytes()[1:])
     assert verify(path).problems == (f"{file} does not match its digest: damaged or edited",)
-
-
-@contextmanager
-def files_limited_to(size):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_copy_that_the_system_refuses_fails_the_save_and_leaves_nothing(tmp_path):

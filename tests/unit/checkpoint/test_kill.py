@@ -3,10 +3,8 @@
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.parallel.state import PortableState
 from smalti.types import World
+from support.killing import kill_after
 
 KILLS = 20
 
@@ -38,26 +37,14 @@ def save_for_ever(root, step, acknowledge):
     store = CheckpointStore(root)
     while True:
         save(root, snapshot(step), SingleRank())
-        os.write(acknowledge, step.to_bytes(8, "big"))
+        acknowledge(step)
         store.rotate(2)
         step += 1
 
 
 def kill_once(root, step, delay):
     """Let a child save from `step` on and kill it `delay` seconds after its first save; the last step it acknowledged."""
-    receive, send = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(receive)
-        save_for_ever(root, step, send)
-    os.close(send)
-    told = os.read(receive, 8)
-    time.sleep(delay)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    with os.fdopen(receive, "rb") as pipe:
-        told += pipe.read()
-    return int.from_bytes(told[-8:], "big")
+    return kill_after(delay, lambda acknowledge: save_for_ever(root, step, acknowledge))
 
 
 def look(root, acknowledged):
@@ -94,7 +81,7 @@ def killed(tmp_path_factory):
     seed = random.randrange(10**6)
     done = subprocess.run(
         [sys.executable, __file__, str(root), str(seed)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,7 +1,5 @@
 import errno
 import json
-import resource
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -20,6 +18,7 @@ from smalti.checkpoint.writer import SaveError, save
 from smalti.errors import CheckpointError, ExitCode
 from smalti.parallel.state import PortableState
 from support.forked_ranks import SingleRank
+from support.limits import files_limited_to
 
 ALONE = SingleRank()
 
@@ -27,16 +26,6 @@ ALONE = SingleRank()
 def snapshot(step=1, *, optimizer="", moments=None, ema=None, trainer=None, **tensors):
     state = PortableState(model=tensors, optimizer_state=moments or {}, optimizer=optimizer, param_groups=[{"lr": 0.1}])
     return Snapshot(step=step, state=state, ema=ema, trainer=trainer or {}, plugins=("a 1.0",), config_digest="cd")
-
-
-@contextmanager
-def files_limited_to(size):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 # --- saving ---------------------------------------------------------------------------------------------------------

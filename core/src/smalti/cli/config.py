@@ -11,6 +11,7 @@ import click
 
 from smalti import migration
 from smalti.cli.arguments import CommandLine
+from smalti.cli.output import write_file, write_output
 from smalti.cli.pages.help import Formatter, Group, on_terminal, show_page, write_options
 from smalti.cli.pages.options import condition, default_text, describe, reference_page, sections
 from smalti.config import (
@@ -29,7 +30,6 @@ from smalti.errors import ConfigError, UserError
 from smalti.launch import expected_kind, merged_yaml, yaml_text
 from smalti.migration import import_files
 from smalti.plugins import BUILT_IN, check, choose_distributed
-from smalti.system import atomic_write
 
 _UNPROCESSED = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
 _ARGUMENTS = click.argument("arguments", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
@@ -179,10 +179,10 @@ def import_accelerate(arguments: tuple[str, ...], given: str | None, merge: bool
     if merge and target is not None and target.exists():
         read_mapping(target)  # raises if it is not TOML
         _print_notices(notices)
-        _write(target, put_into(target.read_text(encoding="utf-8"), resolved, resolved.sources))
+        write_file(target, put_into(target.read_text(encoding="utf-8"), resolved, resolved.sources))
         return
     text = "".join(f"# {notice}\n" for notice in notices) + as_toml(resolved, names=resolved.sources)
-    _output(text, target, replace=force, fix="--merge keeps its other options, --force replaces it")
+    write_output(text, target, replace=force, fix="--merge keeps its other options, --force replaces it")
 
 
 def _unsupported_keys(content: Mapping[str, object], resolved: Config, file: Path) -> Iterator[str]:
@@ -227,7 +227,7 @@ def import_(
     if as_json:
         click.echo(json.dumps(migration.as_json(imported), indent=2, default=str))
         return
-    _output(migration.as_toml(imported, schema), target, replace=force, fix="--force replaces it")
+    write_output(migration.as_toml(imported, schema), target, replace=force)
     if target is not None and imported.left:
         click.echo(f"smalti: {len(imported.left)} things were not converted: see the end of {target}", err=True)
 
@@ -259,10 +259,10 @@ def export_accelerate(arguments: tuple[str, ...], given: str | None, force: bool
     notices = [*resolved.notices, *accelerate_yaml.differences(resolved.accelerate, merged, resolved.schema)]
     if as_json:
         _print_notices(notices)
-        _output(json.dumps(merged, indent=2) + "\n", target, replace=force, fix="--force replaces it")
+        write_output(json.dumps(merged, indent=2) + "\n", target, replace=force)
         return
     text = "".join(f"# {notice}\n" for notice in notices) + yaml_text(merged)
-    _output(text, target, replace=force, fix="--force replaces it")
+    write_output(text, target, replace=force)
 
 
 def _target(given: str | None, *endings: str) -> Path | None:
@@ -276,23 +276,3 @@ def _target(given: str | None, *endings: str) -> Path | None:
 def _print_notices(notices: list[str]) -> None:
     for notice in notices:
         click.echo(f"smalti: note: {notice}", err=True)
-
-
-def _output(text: str, target: Path | None, *, replace: bool, fix: str) -> None:
-    """Print the text, or write it to a file, which must be new unless `replace`. `fix` is the fix if it exists."""
-    if target is None:
-        click.echo(text, nl=False)
-        return
-    if target.exists() and not replace:
-        raise UserError(f"{target} already exists", fix=fix)
-    _write(target, text)
-
-
-def _write(target: Path, text: str) -> None:
-    try:
-        atomic_write(target.resolve(), text.encode())
-    except OSError as error:
-        raise UserError(
-            f"cannot write {target}: {error.strerror}", fix="check that the folder exists and is writable"
-        ) from None
-    click.echo(f"smalti: wrote {target}", err=True)

@@ -1,14 +1,18 @@
-"""Output of commands: tables and formatted sizes."""
+"""Output of commands: tables, formatted sizes, and files."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import wrap
 
 import click
+
+from smalti.errors import UserError
+from smalti.system import atomic_write
 
 _NARROWEST = 24
 """The least width of the last column. If there is less space, it is printed on a line of its own."""
@@ -53,3 +57,24 @@ def format_bytes(number: int) -> str:
 def counted(number: int, noun: str, nouns: str = "") -> str:
     """1 -> "1 block", 2 -> "2 blocks"."""
     return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
+
+
+def write_output(text: str, target: Path | None, *, replace: bool, fix: str = "--force replaces it") -> None:
+    """Print the text, or write it to a file, which must be new unless `replace`. `fix` is the fix if it exists."""
+    if target is None:
+        click.echo(text, nl=False)
+        return
+    if target.exists() and not replace:
+        raise UserError(f"{target} already exists", fix=fix)
+    write_file(target, text)
+
+
+def write_file(target: Path, text: str) -> None:
+    """Write a file in one step, and say so on stderr. Raises UserError if the system refuses it."""
+    try:
+        atomic_write(target.resolve(), text.encode())
+    except OSError as error:
+        raise UserError(
+            f"cannot write {target}: {error.strerror}", fix="check that the folder exists and is writable"
+        ) from None
+    click.echo(f"smalti: wrote {target}", err=True)

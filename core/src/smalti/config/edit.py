@@ -140,7 +140,7 @@ def _edit_toml(text: str, section: str, key: str, value: Value) -> str | None:
 
 # --- JSON -----------------------------------------------------------------------------------------------------------
 
-_BLANK = re.compile(r"[ \t\r\n]*")
+_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def _edit_json(text: str, section: str, key: str, value: Value) -> str | None:
@@ -175,7 +175,7 @@ def _values(text: str, begin: int) -> dict[str, tuple[int, int]]:
 
 
 def _skip(text: str, place: int) -> int:
-    match = _BLANK.match(text, place)
+    match = _SPACE.match(text, place)
     return match.end() if match else place
 
 

@@ -272,8 +272,8 @@ class _Reader:
             self._errors.exhaust(f"no image of bucket {batch.bucket} can be read")
         # The run stops after the next agreement of all ranks; until then this rank has to continue with the others.
         width, height = batch.bucket.width, batch.bucket.height
-        blank = np.full((3, height, width), 255, dtype=np.uint8)
-        return _Visit(content=blank, caption="", key="", size=SizeConditioning(width=width, height=height, left=0, top=0))
+        white = np.full((3, height, width), 255, dtype=np.uint8)
+        return _Visit(content=white, caption="", key="", size=SizeConditioning(width=width, height=height, left=0, top=0))
 
     def _encoded(self, sample: int, bucket: Bucket) -> tuple[Tensor, CropOffset]:
         """Returns the latents of a sample; if they cannot be read, those of another one, until all ranks stop together."""

@@ -1,6 +1,6 @@
-"""What is wrong with a run under DeepSpeed, told before anything is launched. Imports no torch, no DeepSpeed.
+"""Checks of a run under DeepSpeed before the launch. Imports no torch, no DeepSpeed.
 
-What is wrong with the JSON by itself is told as soon as options are read, in `derived_options`.
+The JSON itself is checked when options are read, in `derived_options`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ from pathlib import Path
 import click
 
 from smalti import ConfigError, ExitCode, UserError
-from smalti.cli import Group, counted, print_table
-from smalti.system import atomic_write
+from smalti.cli import Group, counted, print_table, write_output
 from smalti_deepspeed.builder import FIELDS, Field, build, choices_of
 from smalti_deepspeed.parsing import Document, parse
 
@@ -56,18 +55,7 @@ def build_command(target: Path | None, force: bool, **given: str | None) -> None
         answers = _ask()
     document = build(choices_of(answers))
     text = json.dumps(document, indent=2) + "\n"
-    if target is None:
-        click.echo(text, nl=False)
-        return
-    if target.exists() and not force:
-        raise UserError(f"{target} already exists", fix="--force replaces it, or choose another file")
-    try:
-        atomic_write(target.resolve(), text.encode())
-    except OSError as error:
-        raise UserError(
-            f"cannot write {target}: {error.strerror}", fix="check that the folder exists and is writable"
-        ) from None
-    click.echo(f"smalti: wrote {target}", err=True)
+    write_output(text, target, replace=force, fix="--force replaces it, or choose another file")
 
 
 def _ask() -> dict[str, str]:

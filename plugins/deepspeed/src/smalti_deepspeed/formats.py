@@ -1,4 +1,4 @@
-"""How checkpoints of DeepSpeed are told by their files. Imports no torch."""
+"""How checkpoints of DeepSpeed are recognized by their files. Imports no torch."""
 
 from __future__ import annotations
 

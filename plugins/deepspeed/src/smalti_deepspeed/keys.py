@@ -132,7 +132,7 @@ OTHERWISE = {
     "checkpoint": "smalti writes the checkpoints",
     "datastates_ckpt": "smalti writes the checkpoints",
     "dataloader_drop_last": "smalti loads the data, and drops nothing",
-    "pipeline": "no model family is cut into stages",
+    "pipeline": "no model family is split into stages",
     "gradient_allreduce_op": "gradients are averaged",
     **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), "--report_to names the trackers of a run"),
 }

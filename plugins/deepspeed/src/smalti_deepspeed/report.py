@@ -1,4 +1,4 @@
-"""What smalti makes of a DeepSpeed configuration, for whoever wants to know before a run. Imports no torch, no DeepSpeed."""
+"""Checks a DeepSpeed configuration without a run. Imports no torch, no DeepSpeed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from smalti_deepspeed.parsing import Document, parse
 class Report:
     """`options` are the values of smalti's options that lie in the configuration, as (key in it, value).
 
-    `complete` is what DeepSpeed would be told, if a run was named and nothing is wrong.
+    `complete` is the configuration that DeepSpeed would get, if a run was given and nothing is wrong.
     """
 
     problems: tuple[Problem, ...] = ()

@@ -24,31 +24,31 @@ Ranges = Mapping[str, Range]
 """The range that one rank holds of each tensor, by name. All ranks have the same names in the same order."""
 
 _BATCH = 2**26
-"""Elements, of all ranks together, that travel at once: few calls, and buffers that are small beside a model."""
+"""Elements of all ranks that are sent at once: few calls, and buffers that are small compared to a model."""
 
 
 class RowSharding:
     """Built on every rank from what it holds of each tensor. *Collective*.
 
-    `shapes` are those of the whole tensors, `held` this rank's ranges of them, by name.
+    `shapes` are those of the full tensors, `held` this rank's ranges of them, by name.
     """
 
     def __init__(self, shapes: Mapping[str, torch.Size], held: Ranges, communicator: Communicator) -> None:
         self._shapes = shapes
         self._rank, size = communicator.world.rank, communicator.world.size
         self._held = [decode(text) for text in communicator.all_gather_text(encode(held))]
-        # A scalar has no rows: every rank gets the whole of it, and one gives it back.
+        # A scalar has no rows: every rank gets it, and rank 0 sends it.
         self._rows = [
             {name: rows(shape, rank, size) if shape else (0, 1) for name, shape in shapes.items()} for rank in range(size)
         ]
-        self._givers = [
-            {name: span if shapes[name] or rank == 0 else (0, 0) for name, span in cut.items()}
-            for rank, cut in enumerate(self._rows)
+        self._senders = [
+            {name: span if shapes[name] or rank == 0 else (0, 0) for name, span in ranges.items()}
+            for rank, ranges in enumerate(self._rows)
         ]
         self._mesh = init_device_mesh("cpu", (size,))
 
     def to_rows(self, ranges: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies in host memory of tensors of which this rank gives its range, (n,); some or all of the names. *Collective*."""
+        """Copies in host memory of tensors of which this rank has its range, (n,); some or all of the names. *Collective*."""
         found = exchange(ranges, self._held, self._rows, self._rank)
         return {name: self._as_rows(part.cpu(), self._shapes[name]) for name, part in found.items()}
 
@@ -56,11 +56,11 @@ class RowSharding:
         """Fill this rank's ranges, (n,), from tensors like those that `to_rows` returns. *Collective*."""
         parts = {}
         for name, into in ranges.items():
-            start, stop = self._givers[self._rank][name]
+            start, stop = self._senders[self._rank][name]
             tensor = portable[name]
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             parts[name] = local.detach().reshape(-1)[: stop - start].to(into.device, into.dtype)
-        exchange(parts, self._givers, self._held, self._rank, into=ranges)
+        exchange(parts, self._senders, self._held, self._rank, into=ranges)
 
     def _as_rows(self, part: Tensor, shape: torch.Size) -> Tensor:
         if not shape:
@@ -72,15 +72,15 @@ class RowSharding:
 
 
 def rows(shape: Sequence[int], rank: int, ranks: int) -> Range:
-    """The range of a rank when whole rows are dealt out as torch deals out the first dimension of a sharded tensor."""
+    """The range of a rank when rows are split as torch's `Shard(0)` splits them."""
     count, each = shape[0], -(-shape[0] // ranks)
     size = _numel(shape[1:])
     return min(rank * each, count) * size, min((rank + 1) * each, count) * size
 
 
-def encode(cut: Ranges) -> str:
-    """For the way to the other ranks."""
-    return json.dumps(cut)
+def encode(ranges: Ranges) -> str:
+    """Ranges as text for the other ranks."""
+    return json.dumps(ranges)
 
 
 def decode(text: str) -> Ranges:
@@ -95,10 +95,10 @@ def exchange(
     *,
     into: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """From this rank's range of each tensor in the cut `have`, (n,), its range in the cut `want`, (m,), copied. *Collective*.
+    """Convert this rank's range of each tensor in the sharding `have`, (n,), to its range in the sharding `want`, (m,).
 
-    `have` and `want` tell of all ranks. In `have`, no element has two holders; in `want` an element may go to several ranks.
-    `into` are tensors to fill, of the types and on the devices of `parts`; new ones are made if there are none.
+    *Collective*. `have` and `want` list the ranges of all ranks. In `have`, each element is on one rank; in `want` it may be on
+    several. `into` are tensors to fill, of the dtypes and on the devices of `parts`; by default new ones are made.
     """
     found = dict(into) if into is not None else {n: part.new_empty(_length(want[rank][n])) for n, part in parts.items()}
     for names in _batches(parts, have):
@@ -116,12 +116,12 @@ def _exchange(
     if not _travels(parts, have, want):
         return
     sent = [
-        [_slice(part, have[rank][name], cut[name]) for name, part in parts.items()] if other != rank else []
-        for other, cut in enumerate(want)
+        [_slice(part, have[rank][name], ranges[name]) for name, part in parts.items()] if other != rank else []
+        for other, ranges in enumerate(want)
     ]
     received = [
-        [_slice(found[name], want[rank][name], cut[name]) for name in parts] if other != rank else []
-        for other, cut in enumerate(have)
+        [_slice(found[name], want[rank][name], ranges[name]) for name in parts] if other != rank else []
+        for other, ranges in enumerate(have)
     ]
     sizes = [sum(piece.numel() for piece in pieces) for pieces in received]
     flat = like.new_empty(sum(sizes))
@@ -134,7 +134,7 @@ def _exchange(
 
 
 def _travels(names: Iterable[str], have: Sequence[Ranges], want: Sequence[Ranges]) -> bool:
-    """Whether any rank has what another one wants: often not, since many sizes divide by the ranks. All ranks say the same."""
+    """Whether any rank has elements for another one, which is often not so. The same on all ranks."""
     pairs = [(mine, theirs) for one, mine in enumerate(have) for other, theirs in enumerate(want) if one != other]
     return any(_overlap(mine[name], theirs[name]) for name in names for mine, theirs in pairs)
 
@@ -144,7 +144,7 @@ def _batches(parts: Mapping[str, Tensor], have: Sequence[Ranges]) -> Iterator[li
     batch: list[str] = []
     size = 0
     for name, part in parts.items():
-        length = sum(_length(cut[name]) for cut in have)
+        length = sum(_length(ranges[name]) for ranges in have)
         kind = (part.dtype, part.device)
         if batch and (size + length > _BATCH or kind != (parts[batch[0]].dtype, parts[batch[0]].device)):
             yield batch

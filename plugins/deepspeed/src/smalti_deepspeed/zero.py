@@ -283,10 +283,10 @@ def step_with_own_groups(engine: DeepSpeedEngine) -> None:
 
 
 def correct_bias_exactly(optimizer: torch.optim.Optimizer) -> None:
-    """Make DeepSpeed's Adam for CPUs, if this is it, compute the same whether or not the run was resumed in between.
+    """Make DeepSpeed's CPUAdam compute the same whether or not the run was resumed in between; no effect on others.
 
-    It multiplies its bias correction up from step to step, but takes a power when its count has jumped, which rounds otherwise.
-    With a count that begins anew before every step it always takes the power.
+    It multiplies its bias correction from step to step, but uses a power if its step count jumps, which rounds differently.
+    With a step count that is reset before every step it always uses the power.
     """
     if not isinstance(optimizer, DeepSpeedCPUAdam):
         return

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration that shards, told before anything is launched. Imports no torch."""
+"""Checks of a sharded run before the launch. Imports no torch."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _beyond_version1(config: Config) -> list[Problem]:
         (
             "fsdp_shard_size",
             sharing == 1 < launch.num_processes,
-            "FSDP 1 does not average gradients over copies that are not cut",
+            "FSDP 1 does not average gradients over copies that are not sharded",
         ),
         ("model_type", config[ModelOptions].model_type == "lora", "FSDP 1 would save the frozen model with every adapter"),
         ("fsdp_forward_prefetch", options.fsdp_forward_prefetch > 1, "FSDP 1 gathers no more than one block ahead"),

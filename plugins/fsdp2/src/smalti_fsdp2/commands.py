@@ -118,7 +118,7 @@ def _meaning(detection: Detection) -> Iterator[tuple[str, str]]:
     if not detection.flag:
         yield (
             "suggestion",
-            "none: nothing repeats, so FSDP would gather it all; --fsdp_auto_wrap_policy=SIZE_BASED_WRAP cuts it",
+            "none: nothing repeats, so FSDP would gather it all; --fsdp_auto_wrap_policy=SIZE_BASED_WRAP splits it",
         )
         return
     share = structure.outside / structure.parameters if structure.parameters else 0.0

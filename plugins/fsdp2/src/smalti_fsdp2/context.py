@@ -94,11 +94,11 @@ def _beginning(forward: Forward, streams: Streams) -> Forward:
     """Of the model itself: lengths are those of a new pass."""
 
     @wraps(forward)
-    def afresh(*arguments: object, **named: object) -> object:
+    def first(*arguments: object, **named: object) -> object:
         streams.lengths.clear()
         return forward(*arguments, **named)
 
-    return afresh
+    return first
 
 
 def _attending(forward: Forward, path: str, attention: Attention, streams: Streams, strategy: str) -> Forward:

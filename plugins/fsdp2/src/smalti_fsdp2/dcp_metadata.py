@@ -29,7 +29,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A box cut out of a tensor, and where it is stored."""
+    """A box of a tensor, and where it is stored."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]

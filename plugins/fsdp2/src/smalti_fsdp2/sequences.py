@@ -1,7 +1,7 @@
-"""Sequences in parts: which tokens a rank keeps, and how the parts become whole again. No communication.
+"""Sequences in parts: which tokens a rank has, and how the parts are joined. No communication.
 
-n tokens are split over C ranks into parts of ceil(n / C), in order. What the last parts lack is filled up with the last token,
-so that all parts are equally long and nothing unusual is in them; it is cut off wherever parts become whole.
+n tokens are split over C ranks into parts of ceil(n / C), in order. The last parts are padded with the last token,
+so that all parts have the same length and no unusual values. The padding is removed wherever the parts are joined.
 
 Shapes: C ranks of a group; `dim` is that of the tokens, not counting a leading C.
 """

@@ -124,7 +124,7 @@ def captions_have_rows_of_one_shape(subject: FamilySubject) -> None:
 
 @FAMILY.check
 def captions_mean_the_same_each_time(subject: FamilySubject) -> None:
-    """A caption is encoded anew in every epoch, on another rank, after a resume. The empty prompt is a prompt of its own.
+    """A caption is encoded again in every epoch, on another rank, after a resume. The empty prompt is a prompt of its own.
 
     Python's `hash` differs from process to process; dropout in an encoder that is not in eval mode differs each time.
     """

@@ -234,7 +234,7 @@ def its_state_fits_into_a_checkpoint(subject: OptimizerSubject) -> None:
 
 @OPTIMIZER.check
 def a_resumed_run_goes_on_bit_for_bit(subject: OptimizerSubject) -> None:
-    """Save, build everything anew, load, train the same: not one bit may differ from the run that was not interrupted.
+    """Save, build everything again, load, train the same: not one bit may differ from the run that was not interrupted.
 
     What a step depends on belongs into `self.state[parameter]` or into the group: a counter or a buffer in an attribute of the
     optimizer itself is lost.

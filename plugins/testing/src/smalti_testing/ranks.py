@@ -5,7 +5,7 @@
 
 A function must stand in a module or a file of its own right, not inside another function, and its arguments and its answer
 must be picklable. A rank that fails, hangs or dies costs only the function that it was running: the processes are started
-anew for the next one. Nothing is left running when the `with` ends, nor when this process is killed.
+again for the next one. Nothing is left running when the `with` ends, nor when this process is killed.
 
 Imports no torch; the ranks do.
 """

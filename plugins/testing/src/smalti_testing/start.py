@@ -1,6 +1,6 @@
 """What a plugin does to a process that only sets up: run as `python -m smalti_testing.start NAME`, it prints a line of JSON.
 
-A process of its own, because what was imported before cannot be told from what the plugin imports.
+A process of its own, because earlier imports could not be distinguished from those of the plugin.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class StorageSubject:
 
 
 def check_storage(make: Make, *, writes: bool = True) -> None:
-    """Every check of the storage contract. `make` gives a storage that holds exactly the given files, anew at each call.
+    """Every check of the storage contract. `make` gives a storage that holds exactly the given files, a new one at each call.
 
     A storage that cannot be written to keeps its part with `writes=False`: its `write` must refuse with a `StorageError`.
     """

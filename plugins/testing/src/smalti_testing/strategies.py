@@ -242,7 +242,7 @@ def weights_that_are_replaced_are_used_at_once(subject: StrategySubject) -> None
         parameter.copy_(value)
     subject.parallel.state.invalidate_gathered()
     expect(halved != before, "half the weights give the same loss as the whole ones")
-    expect(subject.look(25) == before, "weights that were put back give another loss")
+    expect(subject.look(25) == before, "weights that were restored give another loss")
 
 
 @STRATEGY.check

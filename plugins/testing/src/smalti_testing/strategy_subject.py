@@ -145,7 +145,7 @@ def open_strategy(name: str, flags: tuple[str, ...], ranks: int, frozen: tuple[s
 
 
 def open_family(name: str, flags: tuple[str, ...], ranks: int, family: TinyFamily) -> StrategySubject:
-    """The same with a family of a test's own, anew each time."""
+    """The same with a family of a test's own, built again each time."""
     plugins = load_plugins(Selection(without=("all",)) if name in BUILT_IN else Selection(only=(name,)))
     config = resolve(schema_of(plugins), [*FLAGS, f"--num_processes={ranks}", *flags], environment={})
     plan = choose_distributed(config, plugins)

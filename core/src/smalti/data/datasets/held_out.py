@@ -45,7 +45,7 @@ class HeldOutImages:
     as they were kept.
 
     `conditioning` is that of the captions, if texts were encoded before. `numbers` belong to the images for good. `readable`
-    is (B,), 1 or 0: an image that cannot be read is blank and counts for nothing.
+    is (B,), 1 or 0: an image that cannot be read is white and does not count.
     """
 
     bucket: Bucket

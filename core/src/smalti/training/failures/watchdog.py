@@ -4,7 +4,7 @@ An accelerator waits for other ranks in its own kernels, and who waits for the a
 nor exceptions arrive. So this thread looks once a second whether another rank has said that one is lost, and whether the
 processes of this machine are there. If one is lost and the main thread does not notice by itself, its connections to other
 ranks are broken, NCCL's too, which should let it come back. If it does not, this thread does what the main thread would have
-done: it calls the roll, saves if that falls to this rank, leaves word, and ends the process.
+done: it diagnoses the ranks, saves if this rank is the one that saves, reports, and ends the process.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def _is_weights(name: str) -> bool:
 
 @cache
 def _hush() -> None:
-    """No progress bars and no notices of the libraries in a user's terminal, such as one for each caption that is cut short."""
+    """No progress bars and no notices of the libraries in a user's terminal, such as one for each truncated caption."""
     from diffusers.utils import logging as diffusers
     from transformers.utils import logging as transformers
 
