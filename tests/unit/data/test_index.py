@@ -346,7 +346,7 @@ def test_a_json_table_may_leave_out_sizes_and_captions(tmp_path: Path) -> None:
     table(tmp_path, {"filename": "a.png"})
 
     assert build(tmp_path, metadata_backend="json", caption_strategy="textfile").captions(0) == ("from the file",)
-    assert reasons(build(tmp_path, metadata_backend="json")) == {"a.png": "no caption in the json table"}
+    assert reasons(build(tmp_path, metadata_backend="json")) == {"a.png": "no caption under 'caption' in the table"}
 
 
 def test_a_table_names_what_belongs_to_the_dataset(tmp_path: Path) -> None:
@@ -369,6 +369,17 @@ def test_a_faulty_table_is_told_with_its_lines(tmp_path: Path) -> None:
         build(tmp_path, metadata_backend="json")
 
     assert [problem.where.rpartition(", ")[2] for problem in caught.value.problems] == ["line 2", "line 3", "line 4"]
+
+
+def test_a_table_with_other_columns_is_reported_with_their_names(tmp_path: Path) -> None:
+    table(tmp_path, {"file_name": "a.png", "text": "a cat"})
+    image(tmp_path / "a.png", 30, 20)
+
+    with pytest.raises(ConfigError, match="no file name under 'filename'; the columns are file_name, text") as caught:
+        build(tmp_path, metadata_backend="json")
+    assert caught.value.problems[0].fix == 'name the columns: "json": {"filename_column": ..., "caption_column": ...}'
+    columns = {"filename_column": "file_name", "caption_column": "text"}
+    assert build(tmp_path, metadata_backend="json", json=columns).captions(0) == ("a cat",)
 
 
 def test_a_missing_table_says_where_it_was_looked_for(tmp_path: Path) -> None:

@@ -440,3 +440,11 @@ def test_a_dataset_of_the_hub_is_refused_with_the_commands_that_copy_it(entry: d
 
     assert "hf download user/cats --repo-type dataset --revision refs/convert/parquet --include '*/test/*'" in problems[0]
     assert f"&& smalti dataset unpack cats-parquet --to cats {names}; then change the entry" in problems[0]
+
+
+def test_a_toml_file_is_no_data_file_but_a_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[[datasets]]\nid = "a"\n')
+
+    with pytest.raises(ConfigError, match=r"as the configuration: smalti train .*run\.toml"):
+        load_backend_config(path)

@@ -59,4 +59,6 @@ def _missing(spec: DatasetSpec, key: str) -> str:
             return f"no caption: {caption_key(key, spec.caption_extension)} is empty"
         case "filename":
             return "no caption: the file name has no words"
+    if spec.caption_strategy == "json":
+        return f"no caption under {spec.json_table.caption_column!r} in the table"
     return f"no caption in the {spec.caption_strategy} table"

@@ -67,6 +67,8 @@ def load_backend_config(path: Path) -> list[dict[str, object]]:
     except json.JSONDecodeError as error:
         place = f"{path}, line {error.lineno}, column {error.colno}"
         fix = "fix the syntax error; a common cause is an extra or missing comma just before it"
+        if path.suffix.lower() == ".toml":
+            fix = f"give a TOML file with [[datasets]] as the configuration: smalti train {path}"
         raise ConfigError([Problem(message=error.msg, where=place, fix=fix)]) from error
     except ValueError as error:
         raise ConfigError([Problem(message=str(error), where=str(path), fix="fix the file")]) from error

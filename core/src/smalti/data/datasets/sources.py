@@ -170,6 +170,10 @@ class _Line:
     height: int | None
 
 
+class _MissingColumnError(ValueError):
+    """A line of the table has no file name in the column where it is expected."""
+
+
 def _parse(data: bytes, table: JsonTable, location: str) -> dict[str, _Line]:
     """Returns the lines of a table by key. Raises ConfigError with the first lines that cannot be parsed."""
     lines: dict[str, _Line] = {}
@@ -183,7 +187,11 @@ def _parse(data: bytes, table: JsonTable, location: str) -> dict[str, _Line]:
                 raise ValueError(f"{key!r} occurs twice")
             lines[key] = line
         except ValueError as error:  # JSON and UTF-8 errors are ValueErrors too
-            problems.append(Problem(message=str(error), where=f"{location}, line {number}", fix="fix the line"))
+            names_columns = isinstance(error, _MissingColumnError)
+            fix = (
+                'name the columns: "json": {"filename_column": ..., "caption_column": ...}' if names_columns else "fix the line"
+            )
+            problems.append(Problem(message=str(error), where=f"{location}, line {number}", fix=fix))
             if len(problems) == _MAX_PROBLEMS:
                 break
     if problems:
@@ -196,7 +204,7 @@ def _parse_line(row: object, table: JsonTable) -> tuple[str, _Line]:
         raise ValueError("not a JSON object")
     name = row.get(table.filename_column)
     if not isinstance(name, str) or not name:
-        raise ValueError(f"no file name under {table.filename_column!r}")
+        raise _MissingColumnError(f"no file name under {table.filename_column!r}; the columns are {', '.join(map(str, row))}")
     width, height = (_pixels(row, column) for column in (table.width_column, table.height_column))
     return posixpath.normpath(name), _Line(captions=_captions(row.get(table.caption_column)), width=width, height=height)
 
