@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from smalti.config import reference_keys_page
 from smalti.config.resolution import resolve
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
 from smalti.data.datasets.reference import SECTIONS, dataset_reference
@@ -68,6 +69,12 @@ def anchors(text: str) -> set[str]:
 def test_the_reference_of_dataset_keys_is_up_to_date(root):
     update = "sed -i '/^## All keys/,$d' docs/datasets.md && smalti dataset reference >> docs/datasets.md"
     assert (root / "docs" / "datasets.md").read_text(encoding="utf-8").endswith("\n\n" + dataset_reference()), update
+
+
+def test_the_tables_of_simpletuner_are_up_to_date(root):
+    update = "sed -i '/^## All keys/,$d' docs/simpletuner.md && smalti config reference --simpletuner >> docs/simpletuner.md"
+    page = (root / "docs" / "simpletuner.md").read_text(encoding="utf-8")
+    assert page.endswith("\n\n" + reference_keys_page(schema_of(load_plugins()))), update
 
 
 def test_the_reference_of_dataset_keys_has_every_key_once():

@@ -23,6 +23,7 @@ from smalti.config import (
     launch_problems,
     put_into,
     read_mapping,
+    reference_keys_page,
     resolve,
     unknown,
 )
@@ -121,11 +122,16 @@ def explain(key: str, arguments: tuple[str, ...], as_json: bool) -> None:
 
 @config.command(
     context_settings=_UNPROCESSED,
-    examples=("smalti config reference", "smalti config reference --without=all > options.md"),
+    examples=(
+        "smalti config reference",
+        "smalti config reference --without=all > options.md",
+        "smalti config reference --simpletuner",
+    ),
 )
 @_ARGUMENTS
+@click.option("--simpletuner", is_flag=True, help="List SimpleTuner's options, and what each of them becomes here.")
 @_JSON
-def reference(arguments: tuple[str, ...], as_json: bool) -> None:
+def reference(arguments: tuple[str, ...], simpletuner: bool, as_json: bool) -> None:
     """List every option: as text on a terminal, else as Markdown.
 
     --plugins and --without select plugins, as in `smalti train`.
@@ -133,7 +139,9 @@ def reference(arguments: tuple[str, ...], as_json: bool) -> None:
     command_line = CommandLine.parse(arguments)
     command_line.config()
     schema = command_line.schema
-    if as_json:
+    if simpletuner:
+        click.echo(reference_keys_page(schema), nl=False)
+    elif as_json:
         click.echo(json.dumps({"options": [describe(option) for option in schema.options.values()]}, indent=2))
     elif on_terminal():
         formatter = Formatter()

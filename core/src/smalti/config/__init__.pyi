@@ -53,6 +53,7 @@ from .options import (
     unknown as unknown,
 )
 from .resolution import draft as draft, resolve as resolve, restore as restore
+from .simpletuner.page import reference_keys_page as reference_keys_page
 from .simpletuner.spelling import reference_defaults as reference_defaults, reference_keys as reference_keys
 from .simpletuner.translation import (
     ReferenceOptions as ReferenceOptions,

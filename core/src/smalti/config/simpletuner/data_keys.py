@@ -35,8 +35,8 @@ DATA_KEYS: Mapping[str, Rule] = {
     "skip_file_discovery": ignored(_LISTING),
     "aspect_bucket_disable_rebuild": ignored(_LISTING),
     "metadata_update_interval": ignored("the index is written when the scan ends"),
-    "dataloader_prefetch": same(convert=prefetch),
-    "dataloader_prefetch_qlen": same(convert=prefetch_length),
+    "dataloader_prefetch": same(convert=prefetch, why="a number of batches: 10, or dataloader_prefetch_qlen, if it is on"),
+    "dataloader_prefetch_qlen": same(convert=prefetch_length, why="without effect unless dataloader_prefetch is on"),
     # Caches
     "vae_cache_ondemand": ignored(_FIRST, False),
     "vae_cache_preprocess": ignored(_FIRST, True),

@@ -32,8 +32,8 @@ _FAMILIES: Mapping[str, tuple[object, str]] = {"pixart_sigma": ("pixart", ""), "
 MODEL_KEYS: Mapping[str, Rule] = {
     # The model and its parts
     "model_family": same(_FAMILIES),
-    "model_flavour": same(convert=flavour),
-    "model_flavor": same(convert=flavour),
+    "model_flavour": same(convert=flavour, why="the names of models differ"),
+    "model_flavor": same(convert=flavour, why="the names of models differ"),
     "vae_dtype": same({"default": ("auto", ""), "fp16": ("auto", "fp16 is not supported")}),
     "pretrained_vae_model_name_or_path": refused(
         "the VAE of the pipeline is used",
@@ -51,7 +51,6 @@ MODEL_KEYS: Mapping[str, Rule] = {
     ),
     "pretrained_transformer_subfolder": ignored("folders have the names of the diffusers layout", "transformer", "none"),
     "pretrained_unet_subfolder": ignored("folders have the names of the diffusers layout", "unet", "none"),
-    "variant": ignored("files with and without a variant in their names are found"),
     "non_ema_revision": ignored("a pipeline has one set of weights"),
     "control": refused("channel-wise control is not supported", "remove it, to train on images and captions", False),
     "controlnet": refused("ControlNet is not supported", "set it to false, to train the model itself", False),
@@ -88,7 +87,7 @@ MODEL_KEYS: Mapping[str, Rule] = {
     "lora_init_type": same(
         {"default": ("kaiming", ""), "true": ("kaiming", "")},
     ),
-    "flux_lora_target": renamed("lora_targets", convert=flux_targets),
+    "flux_lora_target": renamed("lora_targets", "the names of the layers", convert=flux_targets),
     # Precision
     "base_model_precision": same(_PRECISIONS),
     "base_model_default_dtype": renamed("lora_base_dtype"),
@@ -99,8 +98,10 @@ MODEL_KEYS: Mapping[str, Rule] = {
     "text_encoder_3_precision": ignored(_ONCE, "no_change"),
     "text_encoder_4_precision": ignored(_ONCE, "no_change"),
     "gradient_precision": ignored("gradients are fp32", "unmodified", "fp32"),
-    "disable_tf32": renamed("allow_tf32", neutral=(False,), convert=sets("allow_tf32", False)),
-    "attention_mechanism": renamed("sdpa_backend", neutral=("diffusers", "native"), convert=attention),
+    "disable_tf32": renamed("allow_tf32", "the opposite", neutral=(False,), convert=sets("allow_tf32", False)),
+    "attention_mechanism": renamed(
+        "sdpa_backend", "another kernel for the same result", neutral=("diffusers", "native"), convert=attention
+    ),
     "sageattention_usage": ignored("SageAttention is not supported"),
     "sla_config": ignored("sparse-linear attention is not supported"),
     "fuse_qkv_projections": ignored("it changes speed only", False),

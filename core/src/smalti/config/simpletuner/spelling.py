@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -101,20 +102,21 @@ def _is_ddpm(family: object) -> bool:
 Values = Mapping[str, object]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ReferenceDefault:
-    """A default of SimpleTuner that differs from the one here. `when` has the condition for people.
+    """A default of SimpleTuner that differs from the one here. `shown` and `when` say it in the documentation.
 
     `value` computes it from the values that are given; None if the default here holds.
     """
 
     option: str
+    shown: str
     value: Callable[[Values], object]
     when: str = ""
 
 
 def _always(option: str, value: object) -> ReferenceDefault:
-    return ReferenceDefault(option=option, value=lambda _values: value)
+    return ReferenceDefault(option, f"`{json.dumps(value)}`", lambda _values: value)
 
 
 def _shift(values: Values) -> object:
@@ -157,22 +159,24 @@ def _lora_targets(values: Values) -> object:
 
 
 DEFAULTS = (
-    ReferenceDefault(option="num_train_epochs", value=_epochs, when="no length is given"),
-    ReferenceDefault(option="pretrained_model_name_or_path", value=_base_model, when="neither a model nor a flavour is given"),
+    ReferenceDefault("num_train_epochs", "`1`", _epochs, when="no length is given"),
+    ReferenceDefault(
+        "pretrained_model_name_or_path", "its own for the family", _base_model, when="neither a model nor a flavour is given"
+    ),
     _always("train_batch_size", 4),
     _always("learning_rate", _LOWEST_RATE),
-    ReferenceDefault(option="lr_end_ratio", value=_end_ratio, when="lr_scheduler is cosine or polynomial"),
-    ReferenceDefault(option="lr_power", value=_power, when="lr_scheduler is polynomial"),
+    ReferenceDefault("lr_end_ratio", "`4e-7` / `learning_rate`", _end_ratio, when="`lr_scheduler` is `cosine` or `polynomial`"),
+    ReferenceDefault("lr_power", "`0.8`", _power, when="`lr_scheduler` is `polynomial`"),
     _always("grad_clip_method", "value"),
     _always("max_grad_norm", 2.0),
     _always("gradient_checkpointing", True),
     _always("caption_dropout_probability", 0.0),
     _always("caption_strategy", "filename"),
     _always("aspect_bucket_alignment", 64),
-    ReferenceDefault(option="flow_schedule_shift", value=_shift, when="flow matching without flow_schedule_auto_shift"),
-    ReferenceDefault(option="lora_targets", value=_lora_targets, when="model_type is lora"),
-    ReferenceDefault(option="lora_dropout", value=_lora_dropout, when="model_type is lora"),
-    ReferenceDefault(option="ema_device", value=_ema_device, when="use_ema is on"),
+    ReferenceDefault("flow_schedule_shift", "`3.0`", _shift, when="flow matching without `flow_schedule_auto_shift`"),
+    ReferenceDefault("lora_targets", "attention layers", _lora_targets, when="`model_type` is `lora`"),
+    ReferenceDefault("lora_dropout", "`0.1`", _lora_dropout, when="`model_type` is `lora`"),
+    ReferenceDefault("ema_device", '`"cpu"`', _ema_device, when="`use_ema` is on"),
     _always("eval_timesteps", 28),
     _always("num_eval_images", 4),
     _always("validation_step_interval", 100),

@@ -18,12 +18,19 @@ _TEXT_ENCODERS = "text encoders are not trained"
 _BIAS = "no timesteps are preferred"
 _OFFSET = "offset noise is not supported"
 
+
+def _distribution(name: str) -> Rule:
+    """A switch that chooses a distribution of timesteps."""
+    option = "timestep_distribution"
+    return renamed(option, "true chooses this distribution", neutral=(False,), convert=sets(option, name))
+
+
 TRAINING_KEYS: Mapping[str, Rule] = {
     # Length
     "ignore_final_epochs": ignored("max_train_steps decides if it is given"),
     "strict_epoch_limit": refused("max_train_steps decides if it is given", "leave max_train_steps out", False),
     # Optimizer
-    "optimizer_config": renamed("adam_weight_decay, ...", convert=optimizer_settings),
+    "optimizer_config": renamed("adam_weight_decay, ...", "its settings are options here", convert=optimizer_settings),
     "optimizer_beta1": renamed("adam_beta1"),
     "optimizer_beta2": renamed("adam_beta2"),
     "optimizer_cpu_offload_method": refused(
@@ -57,13 +64,16 @@ TRAINING_KEYS: Mapping[str, Rule] = {
     "soft_min_snr_sigma_data": ignored("soft min-SNR is not supported"),
     "snr_weight": ignored("snr_gamma weights by the signal-to-noise ratio", 0.1, 1.0),
     "huber_schedule": refused("huber_c is the same at all noise levels", "set it to constant", "constant"),
-    "flow_use_uniform_schedule": renamed(
-        "timestep_distribution", neutral=(False,), convert=sets("timestep_distribution", "uniform")
+    "flow_use_uniform_schedule": _distribution("uniform"),
+    "flow_use_beta_schedule": renamed(
+        "timestep_distribution",
+        "true chooses this distribution",
+        neutral=(False,),
+        convert=sets("timestep_distribution", "beta"),
     ),
-    "flow_use_beta_schedule": renamed("timestep_distribution", neutral=(False,), convert=sets("timestep_distribution", "beta")),
     "flow_beta_schedule_alpha": renamed("flow_beta_alpha"),
     "flow_beta_schedule_beta": renamed("flow_beta_beta"),
-    "flow_schedule_shift": same(convert=schedule_shift),
+    "flow_schedule_shift": same(convert=schedule_shift, why="0 there means without a shift, which is 1 here"),
     "flow_custom_timesteps": refused("a list of timesteps is not supported", "timestep_distribution=uniform"),
     "timestep_bias_strategy": refused(_BIAS, "set it to none", "none"),
     "timestep_bias_begin": ignored(_BIAS, 0),
@@ -87,7 +97,7 @@ TRAINING_KEYS: Mapping[str, Rule] = {
     "self_flow_enabled": refused("Self-Flow is not supported", "set it to false", False),
     "seed_for_each_device": ignored("noise depends on the image's place in the run, not on the device"),
     # EMA
-    "ema_decay": same(convert=without_interval),
+    "ema_decay": same(convert=without_interval, why="with ema_update_interval, the decay for one step"),
     "ema_update_interval": renamed(
         "ema_decay", "the EMA is updated in every step, with a decay that forgets as fast", neutral=(1,), convert=ema_decay
     ),
