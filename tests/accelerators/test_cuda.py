@@ -21,6 +21,7 @@ RUNS = {
     "fsdp2, 8 bits": {"flags": ["fsdp_enable"], "optimizer": "adamw8bit"},
     "fsdp2, stableadamw": {"flags": ["fsdp_enable"], "optimizer": "stableadamw"},
     "lion": {"rank": 0, "ranks": 1, "optimizer": "lion"},
+    "prodigy": {"rank": 0, "ranks": 1, "optimizer": "prodigy"},
     **{f"zero{stage}": {"deepspeed_config": json.dumps({"zero_optimization": {"stage": stage}})} for stage in (1, 2, 3)},
 }
 LOSS_AND_NORM = {"training.trainer.train_step": 2}
@@ -37,6 +38,7 @@ WAITS = {
     "fsdp2, 8 bits": LOSS_AND_NORM,
     "fsdp2, stableadamw": LOSS_AND_NORM,
     "lion": LOSS_AND_NORM,
+    "prodigy": LOSS_AND_NORM | {"training.optim.prodigy.Prodigy.step": 1},  # the estimate
     "zero1": LOSS_AND_NORM | {"zero.Stages1And2.norm": 2, "zero.Stages1And2.step": 4},  # DeepSpeed looks for overflows
     "zero2": LOSS_AND_NORM | {"zero.Stages1And2.norm": 2, "zero.Stages1And2.step": 4},
     "zero3": LOSS_AND_NORM | {"zero.Stage3.norm": 2, "zero.Stage3._step": 1},
@@ -50,8 +52,12 @@ trained = pytest.mark.parametrize("seen", ["single", "fsdp2", "hsdp"], indirect=
 
 def kept(run: dict) -> set[str]:
     """The names of the optimizer's state."""
-    scales = {"exp_avg_scale", "exp_avg_sq_scale"} if run.get("optimizer") == "adamw8bit" else set()
-    return {"step", "exp_avg", *scales} | ({"exp_avg_sq"} if run.get("optimizer") != "lion" else set())
+    others = {
+        "adamw8bit": {"step", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"},
+        "lion": {"step", "exp_avg"},
+        "prodigy": {"exp_avg", "exp_avg_sq", "s", "p0"},
+    }
+    return others.get(run.get("optimizer", ""), {"step", "exp_avg", "exp_avg_sq"})
 
 
 @every_run

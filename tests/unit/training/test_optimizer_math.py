@@ -17,6 +17,7 @@ from smalti.training.optim import adamw8bit
 from smalti.training.optim.adamw8bit import AdamW8bit, block_length, codebook
 from smalti.training.optim.lion import Lion
 from smalti.training.optim.optimizers import AdamW
+from smalti.training.optim.prodigy import Prodigy
 from smalti.training.optim.shards import grouped
 from smalti.training.optim.stable_adamw import StableAdamW
 from smalti.types import World
@@ -50,6 +51,29 @@ def test_steps_are_those_of_optimi(ours, theirs, more):
             optimizer.step()
     for name in SHAPES:
         torch.testing.assert_close(both[0][name], both[1][name], rtol=1e-5, atol=1e-6)
+
+
+def test_prodigy_finds_the_rate_that_its_authors_package_finds():
+    library = pytest.importorskip("prodigyopt").Prodigy
+    goals = {name: torch.randn(shape, generator=torch.Generator().manual_seed(2)) for name, shape in SHAPES.items()}
+    both = [{name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()} for _ in range(2)]
+    more = {"safeguard_warmup": True, "weight_decay": 0.0}
+    optimizers = [
+        kind([{"params": list(weights.values())}], **extra)
+        for kind, weights, extra in ((Prodigy, both[0], {}), (library, both[1], more))
+    ]
+    found = []
+    for step in range(60):
+        for weights, optimizer in zip(both, optimizers, strict=True):
+            optimizer.param_groups[0]["lr"] = min(1.0, (step + 1) / 10)
+            for name, weight in weights.items():
+                weight.grad = weight.detach() - goals[name]
+            optimizer.step()
+        found.append([optimizer.param_groups[0]["d"] for optimizer in optimizers])
+    assert found[-1][0] > 1e-3
+    torch.testing.assert_close(*torch.tensor(found, dtype=torch.float64).unbind(1), rtol=1e-3, atol=0)
+    for name in SHAPES:
+        torch.testing.assert_close(both[0][name], both[1][name], rtol=1e-3, atol=1e-4)
 
 
 def test_lion_works_on_any_number_of_weights_at_a_time(monkeypatch):
@@ -142,7 +166,9 @@ def test_state_in_8_bits_takes_two_bytes_per_weight_and_trains_like_adamw(monkey
 # --- ranks ----------------------------------------------------------------------------------------------------------
 
 NAMES = {"wide": (7, 640), "long": (5, 64, 3, 5), "vector": (11,), "single": (1, 4096)}
-KINDS = {"lion": Lion, "stableadamw": StableAdamW, "adamw8bit": AdamW8bit}
+KINDS = {"lion": Lion, "stableadamw": StableAdamW, "adamw8bit": AdamW8bit, "prodigy": Prodigy}
+SUMMED = ("stableadamw", "prodigy")
+"""Those that sum over a parameter, which ranks do in another order."""
 
 
 def sharded(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -153,7 +179,8 @@ def sharded(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         if ranks > 1:
             value = distribute_tensor(value, init_device_mesh("cpu", (ranks,)), [Shard(0)])
         model.register_parameter(name, nn.Parameter(value))
-    return model, KINDS[kind]([{"params": list(model.parameters())}], lr=1e-3, weight_decay=0.1)
+    settings = {"lr": 1.0} if kind == "prodigy" else {"lr": 1e-3, "weight_decay": 0.1}
+    return model, KINDS[kind]([{"params": list(model.parameters())}], **settings)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -208,8 +235,8 @@ def test_a_run_continues_on_another_number_of_ranks_as_on_one(kind, tmp_path, pa
     found, wanted = (contents(place, kind) for place in places[2:])
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        if kind == "stableadamw":  # ranks add up a mean in another order
-            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-7)
+        if kind in SUMMED:
+            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-7)
         else:
             assert torch.equal(found[name], tensor), name
     if kind == "adamw8bit":

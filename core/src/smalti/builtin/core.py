@@ -64,6 +64,13 @@ OPTIMIZERS = (
         flat=False,
     ),
     OptimizerEntry(
+        name="prodigy",
+        title="Prodigy, Adam that finds its learning rate",
+        factory="smalti.training.optim.prodigy:Prodigy",
+        accepts=("betas", "eps"),
+        flat=False,
+    ),
+    OptimizerEntry(
         name="lion",
         title="Lion",
         factory="smalti.training.optim.lion:Lion",

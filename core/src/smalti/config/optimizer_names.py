@@ -34,8 +34,14 @@ _NOT_PAGED = "its state is not paged to host memory"
 SETTINGS: Mapping[str, Mapping[str, float]] = {
     "lion": {"adam_beta2": 0.99},
     "stableadamw": {"adam_beta2": 0.99, "adam_epsilon": 1e-6},
+    "prodigy": {"learning_rate": 1.0},
 }
 """Defaults of single optimizers where they differ from those of the options."""
+_REMARKS: Mapping[str, str] = {
+    "prodigy": "is Prodigy as it was published, with no weight decay, bias correction or averaging of weights; "
+    "learning_rate=1 is usual"
+}
+"""What to know about a name that other trainers have for several optimizers."""
 
 ALIASES: Mapping[str, Alias] = {
     # SimpleTuner's
@@ -83,15 +89,17 @@ ALIASES: Mapping[str, Alias] = {
     "lion_8bit": Alias(name="lion", difference=_FP32_STATE),
     "pagedlion8bit": Alias(name="lion", difference=f"{_FP32_STATE}; {_NOT_PAGED}"),
     "adagrad_8bit": Alias(name="adagrad", difference=_FP32_STATE),
+    "prodigy8bit": Alias(name="prodigy", settings={"learning_rate": 1.0}, difference=_FP32_STATE),
 }
 
 _NO_MOMENTUM = "--optimizer=sgd, which has momentum 0.9, with a tenth of the learning rate"
 _SCHEDULE_FREE = "--optimizer=adamw --lr_scheduler=constant_with_warmup --use_ema: an average of the weights, without decay"
-_OWN_RATE = "--optimizer=adamw --learning_rate=1e-4, which does not adapt its learning rate"
+_OWN_RATE = "--optimizer=prodigy, which finds its learning rate too"
 
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("torch_sgd", "optimi_sgd"), _NO_MOMENTUM),
     **dict.fromkeys(("sgdnesterov", "sgdnesterov8bit"), "--optimizer=sgd, which has momentum 0.9"),
+    "prodigy_plus_schedule_free": "--optimizer=prodigy is the nearest",
     **dict.fromkeys(
         (
             *("adamw_schedulefree", "adamw_schedulefree+aggressive", "adamw_schedulefree+no_kahan", "adamwschedulefree"),
@@ -101,7 +109,7 @@ REFUSED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
-            *("prodigy", "prodigy8bit", "prodigy_plus_schedule_free", "dadaptation", "dadaptadam", "dadaptadampreprint"),
+            *("dadaptation", "dadaptadam", "dadaptadampreprint"),
             *("dadaptadagrad", "dadaptadan", "dadaptadanip", "dadaptlion", "dadaptsgd", "dadapt_adam", "dadapt_adan"),
             *("dadapt_ada_grad", "dadapt_lion", "dadapt_sgd", "automagic", "automagic2", "automagic3"),
         ),
@@ -149,7 +157,10 @@ def implied_settings(given: Mapping[str, object]) -> Translation:
     alias = ALIASES.get(wanted)
     settings = SETTINGS.get(wanted, {}) if alias is None else alias.settings
     values = {option: (name, value) for option, value in settings.items() if given.get(option) is None}
-    notices = [] if alias is None else [(name, _difference_of(alias, {option: value for option, (_, value) in values.items()}))]
+    notices = [(name, _REMARKS[wanted])] if wanted in _REMARKS else []
+    notices += (
+        [] if alias is None else [(name, _difference_of(alias, {option: value for option, (_, value) in values.items()}))]
+    )
     return Translation(values=values, notices=notices)
 
 

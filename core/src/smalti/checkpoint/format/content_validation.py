@@ -24,7 +24,7 @@ _AT_ONCE = 2**20
 """Numbers that are checked together, so that they stay in the cache of the CPU."""
 STATEFUL_OPTIMIZERS = frozenset(
     (
-        *("AdamW", "Adam", "SGD", "Adagrad", "Adafactor", "FixedRateAdafactor", "Joined", "StableAdamW", "Lion"),
+        *("AdamW", "Adam", "SGD", "Adagrad", "Adafactor", "FixedRateAdafactor", "Joined", "StableAdamW", "Lion", "Prodigy"),
         *("DeepSpeedCPUAdam", "FusedAdam"),
     )
 )

@@ -143,7 +143,7 @@ def _optimizer(found: Values, result: Imported) -> None:
         leave_optimizer(given, result)
     else:
         result.add("optimizer", ours, source_text("", given.place, name, ours, OPTIMIZER_NOTES.get(name, "")))
-    if ours == "adamw" and "train.optimizer_params.eps" not in found:
+    if ours in ("adamw", "adamw8bit") and "train.optimizer_params.eps" not in found:
         result.add("adam_epsilon", 1e-6, f"{DEFAULT}: adamw has eps = 1e-6")
     for key, place in ((key, each.place) for key, each in found.items() if key.startswith("train.optimizer_params.")):
         value = found[key].value

@@ -36,10 +36,16 @@ OLD_FAMILIES = {
     "is_pixart_sigma": "pixart",
     "is_auraflow": "auraflow",
 }
-OPTIMIZERS = {"adamw": "adamw", "adamw8bit": "adamw", "adamw8": "adamw", "adafactor": "adafactor", "adagrad": "adagrad"}
-OPTIMIZER_NOTES = {"adamw8bit": "the optimizer state is fp32 here and takes more memory"} | {
-    "adamw8": "the optimizer state is fp32 here and takes more memory"
+OPTIMIZERS = {
+    "adamw": "adamw",
+    "adamw8bit": "adamw8bit",
+    "adamw8": "adamw8bit",
+    "lion": "lion",
+    "lion8bit": "lion",
+    "adafactor": "adafactor",
+    "adagrad": "adagrad",
 }
+OPTIMIZER_NOTES = {"lion8bit": "the optimizer state is fp32 here and takes more memory"}
 SCHEDULES = {
     "constant": "constant",
     "cosine": "cosine",

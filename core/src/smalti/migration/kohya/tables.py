@@ -54,6 +54,7 @@ OPTIMIZERS = {
     "lion": "lion",
     "lion8bit": "lion",
     "pagedlion8bit": "lion",
+    "prodigy": "prodigy",
     "adafactor": "adafactor",
     "sgdnesterov": "sgd",
     "sgdnesterov8bit": "sgd",
@@ -117,7 +118,7 @@ OPTIONS: tuple[Rule, ...] = (
     read("mixed_precision", "mixed_precision", note="fp16 becomes auto: bf16 where the device has it, else fp32"),
     read("learning_rate", "learning_rate", note="the default is 2e-6"),
     read("unet_lr", "learning_rate", note="overrides learning_rate"),
-    read("optimizer_type", "optimizer", note="AdamW and Lion, their 8-bit and paged forms, Adafactor and SGD"),
+    read("optimizer_type", "optimizer", note="AdamW and Lion, their 8-bit and paged forms, Prodigy, Adafactor and SGD"),
     read("use_8bit_adam", "optimizer", note="adamw8bit"),
     read(
         "optimizer_args",

@@ -100,7 +100,7 @@ def _optimizer(found: Values, result: Imported) -> None:
         leave_optimizer(named, result)
     else:
         result.add("optimizer", ours, source_text("", named.place, name, ours, OPTIMIZER_NOTES.get(name, "")))
-    if ours == "adamw":
+    if ours in ("adamw", "adamw8bit", "lion"):
         for key, option in (("weight_decay", "adam_weight_decay"), ("beta1", "adam_beta1"), ("beta2", "adam_beta2")):
             if (value := found.get(f"optimizer.{key}")) is not None:
                 result.add(option, value.read(number), value.place)

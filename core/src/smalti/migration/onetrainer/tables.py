@@ -25,13 +25,15 @@ FAMILIES = {
 METHODS = {"FINE_TUNE": "full", "LORA": "lora"}
 OPTIMIZERS = {
     "ADAMW": "adamw",
-    "ADAMW_8BIT": "adamw",
+    "ADAMW_8BIT": "adamw8bit",
+    "LION": "lion",
+    "LION_8BIT": "lion",
     "ADAFACTOR": "adafactor",
     "ADAGRAD": "adagrad",
     "SGD": "sgd",
     "MUON": "muon",
 }
-OPTIMIZER_NOTES = {"ADAMW_8BIT": "the optimizer state is fp32 here and takes more memory"} | {
+OPTIMIZER_NOTES = {"LION_8BIT": "the optimizer state is fp32 here and takes more memory"} | {
     "SGD": "momentum of 0.9 here",
 }
 SCHEDULES = {
