@@ -152,6 +152,8 @@ def unpack(
         click.echo(f"    left out: {place}: {reason}")
     if len(done.unusable) > _SHOWN:
         click.echo(f"    and {len(done.unusable) - _SHOWN} more")
+    if any(part.startswith("partial-") for file in files for part in file.parts):
+        click.echo("note: partial: the Hub converts only the first part of a large dataset; its own files have all of it")
     strategy = " --caption_strategy=instanceprompt --instance_prompt=TEXT" if no_captions else ""
     click.echo(f"next: smalti dataset check --instance_data_dir={shlex.quote(str(folder))}{strategy}")
 

@@ -197,7 +197,7 @@ def _copy_from_hub(entry: Mapping[str, object]) -> str:
     instance_prompt = given.get("caption_strategy") == "instanceprompt"
     columns = [f"--{key}={given[key]}" for key in ("image_column", "caption_column") if isinstance(given.get(key), str)]
     columns = [*columns[:1], "--no_captions"] if instance_prompt else columns
-    download = f"hf download {name} --repo-type dataset --revision refs/convert/parquet --include {quote(f'*/{split}/*')}"
+    download = f"hf download {name} --repo-type dataset --revision refs/convert/parquet --include {quote(f'*{split}/*')}"
     unpack = f"smalti dataset unpack {quote(f'{folder}-parquet')} --to {quote(folder)} {' '.join(map(quote, columns))}".rstrip()
     strategy = "" if instance_prompt else ', "caption_strategy": "textfile"'
     changed = f'"type": "local", "instance_data_dir": {json.dumps(folder)}{strategy}, "metadata_backend": "discovery"'
