@@ -326,10 +326,6 @@ def test_an_optimizer_of_deepspeeds_alone_is_an_optimizer_of_smaltis():
             "zero_optimization.max_live_parameters in deepspeed_config: is 5, and stage3_max_live_parameters, which is",
         ),
         (
-            {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
-            "zero_optimization.round_robin_gradients in deepspeed_config: cannot be used",
-        ),
-        (
             {"zero_optimization": {"stage": 3, "module_granularity_threshold": 9}},
             "zero_optimization.module_granularity_threshold in deepspeed_config: cannot be used",
         ),
@@ -367,6 +363,19 @@ def test_what_cannot_be_is_refused_with_its_key(document, told):
     assert [each for each in refusals(document) if each.startswith(told)]
 
 
+def test_comments_are_left_out_at_any_depth():
+    commented = {"_comment": "x", "//": "y", "zero_optimization": {"stage": 2, "__note": 1}, "comment": "z"}
+    config = configure({**ZERO2, **commented})
+    document = resolved(config, world_size=1)
+    assert not {"_comment", "//", "comment", "__note"} & (document.keys() | document["zero_optimization"].keys())
+    assert not any("comment" in notice for notice in config.notices)
+
+
+def test_a_refused_optimizer_is_the_only_problem_whatever_its_settings():
+    onebit = {"type": "OneBitAdam", "params": {"freeze_step": 400, "cuda_aware": False, "comm_backend_name": "nccl"}}
+    assert len(refusals({**ZERO2, "optimizer": onebit})) == 1
+
+
 def test_a_misspelt_key_is_told_with_the_nearest_one():
     with pytest.raises(ConfigError, match="did you mean gradient_clipping"):
         configure({**ZERO2, "gradient_cliping": 1.0})
@@ -380,13 +389,22 @@ def test_a_misspelt_key_is_told_with_the_nearest_one():
         ({**ZERO2, "activation_checkpointing": {}}, "--gradient_checkpointing"),
         ({**ZERO2, "tensorboard": {"enabled": True}}, "--report_to"),
         ({**ZERO2, "gradient_allreduce_op": "sum"}, "averaged"),
+        ({"zero_optimization": {"stage": 2, "round_robin_gradients": True}}, "it is switched off"),
+        ({**ZERO2, "cuda_visible_devices": "0,1"}, "DeepSpeed has no such setting"),
         ({**ZERO2, "scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": 9}}}, "last_batch_iteration"),
     ],
 )
 def test_what_has_no_effect_is_told_and_left_out(document, word):
     config = configure(document)
     assert [notice for notice in config.notices if "has no effect" in notice and word in notice]
-    gone = {"zero3_save_16bit_model", "activation_checkpointing", "tensorboard", "gradient_allreduce_op"}
+    gone = {
+        "zero3_save_16bit_model",
+        "activation_checkpointing",
+        "tensorboard",
+        "gradient_allreduce_op",
+        "cuda_visible_devices",
+    }
+    assert not resolved(config, world_size=1)["zero_optimization"].get("round_robin_gradients")
     assert not gone & resolved(config, world_size=1).keys()
     assert "offload_param" not in resolved(config, world_size=1)["zero_optimization"]
 

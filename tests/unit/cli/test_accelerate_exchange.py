@@ -137,8 +137,10 @@ def test_an_export_is_the_users_file_with_the_options_in_it(run, write, tmp_path
     path, target = write("user.yaml", MINIMAL + "future_key: {a: 1}\n"), tmp_path / "out.yaml"
     code, _, told = run("export-accelerate", "--accelerate_config", path, "--num_processes=4", "--to", target)
     exported = yaml.safe_load(target.read_text())
-    assert (code, exported["num_processes"], exported["gpu_ids"], exported["future_key"]) == (0, 4, "0,1,2,3,4,5,6,7", {"a": 1})
-    assert target.read_text().startswith("# num_processes: '4' from --num_processes wins over 8 from num_processes in")
+    assert (code, exported["num_processes"], exported["gpu_ids"]) == (0, 4, "0,1,2,3,4,5,6,7")
+    assert "future_key" not in exported, "accelerate launch refuses a key that it does not know"
+    assert f"# future_key in {path} has no effect" in target.read_text()
+    assert "# num_processes: '4' from --num_processes wins over 8 from num_processes in" in target.read_text()
     assert told == f"smalti: wrote {target}\n"
 
 

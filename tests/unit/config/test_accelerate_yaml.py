@@ -53,7 +53,7 @@ def fire(*flags: str):
 @pytest.fixture
 def read(write):
     def give(section: str, *flags: str, kind: str = "MULTI_GPU"):
-        path = write("user.yaml", f"distributed_type: {kind}\nglaze_config: {section}\n")
+        path = write("user.yaml", f"distributed_type: {kind}\nmixed_precision: bf16\nglaze_config: {section}\n")
         return resolve(SCHEMA, ("--accelerate_config", str(path), *flags), environment={})
 
     return give
@@ -102,6 +102,31 @@ def test_none_takes_a_key_out_of_a_merged_file_and_leaves_no_trace_where_there_w
         "a": {"c": 2},
         "e": {"g": 4},
     }
+
+
+PRECISION = {
+    ("distributed_type: NO", ""): True,
+    ("distributed_type: NO\nmixed_precision: bf16", ""): False,
+    ("distributed_type: NO\nmixed_precision: 'no'", ""): False,
+    ("distributed_type: NO", "--mixed_precision=bf16"): False,
+}
+
+
+@pytest.mark.parametrize(("text", "flag"), PRECISION)
+def test_a_file_without_a_precision_is_fp32_to_accelerate_and_that_is_said(tmp_path, text, flag):
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    notices = resolve(SCHEMA, [flag] if flag else [], file=path, environment={}).notices
+    assert any("Accelerate computes in fp32 then" in notice for notice in notices) == PRECISION[text, flag]
+
+
+def test_a_key_that_accelerate_does_not_have_gets_a_notice(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("distributed_type: NO\nmixed_precision: 'no'\ninvalid_key: value\nglaze_config: {coats: 2}\n")
+    notices = resolve(SCHEMA, file=path, environment={}).notices
+    assert [notice for notice in notices if "no such key" in notice] == [
+        f"invalid_key in {path} has no effect: Accelerate has no such key, and refuses a file that has it"
+    ]
 
 
 def test_what_no_option_can_say_is_told_apart_from_what_says_nothing():

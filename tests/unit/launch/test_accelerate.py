@@ -84,9 +84,15 @@ def test_a_plan_without_a_users_file_is_one_that_accelerate_understands(configur
 
 
 def test_keys_that_smalti_does_not_cover_survive(planned):
-    text = MINIMAL + "debug: true\nmain_training_function: main\nsame_network: false\ntpu_env: []\nfuture_key: {a: 1}\n"
+    text = MINIMAL + "debug: true\nmain_training_function: main\nsame_network: false\ntpu_env: []\n"
     merged = planned(text).accelerate
     assert {key: merged[key] for key in yaml.safe_load(text)} == yaml.safe_load(text)
+
+
+def test_keys_that_accelerate_refuses_are_left_out_with_a_notice(planned):
+    plan = planned(MINIMAL + "invalid_key: {a: 1}\n")
+    understood(plan)
+    assert "invalid_key" not in plan.accelerate
 
 
 def test_the_users_file_is_not_touched(planned, write):
@@ -210,6 +216,7 @@ def test_an_accelerate_yaml_can_be_the_configuration_itself_but_not_twice(config
 
 def test_what_has_no_effect_is_told(configure, write):
     text = "distributed_type: 'NO'\ndynamo_config: {dynamo_use_dynamic: true}\nmpirun_config: {a: 1}\ndowncast_bf16: 'yes'\n"
+    text += "mixed_precision: bf16\n"
     notices = configure("--accelerate_config", str(write("user.yaml", text))).notices
     assert [notice.partition(" in ")[0] for notice in notices] == ["dynamo_use_dynamic", "mpirun_config", "downcast_bf16"]
 

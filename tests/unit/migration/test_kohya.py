@@ -120,7 +120,7 @@ def test_a_command_line_gives_the_family_and_goes_before_the_file_that_it_names(
     }
     assert (values["checkpoint_step_interval"], values["checkpoints_total_limit"], values["max_train_steps"]) == (100, 3, 1600)
     assert (values["validation_prompt"], values["validation_resolution"]) == (["a cat", "a dog"], "640x960")
-    assert values["validation_num_inference_steps"] == 12
+    assert (values["validation_num_inference_steps"], values["validation_negative_prompt"]) == (12, "ugly")
     assert "datasets" in left, "no images are named"
 
 
@@ -156,6 +156,22 @@ def test_caption_files_keep_their_extension_and_class_tokens_are_for_images_with
 def test_a_learning_rate_of_an_optimizer_that_is_not_there_is_not_taken_over(imported):
     values, left, _ = imported({"train.toml": "network_dim=4\noptimizer_type='DAdaptAdam'\nlearning_rate=1.0"}, "sdxl")
     assert (values.keys() & {"optimizer", "learning_rate"}, left["train.toml: optimizer_type"].value) == (set(), "DAdaptAdam")
+
+
+ADAFACTOR = {
+    "": (None, None),
+    "'relative_step=False'": ("adafactor_scaled", 0.0),
+    "'relative_step=False', 'scale_parameter=False', 'warmup_init=False'": ("adafactor", 0.0),
+    "'relative_step=False', 'scale_parameter=False', 'weight_decay=0.1'": ("adafactor", 0.1),
+}
+
+
+@pytest.mark.parametrize("arguments", ADAFACTOR)
+def test_adafactor_is_the_one_that_its_arguments_describe(imported, arguments):
+    keys = f"network_dim=4\noptimizer_type='AdaFactor'\nlearning_rate=1e-3\noptimizer_args=[{arguments}]"
+    values, left, _ = imported({"train.toml": keys}, "sdxl")
+    assert (values.get("optimizer"), values.get("adam_weight_decay")) == ADAFACTOR[arguments]
+    assert ("train.toml: optimizer_type" in left, "learning_rate" in values) == (not arguments, bool(arguments))
 
 
 def test_a_model_that_is_not_known_has_to_be_named(imported):

@@ -52,7 +52,7 @@ json_values = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(),
-    st.floats(),
+    st.floats(allow_nan=False, allow_infinity=False),
     st.text(max_size=8),
     st.sampled_from(["lora", "cosine", "AdamW8bit", "0.1", "STEP", "LOGIT_NORMAL", "512,768"]),
     st.lists(st.one_of(st.text(max_size=4), st.dictionaries(st.sampled_from(["path", "folder_path"]), st.text())), max_size=3),

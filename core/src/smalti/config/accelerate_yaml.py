@@ -124,9 +124,19 @@ def problems_of(values: Mapping[str, object], schema: Schema, path: Path) -> Ite
         assert package is not None, "each strategy of Accelerate has a package"
         problem = package.problem(f"{key} needs {package.distribution}", str(path))
         yield replace(problem, fix=f"{problem.fix}, {leave}")
-    for key in values:
-        if key not in KEYS and (near := get_close_matches(str(key), KEYS, n=1, cutoff=0.85)):
-            yield Problem(message=f"unknown key {key}", where=str(path), fix=f"did you mean {near[0]}?")
+    for key in _unknown(values, schema):
+        if near := _near(key):
+            yield Problem(message=f"unknown key {key}", where=str(path), fix=f"did you mean {near}?")
+
+
+def _unknown(values: Mapping[str, object], schema: Schema) -> list[str]:
+    """The keys that neither Accelerate nor a plugin has. `accelerate launch` refuses a file with one."""
+    return [str(key) for key in values if key not in KEYS | _covered(schema)]
+
+
+def _near(key: str) -> str:
+    """The key of Accelerate that was meant; "" if none is alike."""
+    return next(iter(get_close_matches(key, KEYS, n=1, cutoff=0.85)), "")
 
 
 def _covered(schema: Schema) -> set[str]:
@@ -142,6 +152,9 @@ def notices_of(values: Mapping[str, object], schema: Schema, path: Path) -> Iter
     for key, value in dynamo.items() if isinstance(dynamo, Mapping) else ():
         if str(key).removeprefix("dynamo_") not in ("backend", "mode") and value:
             yield f"{key} in {path} has no effect: smalti compiles block by block, with dynamo_backend and dynamo_mode"
+    for key in _unknown(values, schema):
+        if not _near(key):
+            yield f"{key} in {path} has no effect: Accelerate has no such key, and refuses a file that has it"
     if values.get("mpirun_config"):
         yield f"mpirun_config in {path} has no effect: ranks on CPUs are started by torch's own launcher"
     if str(values.get("downcast_bf16", "no")).lower() not in ("no", "false"):
@@ -150,11 +163,24 @@ def notices_of(values: Mapping[str, object], schema: Schema, path: Path) -> Iter
 
 def uncovered(values: Mapping[str, object], schema: Schema) -> dict[str, object]:
     """The keys at the top of the file that no option corresponds to, which reach `accelerate launch` from a file only."""
-    known = {*_covered(schema), *_NOT_PASSED_ON, "same_network"}
+    known = {*_covered(schema), *_NOT_PASSED_ON, "same_network", *_unknown(values, schema)}
     said = {key: value for key, value in values.items() if key not in known and value not in _SAYS_NOTHING}
     if values.get("same_network") is False and values.get("num_machines", 1) != 1:
         said["same_network"] = False  # the default without a file is true
     return said
+
+
+def launchable(values: Mapping[str, object], schema: Schema) -> dict[str, object]:
+    """The file without keys that `accelerate launch` refuses."""
+    unknown = _unknown(values, schema)
+    return {key: value for key, value in values.items() if key not in unknown}
+
+
+def precision_notice(values: Mapping[str, object], path: Path) -> str:
+    """What to say if the file leaves the precision open, which is fp32 to Accelerate. "" if it does not."""
+    if values.get("mixed_precision") or values.get("fp16"):
+        return ""
+    return f"mixed_precision is not in {path}: Accelerate computes in fp32 then, smalti as auto; --mixed_precision=no is fp32"
 
 
 def merge(user: Mapping[str, object], ours: Mapping[str, object]) -> dict[str, object]:

@@ -90,6 +90,8 @@ def draft(
     if keys and not kept.values:
         kept = _of_reference(schema, chosen, keys, str(file))
     _keep(schema, chosen, kept, notices)
+    if path is not None and "mixed_precision" not in chosen and (remark := accelerate_yaml.precision_notice(accelerate, path)):
+        notices.append(remark)
     values = {name: given for name, (_, given) in chosen.items()}
     groups = _validate(schema, values, problems)
     problems += _conflicts(schema, groups, problems)

@@ -214,7 +214,8 @@ def merged_yaml(config: Config, distributed: DistributedPlan, kind: str) -> dict
         ours["main_process_ip"] = options.main_process_ip
     # smalti compiles block by block itself, and the strategy says what is sharded.
     replaced = ("dynamo_config", "dynamo_backend", "fp16", "parallelism_config")
-    user = {key: value for key, value in config.accelerate.items() if key not in replaced}
+    known = accelerate_yaml.launchable(config.accelerate, config.schema)
+    user = {key: value for key, value in known.items() if key not in replaced}
     base = {"compute_environment": "LOCAL_MACHINE", "rdzv_backend": "static", "same_network": True, **user}
     return accelerate_yaml.merge(accelerate_yaml.merge(base, ours), distributed.accelerate)
 

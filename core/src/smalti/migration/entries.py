@@ -48,3 +48,13 @@ def flattened(values: Mapping[str, object], *, before: str = "") -> dict[str, ob
         elif value is not None:
             found[f"{before}{key}"] = value
     return found
+
+
+def add_negative_prompt(given: Iterable[object], place: str, result: Imported) -> None:
+    """Set the negative prompt of validation images, which is one for all of them."""
+    texts = list(dict.fromkeys(str(text).strip() for text in given if text and str(text).strip()))
+    if texts:
+        result.add("validation_negative_prompt", texts[0], place)
+    if len(texts) > 1:
+        fix = "a file for validation_prompt_library has a negative prompt for each"
+        result.leave(place, "validation_negative_prompt is one for all prompts; the first is used", fix=fix, value=texts)

@@ -9,10 +9,11 @@ from smalti import Config
 from smalti.config import DataOptions, OptimizerOptions, RunOptions, TrainingOptions
 from smalti.parallel import in_bf16
 from smalti_deepspeed.derived_options import SCHEDULERS, named
-from smalti_deepspeed.keys import ACCELERATES, OTHERWISE, SHORT
+from smalti_deepspeed.keys import ACCELERATES, OTHERWISE, SHORT, SWITCHED_OFF
 from smalti_deepspeed.optimizers import deepspeed_name, normalised, optimizer_settings
 from smalti_deepspeed.options import DeepSpeedOptions
 from smalti_deepspeed.parsing import Document, is_open, place, read, section
+from smalti_deepspeed.validate import unknown_settings
 
 BUCKET = 2**25
 """Elements in a bucket of gradients or gathered parameters: large enough for full bandwidth, 64 MiB in bf16."""
@@ -50,6 +51,8 @@ def resolved(config: Config, *, world_size: int) -> dict[str, object]:
     for key in ("bfloat16", "fp16", "optimizer", "scheduler", *ACCELERATES, *OTHERWISE):
         document.pop(key, None)
     precision = section(given(config), "bfloat16") | section(given(config), "bf16")
+    for key in unknown_settings(document):
+        del document[key]
     document["bf16"] = {**precision, "enabled": in_bf16(config)}
     document["zero_optimization"] = _zero(config)
     if (optimizer := _optimizer(config)) is not None:
@@ -116,6 +119,7 @@ def _zero(config: Config) -> dict[str, object]:
             zero[new] = {"device": "cpu"}
     if zero.get("stage") != 3:
         zero.pop("offload_param", None)
+    zero |= dict.fromkeys(zero.keys() & SWITCHED_OFF.keys(), False)
     path = config[DeepSpeedOptions].offload_param_path
     for key in ("offload_param", "offload_optimizer"):
         offload = section(zero, key)

@@ -17,11 +17,20 @@ Document = dict[str, object]
 def read(value: object) -> Document:
     """The configuration that `value` is, or names. Raises UserError with line and column of a syntax error."""
     if isinstance(value, Mapping):
-        return _followed({str(key): each for key, each in value.items()})
+        return _followed(without_comments(value))
     text = str(value).strip()
     if text.startswith(("{", "[")):
         return _followed(parse(text, "deepspeed_config"))
     return read_file(place(text))
+
+
+def without_comments(table: Mapping[str, object]) -> Document:
+    """A table without the keys that people use as comments in JSON, such as `_comment` or `//`, at any depth."""
+    return {
+        str(key): without_comments(value) if isinstance(value, Mapping) else value
+        for key, value in table.items()
+        if not str(key).startswith(("_", "//", "#")) and str(key).lower() not in ("comment", "comments", "description")
+    }
 
 
 def _followed(document: Document) -> Document:
@@ -65,7 +74,7 @@ def parse(text: str, name: str) -> Document:
     if not isinstance(value, dict):
         fix = 'write {"zero_optimization": {"stage": 2}}'
         raise UserError(f"{name} contains a {type(value).__name__}, not a table of settings", fix=fix)
-    return value
+    return without_comments(value)
 
 
 def as_text(document: Mapping[str, object]) -> str:

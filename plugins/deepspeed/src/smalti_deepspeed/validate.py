@@ -27,17 +27,20 @@ from smalti_deepspeed.keys import (
     SCHEDULER,
     SETTINGS,
     SHORT,
+    SWITCHED_OFF,
     TOP,
     ZERO,
     Kind,
 )
-from smalti_deepspeed.optimizers import normalised
+from smalti_deepspeed.optimizers import normalised, refusal
 from smalti_deepspeed.parsing import is_open, section
 
 STAGES = (1, 2, 3)
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 TYPES = ("fp32", "bf16", "fp16")
 DEVICES = ("none", "cpu", "nvme")
+_CUTOFF = 0.7
+"""How alike two names are if one is a misspelling of the other, for difflib."""
 _TABLES = frozenset(("zero_optimization", "bf16", "bfloat16", "fp16", *REFUSED, *OTHERWISE)) - {
     "dataloader_drop_last",
     "gradient_allreduce_op",
@@ -57,16 +60,30 @@ def notices(document: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     for key in document:
         if instead := ACCELERATES.get(key) or OTHERWISE.get(key):
             yield key, f"has no effect: {instead}"
+    for key in unknown_settings(document):
+        yield key, "has no effect: DeepSpeed has no such setting"
     zero = section(document, "zero_optimization")
+    for key, reason in SWITCHED_OFF.items():
+        if zero.get(key) is True:
+            yield f"zero_optimization.{key}", f"has no effect, it is switched off: {reason}"
     if zero.get("stage") in (1, 2) and section(zero, "offload_param").get("device") in ("cpu", "nvme"):
         remark = f"has no effect in stage {zero['stage']}: parameters are offloaded in stage 3 only"
         yield "zero_optimization.offload_param", remark
 
 
+def unknown_settings(document: Mapping[str, object]) -> list[str]:
+    """The keys at the top that DeepSpeed does not have and that resemble none of its own. DeepSpeed ignores them, too."""
+    known = {*TOP, *ACCELERATES, *REMOVED_TOP, *ZERO, *SHORT}
+    return [key for key in document if key not in known and not get_close_matches(key, known, n=1, cutoff=_CUTOFF)]
+
+
 def _top(document: Mapping[str, object]) -> Iterator[Problem]:
+    harmless = unknown_settings(document)
     for key, value in document.items():
         if key in REMOVED_TOP:
             yield Problem(message="DeepSpeed has this no more", where=key, fix="leave it out")
+        elif key in harmless:
+            continue
         elif key not in TOP and key not in ACCELERATES:
             inside = key in ZERO or key in SHORT
             hint = f"it belongs into zero_optimization: {key}" if inside else _near(key, (*TOP, *ACCELERATES))
@@ -107,8 +124,9 @@ def _inside(document: Mapping[str, object]) -> Iterator[Problem]:
         for beside in content.keys() - NAMED:
             hint = f"it belongs into {key}.params" if beside in kinds else _near(beside, tuple(NAMED))
             yield Problem(message="unknown key", where=f"{key}.{beside}", fix=hint)
-        replaced = key == "optimizer" and normalised(str(name))[1]  # for what takes its place they are not meant
-        if not is_open(name) and not replaced:
+        known, replaced = normalised(str(name)) if key == "optimizer" else ("", "")
+        # Settings of an optimizer that is replaced or refused are not those of another one.
+        if not is_open(name) and not replaced and not refusal(known):
             yield from _settings(section(content, "params"), kinds, f"{key}.params")
 
 
@@ -172,7 +190,7 @@ def _settings(values: Mapping[str, object], kinds: Mapping[str, Kind], place: st
 
 
 def _near(key: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
-    near = get_close_matches(key, known, n=2, cutoff=0.7)
+    near = get_close_matches(key, known, n=2, cutoff=_CUTOFF)
     return f"did you mean {' or '.join(near)}?" if near else "leave it out, or see DeepSpeed's documentation of its JSON"
 
 

@@ -19,7 +19,7 @@ from smalti.migration.aitoolkit.tables import (
     TRAINERS,
 )
 from smalti.migration.converters import number, path, switch, whole
-from smalti.migration.entries import DDPM_FAMILIES, flattened, leave_optimizer, new_entry, without_adapter
+from smalti.migration.entries import DDPM_FAMILIES, add_negative_prompt, flattened, leave_optimizer, new_entry, without_adapter
 from smalti.migration.files import Opened
 from smalti.migration.rules import Entry, Found, Imported, Line, Rule, apply, attempt, found_in, source_text
 
@@ -144,7 +144,9 @@ def _optimizer(found: Values, result: Imported) -> None:
     else:
         result.add("optimizer", ours, source_text("", given.place, name, ours, OPTIMIZER_NOTES.get(name, "")))
     if ours in ("adamw", "adamw8bit") and "train.optimizer_params.eps" not in found:
-        result.add("adam_epsilon", 1e-6, f"{DEFAULT}: adamw has eps = 1e-6")
+        result.add("adam_epsilon", 1e-6, f"{DEFAULT}: {name} has eps = 1e-6")
+    elif ours in ("lion", "adafactor", "adagrad") and "train.optimizer_params.weight_decay" not in found:
+        result.add("adam_weight_decay", 0.0, f"{DEFAULT}: {name} has no weight decay")
     for key, place in ((key, each.place) for key, each in found.items() if key.startswith("train.optimizer_params.")):
         value = found[key].value
         match key.rpartition(".")[2]:
@@ -243,8 +245,8 @@ def _samples(found: Values, result: Imported) -> None:
         where = walk.place if walk is not None else f"{DEFAULT}: sample.walk_seed"
         result.leave(where, "seeds of validation images count up here; there all prompts have the same one", value=False)
     negative = found.get("sample.neg")
-    if negative is not None and str(negative.value).strip() and negative.value is not False:
-        result.leave(negative.place, "negative prompts are not supported", value=negative.value)
+    if negative is not None:
+        add_negative_prompt([negative.value], negative.place, result)
 
 
 def _prompts(found: Values) -> tuple[list[str], str]:

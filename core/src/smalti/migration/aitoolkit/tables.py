@@ -100,6 +100,7 @@ OPTIONS: tuple[Rule, ...] = (
     *no_effect("only for adapters that are listed themselves", "network.split_multistage_loras"),
     # Model
     option("model.name_or_path", "pretrained_model_name_or_path", path),
+    option("model.extras_name_or_path", "base_pipeline", path),
     read("model.arch", "model_family"),
     *(read(f"model.{key}", "model_family") for key in OLD_FAMILIES),
     read("model.quantize", "base_model_precision", note="only of a LoRA"),
@@ -114,8 +115,8 @@ OPTIONS: tuple[Rule, ...] = (
     *no_effect("the model is loaded as its pipeline describes it", "model.use_flux_cfg", "model.model_kwargs"),
     *unsupported(
         "the other components come from the pipeline",
-        *("model.vae_path", "model.te_name_or_path", "model.extras_name_or_path", "model.unet_path"),
-        fix="use a pipeline in diffusers layout that holds them",
+        *("model.vae_path", "model.te_name_or_path", "model.unet_path"),
+        fix="base_pipeline names a pipeline in diffusers layout that has them",
     ),
     *unsupported(
         "no adapter is added to the base model",
@@ -196,9 +197,9 @@ OPTIONS: tuple[Rule, ...] = (
     read("sample.walk_seed", "validation_seed", note="seeds count up here, as with walk_seed"),
     read("sample.guidance_scale", "validation_guidance", note="7 by default there"),
     read("sample.sample_steps", "validation_num_inference_steps", note="20 by default there"),
-    read("sample.neg", note="one negative prompt"),
-    *unsupported("images are sampled with the adapter at full strength", "sample.network_multiplier", off=(*OFF, 1, "1")),
-    *unsupported("guidance is not rescaled", "sample.guidance_rescale"),
+    read("sample.neg", "validation_negative_prompt"),
+    option("sample.network_multiplier", "validation_adapter_strength", number),
+    option("sample.guidance_rescale", "validation_guidance_rescale", number),
     *no_effect("the family samples as its pipeline does", "sample.sampler", "sample.format", "sample.fps", "sample.num_frames"),
     *no_effect("the family samples as its pipeline does", "sample.sample_start_step", "sample.refiner_start_at"),
     *no_effect("written by its user interface", "sqlite_db_path", "device", "performance_log_every", "is_test"),

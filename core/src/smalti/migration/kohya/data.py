@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from smalti.migration.converters import number, path, switch, whole
-from smalti.migration.entries import new_entry
+from smalti.migration.entries import add_negative_prompt, new_entry
 from smalti.migration.files import Opened
 from smalti.migration.kohya.tables import DATASETS, NAME
 from smalti.migration.rules import Entry, Found, Imported, Line, UnconvertibleError, apply, attempt, found_in, source_text
@@ -213,8 +213,7 @@ def prompts_of(file: Opened, family: str, result: Imported) -> None:
             result.add(name, values[0], f"{file.name}: {key}; the default there is {default}")
         if len(values) > 1 and key != "seed":
             result.leave(file.name, f"{name} is one for all prompts here; the first is used", value=values)
-    if negative := [row["negative_prompt"] for row in rows if row.get("negative_prompt")]:
-        result.leave(file.name, "negative prompts are not supported", value=negative[0])
+    add_negative_prompt([row.get("negative_prompt") for row in rows], file.name, result)
 
 
 _PROMPTS = (

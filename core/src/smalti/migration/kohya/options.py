@@ -179,6 +179,8 @@ def _convert_options(found: Values, model: _Model, result: Imported) -> None:
         values.pop("min_snr_gamma", None)
     if model.kind != "lora":
         rules, values = without_adapter(rules, values)
+    elif "network_weights" in values and "network_dim" not in values:
+        rules = [rule for rule in rules if rule.key not in ("network_dim", "network_alpha")]
     apply(rules, values, result)
 
 
@@ -224,19 +226,32 @@ def _optimizer(found: Values, result: Imported) -> None:
     if ours is None and given is not None:
         leave_optimizer(given, result)
         return
+    arguments = found.get("optimizer_args")
+    words = _words(arguments) if arguments is not None else {}
+    if given is not None and ours == "adafactor":
+        if words.pop("relative_step", "True").lower() != "false":
+            leave_optimizer(Found(value="Adafactor with relative_step", place=given.place), result)
+            return
+        ours = "adafactor" if words.pop("scale_parameter", "True").lower() == "false" else "adafactor_scaled"
+        words.pop("warmup_init", None)
     source = source_text("", place, given.value if given else "adamw", ours, OPTIMIZER_NOTES.get(name, ""))
     result.add("optimizer", ours, source)
-    if (arguments := found.get("optimizer_args")) is not None:
-        _optimizer_arguments(arguments, result)
+    if ours != "adamw" and ours != "adamw8bit" and "weight_decay" not in words:
+        result.add("adam_weight_decay", 0.0, f"{place}: the default of this optimizer there")
+    if arguments is not None:
+        _optimizer_arguments(words, arguments.place, result)
 
 
-def _optimizer_arguments(given: Found, result: Imported) -> None:
-    """`weight_decay=0.1`, `betas=0.9,0.99`: a list of texts."""
+def _words(given: Found) -> dict[str, str]:
+    """`weight_decay=0.1`, `betas=0.9,0.99`: a list of texts, or one text."""
     words = given.value if isinstance(given.value, list) else str(given.value).split()
-    for word in map(str, words):
-        key, _, value = word.partition("=")
+    return {key: value for key, _, value in (str(word).partition("=") for word in words)}
+
+
+def _optimizer_arguments(words: Mapping[str, str], before: str, result: Imported) -> None:
+    for key, value in words.items():
         numbers = [part.strip(" ()[]") for part in value.split(",") if part.strip(" ()[]")]
-        place = f"{given.place} {key}"
+        place = f"{before} {key}"
         if key == "weight_decay":
             result.add("adam_weight_decay", number(value), place)
         elif key == "eps" and len(numbers) == 1:

@@ -42,7 +42,6 @@ NETWORKS = {
 FAMILY_KEYS = {"gemma2": "lumina2", "clip_g": "sd3", "guidance_scale": "flux", "model_prediction_type": "flux", "ae": "flux"}
 """Keys that only the scripts of one family have; the first that occurs decides."""
 
-_OTHER_OPTIMIZER = "smalti has no such optimizer!"
 OPTIMIZERS = {
     "adamw": "adamw",
     "": "adamw",
@@ -102,9 +101,9 @@ OPTIONS: tuple[Rule, ...] = (
     option("t5xxl_max_token_length", "tokenizer_max_length", whole),
     option("gemma2_max_token_length", "tokenizer_max_length", whole),
     *unsupported(
-        "the other components come from a base in diffusers layout",
+        "text encoders and VAE come from a pipeline, by default the one published for the model",
         *("clip_l", "clip_g", "t5xxl", "gemma2", "ae", "vae"),
-        fix="smalti takes those of the family's default pipeline; see `smalti train --help model`",
+        fix='base_pipeline = "FOLDER" names another pipeline',
     ),
     *unsupported("Stable Diffusion 1 and 2 are not supported", "v2"),
     # Training
@@ -171,7 +170,10 @@ OPTIONS: tuple[Rule, ...] = (
     read("save_last_n_steps", "checkpoints_total_limit", note="steps there, a number of checkpoints here"),
     read("save_last_n_epochs", "checkpoints_total_limit", note="with save_every_n_epochs"),
     option("sample_every_n_steps", "validation_step_interval", whole),
-    read("sample_prompts", "validation_prompt", "validation_resolution", "validation_num_inference_steps"),
+    read(
+        "sample_prompts",
+        *("validation_prompt", "validation_negative_prompt", "validation_resolution", "validation_num_inference_steps"),
+    ),
     read("log_with", "report_to"),
     option("log_tracker_name", "tracker_project_name", text),
     # Nothing to do

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from smalti.migration.converters import number, path, switch, whole
-from smalti.migration.entries import flattened, new_entry
+from smalti.migration.entries import add_negative_prompt, flattened, new_entry
 from smalti.migration.onetrainer.tables import CONCEPT_DETAILS, CONCEPTS, NAME
 from smalti.migration.rules import Entry, Found, Imported, Line, apply, attempt, found_in, source_text
 
@@ -132,5 +132,4 @@ def samples_of(rows: Sequence[object], file: str, options: Values, result: Impor
             result.add(name, value.read(number), value.place)
         if key != "seed" and len({row.get(key) for row in given}) > 1:
             result.leave(f"{file}: {key}", f"{name} is one for all prompts here; the first is used")
-    if negative := [row["negative_prompt"] for row in given if row.get("negative_prompt")]:
-        result.leave(file, "negative prompts are not supported", value=negative[0])
+    add_negative_prompt([row.get("negative_prompt") for row in given], file, result)

@@ -100,12 +100,14 @@ def _optimizer(found: Values, result: Imported) -> None:
         leave_optimizer(named, result)
     else:
         result.add("optimizer", ours, source_text("", named.place, name, ours, OPTIMIZER_NOTES.get(name, "")))
-    if ours in ("adamw", "adamw8bit", "lion"):
-        for key, option in (("weight_decay", "adam_weight_decay"), ("beta1", "adam_beta1"), ("beta2", "adam_beta2")):
-            if (value := found.get(f"optimizer.{key}")) is not None:
-                result.add(option, value.read(number), value.place)
-        if (eps := found.get("optimizer.eps")) is not None:
-            result.add("adam_epsilon", eps.read(number), eps.place)
+    for key, option, optimizers in (
+        ("weight_decay", "adam_weight_decay", set(OPTIMIZERS.values())),
+        ("beta1", "adam_beta1", {"adamw", "adamw8bit", "lion"}),
+        ("beta2", "adam_beta2", {"adamw", "adamw8bit", "lion"}),
+        ("eps", "adam_epsilon", {"adamw", "adamw8bit"}),
+    ):
+        if ours in optimizers and (value := found.get(f"optimizer.{key}")) is not None:
+            result.add(option, value.read(number), value.place)
     for key in [key for key in found if key.startswith("optimizer.")]:
         found.pop(key)  # the settings of every optimizer are in the file
     if "multi_gpu" in found and found["multi_gpu"].read(switch) and "device_indexes" in found:

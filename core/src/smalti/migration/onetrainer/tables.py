@@ -173,7 +173,7 @@ OPTIONS: tuple[Rule, ...] = (
     *no_effect("only for videos", "frames"),
     # Samples, saving
     read("sample_definition_file_name", "validation_prompt", note="the file is read too"),
-    read("samples", "validation_prompt"),
+    read("samples", "validation_prompt", "validation_negative_prompt", "validation_resolution"),
     read("sample_after", "validation_step_interval", note="if sample_after_unit is STEP"),
     read("sample_after_unit", "validation_step_interval"),
     read("save_every", "checkpoint_step_interval", note="if save_every_unit is STEP; else backup_after"),
