@@ -1,6 +1,6 @@
 """Adapters with random weights, exported as `smalti checkpoint export` does, and what their readers make of the files."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import tiny
@@ -40,6 +40,8 @@ class Adapter:
     subject: FamilySubject
     model: torch.nn.Module
     checkpoint: Path
+    usages: dict[str, str] = field(default_factory=dict)
+    """What the last export said about its files, by tool."""
 
     @property
     def deltas(self) -> dict[str, torch.Tensor]:
@@ -59,6 +61,7 @@ class Adapter:
         made = ExportFolder(folder, trained, described, lambda done, total: None, name=folder.name, request=asked)
         self.subject.family.export(made)
         made.finish()
+        self.usages = {usage.tool: usage.text.replace("{path}", str(folder)) for usage in made.usages}
         return folder
 
     def predict(self, model) -> torch.Tensor:

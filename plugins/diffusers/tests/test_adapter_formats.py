@@ -150,6 +150,29 @@ def test_diffusers_reads_the_kohya_format_of_flux(adapter, tmp_path):
         torch.testing.assert_close(up @ down, delta(trained, layer), atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch_dtype:FutureWarning")
+@pytest.mark.parametrize(
+    ("name", "format", "tool"),
+    [("flux", "diffusers", "diffusers"), ("sdxl", "peft", "diffusers and peft"), ("pixart", "peft", "diffusers and peft")],
+)
+def test_the_lines_that_an_export_shows_load_it(adapter, tmp_path, name, format, tool):
+    made = adapter(name)
+    made.export(tmp_path / "style", format=format)
+    *lines, last = made.usages[tool].replace('.to("cuda")', "").replace("bfloat16", "float32").splitlines()
+    names = {}
+    exec("\n".join(lines), names)
+    compile(last.replace("{prompt}", '"a photo"'), "last line", "exec")
+    found = made.predict(names["pipeline"].components[made.subject.family.part])
+    torch.testing.assert_close(found, made.predict(made.model), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "format"), [("flux", "comfyui"), ("sdxl", "kohya")])
+def test_the_file_that_is_copied_to_comfyui_is_there(adapter, tmp_path, name, format):
+    adapter(name).export(tmp_path / "style", format=format)
+    assert adapter(name).usages["ComfyUI"].startswith(f"cp {tmp_path}/style/style.safetensors ComfyUI/models/loras/")
+    assert (tmp_path / "style" / "style.safetensors").is_file()
+
+
 @pytest.mark.parametrize(
     ("name", "format", "reason"),
     [

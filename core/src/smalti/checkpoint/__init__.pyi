@@ -12,7 +12,7 @@ from .conversion.export_folder import (
     Progress as Progress,
     TrainedWeights as TrainedWeights,
 )
-from .conversion.export_request import Computed as Computed, ExportRequest as ExportRequest
+from .conversion.export_request import Computed as Computed, ExportRequest as ExportRequest, Usage as Usage
 from .conversion.formats import (
     Contents as Contents,
     OwnCheckpoint as OwnCheckpoint,

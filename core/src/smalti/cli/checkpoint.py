@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, ClassVar, get_args
 
 import click
@@ -297,10 +298,13 @@ def export_checkpoint(
             progress=progress,
         )
     if as_json:
-        _print_json(vars(done) | {"path": str(done.path), "checkpoint": str(done.checkpoint)})
+        usages = [vars(usage) for usage in done.usages]
+        _print_json(vars(done) | {"path": str(done.path), "checkpoint": str(done.checkpoint), "usages": usages})
         return
     what = f"{counted(done.tensors, 'averaged tensor' if done.averaged else 'trained tensor')}, {format_bytes(done.size)}"
     click.echo(f"{done.path}: {done.family} at step {done.step}, {what} in {counted(len(done.files), 'file')}, verified")
+    for usage in done.usages:
+        click.echo(f"\n{usage.tool}:\n{indent(usage.text, '    ')}")
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from smalti.checkpoint import STATE, read_state
 from smalti.config import (
     Config,
     LaunchOptions,
+    ModelOptions,
     OptimizerOptions,
     RunOptions,
     TrainingOptions,
@@ -167,7 +168,8 @@ class Preparation:
         return outcome.exit_code, outcome.message
 
     def _print_summary(self, code: ExitCode, message: str) -> None:
-        for title, path in self._results().items():
+        results = self._results()
+        for title, path in results.items():
             click.echo(f"  {title:<12} {path}", err=True)
         complete = code is ExitCode.DONE
         click.echo(f"smalti: {'done' if complete else f'ended with exit code {int(code)}'}: {message}", err=True)
@@ -176,8 +178,17 @@ class Preparation:
         again = f"{program_name()} train {shlex.quote(str(self.directory.config_file))}"
         if complete:
             click.echo(f"  train longer {again}{_twice_as_long(self.config)}", err=True)
+            if "checkpoint" in results:
+                click.echo(f"  use it       {self._export_command()}", err=True)
         else:
             click.echo(f"  to resume    run the same command again, or {again}", err=True)
+
+    def _export_command(self) -> str:
+        """The command that writes what inference loads, which then says how."""
+        target = self.directory.path.with_name(f"{self.directory.path.name}-export")
+        command = f"{program_name()} checkpoint export {shlex.quote(str(self.directory.path))} --to={shlex.quote(str(target))}"
+        is_adapter = self.config[ModelOptions].model_type == "lora"
+        return f"{command}    (for ComfyUI: --format=comfyui)" if is_adapter else command
 
     def _results(self) -> dict[str, Path]:
         from smalti.checkpoint import CheckpointStore

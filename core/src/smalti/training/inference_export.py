@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -17,10 +18,11 @@ from smalti.checkpoint import (
     Precision,
     Progress,
     TrainedWeights,
+    Usage,
     check_free_space,
     make_folder,
 )
-from smalti.config import Config, restore
+from smalti.config import Config, DataOptions, ValidationOptions, restore
 from smalti.errors import CheckpointError, UserError
 from smalti.models import Exporter, FormatExporter, ModelFamily, without_weights
 from smalti.parallel import model_tensors
@@ -31,7 +33,7 @@ from smalti.system import parse_json
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What came of it. `size` is in bytes, over all files."""
+    """What came of it. `size` is in bytes, over all files; `usages` say how tools load them."""
 
     path: Path
     checkpoint: Path
@@ -41,6 +43,7 @@ class Exported:
     tensors: int
     size: int
     files: tuple[str, ...]
+    usages: tuple[Usage, ...] = ()
 
 
 def export(
@@ -68,23 +71,21 @@ def export(
     run = _run_of(source)
     config = _config_of(run, plugins, pretrained)
     family = find_family(config, plugins)
-    if not isinstance(family, Exporter):
-        raise UserError(
-            f"the family {family.name} has no export of its own",
-            fix="`smalti checkpoint convert --format=safetensors` writes the plain tensors",
-        )
-    _check_request(family, request)
+    exporter = _exporter(family, request)
     path = _checkpoint_of(source, run, step, report)
     checkpoint = OwnCheckpoint(path, verified=True)
     averaged = _averaged(checkpoint, averaged, report)
     trained = TrainedWeights(checkpoint, use_ema=averaged, precision=precision)
     _compare(path, trained, family)
 
+    usages: list[Usage] = []
+
     def write(folder: Path) -> dict[str, FileRecord]:
         check_free_space(folder, trained.tensors.values())
         adapter = cast(Mapping[str, object] | None, checkpoint.contents.trainer.get("adapter"))
         made = ExportFolder(folder, trained, adapter, progress, name=target.name, request=request)
-        family.export(made)
+        exporter.export(made)
+        usages.extend(_filled(each, target, config) for each in made.usages)
         return made.finish()
 
     try:
@@ -100,17 +101,31 @@ def export(
         tensors=len(trained.tensors),
         size=sum(record.size for record in records.values()),
         files=tuple(sorted(records)),
+        usages=tuple(usages),
     )
 
 
-def _check_request(family: ModelFamily, request: ExportRequest) -> None:
-    """Raises UserError for what the family does not export."""
+def _filled(usage: Usage, target: Path, config: Config) -> Usage:
+    """The usage with the path of the export, and a prompt of the run."""
+    prompts = (*config[ValidationOptions].validation_prompt, config[DataOptions].instance_prompt or "a photo")
+    text = usage.text.replace("{path}", str(target)).replace("{prompt}", json.dumps(prompts[0], ensure_ascii=False))
+    return replace(usage, text=text)
+
+
+def _exporter(family: ModelFamily, request: ExportRequest) -> Exporter:
+    """The family, which exports what is requested. Raises UserError if it does not."""
+    if not isinstance(family, Exporter):
+        raise UserError(
+            f"the family {family.name} has no export of its own",
+            fix="`smalti checkpoint convert --format=safetensors` writes the plain tensors",
+        )
     if isinstance(family, FormatExporter):
         family.check_export(request)
     elif request.format is not None or request.merge or request.single_file:
         raise UserError(
             f"the family {family.name} exports one format only", fix="leave --format, --merge and --single_file out"
         )
+    return family
 
 
 def _run_of(source: Path) -> RunDirectory:

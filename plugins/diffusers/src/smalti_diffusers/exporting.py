@@ -10,6 +10,7 @@ from smalti_diffusers.lora.formats import TrainedAdapter, chosen_format, write_a
 from smalti_diffusers.lora.merging import merged_weights
 from smalti_diffusers.sources.location import INDEX
 from smalti_diffusers.sources.single_file import single_file_layout, trained_tensors, write_single_file
+from smalti_diffusers.usage import adapter_usages, pipeline_usages, single_file_usages
 
 if TYPE_CHECKING:
     from smalti.checkpoint import ExportFolder, ExportRequest
@@ -46,6 +47,7 @@ def export_pipeline(family: PipelineFamily, folder: ExportFolder) -> None:
     if family.lora is not None and not merge:
         format = chosen_format(family.name, folder.request.format)
         write_adapter(folder, format, family.name, family.part, family.meta_model, config)
+        folder.usages += adapter_usages(family, format, folder.name)
         return
     tensors = None
     if merge:
@@ -54,9 +56,11 @@ def export_pipeline(family: PipelineFamily, folder: ExportFolder) -> None:
     if folder.request.single_file:
         trained = trained_tensors(folder) if tensors is None else tensors
         write_single_file(folder, family.name, family.components, family.part, trained, family.scheduler_changes())
+        folder.usages += single_file_usages(family, folder.name)
         return
     _write_frozen(family, folder)
     folder.write_model(family.part, config, tensors=tensors)
+    folder.usages += pipeline_usages(family)
 
 
 def _write_frozen(family: PipelineFamily, folder: ExportFolder) -> None:

@@ -59,6 +59,10 @@ class PipelineFamily(ModelFamily):
     patch: ClassVar[int | None] = None
     """Latent pixels on the edge of one token, or what latent sizes must be multiples of. None: the model's `patch_size`."""
     vae_in_fp32: bool = False
+    source: str
+    """The pipeline or model that the run started from, as it was named: a path or hub id."""
+    base_source: str | None
+    """The pipeline with the other parts of a model that is alone; None if `source` is a pipeline."""
     predictions: ClassVar[tuple[Prediction, ...]] = ()
     """Predictions that a run may choose, in addition to that of the pipeline's scheduler."""
     rescales_guidance: ClassVar[bool] = False
@@ -71,6 +75,8 @@ class PipelineFamily(ModelFamily):
                 fix=f"name a pipeline of {self.name}, or another --model_family",
             )
         self.components = components
+        self.source = str(components.folder)
+        self.base_source = None
         self.options = options
         scheduler = components.config("scheduler")
         native = self.native_prediction(scheduler)
@@ -399,7 +405,7 @@ def create(family: type[PipelineFamily], config: Config, flavours: dict[str, str
         raise UserError(f"{family.name} has no flavour {model.model_flavour!r}", fix=f"one of {', '.join(flavours)}")
     flavour = model.model_flavour or next(iter(flavours))
     name = model.pretrained_model_name_or_path or flavours[flavour]
-    alone = model_alone(name, family.part, options.variant)
+    alone, base = model_alone(name, family.part, options.variant), None
     if alone is None:
         if options.base_pipeline is not None:
             raise UserError(
@@ -416,6 +422,7 @@ def create(family: type[PipelineFamily], config: Config, flavours: dict[str, str
         components = open_beside_base(alone, family.part, base, options.revision, options.variant)
     components.check_weights(skip=family.part if options.init_from_config else None)
     made = family(components, options, config)
+    made.source, made.base_source = name, base
     if not config[LoraOptions].assistant_lora and (is_distilled(name) or components.settings.get("is_distilled")):
         made.notices = (notice(family.name),)
     return made

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from smalti.checkpoint.conversion.convert import check_free_space
-from smalti.checkpoint.conversion.export_request import Computed, ExportRequest
+from smalti.checkpoint.conversion.export_request import Computed, ExportRequest, Usage
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.checkpoint.dtypes import DTYPES, NAMES
 from smalti.checkpoint.format.digests import matches, write_with_digest
@@ -99,7 +99,7 @@ def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 class ExportFolder:
     """An empty folder that becomes an export. `adapter` describes the adapter of the run; None without one.
 
-    `name` is what the folder will be called.
+    `name` is what the folder will be called. A family adds to `usages` how its files are loaded.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class ExportFolder:
         self.adapter = adapter
         self.name = name
         self.request = request or ExportRequest()
+        self.usages: list[Usage] = []
         self.records: dict[str, FileRecord] = {}
         self._path = path
         self._trained = trained

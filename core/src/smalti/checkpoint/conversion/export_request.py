@@ -39,3 +39,11 @@ class Computed:
     compute: Callable[[], Tensor]
     dtype: torch.dtype | None = None
     fixed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """How a tool loads an export. In `text`, `{path}` stands for the folder and `{prompt}` for a prompt in quotes."""
+
+    tool: str
+    text: str

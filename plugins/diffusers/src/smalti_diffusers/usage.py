@@ -1,0 +1,74 @@
+"""What to do with an export: lines to paste for diffusers and peft, and where files go in ComfyUI."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from smalti.checkpoint import Usage
+from smalti_diffusers.lora.formats import TOOLS, Format
+from smalti_diffusers.sources.single_file import FILE_LAYOUTS
+
+if TYPE_CHECKING:
+    from smalti_diffusers.pipeline import PipelineFamily
+
+_GENERATE = 'pipeline({prompt}).images[0].save("image.png")'
+_IMPORT = "import torch\nfrom diffusers import DiffusionPipeline"
+
+
+def pipeline_usages(family: PipelineFamily) -> list[Usage]:
+    """Of a complete pipeline."""
+    lines = [_IMPORT, _loaded('"{path}"'), _GENERATE]
+    found = [Usage(tool="diffusers", text="\n".join(lines))]
+    if family.name in FILE_LAYOUTS:
+        found.append(Usage(tool="ComfyUI", text="export again with --single_file"))
+    return found
+
+
+def single_file_usages(family: PipelineFamily, name: str) -> list[Usage]:
+    """Of a model in one file."""
+    folder = "checkpoints" if FILE_LAYOUTS[family.name].vae is not None else "diffusion_models"
+    return [Usage(tool="ComfyUI", text=f"cp {{path}}/{name}.safetensors ComfyUI/models/{folder}/")]
+
+
+def adapter_usages(family: PipelineFamily, format: Format, name: str) -> list[Usage]:
+    """Of an adapter in this format."""
+    tools = TOOLS.get(family.name)
+    comfyui = tools.comfyui if tools is not None else None
+    found = []
+    if format == "diffusers":
+        lines = [_IMPORT, *_base(family), 'pipeline.load_lora_weights("{path}")', _GENERATE]
+        found.append(Usage(tool="diffusers", text="\n".join(lines)))
+    elif format == "peft":
+        part = f"pipeline.{family.part}"
+        wrapped = f'{part} = PeftModel.from_pretrained({part}, "{{path}}").merge_and_unload()'
+        lines = [_IMPORT, "from peft import PeftModel", *_base(family), wrapped, _GENERATE]
+        found.append(Usage(tool="diffusers and peft", text="\n".join(lines)))
+    if format in ("comfyui", "kohya") and (format == "comfyui" or comfyui == "kohya"):
+        copied = (
+            f"cp {{path}}/{name}.safetensors ComfyUI/models/loras/\nchoose it in the node LoraLoaderModelOnly, strength 1.0"
+        )
+        found.append(Usage(tool="ComfyUI", text=copied))
+    elif comfyui is not None:
+        found.append(Usage(tool="ComfyUI", text="export again with --format=comfyui"))
+    if format == "kohya":
+        found.append(Usage(tool="Forge, A1111", text=f"cp {{path}}/{name}.safetensors models/Lora/"))
+    return found
+
+
+def _base(family: PipelineFamily) -> list[str]:
+    """Lines that load the pipeline that the adapter was trained on."""
+    source, base = family.source, family.base_source
+    if base is None:
+        return [_loaded(f'"{source}"')]
+    kind = family.components.kind(family.part)
+    return [
+        f"from diffusers import {kind}",
+        f'{family.part} = {kind}.from_single_file("{source}", config="{base}", subfolder="{family.part}")'
+        if source.endswith(".safetensors")
+        else f'{family.part} = {kind}.from_pretrained("{source}")',
+        _loaded(f'"{base}", {family.part}={family.part}'),
+    ]
+
+
+def _loaded(arguments: str) -> str:
+    return f'pipeline = DiffusionPipeline.from_pretrained({arguments}, torch_dtype=torch.bfloat16).to("cuda")'
