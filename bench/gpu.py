@@ -22,12 +22,12 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from smalti.models import ModelFamily
+    from smalti_diffusers.pipeline import PipelineFamily
 
 ROOT = Path(__file__).parents[1]
 WARM_UP, STEPS = 3, 10
@@ -200,11 +200,11 @@ def build(case: Case, folder: Path, directory: Path, closing: ExitStack) -> Simp
         optimizer=optimizer,
         trained=trained / count,
         loss=denoising_loss(config, family, device, {name: one[:1] for name, one in conditioning.items()}),
-        batch=batch_of(case, family, conditioning, device),
+        batch=batch_of(case, cast("PipelineFamily", family), conditioning, device),
     )
 
 
-def batch_of(case: Case, family: ModelFamily, conditioning: dict[str, Tensor], device: str) -> SimpleNamespace:
+def batch_of(case: Case, family: PipelineFamily, conditioning: dict[str, Tensor], device: str) -> SimpleNamespace:
     """Latents and texts of a micro-batch; the images themselves do not exist."""
     import torch
 

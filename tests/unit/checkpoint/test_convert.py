@@ -1,6 +1,7 @@
 """Converting checkpoints: what comes out, what is refused, and what happens in the process that reads a foreign one."""
 
 import json
+import math
 import os
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from smalti import CheckpointFormat, hookimpl
 from smalti.checkpoint.conversion.convert import ConversionError, convert
 from smalti.checkpoint.conversion.formats import Contents, detect_format, guess_optimizer
+from smalti.checkpoint.conversion.hyperparameters import hyperparameters
 from smalti.checkpoint.format.manifest import SUSPECT, read_manifest
 from smalti.checkpoint.format.safetensors_layout import StoredTensor
 from smalti.checkpoint.format.verification import verify
@@ -298,6 +300,19 @@ stored = st.builds(
     shape=st.lists(st.integers(0, 9), max_size=3).map(tuple),
     chunks=st.just(1),
 )
+
+
+def test_hyperparameters_are_json_whatever_they_were():
+    group = {
+        "lr": torch.tensor(0.5),
+        "eps": math.nan,
+        "betas": (0.9, math.inf),
+        "decay": None,
+        "params": [1],
+        "fused": True,
+        "by": {1},
+    }
+    assert hyperparameters(group) == {"betas": [0.9, "inf"], "by": "{1}", "decay": None, "eps": "nan", "lr": 0.5}
 
 
 @given(

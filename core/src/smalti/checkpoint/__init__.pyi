@@ -19,6 +19,7 @@ from .conversion.formats import (
     Source as Source,
     guess_optimizer as guess_optimizer,
 )
+from .conversion.hyperparameters import hyperparameters as hyperparameters
 from .dtypes import DTYPES as DTYPES, NAMES as NAMES
 from .format.manifest import (
     GROUPS as GROUPS,

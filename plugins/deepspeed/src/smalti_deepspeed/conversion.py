@@ -24,11 +24,9 @@ import torch
 from torch import Tensor
 
 from smalti import CheckpointError
-from smalti.checkpoint import NAMES, Contents, StoredTensor, guess_optimizer, memory
+from smalti.checkpoint import NAMES, Contents, StoredTensor, guess_optimizer, hyperparameters, memory
 from smalti.parallel import portable_name
 
-_NOT_SETTINGS = frozenset(("params", "param_names", "foreach", "fused", "capturable", "differentiable", "name"))
-"""Keys of a parameter group that are not hyper-parameters: its parameters, and the choice of an implementation."""
 _NAME = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
 
@@ -96,7 +94,7 @@ class ZeroCheckpoint:
             tensors={name: _stored(name, each) for name, each in self._tensors.items()},
             step=steps.pop(),
             optimizer=optimizer,
-            param_groups=[_plain(group) for group in parts.groups],
+            param_groups=[hyperparameters(group) for group in parts.groups],
             notices=tuple(_notices(optimizer, parts, frozen)),
         )
 
@@ -316,21 +314,6 @@ def _stored(name: str, tensor: _Tensor) -> StoredTensor:
     if tensor.dtype not in NAMES:
         raise CheckpointError(f"{name} is of type {tensor.dtype}, which a checkpoint cannot hold")
     return StoredTensor(dtype=NAMES[tensor.dtype], shape=tensor.shape, chunks=1)
-
-
-def _plain(group: Mapping[str, object]) -> dict[str, object]:
-    return {key: _as_json(value) for key, value in sorted(group.items()) if key not in _NOT_SETTINGS}
-
-
-def _as_json(value: object) -> object:
-    match value:
-        case None | bool() | int() | float() | str():
-            return value
-        case Tensor() if value.numel() == 1:
-            return value.item()
-        case list() | tuple():
-            return [_as_json(item) for item in value]
-    return str(value)
 
 
 def _notices(optimizer: str, parts: _Parts, frozen: Mapping[str, object]) -> Iterator[str]:

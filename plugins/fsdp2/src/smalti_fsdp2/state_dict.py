@@ -7,7 +7,6 @@ The optimizer's is found by its `param_groups`, at the top or below any key, nes
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,14 +16,12 @@ import torch
 from torch import Tensor
 
 from smalti import CheckpointError
-from smalti.checkpoint import NAMES, Contents, StoredTensor, guess_optimizer, memory
+from smalti.checkpoint import NAMES, Contents, StoredTensor, guess_optimizer, hyperparameters, memory
 from smalti.parallel import portable_name
 from smalti_fsdp2.dcp_metadata import Key
 
 _MODELS = frozenset(("model", "module", "state_dict", "model_state_dict", "net", "network", "transformer", "unet"))
 _GROUPS, _STATE, _STEPS = "param_groups", "state", ("step", "global_step")
-_NOT_SETTINGS = frozenset(("params", "param_names", "foreach", "fused", "capturable", "differentiable"))
-"""Keys of a parameter group that are not hyper-parameters: its parameters, and the choice of an implementation."""
 
 
 class Value(Protocol):
@@ -170,23 +167,10 @@ def _param_groups(groups: Mapping[str | int, Mapping[str, Value]]) -> list[dict[
     """Hyper-parameters by group. The flattened form repeats them for each parameter: equal ones are one group."""
     unique: dict[str, dict[str, object]] = {}
     for place, values in groups.items():
-        plain = {key: _as_json(value.load()) for key, value in sorted(values.items()) if key not in _NOT_SETTINGS}
+        plain = hyperparameters({key: value.load() for key, value in values.items()})
         text = json.dumps(plain)
         unique.setdefault(text if isinstance(place, str) else f"{place} {text}", plain)
     return list(unique.values())
-
-
-def _as_json(value: object) -> object:
-    match value:
-        case float() if not math.isfinite(value):
-            return str(value)
-        case None | bool() | int() | float() | str():
-            return value
-        case Tensor() if value.numel() == 1:
-            return value.item()
-        case list() | tuple():
-            return [_as_json(item) for item in value]
-    return str(value)
 
 
 def _notices(
