@@ -6,7 +6,11 @@ from shutil import copyfile, copytree
 import pytest
 import torch
 
+from smalti.rundir.png import image_settings
+
 OPTIONS = {"max_train_steps": 12, "train_batch_size": 4, "use_ema": True, "lr_scheduler": "cosine", "lr_warmup_steps": 3}
+
+COMPARED = {"validation_base_model": True, "validation_prompt": ["circle number 1"], "validation_resolution": "16"}
 
 
 @pytest.fixture(scope="module")
@@ -14,9 +18,9 @@ def runs(tmp_path_factory, train):
     """Twelve steps in one go, and the same with a stop after five."""
     root = tmp_path_factory.mktemp("resume")
     whole = train(root / "whole", **OPTIONS)
-    stopped = train(root / "stopped", spoil="stop:0:5", **OPTIONS)
+    stopped = train(root / "stopped", spoil="stop:0:5", **OPTIONS, **COMPARED)
     stopped_losses = stopped.losses
-    resumed = train(root / "stopped", **OPTIONS)
+    resumed = train(root / "stopped", **OPTIONS, **COMPARED)
     return whole, (stopped, stopped_losses), resumed
 
 
@@ -36,6 +40,31 @@ def test_a_resumed_run_ends_bit_equal(runs, group):
     expected, found = whole.tensors(12, group), resumed.tensors(12, group)
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_the_model_before_training_is_sampled_once(runs):
+    _, _, resumed = runs
+    assert [event["step"] for event in resumed.events("sample")] == [0, 12]
+    (image,) = resumed.events("sample")[1]["images"]
+    assert image["base"] == "samples/00000000/00-circle-number-1.png"
+    folders = sorted((resumed.directory / "samples").iterdir())
+    before, after = (image_settings(folder / "00-circle-number-1.png") for folder in folders)
+    assert (before.pop("step"), after.pop("step")) == ("0", "12")
+    assert before == after
+    assert (
+        folders[0].joinpath("00-circle-number-1.png").read_bytes() != folders[1].joinpath("00-circle-number-1.png").read_bytes()
+    )
+
+
+def test_weights_that_are_gone_cannot_be_sampled_with_other_settings(runs, train, tmp_path):
+    _, _, resumed = runs
+    directory = copytree(resumed.directory, tmp_path / "run")
+    options = {**OPTIONS, **COMPARED, "max_train_steps": 13, "validation_prompt": ["circle number 1", "circle number 2"]}
+    again = train(directory, **options)
+    assert again.code == 0, again.output
+    assert "1 images of the base model are not compared" in again.output
+    images = again.events("sample")[-1]["images"]
+    assert [image.get("base") for image in images] == ["samples/00000000/00-circle-number-1.png", None]
 
 
 def test_a_finished_run_says_so_when_it_is_started_again(runs, train):

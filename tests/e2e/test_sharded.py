@@ -9,7 +9,7 @@ import torch
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
 
 SHARDED = {"fsdp_enable": True, "use_ema": True, "allow_dataset_oversubscription": True, "max_grad_norm": 0.05}
-OPTIONS = {**SHARDED, "max_train_steps": 20, "validation_step_interval": 10}
+OPTIONS = {**SHARDED, "max_train_steps": 20, "validation_step_interval": 10, "validation_base_model": True}
 ON_CPU = {"SMALTI_CONTEXT_PARALLEL_ON_CPU": "1"}
 PROMPTS = [f"circle number {number}" for number in range(5)]
 
@@ -85,7 +85,7 @@ def test_weights_and_average_are_those_of_one_process(runs, kind, group):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("step", [10, 20])
+@pytest.mark.parametrize("step", [0, 10, 20])
 def test_pictures_are_those_of_one_process(runs, kind, step):
     from PIL import Image, ImageChops
 

@@ -369,16 +369,20 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationImage:
-    """One validation image on disk, with its prompt and seed."""
+    """One validation image on disk, with its prompt and seed.
+
+    `base` is the image of the model before training with the same settings, None without `validation_base_model`.
+    """
 
     prompt: str
     seed: int
     path: Path
+    base: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationResult:
-    """The images of one validation, all of them in `folder`."""
+    """The images of one validation, all of them in `folder`. Those of step 0 are of the model before training."""
 
     step: int
     images: tuple[ValidationImage, ...]

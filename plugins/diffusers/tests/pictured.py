@@ -10,7 +10,7 @@ from PIL import Image
 PROMPT = "a red square"
 
 
-def difference(pipeline, run: Path) -> float:
+def difference(pipeline, run: Path, step: int = 2) -> float:
     """The largest difference of what the pipeline draws to the picture of the run's validation, in 255ths."""
     pipeline.set_progress_bar_config(disable=True)
     seed = json.loads((run / "launch.json").read_text())["values"]["validation_seed"]
@@ -24,5 +24,5 @@ def difference(pipeline, run: Path) -> float:
         max_sequence_length=512,
         output_type="np",
     ).images[0]
-    (path,) = (run / "samples" / "00000002").glob("00-*.png")
+    (path,) = (run / "samples" / f"{step:08d}").glob("00-*.png")
     return float(np.abs(drawn * 255 - np.asarray(Image.open(path), dtype=np.float32)).max())

@@ -34,6 +34,7 @@ LORA = {
     "learning_rate": 5e-2,
     "checkpoint_step_interval": 1,
     "use_ema": True,
+    "validation_base_model": True,
 }
 SEVERAL = {"num_processes": 2, "train_batch_size": 2, "validation_step_interval": 0, "allow_dataset_oversubscription": True}
 
@@ -52,6 +53,11 @@ def runs(base, train):
         code, output = train(base.parent / kind, **LORA, pretrained_model_name_or_path=base, **options)
         assert code == 0, output
     return base.parent
+
+
+@pytest.mark.parametrize("kind", ["one", "replicas", "shards", "tokens"])
+def test_the_image_of_the_base_model_is_that_of_its_pipeline(runs, base, kind):
+    assert difference(DiffusionPipeline.from_pretrained(base), runs / kind, step=0) <= 1
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
+from smalti import ValidationImage, ValidationResult
 from smalti.errors import UserError
 from smalti.rundir.png import image_settings
 from smalti_plots.grid import MIN_WIDTH, image_grid
+from smalti_plots.plugin import Plots
 
 _COLOURS = [(200, 30, 30), (30, 160, 30), (40, 40, 220), (220, 200, 20), (20, 200, 210)]
 
@@ -113,3 +116,23 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_text("no image")
     with pytest.raises(UserError, match=r"a\.png cannot be read as an image"):
         image_grid([tmp_path / "a.png"], [""], tmp_path / "grid.png")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_an_image_is_beside_that_of_the_model_before_training(tmp_path: Path, count: int) -> None:
+    plots, folder = Plots(), tmp_path / "samples"
+    plots._directory = tmp_path
+    folder.mkdir()
+    images = []
+    for number in range(count):
+        base, path = folder / f"base-{number}.png", folder / f"{number}.png"
+        Image.new("RGB", (256, 256), _COLOURS[number]).save(base)
+        Image.new("RGB", (256, 256), _COLOURS[number]).save(path)
+        images.append(ValidationImage(prompt="a fox", seed=number, path=path, base=base))
+    plots.on_validation(ValidationResult(step=4, images=tuple(images), folder=folder))
+    with Image.open(folder / "grid.png") as sheet:
+        rows = np.asarray(sheet.convert("RGB"))
+    for colour in _COLOURS[:count]:
+        found = (rows == colour).all(axis=2)
+        assert found.sum() == 2 * 256 * 256
+        assert found.any(axis=1).sum() == 256, "the two are in one row"

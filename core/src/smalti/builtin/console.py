@@ -234,7 +234,8 @@ class Console:
     @hookimpl
     def on_validation(self, result: ValidationResult) -> None:
         if self._display is not None:
-            self._display.print(f"{_count(len(result.images), 'image')} of step {result.step}: {overview(result.folder)}")
+            of = f"of step {result.step}" if result.step else "of the model before training"
+            self._display.print(f"{_count(len(result.images), 'image')} {of}: {overview(result.folder)}")
 
     @hookimpl
     def on_evaluation(self, result: EvaluationResult) -> None:

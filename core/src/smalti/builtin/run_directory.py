@@ -62,7 +62,11 @@ class RunEvents:
     def validation(self, result: ValidationResult) -> None:
         """Write the generated images, by their paths in the run directory."""
         inside = self._writer.directory.relative
-        images = [{"prompt": image.prompt, "seed": image.seed, "path": inside(image.path)} for image in result.images]
+        images = [
+            {"prompt": image.prompt, "seed": image.seed, "path": inside(image.path)}
+            | ({} if image.base is None else {"base": inside(image.base)})
+            for image in result.images
+        ]
         self._writer.events.append("sample", step=result.step, overview=inside(overview(result.folder)), images=images)
 
     def evaluation(self, result: EvaluationResult) -> None:

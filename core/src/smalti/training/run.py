@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -74,6 +74,8 @@ class Run:
     encoded: Encoded
     prompts: Sequence[ValidationPrompt]
     """The prompts of validation images."""
+    base_images: Collection[str] = frozenset()
+    """The names of the images that the model before training made of them, if they are there."""
     state: RunState
     cadence: Cadence
     checkpoints: CheckpointStore

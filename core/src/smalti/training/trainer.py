@@ -19,6 +19,7 @@ from smalti.training.failures.emergency_save import emergency_save_on_failure
 from smalti.training.failures.faults import faults_answered, faults_end
 from smalti.training.failures.out_of_memory import memory_explained
 from smalti.training.run import Run, reseed
+from smalti.training.validation.base_model import compare_with_base_model
 from smalti.training.validation.evaluation import evaluate
 from smalti.training.validation.validation import validate
 from smalti.types import Outcome, StepResult, StopReason
@@ -32,6 +33,7 @@ def train(run: Run) -> Outcome:
         faults_end(run),
         memory_explained(run.config, run.world, run),
     ):
+        compare_with_base_model(run)
         outcome = loop(run)
         ended.append(outcome)
     return outcome

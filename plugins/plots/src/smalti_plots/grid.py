@@ -28,13 +28,14 @@ def image_grid(
     *,
     scale: int | None = None,
     columns: int | None = None,
+    together: int = 1,
     title: str = "",
 ) -> None:
     """Write a contact sheet of these images to `target` as PNG; title, captions and file names are in its metadata too.
 
     `scale` enlarges every image by an integer factor, nearest neighbour; None: the smallest that makes the widest at least
-    `MIN_WIDTH` wide. `columns` None: about square. Captions are truncated after three lines, but not in the metadata. Raises
-    UserError for a file that is not an image.
+    `MIN_WIDTH` wide. `columns` None: about square. So many images `together` stay in one row. Captions are truncated after
+    three lines, but not in the metadata. Raises UserError for a file that is not an image.
     """
     if not paths or len(paths) != len(captions):
         raise ValueError(f"{len(paths)} images with {len(captions)} captions")
@@ -44,8 +45,8 @@ def image_grid(
     width, height = max(image.width for image in images), max(image.height for image in images)
     font = _font(min(30, max(12, width // 20)))
     texts = [_wrapped(caption, width, font) for caption in captions]
-    columns = columns or round(math.sqrt(len(images) * height / width))
-    columns = min(max(1, columns), len(images))
+    columns = columns or round(math.sqrt(len(images) * height / width / together**2)) * together
+    columns = min(max(together, columns), len(images))
     rows = [
         list(zip(images[start : start + columns], texts[start : start + columns], strict=True))
         for start in range(0, len(images), columns)

@@ -25,8 +25,16 @@ class Plots:
         # Plugins are called before the core, which names the sheet if there is one.
         from smalti_plots.grid import image_grid
 
-        paths, prompts = [image.path for image in result.images], [image.prompt for image in result.images]
-        image_grid(paths, prompts, result.folder / CONTACT_SHEET)
+        images = sorted(result.images, key=lambda image: image.base is None)  # pairs first, so that none is split by a row
+        paths, captions = list[Path](), list[str]()
+        for image in images:
+            if image.base is not None:
+                paths.append(image.base)
+                captions.append("before training")
+            paths.append(image.path)
+            captions.append(image.prompt)
+        pairs = len(paths) > len(images)
+        image_grid(paths, captions, result.folder / CONTACT_SHEET, together=2 if pairs else 1)
 
     @hookimpl
     def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:

@@ -79,6 +79,9 @@ class ValidationOptions(Options):
         ge=-STRONGEST,
         le=STRONGEST,
     )
+    validation_base_model: bool = option(
+        False, help="Generate the images of the model before training too, once, for comparison."
+    )
     validation_batch_size: int = option(8, help="Images to sample or evaluate at once per rank.", level="advanced", ge=1)
     eval_steps_interval: int = option(
         0, help="Measure the loss on eval datasets every N steps and at the end. 0: only at the end.", ge=0

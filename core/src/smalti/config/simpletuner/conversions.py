@@ -103,3 +103,8 @@ def prompt_library(value: object, values: Mapping[str, object]) -> Mapping[str, 
     if plain(value) is True:
         raise ValueError("smalti has no prompts of its own; the option names a file of prompts")
     return {} if plain(value) is False else {"validation_prompt_library": value}
+
+
+def base_model(value: object, values: Mapping[str, object]) -> Mapping[str, object]:
+    """`disable_benchmark`, which leaves out the images of the model before training."""
+    return {"validation_base_model": not is_on(value)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from smalti.config.simpletuner.conversions import prompt_library
+from smalti.config.simpletuner.conversions import base_model, prompt_library
 from smalti.config.simpletuner.rules import Rule, ignored, refused, renamed, same
 
 _NOT_PUBLISHED = "a run publishes nothing; `smalti checkpoint export` writes what can be uploaded"
@@ -31,8 +31,10 @@ RUN_KEYS: Mapping[str, Rule] = {
     "validation_randomize": refused("images can be compared only with the same seeds", "set it to false", False),
     "validation_seed_source": ignored("noise is made on the CPU, so images are the same on all devices", "cpu"),
     "validation_disable_unconditional": ignored(_OWN_PROMPTS, True),
-    "validation_on_startup": ignored("the first images are sampled after the first interval", False),
-    "disable_benchmark": ignored("the untrained model is not sampled", True),
+    "validation_on_startup": renamed(
+        "validation_base_model", "the model before training is sampled once, not at each start", neutral=(False,)
+    ),
+    "disable_benchmark": renamed("validation_base_model", convert=base_model),
     "validation_using_datasets": refused("images of the datasets are not used for validation", "set it to false", False),
     "validation_noise_scheduler": ignored("the scheduler of the pipeline is used, in validation images"),
     "inference_scheduler_timestep_spacing": ignored("the scheduler of the pipeline is used, in validation images", "trailing"),

@@ -182,6 +182,7 @@ DEFAULTS = (
     _always("validation_step_interval", 100),
     _always("validation_num_inference_steps", 30),
     _always("validation_guidance", 7.5),
+    _always("validation_base_model", True),
     _always("validation_negative_prompt", "blurry, cropped, ugly"),
 )
 

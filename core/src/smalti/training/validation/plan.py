@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from smalti.config import Config, DataOptions, ModelOptions, ValidationOptions, ValidationPrompt, sizes_in
 from smalti.data import Bucket
 from smalti.errors import ConfigError, Problem, UserError
-from smalti.models import Adaptable, ModelFamily, ScalesAdapter
+from smalti.models import ModelFamily, ScalesAdapter
 from smalti.rundir import CONTACT_SHEET
 
 
@@ -86,11 +86,15 @@ def check_validation(config: Config, prompts: Sequence[ValidationPrompt], family
         )
     if any(prompt.negative_prompt for prompt in prompts) and (reason := _no_negative_prompt(config, family)):
         notices.append(f"negative prompts of validation images have no effect: {reason}")
-    if any(prompt.adapter_strength != 1 for prompt in prompts):
-        if config[ModelOptions].model_type != "lora":
+    scaled = any(prompt.adapter_strength != 1 for prompt in prompts)
+    if config[ModelOptions].model_type != "lora":
+        if scaled:
             notices.append("adapter strengths of validation images have no effect unless model_type == lora")
-        elif isinstance(family, Adaptable) and not isinstance(family, ScalesAdapter):
-            raise UserError(f"{family.name} cannot scale its adapter", fix="--validation_adapter_strength=1")
+    elif (scaled or options.validation_base_model) and not isinstance(family, ScalesAdapter):
+        raise UserError(
+            f"{family.name} cannot scale its adapter in validation images",
+            fix="--validation_adapter_strength=1 --no_validation_base_model",
+        )
     return notices
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from smalti.config import ValidationOptions, ValidationPrompt
+from smalti.config import ValidationOptions
 from smalti.hookspecs import HookSpecs
 from smalti.models import SampleRequest, ScalesAdapter
 from smalti.plugins import notify_each
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
     from smalti.training.run import Run
 
-Settings = dict[str, str | float]
+Settings = dict[str, Any]
 """What an image was sampled with, by name, for its metadata."""
 
 
@@ -56,29 +58,41 @@ def eval_mode(run: Run) -> Iterator[nn.Module]:
             run.parallel.state.invalidate_gathered()
 
 
-def validate(run: Run) -> ValidationResult:
-    """Sample every prompt once at every size, write the images, notify the observers. *Collective*.
+def validate(run: Run) -> None:
+    """Sample every prompt once at each of its sizes, write the images, notify the observers. *Collective*.
 
     Raises AttemptFailed, on every rank.
     """
     run.state.validation_requested = False
     planned = on_all_ranks(run.parallel, lambda: planned_images(run.config, run.prompts, run.family.alignment))
+    before, folder = run.directory.samples_at(0), run.directory.samples_at(run.state.step)
+    images = sample_images(run, planned, folder, run.state.step)
+    compared = [
+        replace(image, base=before / image.path.name) if image.path.name in run.base_images else image for image in images
+    ]
+    report(run, compared, folder, run.state.step)
+
+
+def report(run: Run, images: Sequence[ValidationImage], folder: Path, step: int) -> None:
+    """Notify the observers of the images of a step."""
+    result = ValidationResult(step=step, images=tuple(images), folder=folder)
+    notify_each(run.plugins, HookSpecs.on_validation, run.state, result=result)
+
+
+def sample_images(run: Run, planned: Sequence[PlannedImage], folder: Path, step: int) -> list[ValidationImage]:
+    """Sample images and write them into `folder`, as those of `step`. *Collective*. Raises AttemptFailed, on every rank."""
     with run.phases.during("validating"), eval_mode(run) as model, run.parallel.autocast():
         sampled = computed(run, lambda: list(_sample(run, model, planned)))
-    folder = run.directory.samples_at(run.state.step)
-    images = tuple(
-        ValidationImage(prompt=each.prompt.shown, seed=each.prompt.seed, path=folder / each.file) for each in planned
-    )
+    images = [ValidationImage(prompt=each.prompt.shown, seed=each.prompt.seed, path=folder / each.file) for each in planned]
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for number, pixels, settings in sampled if run.world.rank % run.world.context == 0 else ():
-            _write(run, images[number], pixels, settings)
+            path, digest = images[number].path, run.config.digest
+            save_image(path, pixels, step=step, config_digest=digest, run_id=run.info.id, **settings)
 
     on_all_ranks(run.parallel, write)
-    result = ValidationResult(step=run.state.step, images=images, folder=folder)
-    notify_each(run.plugins, HookSpecs.on_validation, run.state, result=result)
-    return result
+    return images
 
 
 def _sample(run: Run, model: nn.Module, planned: Sequence[PlannedImage]) -> Iterator[tuple[int, Image, Settings]]:
@@ -94,11 +108,11 @@ def _sample(run: Run, model: nn.Module, planned: Sequence[PlannedImage]) -> Iter
         with _adapter_strength(run, model, images[0].prompt.adapter_strength):
             pixels = run.family.sample(model, request)
         for number, row in zip(numbers, pixels, strict=True):
-            yield number, _as_image(row), _settings(run, planned[number].prompt, request)
+            yield number, _as_image(row), settings_of(run, planned[number], request)
 
 
-def _request(run: Run, images: Sequence[PlannedImage]) -> SampleRequest:
-    """For a batch of images of one size."""
+def _request(run: Run, images: Sequence[PlannedImage], *, encoded: bool = True) -> SampleRequest:
+    """For a batch of images of one size; without `encoded`, only its settings."""
     options, device = run.config[ValidationOptions], run.world.device
     prompts, negative = [image.prompt.prompt for image in images], [image.prompt.negative_prompt for image in images]
     return SampleRequest(
@@ -111,8 +125,8 @@ def _request(run: Run, images: Sequence[PlannedImage]) -> SampleRequest:
         guidance=options.validation_guidance,
         guidance_rescale=options.validation_guidance_rescale,
         objective=run.loss.objective,
-        conditioning=run.encoded.conditioning(prompts, device),
-        unconditional=run.encoded.conditioning(negative, device, negative=True),
+        conditioning=run.encoded.conditioning(prompts, device) if encoded else None,
+        unconditional=run.encoded.conditioning(negative, device, negative=True) if encoded else None,
     )
 
 
@@ -123,9 +137,17 @@ def _adapter_strength(run: Run, model: nn.Module, strength: float) -> AbstractCo
     return run.family.adapter_strength(model, strength)
 
 
-def _settings(run: Run, prompt: ValidationPrompt, request: SampleRequest) -> Settings:
-    """The settings of an image, apart from prompt and seed. Those that change nothing are left out."""
-    settings: Settings = {"guidance": request.guidance, **run.family.sampling_settings(request)}
+def settings_of(run: Run, image: PlannedImage, request: SampleRequest | None = None) -> Settings:
+    """The settings of an image, for its metadata. Those that change nothing are left out."""
+    request, prompt = request or _request(run, [image], encoded=False), image.prompt
+    settings: Settings = {
+        "prompt": prompt.shown,
+        "seed": prompt.seed,
+        "size": str(image.size),
+        "inference_steps": request.steps,
+        "guidance": request.guidance,
+        **run.family.sampling_settings(request),
+    }
     if prompt.negative_prompt and not run.family.no_negative_prompt:
         settings["negative_prompt"] = str(run.config.masked(prompt.negative_prompt))
     if request.guidance_rescale:
@@ -133,21 +155,6 @@ def _settings(run: Run, prompt: ValidationPrompt, request: SampleRequest) -> Set
     if run.adapter is not None and prompt.adapter_strength != 1:
         settings["adapter_strength"] = prompt.adapter_strength
     return settings
-
-
-def _write(run: Run, image: ValidationImage, pixels: Image, settings: Settings) -> None:
-    """Write an image, with the settings to reproduce it in its metadata."""
-    save_image(
-        image.path,
-        pixels,
-        prompt=image.prompt,
-        seed=image.seed,
-        step=run.state.step,
-        config_digest=run.config.digest,
-        run_id=run.info.id,
-        inference_steps=run.config[ValidationOptions].validation_num_inference_steps,
-        **settings,
-    )
 
 
 def _as_image(pixels: Tensor) -> Image:
