@@ -41,10 +41,11 @@ MODEL_KEYS: Mapping[str, Rule] = {
         "madebyollin/sdxl-vae-fp16-fix",
     ),
     "pretrained_transformer_model_name_or_path": refused(
-        "the transformer of the pipeline is used", "give a pipeline that contains it: pretrained_model_name_or_path"
+        "the trained model is always pretrained_model_name_or_path",
+        "name the transformer there, and its pipeline in base_pipeline",
     ),
     "pretrained_unet_model_name_or_path": refused(
-        "the U-Net of the pipeline is used", "give a pipeline that contains it: pretrained_model_name_or_path"
+        "the trained model is always pretrained_model_name_or_path", "name the U-Net there, and its pipeline in base_pipeline"
     ),
     "pretrained_t5_model_name_or_path": refused(
         "the text encoders of the pipeline are used", "give a pipeline that contains it: pretrained_model_name_or_path"
