@@ -405,7 +405,7 @@ def create(family: type[PipelineFamily], config: Config, flavours: dict[str, str
         raise UserError(f"{family.name} has no flavour {model.model_flavour!r}", fix=f"one of {', '.join(flavours)}")
     flavour = model.model_flavour or next(iter(flavours))
     name = model.pretrained_model_name_or_path or flavours[flavour]
-    alone, base = model_alone(name, family.part, options.variant), None
+    alone, base = model_alone(name, family.part, options.revision, options.variant), None
     if alone is None:
         if options.base_pipeline is not None:
             raise UserError(

@@ -3,16 +3,50 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from smalti import UserError
 from smalti.models import WeightFiles, weight_files, weight_map
 
 INDEX = "model_index.json"
-_SMALL = (INDEX, "config.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja")
+_SMALL = ("*.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja")
 """What is fetched first: everything but weights. No pickles, no images, no second copy in one large file at the top."""
+_HUB_FILE = re.compile(
+    r"(?:https://(?:huggingface\.co|hf\.co)/)?(?P<repo>[\w.-]+/[\w.-]+)/(?:(?:blob|resolve)/(?P<revision>[^/]+)/)?"
+    r"(?P<file>[^?]+\.safetensors)(?:\?download=true)?"
+)
+"""`user/repository/FILE.safetensors`, or the address of its page or of the file itself."""
 _LOGIN = "`hf auth login` and accept the model's terms on its page; check the network; or name a local folder"
+
+
+def find_file(name: str, revision: str | None) -> Path | None:
+    """A single file: a local path, or `user/repository/FILE.safetensors` or its address on the hub, which is fetched.
+
+    None for anything else. Raises UserError if the download fails.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    match = _HUB_FILE.fullmatch(name)
+    if match is None or path.exists():
+        return None
+    from huggingface_hub import hf_hub_download
+
+    with _reported(name):
+        return Path(hf_hub_download(match["repo"], match["file"], revision=match["revision"] or revision))
+
+
+def small_files(name: str, revision: str | None) -> Path:
+    """A local folder as it is; of a hub id the configurations and tokenizers, in the hub's cache.
+
+    Raises UserError if it is neither.
+    """
+    path = Path(name).expanduser()
+    return path if path.is_dir() else _small(name, revision)
 
 
 def find_folder(name: str, revision: str | None) -> Path:
@@ -20,14 +54,13 @@ def find_folder(name: str, revision: str | None) -> Path:
 
     Raises UserError if it is neither, or no pipeline.
     """
-    path = Path(name).expanduser()
-    if not path.is_dir():
-        path = _fetch(name, revision, _SMALL)
+    path = small_files(name, revision)
     if not (path / INDEX).is_file():
-        raise UserError(
-            f"{path} is not a pipeline in diffusers' layout: it has no {INDEX}",
-            fix="name the folder that holds model_index.json and the folders of the parts",
-        )
+        fix = "name the folder that holds model_index.json and the folders of the parts"
+        if not Path(name).expanduser().is_dir():
+            files = [file for file in _listing(name, path) if file.endswith(".safetensors")]
+            fix = f"name a pipeline, or one file: {name}/{files[0]}" if files else "name a pipeline"
+        raise UserError(f"{name} is not a pipeline in diffusers' layout: it has no {INDEX}", fix=fix)
     return path
 
 
@@ -36,19 +69,42 @@ def fetch_weights(name: str, folder: Path, variant: str | None, without: Iterabl
 
     Raises UserError if a part has several variants to choose from.
     """
+    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    _fetch_weights(name, folder, variant, {part for part in index if part not in set(without)})
+
+
+def fetch_model(name: str, folder: Path, part: str, variant: str | None) -> None:
+    """Fetch the weights of a model alone: those in the sub-folder `part` of the repository; "" is its top."""
+    _fetch_weights(name, folder, variant, {part})
+
+
+def _fetch_weights(name: str, folder: Path, variant: str | None, parts: Collection[str]) -> None:
     if Path(name).expanduser().is_dir():
         return
-    wanted = _weights(folder, _listing(name, folder), variant, frozenset(without))
+    wanted = _weights(folder, _listing(name, folder), variant, parts)
     if wanted:
         _fetch(name, folder.name, wanted)
 
 
+@cache
+def _small(name: str, revision: str | None) -> Path:
+    return _fetch(name, revision, _SMALL)
+
+
 def _fetch(name: str, revision: str | None, patterns: Iterable[str]) -> Path:
     from huggingface_hub import snapshot_download
+
+    with _reported(name):
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+
+
+@contextmanager
+def _reported(name: str) -> Iterator[None]:
+    """Errors of the hub as a UserError."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+        yield
     except HFValidationError as error:
         raise UserError(
             f"{name} is neither a local file or folder nor a hub id", fix="name a folder, a file or a hub id"
@@ -71,18 +127,17 @@ def _listing(name: str, folder: Path) -> list[str]:
         return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
-def _weights(folder: Path, names: Iterable[str], variant: str | None, without: frozenset[str]) -> list[str]:
-    """The weight files to fetch of the parts in model_index.json."""
-    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    parts: dict[str, list[str]] = {}
+def _weights(folder: Path, names: Iterable[str], variant: str | None, parts: Collection[str]) -> list[str]:
+    """The weight files to fetch of these parts."""
+    found: dict[str, list[str]] = {}
     for name in names:
         part, _, file = name.rpartition("/")
-        if part in index and part not in without:
-            parts.setdefault(part, []).append(file)
+        if part in parts:
+            found.setdefault(part, []).append(file)
     wanted = []
-    for part, files in parts.items():
+    for part, files in found.items():
         if chosen := weight_files(files, variant):
-            wanted += [f"{part}/{file}" for file in _of(folder / part, chosen)]
+            wanted += [f"{part}/{file}" if part else file for file in _of(folder / part, chosen)]
     return wanted
 
 

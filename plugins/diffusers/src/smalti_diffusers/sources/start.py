@@ -15,7 +15,7 @@ from smalti import UserError
 from smalti.models import FolderWeights
 from smalti_diffusers.sources.components import Components, Replacement
 from smalti_diffusers.sources.conversion import convert_encoder, convert_model, convert_vae, tensors_of_model
-from smalti_diffusers.sources.location import INDEX, fetch_weights, find_folder
+from smalti_diffusers.sources.location import INDEX, fetch_model, fetch_weights, find_file, find_folder, small_files
 from smalti_diffusers.sources.model_file import ModelFile
 
 _FAMILIES = {
@@ -48,20 +48,22 @@ Alone = ModelFile | ModelFolder
 """The trained model without the other parts of its pipeline."""
 
 
-def model_alone(name: str, part: str, variant: str | None) -> Alone | None:
-    """The trained model at a local path; None for a pipeline or a hub id. `part` is its name in a pipeline.
+def model_alone(name: str, part: str, revision: str | None, variant: str | None) -> Alone | None:
+    """The trained model at a local path or on the hub; None for a pipeline. `part` is its name in a pipeline.
 
-    Raises UserError for a file of another format, or a folder that has neither a model nor a pipeline.
+    Raises UserError for a file of another format.
     """
-    path = Path(name).expanduser()
-    if path.is_file():
-        return ModelFile(path)
-    if not path.is_dir() or (path / INDEX).is_file():
+    if (file := find_file(name, revision)) is not None:
+        return ModelFile(file)
+    folder = small_files(name, revision)
+    if (folder / INDEX).is_file():
         return None
-    for folder in (path, path / part):
-        if (folder / "config.json").is_file():
-            FolderWeights(folder, variant)  # raises if there are none
-            return ModelFolder(path=folder, config=json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    for place in ("", part):
+        config = folder / place / "config.json"
+        if config.is_file():
+            fetch_model(name, folder, place, variant)
+            FolderWeights(config.parent, variant)  # raises if there are none
+            return ModelFolder(path=config.parent, config=json.loads(config.read_text(encoding="utf-8")))
     return None
 
 
@@ -116,7 +118,7 @@ def open_beside_base(alone: Alone, part: str, base: str, revision: str | None, v
         fetch_weights(base, folder, variant, without=replaced)
     except UserError as error:
         if base in error.message:
-            message = f"{alone.path} has the trained model only, and its other parts come from {base}: {error.message}"
+            message = f"{alone.path} is not a whole pipeline, and the rest comes from {base}: {error.message}"
             raise UserError(message, fix=f"{error.fix}; or --base_pipeline=FOLDER") from error
         raise
     scheduler = alone.scheduler if isinstance(alone, ModelFile) else None
