@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from smalti.checkpoint import Snapshot, load, save
 from smalti.parallel import GlooCommunicator, capture, restore
 from smalti.training.optim import adamw8bit
-from smalti.training.optim.adamw8bit import AdamW8bit, block_length, codebook
+from smalti.training.optim.adamw8bit import AdamW8bit, Codes, block_length, codebook
 from smalti.training.optim.lion import Lion
 from smalti.training.optim.optimizers import AdamW
 from smalti.training.optim.prodigy import Prodigy
@@ -109,6 +109,16 @@ def test_there_are_256_codes_from_the_least_to_one(signed, least):
     assert (len(set(values)), values[0], values[-1]) == (256, pytest.approx(least), 1.0)
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_nearest_code_is_found_for_numbers_beside_every_edge(signed):
+    values = torch.tensor(codebook(signed=signed))
+    edges = (values[1:] + values[:-1]) / 2
+    beside = [torch.nextafter(edges, torch.tensor(side)) for side in (-2.0, 2.0)]
+    numbers = torch.cat([values, edges, *beside, torch.tensor([0.0, -0.0] if signed else [0.0])])
+    found = Codes(signed=signed, device=torch.device("cpu")).nearest(numbers)
+    assert torch.equal(found, torch.bucketize(numbers, edges, out_int32=True, right=True))
+
+
 class Moments(AdamW8bit):
     """To look at how a moment is rounded."""
 
@@ -149,7 +159,7 @@ def test_blocks_divide_rows(shape):
 
 
 def test_state_in_8_bits_takes_two_bytes_per_weight_and_trains_like_adamw(monkeypatch):
-    monkeypatch.setattr(adamw8bit, "_AT_ONCE", 64 * 100)  # several pieces
+    monkeypatch.setattr(adamw8bit, "_AT_ONCE", {"cpu": 64 * 100})  # several pieces
     goal, losses = torch.randn(300, 64, generator=torch.Generator().manual_seed(1)), []
     for kind in (AdamW, AdamW8bit):
         weight = nn.Parameter(torch.zeros(300, 64))
@@ -161,6 +171,24 @@ def test_state_in_8_bits_takes_two_bytes_per_weight_and_trains_like_adamw(monkey
         state = optimizer.state[weight]
     assert sum(each.nbytes for each in state.values()) / weight.numel() < 2.2
     assert losses[1] == pytest.approx(losses[0], rel=0.1, abs=1e-3)
+
+
+def test_the_memory_format_of_a_convolution_makes_no_difference():
+    """Also after loading, which allocates codes like the parameter."""
+    found = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        value = torch.randn(32, 16, 3, 3, generator=torch.Generator().manual_seed(4)).to(memory_format=memory_format)
+        weight = nn.Parameter(value)
+        optimizer = AdamW8bit([{"params": [weight]}], lr=1e-2)
+        for step in range(4):
+            weight.grad = gradients(step, (32, 16, 3, 3)).to(memory_format=memory_format)
+            optimizer.step()
+            state = optimizer.state[weight]
+            state |= {
+                name: torch.empty_like(weight, dtype=torch.uint8).copy_(state[name]) for name in ("exp_avg", "exp_avg_sq")
+            }
+        found.append((weight.detach(), state["exp_avg"]))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 # --- ranks ----------------------------------------------------------------------------------------------------------
