@@ -22,6 +22,7 @@ FILES = {
     "gui.json": ('{"LoRA_type": "Standard", "network_dim": 8, "epoch": 1}', "a configuration of kohya's GUI"),
     "ours.toml": ("model_family = 'toy'\nnetwork_dim = 4\nunet_lr = 1", "a configuration of smalti"),
     "data.json": ('[{"id": "a", "type": "local", "instance_data_dir": "x"}]', "a dataset file of SimpleTuner"),
+    "config.env": ("export MODEL_FAMILY=flux\nMAX_NUM_STEPS=3", "a configuration of SimpleTuner"),
     "few.toml": ("seed = 1\nlearning_rate = 1e-4\nnetwork_dim = 4", "None"),
     "empty.json": ("{}", "None"),
     "other.sh": ("python prepare.py --network_dim=4", "None"),

@@ -221,8 +221,8 @@ def import_(
 ) -> None:
     """Convert files of another trainer to a configuration file.
 
-    FILE is a file of kohya's sd-scripts (options, datasets or a launch script), ai-toolkit or OneTrainer. Each line names the
-    key that it comes from. What cannot be converted is listed at the end, with the reason.
+    FILE is a file of kohya's sd-scripts (options, datasets or a launch script), ai-toolkit, OneTrainer or SimpleTuner. Each
+    line names the key that it comes from. What cannot be converted is listed at the end, with the reason.
     """
     if tables:
         click.echo(migration.tables_page(), nl=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import tomlkit
+from tomlkit.items import Item
 
 from smalti.config import Schema, toml_item
 from smalti.migration.rules import Imported, Left, Line, one_line, shown
@@ -15,6 +16,8 @@ def as_toml(result: Imported, schema: Schema) -> str:
     parts = ["\n".join(_head(result)), *_sections(result, schema)]
     if result.datasets:
         parts.append("\n\n".join(f"[[datasets]]\n{_lines(entry)}" for entry in result.datasets))
+    if result.notices:
+        parts.append("\n".join(["# Notes:", *(f"# - {one_line(notice)}" for notice in result.notices)]))
     if result.left:
         parts.append("\n".join(["# Not converted:", *(line for left in result.left for line in _left(left))]))
     return "\n\n".join(parts) + "\n"
@@ -40,10 +43,19 @@ def _sections(result: Imported, schema: Schema) -> Iterator[str]:
 def _lines(lines: Mapping[str, Line]) -> str:
     table = tomlkit.document()
     for name, line in lines.items():
-        item = toml_item(line.value)
+        item = _inline(line.value) if isinstance(line.value, Mapping) else toml_item(line.value)
         item.comment(one_line(line.source))
         table.add(name, item)
     return tomlkit.dumps(table).rstrip("\n")
+
+
+def _inline(values: Mapping[str, object]) -> Item:
+    """A table in braces, on the line of its key."""
+    table = tomlkit.inline_table()
+    for key, value in values.items():
+        if value is not None:
+            table[key] = _inline(value) if isinstance(value, Mapping) else toml_item(value)
+    return table
 
 
 def _left(left: Left) -> Iterator[str]:
@@ -63,6 +75,7 @@ def as_json(result: Imported) -> dict[str, object]:
         "datasets": [
             {name: {"value": each.value, "source": each.source} for name, each in entry.items()} for entry in result.datasets
         ],
+        "notices": result.notices,
         "left": [{"where": left.place, "value": left.value, "message": left.why, "fix": left.fix} for left in result.left],
     }
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from smalti.config import Schema, package_of_option
+from smalti.config import Schema, package_of_option, reference_keys
 from smalti.errors import UserError
+from smalti.migration import simpletuner
 from smalti.migration.aitoolkit import options as aitoolkit
 from smalti.migration.files import Opened, open_file
 from smalti.migration.kohya import options as kohya
@@ -31,19 +32,25 @@ def import_files(paths: Sequence[Path], schema: Schema, *, family: str | None = 
     known trainer, or if the files are of different ones.
     """
     files = [open_file(path) for path in paths]
-    known = [_recognized(file) for file in files]
+    known = [_recognized(file, schema) for file in files]
     trainers = dict.fromkeys(each.trainer for each in known)
     if len(trainers) > 1:
         shown = "; ".join(f"{file.path} is {each}" for file, each in zip(files, known, strict=True))
         raise UserError(f"these files are of different trainers: {shown}", fix="import the files of one trainer at a time")
     opened = [replace(file, kind=each.kind) for file, each in zip(files, known, strict=True)]
-    result = IMPORTERS[known[0].trainer](opened, family)
+    if known[0].trainer == "simpletuner":
+        result = simpletuner.imported(opened, schema, family)
+    else:
+        result = IMPORTERS[known[0].trainer](opened, family)
     _check(result, schema)
     return result
 
 
-def _recognized(file: Opened) -> Recognized:
+def _recognized(file: Opened, schema: Schema) -> Recognized:
     found = recognize(file)
+    if found is not None and found.trainer == "smalti" and isinstance(file.content, Mapping):
+        keys = reference_keys({str(key): value for key, value in file.content.items()}, schema)
+        found = Recognized(trainer="simpletuner", kind="options") if keys else found
     if found is None and file.content is None:
         return Recognized(trainer="kohya", kind="prompts")
     if found is None:
@@ -55,7 +62,6 @@ def _recognized(file: Opened) -> Recognized:
         fix = {
             "smalti": f"smalti train {file.path}",
             "kohya-gui": "import the TOML that the GUI writes beside the results: smalti config import config_lora-DATE.toml",
-            "simpletuner": f"smalti train {file.path} reads it as it is",
         }[found.trainer]
         raise UserError(f"{file.path} is {found}", fix=fix)
     return found

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from smalti.errors import UserError
+from smalti.migration import simpletuner
 from smalti.migration.aitoolkit import tables as aitoolkit_tables
 from smalti.migration.command_lines import commands_in
 from smalti.migration.files import TABLES, Kind, Opened, open_file
@@ -25,7 +26,9 @@ NAMES: Mapping[Trainer, str] = {
     "simpletuner": "SimpleTuner",
     "smalti": "smalti",
 }
-IMPORTABLE: tuple[Trainer, ...] = ("kohya", "aitoolkit", "onetrainer")
+IMPORTABLE: tuple[Trainer, ...] = ("kohya", "aitoolkit", "onetrainer", "simpletuner")
+READABLE: tuple[Trainer, ...] = ("simpletuner", "smalti")
+"""Trainers whose files `smalti train` reads as they are."""
 _KINDS: Mapping[Kind, str] = {"options": "configuration", "datasets": "dataset file", "prompts": "file of prompts"}
 _FEWEST = 2
 """Keys of one trainer that make a file one of it. One alone may be a mistake in a file of smalti."""
@@ -45,6 +48,8 @@ class Recognized:
 def recognize(file: Opened) -> Recognized | None:
     """The trainer and the kind of a file; None if nothing in it says."""
     content = file.content
+    if content is None and simpletuner.variables_in(file.text):
+        return Recognized(trainer="simpletuner", kind="options")
     if content is None:
         known = (*kohya_tables.SCRIPTS, *kohya_tables.OTHER_SCRIPTS)
         return Recognized(trainer="kohya", kind="options") if any(c.script in known for c in commands_in(file.text)) else None
@@ -126,14 +131,15 @@ def refuse_other_trainers(path: Path, wanted: Kind) -> None:
         found = recognize(open_file(path))
     except UserError:
         return
-    if found is not None and (found.trainer in IMPORTABLE or found.trainer == "kohya-gui" or found.kind != wanted):
+    readable = found is not None and found.trainer in READABLE and path.suffix.lower() in TABLES
+    if found is not None and not (readable and found.kind == wanted):
         raise _refusal(path, found, wanted)
 
 
 def _refusal(path: Path, found: Recognized, wanted: Kind) -> UserError:
     name = shlex.quote(str(path))
     message = f"{path} is {found}"
-    if found.trainer in IMPORTABLE:
+    if found.trainer not in (*READABLE, "kohya-gui") or path.suffix.lower() not in TABLES:
         fix = f"smalti config import {name} --to={shlex.quote(f'{path.stem}-smalti.toml')}"
         others = {"datasets": "of its options", "prompts": "of its options and datasets", "options": ""}[found.kind]
         return UserError(message, fix=f"{fix}{f' (give the files {others} too)' if others else ''}")

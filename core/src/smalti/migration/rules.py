@@ -108,13 +108,14 @@ Entry = dict[str, Line]
 
 @dataclass(kw_only=True)
 class Imported:
-    """The result of an import: options, datasets, and what is left."""
+    """The result of an import: options, datasets, what is left, and notices about what means something else here."""
 
     trainer: str
     files: list[str] = field(default_factory=list)
     lines: dict[str, Line] = field(default_factory=dict)
     datasets: list[Entry] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
 
     def add(self, name: str, value: object, source: str) -> None:
         """Set an option."""
