@@ -1,5 +1,7 @@
 """A frozen adapter beside the trained one: active in training, off in samples, and in no checkpoint and no export."""
 
+import shutil
+
 import pytest
 import torch
 from adapters import family, make_adapter
@@ -8,14 +10,14 @@ from diffusers import DiffusionPipeline
 from pictured import difference
 from safetensors.torch import load_file
 
-from smalti import ConfigError
+from smalti import ConfigError, UserError
 from smalti.cli.checkpoint import checkpoint
 from smalti.config.resolution import resolve
 from smalti.models.weights import materialise
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import check, schema_of
 from smalti_diffusers.lora.adapter import adapter_shapes
-from smalti_diffusers.lora.assistant import is_distilled
+from smalti_diffusers.lora.assistant import is_distilled, locate
 from smalti_testing.family_subject import CAPTIONS, FamilySubject
 
 
@@ -54,7 +56,8 @@ def test_only_the_other_adapter_trains(assistant):
 
 
 def test_a_run_on_sharded_ranks_draws_saves_and_exports_without_the_assistant(assistant, tmp_path, train):
-    made, file = assistant
+    made, kept = assistant
+    file = shutil.copytree(kept, tmp_path / "assistant")
     options = {
         "model_family": "flux",
         "model_type": "lora",
@@ -69,6 +72,7 @@ def test_a_run_on_sharded_ranks_draws_saves_and_exports_without_the_assistant(as
     }
     code, output = train(tmp_path / "run", **options, assistant_lora=file)
     assert code == 0, output
+    shutil.rmtree(file)
     done = CliRunner().invoke(checkpoint, ["export", str(tmp_path / "run"), "--to", str(tmp_path / "made")])
     assert done.exit_code == 0, done.output
     assert not any("assistant" in name for name in load_file(tmp_path / "made" / "pytorch_lora_weights.safetensors"))
@@ -104,6 +108,23 @@ def test_a_distilled_model_without_an_assistant_is_noticed(assistant, tmp_path):
 )
 def test_distilled_models_are_known_by_their_names(name, expected):
     assert is_distilled(name) is expected
+
+
+def test_a_name_on_the_hub_is_read_from_its_cache(assistant, tmp_path, monkeypatch):
+    _, folder = assistant
+    snapshot = tmp_path / "hub" / "models--some--assistant" / "snapshots" / ("a" * 40)
+    snapshot.parent.parent.joinpath("refs").mkdir(parents=True)
+    snapshot.parent.parent.joinpath("refs", "main").write_text(snapshot.name)
+    shutil.copytree(folder, snapshot)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert locate("some/assistant") == snapshot / "style.safetensors"
+    assert locate("some/assistant/style.safetensors") == snapshot / "style.safetensors"
+    shutil.copy(snapshot / "style.safetensors", snapshot / "other.safetensors")
+    with pytest.raises(UserError, match="some/assistant holds other"):
+        locate("some/assistant")
+    with pytest.raises(UserError, match="the download from the Hugging Face Hub failed"):
+        locate("some/other")
 
 
 @pytest.mark.parametrize("option", ["init_lora", "assistant_lora"])

@@ -363,6 +363,7 @@ class PipelineFamily(ModelFamily):
 
     def check_export(self, request: ExportRequest) -> None:
         check_request(self, request)
+        self._assistant_lora = None  # it is off in what is exported, so its file need not be there any more
 
     def export(self, folder: ExportFolder) -> None:
         """The pipeline that the run started from, with the trained part in the place of its own; or the file of an adapter."""

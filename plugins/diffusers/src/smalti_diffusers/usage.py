@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from smalti_diffusers.pipeline import PipelineFamily
 
 _GENERATE = 'pipeline({prompt}).images[0].save("image.png")'
+_FORGE = {"flux": "Forge", "sdxl": "Forge, A1111"}
+"""Interfaces that read kohya's format, by family."""
 _IMPORT = "import torch\nfrom diffusers import DiffusionPipeline"
 
 
@@ -50,8 +52,8 @@ def adapter_usages(family: PipelineFamily, format: Format, name: str) -> list[Us
         found.append(Usage(tool="ComfyUI", text=copied))
     elif comfyui is not None:
         found.append(Usage(tool="ComfyUI", text="export again with --format=comfyui"))
-    if format == "kohya":
-        found.append(Usage(tool="Forge, A1111", text=f"cp {{path}}/{name}.safetensors models/Lora/"))
+    if format == "kohya" and family.name in _FORGE:
+        found.append(Usage(tool=_FORGE[family.name], text=f"cp {{path}}/{name}.safetensors models/Lora/"))
     return found
 
 

@@ -61,26 +61,24 @@ def locate(name: str) -> Path:
     path = Path(name).expanduser()
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") < 1:
         return path
-    from huggingface_hub import hf_hub_download, list_repo_files
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     user, repository, *rest = name.split("/")
-    repo, file = f"{user}/{repository}", "/".join(rest)
+    file = "/".join(rest)
     try:
-        if not file:
-            files = [each for each in list_repo_files(repo) if each.endswith(".safetensors")]
-            if len(files) != 1:
-                raise UserError(
-                    f"{repo} holds {', '.join(files) or 'no .safetensors file'}", fix=f"name one file, such as {repo}/FILE"
-                )
-            file = files[0]
-        return Path(hf_hub_download(repo, file))
+        folder = Path(snapshot_download(f"{user}/{repository}", allow_patterns=[file or "*.safetensors"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(
             f"{name} is not a local file, and the download from the Hugging Face Hub failed: {reason}",
             fix="check the name and the network, or name a local .safetensors file",
         ) from error
+    found = [each for each in folder.rglob("*.safetensors") if not file or each == folder / file]
+    if len(found) != 1:
+        held = ", ".join(sorted(each.name for each in found)) or f"no file {file or '*.safetensors'}"
+        raise UserError(f"{user}/{repository} holds {held}", fix=f"--assistant_lora={user}/{repository}/FILE.safetensors")
+    return found[0]
 
 
 def is_distilled(name: str) -> bool:
