@@ -98,8 +98,8 @@ def test_a_folder_without_numbers_is_refused(kohya: Path) -> None:
 
 
 def test_without_the_key_a_notice_has_entries_that_say_the_same(kohya: Path) -> None:
-    (plain,), _ = parse(instance_data_dir=str(kohya))
-    (notice,) = unread_names_notice(plain)
+    specs, _ = parse(instance_data_dir=str(kohya), caption_strategy="filename")
+    (notice,) = data_of(specs).notices
     entries = json.loads(f"[{notice.partition('or these entries: ')[2]}]")
     written, problems = parse_datasets(entries, where="", defaults=DataDefaults(resolution=16))
 

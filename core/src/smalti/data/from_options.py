@@ -22,7 +22,6 @@ from smalti.config import (
 )
 from smalti.data.batch_check import BatchShape
 from smalti.data.datasets.catalog import Catalog
-from smalti.data.datasets.kohya_folders import unread_names_notice
 from smalti.data.datasets.parse import DataDefaults, load_backend_config, parse_datasets
 from smalti.data.datasets.spec import DatasetSpec, latents_folder, texts_entry, unused_caches
 from smalti.data.prepared import DataRules, Dataset, PreparedData, build_datasets, check_no_overlap, load_datasets, prepare
@@ -74,7 +73,6 @@ def dataset_specs(config: Config, catalog: Catalog) -> tuple[DatasetSpec, ...]:
     problems = (*problems, *_unused_prompt(config, specs), *_overlapping_folders(config, specs))
     if problems:
         raise ConfigError(problems)
-    specs = tuple(spec.model_copy(update={"notices": (*spec.notices, *unread_names_notice(spec))}) for spec in specs)
     most = config[ValidationOptions].num_eval_images
     return tuple(_limited(spec, most) if spec.dataset_type == "eval" and most is not None else spec for spec in specs)
 

@@ -22,7 +22,7 @@ from smalti.data.batch_check import BatchShape, BucketCount, Share, check_batche
 from smalti.data.buckets import Bucket, CropSettings
 from smalti.data.datasets.captions import NO_TEXT_FILE
 from smalti.data.datasets.catalog import Catalog
-from smalti.data.datasets.kohya_folders import numbered
+from smalti.data.datasets.kohya_folders import numbered, unread_names_notice
 from smalti.data.datasets.sources import ReportsSkipped, describe_skipped
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.order import BucketSamples, Order
@@ -45,17 +45,17 @@ class Dataset:
     index: DatasetIndex
     skipped_files: Mapping[str, int] = field(default_factory=dict)
     """Numbers of files that are not samples, by extension; only set by a scan."""
+    folder_notices: tuple[str, ...] = ()
+    """About the names of its folders; only set by a scan."""
 
     @property
     def notices(self) -> tuple[str, ...]:
         """Messages for the user about its entry and its files."""
+        notices = (*self.spec.notices, *self.folder_notices)
         if not self.skipped_files:
-            return self.spec.notices
+            return notices
         total, names = sum(self.skipped_files.values()), describe_skipped(self.skipped_files)
-        return (
-            *self.spec.notices,
-            f"dataset {self.spec.id}: {total} files are skipped, because smalti does not read them: {names}",
-        )
+        return (*notices, f"dataset {self.spec.id}: {total} files are skipped, because smalti does not read them: {names}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,8 @@ def build_datasets(
         if directory:
             write_quarantine(directory / f"{spec.file_name}.quarantine.jsonl", index.quarantined)
         skipped_files = dict(source.skipped_files) if isinstance(source, ReportsSkipped) else {}
-        datasets.append(Dataset(spec=spec, storage=storage, index=index, skipped_files=skipped_files))
+        names = tuple(unread_names_notice(spec))
+        datasets.append(Dataset(spec=spec, storage=storage, index=index, skipped_files=skipped_files, folder_notices=names))
     return tuple(datasets)
 
 

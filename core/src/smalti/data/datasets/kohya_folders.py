@@ -6,6 +6,7 @@ smalti reads them as kohya does where `kohya_folders` is set. Elsewhere names me
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -41,8 +42,14 @@ class KohyaFolder:
     @property
     def caption_extension(self) -> str:
         """`.caption`, kohya's default, if there are only such files; else `.txt`."""
-        endings = {path.suffix.lower() for path in self.path.iterdir()}
-        return ".caption" if ".caption" in endings and ".txt" not in endings else ".txt"
+        found = ".txt"
+        with os.scandir(self.path) as files:
+            for file in files:
+                if file.name.lower().endswith(".txt"):
+                    return ".txt"
+                if file.name.lower().endswith(".caption"):
+                    found = ".caption"
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +130,12 @@ def _numbered_in(place: Path) -> Iterator[KohyaFolder]:
 
 
 def _subfolders(place: Path) -> list[Path]:
-    """The folders in a folder, sorted, without hidden ones; none if it cannot be listed, which is reported when it is read."""
+    """The folders in a folder, sorted, without hidden ones; none if it cannot be listed, which is reported when it is read.
+
+    With scandir, which in most file systems knows a folder without another request: there may be a million images.
+    """
     try:
-        return sorted(path for path in place.iterdir() if path.is_dir() and not path.name.startswith("."))
+        with os.scandir(place) as entries:
+            return sorted(Path(entry.path) for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     except OSError:
         return []
