@@ -26,14 +26,14 @@ DATA_KEYS: Mapping[str, Rule] = {
     "data_backend_sampling": refused(
         "datasets are sampled in proportion to their size", "set repeats in the datasets' entries", "auto-weighting"
     ),
-    "disable_bucket_pruning": ignored("no bucket is removed; allow_dataset_oversubscription fills small ones"),
+    "disable_bucket_pruning": ignored("no bucket is removed; allow_dataset_oversubscription fills small ones", True),
     "delete_unwanted_images": ignored(_NOTHING_DELETED, False),
     "delete_problematic_images": ignored(f"{_NOTHING_DELETED}; images that cannot be read are listed", False),
     "ignore_missing_files": ignored("data_error_budget says how many images may be unreadable", False),
     "override_dataset_config": ignored("on_changed_data decides when data has changed", False),
-    "preserve_data_backend_cache": ignored(_LISTING),
-    "skip_file_discovery": ignored(_LISTING),
-    "aspect_bucket_disable_rebuild": ignored(_LISTING),
+    "preserve_data_backend_cache": ignored(_LISTING, False),
+    "skip_file_discovery": ignored(_LISTING, False),
+    "aspect_bucket_disable_rebuild": ignored(_LISTING, False),
     "metadata_update_interval": ignored("the index is written when the scan ends"),
     "dataloader_prefetch": same(convert=prefetch, why="a number of batches: 10, or dataloader_prefetch_qlen, if it is on"),
     "dataloader_prefetch_qlen": same(convert=prefetch_length, why="without effect unless dataloader_prefetch is on"),
@@ -47,7 +47,7 @@ DATA_KEYS: Mapping[str, Rule] = {
     ),
     "cache_clear_validation_prompts": ignored(_CACHE),
     "cache_file_suffix": ignored(_CACHE),
-    "compress_disk_cache": ignored("cached encodings are not compressed"),
+    "compress_disk_cache": ignored("cached encodings are not compressed", False),
     "cache_dir_vae": renamed("cache_dir", "one folder for latents and text embeddings"),
     "cache_dir_text": ignored("text embeddings are in the same folder as latents: cache_dir"),
     # Speed

@@ -27,7 +27,7 @@ def _distribution(name: str) -> Rule:
 
 TRAINING_KEYS: Mapping[str, Rule] = {
     # Length
-    "ignore_final_epochs": ignored("max_train_steps decides if it is given"),
+    "ignore_final_epochs": ignored("max_train_steps decides if it is given", True),
     "strict_epoch_limit": refused("max_train_steps decides if it is given", "leave max_train_steps out", False),
     # Optimizer
     "optimizer_config": renamed("adam_weight_decay, ...", "its settings are options here", convert=optimizer_settings),
