@@ -316,3 +316,24 @@ def test_models_that_are_trained_in_another_way_are_refused_by_name(from_file, f
     told = problems(from_file, {"model_family": family, "model_flavour": flavour})
     assert f'model_flavour = "{flavour}"' in told
     assert "is not supported" in told
+
+
+@pytest.mark.parametrize("name", ["sine", "cosine_with_restarts"])
+def test_schedules_that_are_not_there_are_refused_with_the_nearest(from_file, name):
+    assert "the nearest one is cosine" in problems(from_file, {"lr_scheduler": name})
+    assert from_file({"lr_scheduler": "cosine_with_warmup"}).value("lr_scheduler") == "cosine"
+
+
+def test_a_resumed_run_says_that_its_defaults_are_those_of_simpletuner(from_file, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "launch.json").write_text(json.dumps({"defaults": {"eval_timesteps": 28, "adam_beta1": 0.5}}))
+    (run / "events.jsonl").write_text('{"t": 1.0, "type": "step", "step": 1}\n')
+    notices = from_file({**MARKS, "output_dir": str(run)}).notices
+    assert any("SimpleTuner's defaults are used" in notice and "eval_timesteps = 28" in notice for notice in notices)
+    assert any(notice.startswith("adam_beta1: 0.5, the default when the run began") for notice in notices)
+
+
+def test_a_feature_of_which_only_the_beginning_is_known_is_refused_where_it_is_enabled(from_file):
+    assert from_file({"twinflow_enabled": False, "twinflow_delta_t": 0.01}, "--defaults_from=smalti").notices != ()
+    assert "twinflow_enabled = true: TwinFlow is not supported" in problems(from_file, {"twinflow_enabled": True})

@@ -87,9 +87,9 @@ def draft(
     chosen = _merge(layers, schema, notices)
     _derive(schema, chosen, notices, problems)
     kept = kept_defaults(chosen["output_dir"][1].value if "output_dir" in chosen else None, content, file, notices)
-    if keys and not kept.values:
-        kept = _of_reference(schema, chosen, keys, str(file))
-    _keep(schema, chosen, kept, notices)
+    reference = _of_reference(schema, chosen, keys, str(file)) if keys else Kept()
+    kept = kept if kept.values else reference
+    _keep(schema, chosen, kept, reference, notices)
     if path is not None and "mixed_precision" not in chosen and (remark := accelerate_yaml.precision_notice(accelerate, path)):
         notices.append(remark)
     values = {name: given for name, (_, given) in chosen.items()}
@@ -189,9 +189,12 @@ def _derive(schema: Schema, chosen: dict[str, tuple[str, Given]], notices: list[
                 )
 
 
-def _keep(schema: Schema, chosen: dict[str, tuple[str, Given]], kept: Kept, notices: list[str]) -> None:
-    """Use the default with which the run started for options that are not given, if this version has another one."""
-    different: dict[str, str] = {}
+def _keep(schema: Schema, chosen: dict[str, tuple[str, Given]], kept: Kept, reference: Kept, notices: list[str]) -> None:
+    """Use the defaults that are kept for options that are not given, if this version has others.
+
+    Those that are also the defaults of the trainer whose file it is are reported together.
+    """
+    theirs: dict[str, object] = {}
     for name, value in kept.values.items():
         option = schema.options.get(name)
         if option is None or name in chosen or name in PER_MACHINE or option.secret:
@@ -200,12 +203,13 @@ def _keep(schema: Schema, chosen: dict[str, tuple[str, Given]], kept: Kept, noti
             continue  # not a valid value any more
         if not same(option, value, option.default):
             chosen[name] = (kept.label, Given(value=value, spelling=name, place=kept.place))
-            different[name] = f"{value!r}, the default when the run began; it is {option.default!r} now"
-    if kept.label == REFERENCE and different:
-        shown = ", ".join(f"{name} = {json.dumps(kept.values[name])}" for name in different)
-        notices.append(f"SimpleTuner's defaults are used ({kept.place}): {shown}; --defaults_from=smalti uses others")
-    else:
-        notices += [f"{name}: {text}" for name, text in different.items()]
+            if reference.values.get(name) == value:
+                theirs[name] = value
+            else:
+                notices.append(f"{name}: {value!r}, the default when the run began; it is {option.default!r} now")
+    if theirs:
+        shown = ", ".join(f"{name} = {json.dumps(value)}" for name, value in theirs.items())
+        notices.append(f"SimpleTuner's defaults are used ({reference.place}): {shown}; --defaults_from=smalti uses others")
 
 
 def _conflicts(schema: Schema, groups: Mapping[type[Options], Options], problems: Sequence[Problem]) -> Iterator[Problem]:

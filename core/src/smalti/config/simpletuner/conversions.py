@@ -42,6 +42,14 @@ def schedule_shift(value: object, values: Mapping[str, object]) -> Mapping[str, 
     return {} if is_on(values.get("flow_schedule_auto_shift", False)) else {"flow_schedule_shift": 1}
 
 
+def schedule(value: object, _values: Mapping[str, object]) -> Mapping[str, object]:
+    """`lr_scheduler`. The cosine with a warm-up is an older name of the cosine; two schedules are not here."""
+    name = plain(value)
+    if name in ("sine", "cosine_with_restarts"):
+        raise ValueError("this schedule is not supported; the nearest one is cosine")
+    return {"lr_scheduler": "cosine" if name == "cosine_with_warmup" else value}
+
+
 def end_ratio(value: object, values: Mapping[str, object]) -> Mapping[str, object]:
     """`lr_end`, a rate there, as a share of the peak."""
     peak, end = plain(values.get("learning_rate")), plain(value)

@@ -50,6 +50,13 @@ MODEL_KEYS: Mapping[str, Rule] = {
     "pretrained_t5_model_name_or_path": refused(
         "the text encoders of the pipeline are used", "give a pipeline that contains it: pretrained_model_name_or_path"
     ),
+    "pretrained_gemma_model_name_or_path": refused(
+        "the text encoders of the pipeline are used", "give a pipeline that contains it: pretrained_model_name_or_path"
+    ),
+    "pretrained_text_encoder_model_name_or_path": refused(
+        "the text encoders of the pipeline are used", "give a pipeline that contains it: pretrained_model_name_or_path"
+    ),
+    "text_encoder_revision": ignored("a pipeline has one revision"),
     "pretrained_transformer_subfolder": ignored("folders have the names of the diffusers layout", "transformer", "none"),
     "pretrained_unet_subfolder": ignored("folders have the names of the diffusers layout", "unet", "none"),
     "non_ema_revision": ignored("a pipeline has one set of weights"),
@@ -93,6 +100,7 @@ MODEL_KEYS: Mapping[str, Rule] = {
     "base_model_precision": same(_PRECISIONS),
     "base_model_default_dtype": renamed("lora_base_dtype"),
     "quantize_via": ignored("weights are quantised on the training device, layer by layer", "accelerator"),
+    "quantization_config": refused("weights are quantised as base_model_precision says", "remove it"),
     "quantize_activations": refused("activations are never quantised", "set it to false", False),
     "text_encoder_1_precision": ignored(_ONCE, "no_change"),
     "text_encoder_2_precision": ignored(_ONCE, "no_change"),

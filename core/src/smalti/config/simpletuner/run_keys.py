@@ -114,6 +114,15 @@ PREFIXES: Mapping[str, Rule] = {
     "layersync_": ignored("LayerSync is not supported"),
     "twinflow_": ignored("TwinFlow is not supported"),
     "self_flow_": ignored("Self-Flow is not supported"),
+    "self_transcendence_": ignored("Self-Transcendence is not supported"),
+    "anyflow_": ignored("AnyFlow is not supported"),
+    "diffusion_blocks_": ignored("Diffusion Blocks are not supported"),
+    "flow_dpo_": ignored("preference training is not supported"),
+    "repa_": ignored("representation alignment is not supported"),
+    "irepa_": ignored("representation alignment is not supported"),
+    "internal_guidance_": ignored("internal guidance is not supported"),
+    "mixflow_": ignored("MixFlow is not supported"),
+    "nextlat_": ignored("NextLat is not supported"),
     "lyrics_embedder_": ignored("it is for audio"),
     "acestep_": ignored("it is for audio"),
     "cosmos_": ignored("the model family is not supported"),
@@ -128,4 +137,4 @@ PREFIXES: Mapping[str, Rule] = {
     "s2v_": ignored(_VIDEO),
     "pixart_": ignored("stages of PixArt are not supported"),
 }
-"""Beginnings of names, for options that no table lists: those of one feature."""
+"""Beginnings of names, for options that no table lists: those of one feature. `..._enabled` is refused if it is on."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from smalti.config.simpletuner.data_keys import DATA_KEYS
 from smalti.config.simpletuner.model_keys import MODEL_KEYS
-from smalti.config.simpletuner.rules import Rule
+from smalti.config.simpletuner.rules import Rule, refused
 from smalti.config.simpletuner.run_keys import PREFIXES, RUN_KEYS
 from smalti.config.simpletuner.training_keys import TRAINING_KEYS
 
@@ -15,4 +15,7 @@ KEYS: Mapping[str, Rule] = {**MODEL_KEYS, **DATA_KEYS, **TRAINING_KEYS, **RUN_KE
 
 def rule_of(name: str) -> Rule | None:
     """What becomes of an option with this name, in lower case with underscores; None if no table has it."""
-    return KEYS.get(name) or next((rule for start, rule in PREFIXES.items() if name.startswith(start)), None)
+    if (rule := KEYS.get(name)) is not None:
+        return rule
+    feature = next((rule for start, rule in PREFIXES.items() if name.startswith(start)), None)
+    return refused(feature.why, "set it to false", False) if feature and name.endswith("_enabled") else feature
