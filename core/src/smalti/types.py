@@ -151,7 +151,7 @@ class World:
     """The place of this process in the run. `device` is a torch device string such as "cuda:0".
 
     `context` is the number of consecutive ranks that work on the same samples, each on its part of the sequence (context
-    parallelism). Data is distributed over groups of so many ranks.
+    parallelism). Data is distributed over groups of this many ranks.
     """
 
     rank: int = 0

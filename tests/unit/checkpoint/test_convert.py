@@ -303,16 +303,9 @@ stored = st.builds(
 
 
 def test_hyperparameters_are_json_whatever_they_were():
-    group = {
-        "lr": torch.tensor(0.5),
-        "eps": math.nan,
-        "betas": (0.9, math.inf),
-        "decay": None,
-        "params": [1],
-        "fused": True,
-        "by": {1},
-    }
-    assert hyperparameters(group) == {"betas": [0.9, "inf"], "by": "{1}", "decay": None, "eps": "nan", "lr": 0.5}
+    group = {"lr": torch.tensor(0.5), "eps": math.nan, "betas": (0.9, math.inf), "decay": None, "by": {1}}
+    others = {"params": [1], "name": "all", "fused": True}
+    assert hyperparameters(group | others) == {"betas": [0.9, "inf"], "by": "{1}", "decay": None, "eps": "nan", "lr": 0.5}
 
 
 @given(

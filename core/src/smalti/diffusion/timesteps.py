@@ -114,7 +114,7 @@ class Shift(Protocol):
     """How far times are moved towards noise at one image size."""
 
     def at(self, tokens: int) -> float:
-        """The shift for an image that is so many tokens to the model (`image_tokens` of a model family)."""
+        """The shift for an image of this many tokens (`image_tokens` of a model family)."""
         ...
 
 
@@ -158,14 +158,14 @@ class TimestepSampler:
     quantile: Quantile = field(default_factory=Uniform)
     shift: Shift = field(default_factory=ConstantShift)
     origin: str = ""
-    """What says the shift, in words; nothing if there is none."""
+    """Where the shift comes from, as text; empty without one."""
 
     def __call__(self, u: Tensor, tokens: int) -> Tensor:
-        """Times in (0, 1) for uniform numbers `u`, for images that are so many tokens to the model."""
+        """Times in (0, 1) for uniform numbers `u`, for images of this many tokens each."""
         return shift_times(self.quantile(u), self.shift.at(tokens))
 
     def describe(self, tokens: Collection[int]) -> str:
-        """Distribution and shift in words, for images of so many tokens: "uniform, shift 1.65 to 3.16 by image size (...)"."""
+        """Distribution and shift as text, for these numbers of tokens: "uniform, shift 1.65 to 3.16 by image size (...)"."""
         if not self.origin:
             return str(self.quantile)
         ends = dict.fromkeys(f"{self.shift.at(count):.4g}" for count in (min(tokens), max(tokens)))

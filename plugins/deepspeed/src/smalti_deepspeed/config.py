@@ -22,7 +22,7 @@ SMALL = 2**24
 PERSISTENT = 100_000
 """Parameters below this many elements stay whole in stage 3: DeepSpeed's own value."""
 _GRAIN = 1024
-"""Buffers hold a multiple of so many elements, because swapped tensors are padded to it."""
+"""Buffers hold a multiple of this many elements, because swapped tensors are padded to it."""
 
 
 def given(config: Config) -> Document:
