@@ -37,6 +37,7 @@ _OF_OTHER_COMMANDS = (
     "image_column",
     "json",
     "max_shard_size",
+    "public",
     "merge",
     "raw",
     "refresh",

@@ -151,6 +151,11 @@ PACKAGES = (
     ),
     Package(plugin="plots"),
     Package(
+        plugin="hub",
+        options=("push_to_hub", "push_checkpoints_to_hub", "hub_model_id", "hub_private", "hub_timeout"),
+        commands=("hub",),
+    ),
+    Package(
         plugin="storage_s3",
         planned=True,
         options=("aws_bucket_name", "aws_endpoint_url", "aws_region_name"),

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from smalti.config.simpletuner.conversions import base_model, prompt_library
 from smalti.config.simpletuner.rules import Rule, ignored, refused, renamed, same
 
-_NOT_PUBLISHED = "a run publishes nothing; `smalti checkpoint export` writes what can be uploaded"
-_EXPORT = "set it to false, and upload what `smalti checkpoint export` writes"
+_NOT_PUBLISHED = "the package smalti-hub publishes runs, and it is not installed"
+_EXPORT = "install smalti-hub, or set it to false and upload later what `smalti checkpoint export` writes"
 _OWN_PROMPTS = "images are sampled for the prompts that are given"
 _SKIP_LAYERS = "guidance is the same in all layers, in validation images"
 _VIDEO = "it is for videos"
@@ -83,10 +83,12 @@ RUN_KEYS: Mapping[str, Rule] = {
     # Publishing
     "push_to_hub": refused(_NOT_PUBLISHED, _EXPORT, False),
     "push_checkpoints_to_hub": refused(_NOT_PUBLISHED, _EXPORT, False),
-    "push_to_hub_background": ignored(_NOT_PUBLISHED),
+    "push_to_hub_background": ignored("uploads never delay a step"),
     "hub_model_id": ignored(_NOT_PUBLISHED),
-    "publishing_config": refused(_NOT_PUBLISHED, "remove it, and upload what `smalti checkpoint export` writes"),
-    "modelspec_comment": ignored(_NOT_PUBLISHED),
+    "publishing_config": refused(
+        "runs are published on the Hugging Face Hub only", "remove it, and upload what `smalti checkpoint export` writes"
+    ),
+    "modelspec_comment": ignored("files have no such field; edit the model card"),
     # Launch
     "local_rank": ignored("the launcher numbers the ranks"),
     "same_network": ignored("nodes reach each other directly", True),
@@ -105,7 +107,7 @@ PREFIXES: Mapping[str, Rule] = {
     "ramtorch_": ignored("it is part of ramtorch"),
     "group_offload_": ignored("it is part of enable_group_offload"),
     "sdnq_": ignored("SDNQ is not supported"),
-    "model_card_": ignored(_NOT_PUBLISHED),
+    "model_card_": ignored("the model card is a text file beside the export; edit it there"),
     "timestep_bias_": ignored("no timesteps are preferred"),
     "scheduled_sampling_": ignored("scheduled sampling is not supported"),
     "diff2flow_": ignored("a model keeps its own objective"),
