@@ -1,5 +1,7 @@
 """Files of kohya's sd-scripts: what they become, and what is listed."""
 
+import json
+
 import pytest
 
 from smalti.migration.importing import import_files
@@ -183,3 +185,38 @@ def test_files_of_the_same_name_as_the_options_that_they_hold_are_not_overwritte
     path = write("train.toml", TRAIN)
     import_files([path], everything)
     assert path.read_text() == TRAIN
+
+
+PRESET = {
+    "LoRA_type": "Standard",
+    "sdxl": True,
+    "flux1_checkbox": False,
+    "pretrained_model_name_or_path": "sdxl.safetensors",
+    "network_dim": 32,
+    "network_alpha": 16,
+    "optimizer": "AdamW8bit",
+    "optimizer_args": "weight_decay=0.05",
+    "learning_rate": 0.0001,
+    "unet_lr": 0.0,
+    "epoch": 8,
+    "max_train_steps": 0,
+    "lr_scheduler": "cosine",
+    "lr_warmup": 0,
+    "max_resolution": "1024,1024",
+    "min_snr_gamma": 0,
+    "guidance_scale": 3.5,
+    "timestep_sampling": "sigma",
+    "noise_offset_type": "Original",
+    "sample_prompts": "a cat --w 512 --h 768 --s 20\na dog --w 512 --h 768 --s 20",
+    "LyCORIS_preset": "full",
+}
+
+
+def test_a_preset_of_kohyas_gui_has_options_where_its_fields_are_used(imported):
+    values, left, _ = imported({"preset.json": json.dumps(PRESET)})
+    expected = {"model_family": "sdxl", "num_train_epochs": 8, "learning_rate": 1e-4, "lora_rank": 32, "lora_alpha": 16}
+    expected |= {"optimizer": "adamw8bit", "adam_weight_decay": 0.05, "lr_scheduler": "cosine"}
+    expected |= {"validation_prompt": ["a cat", "a dog"], "validation_resolution": "512x768"}
+    assert {key: values.get(key) for key in expected} == expected
+    assert values.keys() & {"snr_gamma", "flux_guidance_value", "timestep_distribution", "max_train_steps"} == set()
+    assert list(left) == ["datasets"]

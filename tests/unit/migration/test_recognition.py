@@ -19,7 +19,7 @@ FILES = {
     "onetrainer.json": ('{"model_type": "FLUX_DEV_1", "training_method": "LORA"}', "a configuration of OneTrainer"),
     "concepts.json": ('[{"name": "", "path": "x", "text": {"prompt_source": "sample"}}]', "a dataset file of OneTrainer"),
     "samples.json": ('[{"prompt": "x", "cfg_scale": 7.0}]', "a file of prompts of OneTrainer"),
-    "gui.json": ('{"LoRA_type": "Standard", "network_dim": 8, "epoch": 1}', "a configuration of kohya's GUI"),
+    "gui.json": ('{"LoRA_type": "Standard", "network_dim": 8, "epoch": 1}', "a configuration of kohya's sd-scripts"),
     "ours.toml": ("model_family = 'toy'\nnetwork_dim = 4\nunet_lr = 1", "a configuration of smalti"),
     "data.json": ('[{"id": "a", "type": "local", "instance_data_dir": "x"}]', "a dataset file of SimpleTuner"),
     "config.env": ("export MODEL_FAMILY=flux\nMAX_NUM_STEPS=3", "a configuration of SimpleTuner"),

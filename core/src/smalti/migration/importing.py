@@ -59,10 +59,7 @@ def _recognized(file: Opened, schema: Schema) -> Recognized:
             f"{file.path} is not a configuration of a known trainer", fix=f"files of these can be imported: {names}"
         )
     if found.trainer not in IMPORTABLE:
-        fix = {
-            "smalti": f"smalti train {file.path}",
-            "kohya-gui": "import the TOML that the GUI writes beside the results: smalti config import config_lora-DATE.toml",
-        }[found.trainer]
+        fix = f"smalti train {file.path}"
         raise UserError(f"{file.path} is {found}", fix=fix)
     return found
 

@@ -14,13 +14,13 @@ from smalti.migration.aitoolkit import tables as aitoolkit_tables
 from smalti.migration.command_lines import commands_in
 from smalti.migration.files import TABLES, Kind, Opened, open_file
 from smalti.migration.kohya import tables as kohya_tables
+from smalti.migration.kohya.gui import is_preset
 from smalti.migration.onetrainer import tables as onetrainer_tables
 
-Trainer = Literal["kohya", "kohya-gui", "aitoolkit", "onetrainer", "simpletuner", "smalti"]
+Trainer = Literal["kohya", "aitoolkit", "onetrainer", "simpletuner", "smalti"]
 
 NAMES: Mapping[Trainer, str] = {
     "kohya": kohya_tables.NAME,
-    "kohya-gui": "kohya's GUI",
     "aitoolkit": aitoolkit_tables.NAME,
     "onetrainer": onetrainer_tables.NAME,
     "simpletuner": "SimpleTuner",
@@ -77,8 +77,8 @@ def _list(content: list[object]) -> Recognized | None:
 def _mapping(content: Mapping[object, object]) -> Recognized | None:
     keys = {str(key).lstrip("-").replace("-", "_") for key in content}
     inner = {str(key) for value in content.values() if isinstance(value, Mapping) for key in value}
-    if "LoRA_type" in keys or {"epoch", "LR_warmup"} <= keys:
-        return Recognized(trainer="kohya-gui", kind="options")
+    if is_preset(content):
+        return Recognized(trainer="kohya", kind="options")
     if _has_process(content):
         return Recognized(trainer="aitoolkit", kind="options")
     if str(content.get("model_type")) in _MODEL_TYPES or ("training_method" in keys and "base_model_name" in keys):
@@ -104,7 +104,7 @@ def _has_process(content: Mapping[object, object]) -> bool:
     return isinstance(processes, list) and bool(processes) and all(isinstance(each, Mapping) for each in processes)
 
 
-_MODEL_TYPES = frozenset((*onetrainer_tables.FAMILIES, "STABLE_DIFFUSION_15", "STABLE_DIFFUSION_21", "HI_DREAM_FULL"))
+_MODEL_TYPES = frozenset((*onetrainer_tables.FAMILIES, *onetrainer_tables.OTHER_MODELS))
 """Names of models in OneTrainer's spelling."""
 _SIGNS = frozenset(
     (
@@ -139,13 +139,10 @@ def refuse_other_trainers(path: Path, wanted: Kind) -> None:
 def _refusal(path: Path, found: Recognized, wanted: Kind) -> UserError:
     name = shlex.quote(str(path))
     message = f"{path} is {found}"
-    if found.trainer not in (*READABLE, "kohya-gui") or path.suffix.lower() not in TABLES:
+    if found.trainer not in READABLE or path.suffix.lower() not in TABLES:
         fix = f"smalti config import {name} --to={shlex.quote(f'{path.stem}-smalti.toml')}"
         others = {"datasets": "of its options", "prompts": "of its options and datasets", "options": ""}[found.kind]
         return UserError(message, fix=f"{fix}{f' (give the files {others} too)' if others else ''}")
-    if found.trainer == "kohya-gui":
-        fix = "import the TOML that the GUI writes beside the results: smalti config import config_lora-DATE.toml"
-        return UserError(message, fix=fix)
     if wanted == "options":
         return UserError(message, fix=f"smalti train CONFIG --data_backend_config={name}")
     fix = f"smalti train {name}; --data_backend_config names a JSON file with a list of datasets"

@@ -143,9 +143,12 @@ def _optimizer(found: Values, result: Imported) -> None:
         leave_optimizer(given, result)
     else:
         result.add("optimizer", ours, source_text("", given.place, name, ours, OPTIMIZER_NOTES.get(name, "")))
+    rate = result.value("learning_rate")
+    if ours == "prodigy" and isinstance(rate, int | float) and rate < 0.1:
+        result.add("learning_rate", 1.0, f"{given.place}: a learning rate below 0.1 is 1 there with prodigy")
     if ours in ("adamw", "adamw8bit") and "train.optimizer_params.eps" not in found:
         result.add("adam_epsilon", 1e-6, f"{DEFAULT}: {name} has eps = 1e-6")
-    elif ours in ("lion", "adafactor", "adagrad") and "train.optimizer_params.weight_decay" not in found:
+    elif ours in ("lion", "adafactor", "adagrad", "prodigy") and "train.optimizer_params.weight_decay" not in found:
         result.add("adam_weight_decay", 0.0, f"{DEFAULT}: {name} has no weight decay")
     for key, place in ((key, each.place) for key, each in found.items() if key.startswith("train.optimizer_params.")):
         value = found[key].value
@@ -228,7 +231,7 @@ def _samples(found: Values, result: Imported) -> None:
     if not prompts or (off is not None and off.read(switch)):
         return
     trigger = str(found["trigger_word"].value) if "trigger_word" in found else ""
-    result.add("validation_prompt", [each.replace("[trigger]", trigger).strip() for each in prompts], place)
+    result.add("validation_prompt", [each.replace("[trigger]", trigger).strip(" ,") for each in prompts], place)
     width, height = (found.get(f"sample.{key}") or Found(value=512, place=DEFAULT) for key in ("width", "height"))
     size = f"{width.read(whole)}x{height.read(whole)}"
     result.add("validation_resolution", size, f"{width.place} and sample.height")

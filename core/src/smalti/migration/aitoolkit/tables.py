@@ -44,6 +44,7 @@ OPTIMIZERS = {
     "lion8bit": "lion",
     "adafactor": "adafactor",
     "adagrad": "adagrad",
+    "prodigy": "prodigy",
 }
 OPTIMIZER_NOTES = {"lion8bit": "the optimizer state is fp32 here and takes more memory"}
 SCHEDULES = {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from smalti.migration.command_lines import commands_in
 from smalti.migration.converters import number, path, switch, whole
 from smalti.migration.entries import leave_optimizer, without_adapter
 from smalti.migration.files import Opened, companion, open_file
+from smalti.migration.kohya import gui
 from smalti.migration.kohya.data import datasets_of, folders_of, prompts_of
 from smalti.migration.kohya.tables import (
     FAMILY_KEYS,
@@ -54,8 +56,12 @@ def imported(files: Sequence[Opened], family: str | None = None) -> Imported:
 def _options_of(file: Opened, found: Values, result: Imported) -> str:
     """Add the options of a file to `found`, with those of the file that it names, and return its script."""
     if isinstance(file.content, Mapping):
-        found |= found_in(_flat(file.content), file.name)
-        return ""
+        if not gui.is_preset(file.content):
+            found |= found_in(_flat(file.content), file.name)
+            return ""
+        options, script = gui.options_in(file.content, file.name)
+        found |= options
+        return script
     command = next((each for each in commands_in(file.text) if each.script in (*SCRIPTS, *OTHER_SCRIPTS)), None)
     if command is None:
         return ""
@@ -236,7 +242,7 @@ def _optimizer(found: Values, result: Imported) -> None:
         words.pop("warmup_init", None)
     source = source_text("", place, given.value if given else "adamw", ours, OPTIMIZER_NOTES.get(name, ""))
     result.add("optimizer", ours, source)
-    if ours != "adamw" and ours != "adamw8bit" and "weight_decay" not in words:
+    if ours not in ("adamw", "adamw8bit", "prodigy") and "weight_decay" not in words:
         result.add("adam_weight_decay", 0.0, f"{place}: the default of this optimizer there")
     if arguments is not None:
         _optimizer_arguments(words, arguments.place, result)
@@ -396,7 +402,8 @@ def _convert_prompts(files: Sequence[Opened], found: Values, model: _Model, resu
     if not prompts and "sample_prompts" in found:
         value = found["sample_prompts"].value
         if isinstance(value, str) and not value.lower().endswith((".txt", ".toml", ".json")):
-            result.add("validation_prompt", [value], found["sample_prompts"].place)
+            name = found["sample_prompts"].place
+            attempt(result, prompts_of, Opened(path=Path(name), text=value, content=None, kind="prompts"), model.family, result)
             return
         other = _companion(files, found, "sample_prompts", result)
         prompts = [other] if other is not None else []

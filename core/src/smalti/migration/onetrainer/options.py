@@ -15,6 +15,7 @@ from smalti.migration.onetrainer.tables import (
     IGNORED,
     METHODS,
     NAME,
+    OLD_KEYS,
     OPTIMIZER_NOTES,
     OPTIMIZERS,
     OPTIONS,
@@ -35,7 +36,8 @@ def imported(files: Sequence[Opened], family: str | None = None) -> Imported:
     for file in files:
         if file.kind == "options" and isinstance(file.content, Mapping):
             known = {key: value for key, value in file.content.items() if not str(key).startswith(IGNORED)}
-            found |= found_in(flattened(known), file.name)
+            flat = {OLD_KEYS.get(key, key): value for key, value in flattened(known).items()}
+            found |= found_in(flat, file.name)
     if not any(file.kind == "options" for file in files):
         attempt(result, _data, files, found, result)
         return result
@@ -179,9 +181,9 @@ def _precision(found: Values, result: Imported) -> None:
 
 def _base(found: Values, kind: str, result: Imported) -> None:
     """The dtype of the frozen weights of a LoRA."""
-    key = next((f"{part}.weight_dtype" for part in PARTS if f"{part}.weight_dtype" in found), "weight_dtype")
-    dtype = found.get(key)
-    if dtype is None or str(dtype.value) == "NONE":
+    given_dtypes = [found.get(key) for key in (*(f"{part}.weight_dtype" for part in PARTS), "weight_dtype")]
+    dtype = next((each for each in given_dtypes if each is not None and str(each.value) != "NONE"), None)
+    if dtype is None:
         return
     name = str(dtype.value)
     if kind != "lora":

@@ -22,6 +22,28 @@ FAMILIES = {
     "QWEN": "qwen_image",
     "Z_IMAGE": "z_image",
 }
+OTHER_MODELS = (
+    *("STABLE_DIFFUSION_15", "STABLE_DIFFUSION_15_INPAINTING", "STABLE_DIFFUSION_20", "STABLE_DIFFUSION_20_BASE"),
+    *("STABLE_DIFFUSION_20_INPAINTING", "STABLE_DIFFUSION_20_DEPTH", "STABLE_DIFFUSION_21", "STABLE_DIFFUSION_21_BASE"),
+    *("STABLE_DIFFUSION_XL_10_BASE_INPAINTING", "WUERSTCHEN_2", "STABLE_CASCADE_1", "FLUX_FILL_DEV_1", "HUNYUAN_VIDEO"),
+    *("HI_DREAM_FULL", "CHROMA_1", "ANIMA", "ERNIE"),
+)
+"""Models that smalti does not have."""
+OLD_KEYS = {
+    "weight_decay": "optimizer.weight_decay",
+    "save_after": "save_every",
+    "save_after_unit": "save_every_unit",
+    "lora_layers": "layer_filter",
+    "lora_layer_preset": "layer_filter_preset",
+    "lora_layers_regex": "layer_filter_regex",
+    "enable_async_offloading": "async_offloading",
+    **{f"{part}_{key}": f"{part}.{key}" for part in ("unet", "prior") for key in ("learning_rate", "weight_dtype")},
+    **{f"train_{part}": f"{part}.train" for part in ("unet", "prior", "text_encoder", "text_encoder_2")},
+    **{f"train_{part}_epochs": f"{part}.stop_training_after" for part in ("unet", "prior", "text_encoder", "text_encoder_2")},
+    **{f"{part}_{key}": f"{part}.{key}" for part in ("text_encoder", "text_encoder_2") for key in ("learning_rate",)},
+    **{f"{part}_weight_dtype": f"{part}.weight_dtype" for part in ("text_encoder", "text_encoder_2", "vae")},
+}
+"""Keys of older files, which had no tables."""
 METHODS = {"FINE_TUNE": "full", "LORA": "lora"}
 OPTIMIZERS = {
     "ADAMW": "adamw",
@@ -32,6 +54,7 @@ OPTIMIZERS = {
     "ADAGRAD": "adagrad",
     "SGD": "sgd",
     "MUON": "muon",
+    "PRODIGY": "prodigy",
 }
 OPTIMIZER_NOTES = {"LION_8BIT": "the optimizer state is fp32 here and takes more memory"} | {
     "SGD": "momentum of 0.9 here",
@@ -105,6 +128,8 @@ OPTIONS: tuple[Rule, ...] = (
     *unsupported("LoRA is not decomposed into magnitude and direction (DoRA)", "lora_decompose"),
     option("lora_model_name", "init_lora", path, note="rank and alpha of the file are those of the run"),
     *unsupported("layers are chosen by lora_targets", "layer_filter", fix="name the layers in lora_targets"),
+    *no_effect("older files have them", "extra_model_name", "token_count", "initial_embedding_text", "latent_caching_epochs"),
+    *no_effect("older files have them", "circular_mask_generation", "random_rotate_and_crop", "embedding_model_names"),
     *no_effect("only with layer_filter", "layer_filter_preset", "layer_filter_regex"),
     # Run
     read("epochs", "num_train_epochs", note="100 by default; divided by the number of resolutions"),
