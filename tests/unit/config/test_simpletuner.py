@@ -340,3 +340,17 @@ def test_a_resumed_run_says_that_its_defaults_are_those_of_simpletuner(from_file
 def test_a_feature_of_which_only_the_beginning_is_known_is_refused_where_it_is_enabled(from_file):
     assert from_file({"twinflow_enabled": False, "twinflow_delta_t": 0.01}, "--defaults_from=smalti").notices != ()
     assert "twinflow_enabled = true: TwinFlow is not supported" in problems(from_file, {"twinflow_enabled": True})
+
+
+def test_what_is_shown_of_a_file_gives_the_same_configuration(from_file, configure, write):
+    values = {
+        "model_family": "flux",
+        "optimizer_beta2": 0.9,
+        "flow_use_beta_schedule": True,
+        "max_grad_norm": 1.0,
+        "use_ema": True,
+    }
+    config = from_file({**MARKS, **values, "lr_scheduler": "cosine", "lr_warmup_steps": 5, "report_to": "none"})
+    again = configure(file=write("shown.toml", as_toml(config)))
+    assert again.values() == config.values()
+    assert not any("SimpleTuner" in notice for notice in again.notices)

@@ -52,7 +52,7 @@ class Trackers:
             return
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        for name in _names(options):
+        for name in tracker_names(options):
             kind = LOGGER_TYPE_TO_CLASS["comet_ml" if name == "comet" else name]
             settings = {"logging_dir": info.directory / "trackers"} if kind.requires_logging_directory else {}
             # Trackers with a logging directory use the project as a folder name.
@@ -74,7 +74,7 @@ class Trackers:
         self._trackers.clear()
 
 
-def _names(options: TrackingOptions) -> list[str]:
+def tracker_names(options: TrackingOptions) -> list[str]:
     """The trackers to start, each once."""
     every = [name for name in KNOWN if find_spec(name) is not None] if ALL in options.report_to else []
     return list(dict.fromkeys([*every, *(name for name in options.report_to if name != ALL)]))
