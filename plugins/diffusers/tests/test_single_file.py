@@ -276,6 +276,17 @@ def test_a_v_prediction_model_is_trained_as_one(base_of, tmp_path):
     assert family.prediction == "v_prediction"
 
 
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [(("text_encoders.gemma2_2b.norm.weight", "model_ema.decay"), "model_ema, text_encoders.gemma2_2b"), ((), None)],
+)
+def test_parts_of_a_file_that_are_not_used_are_named(extra, said, base_of, tmp_path):
+    more = {name: torch.ones(2) for name in extra}
+    file = single_file(base_of("flux"), tmp_path / "model.safetensors", "flux", prefix=UNET, vae="vae.", more=more)
+    notices = family_from("flux", file, f"--base_pipeline={base_of('flux')}").notices
+    assert any(f"{file} also has {said}" in notice for notice in notices) == (said is not None)
+
+
 # --- runs -----------------------------------------------------------------------------------------------------------
 
 

@@ -36,7 +36,14 @@ from smalti_diffusers.lora.strength import adapter_scaled
 from smalti_diffusers.options import DiffusersOptions, LoraOptions, Precision
 from smalti_diffusers.sources.components import Components, PartWeights, class_of
 from smalti_diffusers.sources.model_file import ModelFile
-from smalti_diffusers.sources.start import check_family, model_alone, open_beside_base, open_pipeline, published_pipeline
+from smalti_diffusers.sources.start import (
+    check_family,
+    model_alone,
+    open_beside_base,
+    open_pipeline,
+    published_pipeline,
+    unused_parts,
+)
 
 if TYPE_CHECKING:
     from smalti.checkpoint import ExportFolder, ExportRequest
@@ -423,9 +430,11 @@ def create(family: type[PipelineFamily], config: Config, flavours: dict[str, str
         components = open_beside_base(alone, family.part, base, options.revision, options.variant)
     components.check_weights(skip=family.part if options.init_from_config else None)
     made = family(components, options, config)
+    if isinstance(alone, ModelFile) and (unused := unused_parts(alone, components)):
+        made.notices = (f"{alone} also has {', '.join(unused)}, which is not used: these parts are those of {base}",)
     made.source, made.base_source = name, base
     if not config[LoraOptions].assistant_lora and (is_distilled(name) or components.settings.get("is_distilled")):
-        made.notices = (notice(family.name),)
+        made.notices = (*made.notices, notice(family.name))
     return made
 
 

@@ -49,9 +49,13 @@ class ConvertedWeights:
         tensor = self._tensors[name]
         return StoredTensor(dtype=NAMES[tensor.dtype], shape=tuple(tensor.shape), chunks=1)
 
+    def sources(self) -> set[str]:
+        """The tensors of the file that these are made of."""
+        return {name for tensor in self._tensors.values() for name in sources(tensor)}
+
     def digest(self) -> str:
         """Tells these weights from others: a sample of the tensors that they are made of, under their names in the file."""
-        return self._file.digest(name for tensor in self._tensors.values() for name in sources(tensor))
+        return self._file.digest(self.sources())
 
     def __str__(self) -> str:
         return str(self._file)

@@ -62,8 +62,8 @@ class PendingTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> object:
-        if func in _SAME:
-            (given,) = args
+        if func in _SAME or (func is _aten.cat.default and len(args[0]) == 1):
+            given = args[0] if func in _SAME else args[0][0]
             return PendingTensor(given.shape, given.dtype, given.recipe)
         if func is _aten.split_with_sizes.default:
             args = (args[0], _proportional(args[0].shape[_dimension(args)], args[1]), *args[2:])

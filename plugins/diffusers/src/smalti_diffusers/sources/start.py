@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 from smalti import UserError
 from smalti.models import FolderWeights
 from smalti_diffusers.sources.components import Components, Replacement
-from smalti_diffusers.sources.conversion import convert_encoder, convert_model, convert_vae, tensors_of_model
+from smalti_diffusers.sources.conversion import ConvertedWeights, convert_encoder, convert_model, convert_vae, tensors_of_model
 from smalti_diffusers.sources.location import INDEX, fetch_model, fetch_weights, find_file, find_folder, small_files
 from smalti_diffusers.sources.model_file import ModelFile
 
@@ -32,6 +33,8 @@ _FAMILIES = {
     "z-image-turbo": "z_image",
 }
 """The families of the models that diffusers recognises in single files."""
+_PART = re.compile(r"first_stage_model|vae(?=\.)|text_encoders\.[^.]+|conditioner\.embedders\.\d+|cond_stage_model|model_ema")
+"""Beginnings of the names of other parts than the trained model."""
 _UNKNOWN = "v1"
 """What diffusers takes for Stable Diffusion 1 is anything that it does not recognise."""
 
@@ -123,6 +126,17 @@ def open_beside_base(alone: Alone, part: str, base: str, revision: str | None, v
         raise
     scheduler = alone.scheduler if isinstance(alone, ModelFile) else None
     return Components(folder, replaced, variant=variant, scheduler=scheduler)
+
+
+def unused_parts(file: ModelFile, components: Components) -> tuple[str, ...]:
+    """Parts of the file that the base pipeline's are taken for, by the beginnings of their names."""
+    weights = [replacement.weights for replacement in components.replaced.values()]
+    used = set().union(*(each.sources() for each in weights if isinstance(each, ConvertedWeights)))
+    parts: dict[str, bool] = {}
+    for name in file.tensors:
+        if match := _PART.match(name):
+            parts[match[0]] = parts.get(match[0], False) or name in used
+    return tuple(part for part, is_used in parts.items() if not is_used)
 
 
 def _of_file(file: ModelFile, base: Components, part: str) -> dict[str, Replacement]:
