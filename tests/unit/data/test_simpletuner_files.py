@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
+from smalti.data.datasets.simpletuner import REFUSED, WITHOUT_EFFECT
+from smalti.data.datasets.spec import ENTRY_KEYS
 
 Entry = Mapping[str, object]
 
@@ -121,3 +124,28 @@ def test_a_file_of_hub_datasets_is_read_once_they_are_folders(strategy: str) -> 
 )
 def test_what_is_not_supported_yet_is_named_once(entry: Entry, problems: list[str]) -> None:
     assert parse(entry, TEXTS)[1] == problems
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["~nobody-at-all/x", "a\0b", "{id}", "json", "aws"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=4,
+)
+keys = st.sampled_from([*ENTRY_KEYS, *WITHOUT_EFFECT, *REFUSED, "type", "huggingface", "parquet", "disabled"]) | st.text(
+    max_size=6
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.dictionaries(keys, values, max_size=6), max_size=3))
+def test_whatever_a_file_contains_it_is_read_or_has_problems_with_a_fix(entries: list[dict[str, object]]) -> None:
+    specs, problems = parse_datasets(entries, where="", defaults=DataDefaults(), placeholders={"model_family": None})
+
+    assert all(problem.message and problem.fix for problem in problems)
+    assert len(specs) <= len(entries)
+    assert problems or any(spec.dataset_type == "image" for spec in specs)

@@ -20,7 +20,15 @@ from smalti.data.datasets import simpletuner
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.kohya_folders import KohyaLayout, kohya_entries, kohya_layout, left_out_notices
 from smalti.data.datasets.placeholders import fill_placeholders
-from smalti.data.datasets.spec import CACHE_TYPES, DATASET_TYPES, ENTRY_KEYS, TYPES_WITH_IMAGES, DatasetSpec, file_name_of
+from smalti.data.datasets.spec import (
+    CACHE_TYPES,
+    DATASET_TYPES,
+    ENTRY_KEYS,
+    TYPES_WITH_IMAGES,
+    DatasetSpec,
+    absolute_path,
+    file_name_of,
+)
 from smalti.data.datasets.wrong_values import wrong_sizes, wrong_values
 from smalti.errors import ConfigError, Problem
 from smalti.system import parse_json
@@ -154,7 +162,11 @@ class _EntryParser:
         if "repeats" in entry:
             message = "kohya_folders takes the repeats from the names of the folders, and the entry has repeats too"
             self._add_problem(place, message, "remove one of them")
-        if layout := kohya_layout(Path(folder).expanduser().absolute()):
+        try:
+            layout = kohya_layout(absolute_path(Path(folder)))
+        except ValueError:
+            return None  # reported when the entry is checked
+        if layout is not None:
             return layout
         message = f"kohya_folders: no folder with a name like '10_zwx cat' in {folder}"
         self._add_problem(place, message, "check instance_data_dir, or remove kohya_folders")

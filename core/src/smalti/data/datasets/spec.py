@@ -18,6 +18,21 @@ CACHE_TYPES = ("text_embeds", "image_embeds")
 DATASET_TYPES = (*TYPES_WITH_IMAGES, *CACHE_TYPES)
 
 
+def absolute_path(path: Path) -> Path:
+    """Returns the path with ~ replaced, from the current directory. Raises ValueError for the home of nobody, and for NUL."""
+    if "\0" in str(path):
+        raise ValueError("give a path without the character NUL")
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as error:
+        raise ValueError("give a path without ~: there is no such home folder") from error
+
+
+def _checked_folder(text: str) -> str:
+    absolute_path(Path(text))
+    return text
+
+
 def _lowered(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
@@ -48,7 +63,9 @@ def _checked_id(value: str) -> str:
 
 
 Word = Annotated[str, BeforeValidator(_lowered)]
-Folder = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
+Folder = Annotated[Path, AfterValidator(absolute_path)]
+FolderText = Annotated[str, AfterValidator(_checked_folder)]
+"""A folder that is a key of remote storages too, so it stays a text."""
 
 
 def _key(default: Any = ..., *, help: str, **checks: Any) -> Any:
@@ -177,13 +194,13 @@ class DatasetSpec(BaseModel):
         None, ge=1, help="Use only this many images. The choice depends on `id` alone, so it stays the same. Default: all."
     )
 
-    cache_dir_vae: str | None = _key(
+    cache_dir_vae: FolderText | None = _key(
         None, help="Folder for the latents of this dataset. Default: the option `cache_dir`, else `cache` in the run directory."
     )
     image_embeds: str | None = _key(None, help="Id of the `image_embeds` entry of this dataset.")
     text_embeds: str | None = _key(None, help="Id of the `text_embeds` entry of this dataset.")
     default: bool = _key(False, help="Mark the `text_embeds` entry that holds the texts of all datasets.")
-    cache_dir: str | None = _key(None, help="Folder for the encoded texts. Only in a `text_embeds` entry.")
+    cache_dir: FolderText | None = _key(None, help="Folder for the encoded texts. Only in a `text_embeds` entry.")
 
     storage_options: Mapping[str, object] = Field(default={}, repr=False)
     """The storage's own keys (`StorageEntry.keys`), which it checks itself. Never printed: they may hold secrets."""
