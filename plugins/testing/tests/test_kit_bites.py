@@ -354,7 +354,7 @@ PLUGINS = {
     "optimizer that does not take what it says": (
         "its_optimizers_can_be_built",
         "    @hookimpl\n    def register_optimizers(self):\n"
-        "        return [OptimizerEntry(name='lion', title='Lion', factory='torch.optim:LBFGS')]",
+        "        return [OptimizerEntry(name='lbfgs', title='L-BFGS', factory='torch.optim:LBFGS')]",
     ),
     "failing command": (
         "the_help_still_works",

@@ -158,24 +158,24 @@ def test_a_family_may_have_names_of_its_own(plugins, configure, module):
 
 
 def test_an_optimizer_that_cannot_be_built_is_not_blamed_on_the_core(plugins, configure, module):
-    def lion(groups, *, lr, betas):
+    def signum(groups, *, lr, betas):
         raise AssertionError
 
-    module(lion=lion)
-    register(plugins, register_optimizers=[OptimizerEntry(name="lion", title="Lion", factory="theirs:lion")])
-    config = configure("--optimizer=lion")
+    module(signum=signum)
+    register(plugins, register_optimizers=[OptimizerEntry(name="signum", title="Signum", factory="theirs:signum")])
+    config = configure("--optimizer=signum")
     registry = plugins.gather(HookSpecs.register_optimizers)
     groups = [{"params": [("weight", torch.nn.Parameter(torch.ones(2, 2)))]}]
     with pytest.raises(TypeError) as caught:
         plugins.decide(HookSpecs.build_optimizer, model=None, groups=groups, config=config, registry=registry)
-    assert caught.value.__notes__ == ["raised by plugin 'old' (smalti-old 1.2) in the optimizer 'lion' (theirs:lion)"]
+    assert caught.value.__notes__ == ["raised by plugin 'old' (smalti-old 1.2) in the optimizer 'signum' (theirs:signum)"]
 
 
 def test_an_optimizer_that_is_none_is_refused(configure, module):
-    module(lion=lambda groups, **settings: "lion")
-    lion = OptimizerEntry(name="lion", title="Lion", factory="theirs:lion", origin=ORIGIN)
-    with pytest.raises(BrokenPlugin, match=r"theirs:lion made a str, not a torch\.optim\.Optimizer"):
-        build_registered([], configure("--optimizer=lion"), [lion])
+    module(signum=lambda groups, **settings: "signum")
+    signum = OptimizerEntry(name="signum", title="Signum", factory="theirs:signum", origin=ORIGIN)
+    with pytest.raises(BrokenPlugin, match=r"theirs:signum made a str, not a torch\.optim\.Optimizer"):
+        build_registered([], configure("--optimizer=signum"), [signum])
 
 
 def test_a_plan_with_the_name_of_another_plugin_names_the_one_that_gave_it(plugins, configure):
