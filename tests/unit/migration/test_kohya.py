@@ -220,3 +220,10 @@ def test_a_preset_of_kohyas_gui_has_options_where_its_fields_are_used(imported):
     assert {key: values.get(key) for key in expected} == expected
     assert values.keys() & {"snr_gamma", "flux_guidance_value", "timestep_distribution", "max_train_steps"} == set()
     assert list(left) == ["datasets"]
+
+
+def test_a_repository_on_the_hub_is_private_unless_it_was_public(imported):
+    keys = "network_dim=4\nunet_lr=1e-4\nhuggingface_repo_id='me/zwx'\n"
+    values = imported({"train.toml": keys})[0]
+    assert (values["push_to_hub"], values["hub_model_id"], values.get("hub_private", True)) == (True, "me/zwx", True)
+    assert imported({"train.toml": keys + "huggingface_repo_visibility='public'"})[0]["hub_private"] is False

@@ -65,7 +65,7 @@ def _list(content: list[object]) -> Recognized | None:
         return None
     if all("id" in row and {"type", "dataset_type", "instance_data_dir", "cache_dir"} & row.keys() for row in rows):
         return Recognized(trainer="simpletuner", kind="datasets")
-    if all("path" in row and isinstance(row.get("text", row.get("image")), Mapping) for row in rows):
+    if all("path" in row and {"text", "image", "balancing", "enabled"} & row.keys() for row in rows):
         return Recognized(trainer="onetrainer", kind="datasets")
     if all("prompt" in row and {"diffusion_steps", "cfg_scale", "random_seed"} & row.keys() for row in rows):
         return Recognized(trainer="onetrainer", kind="prompts")

@@ -43,7 +43,7 @@ def imported(files: Sequence[Opened], family: str | None = None) -> Imported:
     if str(first.get("type")) not in TRAINERS:
         result.leave(f"{file.name}: type", "only trainers of images are supported", value=first.get("type"))
     chosen, kind = _model(found, family, result)
-    for step in (_run, _optimizer, _schedule, _adapter):
+    for step in (_run, _optimizer, _schedule, _adapter, _publishing):
         attempt(result, step, found, result)
     attempt(result, _quantised, found, kind, result)
     if chosen not in DDPM_FAMILIES and chosen:
@@ -128,6 +128,18 @@ def _run(found: Values, result: Imported) -> None:
             result.add("ema_decay", 0.999, f"{DEFAULT}: train.ema_config.ema_decay")
     elif ema is not None:
         found.pop("train.ema_config.ema_decay", None)
+
+
+def _publishing(found: Values, result: Imported) -> None:
+    """The repository on the Hub, if there is to be one."""
+    push = found.get("save.push_to_hub")
+    if push is None or not push.read(switch):
+        return
+    result.add("push_to_hub", True, push.place)
+    if (repository := found.get("save.hf_repo_id")) is not None:
+        result.add("hub_model_id", repository.value, repository.place)
+    if (private := found.get("save.hf_private")) is not None:
+        result.add("hub_private", private.read(switch), private.place)
 
 
 def _output(found: Values, name: str, result: Imported) -> None:
@@ -330,6 +342,14 @@ def _captions(given: Values, entry: Entry, result: Imported) -> None:
     entry["disable_multiline_split"] = Line(value=True, source="a caption file is one caption there, whatever its lines")
     if ending != ".txt" and extension is not None:
         entry["caption_extension"] = Line(value=ending, source=extension.place)
+    if default is not None and trigger is None:
+        entry["instance_prompt"] = Line(
+            value=str(default.value), source=f"{default.place}; caption of images without a text file"
+        )
+        entry["instance_prompt_fallback"] = Line(value=True, source=default.place)
+    elif default is not None:
+        why = "images without a caption file are left out here; there they have this caption"
+        result.leave(default.place, why, fix="write it into the missing caption files", value=default.value)
     if trigger is not None and str(trigger.value).strip():
         entry["instance_prompt"] = Line(value=str(trigger.value), source=trigger.place)
         entry["prepend_instance_prompt"] = Line(

@@ -392,6 +392,12 @@ def _saving(found: Values, result: Imported) -> None:
         result.add("checkpoints_total_limit", count, f"{last.place} = {last.value}, a number of steps there")
     if (epochs := found.get("save_last_n_epochs")) is not None:
         result.add("checkpoints_total_limit", epochs.read(whole), f"{epochs.place}; checkpoints are counted here, not epochs")
+    if (repository := found.get("huggingface_repo_id")) is not None and repository.value:
+        for name in ("push_to_hub", "push_checkpoints_to_hub"):
+            result.add(name, True, repository.place)
+        result.add("hub_model_id", repository.value, repository.place)
+        if (visibility := found.get("huggingface_repo_visibility")) is not None:
+            result.add("hub_private", visibility.value != "public", f"{visibility.place} = {visibility.value}")
     if (trackers := found.get("log_with")) is not None:
         names = ["tensorboard", "wandb"] if trackers.value == "all" else [str(trackers.value)]
         result.add("report_to", names, trackers.place)

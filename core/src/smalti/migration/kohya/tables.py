@@ -261,11 +261,11 @@ OPTIONS: tuple[Rule, ...] = (
     *unsupported("an own class of datasets is not supported", "dataset_class"),
     *unsupported("the number of images that are left out is up to the dataset", "dataset_repeats", off=(*OFF, 1)),
     *unsupported("the sampler is chosen by the family", "sample_sampler"),
-    *unsupported(
-        "publishing is not part of the training configuration",
-        *("huggingface_repo_id", "huggingface_repo_type", "huggingface_path_in_repo", "huggingface_repo_visibility"),
-        *("save_state_to_huggingface", "resume_from_huggingface", "async_upload"),
-    ),
+    read("huggingface_repo_id", "push_to_hub", "push_checkpoints_to_hub", "hub_model_id"),
+    read("huggingface_repo_visibility", "hub_private", note="private by default, as there"),
+    *no_effect("exports are published, in the background", "async_upload", "save_state_to_huggingface"),
+    *no_effect("exports are published, in the background", "huggingface_repo_type", "huggingface_path_in_repo"),
+    *unsupported("states of sd-scripts are not read", "resume_from_huggingface"),
     *unsupported("settings of a tracker are not read", "log_tracker_config"),
     *unsupported(
         "validation uses a dataset of its own",

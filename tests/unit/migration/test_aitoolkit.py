@@ -1,0 +1,74 @@
+"""Configurations of ai-toolkit."""
+
+import copy
+import json
+
+PROCESS = {
+    "type": "sd_trainer",
+    "training_folder": "out",
+    "network": {"type": "lora", "linear": 16},
+    "datasets": [{"folder_path": "nowhere", "default_caption": "a cat", "resolution": [512, 1024]}],
+    "train": {
+        "steps": 1000,
+        "lr": 1e-4,
+        "optimizer": "adamw8bit",
+        "dtype": "bf16",
+        "ema_config": {"use_ema": False, "ema_decay": 0.99},
+    },
+    "model": {"name_or_path": "x", "arch": "zimage:turbo", "quantize": True},
+    "sample": {"prompts": ["[trigger], a photo of [name]"], "neg": "ugly", "width": 640},
+}
+
+
+def convert(imported, **changes):
+    process = copy.deepcopy(PROCESS)
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        process[section] = {**process[section], name: value} if name else value
+    return imported({"config.json": json.dumps({"config": {"name": "zwx", "process": [process]}})})
+
+
+def test_what_it_does_by_default_is_written_where_it_differs(imported):
+    values, left, _ = convert(imported)
+    expected = {
+        "model_family": "z_image",
+        "output_dir": "out/zwx",
+        "lora_rank": 16,
+        "lora_alpha": 1.0,
+        "adam_epsilon": 1e-6,
+        "gradient_checkpointing": True,
+        "timestep_distribution": "logit_normal",
+        "flow_schedule_shift": 1,
+        "caption_dropout_probability": 0.0,
+        "base_model_precision": "fp8-torchao",
+        "validation_prompt": ["a photo of zwx"],
+        "validation_negative_prompt": "ugly",
+        "validation_resolution": "640x512",
+        "validation_guidance": 7,
+    }
+    assert {key: values.get(key) for key in expected} == expected
+    assert values.keys() & {"use_ema", "ema_decay"} == set()
+    assert [(each["id"], each["resolution"]) for each in values["datasets"]] == [("nowhere", 512), ("nowhere-2", 1024)]
+    assert all(each["instance_prompt_fallback"] and each["instance_prompt"] == "a cat" for each in values["datasets"])
+    assert left == {}
+
+
+def test_steps_that_count_micro_batches_are_divided(imported):
+    values = convert(imported, train__gradient_accumulation_steps=4, save={"save_every": 100})[0]
+    found = [values[key] for key in ("max_train_steps", "gradient_accumulation_steps", "checkpoint_step_interval")]
+    assert found == [250, 4, 25]
+    values = convert(imported, train__gradient_accumulation=4)[0]
+    assert (values["max_train_steps"], values["gradient_accumulation_steps"]) == (1000, 4)
+
+
+def test_without_a_network_the_whole_model_is_trained_and_not_quantised(imported):
+    values, left, _ = convert(imported, network={})
+    assert (values["model_type"], values.keys() & {"lora_rank", "lora_alpha", "base_model_precision"}) == ("full", set())
+    assert "config.json: model.quantize" in left
+
+
+def test_a_repository_is_named_only_if_it_is_published_to(imported):
+    save = {"push_to_hub": True, "hf_repo_id": "me/zwx", "hf_private": False}
+    values = convert(imported, save=save)[0]
+    assert [values.get(key) for key in ("push_to_hub", "hub_model_id", "hub_private")] == [True, "me/zwx", False]
+    assert "hub_model_id" not in convert(imported, save={**save, "push_to_hub": False})[0]

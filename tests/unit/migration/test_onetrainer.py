@@ -1,0 +1,78 @@
+"""Configurations, concepts and samples of OneTrainer."""
+
+import json
+
+import pytest
+
+CONFIG = {
+    "model_type": "FLUX_DEV_1",
+    "training_method": "LORA",
+    "base_model_name": "flux",
+    "gradient_accumulation_steps": 4,
+    "train_dtype": "BFLOAT_16",
+    "prior": {"weight_dtype": "NFLOAT_4", "learning_rate": 2e-4},
+    "learning_rate": 1e-4,
+    "timestep_distribution": "LOGIT_NORMAL",
+    "noising_weight": 0.5,
+    "noising_bias": 0.25,
+    "timestep_shift": 3.0,
+    "ema": "CPU",
+    "save_every": 100,
+    "save_every_unit": "STEP",
+    "secrets": {"huggingface_token": "hf_secret"},
+}
+CONCEPT = {"path": "cats", "balancing": 3.0, "image": {"enable_random_flip": False}, "text": {"prompt_source": "sample"}}
+
+
+def convert(imported, concepts=(CONCEPT,), **changes):
+    return imported({"config.json": json.dumps({**CONFIG, **changes}), "concepts.json": json.dumps(list(concepts))})
+
+
+def test_numbers_in_other_units_are_converted(imported):
+    values, left, text = convert(imported)
+    expected = {
+        "model_family": "flux",
+        "model_type": "lora",
+        "learning_rate": 2e-4,  # of the part that is trained
+        "lr_scheduler": "constant_with_warmup",
+        "lr_warmup_steps": 50,  # of 200 micro-batches, by default
+        "checkpoint_step_interval": 25,
+        "base_model_precision": "nf4-torchao",
+        "flow_sigmoid_mean": 0.25,
+        "flow_sigmoid_scale": 1.5,
+        "flow_schedule_shift": 3.0,
+        "use_ema": True,
+        "ema_device": "cpu",
+        "ema_decay": pytest.approx(0.999 ** (1 / 5)),
+        "num_train_epochs": 100,
+        "lora_alpha": 1.0,
+    }
+    assert {key: values.get(key) for key in expected} == expected
+    assert (values["datasets"][0]["repeats"], left) == (2, {})
+    assert "hf_secret" not in text
+
+
+def test_several_sizes_are_several_datasets_of_a_shorter_run(imported):
+    values = convert(imported, resolution="512,768x1024", epochs=20)[0]
+    assert [each["resolution"] for each in values["datasets"]] == [512, 887]
+    assert values["num_train_epochs"] == 10
+
+
+def test_older_files_without_tables_are_read(imported):
+    old = {"optimizer": "ADAMW", "weight_decay": 0.05, "train_text_encoder": False, "unet_weight_dtype": "NONE"}
+    values, left, _ = convert(imported, **old, weight_dtype="FLOAT_16", prior={})
+    assert (values["optimizer"], values["adam_weight_decay"], values["lora_base_dtype"]) == ("adamw", 0.05, "bf16")
+    assert left == {}
+
+
+def test_what_is_on_by_default_and_not_here_is_listed(imported):
+    places = convert(imported, [{"path": "cats", "enabled": True}], model_type="STABLE_DIFFUSION_XL_10_BASE")[1]
+    assert [place for place in places if "enable_random_flip" in place]
+    assert [place for place in places if "text_encoder.train" in place]
+
+
+def test_concepts_that_are_off_are_left_out_and_those_for_validation_are_held_out(imported):
+    rows = [{**CONCEPT, "enabled": False}, {**CONCEPT, "path": "more", "validation_concept": True}]
+    values, left, _ = convert(imported, rows)
+    assert [(each["id"], each["dataset_type"]) for each in values["datasets"]] == [("more", "eval")]
+    assert [place for place in left if "enabled" in place]
