@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
 from smalti.data.datasets.simpletuner import REFUSED, WITHOUT_EFFECT
@@ -141,7 +141,12 @@ keys = st.sampled_from([*ENTRY_KEYS, *WITHOUT_EFFECT, *REFUSED, "type", "hugging
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None)
+@example([{"id": "a", "instance_data_dir": "~nobody-at-all/x", "kohya_folders": True}])
+@example(
+    [{"id": "a", "instance_data_dir": "x", "cache_dir_vae": "~nobody-at-all/x", "metadata_backend": "parquet", "parquet": {}}]
+)
+@example([{"id": "a", "instance_data_dir": "x\0", "json": {"path": "~nobody-at-all/x"}, "metadata_backend": "json"}])
 @given(st.lists(st.dictionaries(keys, values, max_size=6), max_size=3))
 def test_whatever_a_file_contains_it_is_read_or_has_problems_with_a_fix(entries: list[dict[str, object]]) -> None:
     specs, problems = parse_datasets(entries, where="", defaults=DataDefaults(), placeholders={"model_family": None})
