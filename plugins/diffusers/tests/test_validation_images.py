@@ -31,9 +31,10 @@ def sampled(family, model=None, **changes):
         return family.sample(model or model_of(family), request)
 
 
-def of_pipeline(family, kind, **changes):
-    """Images of the pipeline as it is published."""
+def of_pipeline(family, kind, change=lambda pipeline: None, **changes):
+    """Images of the pipeline as it is published, or as `change` leaves it."""
     pipeline = DiffusionPipeline.from_pretrained(family.components.folder)
+    change(pipeline)
     pipeline.set_progress_bar_config(disable=True)
     arguments = {
         "prompt": list(PROMPTS),

@@ -6,7 +6,7 @@ Shapes: B batch, C latent channels, H, W pixels, h, w latent size.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -201,7 +201,7 @@ class ModelFamily:
         with torch.autocast(self.device.type, enabled=False):
             return self.encode_captions(request.prompts), self.encode_negative_prompts(negative)
 
-    def sampling_settings(self, request: SampleRequest) -> dict[str, float]:
+    def sampling_settings(self, request: SampleRequest) -> Mapping[str, str | float]:
         """Settings that `sample` uses in place of those of the request, by name, such as "guidance". Saved with images."""
         return {}
 

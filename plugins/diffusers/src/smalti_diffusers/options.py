@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
 
 from smalti import OptionGroup, Options, Problem, Translation, UserError, option
 from smalti.config import Names
@@ -12,6 +14,23 @@ from smalti.config import Names
 EmptyPrompt = Literal["auto", "zeros", "encoded"]
 FrozenType = Literal["auto", "fp32", "bf16"]
 Precision = Literal["no_change", "int8-torchao", "fp8-torchao", "nf4-torchao"]
+
+Sampling = Literal["ddim", "ddpm", "euler", "euler-a", "heun", "unipc", "dpm++"]
+_CLASSES = {
+    "DDIMScheduler": "ddim",
+    "DDPMScheduler": "ddpm",
+    "EulerDiscreteScheduler": "euler",
+    "FlowMatchEulerDiscreteScheduler": "euler",
+    "EulerAncestralDiscreteScheduler": "euler-a",
+    "HeunDiscreteScheduler": "heun",
+    "UniPCMultistepScheduler": "unipc",
+    "DPMSolverMultistepScheduler": "dpm++",
+}
+
+
+def _short_name(value: object) -> object:
+    """The name of a scheduler for the name of its class in diffusers."""
+    return _CLASSES.get(value, value) if isinstance(value, str) else value
 
 
 class DiffusersOptions(Options):
@@ -31,6 +50,15 @@ class DiffusersOptions(Options):
     vae_dtype: FrozenType = option(
         "auto", help="Compute dtype of the VAE. auto: what the model family needs.", level="advanced"
     )
+    vae_enable_tiling: bool = option(
+        False,
+        help="Decode validation images in overlapping tiles.",
+        level="advanced",
+        tradeoff="less memory for large images, slight differences at the edges of tiles",
+    )
+    vae_enable_slicing: bool = option(
+        False, help="Decode validation images one by one.", level="advanced", tradeoff="less memory for batches, slower"
+    )
     text_encoder_dtype: FrozenType = option(
         "auto",
         help="Compute dtype of the text encoders. auto: as mixed_precision on an accelerator, fp32 on the CPU.",
@@ -41,6 +69,11 @@ class DiffusersOptions(Options):
         help="Maximum caption length in tokens, where the family lets you choose. Default: set by the model family.",
         level="advanced",
         ge=1,
+    )
+    validation_noise_scheduler: Annotated[Sampling | None, BeforeValidator(_short_name)] = option(
+        None,
+        help="Scheduler of validation images, with the noise schedule of the model. Default: that of the pipeline.",
+        level="advanced",
     )
     sdxl_empty_prompt: EmptyPrompt = option(
         "auto",

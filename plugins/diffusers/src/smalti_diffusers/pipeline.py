@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from smalti_diffusers.lora.quantisation import check_device, quantise
 from smalti_diffusers.lora.reading import AdapterFile
 from smalti_diffusers.lora.strength import adapter_scaled
 from smalti_diffusers.options import DiffusersOptions, LoraOptions, Precision
+from smalti_diffusers.sampling import check_scheduler, decoding, scheduler_in_place
 from smalti_diffusers.sources.components import Components, PartWeights, class_of
 from smalti_diffusers.sources.model_file import ModelFile
 from smalti_diffusers.sources.start import (
@@ -74,6 +75,8 @@ class PipelineFamily(ModelFamily):
     """Predictions that a run may choose, in addition to that of the pipeline's scheduler."""
     rescales_guidance: ClassVar[bool] = False
     """Whether the pipeline has an argument `guidance_rescale`."""
+    gives_sigmas: ClassVar[bool] = False
+    """Whether the pipeline computes the noise levels itself and passes them to its scheduler."""
 
     def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
         if components.pipeline not in (self.pipeline, *self.former_names):
@@ -106,6 +109,15 @@ class PipelineFamily(ModelFamily):
             self.flow_shift = scheduler_shift(scheduler)
         self.seed = config[RunOptions].seed if config is not None else 0
         self._vae_on_host = False
+        if self.options.validation_noise_scheduler is not None:
+            stretched = config is not None and config[ObjectiveOptions].rescale_betas_zero_snr
+            check_scheduler(
+                self.options.validation_noise_scheduler,
+                self.pipeline,
+                flow=self.prediction == "flow_matching",
+                given_sigmas=self.gives_sigmas,
+                terminal_noise=stretched or bool(scheduler.get("rescale_betas_zero_snr")),
+            )
         self.no_guidance_rescale = "" if self.rescales_guidance else f"{self.pipeline} does not rescale guided predictions"
 
     @classmethod
@@ -234,9 +246,14 @@ class PipelineFamily(ModelFamily):
             decode_in_own_type(vae)
             return vae
         loaded = self.components.load(part)
-        if part == "scheduler" and (changes := self.scheduler_changes()):
-            return cast(object, type(loaded).from_config(loaded.config, **changes))  # type: ignore[attr-defined]
-        return loaded
+        return self._scheduler(loaded) if part == "scheduler" else loaded
+
+    def _scheduler(self, loaded: Any) -> object:
+        """What images are sampled with, in place of the pipeline's own."""
+        changes, name = self.scheduler_changes(), self.options.validation_noise_scheduler
+        if name is not None:
+            return scheduler_in_place(name, {**loaded.config, **changes}, flow=self.prediction == "flow_matching")
+        return cast(object, type(loaded).from_config(loaded.config, **changes)) if changes else loaded
 
     def _dtype(self, kind: Encoding) -> torch.dtype:
         """The type in which this kind of encoder computes."""
@@ -338,15 +355,16 @@ class PipelineFamily(ModelFamily):
         self.frozen.to(self.device)  # type: ignore[attr-defined]
         setattr(pipeline, self.part, model)
         try:
-            output = pipeline(
-                **self.prompts(conditioning, unconditional),
-                width=request.width,
-                height=request.height,
-                num_inference_steps=request.steps,
-                generator=[torch.Generator().manual_seed(seed) for seed in request.seeds],
-                output_type="pt",
-                **{"guidance_scale": request.guidance} | self._rescaling(request) | self.sampling(request),
-            )
+            with decoding(self.vae, self.options):
+                output = pipeline(
+                    **self.prompts(conditioning, unconditional),
+                    width=request.width,
+                    height=request.height,
+                    num_inference_steps=request.steps,
+                    generator=[torch.Generator().manual_seed(seed) for seed in request.seeds],
+                    output_type="pt",
+                    **{"guidance_scale": request.guidance} | self._rescaling(request) | self.sampling(request),
+                )
         finally:
             setattr(pipeline, self.part, None)
             self._park_vae()
@@ -357,6 +375,10 @@ class PipelineFamily(ModelFamily):
     def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
         """The pipeline's arguments for prompts that are encoded, and for the negative ones that it guides away from."""
         ...
+
+    def sampling_settings(self, request: SampleRequest) -> Mapping[str, str | float]:
+        name = self.options.validation_noise_scheduler
+        return {} if name is None else {"scheduler": name}
 
     @staticmethod
     def _rescaling(request: SampleRequest) -> dict[str, object]:

@@ -130,8 +130,6 @@ MODEL_KEYS: Mapping[str, Rule] = {
     "accelerator_cache_clear_interval": ignored("the allocator's cache is kept between steps"),
     "fully_unload_text_encoder": ignored("encoders are released before training"),
     "keep_vae_loaded": ignored("the VAE is loaded when it is needed", False),
-    "vae_enable_slicing": ignored("images are encoded and decoded in small batches", False),
-    "vae_enable_tiling": ignored("images are encoded and decoded without tiles", False),
     "vae_enable_patch_conv": ignored("it is for videos", False),
     "vae_enable_temporal_roll": ignored("it is for videos", False),
     "set_grads_to_none": ignored("gradients are released after each step"),

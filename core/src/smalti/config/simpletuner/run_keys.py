@@ -36,7 +36,6 @@ RUN_KEYS: Mapping[str, Rule] = {
     ),
     "disable_benchmark": renamed("validation_base_model", convert=base_model),
     "validation_using_datasets": refused("images of the datasets are not used for validation", "set it to false", False),
-    "validation_noise_scheduler": ignored("the scheduler of the pipeline is used, in validation images"),
     "inference_scheduler_timestep_spacing": ignored("the scheduler of the pipeline is used, in validation images", "trailing"),
     "validation_torch_compile": ignored("dynamo_backend compiles the model for training and validation", False),
     "validation_torch_compile_mode": ignored("dynamo_mode applies to training and validation"),

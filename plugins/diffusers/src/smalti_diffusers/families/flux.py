@@ -5,7 +5,7 @@ Shapes: B batch, latents (B, C, h, w), N = (h / 2) (w / 2) packed tokens of 4 C 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -124,10 +124,11 @@ class Flux(PipelineFamily):
             "negative_pooled_prompt_embeds": unconditional["pooled"],
         }
 
-    def sampling_settings(self, request: SampleRequest) -> dict[str, float]:
+    def sampling_settings(self, request: SampleRequest) -> Mapping[str, str | float]:
         """A model that is not guidance-distilled does not get `--validation_guidance`."""
         scale = self.options.flux_true_cfg_scale
-        return {"true_cfg_scale": scale} if self._distilled else {"guidance": scale}
+        own = {"true_cfg_scale": scale} if self._distilled else {"guidance": scale}
+        return {**super().sampling_settings(request), **own}
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         return {"true_cfg_scale": self.options.flux_true_cfg_scale, "max_sequence_length": self.text_length}

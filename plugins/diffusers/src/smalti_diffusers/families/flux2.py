@@ -177,9 +177,10 @@ class Flux2(PipelineFamily):
             return {"prompt_embeds": conditioning["tokens"]}
         return {"prompt_embeds": conditioning["tokens"], "negative_prompt_embeds": unconditional["tokens"]}
 
-    def sampling_settings(self, request: SampleRequest) -> dict[str, float]:
+    def sampling_settings(self, request: SampleRequest) -> Mapping[str, str | float]:
         """A distilled klein is not guided, whatever `--validation_guidance` says."""
-        return {"guidance": 1.0} if self.components.settings.get("is_distilled") else {}
+        own = {"guidance": 1.0} if self.components.settings.get("is_distilled") else {}
+        return {**super().sampling_settings(request), **own}
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         return {"max_sequence_length": self.text_length}

@@ -26,6 +26,7 @@ class Lumina2(PipelineFamily):
     former_names = ("Lumina2Text2ImgPipeline",)
     blocks = ("Lumina2TransformerBlock",)
     targets = ("to_q", "to_k", "to_v", "to_out.0")
+    gives_sigmas = True
 
     def build_base(self) -> nn.Module:
         model = super().build_base()

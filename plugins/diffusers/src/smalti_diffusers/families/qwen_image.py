@@ -31,6 +31,7 @@ class QwenImage(PipelineFamily):
     pipeline = "QwenImagePipeline"
     blocks = ("QwenImageTransformerBlock",)
     targets = ("to_q", "to_k", "to_v", "to_out.0")
+    gives_sigmas = True
     patch = 2
 
     def build_base(self) -> nn.Module:

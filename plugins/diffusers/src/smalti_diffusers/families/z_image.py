@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -25,6 +26,7 @@ class ZImage(PipelineFamily):
     pipeline = "ZImagePipeline"
     blocks = ("ZImageTransformerBlock",)
     targets = ("to_q", "to_k", "to_v", "to_out.0")
+    gives_sigmas = True
     patch = 2
 
     @property
@@ -65,7 +67,10 @@ class ZImage(PipelineFamily):
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         """The pipeline counts guidance from 0, which is none; elsewhere, and for smalti, none is 1."""
-        return {"guidance_scale": max(0.0, request.guidance - 1), "max_sequence_length": self.text_length}
+        given: dict[str, object] = {"guidance_scale": max(0.0, request.guidance - 1), "max_sequence_length": self.text_length}
+        if self.options.validation_noise_scheduler is not None:  # others than its own do not take the pipeline's list
+            given["sigmas"] = numpy.linspace(1.0, 1 / request.steps, request.steps)
+        return given
 
 
 def _rows(conditioning: Conditioning) -> list[Tensor]:
