@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 from smalti.diffusion.objective import (
     Cost,
     Ddpm,
+    HuberSchedule,
     Objective,
     RectifiedFlow,
     beta_table,
@@ -120,6 +121,36 @@ def test_huber_is_square_when_small_and_linear_when_large(difference: float, thr
     smooth = Cost(kind="smooth_l1", threshold=threshold)(d, zero).item()
     assert huber <= min(difference**2, 2 * threshold * difference) * 1.001
     assert huber == pytest.approx(smooth * threshold, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+@pytest.mark.parametrize("schedule", ["snr", "exponential"])
+def test_the_threshold_of_a_huber_loss_falls_with_the_noise_from_one_to_its_end(name: str, schedule: HuberSchedule) -> None:
+    objective = OBJECTIVES[name]
+    t = objective.times(torch.tensor([1e-4, 0.25, 0.5, 0.75, 1.0]))
+    found = Cost(kind="huber", threshold=0.1, schedule=schedule).thresholds(objective, t)
+    assert found is not None
+    assert bool((found.diff() < 0).all())
+    assert found[0].item() == pytest.approx(1.0, abs=0.1)
+    assert found[-1].item() == pytest.approx(0.1, abs=0.01)
+
+
+def test_the_threshold_by_snr_is_that_of_the_paper() -> None:
+    objective = OBJECTIVES["epsilon"]
+    t = objective.times(torch.tensor([0.3, 0.9]))
+    alpha, sigma = objective.alpha_sigma(t)
+    found = Cost(kind="huber", threshold=0.2, schedule="snr").thresholds(objective, t)
+    assert found is not None
+    torch.testing.assert_close(found, 0.8 / (1 + sigma / alpha).square() + 0.2)
+
+
+def test_each_sample_has_the_threshold_of_its_own_noise_level() -> None:
+    latents, noise = pictures(2)
+    objective = build_objective("epsilon", loss_type="huber", huber_schedule="snr")
+    t = objective.times(torch.tensor([0.1, 0.9]))
+    both = objective.loss(latents, latents, noise, latents, t)
+    alone = [objective.loss(*(each[i : i + 1] for each in (latents, latents, noise, latents, t))) for i in (0, 1)]
+    torch.testing.assert_close(both, torch.cat(alone))
 
 
 def test_small_differences_cost_the_same_under_huber_and_l2() -> None:

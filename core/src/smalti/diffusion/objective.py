@@ -22,6 +22,7 @@ Prediction = Literal["epsilon", "v_prediction", "sample", "flow_matching"]
 Conditioning = dict[str, Tensor]
 """What a model is given beside the noisy latents, by name; each with a leading dimension of B."""
 LossType = Literal["l2", "huber", "smooth_l1"]
+HuberSchedule = Literal["constant", "snr", "exponential"]
 BetaSchedule = Literal["linear", "scaled_linear", "squaredcos_cap_v2"]
 
 STEPS = 1000
@@ -71,6 +72,7 @@ def build_objective(
     native: Prediction = "flow_matching",
     loss_type: LossType = "l2",
     huber_c: float = 0.1,
+    huber_schedule: HuberSchedule = "constant",
     beta_schedule: BetaSchedule = "scaled_linear",
     beta_start: float | None = None,
     beta_end: float | None = None,
@@ -86,7 +88,7 @@ def build_objective(
         raise UserError(f"unknown loss type '{loss_type}'", fix="use l2, huber or smooth_l1")
     if loss_type != "l2" and huber_c <= 0:
         raise UserError(f"a Huber threshold of {huber_c:g} is not possible", fix="use a positive number, such as 0.1")
-    cost = Cost(kind=loss_type, threshold=huber_c)
+    cost = Cost(kind=loss_type, threshold=huber_c, schedule=huber_schedule)
     if prediction == "flow_matching" or (prediction == "sample" and native in ("flow_matching", "sample")):
         return RectifiedFlow(prediction, cost=cost)
     betas = beta_table(beta_schedule, start=beta_start, end=beta_end)
@@ -101,16 +103,30 @@ class Cost:
 
     `huber` is the pseudo-Huber 2c (sqrt(d^2 + c^2) - c): d^2 for small differences, 2c|d| for large ones; `smooth_l1` is
     the same divided by c (Charbonnier et al. 1997; for diffusion: Song and Dhariwal 2023, section 3.3).
+
+    The threshold c is the same at all noise levels, or falls from 1 where there is no noise towards `threshold` where there is
+    nothing else: with the ratio of noise to signal (snr), or exponentially with the timestep (Khrapov et al. 2024,
+    "Improving Diffusion Models's Data-Corruption Resistance using Scheduled Pseudo-Huber Loss").
     """
 
-    def __init__(self, *, kind: LossType = "l2", threshold: float = 0.1) -> None:
+    def __init__(self, *, kind: LossType = "l2", threshold: float = 0.1, schedule: HuberSchedule = "constant") -> None:
         self.kind = kind
         self.threshold = threshold
+        self.schedule = schedule
 
-    def __call__(self, prediction: Tensor, target: Tensor) -> Tensor:
+    def thresholds(self, objective: Objective, t: Tensor) -> Tensor | None:
+        """The threshold of each sample, (B,); None if all have the same, or if there is none."""
+        if self.kind == "l2" or self.schedule == "constant":
+            return None
+        if self.schedule == "snr":
+            return (1 - self.threshold) / (1 + objective.snr(t).rsqrt()).square() + self.threshold
+        return self.threshold ** (objective.timesteps(t) / STEPS)
+
+    def __call__(self, prediction: Tensor, target: Tensor, thresholds: Tensor | None = None) -> Tensor:
+        """(B,), in fp32. Without `thresholds`, all samples have the constant one."""
         square = (prediction.float() - target.float()).square()
         if self.kind != "l2":
-            c = self.threshold
+            c = self.threshold if thresholds is None else _per_sample(thresholds, square)
             # As (root - c), without the digits that this difference would lose for small errors.
             square = 2 * square / ((square + c * c).sqrt() + c) * (c if self.kind == "huber" else 1.0)
         return square.flatten(1).mean(1)
@@ -147,11 +163,12 @@ class RectifiedFlow:
         return torch.lerp(latents.float(), noise.float(), _per_sample(t, latents)).to(latents.dtype)
 
     def loss(self, prediction: Tensor, latents: Tensor, noise: Tensor, noisy: Tensor, t: Tensor) -> Tensor:
+        thresholds = self.cost.thresholds(self, t)
         if self.prediction == "flow_matching":
-            return self.cost(prediction, noise.float() - latents.float())
+            return self.cost(prediction, noise.float() - latents.float(), thresholds)
         # The noisy latents cancel in the difference of both velocities.
         time = _per_sample(t, latents).clamp(min=self.floor)
-        return self.cost(prediction.float() / time, latents.float() / time)
+        return self.cost(prediction.float() / time, latents.float() / time, thresholds)
 
     def timesteps(self, t: Tensor) -> Tensor:
         return t * STEPS
@@ -207,12 +224,13 @@ class Ddpm:
         return (alpha * latents.float() + sigma * noise.float()).to(latents.dtype)
 
     def loss(self, prediction: Tensor, latents: Tensor, noise: Tensor, noisy: Tensor, t: Tensor) -> Tensor:
+        thresholds = self.cost.thresholds(self, t)
         if self.prediction == "epsilon":
-            return self.cost(prediction, noise)
+            return self.cost(prediction, noise, thresholds)
         if self.prediction == "sample":
-            return self.cost(prediction, latents)
+            return self.cost(prediction, latents, thresholds)
         alpha, sigma = self._alpha_sigma_for(t, latents)
-        return self.cost(prediction, alpha * noise.float() - sigma * latents.float())
+        return self.cost(prediction, alpha * noise.float() - sigma * latents.float(), thresholds)
 
     def timesteps(self, t: Tensor) -> Tensor:
         return t.float()

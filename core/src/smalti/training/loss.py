@@ -70,6 +70,7 @@ def objective_of(config: Config, family: ModelFamily) -> Objective:
         native=family.prediction,
         loss_type=options.loss_type,
         huber_c=options.huber_c,
+        huber_schedule=options.huber_schedule,
         beta_schedule=options.beta_schedule or family.beta_schedule,
         rescale_betas_zero_snr=options.rescale_betas_zero_snr,
     )

@@ -115,6 +115,11 @@ class ObjectiveOptions(Options):
     huber_c: float = option(
         0.1, help="Threshold between the quadratic and the linear part of the Huber losses.", level="expert", gt=0
     )
+    huber_schedule: Literal["constant", "snr", "exponential"] = option(
+        "constant",
+        help="Threshold by noise level: huber_c at all of them, or from 1 without noise down to huber_c.",
+        level="expert",
+    )
     snr_gamma: float | None = option(
         None,
         help="Gamma of min-SNR weighting for epsilon and v_prediction; 5 is the published value. Default: no weighting.",

@@ -39,7 +39,7 @@ def reference_keys(content: Mapping[str, object], schema: Schema) -> tuple[str, 
 def with_reference_meaning(layer: Mapping[str, Given], notices: list[str]) -> dict[str, Given]:
     """The values of SimpleTuner's file. Some options have the same name in both, and another meaning."""
     found = dict(layer)
-    for change in (_cosine, _cache, _snr, _flavour, _huber):
+    for change in (_cosine, _cache, _snr, _flavour):
         if notice := change(found):
             notices.append(notice)
     return found
@@ -84,13 +84,6 @@ def _flavour(layer: dict[str, Given]) -> str:
         return ""
     layer["model_flavour"] = replace(given, value=other)
     return f'{given.place}: "{given.value}" is "{other}" here: SimpleTuner has another model of this name'
-
-
-def _huber(layer: dict[str, Given]) -> str:
-    given = layer.get("loss_type")
-    if given is None or plain(given.value) not in ("huber", "smooth_l1"):
-        return ""
-    return f"{given.place}: huber_c is the same at all noise levels here; there it depends on the noise level by default"
 
 
 def _is_ddpm(family: object) -> bool:
@@ -152,6 +145,10 @@ def _lora_dropout(values: Values) -> object:
     return 0.1 if plain(values.get("model_type")) == "lora" else None
 
 
+def _huber_schedule(values: Values) -> object:
+    return "snr" if plain(values.get("loss_type")) in ("huber", "smooth_l1") else None
+
+
 def _lora_targets(values: Values) -> object:
     if plain(values.get("model_type")) != "lora":
         return None
@@ -177,6 +174,7 @@ DEFAULTS = (
     ReferenceDefault("lora_targets", "attention layers", _lora_targets, when="`model_type` is `lora`"),
     ReferenceDefault("lora_dropout", "`0.1`", _lora_dropout, when="`model_type` is `lora`"),
     ReferenceDefault("ema_device", '`"cpu"`', _ema_device, when="`use_ema` is on"),
+    ReferenceDefault("huber_schedule", '`"snr"`', _huber_schedule, when="`loss_type` is not `l2`"),
     _always("eval_timesteps", 28),
     _always("num_eval_images", 4),
     _always("validation_step_interval", 100),

@@ -64,7 +64,6 @@ TRAINING_KEYS: Mapping[str, Rule] = {
     "use_soft_min_snr": refused("soft min-SNR is not supported", "snr_gamma=5 is min-SNR weighting", False),
     "soft_min_snr_sigma_data": ignored("soft min-SNR is not supported"),
     "snr_weight": ignored("snr_gamma weights by the signal-to-noise ratio", 0.1, 1.0),
-    "huber_schedule": refused("huber_c is the same at all noise levels", "set it to constant", "constant"),
     "flow_use_uniform_schedule": _distribution("uniform"),
     "flow_use_beta_schedule": renamed(
         "timestep_distribution",

@@ -332,9 +332,9 @@ def _objective(found: Values, model: _Model, result: Imported) -> None:
     if "v_parameterization" in found and found["v_parameterization"].read(switch):
         result.add("prediction_type", "v_prediction", found["v_parameterization"].place)
     loss, schedule = found.get("loss_type"), found.get("huber_schedule")
-    if loss is not None and str(loss.value) in ("huber", "smooth_l1") and (schedule is None or schedule.value != "constant"):
-        where = schedule.place if schedule is not None else f"{DEFAULT}: huber_schedule"
-        result.leave(where, "the threshold of the Huber losses is constant here", value=schedule.value if schedule else "snr")
+    if loss is not None and str(loss.value) in ("huber", "smooth_l1"):
+        place = schedule.place if schedule is not None else f"{DEFAULT}: huber_schedule"
+        result.add("huber_schedule", schedule.value if schedule is not None else "snr", place)
     if model.is_flow:
         _flow(found, model.family, result)
 

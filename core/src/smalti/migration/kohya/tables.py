@@ -140,7 +140,7 @@ OPTIONS: tuple[Rule, ...] = (
     option("zero_terminal_snr", "rescale_betas_zero_snr", switch),
     option("loss_type", "loss_type", choice({"l2": "l2", "huber": "huber", "smooth_l1": "smooth_l1"}, fix="--loss_type=l2")),
     option("huber_c", "huber_c", number),
-    read("huber_schedule", note="only constant; the default there is snr"),
+    read("huber_schedule", "huber_schedule", note="the default there is snr"),
     read("timestep_sampling", "timestep_distribution", "flow_schedule_shift", "flow_schedule_auto_shift", "flow_sigmoid_scale"),
     read("weighting_scheme", "timestep_distribution", "flow_weighting"),
     read("sigmoid_scale", "flow_sigmoid_scale"),
