@@ -1,6 +1,7 @@
 """A run that starts from a LoRA file, in any format: it predicts what the model with that LoRA predicts."""
 
 import json
+from contextlib import suppress
 
 import pytest
 import torch
@@ -161,12 +162,41 @@ def test_a_file_that_is_cut_off_or_missing_or_a_pickle_is_refused(adapter, tmp_p
     cut.write_bytes(whole.read_bytes()[:-100])
     (tmp_path / "x.ckpt").write_bytes(b"x")
     for path, reason in (
-        (cut, "shorter than its header"),
+        (cut, "is not a valid safetensors file"),
         (tmp_path / "x.ckpt", "not a safetensors"),
         (tmp_path / "no", "exist"),
     ):
         with pytest.raises(UserError, match=reason):
             AdapterHeader(path)
+
+
+def test_what_is_left_out_of_a_file_is_noticed(adapter, tmp_path):
+    more = {
+        "lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight": torch.ones(2, 2),
+        "lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_up.weight": torch.ones(2, 2),
+        "lora_unet_conv_in.diff_b": torch.ones(2),
+    }
+    whole = adapter("sdxl").export(tmp_path / "style", format="kohya")
+    file = rewritten(whole, tmp_path / "more.safetensors", str, more)
+    words = ["--model_family=sdxl", "--model_type=lora", f"--init_lora={file}"]
+    notices = resolve(schema_of(load_plugins()), words, environment={}).notices
+    assert any("the 1 layers of text encoders in the file are left out" in each for each in notices)
+    assert any("lora_unet_conv_in.diff_b in init_lora is not used" in each for each in notices)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_damaged_file_is_a_user_error_and_nothing_else(adapter, tmp_path_factory, data):
+    root = tmp_path_factory.mktemp("damaged")
+    file = next(adapter("flux").export(root / "style").glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, 4000))] = data.draw(st.integers(0, 255))
+    file.write_bytes(content)
+    with suppress(UserError):
+        header = AdapterHeader(file)
+        assert header.rank > 0
+        assert isinstance(header.alpha, float)
 
 
 def test_an_adapter_of_another_model_is_refused(adapter, tmp_path):

@@ -160,12 +160,12 @@ def _from_init_lora(given: Mapping[str, object]) -> Translation:
             f"{error.fix}; to resume without the file: leave --init_lora out, and give --lora_rank and --lora_alpha of the run"
         )
         return Translation(problems=[Problem(message=f"--init_lora: {error.message}", fix=fix)])
-    skipped = header.text_layers
-    notice = ("text encoders", f"are not used: the {skipped} layers of text encoders in the file are left out")
-    return Translation(
-        values={"lora_rank": ("rank", header.rank), "lora_alpha": ("alpha", header.alpha)},
-        notices=[notice] if skipped else [],
-    )
+    notices = []
+    if skipped := header.text_layers:
+        notices.append(("text encoders", f"are not used: the {skipped} layers of text encoders in the file are left out"))
+    if unused := header.unused:
+        notices.append((unused[0], f"is not used, like {len(unused) - 1} other tensors of the file: they are not of a LoRA"))
+    return Translation(values={"lora_rank": ("rank", header.rank), "lora_alpha": ("alpha", header.alpha)}, notices=notices)
 
 
 GROUPS = (

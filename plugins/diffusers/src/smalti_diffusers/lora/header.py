@@ -13,7 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import cast
 
-from smalti import UserError
+from smalti import CheckpointError, UserError
+from smalti.checkpoint import read_layout
 
 METADATA = "lora_adapter_metadata"
 """Where diffusers keeps rank and alpha."""
@@ -55,9 +56,10 @@ class AdapterHeader:
     def __init__(self, path: Path) -> None:
         self.path = _file(path)
         try:
-            self._tensors, self._metadata, self._start = _read(self.path)
-        except (OSError, ValueError, KeyError, struct.error) as error:
-            raise UserError(f"{self.path} is not a valid safetensors file: {error}", fix=_AGAIN) from error
+            self._tensors = read_layout(self.path)
+        except CheckpointError as error:
+            raise UserError(f"{self.path} {error.message}", fix=_AGAIN) from error
+        self._metadata = _metadata(self.path)
         for mark, method in _OTHER_METHODS.items():
             if any(mark in name for name in self._tensors):
                 raise UserError(f"{self.path} is a {method}, and only LoRA is supported", fix=_AGAIN)
@@ -72,6 +74,12 @@ class AdapterHeader:
     def text_layers(self) -> int:
         """How many layers of text encoders there are."""
         return sum(1 for name in self._tensors if _TEXT.match(name) and name.endswith(tuple(_PAIRS)))
+
+    @property
+    def unused(self) -> list[str]:
+        """Tensors that are part of no LoRA, such as changes of biases and norms."""
+        used = {name for layer in self.layers.values() for name in (layer.down, layer.up)}
+        return [name for name in self._tensors if name not in used and not name.endswith(".alpha") and not _TEXT.match(name)]
 
     @cached_property
     def rank(self) -> int:
@@ -103,16 +111,23 @@ class AdapterHeader:
         return cast(float, alpha) / (math.sqrt(layer.rank) if self._settings.get("use_rslora") else layer.rank)
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        return tuple(cast(list[int], self._tensors[tensor]["shape"]))
+        return self._tensors[tensor][0].shape
 
     @cached_property
     def _settings(self) -> Mapping[str, object]:
         """Rank, alpha and so on, from the metadata of diffusers or peft's file."""
-        if METADATA in self._metadata:
-            found = json.loads(self._metadata[METADATA])
-            return {name.partition(".")[2]: value for name, value in found.items() if not _TEXT.match(name)}
         config = self.path.with_name(_PEFT_CONFIG)
-        return cast(Mapping[str, object], json.loads(config.read_text(encoding="utf-8"))) if config.is_file() else {}
+        in_file = METADATA in self._metadata
+        if not in_file and not config.is_file():
+            return {}
+        try:
+            found = json.loads(self._metadata[METADATA] if in_file else config.read_text(encoding="utf-8"))
+            if not in_file:
+                return dict(found)
+            return {name.partition(".")[2]: value for name, value in found.items() if not _TEXT.match(name)}
+        except (ValueError, TypeError, AttributeError) as error:
+            place = f"the metadata of {self.path}" if in_file else str(config)
+            raise UserError(f"{place} cannot be read: {error}", fix="download the file again") from error
 
     def _layers(self) -> Iterator[tuple[str, StoredMatrices]]:
         for name in self._tensors:
@@ -131,14 +146,14 @@ class AdapterHeader:
         """The value of a tensor with one number; None if there is no such tensor."""
         if name not in self._tensors:
             return None
-        entry = self._tensors[name]
-        begin, end = cast(list[int], entry["data_offsets"])
+        chunk, position = self._tensors[name]
+        if math.prod(chunk.shape) != 1 or chunk.dtype not in (*_FORMATS, "BF16"):
+            raise UserError(f"{self.path} has {name} that is not one number", fix=_AGAIN)
         with self.path.open("rb") as file:
-            file.seek(self._start + begin)
-            data = file.read(end - begin)
-        if entry["dtype"] == "BF16":
-            return cast(float, struct.unpack("<f", b"\0\0" + data)[0])
-        return cast(float, struct.unpack(_FORMATS[cast(str, entry["dtype"])], data)[0])
+            file.seek(position)
+            data = file.read(chunk.size)
+        value = struct.unpack("<f", b"\0\0" + data) if chunk.dtype == "BF16" else struct.unpack(_FORMATS[chunk.dtype], data)
+        return float(value[0])
 
 
 def _file(path: Path) -> Path:
@@ -157,15 +172,9 @@ def _file(path: Path) -> Path:
     return files[0]
 
 
-def _read(path: Path) -> tuple[dict[str, dict[str, object]], dict[str, str], int]:
-    """Tensors and metadata of the header, and where the data start."""
+def _metadata(path: Path) -> dict[str, str]:
+    """The metadata of a valid file."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
-        if length > path.stat().st_size:
-            raise ValueError("the header is longer than the file")
-        header = json.loads(file.read(length))
-    metadata = header.pop("__metadata__", {})
-    size = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if 8 + length + size > path.stat().st_size:
-        raise ValueError("the file is shorter than its header says")
-    return header, metadata, 8 + length
+        found = json.loads(file.read(length)).get("__metadata__") or {}
+    return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
