@@ -186,6 +186,14 @@ def quantised(path, base):
     save_file(load_file(path) | {"img_in.weight": torch.ones(32, 8, dtype=torch.uint8)}, path)
 
 
+def block_scaled(path, base):
+    single_file(base, path, "flux")
+    note = torch.tensor(list(b'{"format": "mxfp8"}'), dtype=torch.uint8)
+    scales = torch.ones(32, 2, dtype=torch.uint8)
+    weight = torch.ones(32, 16).to(torch.float8_e4m3fn)
+    save_file(load_file(path) | {"img_in.weight": weight, "img_in.weight_scale": scales, "img_in.comfy_quant": note}, path)
+
+
 def wider(path, base):
     single_file(base, path, "flux")
     found = load_file(path)
@@ -204,6 +212,7 @@ def wider(path, base):
         (other_family, "model.safetensors", "is a model of sd3, not of flux", "--model_family=sd3"),
         (half, "model.safetensors", r"lacks \d+ tensors of the FluxTransformer2DModel", "--base_pipeline"),
         (quantised, "model.safetensors", "quantised weights .*U8", "fp8"),
+        (block_scaled, "model.safetensors", "quantised weights .*mxfp8", "fp8"),
         (wider, "model.safetensors", r"does not fit the base pipeline.*x_embedder.weight \[48, 16\]", "--base_pipeline"),
     ],
 )

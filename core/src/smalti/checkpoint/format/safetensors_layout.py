@@ -183,8 +183,10 @@ def _chunks(header: object, data: int) -> dict[str, tuple[Chunk, int]]:
         shape = _counts(entry["shape"], name)
         start = _counts(offsets[name], name) if name in offsets else (0,) * len(shape)
         dtype = entry["dtype"]
-        if not isinstance(dtype, str) or dtype not in ITEM_SIZES or len(start) != len(shape):
+        if not isinstance(dtype, str) or len(start) != len(shape):
             raise ValueError(f"the entry of {name} is malformed")
+        if dtype not in ITEM_SIZES:
+            raise ValueError(f"{name} has the type {dtype}, which is unknown")
         chunk = Chunk(dtype=dtype, shape=shape, offsets=start)
         span = _counts(entry["data_offsets"], name)
         if len(span) != 2 or span[1] - span[0] != chunk.size:

@@ -83,6 +83,12 @@ def convert_model(file: ModelFile, model: nn.Module, config: Mapping[str, object
     return _checked(file, model, found)
 
 
+def holds(file: ModelFile, part: str) -> bool:
+    """Whether a file has tensors of the autoencoder ("vae") or of a text encoder, by its name in the pipeline."""
+    prefixes = VAE_PREFIXES if part == "vae" else tuple(place.prefix for place in _ENCODERS.get(part, ()))
+    return any(name.startswith(prefixes) for name in file.tensors)
+
+
 def convert_vae(file: ModelFile, model: nn.Module, config: Mapping[str, object]) -> ConvertedWeights | None:
     """The weights of the autoencoder; None if the file has none, or none that can be converted for this class."""
     for prefix in VAE_PREFIXES:

@@ -15,7 +15,14 @@ from torch import Tensor
 from smalti import UserError
 from smalti.models import FolderWeights
 from smalti_diffusers.sources.components import Components, Replacement
-from smalti_diffusers.sources.conversion import ConvertedWeights, convert_encoder, convert_model, convert_vae, tensors_of_model
+from smalti_diffusers.sources.conversion import (
+    ConvertedWeights,
+    convert_encoder,
+    convert_model,
+    convert_vae,
+    holds,
+    tensors_of_model,
+)
 from smalti_diffusers.sources.location import INDEX, fetch_model, fetch_weights, find_file, find_folder, small_files
 from smalti_diffusers.sources.model_file import ModelFile
 
@@ -145,7 +152,7 @@ def _of_file(file: ModelFile, base: Components, part: str) -> dict[str, Replacem
         model = base.build(part)
     found = {part: Replacement(weights=convert_model(file, model, base.config(part)))}
     for other in base.models():
-        if other == part:
+        if other == part or not holds(file, other):
             continue
         with torch.device("meta"):
             model = base.build(other)
