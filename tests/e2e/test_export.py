@@ -46,7 +46,11 @@ def test_shards_of_a_backend_that_is_not_there_become_whole_and_start_another_ru
     done = subprocess.run(command, env=os.environ | {"SMALTI_PLUGINS": "toy"}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert (told["step"], told["family"], told["files"]) == (2, "toy", ["config.json", "diffusion_pytorch_model.safetensors"])
+    assert (told["step"], told["family"], told["files"]) == (
+        2,
+        "toy",
+        ["README.md", "config.json", "diffusion_pytorch_model.safetensors"],
+    )
     again = train(tmp_path / "again", **OPTIONS, pretrained_model_name_or_path=target, learning_rate=1e-9, probe=False)
     assert again.code == 0, again.output
     found, first = again.tensors(1, "model"), load_file(target / "diffusion_pytorch_model.safetensors")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -29,6 +29,7 @@ from smalti.parallel import model_tensors
 from smalti.plugins import Plugins, find_family, schema_of
 from smalti.rundir import RunDirectory
 from smalti.system import parse_json
+from smalti.training.model_card import FILE, model_card, sampled_images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,7 @@ def export(
     precision: Precision | None = None,
     pretrained: str | None = None,
     request: ExportRequest = ExportRequest(),  # noqa: B008  # frozen
+    known_as: str | None = None,
     report: Callable[[str], None] = lambda sentence: None,
     progress: Progress = lambda done, total: None,
 ) -> Exported:
@@ -63,8 +65,9 @@ def export(
 
     A run directory stands for its newest complete checkpoint, or for that of `step`. `averaged` takes the EMA weights; None
     takes those that validation samples with: the EMA weights if there are any. `precision` is what the trained tensors become,
-    None as they are. `pretrained` is the present path of the run's first weights, if they were moved. All bytes of the
-    checkpoint are checked first. Raises UserError, and nothing is left.
+    None as they are. `pretrained` is the present path of the run's first weights, if they were moved. `known_as` is the
+    name under which tools load the export; None is the path. All bytes of the checkpoint are checked first. Raises UserError,
+    and nothing is left.
     """
     if target.exists() or target.is_symlink():
         raise UserError(f"{target} already exists, and nothing is overwritten", fix="choose a new folder")
@@ -85,7 +88,8 @@ def export(
         adapter = cast(Mapping[str, object] | None, checkpoint.contents.trainer.get("adapter"))
         made = ExportFolder(folder, trained, adapter, progress, name=target.name, request=request)
         exporter.export(made)
-        usages.extend(_filled(each, target, config) for each in made.usages)
+        usages.extend(_filled(each, known_as or str(target), config) for each in made.usages)
+        _describe(made, run, config, family.name, checkpoint.contents.step, averaged, usages)
         return made.finish()
 
     try:
@@ -105,10 +109,31 @@ def export(
     )
 
 
-def _filled(usage: Usage, target: Path, config: Config) -> Usage:
-    """The usage with the path of the export, and a prompt of the run."""
+def _describe(
+    made: ExportFolder, run: RunDirectory, config: Config, family: str, step: int, averaged: bool, usages: Sequence[Usage]
+) -> None:
+    """Write the model card, and copy the images in it."""
+    images = []
+    for number, (prompt, path) in enumerate(sampled_images(run, step)):
+        images.append((prompt, f"images/{number}{path.suffix}"))
+        made.copy(path, images[-1][1])
+    card = model_card(
+        made.name,
+        config,
+        family=family,
+        step=step,
+        averaged=averaged,
+        metadata=made.metadata,
+        images=images,
+        usages=usages,
+    )
+    made.write_text(FILE, card)
+
+
+def _filled(usage: Usage, target: str, config: Config) -> Usage:
+    """The usage with the place of the export, and a prompt of the run."""
     prompts = (*config[ValidationOptions].validation_prompt, config[DataOptions].instance_prompt or "a photo")
-    text = usage.text.replace("{path}", str(target)).replace("{prompt}", json.dumps(prompts[0], ensure_ascii=False))
+    text = usage.text.replace("{path}", target).replace("{prompt}", json.dumps(prompts[0], ensure_ascii=False))
     return replace(usage, text=text)
 
 

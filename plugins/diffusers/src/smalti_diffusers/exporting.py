@@ -44,6 +44,7 @@ def check_request(family: PipelineFamily, request: ExportRequest) -> None:
 def export_pipeline(family: PipelineFamily, folder: ExportFolder) -> None:
     """Write what `folder.request` says."""
     config, merge = family.components.config(family.part), folder.request.merge
+    folder.metadata |= _metadata(family, adapter=family.lora is not None and not merge)
     if family.lora is not None and not merge:
         format = chosen_format(family.name, folder.request.format)
         write_adapter(folder, format, family.name, family.part, family.meta_model, config)
@@ -61,6 +62,17 @@ def export_pipeline(family: PipelineFamily, folder: ExportFolder) -> None:
     _write_frozen(family, folder)
     folder.write_model(family.part, config, tensors=tensors)
     folder.usages += pipeline_usages(family)
+
+
+def _metadata(family: PipelineFamily, *, adapter: bool) -> dict[str, object]:
+    """The head of the model card."""
+    return {
+        "base_model": family.base_source or family.source,
+        "base_model_relation": "adapter" if adapter else "finetune",
+        "library_name": "diffusers",
+        "pipeline_tag": "text-to-image",
+        "tags": ["text-to-image", "diffusers", *(["lora"] if adapter else [])],
+    }
 
 
 def _write_frozen(family: PipelineFamily, folder: ExportFolder) -> None:

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from smalti import UserError
 from smalti.plugins import Plugins, load_plugins, selection_of
 from smalti.rundir import RunDirectory
-from smalti_hub.upload import Pushed, push
+from smalti_hub.upload import Pushed, known_as, push
 
 FOLDER = "hub"
 """In the run directory: the log of uploads, and what was published last. Exports are there while they are sent."""
@@ -74,6 +74,7 @@ def publish(
     from smalti.training import export
 
     plugins: Plugins = load_plugins(selection_of((), None, os.environ), strict=False)
+    name = repository or default_name(run.path)
     (run.path / FOLDER).mkdir(exist_ok=True)
     with TemporaryDirectory(dir=run.path / FOLDER, prefix="export-") as folder:
         done = export(
@@ -83,9 +84,9 @@ def publish(
             step=step,
             averaged=averaged,
             request=ExportRequest(format=format),
+            known_as=known_as(name),
             report=report,
         )
-        name = repository or default_name(run.path)
         report(f"uploading the export of step {done.step} to {name}")
         pushed = push(done.path, name, private=private, message=f"Step {done.step}")
     Published(repository=pushed.repository, step=done.step, url=pushed.url).write(run.path)

@@ -43,6 +43,11 @@ def check_token() -> str:
     return str(user["name"])
 
 
+def known_as(repository: str) -> str:
+    """The full name of a repository: with the user of the token, if it names none."""
+    return repository if "/" in repository else f"{check_token()}/{repository}"
+
+
 def push(folder: Path, repository: str, *, private: bool, message: str) -> Pushed:
     """Upload the files of a folder to the main branch, in one commit; creates the repository where there is none.
 

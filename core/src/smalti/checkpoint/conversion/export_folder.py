@@ -99,7 +99,8 @@ def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 class ExportFolder:
     """An empty folder that becomes an export. `adapter` describes the adapter of the run; None without one.
 
-    `name` is what the folder will be called. A family adds to `usages` how its files are loaded.
+    `name` is what the folder will be called. A family adds to `usages` how its files are loaded, and to
+    `metadata` what the head of the model card says, in the terms of the Hugging Face Hub: `base_model`, `library_name`, ...
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class ExportFolder:
         self.name = name
         self.request = request or ExportRequest()
         self.usages: list[Usage] = []
+        self.metadata: dict[str, object] = {}
         self.records: dict[str, FileRecord] = {}
         self._path = path
         self._trained = trained
@@ -168,6 +170,9 @@ class ExportFolder:
     def write_json(self, name: str, value: Mapping[str, object]) -> None:
         data = json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"
         self.records[name] = write_with_digest(self._place(name), [data])
+
+    def write_text(self, name: str, text: str) -> None:
+        self.records[name] = write_with_digest(self._place(name), [text.encode()])
 
     def copy(self, source: Path, name: str) -> None:
         """Copy a file unchanged."""
