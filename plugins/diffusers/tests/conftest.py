@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from adapters import Adapter, make_adapter
 from kinds import EVERY
 from pictured import PROMPT
 from PIL import Image
@@ -26,6 +27,19 @@ OPTIONS = {
     "validation_num_inference_steps": 2,
     "use_cpu": True,
 }
+
+
+@pytest.fixture(scope="session")
+def adapter(tmp_path_factory):
+    """adapter(FAMILY) -> a tiny trained adapter and its base, made once. Tests must not write into them."""
+    made: dict[str, Adapter] = {}
+
+    def of(name: str) -> Adapter:
+        if name not in made:
+            made[name] = make_adapter(tmp_path_factory.mktemp(name), name)
+        return made[name]
+
+    return of
 
 
 @pytest.fixture(scope="session")

@@ -19,20 +19,6 @@ from smalti.parallel.state import PortableState
 from smalti_diffusers.lora.formats import TOOLS, kohya_name, original_layers, write_adapter
 from smalti_testing.strategies import SingleRank
 
-
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory):
-    """An adapter of each family, made once."""
-    made = {}
-
-    def of(name):
-        if name not in made:
-            made[name] = make_adapter(tmp_path_factory.mktemp(name), name)
-        return made[name]
-
-    return of
-
-
 LOADED_BY_DIFFUSERS = [
     *((name, "diffusers") for name in FAMILIES if TOOLS[name].diffusers),
     *((name, "comfyui") for name in FAMILIES if TOOLS[name].diffusers and TOOLS[name].comfyui == "diffusers"),

@@ -21,19 +21,6 @@ from smalti_diffusers.lora.header import AdapterHeader
 from smalti_testing.family_subject import FamilySubject
 
 
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory):
-    """An adapter of each family, made once."""
-    made = {}
-
-    def of(name):
-        if name not in made:
-            made[name] = make_adapter(tmp_path_factory.mktemp(name), name)
-        return made[name]
-
-    return of
-
-
 def written(name):
     tools = TOOLS[name]
     known = {"diffusers": tools.diffusers, "peft": True, "comfyui": tools.comfyui, "kohya": tools.kohya}
