@@ -362,7 +362,8 @@ def test_a_section_of_an_accelerate_yaml_that_makes_no_sense_is_refused(tmp_path
 def test_keys_of_an_accelerate_yaml_without_effect_are_told(tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text(
-        "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero3_init_flag: true\n  deepspeed_multinode_launcher: pdsh\n"
+        "distributed_type: DEEPSPEED\nmixed_precision: bf16\n"
+        "deepspeed_config:\n  zero3_init_flag: true\n  deepspeed_multinode_launcher: pdsh\n"
     )
     notices = resolve(SCHEMA, [], file=file, environment={}).notices
     assert [notice.split(" in ")[0] for notice in notices] == [

@@ -31,7 +31,7 @@ from smalti_fsdp2.options import FsdpOptions, enabled
 DATA = Path(__file__).parents[3] / "tests" / "data"
 PLUGINS = load_plugins(Selection(only=("fsdp2",)))
 SCHEMA = schema_of(PLUGINS)
-START = "distributed_type: FSDP\nnum_processes: 8\n"
+START = "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\n"
 PARSER = launch_command_parser()
 
 
