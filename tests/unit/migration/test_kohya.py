@@ -176,6 +176,16 @@ def test_adafactor_is_the_one_that_its_arguments_describe(imported, arguments):
     assert ("train.toml: optimizer_type" in left, "learning_rate" in values) == (not arguments, bool(arguments))
 
 
+def test_the_threshold_of_huber_losses_depends_on_the_noise_level_unless_the_file_says_otherwise(imported):
+    found = [
+        imported({"train.toml": f"network_dim=4\nnetwork_module='networks.lora'\nloss_type='huber'\n{keys}"}, "sdxl")[0][
+            "huber_schedule"
+        ]
+        for keys in ("", "huber_schedule='exponential'", "huber_schedule='constant'")
+    ]
+    assert found == ["snr", "exponential", "constant"]
+
+
 def test_a_model_that_is_not_known_has_to_be_named(imported):
     left = imported({"train.toml": "network_module='networks.lora'\nnetwork_dim=4"})[1]
     assert left["model_family"].fix == "smalti config import FILE --model_family=sdxl"
