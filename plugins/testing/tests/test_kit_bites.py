@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -246,7 +246,21 @@ class Mistargeted(TinyFamily):
         return None
 
 
+class Stubborn(TinyFamily):
+    """Its adapter, which is the model itself, has one strength."""
+
+    def lora_targets(self):
+        return ()
+
+    def adapter(self, seed):
+        return {}
+
+    def adapter_strength(self, model, strength):
+        return nullcontext()
+
+
 FAMILIES = {
+    Stubborn: "its_adapter_can_be_weaker",
     Skewed: "it_samples_with_the_objective_that_is_trained",
     Mistaken: "it_samples_with_the_objective_that_is_trained",
     Forgetful: "captions_mean_the_same_each_time",

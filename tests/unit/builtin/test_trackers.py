@@ -1,11 +1,16 @@
 """Which trackers a run starts."""
 
 from importlib.util import find_spec
+from io import BytesIO
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from smalti.builtin.trackers import KNOWN, plugin, tracker_names
+from smalti.builtin.trackers import KNOWN, Trackers, plugin, tracker_names
 from smalti.config import TrackingOptions
+from smalti.types import ValidationImage, ValidationResult, World
 
 
 def options(*names: str) -> TrackingOptions:
@@ -27,3 +32,21 @@ def test_all_is_no_unknown_tracker(configure):
     assert plugin.check_config(configure("--report_to=all")) == []
     (problem,) = plugin.check_config(configure("--report_to=al"))
     assert "unknown tracker 'al'" in problem.message
+
+
+def test_tensorboard_has_validation_images_beside_those_of_the_model_before_training(configure, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for name, colour in (("base", "red"), ("fox", "blue")):
+        Image.new("RGB", (8, 4), colour).save(tmp_path / f"{name}.png")
+    trackers = Trackers()
+    config = configure("--report_to=tensorboard")
+    trackers.on_train_start(None, SimpleNamespace(config=config, world=World(), directory=tmp_path))
+    image = ValidationImage(prompt="a fox", seed=1, path=tmp_path / "fox.png", base=tmp_path / "base.png")
+    trackers.on_validation(ValidationResult(step=4, images=(image,), folder=tmp_path))
+    trackers.on_train_end(None, None)
+    found = [EventAccumulator(str(path)).Reload() for path in (tmp_path / "trackers").rglob("events*.*")]
+    (logged,) = next(each for each in found if each.Tags()["images"]).Images("validation/fox")
+    pixels = np.asarray(Image.open(BytesIO(logged.encoded_image_string)))
+    assert logged.step == 4
+    assert {tuple(pixel) for pixel in pixels.reshape(-1, 3).tolist()} == {(255, 0, 0), (0, 0, 255)}

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from smalti.config import TrackingOptions
 from smalti.errors import Problem
 from smalti.hookspecs import hookimpl
-from smalti.types import Outcome, RunInfo, RunState
+from smalti.types import Outcome, RunInfo, RunState, ValidationImage, ValidationResult
 
 if TYPE_CHECKING:
+    import numpy as np
     from accelerate.tracking import GeneralTracker
 
     from smalti.config import Config
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 KNOWN = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 ALL = "all"
 """Every known tracker whose package is installed."""
+_IMAGES: dict[str, dict[str, str]] = {"tensorboard": {"dataformats": "NHWC"}, "wandb": {}, "swanlab": {}}
+"""Trackers that get validation images, with the arguments that their method takes. Others want images in forms of their own."""
 _PACKAGES = {"comet_ml": "comet-ml"}
 
 
@@ -68,6 +71,13 @@ class Trackers:
             tracker.log(dict(metrics), step=step)
 
     @hookimpl
+    def on_validation(self, result: ValidationResult) -> None:
+        shown = [tracker for tracker in self._trackers if tracker.name in _IMAGES]
+        images = {f"validation/{image.path.stem}": _pixels(image) for image in result.images} if shown else {}
+        for tracker in shown:
+            tracker.log_images(images, step=result.step, **_IMAGES[tracker.name])
+
+    @hookimpl
     def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:
         for tracker in self._trackers:
             tracker.finish()
@@ -78,6 +88,14 @@ def tracker_names(options: TrackingOptions) -> list[str]:
     """The trackers to start, each once."""
     every = [name for name in KNOWN if find_spec(name) is not None] if ALL in options.report_to else []
     return list(dict.fromkeys([*every, *(name for name in options.report_to if name != ALL)]))
+
+
+def _pixels(image: ValidationImage) -> np.ndarray:
+    """(1, height, width, 3), 8 bits; with 2 in place of 1, first that of the model before training."""
+    import numpy as np
+    from PIL import Image
+
+    return np.stack([np.asarray(Image.open(path)) for path in (image.base, image.path) if path is not None])
 
 
 def _flat(values: Mapping[str, object]) -> dict[str, str | int | float | bool]:

@@ -17,7 +17,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from smalti.diffusion import STEPS, Conditioning, Objective, Prediction, RectifiedFlow
-from smalti.models import Adaptable, Cacheable, Encoding, KeepsRawLatents, ModelFamily, family_problems, native_objective
+from smalti.models import (
+    Adaptable,
+    Cacheable,
+    Encoding,
+    KeepsRawLatents,
+    ModelFamily,
+    ScalesAdapter,
+    family_problems,
+    native_objective,
+)
 from smalti_testing.contract import BrokenContract, Contract, expect
 from smalti_testing.family_subject import CAPTIONS, SIZE, FamilySubject
 
@@ -364,6 +373,29 @@ def its_blocks_and_adapter_targets_are_in_the_model(subject: FamilySubject) -> N
     targets = subject.family.lora_targets() if isinstance(subject.family, Adaptable) else ()
     lost = [target for target in targets if not any(name.endswith(target) for name in modules)]
     expect(not lost, f"no module's name ends in {', '.join(lost)}")
+
+
+@FAMILY.check
+def its_adapter_can_be_weaker(subject: FamilySubject) -> None:
+    """`ScalesAdapter`, for families that have it and train an adapter: validation images with another strength, or without it.
+
+    Multiply what the adapter adds, for as long as the context lasts, and leave its weights alone.
+    """
+    family = subject.family
+    if not isinstance(family, ScalesAdapter) or not isinstance(family, Adaptable) or family.adapter(0) is None:
+        return
+    model = subject.model()
+
+    def predicted() -> Tensor:
+        with torch.no_grad():
+            return subject.predict(model, subject.latents[:1], [500.0], subject.captions[:1])
+
+    before = predicted()
+    with family.adapter_strength(model, 1.0):
+        expect(torch.equal(predicted(), before), "a strength of 1 gives another prediction")
+    with family.adapter_strength(model, 0.0):
+        expect(not torch.equal(predicted(), before), "a strength of 0 gives the same prediction")
+    expect(torch.equal(predicted(), before), "after adapter_strength, predictions are others than before")
 
 
 @FAMILY.check
