@@ -6,7 +6,7 @@ import pytest
 
 from smalti.cli.entry import main
 from smalti.migration.files import open_file
-from smalti.migration.recognition import recognize
+from smalti.migration.recognition import SIGNS, recognize
 
 KOHYA_DATA = '[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = "x"'
 FILES = {
@@ -90,3 +90,7 @@ def test_an_import_goes_to_a_new_file_only(refused, write, tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert (left.value.code, found["values"]["learning_rate"]["value"]) == (0, 1e-4)
     assert {each["where"] for each in found["left"]} == {"datasets"}
+
+
+def test_no_option_of_smalti_makes_a_file_one_of_another_trainer(everything):
+    assert SIGNS & {*everything.options, *everything.aliases} == set()

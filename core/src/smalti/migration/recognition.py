@@ -88,7 +88,7 @@ def _mapping(content: Mapping[object, object]) -> Recognized | None:
     if "model_family" in keys | inner:
         dashed = any(str(key).startswith("--") for key in content)
         return Recognized(trainer="simpletuner" if dashed else "smalti", kind="options")
-    if len(_SIGNS & (keys | inner)) >= _FEWEST:
+    if len(SIGNS & (keys | inner)) >= _FEWEST:
         return Recognized(trainer="kohya", kind="options")
     return None
 
@@ -106,7 +106,7 @@ def _has_process(content: Mapping[object, object]) -> bool:
 
 _MODEL_TYPES = frozenset((*onetrainer_tables.FAMILIES, *onetrainer_tables.OTHER_MODELS))
 """Names of models in OneTrainer's spelling."""
-_SIGNS = frozenset(
+SIGNS = frozenset(
     (
         *("network_module", "network_dim", "network_alpha", "network_args", "network_train_unet_only", "unet_lr"),
         *("dataset_config", "train_data_dir", "reg_data_dir", "in_json", "caption_extension", "keep_tokens", "shuffle_caption"),
