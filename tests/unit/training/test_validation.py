@@ -16,11 +16,12 @@ from smalti.checkpoint.writer import save
 from smalti.config.core_options.prompts import ValidationPrompt, validation_prompts
 from smalti.config.resolution import resolve
 from smalti.data.buckets import Bucket
+from smalti.errors import problems_in
 from smalti.parallel.gloo import GlooCommunicator
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.training.optim.ema import Ema
-from smalti.training.validation.plan import PlannedImage, batches, planned_images
+from smalti.training.validation.plan import PlannedImage, batches, check_validation, planned_images
 from smalti.training.validation.validation import eval_mode
 from smalti_testing import TinyFamily
 from smalti_testing.strategy_subject import open_family
@@ -102,6 +103,18 @@ def test_files_are_named_by_prompt_and_by_size_where_a_prompt_has_several(tmp_pa
 def test_a_library_whose_images_cannot_be_sampled_or_named_is_refused(tmp_path, text, message):
     with pytest.raises(UserError, match=message):
         files(library(tmp_path, text))
+
+
+def test_all_that_a_family_cannot_sample_is_said_at_once():
+    config = configured("--model_type=lora", "--validation_guidance_rescale=0.7", "--validation_resolution=33x32")
+    family = TinyFamily()
+    family.alignment, family.no_guidance_rescale = 8, "it has its own way"
+    with pytest.raises(UserError) as error:
+        check_validation(config, [prompt(strength=0.5)], family)
+    told = [problem.message for problem in problems_in(error.value)]
+    assert len(told) == 3
+    for text, message in zip(("33x32", "0.7: it has its own way", "cannot scale its adapter"), told, strict=True):
+        assert text in message
 
 
 class Late(GlooCommunicator):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from smalti.config import Config, DataOptions, ModelOptions, ValidationOptions, ValidationPrompt, sizes_in
 from smalti.data import Bucket
-from smalti.errors import ConfigError, Problem, UserError
+from smalti.errors import ConfigError, Problem, UserError, problems_in
 from smalti.models import ModelFamily, ScalesAdapter
 from smalti.rundir import CONTACT_SHEET
 
@@ -76,14 +76,15 @@ def _fitting(edge: float, alignment: int) -> int:
 
 
 def check_validation(config: Config, prompts: Sequence[ValidationPrompt], family: ModelFamily) -> list[str]:
-    """Notices about settings without effect. Raises UserError or ConfigError if the family cannot sample these images."""
-    options, notices = config[ValidationOptions], []
-    planned_images(config, prompts, family.alignment)
+    """Notices about settings without effect. Raises ConfigError with all that the family cannot sample."""
+    options, problems, notices = config[ValidationOptions], list[Problem](), list[str]()
+    try:
+        planned_images(config, prompts, family.alignment)
+    except UserError as error:
+        problems += problems_in(error)
     if options.validation_guidance_rescale and (reason := _no_guidance_rescale(family)):
-        raise UserError(
-            f"validation_guidance_rescale={options.validation_guidance_rescale:g}: {reason}",
-            fix="--validation_guidance_rescale=0",
-        )
+        message = f"validation_guidance_rescale={options.validation_guidance_rescale:g}: {reason}"
+        problems.append(Problem(message=message, fix="--validation_guidance_rescale=0"))
     if any(prompt.negative_prompt for prompt in prompts) and (reason := _no_negative_prompt(config, family)):
         notices.append(f"negative prompts of validation images have no effect: {reason}")
     scaled = any(prompt.adapter_strength != 1 for prompt in prompts)
@@ -91,10 +92,10 @@ def check_validation(config: Config, prompts: Sequence[ValidationPrompt], family
         if scaled:
             notices.append("adapter strengths of validation images have no effect unless model_type == lora")
     elif (scaled or options.validation_base_model) and not isinstance(family, ScalesAdapter):
-        raise UserError(
-            f"{family.name} cannot scale its adapter in validation images",
-            fix="--validation_adapter_strength=1 --no_validation_base_model",
-        )
+        message = f"{family.name} cannot scale its adapter in validation images"
+        problems.append(Problem(message=message, fix="--validation_adapter_strength=1 --no_validation_base_model"))
+    if problems:
+        raise ConfigError(problems)
     return notices
 
 
