@@ -8,7 +8,7 @@ from .build_run import (
 from .failures.memory_use import ALLOCATOR_VARIABLES as ALLOCATOR_VARIABLES
 from .failures.out_of_memory import memory_explained as memory_explained
 from .failures.watchdog import LEAVE_SECONDS as LEAVE_SECONDS, Watchdog as Watchdog
-from .inference_export import export as export
+from .inference_export import Exported as Exported, export as export
 from .loss import DenoisingLoss as DenoisingLoss, denoising_loss as denoising_loss
 from .opening import become_run as become_run
 from .optim.optimizers import (

@@ -51,14 +51,12 @@ def push(
     first. The repository is created if it is not there, as a private one. Files that the Hub has are not sent again, so the
     same command continues an interrupted upload. Nothing is removed from the Hub, and a model card that you wrote is kept.
     """
-    from smalti_hub.publish import publish
+    from smalti_hub.publish import Choice, publish
 
     done = publish(
         path,
         repository,
-        step=step,
-        averaged=averaged,
-        format=format,
+        Choice(step=step, averaged=averaged, format=format),
         private=not public,
         report=lambda sentence: click.echo(sentence, err=True),
     )

@@ -9,11 +9,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from smalti import UserError
-from smalti.plugins import Plugins, load_plugins, selection_of
+from smalti.plugins import load_plugins, selection_of
 from smalti.rundir import RunDirectory
 from smalti_hub.upload import Pushed, known_as, push
+
+if TYPE_CHECKING:
+    from smalti.training import Exported
 
 FOLDER = "hub"
 """In the run directory: the log of uploads, and what was published last. Exports are there while they are sent."""
@@ -56,60 +60,61 @@ def run_of(path: Path) -> RunDirectory | None:
     return next((run for place in places if (run := RunDirectory(place)).launch_file.is_file()), None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What of a run is exported, in the terms of `smalti checkpoint export`. None takes its default."""
+
+    step: int | None = None
+    averaged: bool | None = None
+    format: str | None = None
+
+
 def publish(
-    path: Path,
-    repository: str | None,
-    *,
-    step: int | None,
-    averaged: bool | None,
-    format: str | None,
-    private: bool,
-    report: Callable[[str], None],
+    path: Path, repository: str | None, choice: Choice, *, private: bool, report: Callable[[str], None] = lambda sentence: None
 ) -> Pushed:
-    """Upload an export, or the export of a run or checkpoint, which is made and removed again. See `smalti hub push`."""
+    """Upload an export, or the export of a run or checkpoint, which is made and removed again.
+
+    `repository` is "USER/NAME" or "NAME"; None stands for the name of the folder. Raises UserError; files that were
+    sent by then are not sent again.
+    """
     run = run_of(path)
     if run is None:
-        return _publish_export(path, repository, step=step, averaged=averaged, format=format, private=private, report=report)
-    from smalti.checkpoint import ExportRequest
-    from smalti.training import export
-
-    plugins: Plugins = load_plugins(selection_of((), None, os.environ), strict=False)
+        _check_export(path, choice)
+        name = repository or default_name(path)
+        report(f"uploading {path} to {name}")
+        return push(path, name, private=private, message=f"Upload of {path.resolve().name}")
     name = repository or default_name(run.path)
     (run.path / FOLDER).mkdir(exist_ok=True)
     with TemporaryDirectory(dir=run.path / FOLDER, prefix="export-") as folder:
-        done = export(
-            path,
-            Path(folder) / default_name(run.path),
-            plugins,
-            step=step,
-            averaged=averaged,
-            request=ExportRequest(format=format),
-            known_as=known_as(name),
-            report=report,
-        )
+        done = _export(path, Path(folder) / default_name(run.path), choice, known_as(name), report)
         report(f"uploading the export of step {done.step} to {name}")
         pushed = push(done.path, name, private=private, message=f"Step {done.step}")
     Published(repository=pushed.repository, step=done.step, url=pushed.url).write(run.path)
     return pushed
 
 
-def _publish_export(
-    path: Path,
-    repository: str | None,
-    *,
-    step: int | None,
-    averaged: bool | None,
-    format: str | None,
-    private: bool,
-    report: Callable[[str], None],
-) -> Pushed:
-    if step is not None or averaged is not None or format is not None:
+def _export(path: Path, target: Path, choice: Choice, name: str, report: Callable[[str], None]) -> Exported:
+    from smalti.checkpoint import ExportRequest
+    from smalti.training import export
+
+    return export(
+        path,
+        target,
+        load_plugins(selection_of((), None, os.environ), strict=False),
+        step=choice.step,
+        averaged=choice.averaged,
+        request=ExportRequest(format=choice.format),
+        known_as=name,
+        report=report,
+    )
+
+
+def _check_export(path: Path, choice: Choice) -> None:
+    """Raises UserError for a folder that is neither a run nor an export."""
+    if choice != Choice():
         raise UserError(f"{path} is not a run", fix="leave out --step, --ema, --raw and --format, or name a run directory")
     if not (path / "model_index.json").is_file() and not any(path.glob("*.safetensors")):
         raise UserError(
             f"{path} is neither a run nor an export: it has no launch.json, no model_index.json and no .safetensors file",
             fix="name a run directory, or a folder that `smalti checkpoint export` wrote",
         )
-    name = repository or default_name(path)
-    report(f"uploading {path} to {name}")
-    return push(path, name, private=private, message=f"Upload of {path.resolve().name}")
