@@ -49,7 +49,8 @@ def test_the_head_is_what_the_hub_reads(card):
 
 
 def test_settings_and_how_to_load_are_there_and_no_folder_of_the_machine(card):
-    text = card(base_model="/home/ann/models/base", learning_rate=3e-4)
+    text = card(base_model="/home/ann/models/base", learning_rate=3e-4, resolution=1024.0)
+    assert "| `resolution` | 1024 |" in text
     assert "| `learning_rate` | 0.0003 |" in text
     assert 'pipeline.load_lora_weights("ann/cat")' in text
     assert "The EMA weights of step 7 of a model of the family sdxl" in text

@@ -89,8 +89,9 @@ def _body(
     yield "| option | value |\n|---|---|"
     values = config.values()
     for name in _SETTINGS:
-        if values.get(name) not in (None, "", "no_change"):
-            yield f"| `{name}` | {values[name]} |"
+        value = values.get(name)
+        if value not in (None, "", "no_change"):
+            yield f"| `{name}` | {f'{value:g}' if isinstance(value, float) else value} |"
     yield ""
 
 
