@@ -1,4 +1,4 @@
-"""Complaints before anything is launched, the folders on drives, and what `accelerate launch` is told."""
+"""Complaints before anything is launched, the folders on drives, and what `accelerate launch` receives."""
 
 import json
 import subprocess
@@ -39,8 +39,8 @@ def configure(document: object, *flags: str) -> Config:
 
 def complaints(document: object, *flags: str) -> list[str]:
     answers = PLUGINS.answers(HookSpecs.check_config, config=configure(document, *flags))
-    told = [problem.message for problem in answers.get("deepspeed", ())]
-    return [message for message in told if message != NO_LIBAIO]  # nodes differ in that
+    reported = [problem.message for problem in answers.get("deepspeed", ())]
+    return [message for message in reported if message != NO_LIBAIO]  # nodes differ in that
 
 
 def swapping(folder: object = None) -> dict:
@@ -82,8 +82,10 @@ def test_room_for_what_is_swapped_is_looked_for_before_the_launch(tmp_path, monk
 @pytest.mark.parametrize(("stage", "refused"), [(2, 0), (3, 1)])
 def test_cuda_graphs_are_refused_where_parameters_are_gathered_in_every_pass(stage, refused):
     document = {"zero_optimization": {"stage": stage}}
-    told = complaints(document, "--dynamo_backend=inductor", "--dynamo_mode=reduce-overhead")
-    assert [message.partition(",")[0] for message in told] == ["--dynamo_mode=reduce-overhead replays CUDA graphs"] * refused
+    reported = complaints(document, "--dynamo_backend=inductor", "--dynamo_mode=reduce-overhead")
+    assert [message.partition(",")[0] for message in reported] == [
+        "--dynamo_mode=reduce-overhead replays CUDA graphs"
+    ] * refused
 
 
 def test_a_sound_configuration_has_none_and_works_with_adapters_too():
@@ -119,8 +121,8 @@ def test_deepspeed_is_refused_on_macos_and_on_rocm(tmp_path, monkeypatch, platfo
         monkeypatch.syspath_prepend(str(tmp_path))
         monkeypatch.setattr(checks, "is_rocm", checks.is_rocm.__wrapped__)  # which remembers what it found in this process
     name = {"darwin": "macOS", "rocm": "ROCm"}[platform]
-    (told,) = complaints(ZERO2)
-    assert name in told
+    (reported,) = complaints(ZERO2)
+    assert name in reported
 
 
 def test_this_torch_is_not_taken_for_one_of_rocm():
@@ -133,9 +135,9 @@ def test_context_parallelism_is_refused():
 
 def test_a_global_batch_that_contradicts_the_run_is_told_with_both_numbers():
     document = {**ZERO2, "train_batch_size": 9}
-    (told,) = complaints(document, "--num_processes=4", "--train_batch_size=2", "--gradient_accumulation_steps=3")
-    assert "train_batch_size is 9 in deepspeed_config" in told
-    assert "train_batch_size=2 x num_processes=4 x gradient_accumulation_steps=3 make 24" in told
+    (reported,) = complaints(document, "--num_processes=4", "--train_batch_size=2", "--gradient_accumulation_steps=3")
+    assert "train_batch_size is 9 in deepspeed_config" in reported
+    assert "train_batch_size=2 x num_processes=4 x gradient_accumulation_steps=3 make 24" in reported
     assert complaints({**ZERO2, "train_batch_size": 8}, "--num_processes=8") == []
 
 
@@ -147,14 +149,14 @@ def test_an_optimizer_without_a_form_for_processors_is_not_offloaded(flag):
 
 
 def test_muon_is_refused_however_it_is_asked_for():
-    (told,) = complaints(ZERO2, "--optimizer=muon")
-    assert told.startswith("DeepSpeed's Muon (0.19) cannot be used")
+    (reported,) = complaints(ZERO2, "--optimizer=muon")
+    assert reported.startswith("DeepSpeed's Muon (0.19) cannot be used")
 
 
 @pytest.mark.parametrize("name", ["lamb", "lion"])
 def test_an_optimizer_that_needs_an_accelerator_is_not_used_without(name):
-    (told,) = complaints(ZERO2, f"--optimizer=deepspeed_{name}", "--use_cpu")
-    assert f"DeepSpeed's {name.title()} runs on accelerators only" in told
+    (reported,) = complaints(ZERO2, f"--optimizer=deepspeed_{name}", "--use_cpu")
+    assert f"DeepSpeed's {name.title()} runs on accelerators only" in reported
     assert complaints(ZERO2, f"--optimizer=deepspeed_{name}") == []
 
 
@@ -197,8 +199,8 @@ def test_an_empty_path_is_no_folder():
 
 
 def test_swapping_to_a_drive_needs_libaio(tmp_path):
-    told = [problem.message for problem in checks.problems(configure(swapping(tmp_path)))]
-    assert (NO_LIBAIO in told) == (find_library("aio") is None)
+    reported = [problem.message for problem in checks.problems(configure(swapping(tmp_path)))]
+    assert (NO_LIBAIO in reported) == (find_library("aio") is None)
 
 
 def test_what_is_asked_before_a_run_imports_neither_torch_nor_deepspeed():
@@ -334,8 +336,8 @@ def test_accelerate_starts_the_ranks_with_torchs_launcher_and_knows_what_is_trai
     command, environment = prepare_deepspeed_cmd_env(arguments)
     assert command is None
     assert (arguments.nproc_per_node, arguments.nnodes) == ("4", "2")
-    told = {name: environment[f"ACCELERATE_{name}"] for name in ("DEEPSPEED_ZERO_STAGE", "GRADIENT_ACCUMULATION_STEPS")}
-    assert told == {"DEEPSPEED_ZERO_STAGE": "3", "GRADIENT_ACCUMULATION_STEPS": "2"}
+    reported = {name: environment[f"ACCELERATE_{name}"] for name in ("DEEPSPEED_ZERO_STAGE", "GRADIENT_ACCUMULATION_STEPS")}
+    assert reported == {"DEEPSPEED_ZERO_STAGE": "3", "GRADIENT_ACCUMULATION_STEPS": "2"}
     assert environment["ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"] == "nvme"
 
 
@@ -345,18 +347,18 @@ def test_the_keys_of_an_accelerate_yaml_are_accelerates():
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "reported"),
     [
         ("zero_stag: 2", "did you mean zero_stage?"),
         ("zero_stage: 4", "zero_optimization.stage in deepspeed_config: cannot be 4"),
     ],
 )
-def test_a_section_of_an_accelerate_yaml_that_makes_no_sense_is_refused(tmp_path, content, told):
+def test_a_section_of_an_accelerate_yaml_that_makes_no_sense_is_refused(tmp_path, content, reported):
     file = tmp_path / "a.yaml"
     file.write_text(f"distributed_type: DEEPSPEED\ndeepspeed_config:\n  {content}\n")
     with pytest.raises(UserError) as raised:
         resolve(SCHEMA, [], file=file, environment={})
-    assert told in str(raised.value)
+    assert reported in str(raised.value)
 
 
 def test_keys_of_an_accelerate_yaml_without_effect_are_told(tmp_path):

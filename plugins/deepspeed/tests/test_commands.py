@@ -35,8 +35,8 @@ def run(capsys):
     def call(*words: object) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as left:
             main([str(word) for word in words])
-        told = capsys.readouterr()
-        return int(left.value.code), told.out, told.err
+        reported = capsys.readouterr()
+        return int(left.value.code), reported.out, reported.err
 
     return call
 
@@ -100,8 +100,8 @@ def test_choices_that_make_no_sense_are_refused(choices, place):
 
 def test_flags_make_json_on_the_screen_or_in_a_new_file(run, tmp_path):
     flags = ("--stage=3", "--offload_param=CPU", "--optimizer=adamw", "--learning_rate=1e-5")
-    code, told, _ = run("deepspeed", "build", *flags)
-    document = json.loads(told)
+    code, reported, _ = run("deepspeed", "build", *flags)
+    document = json.loads(reported)
     assert (code, document["optimizer"]["type"], document["optimizer"]["params"]["lr"]) == (0, "AdamW", 1e-5)
     file = tmp_path / "new.json"
     assert run("deepspeed", "build", *flags, "--to", file)[:2] == (0, "")
@@ -113,16 +113,16 @@ def test_flags_make_json_on_the_screen_or_in_a_new_file(run, tmp_path):
 
 
 def test_flags_that_cannot_be_are_told_all_at_once(run):
-    code, _, told = run("deepspeed", "build", "--stage=4", "--optimizer=Lamp", "--gradient_clipping=much")
+    code, _, reported = run("deepspeed", "build", "--stage=4", "--optimizer=Lamp", "--gradient_clipping=much")
     assert code == 2
     for each in ("stage cannot be '4'", "did you mean Lamb?", "gradient_clipping cannot be 'much'"):
-        assert each in told
+        assert each in reported
 
 
 @pytest.mark.parametrize("flag", ["--learning_rate=nan", "--gradient_clipping=inf", "--warmup_steps=5"])
 def test_what_is_built_is_json_and_holds_all_that_was_chosen(run, flag):
-    code, told, complaint = run("deepspeed", "build", flag)
-    assert (code, told, flag.strip("-").partition("=")[0] in complaint) == (2, "", True)
+    code, reported, complaint = run("deepspeed", "build", flag)
+    assert (code, reported, flag.strip("-").partition("=")[0] in complaint) == (2, "", True)
 
 
 def test_on_a_terminal_it_asks(tmp_path):
@@ -143,8 +143,8 @@ def test_on_a_terminal_it_asks(tmp_path):
 
 def test_a_sound_file_is_told_to_be_sound_with_what_it_means(run, written):
     file = written({**ZERO2, "gradient_clipping": 0.5, "optimizer": {"type": "cpuadam"}})
-    code, told, _ = run("deepspeed", "check", file, "--json")
-    report = json.loads(told)
+    code, reported, _ = run("deepspeed", "check", file, "--json")
+    report = json.loads(reported)
     assert (code, report["valid"], report["problems"]) == (0, True, [])
     assert report["options"]["max_grad_norm"] == {"value": 0.5, "key": "gradient_clipping"}
     assert ["cpuadam" in notice and "AdamW" in notice for notice in report["notices"]] == [True]
@@ -152,20 +152,20 @@ def test_a_sound_file_is_told_to_be_sound_with_what_it_means(run, written):
 
 def test_a_syntax_error_is_told_with_line_and_column(run, written):
     file = written('{"bf16": {}\n "zero_optimization": {}}')
-    code, told, _ = run("deepspeed", "check", file)
-    assert (code, f"{file}:2:2: this is not JSON" in told) == (2, True)
+    code, reported, _ = run("deepspeed", "check", file)
+    assert (code, f"{file}:2:2: this is not JSON" in reported) == (2, True)
 
 
 def test_a_misspelt_key_is_told_with_the_nearest(run, written):
-    code, told, _ = run("deepspeed", "check", written({**ZERO2, "gradient_clip": 1}), "--json")
-    (problem,) = json.loads(told)["problems"]
+    code, reported, _ = run("deepspeed", "check", written({**ZERO2, "gradient_clip": 1}), "--json")
+    (problem,) = json.loads(reported)["problems"]
     assert (code, problem["where"], problem["fix"]) == (2, "gradient_clip", "did you mean gradient_clipping?")
 
 
 def test_a_value_that_no_run_could_have_is_told(run, written):
     file = written({**ZERO2, "gradient_clipping": -1, "gradient_accumulation_steps": "four"})
-    code, told, _ = run("deepspeed", "check", file, "--json")
-    assert (code, [each["where"] for each in json.loads(told)["problems"]]) == (
+    code, reported, _ = run("deepspeed", "check", file, "--json")
+    assert (code, [each["where"] for each in json.loads(reported)["problems"]]) == (
         2,
         ["gradient_accumulation_steps", "gradient_clipping"],
     )
@@ -180,8 +180,8 @@ def test_standard_input_may_begin_with_a_mark_of_its_encoding_and_may_be_closed(
 
 
 def test_an_optimizer_that_cannot_train_is_told_with_another_one(run, written):
-    code, told, _ = run("deepspeed", "check", written({**ZERO2, "optimizer": {"type": "OneBitAdam"}}), "--json")
-    (problem,) = json.loads(told)["problems"]
+    code, reported, _ = run("deepspeed", "check", written({**ZERO2, "optimizer": {"type": "OneBitAdam"}}), "--json")
+    (problem,) = json.loads(reported)["problems"]
     assert (code, problem["where"], problem["fix"]) == (2, "optimizer.type", '"type": "Adam"')
 
 
@@ -190,10 +190,10 @@ def test_with_a_run_contradictions_are_told_and_else_the_whole_configuration(run
         written({**ZERO2, "gradient_accumulation_steps": 4}),
         written("gradient_accumulation_steps = 2\n", "config.toml"),
     )
-    code, told, _ = run("deepspeed", "check", file, config)
-    assert (code, "gradient_accumulation_steps is 2, and" in told, "says 4" in told) == (2, True, True)
-    code, told, _ = run("deepspeed", "check", file, "--num_processes=8", "--json")
-    assert (code, json.loads(told)["complete"]["train_batch_size"]) == (0, 32)
+    code, reported, _ = run("deepspeed", "check", file, config)
+    assert (code, "gradient_accumulation_steps is 2, and" in reported, "says 4" in reported) == (2, True, True)
+    code, reported, _ = run("deepspeed", "check", file, "--num_processes=8", "--json")
+    assert (code, json.loads(reported)["complete"]["train_batch_size"]) == (0, 32)
 
 
 # --- templates ------------------------------------------------------------------------------------------------------
@@ -213,15 +213,15 @@ def test_a_template_is_kept_listed_shown_and_removed(run, written, tmp_path):
 def test_a_user_without_a_home_is_told_so(run, monkeypatch):
     monkeypatch.delenv("XDG_CONFIG_HOME")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as it is where nobody is known
-    code, _, told = run("deepspeed", "templates", "ls")
-    assert (code, "set HOME or XDG_CONFIG_HOME" in told) == (2, True)
+    code, _, reported = run("deepspeed", "templates", "ls")
+    assert (code, "set HOME or XDG_CONFIG_HOME" in reported) == (2, True)
 
 
 def test_a_template_is_not_replaced_by_surprise(run, written):
     save_template("mine", ZERO2)
     other = written({"zero_optimization": {"stage": 1}})
-    code, _, told = run("deepspeed", "templates", "save", "mine", other)
-    assert (code, "already" in told, template("mine").document) == (2, True, ZERO2)
+    code, _, reported = run("deepspeed", "templates", "save", "mine", other)
+    assert (code, "already" in reported, template("mine").document) == (2, True, ZERO2)
     assert run("deepspeed", "templates", "save", "mine", other, "--force")[0] == 0
     assert template("mine").document == {"zero_optimization": {"stage": 1}}
 
@@ -233,8 +233,8 @@ def test_a_name_that_could_leave_the_folder_is_refused(name):
 
 
 def test_what_is_no_sound_configuration_is_not_kept(run, written):
-    code, _, told = run("deepspeed", "templates", "save", "bad", written({"zero_optimization": {"stage": 5}}))
-    assert (code, "zero_optimization.stage: cannot be 5" in told, templates()) == (2, True, [])
+    code, _, reported = run("deepspeed", "templates", "save", "bad", written({"zero_optimization": {"stage": 5}}))
+    assert (code, "zero_optimization.stage: cannot be 5" in reported, templates()) == (2, True, [])
 
 
 def test_a_broken_template_is_listed_as_such_and_can_be_removed(run):
@@ -246,8 +246,8 @@ def test_a_broken_template_is_listed_as_such_and_can_be_removed(run):
 
 def test_a_template_that_is_not_there_is_told_with_the_nearest(run):
     save_template("zero-two", ZERO2)
-    code, _, told = run("deepspeed", "templates", "show", "zerotwo")
-    assert (code, "did you mean zero-two?" in told) == (2, True)
+    code, _, reported = run("deepspeed", "templates", "show", "zerotwo")
+    assert (code, "did you mean zero-two?" in reported) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -291,8 +291,8 @@ def test_the_folder_on_the_drive_is_cleared_by_hand(run, tmp_path, written):
     config = written(f'offload_param_path = "{drive}"\n', "config.toml")
     listed = json.loads(run("cache", "ls", config, "--json")[1])["caches"]
     assert [(each["name"], each["place"], each["bytes"]) for each in listed] == [("deepspeed-offload", str(drive), 7)]
-    code, told, _ = run("cache", "clear", "deepspeed-offload", f"--offload_param_path={drive}", "--json")
-    assert (code, json.loads(told)) == (0, {"cache": "deepspeed-offload", "place": str(drive), "count": 1, "bytes": 7})
+    code, reported, _ = run("cache", "clear", "deepspeed-offload", f"--offload_param_path={drive}", "--json")
+    assert (code, json.loads(reported)) == (0, {"cache": "deepspeed-offload", "place": str(drive), "count": 1, "bytes": 7})
     assert sorted(path.name for path in drive.iterdir() if path.is_dir()) == ["mine"]
 
 

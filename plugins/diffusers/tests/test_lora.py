@@ -156,8 +156,8 @@ def test_in_the_exported_file_alpha_is_the_rank_and_the_alpha_of_the_run_is_kept
     with safe_open(exported, framework="pt") as file:
         metadata = file.metadata()
         assert all(name.startswith("transformer.") and "default" not in name for name in file.keys())  # noqa: SIM118
-    told = json.loads(metadata["lora_adapter_metadata"])
-    assert (told["transformer.r"], told["transformer.lora_alpha"], float(metadata["smalti_lora_alpha"])) == (4, 4, 8)
+    described = json.loads(metadata["lora_adapter_metadata"])
+    assert (described["transformer.r"], described["transformer.lora_alpha"], float(metadata["smalti_lora_alpha"])) == (4, 4, 8)
 
 
 REFUSALS = {"lora_alpha": "16", "pretrained_model_name_or_path": "{other}"}

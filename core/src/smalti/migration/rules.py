@@ -162,7 +162,7 @@ def asks_for_nothing(value: object, off: tuple[object, ...] = OFF) -> bool:
 
 
 def apply(rules: Iterable[Rule], found: Mapping[str, Found], result: Imported) -> None:
-    """Convert what the rules can by themselves, in the order of the rules, and list what has no counterpart.
+    """Convert each key that has a rule, in the order of the rules, and list what has no counterpart.
 
     Options that are set already are kept. A key without a rule is listed.
     """

@@ -122,7 +122,7 @@ class PipelineFamily(ModelFamily):
 
     @classmethod
     def flavour_of(cls, file: ModelFile, flavours: Mapping[str, str]) -> str | None:
-        """The flavour that a single file is of, which says where its other parts come from; None if that cannot be told."""
+        """The flavour that a single file is of, which says where its other parts come from; None if it is unknown."""
         published = published_pipeline(file)
         return next((flavour for flavour, name in flavours.items() if name == published), None)
 

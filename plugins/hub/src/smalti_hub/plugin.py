@@ -73,7 +73,7 @@ def _options(config: Config) -> Iterator[Problem]:
         yield Problem(message=message, where=config.source("push_checkpoints_to_hub"), fix="--push_to_hub")
     if options.push_to_hub and options.hub_model_id is not None:
         from huggingface_hub.errors import HFValidationError
-        from huggingface_hub.utils._validators import validate_repo_id
+        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, not in __all__
 
         try:
             validate_repo_id(options.hub_model_id)

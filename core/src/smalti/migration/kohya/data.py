@@ -180,7 +180,7 @@ def folders_of(options: Values, result: Imported) -> None:
     folder = Path(root.read(path)).expanduser()
     found = sorted(each for each in folder.iterdir() if each.is_dir() and _REPEATED.match(each.name)) if folder.is_dir() else []
     if not found:
-        why = "there is no folder `10_name` in it" if folder.is_dir() else "there is no such folder on this computer"
+        why = "there is no folder `10_name` in it" if folder.is_dir() else "this folder does not exist on this node"
         fix = "write one [[datasets]] table for each folder `10_name`: repeats = 9, and name as instance_prompt"
         result.leave(root.place, why, fix=fix, value=root.value)
         return

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from smalti import Config
 from smalti.diffusion import Conditioning
 from smalti.models import Attention, ContextPlan, Join, SampleRequest, Split
+from smalti_diffusers.families.pooled import pooled_prompts
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily, create
 from smalti_diffusers.sources.components import Components
@@ -117,12 +118,7 @@ class Flux(PipelineFamily):
 
     def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
         """Guidance is an argument of the model itself; away from the empty prompt only if that is asked for."""
-        return {
-            "prompt_embeds": conditioning["tokens"],
-            "pooled_prompt_embeds": conditioning["pooled"],
-            "negative_prompt_embeds": unconditional["tokens"],
-            "negative_pooled_prompt_embeds": unconditional["pooled"],
-        }
+        return pooled_prompts(conditioning, unconditional)
 
     def sampling_settings(self, request: SampleRequest) -> Mapping[str, str | float]:
         """A model that is not guidance-distilled does not get `--validation_guidance`."""

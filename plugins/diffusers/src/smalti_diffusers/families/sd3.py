@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from smalti import Config, UserError
 from smalti.diffusion import Conditioning
 from smalti.models import Attention, ContextPlan, Join, SampleRequest, SeededWeights, Split
+from smalti_diffusers.families.pooled import pooled_prompts
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily, create
 from smalti_diffusers.sources.components import Components, PartWeights
@@ -100,12 +101,7 @@ class StableDiffusion3(PipelineFamily):
         return {"length": self.text_length}
 
     def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
-        return {
-            "prompt_embeds": conditioning["tokens"],
-            "pooled_prompt_embeds": conditioning["pooled"],
-            "negative_prompt_embeds": unconditional["tokens"],
-            "negative_pooled_prompt_embeds": unconditional["pooled"],
-        }
+        return pooled_prompts(conditioning, unconditional)
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         return {"max_sequence_length": self.text_length}

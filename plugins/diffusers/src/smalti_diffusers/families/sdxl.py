@@ -17,6 +17,7 @@ from smalti.diffusion import Conditioning
 from smalti.models import SizeConditioning
 from smalti.parallel import to_device
 from smalti_diffusers.families.noiseschedule import check_noise_schedule
+from smalti_diffusers.families.pooled import pooled_prompts
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily, create
 from smalti_diffusers.sources.components import Components
@@ -116,12 +117,7 @@ class Sdxl(PipelineFamily):
         return {"zeros_for_empty": self._zeros_for_empty}
 
     def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
-        return {
-            "prompt_embeds": conditioning["tokens"],
-            "pooled_prompt_embeds": conditioning["pooled"],
-            "negative_prompt_embeds": unconditional["tokens"],
-            "negative_pooled_prompt_embeds": unconditional["pooled"],
-        }
+        return pooled_prompts(conditioning, unconditional)
 
     def pipeline_changes(self) -> dict[str, object]:
         if self._zeros_for_empty == self._zeros_in_the_pipeline:

@@ -58,7 +58,7 @@ class ModelFile:
 
     @property
     def scheduler(self) -> dict[str, object]:
-        """What the scheduler has to be told of this model: SDXL files mark the prediction of v, and zero terminal SNR."""
+        """Scheduler settings from this file: SDXL files mark v-prediction and zero terminal SNR."""
         return {key: value for mark, (key, value) in MARKS.items() if mark in self.tensors}
 
     def digest(self, names: Iterable[str]) -> str:
