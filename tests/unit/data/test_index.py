@@ -17,8 +17,9 @@ from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.prepared import build_datasets
+from smalti.data.scan.build import build_index
 from smalti.data.scan.image_headers import read_header
-from smalti.data.scan.index import DatasetIndex, build_index, load_index
+from smalti.data.scan.index import DatasetIndex, load_index
 from smalti.data.scan.quarantine import BadSampleError
 from smalti.data.storage.local import LocalStorage
 from smalti.data.storage.protocol import TransientStorageError
@@ -67,7 +68,11 @@ def build(folder: Path, cache: Path | None = None, storage: LocalStorage | None 
 
 
 def healthy(index: DatasetIndex) -> list[str]:
-    return [index.key(int(row)) for row in index.healthy]
+    return [index.key(row) for row in range(len(index)) if index.size(row) != (0, 0)]
+
+
+def sizes(index: DatasetIndex) -> list[tuple[int, int]]:
+    return [index.size(row) for row in range(len(index))]
 
 
 def reasons(index: DatasetIndex) -> dict[str, str]:
@@ -80,7 +85,7 @@ def test_an_index_holds_size_caption_and_etag_of_every_picture(tmp_path: Path) -
     index = build(tmp_path)
 
     assert healthy(index) == ["b.png", "sub/a.jpg"]
-    assert (index.widths.tolist(), index.heights.tolist()) == ([30, 10], [20, 40])
+    assert sizes(index) == [(30, 20), (10, 40)]
     assert [index.captions(row) for row in range(2)] == [("a boat",), ("an ant",)]
     assert index.etag(0) == LocalStorage(tmp_path).stat("b.png").etag
 
@@ -92,7 +97,7 @@ def test_every_kind_of_picture_file_is_found_whatever_the_case(tmp_path: Path) -
     index = build(tmp_path)
 
     assert healthy(index) == names
-    assert set(zip(index.widths.tolist(), index.heights.tolist(), strict=True)) == {(21, 13)}
+    assert set(sizes(index)) == {(21, 13)}
 
 
 def test_hidden_files_are_left_out(tmp_path: Path) -> None:
@@ -109,7 +114,7 @@ def test_sizes_are_those_after_the_exif_rotation(tmp_path: Path) -> None:
     image(tmp_path / "b.png", 30, 20, exif=exif.tobytes())
     index = build(tmp_path)
 
-    assert (index.widths.tolist(), index.heights.tolist()) == ([20, 20], [30, 30])
+    assert sizes(index) == [(20, 30), (20, 30)]
 
 
 @pytest.mark.parametrize("kind", ["png", "jpeg", "webp", "tiff", "bmp", "gif"])
@@ -223,7 +228,7 @@ def test_only_what_is_new_or_changed_is_opened_again(tmp_path: Path) -> None:
 
     assert sorted(storage.opened) == ["b.png", "b.txt", "c.txt", "e.png", "e.txt"]
     assert healthy(index) == ["a.png", "b.png", "c.png", "e.png"]
-    assert (index.widths[1], index.captions(2)) == (50, ("another caption",))
+    assert (index.size(1), index.captions(2)) == ((50, 60), ("another caption",))
 
 
 def test_an_unchanged_dataset_is_listed_but_not_opened(tmp_path: Path) -> None:
@@ -273,11 +278,8 @@ def test_an_index_can_be_loaded_by_another_process(tmp_path: Path) -> None:
     built = build(folder, cache)
     loaded = load_index(spec_of(folder), cache)
 
-    assert (list(loaded.keys()), loaded.healthy.tolist(), loaded.quarantined) == (
-        list(built.keys()),
-        built.healthy.tolist(),
-        built.quarantined,
-    )
+    assert (list(loaded.keys()), sizes(loaded), loaded.quarantined) == (list(built.keys()), sizes(built), built.quarantined)
+    assert (loaded.unusable, loaded.digests) == (1, built.digests)
 
 
 def test_an_index_of_another_configuration_is_not_loaded(tmp_path: Path) -> None:
@@ -338,7 +340,7 @@ def test_a_json_table_gives_sizes_and_captions_without_opening_pictures(tmp_path
     index = build(tmp_path, storage=storage, metadata_backend="json")
 
     assert storage.opened == ["metadata.jsonl"]
-    assert (index.widths.tolist(), index.captions(0), index.captions(1)) == ([320, 640], ("an ant",), ("one", "two"))
+    assert (sizes(index), index.captions(0), index.captions(1)) == ([(320, 240), (640, 480)], ("an ant",), ("one", "two"))
 
 
 def test_a_json_table_may_leave_out_sizes_and_captions(tmp_path: Path) -> None:

@@ -71,7 +71,9 @@ def scan(arguments: tuple[str, ...], as_json: bool) -> None:
         return
     for one in found:
         broken = one.index.quarantined
-        click.echo(f"{one.spec.id}: {len(one.index.healthy)} images, {len(broken)} unusable ({one.storage.location})")
+        click.echo(
+            f"{one.spec.id}: {len(one.index) - one.index.unusable} images, {len(broken)} unusable ({one.storage.location})"
+        )
         for item in broken[:_SHOWN]:
             click.echo(f"    {item.key}: {item.reason}")
         if len(broken) > _SHOWN:
@@ -198,7 +200,7 @@ def _described(one: Dataset) -> dict[str, object]:
     return {
         "id": one.spec.id,
         "location": one.storage.location,
-        "usable": len(one.index.healthy),
+        "usable": len(one.index) - one.index.unusable,
         "quarantined": [{"key": item.key, "reason": item.reason} for item in one.index.quarantined],
         "notices": list(one.notices),
     }

@@ -5,7 +5,14 @@ from .datasets.held_out import HeldOut as HeldOut, HeldOutImages as HeldOutImage
 from .datasets.parse import DataDefaults as DataDefaults, parse_datasets as parse_datasets
 from .datasets.reference import dataset_reference as dataset_reference
 from .datasets.simpletuner import is_comment as is_comment
-from .datasets.sources import Listed as Listed, MetadataSource as MetadataSource, ReportsSkipped as ReportsSkipped
+from .datasets.sources import (
+    LISTED as LISTED,
+    Listed as Listed,
+    ListsColumns as ListsColumns,
+    MetadataSource as MetadataSource,
+    ReadsPlaces as ReadsPlaces,
+    ReportsSkipped as ReportsSkipped,
+)
 from .datasets.spec import DatasetSpec as DatasetSpec
 from .from_options import (
     Scan as Scan,
@@ -21,9 +28,9 @@ from .from_options import (
 from .loader import Batch as Batch, Loader as Loader
 from .parquet_images import choose_columns as choose_columns, parquet_files as parquet_files, unpack as unpack
 from .prepared import Dataset as Dataset, PreparedData as PreparedData, build_datasets as build_datasets
+from .scan.build import Progress as Progress
 from .scan.changes import changes as changes, keep as keep
 from .scan.identity import Identity as Identity, Settings as Settings, first_digest as first_digest
-from .scan.index import Progress as Progress
 from .storage.protocol import (
     AccessDeniedError as AccessDeniedError,
     InvalidKeyError as InvalidKeyError,

@@ -25,7 +25,7 @@ from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, load_backend_config, parse_datasets
 from smalti.data.datasets.spec import DatasetSpec, latents_folder, texts_entry, unused_caches
 from smalti.data.prepared import DataRules, Dataset, PreparedData, build_datasets, check_no_overlap, load_datasets, prepare
-from smalti.data.scan.index import Progress
+from smalti.data.scan.build import Progress
 from smalti.errors import ConfigError, Problem
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import Plugins, choose_distributed

@@ -5,6 +5,8 @@ Shapes: B images, H, W pixels, 3 colours (red, green, blue).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -14,7 +16,7 @@ from torch import Tensor
 from smalti.data.buckets import Bucket, CropSettings
 from smalti.data.scan.image_headers import DECODING_ERRORS, open_image, orientation
 from smalti.data.scan.quarantine import BadSampleError
-from smalti.data.storage.protocol import Storage, StorageError, TransientStorageError
+from smalti.data.storage.protocol import StorageError, TransientStorageError
 
 Bytes = NDArray[np.uint8]
 
@@ -30,10 +32,10 @@ _UPRIGHT = {
 }
 
 
-def read_image(storage: Storage, key: str, crop_settings: CropSettings, bucket: Bucket) -> Bytes:
-    """`decode` of a stored file. Raises BadSampleError also for a file that is missing or may not be read."""
+def read_image(read: Callable[[], bytes], crop_settings: CropSettings, bucket: Bucket) -> Bytes:
+    """`decode` of the file that `read` returns. Raises BadSampleError also for one that is missing or may not be read."""
     try:
-        return decode(storage.read(key), crop_settings, bucket)
+        return decode(read(), crop_settings, bucket)
     except TransientStorageError:
         raise
     except StorageError as error:

@@ -296,7 +296,7 @@ class _Reader:
         dataset = self._data.datasets[position]
         key = dataset.index.key(row)
         try:
-            image = read_image(dataset.storage, key, self._data.crop_settings[position], bucket)
+            image = read_image(lambda: dataset.read(row), self._data.crop_settings[position], bucket)
         except BadSampleError as error:
             self._bad.add(sample)
             self._errors.record(Quarantined(dataset=dataset.spec.id, key=key, reason=str(error)))
@@ -321,7 +321,7 @@ class _Reader:
         position, row = self._data.locate(sample)
         dataset = self._data.datasets[position]
         left, top = offset
-        width, height = int(dataset.index.widths[row]), int(dataset.index.heights[row])
+        width, height = dataset.index.size(row)
         size = SizeConditioning(width=width, height=height, left=left, top=top)
         captions = dataset.index.captions(row)
         choice = 0

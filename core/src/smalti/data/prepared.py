@@ -23,11 +23,12 @@ from smalti.data.buckets import Bucket, CropSettings
 from smalti.data.datasets.captions import NO_TEXT_FILE
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.kohya_folders import numbered, unread_names_notice
-from smalti.data.datasets.sources import ReportsSkipped, describe_skipped
+from smalti.data.datasets.sources import ReadsPlaces, ReportsSkipped, describe_skipped
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.order import BucketSamples, Order
+from smalti.data.scan.build import Progress, build_index
 from smalti.data.scan.identity import Identity
-from smalti.data.scan.index import DatasetIndex, Progress, build_index, load_index
+from smalti.data.scan.index import DatasetIndex, load_index
 from smalti.data.scan.quarantine import ErrorBudget, Quarantined, allowed_errors, write_quarantine
 from smalti.data.storage.protocol import Storage
 from smalti.errors import PreflightError
@@ -47,6 +48,18 @@ class Dataset:
     """Numbers of files that are not samples, by extension; only set by a scan."""
     folder_notices: tuple[str, ...] = ()
     """About the names of its folders; only set by a scan."""
+    places: ReadsPlaces | None = None
+    """Reads samples that are parts of other files, if there are such."""
+
+    def read(self, row: int) -> bytes:
+        """The file of an image. Raises a StorageError, or BadSampleError for an image in a damaged archive."""
+        place = self.index.place(row)
+        if not place:
+            return self.storage.read(self.index.key(row))
+        assert self.places is not None, (
+            f"{self.index.key(row)} is at {place}, but the source of {self.spec.id} does not read places"
+        )
+        return self.places.read(place)
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -141,7 +154,17 @@ def build_datasets(
             write_quarantine(directory / f"{spec.file_name}.quarantine.jsonl", index.quarantined)
         skipped_files = dict(source.skipped_files) if isinstance(source, ReportsSkipped) else {}
         names = tuple(unread_names_notice(spec))
-        datasets.append(Dataset(spec=spec, storage=storage, index=index, skipped_files=skipped_files, folder_notices=names))
+        places = source if isinstance(source, ReadsPlaces) else None
+        datasets.append(
+            Dataset(
+                spec=spec,
+                storage=storage,
+                index=index,
+                skipped_files=skipped_files,
+                folder_notices=names,
+                places=places,
+            )
+        )
     return tuple(datasets)
 
 
@@ -149,10 +172,14 @@ def load_datasets(
     specs: Sequence[DatasetSpec], catalog: Catalog, directory: Path, *, kind: Kind = "image"
 ) -> tuple[Dataset, ...]:
     """Load the datasets of one kind from the indexes that another process has built."""
-    return tuple(
-        Dataset(spec=spec, storage=catalog.open_storage(spec), index=load_index(spec, directory / f"{spec.file_name}.arrow"))
-        for spec in _of_kind(specs, kind)
-    )
+    datasets = []
+    for spec in _of_kind(specs, kind):
+        storage = catalog.open_storage(spec)
+        source = catalog.open_source(spec, storage)
+        index = load_index(spec, directory / f"{spec.file_name}.arrow")
+        places = source if isinstance(source, ReadsPlaces) else None
+        datasets.append(Dataset(spec=spec, storage=storage, index=index, places=places))
+    return tuple(datasets)
 
 
 def prepare(datasets: Sequence[Dataset], rules: DataRules, *, notices: Sequence[str] = ()) -> PreparedData:
@@ -293,8 +320,9 @@ def _of_kind(specs: Iterable[DatasetSpec], kind: Kind) -> list[DatasetSpec]:
 
 def _rows_by_bucket(index: DatasetIndex, crop_settings: CropSettings) -> tuple[dict[Bucket, NDArray[np.int64]], int]:
     """Returns the usable rows by bucket, ascending, and how many images are too small."""
-    rows = index.healthy
-    sizes = index.widths[rows].astype(np.int64) << 32 | index.heights[rows]
+    widths, heights = index.numbers("width"), index.numbers("height")
+    rows = np.flatnonzero(widths > 0)
+    sizes = widths[rows].astype(np.int64) << 32 | heights[rows]
     # Images come in far fewer sizes than there are images, so the rule is applied once per size.
     distinct, which = np.unique(sizes, return_inverse=True)
     buckets = []
@@ -315,7 +343,8 @@ def _bucket_samples(bucket: Bucket, parts: Sequence[_BucketPart], raised: int) -
 def _check_captions_exist(datasets: Iterable[Dataset]) -> None:
     """Raises PreflightError for a dataset without a single text file: another caption strategy was meant."""
     for dataset in datasets:
-        if all(item.reason.startswith(NO_TEXT_FILE) for item in dataset.index.quarantined) and not len(dataset.index.healthy):
+        unusable = dataset.index.unusable == len(dataset.index)
+        if unusable and all(item.reason.startswith(NO_TEXT_FILE) for item in dataset.index.quarantined):
             folder = Path(dataset.storage.location, dataset.index.key(0)).parent
             kohya = ", or --kohya_folders to use the names of the folders" if numbered(folder) else ""
             raise PreflightError(

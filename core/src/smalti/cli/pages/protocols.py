@@ -80,7 +80,7 @@ CHAPTERS = (
             "smalti.data:MetadataSource",
             "smalti.data:Listed",
         ),
-        optional=("smalti.data:ReportsSkipped",),
+        optional=("smalti.data:ListsColumns", "smalti.data:ReadsPlaces", "smalti.data:ReportsSkipped"),
     ),
     Chapter(
         title="Optimizers",

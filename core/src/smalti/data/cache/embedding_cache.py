@@ -55,7 +55,7 @@ class CachedLatents:
             if crop_settings.crop
             else []
         )
-        size = int(dataset.index.widths[row]), int(dataset.index.heights[row])
+        size = dataset.index.size(row)
         scaled = crop_settings.resized(*size, bucket)
         if crop_settings.maximum_size and scaled != replace(crop_settings, maximum_size=0).resized(*size, bucket):
             cropped += map(str, scaled)
@@ -101,7 +101,7 @@ def fixed_crop(data: PreparedData, sample: int, bucket: Bucket) -> tuple[Bytes, 
     position, row = data.locate(sample)
     dataset, crop_settings = data.datasets[position], data.crop_settings[position]
     name = dataset.index.key(row)
-    image = read_image(dataset.storage, name, crop_settings, bucket)
+    image = read_image(lambda: dataset.read(row), crop_settings, bucket)
     fractions = uniform(derive_seed("across", dataset.spec.id, name)), uniform(derive_seed("down", dataset.spec.id, name))
     offset = crop_settings.offset((image.shape[2], image.shape[1]), bucket, fractions)
     return crop(image, bucket, offset), offset

@@ -142,8 +142,8 @@ class HeldOut:
 
     def _size_conditioning(self, sample: int, offset: CropOffset) -> SizeConditioning:
         position, row = self._data.locate(sample)
-        index = self._data.datasets[position].index
-        return SizeConditioning(width=int(index.widths[row]), height=int(index.heights[row]), left=offset[0], top=offset[1])
+        width, height = self._data.datasets[position].index.size(row)
+        return SizeConditioning(width=width, height=height, left=offset[0], top=offset[1])
 
     def _caption(self, sample: int) -> str:
         """The first caption."""

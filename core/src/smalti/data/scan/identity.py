@@ -62,6 +62,6 @@ def _samples_digest(indexes: Sequence[DatasetIndex]) -> str:
     for index in indexes:
         state.update("\n".join([index.dataset, *index.keys(), ""]).encode())
         for column in ("size", "width", "height", "content", "caption_hash"):
-            for part in index.numbers(column):
-                state.update(part.data)
+            for batch in index.batches(column):
+                state.update(batch.columns[column].to_numpy().data)
     return state.hexdigest()
