@@ -9,7 +9,8 @@
 
 Each raises `BrokenContract`, or what the checked code raised, with a note that says what the check is for and how to mend
 it. `smalti_testing.pytest` has the same checks as classes to inherit from, one test a check. `two_processes` runs any function
-on several ranks; `MemoryStorage` and `TinyFamily` are small implementations that keep the contracts, for tests that need one.
+on several ranks; `seaweed` and `juicefs` start real object stores; `MemoryStorage` and `TinyFamily` are small implementations
+that keep the contracts, for tests that need one.
 
 Importing this module imports neither torch nor pytest. It is for tests; nothing in a run uses it.
 """
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from smalti_testing.contract import BrokenContract, Contract
     from smalti_testing.families import check_family
     from smalti_testing.memory import MemoryStorage
+    from smalti_testing.object_store import ObjectStore, juicefs, seaweed
     from smalti_testing.optimizers import check_optimizer
     from smalti_testing.plugins import check_plugin
     from smalti_testing.ranks import RankFailed, RankProcesses, two_processes
@@ -35,6 +37,7 @@ __all__ = [
     "BrokenContract",
     "Contract",
     "MemoryStorage",
+    "ObjectStore",
     "RankFailed",
     "RankProcesses",
     "TinyFamily",
@@ -44,6 +47,8 @@ __all__ = [
     "check_parallel",
     "check_plugin",
     "check_storage",
+    "juicefs",
+    "seaweed",
     "two_processes",
 ]
 
@@ -52,6 +57,7 @@ _HOMES = {
     "smalti_testing.contract": ("BrokenContract", "Contract"),
     "smalti_testing.families": ("check_family",),
     "smalti_testing.memory": ("MemoryStorage",),
+    "smalti_testing.object_store": ("ObjectStore", "juicefs", "seaweed"),
     "smalti_testing.optimizers": ("check_optimizer",),
     "smalti_testing.plugins": ("check_plugin",),
     "smalti_testing.ranks": ("RankFailed", "RankProcesses", "two_processes"),
