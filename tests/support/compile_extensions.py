@@ -6,6 +6,9 @@ environment, for which nobody has to be root. Where there are none either, the t
 TORCH_EXTENSIONS_DIR says where what was compiled goes.
 """
 
+from __future__ import annotations
+
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -13,6 +16,10 @@ import sys
 from ctypes.util import find_library
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deepspeed.ops.op_builder.builder import OpBuilder
 
 LIBAIO = Path(sys.prefix) / "libaio"
 RUNTIMES = ("libaio1t64", "libaio1")
@@ -24,18 +31,30 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, *sys.argv])  # the loader looks for folders of libraries when a process starts
     from accelerators.fake_cuda import library
 
-    library()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed.ops.op_builder as builders
 
+    made = [builders.AsyncIOBuilder(), builders.CPUAdamBuilder(), builders.CPUAdagradBuilder(), builders.CPULionBuilder()]
+    # Most of them are one source file, so that several are compiled at a time. A forked process has the imports done.
+    context = multiprocessing.get_context("fork")
+    running = [context.Process(target=compile_one, args=(builder,)) for builder in made if builder.is_compatible(verbose=False)]
+    for process in running:
+        process.start()
+    library()
+    for process in running:
+        process.join()
+    for header in Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/precompiled"):  # of quick-c++: most of a gigabyte
+        shutil.rmtree(header)
+    if any(process.exitcode for process in running):
+        sys.exit("an extension of DeepSpeed could not be compiled")
+
+
+def compile_one(builder: OpBuilder) -> None:
     from smalti_deepspeed.compiling import compiled_one_at_a_time
 
-    made = [builders.CPUAdamBuilder(), builders.CPUAdagradBuilder(), builders.CPULionBuilder(), builders.AsyncIOBuilder()]
-    for builder in made:
-        if builder.is_compatible(verbose=False):
-            print(f"compiling DeepSpeed's {builder.name}", file=sys.stderr, flush=True)
-            with compiled_one_at_a_time():
-                builder.load(verbose=False)
+    print(f"compiling DeepSpeed's {builder.name}", file=sys.stderr, flush=True)
+    with compiled_one_at_a_time():
+        builder.load(verbose=False)
 
 
 def unpack_libaio() -> bool:
