@@ -9,8 +9,8 @@
 
 Each raises `BrokenContract`, or what the checked code raised, with a note that says what the check is for and how to mend
 it. `smalti_testing.pytest` has the same checks as classes to inherit from, one test a check. `two_processes` runs any function
-on several ranks; `seaweed` and `juicefs` start real object stores; `MemoryStorage` and `TinyFamily` are small implementations
-that keep the contracts, for tests that need one.
+on several ranks; `seaweed` and `juicefs` start real object stores, and `FaultProxy` injects faults before them by `Rule`s;
+`MemoryStorage` and `TinyFamily` are small implementations that keep the contracts, for tests that need one.
 
 Importing this module imports neither torch nor pytest. It is for tests; nothing in a run uses it.
 """
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from smalti_testing.commands import check_commands
     from smalti_testing.contract import BrokenContract, Contract
     from smalti_testing.families import check_family
+    from smalti_testing.fault_proxy import Exchange, FaultProxy, Rule
     from smalti_testing.memory import MemoryStorage
     from smalti_testing.object_store import ObjectStore, juicefs, seaweed
     from smalti_testing.optimizers import check_optimizer
@@ -36,10 +37,13 @@ if TYPE_CHECKING:
 __all__ = [
     "BrokenContract",
     "Contract",
+    "Exchange",
+    "FaultProxy",
     "MemoryStorage",
     "ObjectStore",
     "RankFailed",
     "RankProcesses",
+    "Rule",
     "TinyFamily",
     "check_commands",
     "check_family",
@@ -56,6 +60,7 @@ _HOMES = {
     "smalti_testing.commands": ("check_commands",),
     "smalti_testing.contract": ("BrokenContract", "Contract"),
     "smalti_testing.families": ("check_family",),
+    "smalti_testing.fault_proxy": ("Exchange", "FaultProxy", "Rule"),
     "smalti_testing.memory": ("MemoryStorage",),
     "smalti_testing.object_store": ("ObjectStore", "juicefs", "seaweed"),
     "smalti_testing.optimizers": ("check_optimizer",),
