@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
+from typing import Literal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from smalti.data.buckets import Bucket
-from smalti.data.order import BucketSamples, Order
+from smalti.data.order import LIMIT, Beginning, BucketSamples, Order, Part
 from smalti.system.stateless_random import derive_seed, permutation, uniform
 
 settings.register_profile("no hurry", deadline=None)
 settings.load_profile("no hurry")
 
 
-def order_of(sizes: Sequence[Sequence[int]], batch: int, seed: int = 7) -> Order:
+def order_of(sizes: Sequence[Sequence[int]], batch: int, seed: int = 7, version: Literal[1, 2] | None = None) -> Order:
     """One bucket per entry; an entry gives the copies of each of its samples."""
     buckets, start = [], 0
-    for number, copies in enumerate(sizes):
-        samples = np.arange(start, start + len(copies))
-        buckets.append(BucketSamples(bucket=Bucket(8 * (number + 1), 8), samples=samples, copies=np.array(copies)))
-        start += len(copies)
-    return Order(buckets, seed=seed, effective_batch=batch)
+    for number, entry in enumerate(sizes):
+        parts = []
+        for copies, group in groupby(entry):
+            count = len(list(group))
+            parts.append(Part(dataset=0, rows=np.arange(count, dtype=np.uint32), copies=copies, offset=start))
+            start += count
+        buckets.append(BucketSamples(bucket=Bucket(8 * (number + 1), 8), parts=tuple(parts)))
+    return Order(buckets, seed=seed, effective_batch=batch, version=version)
+
+
+def large(count: int, batch: int) -> Order:
+    """One bucket of many samples, beside a small one."""
+    parts = [
+        Part(dataset=0, rows=np.arange(size, dtype=np.uint32), offset=offset) for size, offset in ((count, 0), (500, count))
+    ]
+    buckets = [BucketSamples(bucket=Bucket(8 * (number + 1), 8), parts=(part,)) for number, part in enumerate(parts)]
+    return Order(buckets, seed=42, effective_batch=batch)
 
 
 def samples_of(order: Order, positions: Sequence[int]) -> list[list[int]]:
@@ -33,7 +48,39 @@ def samples_of(order: Order, positions: Sequence[int]) -> list[list[int]]:
 
 
 contents = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=30), min_size=1, max_size=4)
-orders = st.builds(order_of, contents, st.integers(1, 12), st.integers(0, 2**64))
+orders = st.builds(order_of, contents, st.integers(1, 12), st.integers(0, 2**64), st.sampled_from([1, 2]))
+
+
+def in_plain_python(sizes: Sequence[Sequence[int]], batch: int, seed: int, positions: int) -> list[list[int]]:
+    """Order 1 as it was when the first runs were saved, with lists alone."""
+    streams: list[list[int]] = []
+    start, needed = 0, positions * batch
+    for number, entry in enumerate(sizes):
+        common = math.gcd(*entry)
+        once = [start + place for place, copies in enumerate(entry) for _ in range(copies // common)]
+        start += len(entry)
+        keys = (derive_seed("pass", seed, 8 * (number + 1), 8, turn) for turn in range(needed // len(once) + 1))
+        streams.append([once[place] for key in keys for place in permutation(len(once), key).tolist()])
+    totals, found, epoch = [sum(entry) for entry in sizes], list[list[int]](), 0
+    taken = [0] * len(sizes)
+    while len(found) < positions:
+        counts = [total * (epoch + 1) // batch - total * epoch // batch for total in totals]
+        buckets = [bucket for bucket, count in enumerate(counts) for _ in range(count)]
+        for turn in permutation(len(buckets), derive_seed("epoch", seed, epoch)).tolist():
+            bucket = buckets[turn]
+            found.append(streams[bucket][taken[bucket] : taken[bucket] + batch])
+            taken[bucket] += batch
+        epoch += 1
+    return found[:positions]
+
+
+@given(contents, st.integers(1, 12), st.integers(0, 2**64))
+def test_order_1_is_what_it_was_when_the_first_runs_were_saved(sizes: list[list[int]], batch: int, seed: int) -> None:
+    order = order_of(sizes, batch, seed)
+    count = min(order.epoch_start(3), 40)
+
+    assert order.version == 1
+    assert samples_of(order, range(count)) == in_plain_python(sizes, batch, seed, count)
 
 
 @given(orders, st.integers(1, 4))
@@ -43,7 +90,8 @@ def test_after_any_epoch_every_sample_was_seen_as_often_as_it_should_but_for_les
     seen = Counter(int(sample) for position in range(order.epoch_start(epochs)) for sample in order.batch(position).samples)
 
     for content in order.buckets:
-        missing = [epochs * copies - seen[sample] for sample, copies in zip(content.samples, content.copies, strict=True)]
+        copies = [part.copies for part in content.parts for _ in part.rows]
+        missing = [epochs * times - seen[sample] for sample, times in zip(content.samples.tolist(), copies, strict=True)]
         assert min(missing) >= 0
         assert sum(missing) < order.effective_batch
 
@@ -53,7 +101,7 @@ def test_a_resumed_run_sees_what_an_uninterrupted_one_would(order: Order, data: 
     end = order.epoch_start(3)
     whole = samples_of(order, range(end))
     start = data.draw(st.integers(0, end))
-    fresh = Order(order.buckets, seed=order.seed, effective_batch=order.effective_batch)
+    fresh = order.changed_to(version=order.version)
 
     assert samples_of(fresh, range(start, end)) == whole[start:]
 
@@ -63,7 +111,7 @@ def test_positions_can_be_asked_for_in_any_order(order: Order) -> None:
     positions = list(range(order.epoch_start(2)))
     expected = samples_of(order, positions)
     random.Random(1).shuffle(positions)
-    fresh = Order(order.buckets, seed=order.seed, effective_batch=order.effective_batch)
+    fresh = order.changed_to(version=order.version)
 
     assert samples_of(fresh, positions) == [expected[position] for position in positions]
 
@@ -144,6 +192,79 @@ def test_the_order_is_what_it_always_was() -> None:
     order = order_of([[1] * 5, [2, 1, 1]], 3, seed=42)
 
     assert samples_of(order, range(6)) == [[2, 1, 4], [5, 7, 5], [0, 3, 3], [6, 5, 6], [1, 2, 4], [0, 2, 4]]
+
+
+def test_order_2_is_what_it_always_was() -> None:
+    """Frozen values, likewise: of a computed pass, a stored one, and batches that reach over the end of a pass."""
+    order = large(LIMIT + 100, 64)
+    found = [order.batch(position) for position in (0, 1, 500, 10_000)]
+
+    assert order.version == 2
+    assert [(batch.first, batch.samples[:4].tolist()) for batch in found] == [
+        (0, [34554, 44066, 64126, 32965]),
+        (64, [45459, 64918, 43764, 34045]),
+        (31_744, [18542, 15, 23532, 53013]),
+        (635_136, [9333, 55325, 43837, 47252]),
+    ]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_only_order_2_keeps_a_sample_from_being_twice_in_a_batch(version: Literal[1, 2]) -> None:
+    order = order_of([[1] * 25, [1] * 24, [1] * 31], 12, version=version)
+    found = samples_of(order, range(order.epoch_start(60)))
+
+    assert all(len(set(batch)) == 12 for batch in found) == (version == 2)
+
+
+@given(st.integers(2, 9), st.integers(0, 20), st.integers(0, 2**64))
+def test_no_batch_of_order_2_holds_a_sample_twice(batch: int, more: int, seed: int) -> None:
+    order = order_of([[1] * (2 * batch + more)], batch, seed, version=2)
+    count = 12 * (2 * batch + more)
+    stream = [sample for samples in samples_of(order, range(order.epoch_start(12))) for sample in samples]
+
+    assert all(len(set(stream[start : start + batch])) == batch for start in range(0, len(stream), batch))
+    size = 2 * batch + more
+    passes = [stream[start : start + size] for start in range(0, len(stream) - size + 1, size)]
+    assert all(sorted(one) == list(range(size)) for one in passes)  # still each sample once in every pass
+    assert count >= len(stream)
+
+
+def test_batches_of_a_large_epoch_are_computed_and_complete() -> None:
+    """An epoch of more than `LIMIT` batches: each sample once, and no batch is repeated."""
+    order = large(LIMIT + 3000, 1)
+    found = np.concatenate([order.batch(position).samples for position in range(0, order.epoch_start(1), 37)])
+    firsts = {
+        (batch.bucket, batch.first) for batch in map(order.batch, range(order.epoch_start(1) - 500, order.epoch_start(1) + 500))
+    }
+
+    assert (order.version, len(np.unique(found))) == (2, len(found))
+    assert len(firsts) == 1000
+
+
+def test_a_run_of_order_1_keeps_it_whatever_its_size() -> None:
+    order = large(LIMIT + 100, 64)
+    older = order.changed_to(version=1)
+    key = derive_seed("pass", 42, 8, 8, 0)
+    first = next(batch for batch in map(older.batch, range(1100)) if batch.bucket == Bucket(8, 8) and batch.first == 0)
+
+    assert (order.version, older.version) == (2, 1)
+    assert first.samples.tolist() == permutation(LIMIT + 100, key)[:64].tolist()
+
+
+@given(orders, st.integers(0, 50), st.integers(0, 3))
+def test_an_order_that_begins_later_is_the_same_from_there(order: Order, position: int, epoch: int) -> None:
+    assume(order.epoch_start(epoch + 2) > order.epoch_start(epoch))
+    later = order.changed_to(version=order.version, beginning=Beginning(position=position, epoch=epoch))
+    start, end = order.epoch_start(epoch), order.epoch_start(epoch + 2)
+
+    assert later.epoch_start(epoch) == position
+    assert samples_of(later, range(position, position + end - start)) == samples_of(order, range(start, end))
+    assert [later.epoch_of(position + place) for place in range(end - start)] == [
+        order.epoch_of(start + place) for place in range(end - start)
+    ]
+    assert later.batch(position).numbers[0] == position * order.effective_batch
+    with pytest.raises(ValueError, match="from the beginning of the order"):
+        later.epoch_of(position - 1)
 
 
 def test_a_million_samples_cost_little() -> None:

@@ -7,6 +7,10 @@ of n samples as fit: floor((e+1) n/B) - floor(e n/B) for batches of B. The batch
 
 The state of the order is one number, the position: how many global batches came before. Ranks, worker threads and gradient
 accumulation only split a global batch, so they cannot change which samples are seen, and a resume is exact.
+
+There are two versions of it, chosen by size. Order 1 stores permutations. In order 2, for runs with a pass or an epoch above
+`LIMIT`, permutations that long are computed place by place, so that neither memory nor the time to reach a position depends on
+the number of samples. Its batches that reach over the end of a pass do not hold a sample twice; those of order 1 may.
 """
 
 from __future__ import annotations
@@ -16,27 +20,70 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from smalti.data.buckets import Bucket
-from smalti.system import derive_seed, permutation
+from smalti.system import ComputedPermutation, derive_seed, permutation
 
 Numbers = NDArray[np.int64]
+Version = Literal[1, 2]
 T = TypeVar("T")
+
+LIMIT = 1 << 16
+"""Samples of a pass, and batches of an epoch, up to which permutations are stored. Changing it changes the order of runs."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """Samples of one dataset in a bucket.
+
+    Args:
+        dataset: position of the dataset among those of the run.
+        rows: of its index, ascending; may be mapped.
+        copies: how often each is seen in an epoch (repeats + 1).
+        offset: what is added to a row to make it the number of a sample.
+    """
+
+    dataset: int
+    rows: NDArray[np.uint32]
+    copies: int = 1
+    offset: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BucketSamples:
-    """The samples of a bucket by number, each once, and how often each is seen in an epoch (repeats + 1)."""
+    """The samples of a bucket, each once, in parts."""
 
     bucket: Bucket
-    samples: Numbers
-    copies: Numbers
+    parts: tuple[Part, ...]
+
+    def __len__(self) -> int:
+        return sum(len(part.rows) for part in self.parts)
+
+    @property
+    def per_epoch(self) -> int:
+        """Samples in an epoch, repeats counted."""
+        return sum(len(part.rows) * part.copies for part in self.parts)
+
+    @property
+    def samples(self) -> Numbers:
+        """The numbers of all samples: 8 bytes each. `numbers` returns some of them."""
+        return self.numbers(0, len(self))
+
+    def numbers(self, start: int, stop: int) -> Numbers:
+        """The numbers of the samples from one place to another, counted through the parts."""
+        found = [np.empty(0, dtype=np.int64)]
+        for part in self.parts:
+            rows = part.rows[max(0, start) : max(0, stop)]
+            found.append(rows.astype(np.int64) + part.offset)
+            start, stop = start - len(part.rows), stop - len(part.rows)
+        return np.concatenate(found)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,6 +105,14 @@ class GlobalBatch:
         return range(self.position * len(self.samples), (self.position + 1) * len(self.samples))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """Where an order began that a run changed to because its data had changed: the position, and the epoch from there."""
+
+    position: int
+    epoch: int
+
+
 class Order:
     """All batches of a run, by position. Cheap to create; safe to use from several threads.
 
@@ -65,27 +120,46 @@ class Order:
         buckets: in any order; each with at least one sample.
         seed: of the run.
         effective_batch: samples per optimizer step over all ranks and micro-batches.
+        version: that of the run; None for a new run: 1 unless a pass or an epoch exceeds `LIMIT`.
+        beginning: where the run changed to this order; None if it began with it.
     """
 
-    def __init__(self, buckets: Sequence[BucketSamples], *, seed: int, effective_batch: int) -> None:
-        if effective_batch < 1 or not buckets or any(len(bucket.samples) == 0 for bucket in buckets):
+    def __init__(
+        self,
+        buckets: Sequence[BucketSamples],
+        *,
+        seed: int,
+        effective_batch: int,
+        version: Version | None = None,
+        beginning: Beginning | None = None,
+    ) -> None:
+        if effective_batch < 1 or not buckets or any(len(bucket) == 0 for bucket in buckets):
             raise ValueError("an order needs an effective batch and samples in every bucket")
         self.buckets = tuple(sorted(buckets, key=lambda one: one.bucket))
         self.seed = seed
         self.effective_batch = effective_batch
-        self._permutations = [_BucketPermutation(bucket) for bucket in self.buckets]
-        self._samples_per_epoch = np.array([bucket.copies.sum() for bucket in self.buckets], dtype=np.int64)
+        self.beginning = beginning
+        self._contents = [_BucketPass(bucket) for bucket in self.buckets]
+        self._samples_per_epoch = np.array([bucket.per_epoch for bucket in self.buckets], dtype=np.int64)
+        longest_epoch = int((-(-self._samples_per_epoch // effective_batch)).sum())
+        large = longest_epoch > LIMIT or any(content.size > LIMIT for content in self._contents)
+        self.version: Version = version or (2 if large else 1)
+        self._stores_epochs = self.version == 1 or longest_epoch <= LIMIT
+        self._shift = 0 if beginning is None else beginning.position - self._start(beginning.epoch)
         # A batch may span two passes, and threads may work on both sides of the end of an epoch.
-        self._passes: _Recent[Numbers] = _Recent(2 * len(self.buckets) + 2)
+        self._passes: _Recent[Callable[[Numbers], Numbers]] = _Recent(2 * len(self.buckets) + 2)
         self._epochs: _Recent[_Epoch] = _Recent(2)
+
+    def changed_to(self, *, version: Version | None = None, beginning: Beginning | None = None) -> Order:
+        """The same samples in another version of the order, or from another beginning."""
+        return Order(self.buckets, seed=self.seed, effective_batch=self.effective_batch, version=version, beginning=beginning)
 
     def batch(self, position: int) -> GlobalBatch:
         """The global batch at a position, 0 being the first of the run."""
         number = self.epoch_of(position)
         epoch = self._epochs.get(number, partial(self._make_epoch, number))
-        step = position - epoch.start
-        bucket = int(epoch.buckets[step])
-        first = int(epoch.ordinals[step]) * self.effective_batch
+        bucket, ordinal = epoch.turn(position - self.epoch_start(number))
+        first = ordinal * self.effective_batch
         return GlobalBatch(
             position=position,
             epoch=number,
@@ -96,16 +170,17 @@ class Order:
 
     def epoch_of(self, position: int) -> int:
         """Returns the epoch, from 0, of the batch at a position."""
-        if position < 0:
-            raise ValueError("positions count from 0")
+        if position < (0 if self.beginning is None else self.beginning.position):
+            raise ValueError("positions count from 0, or from the beginning of the order")
+        place = position - self._shift
         # An epoch holds at least total/B - buckets batches.
         total = int(self._samples_per_epoch.sum())
-        latest = (position + 1 + len(self.buckets)) * self.effective_batch // total + 1
-        return bisect_right(range(latest + 1), position, key=self.epoch_start) - 1
+        latest = (place + 1 + len(self.buckets)) * self.effective_batch // total + 1
+        return bisect_right(range(latest + 1), place, key=self._start) - 1
 
     def epoch_start(self, epoch: int) -> int:
         """The position at which an epoch begins."""
-        return int((self._samples_per_epoch * epoch // self.effective_batch).sum())
+        return self._start(epoch) + self._shift
 
     def replacements(self, batch: GlobalBatch, slot: int) -> Iterator[int]:
         """Yields replacements for a sample that cannot be read: those that follow it in the stream of its bucket.
@@ -114,76 +189,147 @@ class Order:
         only: a rank that replaces one need not communicate.
         """
         bucket = bisect_right(self.buckets, batch.bucket, key=lambda one: one.bucket) - 1
-        size = self._permutations[bucket].size
+        size = self._contents[bucket].size
         start = batch.first + slot + 1
         for place in range(start, start + 2 * size, self.effective_batch):
             for sample in self._stream(bucket, place, min(self.effective_batch, start + 2 * size - place)):
                 yield int(sample)
 
+    def _start(self, epoch: int) -> int:
+        return int((self._samples_per_epoch * epoch // self.effective_batch).sum())
+
     def _stream(self, bucket: int, start: int, count: int) -> Numbers:
         """Returns `count` samples of a bucket's stream from a place in it."""
-        bucket_permutation = self._permutations[bucket]
-        parts = []
+        content, parts = self._contents[bucket], []
         while count > 0:
-            number, offset = divmod(start, bucket_permutation.size)
-            shuffled = self._passes.get((bucket, number), partial(bucket_permutation.shuffled, self.seed, number))
-            part = shuffled[offset : offset + count]
-            parts.append(part)
-            start, count = start + len(part), count - len(part)
+            number, offset = divmod(start, content.size)
+            take = min(count, content.size - offset)
+            parts.append(content.samples(self._places(bucket, number, offset, take)))
+            start, count = start + take, count - take
         return np.concatenate(parts)
+
+    def _places(self, bucket: int, number: int, start: int, count: int) -> Numbers:
+        """Returns the places that a pass of a bucket comes to from number `start` on."""
+        places = self._shuffled(bucket, number)(np.arange(start, start + count))
+        batch = self.effective_batch
+        if self.version == 2 and start < batch and self._contents[bucket].size >= 2 * batch and number > 0:
+            head = self._head_without_doubles(bucket, number)[start : start + count]
+            places[: len(head)] = head
+        return places
+
+    def _head_without_doubles(self, bucket: int, number: int) -> Numbers:
+        """Returns the first B shuffled places of a pass, where its predecessor's last batch reaches into it.
+
+        What would repeat a sample of that batch is swapped with what comes next behind the batch and is not in it. That is
+        among the first B: the batch has t samples of the pass before and B - t of this one; if c of these are repeated, at most
+        t - c of the next t are in the batch too. Nothing else moves: the end of a pass of 2 B or more is outside, so each pass
+        depends on its predecessor's permutation alone.
+        """
+        size, batch = self._contents[bucket].size, self.effective_batch
+        before = number * size % batch
+        head = self._shuffled(bucket, number)(np.arange(batch))
+        if before:
+            present = self._shuffled(bucket, number - 1)(np.arange(size - before, size))
+            known = np.isin(head, present)
+            doubles = np.flatnonzero(known[: batch - before])
+            free = np.flatnonzero(~known[batch - before :])[: len(doubles)] + batch - before
+            head[doubles], head[free] = head[free], head[doubles]
+        return head
+
+    def _shuffled(self, bucket: int, number: int) -> Callable[[Numbers], Numbers]:
+        return self._passes.get((bucket, number), partial(self._shuffle, bucket, number))
+
+    def _shuffle(self, bucket: int, number: int) -> Callable[[Numbers], Numbers]:
+        shape, size = self.buckets[bucket].bucket, self._contents[bucket].size
+        key = derive_seed("pass", self.seed, shape.width, shape.height, number)
+        if self.version == 2 and size > LIMIT:
+            return ComputedPermutation(size, key)
+        return _stored(permutation(size, key))
 
     def _make_epoch(self, number: int) -> _Epoch:
         before, after = (self._samples_per_epoch * epoch // self.effective_batch for epoch in (number, number + 1))
         counts = after - before
-        buckets = np.repeat(np.arange(len(counts)), counts)[
-            permutation(int(counts.sum()), derive_seed("epoch", self.seed, number))
-        ]
-        ordinals = np.empty(len(buckets), dtype=np.int64)
-        for bucket, (first, count) in enumerate(zip(before, counts, strict=True)):
-            ordinals[buckets == bucket] = np.arange(first, first + count)
-        return _Epoch(start=int(before.sum()), buckets=buckets, ordinals=ordinals)
+        ends, key = np.cumsum(counts), derive_seed("epoch", self.seed, number)
+        if not self._stores_epochs:
+            return _Epoch(before=before, ends=ends, turns=ComputedPermutation(int(ends[-1]), key))
+        # The batches of a bucket come in the order of its stream, so they are numbered again.
+        buckets = np.searchsorted(ends, permutation(int(ends[-1]), key), side="right")
+        turns = np.empty(len(buckets), dtype=np.int64)
+        turns[np.argsort(buckets, kind="stable")] = np.arange(len(buckets))
+        return _Epoch(before=before, ends=ends, turns=_stored(turns))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Epoch:
-    """One epoch, by step: the bucket, and which batch of that bucket it is since the start of the run."""
+    """One epoch. `before`: batches of each bucket in earlier epochs; `ends`: cumulative numbers of batches in this one.
 
-    start: int
-    buckets: Numbers
-    ordinals: Numbers
+    `turns` tells for each step which of these batches it takes, counted through the buckets.
+    """
+
+    before: Numbers
+    ends: Numbers
+    turns: Callable[[Numbers], Numbers]
+
+    def turn(self, step: int) -> tuple[int, int]:
+        """Returns the bucket of a step, and which batch of that bucket it is since the start of the run."""
+        turn = int(self.turns(np.array([step]))[0])
+        bucket = int(np.searchsorted(self.ends, turn, side="right"))
+        return bucket, int(self.before[bucket]) + turn - (int(self.ends[bucket - 1]) if bucket else 0)
 
 
-class _BucketPermutation:
-    """The samples of one pass of a bucket, and their permutations.
+class _BucketPass:
+    """One pass of a bucket, before it is shuffled: places 0 to size-1.
 
     Repeats that all samples share do not make a pass longer, but passes more frequent: so the copies of an image are far
     apart.
     """
 
     def __init__(self, content: BucketSamples) -> None:
-        common = math.gcd(*(int(copies) for copies in np.unique(content.copies)))
-        self._bucket = content.bucket
-        self._samples = np.repeat(content.samples, content.copies // common).astype(np.int64)
-        self.size = len(self._samples)
+        self._parts = [part for part in content.parts if len(part.rows)]
+        common = math.gcd(*(part.copies for part in self._parts))
+        self._times = [part.copies // common for part in self._parts]
+        lengths = [len(part.rows) * times for part, times in zip(self._parts, self._times, strict=True)]
+        self._ends = np.cumsum(lengths)
+        self.size = sum(lengths)
 
-    def shuffled(self, seed: int, number: int) -> Numbers:
-        key = derive_seed("pass", seed, self._bucket.width, self._bucket.height, number)
-        return self._samples[permutation(self.size, key)]
+    def samples(self, places: Numbers) -> Numbers:
+        """Returns the numbers of the samples at these places."""
+        which = np.searchsorted(self._ends, places, side="right")
+        found = np.empty(len(places), dtype=np.int64)
+        for number, part in enumerate(self._parts):
+            mine = np.flatnonzero(which == number)
+            start = int(self._ends[number - 1]) if number else 0
+            found[mine] = part.rows[(places[mine] - start) // self._times[number]]
+            found[mine] += part.offset
+        return found
+
+
+def _stored(numbers: Numbers) -> Callable[[Numbers], Numbers]:
+    """Returns the numbers by place, in as little memory as they need."""
+    kept = numbers.astype(np.min_scalar_type(max(0, len(numbers) - 1)))
+    return lambda places: kept[places].astype(np.int64)
 
 
 class _Recent(Generic[T]):
-    """Caches the last few results of a computation. One thread computes, the others wait for it."""
+    """Caches the last few results of a computation. One thread computes, those that need the same result wait for it."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._values: OrderedDict[Hashable, T] = OrderedDict()
+        self._values: OrderedDict[Hashable, Future[T]] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, compute: Callable[[], T]) -> T:
         with self._lock:
-            if key not in self._values:
-                self._values[key] = compute()
+            found = self._values.get(key)
+            if mine := found is None:
+                found = self._values[key] = Future[T]()
                 if len(self._values) > self._capacity:
                     self._values.popitem(last=False)
             self._values.move_to_end(key)
-            return self._values[key]
+        if mine:
+            try:
+                found.set_result(compute())
+            except BaseException as error:
+                found.set_exception(error)  # the others must not wait for ever
+                raise
+        return found.result()

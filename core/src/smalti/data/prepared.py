@@ -25,7 +25,7 @@ from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.kohya_folders import numbered, unread_names_notice
 from smalti.data.datasets.sources import ReadsPlaces, ReportsSkipped, describe_skipped
 from smalti.data.datasets.spec import DatasetSpec
-from smalti.data.order import BucketSamples, Order
+from smalti.data.order import BucketSamples, Order, Part
 from smalti.data.scan.build import Progress, build_index
 from smalti.data.scan.identity import Identity
 from smalti.data.scan.index import DatasetIndex, load_index
@@ -201,7 +201,7 @@ def prepare(datasets: Sequence[Dataset], rules: DataRules, *, notices: Sequence[
     if quarantined:
         messages.append(f"{len(quarantined)} samples are unusable (the error budget allows {allowed}): {_reasons(quarantined)}")
     contents: dict[Bucket, list[_BucketPart]] = {}
-    for dataset, settings, offset in zip(datasets, crop_settings, offsets, strict=True):
+    for number, (dataset, settings, offset) in enumerate(zip(datasets, crop_settings, offsets, strict=True)):
         by_bucket, small = _rows_by_bucket(dataset.index, settings)
         if small:
             total = len(dataset.index)
@@ -209,7 +209,9 @@ def prepare(datasets: Sequence[Dataset], rules: DataRules, *, notices: Sequence[
                 f"dataset {dataset.spec.id}: {small} of {total} images are skipped, because they are {_limits(dataset.spec)}"
             )
         for bucket, rows in by_bucket.items():
-            content = _BucketPart(dataset=dataset.spec.id, samples=rows + offset, repeats=dataset.spec.repeats)
+            content = _BucketPart(
+                dataset=dataset.spec.id, number=number, rows=rows, offset=offset, repeats=dataset.spec.repeats
+            )
             contents.setdefault(bucket, []).append(content)
     if not contents:
         _check_captions_exist(datasets)
@@ -306,19 +308,21 @@ class _BucketPart:
     """One dataset's samples in a bucket. `repeats` is 0 if the user did not set it."""
 
     dataset: str
-    samples: NDArray[np.int64]
+    number: int
+    rows: NDArray[np.uint32]
+    offset: int
     repeats: int
 
     @property
     def share(self) -> Share:
-        return Share(dataset=self.dataset, samples=len(self.samples), repeats=self.repeats)
+        return Share(dataset=self.dataset, samples=len(self.rows), repeats=self.repeats)
 
 
 def _of_kind(specs: Iterable[DatasetSpec], kind: Kind) -> list[DatasetSpec]:
     return [spec for spec in specs if spec.dataset_type == kind]
 
 
-def _rows_by_bucket(index: DatasetIndex, crop_settings: CropSettings) -> tuple[dict[Bucket, NDArray[np.int64]], int]:
+def _rows_by_bucket(index: DatasetIndex, crop_settings: CropSettings) -> tuple[dict[Bucket, NDArray[np.uint32]], int]:
     """Returns the usable rows by bucket, ascending, and how many images are too small."""
     widths, heights = index.numbers("width"), index.numbers("height")
     rows = np.flatnonzero(widths > 0)
@@ -332,12 +336,16 @@ def _rows_by_bucket(index: DatasetIndex, crop_settings: CropSettings) -> tuple[d
     names = sorted({bucket for bucket in buckets if bucket is not None})
     numbers = {bucket: number for number, bucket in enumerate(names)}
     choice = np.array([-1 if bucket is None else numbers[bucket] for bucket in buckets], dtype=np.int64)[which]
-    return {bucket: rows[choice == number] for bucket, number in numbers.items()}, int((choice < 0).sum())
+    return {bucket: rows[choice == number].astype(np.uint32) for bucket, number in numbers.items()}, int((choice < 0).sum())
 
 
 def _bucket_samples(bucket: Bucket, parts: Sequence[_BucketPart], raised: int) -> BucketSamples:
-    copies = [np.full(len(part.samples), (part.repeats or raised) + 1, dtype=np.int64) for part in parts]
-    return BucketSamples(bucket=bucket, samples=np.concatenate([part.samples for part in parts]), copies=np.concatenate(copies))
+    return BucketSamples(
+        bucket=bucket,
+        parts=tuple(
+            Part(dataset=part.number, rows=part.rows, copies=(part.repeats or raised) + 1, offset=part.offset) for part in parts
+        ),
+    )
 
 
 def _check_captions_exist(datasets: Iterable[Dataset]) -> None:

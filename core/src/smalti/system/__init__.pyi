@@ -52,6 +52,7 @@ from .signals import (
     signal_handler as signal_handler,
 )
 from .stateless_random import (
+    ComputedPermutation as ComputedPermutation,
     as_signed as as_signed,
     derive_seed as derive_seed,
     permutation as permutation,

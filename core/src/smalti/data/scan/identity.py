@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 
+import numpy as np
+
 from smalti.data.order import Order
 from smalti.data.scan.index import DatasetIndex
 
@@ -27,7 +29,11 @@ class Identity:
 
     @classmethod
     def of(cls, indexes: Sequence[DatasetIndex], order: Order, settings: Settings) -> Identity:
-        return cls(order=_order_digest(indexes, order, "order 2"), samples=_samples_digest(indexes), settings=settings)
+        return cls(
+            order=_order_digest(indexes, order, "order 2" if order.version == 1 else "computed order"),
+            samples=_samples_digest(indexes),
+            settings=settings,
+        )
 
     @classmethod
     def read(cls, values: object) -> Identity:
@@ -52,7 +58,9 @@ def _order_digest(indexes: Sequence[DatasetIndex], order: Order, first: str) -> 
     for index in indexes:
         state.update("\n".join([index.dataset, *index.keys(), ""]).encode())
     for content in order.buckets:
-        state.update(f"{content.bucket}".encode() + content.samples.tobytes() + content.copies.tobytes())
+        state.update(f"{content.bucket}".encode() + content.samples.tobytes())
+        for part in content.parts:
+            state.update(np.full(len(part.rows), part.copies, dtype=np.int64).tobytes())
     return state.hexdigest()
 
 
