@@ -5,7 +5,7 @@ import os
 import resource
 import shutil
 import signal
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +118,21 @@ def test_what_is_there_is_not_encoded_again_and_what_changed_is(pets, tmp_path):
     assert (other.images, len(set(other.texts))) == (20, 13)
     pair = [batches(data_of(pets), each, count=1)[0].latents for each in (encoded, changed)]
     assert torch.equal(2 * pair[0], pair[1])
+
+
+def test_variants_of_captions_are_encoded_before_and_visits_have_no_others(pets, tmp_path):
+    for text in pets.glob("*.txt"):
+        text.write_text("a, b, c, d\n[trigger] at night")
+    values = {"caption_shuffle": {"count": 3}, "caption_weights": [2, 1], "trigger_word": "zwx"}
+    family, data = Encoding(), data_of(pets, **values)
+    encoded = encode(family, data, tmp_path / "cache")
+    found = seen(batches(data, encoded, count=20))
+    shares = [seen(batches(data, encoded, world=World(rank=rank, size=2), count=20)) for rank in (0, 1)]
+
+    captions = {caption for *_, caption in found}
+    assert captions == set(family.texts) - {"", "a pet"} == set(data.datasets[0].texts(0))
+    assert len(captions) == 4
+    assert sorted(chain(*shares)) == sorted(found)
 
 
 def test_another_size_before_the_crop_is_encoded_anew(pets, tmp_path):

@@ -137,11 +137,6 @@ def test_an_external_key_that_changes_what_is_trained_on_is_refused_with_a_way_o
     assert told.startswith(f"data.json: dataset 'pets': {key} is not supported for a dataset: {REFUSED[key].why}\n    fix: ")
 
 
-@pytest.mark.parametrize("block", [{"enable": False, "count": 3}, {"enabled": "false"}])
-def test_an_external_block_that_is_switched_off_is_accepted(block: dict[str, object]) -> None:
-    assert spec_of(caption_shuffle=block).notices == ()
-
-
 def test_comments_and_keys_of_sources_that_are_not_chosen_are_no_errors() -> None:
     notices = spec_of(**{"_comment": "x", "//": "y", "aws_region_name": "eu", "huggingface": {"streaming": True}}).notices
 

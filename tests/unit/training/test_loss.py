@@ -46,7 +46,7 @@ def test_times_are_asked_for_by_the_tokens_of_the_familys_images() -> None:
     asked = []
     for family in (TinyFamily(), Coarse()):
         loss = replace(denoising_loss(config(), family, "cpu"), timesteps=(recorder := Recorder()))  # type: ignore[arg-type]
-        loss(materialise(family.build_model(), family.weights(0), "cpu"), batch(), FullPrecision())
+        loss(model_of(family), batch(), FullPrecision())
         asked.append(recorder.tokens)
     assert asked == [24, 6]
 
@@ -65,6 +65,32 @@ def test_times_are_asked_for_by_the_tokens_of_the_familys_images() -> None:
 )
 def test_flows_train_the_middle_most_and_ddpm_all_noise_levels_unless_the_options_say_so(flags, quantile) -> None:
     assert denoising_loss(config(*flags), TinyFamily(), "cpu").timesteps.quantile == quantile
+
+
+def test_a_dataset_can_drop_captions_more_often_than_the_option_says() -> None:
+    class Listening(TinyFamily):
+        texts: list[str]
+
+        def encode_captions(self, captions):
+            self.texts = list(captions)
+            return super().encode_captions(captions)
+
+    texts = {}
+    for shares in ((), (1.0, 0.0), (None, 0.0), (0.0, None)):
+        for option in (0, 1):
+            family = Listening()
+            loss = denoising_loss(config(f"--caption_dropout_probability={option}"), family, "cpu")
+            loss(model_of(family), replace(batch(), caption_dropout=shares), FullPrecision())
+            texts[shares, option] = family.texts
+
+    assert (texts[(), 0], texts[(), 1]) == (["a", "b"], ["", ""])
+    assert texts[(1.0, 0.0), 0] == texts[(1.0, 0.0), 1] == ["", "b"]
+    assert texts[(None, 0.0), 1] == ["", "b"]
+    assert texts[(0.0, None), 1] == ["a", ""]
+
+
+def model_of(family: TinyFamily):
+    return materialise(family.build_model(), family.weights(0), "cpu")
 
 
 def config(*flags: str):

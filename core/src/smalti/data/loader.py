@@ -47,7 +47,8 @@ class MicroBatch:
     The images are `pixels` (B, 3, H, W), fp32 in [-1, 1], or else cached `latents`
     (`smalti.models.latents_of` makes the model's latents of either). `conditioning` is
     that of the captions, None if they were not. `numbers` are unique over the run and belong to the visit; `keys` are
-    "DATASET/KEY"; `size_conditioning` says what the images show of their originals.
+    "DATASET/KEY"; `size_conditioning` says what the images show of their originals. `caption_dropout` is the share of visits
+    without a caption for each image, None where the option applies.
     """
 
     bucket: Bucket
@@ -58,6 +59,7 @@ class MicroBatch:
     numbers: tuple[int, ...]
     keys: tuple[str, ...]
     size_conditioning: tuple[SizeConditioning, ...]
+    caption_dropout: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,7 +115,7 @@ class Loader(Iterator[Batch]):
         if prefetch < 1:
             raise ValueError("prefetch must be at least 1")
         self.errors = errors or data.error_budget()
-        self._reader = _Reader(data, self.errors, cache_bytes, latents)
+        self._reader = _Reader(data, self.errors, cache_bytes, latents, texts_cached=texts is not None)
         self._texts = texts
         self._rows: dict[str, Tensor] = {}
         self._order = data.order
@@ -188,6 +190,7 @@ class Loader(Iterator[Batch]):
             numbers=tuple(global_batch.numbers[first : first + size]),
             keys=tuple(visit.key for visit in visits),
             size_conditioning=tuple(visit.size for visit in visits),
+            caption_dropout=tuple(visit.dropout for visit in visits),
         )
 
     def _pixels(self, visits: Sequence[_Visit], bucket: Bucket) -> Tensor:
@@ -242,13 +245,17 @@ class _Visit:
     caption: str
     key: str
     size: SizeConditioning
+    dropout: float | None = None
 
 
 class _Reader:
     """Loads one sample at a time, in any thread, from the cache or the storage; replaces what cannot be read."""
 
-    def __init__(self, data: PreparedData, errors: ErrorBudget, cache_bytes: int, latents: CachedLatents | None) -> None:
+    def __init__(
+        self, data: PreparedData, errors: ErrorBudget, cache_bytes: int, latents: CachedLatents | None, *, texts_cached: bool
+    ) -> None:
         self._data = data
+        self._texts_cached = texts_cached
         self._errors = errors
         self._latents = latents
         self._bad: set[int] = set(latents.broken) if latents is not None else set()
@@ -262,10 +269,10 @@ class _Reader:
             if sample in self._bad:
                 continue
             if self._latents is not None:
-                return self._complete(sample, *self._encoded(sample, batch.bucket), batch)
+                return self._complete(sample, *self._encoded(sample, batch.bucket), batch.epoch, number)
             image = self._load(sample, batch.bucket)
             if image is not None:
-                return self._complete(sample, *self._crop(sample, image, batch.bucket, number), batch)
+                return self._complete(sample, *self._crop(sample, image, batch.bucket, number), batch.epoch, number)
             if self._errors.exhausted:
                 break
         else:
@@ -316,19 +323,24 @@ class _Reader:
         offset = crop_settings.offset((image.shape[2], image.shape[1]), bucket, fractions)
         return crop(image, bucket, offset), offset
 
-    def _complete(self, sample: int, content: Bytes | Tensor, offset: CropOffset, batch: GlobalBatch) -> _Visit:
-        """Adds caption and size conditioning to an image; the epoch determines which caption."""
+    def _complete(self, sample: int, content: Bytes | Tensor, offset: CropOffset, epoch: int, number: int) -> _Visit:
+        """Adds caption and size conditioning to an image; epoch and number of the visit determine which caption."""
         position, row = self._data.locate(sample)
         dataset = self._data.datasets[position]
         left, top = offset
         width, height = dataset.index.size(row)
         size = SizeConditioning(width=width, height=height, left=left, top=top)
-        captions = dataset.index.captions(row)
-        choice = 0
-        if len(captions) > 1:
-            choice = int(uniform(derive_seed("caption", self._data.order.seed, batch.epoch, sample)) * len(captions))
+        caption = dataset.caption_policy.pick(
+            dataset.index.captions(row),
+            seed=self._data.order.seed,
+            epoch=epoch,
+            sample=sample,
+            visit=number,
+            cached=self._texts_cached,
+        )
         key = f"{dataset.spec.id}/{dataset.index.key(row)}"
-        return _Visit(content=content, caption=captions[choice], key=key, size=size)
+        dropout = dataset.spec.caption_dropout_probability
+        return _Visit(content=content, caption=caption, key=key, size=size, dropout=dropout)
 
 
 def _normalised(images: Bytes) -> NDArray[np.float32]:

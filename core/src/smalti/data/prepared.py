@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from smalti.data.batch_check import BatchShape, BucketCount, Share, check_batches, describe_raised
 from smalti.data.buckets import Bucket, CropSettings
+from smalti.data.datasets.caption_policy import CaptionPolicy
 from smalti.data.datasets.captions import NO_TEXT_FILE
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.kohya_folders import numbered, unread_names_notice
@@ -60,6 +61,15 @@ class Dataset:
             f"{self.index.key(row)} is at {place}, but the source of {self.spec.id} does not read places"
         )
         return self.places.read(place)
+
+    @cached_property
+    def caption_policy(self) -> CaptionPolicy:
+        """What visits train on of the captions of its images."""
+        return CaptionPolicy(spec=self.spec)
+
+    def texts(self, row: int) -> tuple[str, ...]:
+        """Returns every text that a visit of an image may pick where texts are encoded before training, each once."""
+        return self.caption_policy.texts(self.index.captions(row))
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -295,11 +305,15 @@ def _settings(spec: DatasetSpec, crop_settings: CropSettings) -> dict[str, objec
         **({"crop_aspect": crop_settings.crop_aspect, "crop_style": crop_settings.crop_style} if crop_settings.crop else {}),
         "minimum_image_size": crop_settings.minimum_size,
         "repeats": spec.repeats,
-        **{name: value for name in _LATER_SETTINGS if (value := getattr(spec, name))},
+        **{name: value for name, value in spec.model_dump(mode="json", include=_LATER_SETTINGS).items() if value},
     }
 
 
-_LATER_SETTINGS = ("maximum_image_size", "target_downsample_size", "minimum_aspect_ratio", "maximum_aspect_ratio")
+_LATER_SETTINGS = {
+    *("maximum_image_size", "target_downsample_size", "minimum_aspect_ratio", "maximum_aspect_ratio"),
+    *("caption_weights", "caption_prefix", "caption_suffix", "trigger_word", "caption_shuffle", "caption_tag_dropout_rate"),
+    *("caption_dropout_probability", "caption_filter_list"),
+}
 """Settings that are recorded only where they are set, since checkpoints of earlier versions do not have them."""
 
 

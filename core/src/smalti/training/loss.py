@@ -51,6 +51,8 @@ class MicroBatch(Protocol):
     def size_conditioning(self) -> Sequence[SizeConditioning]: ...
     @property
     def numbers(self) -> Sequence[int]: ...
+    @property
+    def caption_dropout(self) -> Sequence[float | None]: ...
 
 
 class Precision(Protocol):
@@ -98,7 +100,7 @@ class DenoisingLoss:
             tokens = self.family.image_tokens(batch.bucket.width, batch.bucket.height)
             t = to_device(self.objective.times(self.timesteps(chance[:, 0], tokens)), latents.device)
             noisy = self.objective.add_noise(latents, noise, t)
-            texts = self._caption_conditioning(batch, dropped=chance[:, 1] < self.dropout)
+            texts = self._caption_conditioning(batch, dropped=chance[:, 1] < self._dropout(batch))
             width, height = batch.bucket.width, batch.bucket.height
             conditioning = texts | self.family.encode_size_conditioning(batch.size_conditioning, width, height)
         with precision.autocast():
@@ -109,6 +111,13 @@ class DenoisingLoss:
     def describe_timesteps(self, buckets: Iterable[Bucket]) -> str:
         """Which noise levels images of these sizes are trained at, in words: "logit-normal(0, 1), shift 3 (...)"."""
         return self.timesteps.describe({self.family.image_tokens(bucket.width, bucket.height) for bucket in buckets})
+
+    def _dropout(self, batch: MicroBatch) -> float | Tensor:
+        """The share of visits without a caption: one for all, or for each image where its dataset has another (host memory)."""
+        given = batch.caption_dropout
+        if all(share is None for share in given):
+            return self.dropout
+        return torch.tensor([self.dropout if share is None else share for share in given])
 
     def _caption_conditioning(self, batch: MicroBatch, dropped: Tensor) -> Conditioning:
         """The conditioning of the captions, and of the empty prompt where a caption is `dropped` (in host memory)."""

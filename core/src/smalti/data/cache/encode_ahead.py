@@ -124,11 +124,11 @@ def encode_ahead(
 
 
 def all_captions(data: PreparedData) -> Iterator[str]:
-    """Yields every caption that a visit may pick."""
+    """Yields every text that a visit may pick."""
     for content in data.order.buckets:
         for sample in content.samples.tolist():
             position, row = data.locate(sample)
-            yield from data.datasets[position].index.captions(row)
+            yield from data.datasets[position].texts(row)
 
 
 @dataclass(frozen=True, kw_only=True)

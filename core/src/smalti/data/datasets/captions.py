@@ -27,9 +27,12 @@ def read_captions(spec: DatasetSpec, storage: Storage, listed: Listed) -> tuple[
             captions = (_from_name(listed.key),)
         case _:
             captions = listed.captions or ()
-    if not all(captions) or not captions:
+    # A caption with a weight has its own place, which is empty where the image does not have it.
+    if not captions or not (any(captions) if spec.caption_weights else all(captions)):
         raise BadSampleError(_missing(spec, listed.key))
-    return tuple(f"{prompt} {caption}" for caption in captions) if spec.prepend_instance_prompt else captions
+    if not spec.prepend_instance_prompt:
+        return captions
+    return tuple(f"{prompt} {caption}" if caption else "" for caption in captions)
 
 
 def depends_on_text_file(spec: DatasetSpec) -> bool:

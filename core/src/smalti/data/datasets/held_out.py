@@ -146,9 +146,9 @@ class HeldOut:
         return SizeConditioning(width=width, height=height, left=offset[0], top=offset[1])
 
     def _caption(self, sample: int) -> str:
-        """The first caption."""
         position, row = self._data.locate(sample)
-        return self._data.datasets[position].index.captions(row)[0]
+        dataset = self._data.datasets[position]
+        return dataset.caption_policy.first(dataset.index.captions(row))
 
     def _number(self, sample: int) -> int:
         position, row = self._data.locate(sample)

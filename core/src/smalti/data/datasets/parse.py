@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -116,7 +116,7 @@ def parse_datasets(
         parser.problems.append(
             Problem(message="no dataset with images is enabled", where=where, fix="add a dataset with images, or enable one")
         )
-    return tuple(sorted(parser.specs, key=lambda spec: spec.id)), tuple(parser.problems)
+    return tuple(sorted(_filtered(parser.specs), key=lambda spec: spec.id)), tuple(parser.problems)
 
 
 @dataclass(kw_only=True)
@@ -327,6 +327,17 @@ class _EntryParser:
 
     def _add_problem(self, place: str, message: str, fix: str) -> None:
         self.problems.append(Problem(message=message, where=place, fix=fix))
+
+
+def _filtered(specs: Sequence[DatasetSpec]) -> Iterator[DatasetSpec]:
+    """Yields the entries, those with images with the caption filters of the text_embeds entry that they use."""
+    texts = {spec.id: spec for spec in specs if spec.dataset_type == "text_embeds"}
+    common = [spec for spec in texts.values() if spec.default] or list(texts.values())[:1]
+    for spec in specs:
+        used = texts.get(spec.text_embeds or "", common[0] if common else None)
+        if used is not None and used.caption_filter_list and spec.has_images:
+            spec = spec.model_copy(update={"caption_filter_list": (*used.caption_filter_list, *spec.caption_filter_list)})
+        yield spec
 
 
 def _disabled(entry: Mapping[str, object]) -> bool:

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, Union, get_args, get_origin
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from smalti.data.datasets.parse import SWITCHES
 from smalti.data.datasets.simpletuner import REFUSED, UNSUPPORTED, WITHOUT_EFFECT, ExternalKey
-from smalti.data.datasets.spec import ENTRY_KEYS, JsonTable
+from smalti.data.datasets.spec import ENTRY_KEYS, CaptionShuffle, JsonTable
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Images": ("id", "type", "dataset_type", "instance_data_dir", "kohya_folders", "metadata_backend", "json"),
@@ -24,6 +25,14 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "prepend_instance_prompt",
         "only_instance_prompt",
         "disable_multiline_split",
+        "caption_weights",
+        "caption_prefix",
+        "caption_suffix",
+        "trigger_word",
+        "caption_shuffle",
+        "caption_tag_dropout_rate",
+        "caption_dropout_probability",
+        "caption_filter_list",
     ),
     "Size and crop": (
         "resolution",
@@ -57,6 +66,7 @@ def _lines() -> Iterator[str]:
         yield from ("", f"### {title}", "", *_table((key, ENTRY_KEYS[key]) for key in keys))
     yield from ("", f"`{SWITCHES[0]}: true` (or `{SWITCHES[1]}`) switches an entry off.")
     yield from ("", "### The `json` block", "", *_table(JsonTable.model_fields.items()))
+    yield from ("", "### The `caption_shuffle` block", "", *_table(CaptionShuffle.model_fields.items()))
     yield from (
         "",
         "### Keys of SimpleTuner without an effect",
@@ -89,15 +99,17 @@ def _kind(annotation: object) -> str:
         return _kind(next(each for each in get_args(annotation) if each is not _NONE))
     if get_origin(annotation) is Literal:
         return " \\| ".join(map(str, get_args(annotation)))
-    if annotation is JsonTable:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "table"
+    if get_origin(annotation) is tuple:
+        return "list"
     return _TYPES.get(annotation, "text") if isinstance(annotation, type) else "text"
 
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    if field.default is None or isinstance(field.default, JsonTable):
+    if field.default in (None, "", ()) or isinstance(field.default, BaseModel):
         return ""
     if isinstance(field.default, bool):
         return str(field.default).lower()

@@ -89,12 +89,6 @@ REFUSED: Mapping[str, ExternalKey] = {
     "is_regularisation_data": ExternalKey(why=_NO_REGULARISATION, same=(False,), fix=_DISABLE),
     "is_regularization_data": ExternalKey(why=_NO_REGULARISATION, same=(False,), fix=_DISABLE),
     "slider_strength": ExternalKey(why="slider LoRAs are not supported yet", same=(0,), fix=_DISABLE),
-    "caption_shuffle": ExternalKey(
-        why="captions are not shuffled", fix="remove it, or write one shuffled caption per line into the text files"
-    ),
-    "caption_filter_list": ExternalKey(
-        why="captions are used as they are", fix="remove it, and edit the text files: sed -i 's/UNWANTED//g' FOLDER/*.txt"
-    ),
     "conditioning": ExternalKey(why=_NO_CONDITIONING, fix=_IMAGES_ALONE),
     "conditioning_config": ExternalKey(why=_NO_CONDITIONING, fix=_IMAGES_ALONE),
     "conditioning_data": ExternalKey(why=_NO_CONDITIONING, fix=_IMAGES_ALONE),

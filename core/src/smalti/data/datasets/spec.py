@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from smalti.data.buckets import CropAspect, CropStyle, ResolutionType
+from smalti.data.datasets.caption_filters import checked_filters, filter_lines
 
 TYPES_WITH_IMAGES = ("image", "eval")
 """Values of `dataset_type` for entries that have images."""
@@ -42,6 +43,13 @@ def _crop_style(value: object) -> object:
     return "center" if value == "centre" else value
 
 
+def _switched(value: object) -> object:
+    """A block from a switch, or from a table that spells it `enabled`. An empty table asks for nothing."""
+    if isinstance(value, Mapping):
+        return {"enable" if key == "enabled" else key: each for key, each in value.items()} or None
+    return {"enable": value} if isinstance(value, bool) or str(value).lower() in ("true", "false") else value or None
+
+
 _LONGEST_ID = 200  # a file name has at most 255 bytes
 
 
@@ -62,6 +70,7 @@ def _checked_id(value: str) -> str:
     return value
 
 
+Weight = Annotated[float, Field(ge=0)]
 Word = Annotated[str, BeforeValidator(_lowered)]
 Folder = Annotated[Path, AfterValidator(absolute_path)]
 FolderText = Annotated[str, AfterValidator(_checked_folder)]
@@ -86,6 +95,24 @@ class JsonTable(BaseModel):
         help="Width in pixels, after EXIF rotation. A line may leave it out; the width is then read from the image's header.",
     )
     height_column: str = _key("height", help="Height in pixels, likewise.")
+
+
+class CaptionShuffle(BaseModel):
+    """The `caption_shuffle` block: how variants of a caption are made of its tags."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    enable: bool = _key(True, help="Shuffle the tags. With `false` the other keys apply to `caption_tag_dropout_rate` alone.")
+    count: int | None = _key(
+        None,
+        ge=1,
+        help="Number of variants of each caption, of which a visit draws one. All are encoded before training. Default: 4,"
+        " or a new one at each visit with `--text_cache_disable`.",
+    )
+    seed: int = _key(0, help="Another number gives other variants. They do not depend on the seed of the run.")
+    split_on: str = _key("comma", min_length=1, help="What separates tags: `comma`, `space`, `semicolon`, `period`, or a text.")
+    position_start: int = _key(0, ge=0, help="The first tags, as many as this, keep their places; kohya's `keep_tokens`.")
+    include_original: bool = _key(False, help="Let the caption itself be one more variant.")
 
 
 class DatasetSpec(BaseModel):
@@ -141,6 +168,32 @@ class DatasetSpec(BaseModel):
         help="Use `instance_prompt` for images without a text file, as kohya's trainer does. Without it they are left out.",
     )
     only_instance_prompt: bool = _key(False, help="Use `instance_prompt` alone, whatever the caption strategy finds.")
+
+    caption_weights: tuple[Weight, ...] = _key(
+        (),
+        help="How likely each caption of an image is, in the order of its columns or lines, such as `[3, 1]`. Captions beyond"
+        " the list are not used. Default: all alike.",
+    )
+    caption_prefix: str = _key("", help="Put this in front of every caption, after its tags are shuffled.")
+    caption_suffix: str = _key("", help="Put this behind every caption, after its tags are shuffled.")
+    trigger_word: str = _key(
+        "",
+        help="Put this word in front of captions that do not have it. It replaces `[trigger]` in a caption, as in ai-toolkit.",
+    )
+    caption_shuffle: Annotated[CaptionShuffle | None, BeforeValidator(_switched)] = _key(
+        None, help="Shuffle the tags of captions. `true`, or a table, see below."
+    )
+    caption_tag_dropout_rate: float = _key(
+        0.0, ge=0, le=1, help="Leave out this share of the tags, apart from those that `caption_shuffle` keeps in place."
+    )
+    caption_dropout_probability: float | None = _key(
+        None, ge=0, le=1, help="Share of visits with the empty prompt instead of the caption. Default: the option."
+    )
+    caption_filter_list: Annotated[tuple[str, ...], BeforeValidator(filter_lines), AfterValidator(checked_filters)] = _key(
+        (),
+        help="Regular expressions whose matches are removed from captions; `s/PATTERN/TEXT/` replaces them. A list, or a file"
+        " of lines or JSON. That of the `text_embeds` entry of a dataset applies too.",
+    )
 
     resolution: float = _key(
         1024.0,
