@@ -1,4 +1,4 @@
-"""The size of an image, and a digest of its content, from the first bytes of its file, without decoding it."""
+"""The size of an image, and a digest of its content, from a few bytes of its file, without decoding it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from blake3 import blake3
 from PIL import Image
 
+from smalti.data.scan.image_sizes import FIRST_READ, UnknownLayoutError, Window, size_of
 from smalti.data.scan.quarantine import BadSampleError
 from smalti.data.storage.protocol import Storage
 
@@ -24,6 +25,7 @@ MAX_PIXELS = 89_478_485
 # What Pillow's decoders raise for damaged files.
 DECODING_ERRORS = (
     OSError,
+    RuntimeError,  # of libavif
     SyntaxError,
     ValueError,
     TypeError,
@@ -37,16 +39,15 @@ DECODING_ERRORS = (
     Image.DecompressionBombWarning,
 )
 
-_HEAD = 64 * 1024
 _ORIENTATION = 0x0112
 _SWAPPED = (5, 6, 7, 8)  # values of the EXIF orientation that swap width and height
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """Size and digest of an image, from the beginning of its file.
+    """Size and digest of an image.
 
-    Width and height are those after EXIF rotation. `content` is a digest of the first 64 KiB, 64 bits as a signed number and
+    Width and height are those after EXIF rotation. `content` is a digest of the first 16 KiB, 64 bits as a signed number and
     never 0: with the size of the file it distinguishes an image that was replaced from one that was only copied or touched.
     """
 
@@ -56,18 +57,20 @@ class Header:
 
 
 def read_header(storage: Storage, key: str, size: int) -> Header:
-    """Read an image header. `size` is that of the file in bytes. Reads 64 KiB, or the whole file if its header is longer.
+    """Read an image header. `size` is that of the file in bytes.
 
-    Raises BadSampleError, or a StorageError.
+    Reads 16 KiB, and a few times 4 KiB if the header is longer or EXIF data is elsewhere. A file that `image_sizes` does not
+    understand is read whole. Raises BadSampleError, or a StorageError.
     """
-    head = storage.read_range(key, 0, _HEAD)
+    head = storage.read_range(key, 0, FIRST_READ)
     content = int.from_bytes(blake3(head).digest(length=8), "little", signed=True) or 1
     try:
-        width, height = _size(head)
-    except BadSampleError:
-        if size <= _HEAD:
-            raise
-        width, height = _size(storage.read(key))
+        width, height = size_of(
+            Window(head, max(size, len(head)), lambda start, length: storage.read_range(key, start, length))
+        )
+    except UnknownLayoutError:
+        width, height = _size(head if size <= len(head) else storage.read(key))
+    check_pixels(width, height)
     return Header(width=width, height=height, content=content)
 
 
@@ -77,9 +80,14 @@ def open_image(data: bytes) -> Image.Image:
         image = Image.open(io.BytesIO(data))
     except DECODING_ERRORS as error:
         raise BadSampleError(f"not a readable image: {_reason(error)}") from error
-    if image.width * image.height > MAX_PIXELS:
-        raise BadSampleError(f"{image.width}x{image.height} is more than {MAX_PIXELS // 1_000_000} megapixels: reduce its size")
+    check_pixels(*image.size)
     return image
+
+
+def check_pixels(width: int, height: int) -> None:
+    """Raises BadSampleError for a far too large image."""
+    if width * height > MAX_PIXELS:
+        raise BadSampleError(f"{width}x{height} is more than {MAX_PIXELS // 1_000_000} megapixels: reduce its size")
 
 
 def orientation(image: Image.Image) -> int:
