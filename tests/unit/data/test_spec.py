@@ -303,7 +303,7 @@ def test_resolutions_in_the_wrong_unit_are_noticed() -> None:
 
 
 def test_an_unknown_caption_strategy_names_the_known_ones() -> None:
-    assert "known values: textfile, filename, instanceprompt, json" in problem_of(caption_strategy="blip")
+    assert "known values: textfile, filename, instanceprompt, csv, json" in problem_of(caption_strategy="blip")
 
 
 def test_a_storage_that_does_not_exist_yet_is_no_advice_to_install_it() -> None:

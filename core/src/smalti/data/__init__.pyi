@@ -11,7 +11,9 @@ from .datasets.sources import (
     ListsColumns as ListsColumns,
     MetadataSource as MetadataSource,
     ReadsPlaces as ReadsPlaces,
+    ReportsNotices as ReportsNotices,
     ReportsSkipped as ReportsSkipped,
+    UsesFolder as UsesFolder,
 )
 from .datasets.spec import DatasetSpec as DatasetSpec
 from .from_options import (
@@ -31,6 +33,8 @@ from .prepared import Dataset as Dataset, PreparedData as PreparedData, build_da
 from .scan.build import Progress as Progress
 from .scan.changes import changes as changes, keep as keep
 from .scan.identity import Identity as Identity, Settings as Settings, first_digest as first_digest
+from .sources.range_file import RangeFile as RangeFile
+from .sources.tables import Table as Table, TableSource as TableSource
 from .storage.protocol import (
     AccessDeniedError as AccessDeniedError,
     InvalidKeyError as InvalidKeyError,

@@ -24,7 +24,7 @@ from smalti.data.datasets.caption_policy import CaptionPolicy
 from smalti.data.datasets.captions import NO_TEXT_FILE
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.kohya_folders import numbered, unread_names_notice
-from smalti.data.datasets.sources import ReadsPlaces, ReportsSkipped, describe_skipped
+from smalti.data.datasets.sources import ReadsPlaces, ReportsNotices, ReportsSkipped, UsesFolder, describe_skipped
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.order import BucketSamples, Order, Part
 from smalti.data.scan.build import Progress, build_index
@@ -47,8 +47,8 @@ class Dataset:
     index: DatasetIndex
     skipped_files: Mapping[str, int] = field(default_factory=dict)
     """Numbers of files that are not samples, by extension; only set by a scan."""
-    folder_notices: tuple[str, ...] = ()
-    """About the names of its folders; only set by a scan."""
+    source_notices: tuple[str, ...] = ()
+    """About the names of its folders, and what its source reports; only set by a scan."""
     places: ReadsPlaces | None = None
     """Reads samples that are parts of other files, if there are such."""
 
@@ -74,7 +74,7 @@ class Dataset:
     @property
     def notices(self) -> tuple[str, ...]:
         """Messages for the user about its entry and its files."""
-        notices = (*self.spec.notices, *self.folder_notices)
+        notices = (*self.spec.notices, *self.source_notices)
         if not self.skipped_files:
             return notices
         total, names = sum(self.skipped_files.values()), describe_skipped(self.skipped_files)
@@ -159,11 +159,13 @@ def build_datasets(
         storage = catalog.open_storage(spec)
         cache = directory / f"{spec.file_name}.arrow" if directory else None
         source = catalog.open_source(spec, storage)
+        if directory and isinstance(source, UsesFolder):
+            source.use_folder(directory / "sources" / spec.file_name)
         index = build_index(spec, storage, source, cache, progress(spec.id) if progress else None)
         if directory:
             write_quarantine(directory / f"{spec.file_name}.quarantine.jsonl", index.quarantined)
         skipped_files = dict(source.skipped_files) if isinstance(source, ReportsSkipped) else {}
-        names = tuple(unread_names_notice(spec))
+        notices = (*unread_names_notice(spec), *(source.notices if isinstance(source, ReportsNotices) else ()))
         places = source if isinstance(source, ReadsPlaces) else None
         datasets.append(
             Dataset(
@@ -171,7 +173,7 @@ def build_datasets(
                 storage=storage,
                 index=index,
                 skipped_files=skipped_files,
-                folder_notices=names,
+                source_notices=notices,
                 places=places,
             )
         )

@@ -240,6 +240,8 @@ class _EntryParser:
                 options[key] = value
             elif key == metadata:
                 values["metadata_options"] = value
+                if isinstance(value, Mapping) and isinstance(weights := value.get("caption_column"), Mapping):
+                    values.setdefault("caption_weights", tuple(weights.values()))
             elif key not in SWITCHES:
                 notices += self._external(place, key, value, (*ENTRY_KEYS, *storage_keys))
         if _is_on(entry.get("crop", False)):

@@ -15,6 +15,8 @@ NAMES: Mapping[str, str] = {
 }
 """Every placeholder, and where its value comes from."""
 
+TABLES = ("json", "csv", "parquet")
+"""The blocks of tables, which have a `path`."""
 _CACHES = ("cache_dir_vae", "cache_dir")
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
@@ -33,9 +35,10 @@ def fill_placeholders(
             filled[key] = _filled(path, known, place, key, problems)
             if key in _CACHES and filled[key] is None:
                 del filled[key]
-    table = entry.get("json")
-    if isinstance(table, Mapping) and isinstance(path := table.get("path"), str):
-        filled["json"] = {**table, "path": _filled(path, known, place, "json.path", problems)}
+    for key in TABLES:
+        table = entry.get(key)
+        if isinstance(table, Mapping) and isinstance(path := table.get("path"), str):
+            filled[key] = {**table, "path": _filled(path, known, place, f"{key}.path", problems)}
     return filled, problems
 
 

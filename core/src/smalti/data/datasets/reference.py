@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from smalti.data.datasets.parse import SWITCHES
 from smalti.data.datasets.simpletuner import REFUSED, UNSUPPORTED, WITHOUT_EFFECT, ExternalKey
 from smalti.data.datasets.spec import ENTRY_KEYS, CaptionShuffle, JsonTable
+from smalti.data.sources.columns import TableColumns
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Images": ("id", "type", "dataset_type", "instance_data_dir", "kohya_folders", "metadata_backend", "json"),
@@ -67,6 +68,7 @@ def _lines() -> Iterator[str]:
     yield from ("", f"`{SWITCHES[0]}: true` (or `{SWITCHES[1]}`) switches an entry off.")
     yield from ("", "### The `json` block", "", *_table(JsonTable.model_fields.items()))
     yield from ("", "### The `caption_shuffle` block", "", *_table(CaptionShuffle.model_fields.items()))
+    yield from ("", "### The `csv` and `parquet` blocks", "", *_table(TableColumns.model_fields.items()))
     yield from (
         "",
         "### Keys of SimpleTuner without an effect",

@@ -128,7 +128,6 @@ UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
     "caption_strategy": {
         "huggingface": "set it to textfile, with a NAME.txt beside each image",
         "parquet": "write the captions as JSON lines (docs/datasets.md, 'A table of captions'); metadata_backend: json",
-        "csv": "write the captions as JSON lines (docs/datasets.md, 'A table of captions'); metadata_backend: json",
         "webshart": "set it to textfile, with a NAME.txt beside each image",
     },
     "crop_style": {"face": "set it to center or random"},

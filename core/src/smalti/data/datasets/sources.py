@@ -11,6 +11,7 @@ import posixpath
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import pyarrow as pa
@@ -96,6 +97,25 @@ class ReportsSkipped(Protocol):
     @property
     def skipped_files(self) -> Mapping[str, int]:
         """How many files the last `list` skipped, by extension in lower case ("" for none)."""
+        ...
+
+
+@runtime_checkable
+class ReportsNotices(Protocol):
+    """What a source has in addition to `list` if it has messages for the user about what it listed."""
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Messages about the last `list`."""
+        ...
+
+
+@runtime_checkable
+class UsesFolder(Protocol):
+    """What a source has in addition to `list` if it keeps files between scans, or writes lists for the user."""
+
+    def use_folder(self, folder: Path) -> None:
+        """Called before `list` with a folder of the run for this dataset, which need not exist. Not called if there is none."""
         ...
 
 

@@ -1,0 +1,1 @@
+"""Metadata sources other than the folder itself: tables of captions, archives of images, datasets of the Hub."""

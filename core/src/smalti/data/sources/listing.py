@@ -1,0 +1,77 @@
+"""The files of a storage as columns: no Python object per file where the storage lists columns too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import cast
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from smalti.data.scan.image_headers import EXTENSIONS
+from smalti.data.storage.protocol import Storage, StoredFile
+
+FILES = pa.schema([("key", pa.string()), ("size", pa.int64()), ("etag", pa.string())])
+WINDOW = 1 << 16
+"""Rows at a time: large enough that the cost per batch disappears, small enough for bounded memory."""
+
+_HIDDEN = r"(^|/)\."
+
+
+def files(storage: Storage, prefix: str = "") -> Iterator[pa.RecordBatch]:
+    """All files that are not hidden, sorted by key, with the schema `FILES`, in batches of about `WINDOW` rows."""
+    columns = getattr(storage, "list_columns", None)
+    if columns is None:
+        found: Iterable[pa.RecordBatch] = _from_objects(storage.list(prefix))
+    else:
+        found = cast(Callable[[str], Iterator[pa.RecordBatch]], columns)(prefix)
+    for batch in rebatched(found, FILES):
+        hidden = pc.match_substring_regex(batch.column("key"), _HIDDEN)
+        yield batch.filter(pc.invert(hidden)) if pc.any(hidden).as_py() else batch
+
+
+def rebatched(batches: Iterable[pa.RecordBatch], schema: pa.Schema, rows: int = WINDOW) -> Iterator[pa.RecordBatch]:
+    """The same rows in batches of at least `rows`, but for the last one, and at most twice as many. Drops other columns."""
+    waiting: list[pa.RecordBatch] = []
+    count = 0
+    for batch in batches:
+        for start in range(0, batch.num_rows, rows):
+            part = batch.slice(start, rows)
+            waiting.append(
+                pa.RecordBatch.from_arrays([part.column(field.name).cast(field.type) for field in schema], schema=schema)
+            )
+            count += part.num_rows
+            if count >= rows:
+                yield joined(waiting, schema)
+                waiting, count = [], 0
+    if count:
+        yield joined(waiting, schema)
+
+
+def joined(batches: list[pa.RecordBatch], schema: pa.Schema) -> pa.RecordBatch:
+    """Batches as a single one."""
+    if len(batches) == 1:
+        return batches[0]
+    table = pa.Table.from_batches(batches, schema=schema).combine_chunks()
+    found = table.to_batches()
+    return found[0] if found else pa.RecordBatch.from_pylist([], schema=schema)
+
+
+def with_extension(batch: pa.RecordBatch, extensions: Iterable[str] = EXTENSIONS) -> pa.RecordBatch:
+    """The files whose names end in one of the extensions, in any case."""
+    names = "|".join(sorted(extension.removeprefix(".") for extension in extensions))
+    return batch.filter(pc.match_substring_regex(batch.column("key"), rf"[^/]\.({names})$", ignore_case=True))
+
+
+def stems(keys: pa.Array) -> pa.Array:
+    """Keys without their extension, but with the dot before it: then they sort as the keys do, where no name has other dots."""
+    return pc.replace_substring_regex(keys, r"[^./]*$", "")
+
+
+def _from_objects(found: Iterator[StoredFile]) -> Iterator[pa.RecordBatch]:
+    while some := list(islice(found, WINDOW)):
+        arrays = [[file.key for file in some], [file.size for file in some], [file.etag for file in some]]
+        yield pa.RecordBatch.from_arrays(
+            [pa.array(values, field.type) for values, field in zip(arrays, FILES, strict=True)], schema=FILES
+        )
