@@ -80,7 +80,13 @@ CHAPTERS = (
             "smalti.data:MetadataSource",
             "smalti.data:Listed",
         ),
-        optional=("smalti.data:ListsColumns", "smalti.data:ReadsPlaces", "smalti.data:ReportsSkipped"),
+        optional=(
+            "smalti.data:ListsColumns",
+            "smalti.data:ReadsPlaces",
+            "smalti.data:ReportsSkipped",
+            "smalti.data:ReportsNotices",
+            "smalti.data:UsesFolder",
+        ),
     ),
     Chapter(
         title="Optimizers",
