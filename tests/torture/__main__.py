@@ -11,16 +11,19 @@ Prints a line for each promise that did not hold, with the words that play it ag
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import random
 import shutil
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 from .damage import damaged, rotated
+from .data import bad_inputs_and_tables, changing_worlds, failing_threads, resumed_anywhere, resumed_briefly
 from .hostile import hostile
 from .plugging import plugged
 from .power_cut import power_cut
@@ -41,10 +44,14 @@ GROUPS: dict[str, tuple[str, Round, int]] = {
     "A8": ("runs killed until done", resumed, 8),
     "A9": ("runs stopped by signals", stopped, 5),
     "A10": ("hostile checkpoints", hostile, 2),
+    "C1": ("data resumed anywhere", resumed_anywhere, 2),
+    "C2": ("data for other numbers of ranks", changing_worlds, 1),
+    "C3": ("bad images and tables", bad_inputs_and_tables, 1),
+    "C5": ("loader threads that fail", failing_threads, 1),
     "G": ("broken plugins", plugged, 2),
 }
 """Title, one round, share of the time."""
-SHORT = {resumed: resumed_once, stopped: stopped_once}
+SHORT = {resumed: resumed_once, stopped: stopped_once, resumed_anywhere: resumed_briefly}
 REAL = {killed, resumed, stopped, *SHORT.values()}
 """Rounds that need a disk below them; those that fake a crash do not, and one without spares much time."""
 
@@ -102,4 +109,6 @@ def play_once(play: Round, case: int) -> Report:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    logging.disable(logging.WARNING)  # a line for each bad image
+    warnings.filterwarnings("ignore", module="PIL")
     sys.exit(main())
