@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from smalti.data.buckets import Bucket, CropSettings
+from smalti.data.buckets import Bucket, CropSettings, choices_of
 
 settings.register_profile("no hurry", deadline=None)
 settings.load_profile("no hurry")
@@ -188,3 +189,48 @@ def test_the_least_size_is_measured_in_the_unit_of_the_resolution(kind: str, min
     crop_settings = CropSettings(resolution=64, resolution_type=kind, minimum_size=minimum)  # type: ignore[arg-type]
 
     assert crop_settings.accepts(600, 250) is accepted
+
+
+LISTED = CropSettings(resolution=1024, crop=True, crop_aspect="closest", aspects=((1.0, 1.0), (1.5, 1.0), (0.5, 1.0)))
+
+
+@pytest.mark.parametrize(
+    ("size", "bucket"),
+    [
+        ((1000, 1000), Bucket(1024, 1024)),
+        ((1200, 1000), Bucket(1024, 1024)),
+        ((1300, 1000), Bucket(1280, 832)),
+        ((4000, 100), Bucket(1280, 832)),
+        ((1000, 1300), Bucket(1024, 1024)),
+        ((1000, 1500), Bucket(704, 1472)),
+    ],
+)
+def test_the_closest_listed_aspect_is_the_bucket(size: tuple[int, int], bucket: Bucket) -> None:
+    assert LISTED.bucket(*size) == bucket
+
+
+def test_weights_say_how_many_images_get_a_random_aspect() -> None:
+    settings = replace(LISTED, crop_aspect="random", aspects=((1.0, 3.0), (1.5, 1.0), (0.5, 0.0)))
+    found = [settings.bucket(1000, 1000, choice) for choice in range(settings.choices)]
+
+    assert (found.count(Bucket(1024, 1024)), found.count(Bucket(1280, 832))) == (48, 16)
+
+
+def test_choices_of_images_are_even_and_their_own() -> None:
+    sizes = np.arange(100_000, 164_000, dtype=np.int64)
+    edges = np.full(len(sizes), 512, dtype=np.int32)
+    found = choices_of(sizes, edges, edges)
+
+    assert found.tolist()[1000:2000] == choices_of(sizes[1000:2000], edges[:1000], edges[:1000]).tolist()
+    counts = np.bincount(found, minlength=64)
+    assert len(counts) == 64
+    assert 850 < counts.min() < counts.max() < 1150
+
+
+def test_images_that_would_be_enlarged_too_much_are_left_out() -> None:
+    settings = replace(LISTED, maximum_upscale=0.25)
+
+    assert not settings.accepts(800, 650)
+    assert settings.accepts(820, 820)
+    assert settings.bucket(1030, 670) == Bucket(1280, 832)
+    assert settings.bucket(820, 1200) == Bucket(704, 1472)

@@ -338,6 +338,28 @@ def test_a_budget_is_a_share_or_a_count(budget: float, samples: int, allowed: in
     assert allowed_errors(budget, samples) == allowed
 
 
+def test_random_aspects_are_those_of_the_list_and_stay_the_same(pets: Path) -> None:
+    for number in range(20):
+        Image.effect_noise((16 + number, 16), 50).convert("RGB").save(pets / f"{number:03}.png")
+    data, again = (data_of(pets, batch=1, crop_aspect="random", crop_aspect_buckets=[1.0, 4.0]) for _ in range(2))
+
+    assert [str(count.bucket) for count in data.counts] == ["16x16", "32x8"]
+    assert sum(count.total for count in data.counts) == 20
+    assert data.counts == again.counts
+
+
+def test_several_resolutions_share_images_and_captions(pets: Path) -> None:
+    data = data_of(pets, resolution=[16, 32])
+    batches = take(data, data.order.epoch_start(1))
+
+    count = Counter(key.rpartition("/")[2] for _, key, _ in seen(batches))
+    assert set(count.values()) == {2}
+    assert {(batch.bucket.width, key.partition("/")[0]) for batch in batches for key in batch.micro[0].keys} == {
+        (16, "pets@16"),
+        (32, "pets@32"),
+    }
+
+
 def test_small_pictures_are_left_out_with_a_notice(pets: Path) -> None:
     fill(pets / "small", 3, (4, 4))
     data = data_of(pets, minimum_image_size=8)

@@ -111,7 +111,6 @@ def test_a_file_of_hub_datasets_is_read_once_they_are_folders(strategy: str) -> 
             {**LOCAL, "caption_strategy": "parquet", "metadata_backend": "parquet", "parquet": {"path": "t"}},
             ["metadata_backend 'parquet' is not supported yet"],
         ),
-        ({**LOCAL, "crop_aspect": "closest", "crop_aspect_buckets": [1.5]}, ["crop_aspect 'closest' is not supported yet"]),
         (
             {**LOCAL, "conditioning": {"type": "canny"}},
             ["conditioning is not supported for a dataset: conditioning images are not supported yet"],

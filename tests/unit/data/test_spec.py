@@ -76,6 +76,41 @@ def test_images_keep_their_aspect_ratio_unless_told_otherwise(
     assert (spec.crop, spec.crop_aspect, spec.crop_style) == framing
 
 
+def test_several_resolutions_are_datasets_of_the_same_images() -> None:
+    specs, problems = parse({**PETS, "resolution": [512, 768.0, "512"], "repeats": 2, "caption_prefix": "a"})
+
+    assert not problems
+    assert [(spec.id, spec.resolution) for spec in specs] == [("pets@512", 512), ("pets@768", 768)]
+    assert specs[0].model_copy(update={"id": "x", "resolution": 1}) == specs[1].model_copy(update={"id": "x", "resolution": 1})
+    assert spec_of(resolution=[512]).id == "pets"
+
+
+def test_a_wrong_one_of_several_resolutions_is_named() -> None:
+    assert "resolution cannot be '0'" in problem_of(resolution=[512, 0])
+
+
+@pytest.mark.parametrize("key", ["aspect", "aspect_ratio", "aspect_bucket"])
+def test_aspects_have_weights_under_any_of_their_names(key: str) -> None:
+    spec = spec_of(crop=True, crop_aspect="random", crop_aspect_buckets=[1, {key: 1.5, "weight": 2}])
+
+    assert spec.crop_aspect_buckets == ((1.0, 1.0), (1.5, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"crop_aspect": "closest"}, "has no aspect ratios"),
+        ({"crop_aspect": "random", "crop_aspect_buckets": [{"aspect": 1, "weight": 0}]}, "has no aspect ratios"),
+        ({"crop_aspect": "closest", "crop_aspect_buckets": [1], "crop": False}, "has no meaning with crop: false"),
+        ({"crop_aspect_buckets": [0]}, "crop_aspect_buckets.0.0 cannot be 0"),
+        ({"crop_aspect_buckets": [{"weight": 1}]}, "crop_aspect_buckets.0.0 cannot be None"),
+        ({"caption_shuffle": {"counts": 3}}, "unknown key 'caption_shuffle.counts'"),
+    ],
+)
+def test_values_that_cannot_be_used_are_named(values: dict[str, object], message: str) -> None:
+    assert message in problem_of(**values)
+
+
 def test_nothing_is_stretched_by_default() -> None:
     """A photograph of 4:3 in the bucket 576x448 of 512 pixels, which is 9:7."""
     rules = DataRules(seed=0, shape=BatchShape(train_batch_size=1, ranks=1, accumulation=1))

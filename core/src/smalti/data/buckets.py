@@ -12,9 +12,16 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
+from smalti.system import mixed
+
 ResolutionType = Literal["pixel", "area", "pixel_area"]
 CropStyle = Literal["center", "random", "corner"]
-CropAspect = Literal["square", "preserve"]
+RANDOM_CHOICES = 64
+"""How finely the weights of `crop_aspect_buckets` are kept."""
+CropAspect = Literal["square", "preserve", "closest", "random"]
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -39,7 +46,10 @@ class CropSettings:
         alignment: both sides of a bucket are multiples of this many pixels.
         aspect_rounding: decimals to which aspect ratios are rounded, so that nearly equal ones share a bucket.
         crop: crop what exceeds the bucket, instead of changing the aspect ratio a little.
-        crop_aspect: with `crop`, "square" crops every image to a square and "preserve" keeps its aspect ratio.
+        crop_aspect: with `crop`, "square" crops every image to a square and "preserve" keeps its aspect ratio. "closest" takes
+            the nearest of `aspects`, "random" any of them.
+        aspects: aspect ratios, width / height, each with its weight.
+        maximum_upscale: with `aspects`, an image is not enlarged by more than this share; None sets no limit.
         crop_style: with `crop`, where to crop: "center", "corner" (top left), or "random" (different at every visit; chosen
             once if latents are cached).
         minimum_size: smaller images are skipped; in the unit of `resolution`, 0 keeps all.
@@ -54,6 +64,8 @@ class CropSettings:
     aspect_rounding: int = 2
     crop: bool = False
     crop_aspect: CropAspect = "square"
+    aspects: tuple[tuple[float, float], ...] = ()
+    maximum_upscale: float | None = None
     crop_style: CropStyle = "center"
     minimum_size: float = 0.0
     maximum_size: float = 0.0
@@ -65,16 +77,54 @@ class CropSettings:
         """Whether an image of this size is large enough to train on, and of an allowed aspect ratio."""
         if not self.minimum_aspect <= width / height <= (self.maximum_aspect or math.inf):
             return False
-        if self.resolution_type == "pixel":
-            return min(width, height) >= self.minimum_size
-        return width * height >= self._area(self.minimum_size)
+        size = min(width, height) if self.resolution_type == "pixel" else width * height
+        smallest = self.minimum_size if self.resolution_type == "pixel" else self._area(self.minimum_size)
+        return size >= smallest and (not self._from_list or bool(self._allowed(width, height)))
 
-    def bucket(self, width: int, height: int) -> Bucket:
-        """Returns the bucket of an image. An image and its transpose have transposed buckets."""
+    @property
+    def choices(self) -> int:
+        """How many equally likely choices there are of the bucket of an image; 1 where its size alone determines it."""
+        return RANDOM_CHOICES if self._from_list and self.crop_aspect == "random" else 1
+
+    def bucket(self, width: int, height: int, choice: int = 0) -> Bucket:
+        """Returns the bucket of an image that is accepted; `choice` is one of `choices`.
+
+        Without a list of aspects, an image and its transpose have transposed buckets.
+        """
+        if self._from_list:
+            return self._listed(width, height, choice)
         # Long side over short side, so that tall images are rounded like wide ones (and never to zero).
         aspect = 1.0
         if not (self.crop and self.crop_aspect == "square"):
             aspect = round(max(width, height) / min(width, height), self.aspect_rounding)
+        return self._of_aspect(aspect, wide=width >= height)
+
+    @property
+    def _from_list(self) -> bool:
+        return self.crop and self.crop_aspect in ("closest", "random")
+
+    def _listed(self, width: int, height: int, choice: int) -> Bucket:
+        """The bucket of an image among those of `aspects`."""
+        allowed = self._allowed(width, height)
+        if self.crop_aspect == "closest":
+            return min(allowed, key=lambda each: abs(math.log(each[0] * height / width)))[2]
+        rest = (choice + 0.5) / RANDOM_CHOICES * sum(weight for _, weight, _ in allowed)
+        for _, weight, bucket in allowed:
+            rest -= weight
+            if rest < 0:
+                return bucket
+        return allowed[-1][2]
+
+    def _allowed(self, width: int, height: int) -> list[tuple[float, float, Bucket]]:
+        """The aspects that do not enlarge an image too much: each with its weight and its bucket."""
+        most = math.inf if self.maximum_upscale is None else 1 + self.maximum_upscale
+        found = [
+            (each, weight, self._of_aspect(max(each, 1 / each), wide=each >= 1)) for each, weight in self.aspects if weight
+        ]
+        return [one for one in found if max(one[2].width / width, one[2].height / height) <= most]
+
+    def _of_aspect(self, aspect: float, *, wide: bool) -> Bucket:
+        """The bucket of an aspect ratio, long side over short side."""
         if self.resolution_type == "pixel":
             short = self._aligned(self.resolution)
             long = self._aligned(short * aspect)
@@ -82,7 +132,7 @@ class CropSettings:
             edge = self._aligned(math.sqrt(self._area(self.resolution)))
             short = self._aligned(edge / math.sqrt(aspect))
             long = self._aligned(edge * math.sqrt(aspect))
-        return Bucket(long, short) if width >= height else Bucket(short, long)
+        return Bucket(long, short) if wide else Bucket(short, long)
 
     def resized(self, width: int, height: int, bucket: Bucket) -> tuple[int, int]:
         """Returns width and height to scale an image to: the bucket's own, or with `crop` the smallest that cover it.
@@ -122,6 +172,12 @@ class CropSettings:
 
     def _aligned(self, length: float) -> int:
         return max(1, math.floor(length / self.alignment + 0.5)) * self.alignment
+
+
+def choices_of(sizes: NDArray[np.int64], widths: NDArray[np.int32], heights: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Returns a choice for each image, which depends on the size of its file in bytes and on its own size alone."""
+    pixels = widths.astype(np.int64) << 32 | heights
+    return (mixed(sizes ^ mixed(pixels).astype(np.int64)) >> np.uint64(40)).astype(np.int64) % RANDOM_CHOICES
 
 
 def _covering(width: int, height: int, bucket: Bucket) -> tuple[int, int]:

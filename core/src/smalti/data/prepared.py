@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smalti.data.batch_check import BatchShape, BucketCount, Share, check_batches, describe_raised
-from smalti.data.buckets import Bucket, CropSettings
+from smalti.data.buckets import Bucket, CropSettings, choices_of
 from smalti.data.datasets.caption_policy import CaptionPolicy
 from smalti.data.datasets.captions import NO_TEXT_FILE
 from smalti.data.datasets.catalog import Catalog
@@ -279,6 +279,8 @@ def crop_settings_of(spec: DatasetSpec, rules: DataRules) -> CropSettings:
         aspect_rounding=rules.aspect_rounding,
         crop=spec.crop,
         crop_aspect=spec.crop_aspect,
+        aspects=spec.crop_aspect_buckets,
+        maximum_upscale=spec.max_upscale_threshold,
         crop_style=spec.crop_style,
         minimum_size=spec.minimum_image_size,
         maximum_size=spec.maximum_image_size,
@@ -291,6 +293,8 @@ def crop_settings_of(spec: DatasetSpec, rules: DataRules) -> CropSettings:
 def _limits(spec: DatasetSpec) -> str:
     """What images are not that `CropSettings.accepts` refuses."""
     reasons = ["smaller than minimum_image_size"] if spec.minimum_image_size else []
+    if spec.max_upscale_threshold is not None:
+        reasons.append("to be enlarged by more than max_upscale_threshold")
     if spec.minimum_aspect_ratio or spec.maximum_aspect_ratio:
         reasons.append("of an aspect ratio outside of minimum_aspect_ratio and maximum_aspect_ratio")
     return " or ".join(reasons)
@@ -314,7 +318,7 @@ def _settings(spec: DatasetSpec, crop_settings: CropSettings) -> dict[str, objec
 _LATER_SETTINGS = {
     *("maximum_image_size", "target_downsample_size", "minimum_aspect_ratio", "maximum_aspect_ratio"),
     *("caption_weights", "caption_prefix", "caption_suffix", "trigger_word", "caption_shuffle", "caption_tag_dropout_rate"),
-    *("caption_dropout_probability", "caption_filter_list"),
+    *("caption_dropout_probability", "caption_filter_list", "crop_aspect_buckets", "max_upscale_threshold"),
 }
 """Settings that are recorded only where they are set, since checkpoints of earlier versions do not have them."""
 
@@ -343,12 +347,14 @@ def _rows_by_bucket(index: DatasetIndex, crop_settings: CropSettings) -> tuple[d
     widths, heights = index.numbers("width"), index.numbers("height")
     rows = np.flatnonzero(widths > 0)
     sizes = widths[rows].astype(np.int64) << 32 | heights[rows]
+    if crop_settings.choices > 1:
+        sizes |= choices_of(index.numbers("size")[rows], widths[rows], heights[rows]) << 24
     # Images come in far fewer sizes than there are images, so the rule is applied once per size.
     distinct, which = np.unique(sizes, return_inverse=True)
     buckets = []
     for size in distinct.tolist():
-        width, height = size >> 32, size & 0xFFFFFFFF
-        buckets.append(crop_settings.bucket(width, height) if crop_settings.accepts(width, height) else None)
+        width, height, choice_number = size >> 32, size & 0xFFFFFF, size >> 24 & 0xFF
+        buckets.append(crop_settings.bucket(width, height, choice_number) if crop_settings.accepts(width, height) else None)
     names = sorted({bucket for bucket in buckets if bucket is not None})
     numbers = {bucket: number for number, bucket in enumerate(names)}
     choice = np.array([-1 if bucket is None else numbers[bucket] for bucket in buckets], dtype=np.int64)[which]

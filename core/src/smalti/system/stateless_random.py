@@ -50,6 +50,14 @@ def permutation(size: int, key: int) -> NDArray[np.int64]:
     return np.argsort(values, kind="stable").astype(np.int64, copy=False)
 
 
+def mixed(values: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """A hash of each number."""
+    words = values.astype(np.uint64)
+    words += np.uint64(_GAMMA)
+    _mix_array(words)
+    return words
+
+
 def _mix(value: int) -> int:
     value = (value ^ (value >> 30)) * _FIRST & _WORD
     value = (value ^ (value >> 27)) * _SECOND & _WORD

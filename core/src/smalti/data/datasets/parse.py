@@ -173,7 +173,18 @@ class _EntryParser:
         return None
 
     def _parse(self, place: str, entry: Mapping[str, object], notices: Sequence[str] = ()) -> None:
-        """Adds the dataset of an entry whose placeholders are filled, or its problems."""
+        """Adds the dataset of an entry whose placeholders are filled, or one for each of its resolutions."""
+        sizes = entry.get("resolution")
+        if not isinstance(sizes, list) or len(sizes) < 2:
+            self._add(place, {**entry, "resolution": sizes[0]} if isinstance(sizes, list) and sizes else entry, notices)
+            return
+        for number, size in enumerate(dict.fromkeys(map(_short_number, sizes))):
+            name = f"{entry.get('id')}@{size}"
+            self._check_id(place, name)
+            self._add(place, {**entry, "id": name, "resolution": size}, notices if number == 0 else ())
+
+    def _add(self, place: str, entry: Mapping[str, object], notices: Sequence[str]) -> None:
+        """Adds one dataset, or its problems."""
         before = len(self.problems)
         values = self._split_keys(place, entry, notices)
         try:
@@ -256,7 +267,7 @@ class _EntryParser:
             self._check_choice(place, "metadata_backend", metadata, self.catalog.metadata, entry)
             if storage == "local" and "instance_data_dir" not in values:
                 self._add_problem(place, "instance_data_dir is missing", "set it to the folder of the images")
-        self._drop_unsupported(place, values, "crop_style", "crop_aspect")
+        self._drop_unsupported(place, values, "crop_style")
         return {**values, "storage_options": options, "notices": (*found, *notices)}
 
     def _metadata_backend(self, place: str, entry: Mapping[str, object]) -> tuple[str, list[str]]:
@@ -350,6 +361,14 @@ def _disabled(entry: Mapping[str, object]) -> bool:
 def _is_on(value: object) -> bool:
     """Whether a boolean value is true. The text "false" is false, as in all options."""
     return str(value).lower() not in ("false", "0", "no", "off", "none", "")
+
+
+def _short_number(value: object) -> str:
+    """512, "512" and 512.0 as the same text; anything else as it is."""
+    try:
+        return f"{float(str(value)):g}"
+    except ValueError:
+        return str(value)
 
 
 def _nearest_key(name: str, known: Collection[str]) -> str:

@@ -40,6 +40,8 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "resolution_type",
         "crop",
         "crop_aspect",
+        "crop_aspect_buckets",
+        "max_upscale_threshold",
         "crop_style",
         "minimum_image_size",
         "maximum_image_size",

@@ -64,9 +64,7 @@ WITHOUT_EFFECT: Mapping[str, ExternalKey] = {
     "vae_cache_clear_each_epoch": ExternalKey(
         why="a cached image keeps its crop; --vae_cache_disable crops again at every visit", same=(False,)
     ),
-    "crop_aspect_buckets": ExternalKey(why="it belongs to crop_aspect closest and random"),
     "ignore_epochs": ExternalKey(why="the number of epochs or steps ends a run", same=(False,)),
-    "max_upscale_threshold": ExternalKey(why="it belongs to crop_aspect closest and random"),
 }
 """Keys that are accepted and have no effect, and why."""
 
@@ -131,10 +129,6 @@ UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
         "webshart": "set it to textfile, with a NAME.txt beside each image",
     },
     "crop_style": {"face": "set it to center or random"},
-    "crop_aspect": {
-        "closest": "set it to preserve: the nearest bucket to the aspect ratio of the image",
-        "random": "set it to preserve or square",
-    },
 }
 """Values that are not supported yet, by key, each with what to do instead."""
 

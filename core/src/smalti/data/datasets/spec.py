@@ -50,6 +50,25 @@ def _switched(value: object) -> object:
     return {"enable": value} if isinstance(value, bool) or str(value).lower() in ("true", "false") else value or None
 
 
+def _aspects(value: object) -> object:
+    """Aspect ratios with their weights, from numbers and tables."""
+    if not isinstance(value, list | tuple):
+        return value
+    return [
+        [_aspect_of(each), each.get("weight", 1.0)]
+        if isinstance(each, Mapping)
+        else each
+        if isinstance(each, tuple)
+        else [each, 1]
+        for each in value
+    ]
+
+
+def _aspect_of(table: Mapping[str, object]) -> object:
+    """SimpleTuner has three names of the key."""
+    return next((table[key] for key in ("aspect", "aspect_ratio", "aspect_bucket") if key in table), None)
+
+
 _LONGEST_ID = 200  # a file name has at most 255 bytes
 
 
@@ -70,6 +89,7 @@ def _checked_id(value: str) -> str:
     return value
 
 
+Positive = Annotated[float, Field(gt=0)]
 Weight = Annotated[float, Field(ge=0)]
 Word = Annotated[str, BeforeValidator(_lowered)]
 Folder = Annotated[Path, AfterValidator(absolute_path)]
@@ -199,7 +219,8 @@ class DatasetSpec(BaseModel):
     resolution: float = _key(
         1024.0,
         gt=0,
-        help="Size of the training images: pixels, or megapixels with `resolution_type: area`. Default: the option.",
+        help="Size of the training images: pixels, or megapixels with `resolution_type: area`. A list such as `[512, 1024]`"
+        " makes a dataset of each, `ID@512` and `ID@1024`. Default: the option.",
     )
     resolution_type: Annotated[ResolutionType, BeforeValidator(_lowered)] = _key(
         "pixel_area",
@@ -216,7 +237,20 @@ class DatasetSpec(BaseModel):
         help="Which part is kept. `corner` is the top left. `random` is drawn once per image where latents are cached.",
     )
     crop_aspect: Annotated[CropAspect, BeforeValidator(_lowered)] = _key(
-        "preserve", help="`preserve`: buckets near the image's own aspect ratio. `square`: one square bucket."
+        "preserve",
+        help="`preserve`: buckets near the image's own aspect ratio. `square`: one square bucket. `closest`: the nearest of"
+        " `crop_aspect_buckets`. `random`: any of them, always the same one for an image.",
+    )
+    crop_aspect_buckets: Annotated[tuple[tuple[Positive, Weight], ...], BeforeValidator(_aspects)] = _key(
+        (),
+        help="Aspect ratios, width / height, such as `[1.0, 1.5, 0.67]`. `random` takes one with a weight more often:"
+        ' `[{"aspect": 1.0, "weight": 2}, 1.5]`.',
+    )
+    max_upscale_threshold: float | None = _key(
+        None,
+        ge=0,
+        help="With `closest` and `random`: aspect ratios for which an image would be enlarged by more than this share are not"
+        " considered, and images for which there is none are left out. 0.2 allows 20 %.",
     )
     minimum_image_size: float = _key(
         0.0,

@@ -76,6 +76,13 @@ def wrong_sizes(spec: DatasetSpec, place: str) -> Iterator[Problem]:
         if getattr(spec, key) and not getattr(spec, other):
             fix = f"set {other} too, or remove {key}: images are then scaled to cover their bucket"
             yield Problem(message=f"{key} has no meaning without {other}", where=place, fix=fix)
+    listed = spec.crop_aspect in ("closest", "random")
+    if listed and not any(weight for _, weight in spec.crop_aspect_buckets):
+        message = f"crop_aspect {spec.crop_aspect!r} has no aspect ratios to choose from"
+        yield Problem(message=message, where=place, fix="set crop_aspect_buckets, such as [1.0, 1.5, 0.67]")
+    if listed and not spec.crop:
+        fix = "set crop to true, or remove crop_aspect"
+        yield Problem(message=f"crop_aspect {spec.crop_aspect!r} has no meaning with crop: false", where=place, fix=fix)
     if spec.minimum_aspect_ratio > (spec.maximum_aspect_ratio or math.inf):
         message = "minimum_aspect_ratio is larger than maximum_aspect_ratio, so no image is left"
         yield Problem(message=message, where=place, fix="exchange the two, or remove one")

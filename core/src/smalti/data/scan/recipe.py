@@ -28,4 +28,5 @@ def _recipe(spec: DatasetSpec, number: int) -> bytes:
         "disable_multiline_split", "instance_prompt", "prepend_instance_prompt", "only_instance_prompt", "max_num_samples",
     }  # fmt: skip
     fields |= {name for name in _LATER_FIELDS if getattr(spec, name) != DatasetSpec.model_fields[name].default}
-    return json.dumps({"format": number} | spec.model_dump(mode="json", include=fields), sort_keys=True).encode()
+    places = {"caption_weights": True} if spec.caption_weights else {}  # one of several captions may be missing
+    return json.dumps({"format": number} | places | spec.model_dump(mode="json", include=fields), sort_keys=True).encode()
