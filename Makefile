@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Only errors: a package index of many folders is good for hundreds of warnings.
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
-SOURCES := core/src:plugins/fsdp2/src:plugins/deepspeed/src:plugins/diffusers/src:plugins/toy/src:plugins/plots/src:plugins/hub/src:plugins/testing/src
+SOURCES := core/src:plugins/fsdp2/src:plugins/deepspeed/src:plugins/diffusers/src:plugins/toy/src:plugins/plots/src:plugins/hub/src:plugins/storage_s3/src:plugins/testing/src
 PROJECTS := core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
 ARGS ?=
 # One thread a process: the tests and the demo start several processes on few cores.
@@ -38,7 +38,7 @@ test: $(VENV)/dev.done $(VENV)/compiled.done
 check: $(VENV)/dev.done
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	MYPYPATH=$(SOURCES) $(BIN)/mypy $(addprefix -p ,smalti smalti_fsdp2 smalti_deepspeed smalti_diffusers smalti_toy smalti_plots smalti_hub smalti_testing)
+	MYPYPATH=$(SOURCES) $(BIN)/mypy $(addprefix -p ,smalti smalti_fsdp2 smalti_deepspeed smalti_diffusers smalti_toy smalti_plots smalti_hub smalti_storage_s3 smalti_testing)
 	$(TEST_ENV) $(BIN)/python -m pytest tests/meta $(ARGS)
 
 fix: $(VENV)/dev.done

@@ -169,14 +169,19 @@ def test_importing_smalti_alone_is_light():
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
+def distribution(folder: str) -> str:
+    """The name of the package in a folder of plugins/."""
+    return f"smalti-{folder.replace('_', '-')}"
+
+
 def test_all_packages_have_one_version_and_their_official_names(root):
     found = {path.parent.name: tomllib.loads(path.read_text())["project"] for path in root.glob("plugins/*/pyproject.toml")}
     core = tomllib.loads((root / "core" / "pyproject.toml").read_text())["project"]
     assert {project["version"] for project in found.values()} <= {core["version"]}
-    assert {name: project["name"] for name, project in found.items()} == {name: f"smalti-{name}" for name in found}
+    assert {name: project["name"] for name, project in found.items()} == {name: distribution(name) for name in found}
     entered = {name for name, project in found.items() if "smalti.plugins" in project.get("entry-points", {})}
     assert {package.plugin: package.distribution for package in PLUGINS.values() if not package.planned} == {
-        name: f"smalti-{name}" for name in entered
+        name: distribution(name) for name in entered
     }
 
 

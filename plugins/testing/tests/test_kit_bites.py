@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from smalti.data import StoredFile
+from smalti.data import StoredFile, list_columns
 from smalti.diffusion import build_objective
 from smalti.models import SeededWeights
 from smalti_testing import BrokenContract, MemoryStorage, TinyFamily, check_storage
@@ -46,13 +46,44 @@ print(sorted({"torch", "pytest"} & set(sys.modules)))"""
 
 
 class Unsorted(MemoryStorage):
-    def list(self, prefix=""):
-        yield from sorted(super().list(prefix), key=lambda file: (file.key.count("/"), file.key))
+    def list(self, prefix="", *, after=""):
+        yield from sorted(super().list(prefix, after=after), key=lambda file: (file.key.count("/"), file.key))
 
 
 class Foldered(MemoryStorage):
-    def list(self, prefix=""):
-        yield from super().list(f"{prefix}/" if prefix else "")
+    def list(self, prefix="", *, after=""):
+        yield from super().list(f"{prefix}/" if prefix else "", after=after)
+
+
+class StartsAtTheKey(MemoryStorage):
+    def list(self, prefix="", *, after=""):
+        yield from (file for file in super().list(prefix) if file.key >= after)
+
+
+class KeepsDeleted(MemoryStorage):
+    def delete(self, key):
+        self.write(key, b"")
+
+
+class Replaces(MemoryStorage):
+    creates_once = True
+
+    def create(self, key, data):
+        self.write(key, data)
+        return True
+
+
+class CutsTransfers(MemoryStorage):
+    def upload(self, path, key):
+        self.write(key, path.read_bytes()[:1_000_000])
+
+    def download(self, key, path):
+        path.write_bytes(self.read(key))
+
+
+class ColumnsWithoutPrefix(MemoryStorage):
+    def list_columns(self, prefix="", *, after=""):
+        return list_columns(MemoryStorage(self._files), after=after)
 
 
 class SizedEtags(MemoryStorage):
@@ -84,6 +115,11 @@ STORAGES = {
     PlainErrors: "a_missing_file_raises_missing_file_error",
     PaddedRanges: "a_range_ends_at_the_end_of_the_file",
     SlowWrites: "a_reader_never_sees_half_a_write",
+    StartsAtTheKey: "a_list_can_start_after_a_key",
+    KeepsDeleted: "a_deleted_file_is_gone",
+    Replaces: "a_file_is_created_only_once",
+    CutsTransfers: "whole_files_are_transferred",
+    ColumnsWithoutPrefix: "columns_are_the_same_list",
 }
 
 

@@ -38,10 +38,10 @@ class Gated:
 class Storage(LocalStorage):
     """Notes each scan in GATE.scans."""
 
-    def list(self, prefix=""):
+    def list(self, prefix="", *, after=""):
         with Path(os.environ["GATE"]).with_suffix(".scans").open("a") as file:
             file.write(f"{os.getpid()}\n")
-        return super().list(prefix)
+        return super().list(prefix, after=after)
 
     def read_range(self, key, start, length):
         wait_at("scanning")

@@ -105,7 +105,7 @@ def test_a_file_of_hub_datasets_is_read_once_they_are_folders(strategy: str) -> 
         ({**HUB, "dataset_type": "video", "video": {"num_frames": 9}}, ["dataset_type 'video' is not supported yet"]),
         ({**HUB, "dataset_type": "audio", "audio": {"channels": 2}}, ["dataset_type 'audio' is not supported yet"]),
         ({**LOCAL, "type": "csv", "csv_file": "list.csv", "csv_cache_dir": "c"}, ["type 'csv' is not supported yet"]),
-        ({**LOCAL, **S3}, ["type 'aws' is not supported yet"]),
+        ({**LOCAL, **S3}, ["type: 'aws' belongs to smalti-storage-s3"]),
         ({**LOCAL, "type": "webshart", "source": "x", "webshart": {}}, ["type 'webshart' is not supported yet"]),
         (
             {**LOCAL, "caption_strategy": "parquet", "metadata_backend": "parquet", "parquet": {"path": "t"}},

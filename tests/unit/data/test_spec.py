@@ -342,8 +342,12 @@ def test_an_unknown_caption_strategy_names_the_known_ones() -> None:
 
 
 def test_a_storage_that_does_not_exist_yet_is_no_advice_to_install_it() -> None:
-    told = problem_of(type="aws", aws_bucket_name="b")
-    assert ("aws s3 sync" in told, "pip install" in told) == (True, False)
+    told = problem_of(type="webshart")
+    assert ("tar -xf" in told, "pip install" in told) == (True, False)
+
+
+def test_a_storage_of_a_plugin_that_is_not_active_names_the_plugin() -> None:
+    assert "'aws' belongs to smalti-storage-s3" in problem_of(type="aws", aws_bucket_name="b")
 
 
 BOX = StorageEntry(name="box", title="", factory="", keys=("box_lid", "secret_of_the_box"))

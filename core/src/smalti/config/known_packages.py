@@ -160,9 +160,7 @@ PACKAGES = (
     ),
     Package(
         plugin="storage_s3",
-        planned=True,
-        options=("aws_bucket_name", "aws_endpoint_url", "aws_region_name"),
-        storages=("aws", "parquet"),
+        storages=("aws",),
     ),
     Package(plugin="health", planned=True, options=("webhook_config", "gpu_health")),
     Package(plugin="webui", planned=True, commands=("ui",)),

@@ -35,13 +35,21 @@ from .scan.changes import changes as changes, keep as keep
 from .scan.identity import Identity as Identity, Settings as Settings, first_digest as first_digest
 from .sources.range_file import RangeFile as RangeFile
 from .sources.tables import Table as Table, TableSource as TableSource
+from .storage.columns import file_columns as file_columns, list_columns as list_columns
 from .storage.protocol import (
     AccessDeniedError as AccessDeniedError,
+    CountsTraffic as CountsTraffic,
+    CreatesOnce as CreatesOnce,
+    Deletes as Deletes,
+    IntegrityError as IntegrityError,
     InvalidKeyError as InvalidKeyError,
+    ListsFileColumns as ListsFileColumns,
     MissingFileError as MissingFileError,
     Storage as Storage,
     StorageError as StorageError,
     StoredFile as StoredFile,
+    Traffic as Traffic,
+    TransfersFiles as TransfersFiles,
     TransientStorageError as TransientStorageError,
     checked_key as checked_key,
 )

@@ -18,9 +18,9 @@ class MemoryStorage:
     def location(self) -> str:
         return "memory"
 
-    def list(self, prefix: str = "") -> Iterator[StoredFile]:
+    def list(self, prefix: str = "", *, after: str = "") -> Iterator[StoredFile]:
         for key in sorted(self._files):
-            if key.startswith(prefix):
+            if key.startswith(prefix) and key > after:
                 yield self.stat(key)
 
     def stat(self, key: str) -> StoredFile:

@@ -13,7 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from smalti.data import InvalidKeyError, MissingFileError, Storage, StorageError
+from smalti.data import (
+    CreatesOnce,
+    Deletes,
+    InvalidKeyError,
+    ListsFileColumns,
+    MissingFileError,
+    Storage,
+    StorageError,
+    TransfersFiles,
+)
 from smalti_testing.contract import BrokenContract, Contract, expect
 
 Make = Callable[[Mapping[str, bytes], Path], Storage]
@@ -223,6 +232,89 @@ def a_reader_never_sees_half_a_write(subject: StorageSubject) -> None:
         while not writing.done():
             expect(storage.read("a") in contents, "a reader saw a part of a write")
         writing.result()
+
+
+@STORAGE.check
+def a_list_can_start_after_a_key(subject: StorageSubject) -> None:
+    """Several processes list one folder by parts, and an interrupted list goes on where it was: `list(after=KEY)`.
+
+    The key itself is left out, and it need not be there. Compare whole keys as text.
+    """
+    storage = subject.holding(dict.fromkeys(KEYS, b"x"))
+    for after in ("", "a-b.png", "a/b", "a/x.png", "b", "zzzz", "日本.png"):
+        found = [file.key for file in storage.list(after=after)]
+        expect(found == [key for key in sorted(KEYS) if key > after], f"list(after={after!r}) gave {found}")
+    found = [file.key for file in storage.list("a/", after="a/b/z.png")]
+    expect(found == ["a/x.png"], f'list("a/", after="a/b/z.png") gave {found}')
+
+
+@STORAGE.check
+def columns_are_the_same_list(subject: StorageSubject) -> None:
+    """`list_columns`, where it exists, gives the files of `list` in its order, as columns key, size and etag."""
+    storage = subject.holding({key: key.encode() for key in KEYS})
+    if not isinstance(storage, ListsFileColumns):
+        return
+    for prefix, after in (("", ""), ("a", ""), ("", "a.png"), ("no/such", "")):
+        rows = [row for batch in storage.list_columns(prefix, after=after) for row in batch.to_pylist()]
+        listed = [{"key": each.key, "size": each.size, "etag": each.etag} for each in storage.list(prefix, after=after)]
+        expect(rows == listed, f"list_columns({prefix!r}, after={after!r}) gave {rows}, list() {listed}")
+
+
+@STORAGE.check
+def a_deleted_file_is_gone(subject: StorageSubject) -> None:
+    """`delete`, where it exists, removes one file and is repeated without an error. Caches and checkpoints need it."""
+    storage = subject.holding({"a/b": b"x", "a/c": b"y"})
+    if not isinstance(storage, Deletes) or not subject.writes:
+        return
+    for _ in range(2):
+        storage.delete("a/b")
+    expect(_keys(storage) == ["a/c"], f"after delete('a/b') the list is {_keys(storage)}")
+    _raises(MissingFileError, storage.read, "a/b", "read() of a deleted file")
+    _raises(InvalidKeyError, storage.delete, "../a", "delete('../a')")
+
+
+@STORAGE.check
+def whole_files_are_transferred(subject: StorageSubject) -> None:
+    """`upload` and `download`, where they exist, move files of any size, and leave nothing beside them.
+
+    Write elsewhere and move into place in both directions.
+    """
+    storage = subject.holding({"small": b"x"})
+    if not isinstance(storage, TransfersFiles) or not subject.writes:
+        return
+    folder = subject.root / f"transfers-{id(subject)}"
+    folder.mkdir(exist_ok=True)
+    for size in (0, 5, 20_000_000):
+        data = (bytes(range(251)) * (size // 251 + 1))[:size]
+        (folder / "from").write_bytes(data)
+        storage.upload(folder / "from", "new/big")
+        storage.download("new/big", folder / "to")
+        expect((folder / "to").read_bytes() == data, f"a file of {size} bytes came back with other bytes")
+        expect(storage.stat("new/big").size == size, f"stat() of an uploaded file of {size} bytes has another size")
+    expect(_keys(storage) == ["new/big", "small"], f"after uploads the list is {_keys(storage)}")
+    _raises(MissingFileError, lambda key: storage.download(key, folder / "none"), "none", "download() of a missing file")
+    left = sorted(path.name for path in folder.iterdir())
+    expect(left == ["from", "to"], f"after downloads the folder has {left}")
+
+
+@STORAGE.check
+def a_file_is_created_only_once(subject: StorageSubject) -> None:
+    """`create`, where it exists, writes a file only if there is none: of eight writers at once, one gets True.
+
+    Where the store does not refuse to replace a file, `creates_once` is False.
+    """
+    storage = subject.holding({"there": b"old"})
+    if not isinstance(storage, CreatesOnce) or not subject.writes:
+        return
+    expect(not storage.create("there", b"new"), "create() of a file that exists gave True")
+    expect(storage.read("there") == b"old", "create() replaced a file")
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(lambda number: storage.create("one/new", bytes([number]) * 1000), range(8)))
+    expect(any(won), "none of eight writers created the file")
+    if storage.creates_once:
+        expect(won.count(True) == 1, f"{won.count(True)} of eight writers created the same file")
+        expect(storage.read("one/new") == bytes([won.index(True)]) * 1000, "the file is not that of the writer who created it")
+    expect(_keys(storage) == ["one/new", "there"], f"after create() the list is {_keys(storage)}")
 
 
 def _raises(kind: type[Exception], call: Callable[[str], object], key: str, context: str) -> None:

@@ -71,6 +71,14 @@ CHAPTERS = (
             "smalti.data:Storage",
             "smalti.data:StoredFile",
         ),
+        optional=(
+            "smalti.data:Deletes",
+            "smalti.data:TransfersFiles",
+            "smalti.data:CreatesOnce",
+            "smalti.data:ListsFileColumns",
+            "smalti.data:CountsTraffic",
+        ),
+        given=("smalti.data:Traffic",),
     ),
     Chapter(
         title="Metadata backends",

@@ -60,7 +60,7 @@ DATA_KEYS: Mapping[str, Rule] = {
     "max_workers": ignored(_AUTOMATIC),
     "aspect_bucket_worker_count": ignored(_AUTOMATIC),
     "torch_num_threads": ignored("set OMP_NUM_THREADS in the environment instead"),
-    "aws_max_pool_connections": ignored("datasets are read from folders"),
+    "aws_max_pool_connections": ignored("it is a key of each dataset on S3"),
     "debug_aspect_buckets": ignored("`smalti dataset check` shows buckets"),
     "debug_dataset_loader": ignored("`smalti dataset check` shows what is loaded"),
     "print_filenames": ignored("`smalti dataset check` lists images that cannot be read"),

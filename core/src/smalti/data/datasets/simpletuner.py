@@ -104,7 +104,6 @@ REFUSED: Mapping[str, ExternalKey] = {
 UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
     "type": {
         "huggingface": "make a folder of it: docs/datasets.md, 'Datasets of the Hugging Face Hub'",
-        "aws": "copy it: aws s3 sync s3://BUCKET/PREFIX FOLDER; then type: local and instance_data_dir: FOLDER",
         "csv": "download the images of the list into a folder; then type: local, and metadata_backend: json for the captions",
         "webshart": "unpack the shards into a folder (tar -xf SHARD -C FOLDER); then type: local and instance_data_dir: FOLDER",
         "memory": "set type: local; the system keeps files in memory that are read often",

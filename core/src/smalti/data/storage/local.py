@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, BinaryIO
 
+from smalti.data.storage.columns import columns_of
 from smalti.data.storage.protocol import (
     AccessDeniedError,
     MissingFileError,
@@ -18,9 +21,11 @@ from smalti.data.storage.protocol import (
     TransientStorageError,
     checked_key,
 )
-from smalti.system import atomic_write
+from smalti.system import atomic_write, fsync_directory, rename
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from smalti.data.datasets.spec import DatasetSpec
 
 # What a network file system reports while its server is unreachable.
@@ -37,6 +42,8 @@ _TRANSIENT = frozenset(
         errno.ETIMEDOUT,
     }
 )
+
+_BLOCK = 1 << 20
 
 
 def open_local(spec: DatasetSpec) -> LocalStorage:
@@ -60,13 +67,16 @@ class LocalStorage:
     def location(self) -> str:
         return str(self._root)
 
-    def list(self, prefix: str = "") -> Iterator[StoredFile]:
+    def list(self, prefix: str = "", *, after: str = "") -> Iterator[StoredFile]:
         folder = prefix.rpartition("/")[0]
         if folder:
             checked_key(folder)
         start = self._root / folder
         if start.is_dir():
-            yield from self._walk(start, f"{folder}/" if folder else "", prefix, ())
+            yield from self._walk(start, f"{folder}/" if folder else "", (prefix, after), ())
+
+    def list_columns(self, prefix: str = "", *, after: str = "") -> Iterator[pa.RecordBatch]:
+        return columns_of(self.list(prefix, after=after))
 
     def stat(self, key: str) -> StoredFile:
         with self._explained(key) as path:
@@ -89,7 +99,43 @@ class LocalStorage:
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(path, data)
 
-    def _walk(self, folder: Path, base: str, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[StoredFile]:
+    def delete(self, key: str) -> None:
+        with suppress(MissingFileError), self._explained(key) as path:
+            path.unlink()
+
+    def upload(self, path: Path, key: str) -> None:
+        with path.open("rb") as source, self._explained(key) as target:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _copy(source, target)
+
+    def download(self, key: str, path: Path) -> None:
+        with self._explained(key) as source, _open(source) as file:
+            _copy(file, path)
+
+    @property
+    def creates_once(self) -> bool:
+        return True
+
+    def create(self, key: str, data: bytes) -> bool:
+        with self._explained(key) as path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+            try:
+                atomic_write(draft, data)
+                # Unlike a rename, a hard link is refused where there is a file.
+                os.link(draft, path)
+            except FileExistsError:
+                return False
+            finally:
+                draft.unlink(missing_ok=True)
+            fsync_directory(path.parent)
+        return True
+
+    def _walk(
+        self, folder: Path, base: str, limits: tuple[str, str], above: tuple[tuple[int, int], ...]
+    ) -> Iterator[StoredFile]:
+        """The files below a folder; `limits` are the prefix and the key after which the list starts."""
+        prefix, after = limits
         with self._explained(base.rstrip("/") or ".", folder):
             status = folder.stat()
             with os.scandir(folder) as entries:
@@ -103,8 +149,9 @@ class LocalStorage:
             if not key.startswith(prefix[: len(key)] if name.endswith("/") else prefix):
                 continue
             if name.endswith("/"):
-                yield from self._walk(folder / entry.name, key, prefix, (*above, here))
-            else:
+                if key >= after[: len(key)]:  # otherwise all keys below it sort before
+                    yield from self._walk(folder / entry.name, key, limits, (*above, here))
+            elif key > after:
                 with self._explained(key, folder / entry.name):
                     stored = _listed(key, entry)
                 if stored is not None:
@@ -126,6 +173,21 @@ class LocalStorage:
                     f"{target}: {error.strerror}", fix="check the network or the file server, then start again"
                 ) from error
             raise StorageError(f"{target}: {error.strerror or error}", fix="check the disk") from error
+
+
+def _copy(source: BinaryIO, target: Path) -> None:
+    """Copy a file atomically, in bounded memory."""
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with draft.open("xb") as file:
+            shutil.copyfileobj(source, file, _BLOCK)
+            file.flush()
+            os.fsync(file.fileno())
+        rename(draft, target)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    fsync_directory(target.parent)
 
 
 def _stored(key: str, status: os.stat_result) -> StoredFile:

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from smalti.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +38,10 @@ class AccessDeniedError(StorageError):
     """The file exists, but this user may not read or write it."""
 
 
+class IntegrityError(StorageError):
+    """The bytes are not those that were written: their digest, checksum or length differs."""
+
+
 class InvalidKeyError(StorageError):
     """A key that is not a plain relative path."""
 
@@ -53,8 +61,11 @@ class Storage(Protocol):
         """The path or address, for messages."""
         ...
 
-    def list(self, prefix: str = "") -> Iterator[StoredFile]:
-        """All files whose key starts with `prefix` (plain text, not a folder), sorted by key, one at a time."""
+    def list(self, prefix: str = "", *, after: str = "") -> Iterator[StoredFile]:
+        """All files whose key starts with `prefix` (plain text, not a folder), sorted by key, one at a time.
+
+        With `after`, only keys that sort after it; it need not be a key of a file.
+        """
         ...
 
     def stat(self, key: str) -> StoredFile:
@@ -71,6 +82,73 @@ class Storage(Protocol):
 
     def write(self, key: str, data: bytes) -> None:
         """Write a file atomically: a reader sees the old content or the new one."""
+        ...
+
+
+@runtime_checkable
+class Deletes(Protocol):
+    """What a storage has in addition if files can be removed from it: those of caches and checkpoints."""
+
+    def delete(self, key: str) -> None:
+        """Remove one file. A file that is not there is no error."""
+        ...
+
+
+@runtime_checkable
+class TransfersFiles(Protocol):
+    """What a storage has in addition if it moves whole files of any size in bounded memory."""
+
+    def upload(self, path: Path, key: str) -> None:
+        """Write the file at `path` under `key`, atomically. Raises OSError if `path` cannot be read."""
+        ...
+
+    def download(self, key: str, path: Path) -> None:
+        """Write a file of the storage to `path`, atomically; its folder must exist. Raises MissingFileError."""
+        ...
+
+
+@runtime_checkable
+class CreatesOnce(Protocol):
+    """What a storage has in addition if it can write a file only where there is none, so that one of several writers wins."""
+
+    @property
+    def creates_once(self) -> bool:
+        """Whether the storage really refuses to replace a file. A remote one is asked, once, when this is first read."""
+        ...
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write a file atomically if there is none under `key`; False if there is one, which stays as it is.
+
+        Without `creates_once`, the file is looked for before it is written, and two writers at once may both get True.
+        """
+        ...
+
+
+@runtime_checkable
+class ListsFileColumns(Protocol):
+    """What a storage has in addition if it lists columns instead of objects: for listings of millions of files."""
+
+    def list_columns(self, prefix: str = "", *, after: str = "") -> Iterator[pa.RecordBatch]:
+        """The same files as `list`, in the same order, as batches with the columns key, size (int64) and etag."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """What went over the network so far. `sent` and `received` are bytes of file contents and listings, without headers."""
+
+    requests: int = 0
+    sent: int = 0
+    received: int = 0
+    retries: int = 0
+
+
+@runtime_checkable
+class CountsTraffic(Protocol):
+    """What a remote storage has in addition, for reports."""
+
+    def traffic(self) -> dict[str, Traffic]:
+        """The traffic of this object since it was opened, by operation: "list", "read", "write", ..."""
         ...
 
 

@@ -1,0 +1,1 @@
+"""Datasets on S3 for smalti. `client` is the storage; the other modules are what the plugin registers."""
