@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
-CASES = ("startup", "first_step", "step", "sdxl", "save", "detect", "shard", "zero")
+CASES = ("startup", "first_step", "step", "sdxl", "save", "detect", "shard", "zero", "headers")
 
 
 @dataclass(frozen=True, kw_only=True)
