@@ -21,6 +21,7 @@ BUILT_IN_METADATA = (
     MetadataEntry(name="discovery", title="The images themselves", factory="smalti.data.datasets.sources:Discovery"),
     MetadataEntry(name="json", title="A JSON-lines table", factory="smalti.data.datasets.sources:JsonLines"),
     MetadataEntry(name="csv", title="A CSV table", factory="smalti.data.sources.csv_table:CsvSource"),
+    MetadataEntry(name="webdataset", title="Tar shards", factory="smalti.data.sources.webdataset:WebDataset"),
 )
 
 

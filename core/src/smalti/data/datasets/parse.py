@@ -40,6 +40,8 @@ _CROP_ALONE: Mapping[str, object] = {"crop_style": "random", "crop_aspect": "squ
 
 CAPTION_STRATEGIES = ("textfile", "filename", "instanceprompt")
 """Sources of captions other than a metadata table."""
+WITH_TEXTS = ("webdataset",)
+"""Metadata backends whose containers hold the text files of images too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,6 +263,8 @@ class _EntryParser:
             values |= simpletuner.WITHOUT_CROP
             notices.append(f"{place}: crop: false is read as crop_aspect: preserve, since SimpleTuner does not stretch images")
         values["metadata_backend"] = metadata
+        if metadata in WITH_TEXTS and str(values.get("caption_strategy")).lower() in ("textfile", "tar", "webshart"):
+            values["caption_strategy"] = metadata
         kind = values.setdefault("dataset_type", "image")
         if kind in TYPES_WITH_IMAGES:
             self._check_choice(place, "type", storage, self.catalog.storages)
@@ -273,8 +277,7 @@ class _EntryParser:
     def _metadata_backend(self, place: str, entry: Mapping[str, object]) -> tuple[str, list[str]]:
         """Returns the metadata backend, and a notice where SimpleTuner has another name for it."""
         name = str(entry.get("metadata_backend", "discovery")).lower()
-        if name in simpletuner.SAME_AS_DISCOVERY:
-            return "discovery", []
+        name = simpletuner.SAME_BACKENDS.get(name, name)
         table = "json" in entry or str(entry.get("caption_strategy")).lower() == "json"
         if name == "json" and self.simpletuner and not table:
             message = f"{place}: metadata_backend 'json' is read as 'discovery', which it is in SimpleTuner"

@@ -105,7 +105,7 @@ UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
     "type": {
         "huggingface": "make a folder of it: docs/datasets.md, 'Datasets of the Hugging Face Hub'",
         "csv": "download the images of the list into a folder; then type: local, and metadata_backend: json for the captions",
-        "webshart": "unpack the shards into a folder (tar -xf SHARD -C FOLDER); then type: local and instance_data_dir: FOLDER",
+        "webshart": "download the tar shards; then type: local, instance_data_dir: FOLDER, and metadata_backend: webdataset",
         "memory": "set type: local; the system keeps files in memory that are read often",
     },
     "dataset_type": {
@@ -120,12 +120,10 @@ UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
     "metadata_backend": {
         "huggingface": "set it to discovery, with the images in a folder",
         "parquet": "write the table as JSON lines (docs/datasets.md, 'A table of captions'), and set it to json",
-        "webshart": "set it to discovery, with the images in a folder",
     },
     "caption_strategy": {
         "huggingface": "set it to textfile, with a NAME.txt beside each image",
         "parquet": "write the captions as JSON lines (docs/datasets.md, 'A table of captions'); metadata_backend: json",
-        "webshart": "set it to textfile, with a NAME.txt beside each image",
     },
     "crop_style": {"face": "set it to center or random"},
 }
@@ -139,8 +137,8 @@ WITHOUT_CROP: Mapping[str, object] = {
 }
 """What `crop: false` means there: images are scaled to cover their bucket, and what exceeds it is cropped."""
 
-SAME_AS_DISCOVERY = ("filesystem",)
-"""Other names of `metadata_backend: discovery`."""
+SAME_BACKENDS: Mapping[str, str] = {"filesystem": "discovery", "webshart": "webdataset", "tar": "webdataset"}
+"""Other names of metadata backends."""
 
 _BLOCKS = ("csv", "huggingface", "memory", "parquet", "webshart")
 _HUB = (
