@@ -135,6 +135,38 @@ def test_variants_of_captions_are_encoded_before_and_visits_have_no_others(pets,
     assert sorted(chain(*shares)) == sorted(found)
 
 
+@pytest.mark.parametrize("style", ["corner", "random"])
+def test_both_variants_of_a_flipped_image_are_encoded_and_visits_choose(pets, tmp_path, style):
+    family, plain = Encoding(), data_of(pets, crop_style=style)
+    data = data_of(pets, crop_style=style, flip_probability=0.5)
+    encode(family, plain, tmp_path / "cache")
+    encoded = encode(family, data, tmp_path / "cache")
+    bucket = data.order.buckets[0].bucket
+    assert family.images == 40  # the first 20 were there
+
+    found = batches(data, encoded, count=100)
+    latents = {key: set() for micro in found for key in micro.keys}
+    for micro in found:
+        for key, latent, size in zip(micro.keys, micro.latents, micro.size_conditioning, strict=True):
+            latents[key].add((latent.numpy().tobytes(), size.left))
+    assert {len(each) for each in latents.values()} == {2}
+    for sample in range(20):
+        image, (left, _) = encoded.latents.image(sample, bucket)
+        other, (right, _) = encoded.latents.image(sample, bucket, flipped=True)
+        assert np.array_equal(other, image[:, :, ::-1])
+        assert left + right + bucket.width == 100  # the width when it covers the bucket
+
+
+def test_a_share_of_visits_sees_the_image_mirrored_without_a_cache(pets):
+    whole = [data_of(pets, crop_style="center", flip_probability=share) for share in (0, 1)]
+    plain, mirrored = (torch.cat([micro.pixels for micro in batches(data)]) for data in whole)
+    some = torch.cat([micro.pixels for micro in batches(data_of(pets, crop_style="center", flip_probability=0.3), count=60)])
+    rising = (some[:, 0, 0, -1] > some[:, 0, 0, 0]).float().mean()
+
+    assert torch.equal(mirrored, plain.flip(-1))
+    assert rising == pytest.approx(0.7, abs=0.1)
+
+
 def test_another_size_before_the_crop_is_encoded_anew(pets, tmp_path):
     limits = {"maximum_image_size": 20, "target_downsample_size": 64}  # the images are 200 x 32, as large as 80 x 80
     again = [Encoding() for _ in range(4)]

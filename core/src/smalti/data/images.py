@@ -83,6 +83,12 @@ def crop(image: Bytes, bucket: Bucket, offset: tuple[int, int]) -> Bytes:
     return image[:, top : top + bucket.height, left : left + bucket.width]
 
 
+def mirrored(image: Bytes, bucket: Bucket, offset: tuple[int, int]) -> tuple[Bytes, tuple[int, int]]:
+    """Crop a scaled image like `crop`, and mirror the result; returns also its left and top in the mirrored scaled image."""
+    left, top = offset
+    return crop(image, bucket, offset)[:, :, ::-1], (image.shape[2] - bucket.width - left, top)
+
+
 def normalised(images: Tensor) -> Tensor:
     """Returns bytes as fp32 in [-1, 1], on the same device; 0 is -1 and 255 is 1."""
     return images.to(torch.float32).div_(127.5).sub_(1.0)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from smalti.data.buckets import Bucket
 from smalti.data.cache.embedding_cache import CachedLatents, CachedTexts, CropOffset
-from smalti.data.images import Bytes, crop, normalised, read_image
+from smalti.data.images import Bytes, crop, mirrored, normalised, read_image
 from smalti.data.order import GlobalBatch
 from smalti.data.prepared import PreparedData
 from smalti.data.scan.quarantine import BadSampleError, ErrorBudget, Quarantined
@@ -269,7 +269,7 @@ class _Reader:
             if sample in self._bad:
                 continue
             if self._latents is not None:
-                return self._complete(sample, *self._encoded(sample, batch.bucket), batch.epoch, number)
+                return self._complete(sample, *self._encoded(sample, batch.bucket, number), batch.epoch, number)
             image = self._load(sample, batch.bucket)
             if image is not None:
                 return self._complete(sample, *self._crop(sample, image, batch.bucket, number), batch.epoch, number)
@@ -282,11 +282,18 @@ class _Reader:
         white = np.full((3, height, width), 255, dtype=np.uint8)
         return _Visit(content=white, caption="", key="", size=SizeConditioning(width=width, height=height, left=0, top=0))
 
-    def _encoded(self, sample: int, bucket: Bucket) -> tuple[Tensor, CropOffset]:
+    def _is_flipped(self, sample: int, number: int) -> bool:
+        """Whether a visit sees an image mirrored."""
+        dataset = self._data.datasets[self._data.locate(sample)[0]]
+        if len(dataset.flips) == 1:
+            return dataset.flips[0]
+        return uniform(derive_seed("flip", self._data.order.seed, number)) < dataset.spec.flip_probability
+
+    def _encoded(self, sample: int, bucket: Bucket, number: int) -> tuple[Tensor, CropOffset]:
         """Returns the latents of a sample; if they cannot be read, those of another one, until all ranks stop together."""
         assert self._latents is not None
         try:
-            self._substitutes[bucket] = found = self._latents.get(sample, bucket)
+            self._substitutes[bucket] = found = self._latents.get(sample, bucket, flipped=self._is_flipped(sample, number))
         except UserError as error:
             if bucket not in self._substitutes:
                 raise
@@ -316,12 +323,13 @@ class _Reader:
 
     def _crop(self, sample: int, image: Bytes, bucket: Bucket, number: int) -> tuple[Bytes, CropOffset]:
         """Returns a scaled image cropped to its bucket, and the offset; a random one depends on the number of the visit."""
+        flipped = self._is_flipped(sample, number)
         if image.shape == (3, bucket.height, bucket.width):
-            return image, (0, 0)
+            return mirrored(image, bucket, (0, 0)) if flipped else (image, (0, 0))
         crop_settings, seed = self._data.crop_settings[self._data.locate(sample)[0]], self._data.order.seed
         fractions = uniform(derive_seed("across", seed, number)), uniform(derive_seed("down", seed, number))
         offset = crop_settings.offset((image.shape[2], image.shape[1]), bucket, fractions)
-        return crop(image, bucket, offset), offset
+        return mirrored(image, bucket, offset) if flipped else (crop(image, bucket, offset), offset)
 
     def _complete(self, sample: int, content: Bytes | Tensor, offset: CropOffset, epoch: int, number: int) -> _Visit:
         """Adds caption and size conditioning to an image; epoch and number of the visit determine which caption."""

@@ -72,6 +72,12 @@ class Dataset:
         return self.caption_policy.texts(self.index.captions(row))
 
     @property
+    def flips(self) -> tuple[bool, ...]:
+        """The variants of an image that visits take: as it is, mirrored, or both. Held-out images are never mirrored."""
+        share = self.spec.flip_probability if self.spec.dataset_type == "image" else 0.0
+        return (False,) if share == 0 else (True,) if share == 1 else (False, True)
+
+    @property
     def notices(self) -> tuple[str, ...]:
         """Messages for the user about its entry and its files."""
         notices = (*self.spec.notices, *self.source_notices)
@@ -319,6 +325,7 @@ _LATER_SETTINGS = {
     *("maximum_image_size", "target_downsample_size", "minimum_aspect_ratio", "maximum_aspect_ratio"),
     *("caption_weights", "caption_prefix", "caption_suffix", "trigger_word", "caption_shuffle", "caption_tag_dropout_rate"),
     *("caption_dropout_probability", "caption_filter_list", "crop_aspect_buckets", "max_upscale_threshold"),
+    "flip_probability",
 }
 """Settings that are recorded only where they are set, since checkpoints of earlier versions do not have them."""
 

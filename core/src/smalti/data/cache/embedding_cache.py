@@ -18,7 +18,7 @@ from torch import Tensor
 
 from smalti.data.buckets import Bucket
 from smalti.data.cache.tensor_store import Entry, TensorStore
-from smalti.data.images import Bytes, crop, read_image
+from smalti.data.images import Bytes, crop, mirrored, read_image
 from smalti.data.prepared import PreparedData
 from smalti.diffusion import Conditioning
 from smalti.system import derive_seed, uniform
@@ -46,7 +46,7 @@ class CachedLatents:
     def store(self, sample: int) -> TensorStore:
         return self.stores[self._data.locate(sample)[0]]
 
-    def key(self, sample: int, bucket: Bucket) -> str:
+    def key(self, sample: int, bucket: Bucket, *, flipped: bool = False) -> str:
         position, row = self._data.locate(sample)
         dataset, crop_settings = self._data.datasets[position], self._data.crop_settings[position]
         name = dataset.index.key(row)
@@ -59,19 +59,21 @@ class CachedLatents:
         scaled = crop_settings.resized(*size, bucket)
         if crop_settings.maximum_size and scaled != replace(crop_settings, maximum_size=0).resized(*size, bucket):
             cropped += map(str, scaled)
+        if flipped:
+            cropped.append("flipped")
         return _key(_RECIPE, dataset.storage.location, name, dataset.index.etag(row), bucket.width, bucket.height, *cropped)
 
-    def image(self, sample: int, bucket: Bucket) -> tuple[Bytes, CropOffset]:
+    def image(self, sample: int, bucket: Bucket, *, flipped: bool = False) -> tuple[Bytes, CropOffset]:
         """Returns the image to encode, cropped to its bucket, and the offset of the crop. Raises BadSampleError."""
-        return fixed_crop(self._data, sample, bucket)
+        return fixed_crop(self._data, sample, bucket, flipped=flipped)
 
     @staticmethod
     def entry(latents: Tensor, offset: CropOffset) -> Entry:
         return {"latents": latents, "corner": torch.tensor(offset)}
 
-    def get(self, sample: int, bucket: Bucket) -> tuple[Tensor, CropOffset]:
+    def get(self, sample: int, bucket: Bucket, *, flipped: bool = False) -> tuple[Tensor, CropOffset]:
         """Returns the latents of an image that is not broken, and the offset of its crop."""
-        entry = self.store(sample).get(self.key(sample, bucket))
+        entry = self.store(sample).get(self.key(sample, bucket, flipped=flipped))
         left, top = entry["corner"].tolist()
         return entry["latents"], (left, top)
 
@@ -96,15 +98,18 @@ class CachedTexts:
         return {name: torch.stack([entry[name] for entry in entries]) for name in entries[0]}
 
 
-def fixed_crop(data: PreparedData, sample: int, bucket: Bucket) -> tuple[Bytes, CropOffset]:
-    """Returns an image cropped to its bucket, and the offset; a random crop is always the same. Raises BadSampleError."""
+def fixed_crop(data: PreparedData, sample: int, bucket: Bucket, *, flipped: bool = False) -> tuple[Bytes, CropOffset]:
+    """Returns an image cropped to its bucket, and the offset; a random crop is always the same. Raises BadSampleError.
+
+    With `flipped` it is the same part of the image, mirrored.
+    """
     position, row = data.locate(sample)
     dataset, crop_settings = data.datasets[position], data.crop_settings[position]
     name = dataset.index.key(row)
     image = read_image(lambda: dataset.read(row), crop_settings, bucket)
     fractions = uniform(derive_seed("across", dataset.spec.id, name)), uniform(derive_seed("down", dataset.spec.id, name))
     offset = crop_settings.offset((image.shape[2], image.shape[1]), bucket, fractions)
-    return crop(image, bucket, offset), offset
+    return mirrored(image, bucket, offset) if flipped else (crop(image, bucket, offset), offset)
 
 
 def _key(*parts: object) -> str:

@@ -133,11 +133,12 @@ def all_captions(data: PreparedData) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Task:
-    """A sample to encode, and the key for its latents."""
+    """A sample to encode, as it is or mirrored, and the key for its latents."""
 
     sample: int
     bucket: Bucket
     key: str
+    flipped: bool
 
 
 @dataclass(kw_only=True)
@@ -209,9 +210,12 @@ class _Encoder:
                 "random crops are chosen once per image, because latents are cached; --vae_cache_disable crops at each visit"
             )
         wanted = [
-            _Task(sample=sample, bucket=content.bucket, key=latents.key(sample, content.bucket))
+            _Task(
+                sample=sample, bucket=content.bucket, key=latents.key(sample, content.bucket, flipped=flipped), flipped=flipped
+            )
             for content in data.order.buckets
             for sample in content.samples.tolist()
+            for flipped in data.datasets[data.locate(sample)[0]].flips
         ]
         missing = {store: store.missing(one.key for one in wanted) for store in dict.fromkeys(latents.stores)}
         mine = [one for one in wanted if one.key in missing[latents.store(one.sample)] and self._is_mine(one.key)]
@@ -232,7 +236,7 @@ class _Encoder:
 
         def read(one: _Task) -> tuple[_Task, Bytes, CropOffset] | BadSampleError:
             try:
-                return one, *latents.image(one.sample, one.bucket)
+                return one, *latents.image(one.sample, one.bucket, flipped=one.flipped)
             except BadSampleError as error:
                 position, row = data.locate(one.sample)
                 dataset = data.datasets[position]

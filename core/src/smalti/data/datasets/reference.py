@@ -44,6 +44,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "crop_aspect_buckets",
         "max_upscale_threshold",
         "crop_style",
+        "flip_probability",
         "minimum_image_size",
         "maximum_image_size",
         "target_downsample_size",

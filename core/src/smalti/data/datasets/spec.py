@@ -252,6 +252,13 @@ class DatasetSpec(BaseModel):
         help="With `closest` and `random`: aspect ratios for which an image would be enlarged by more than this share are not"
         " considered, and images for which there is none are left out. 0.2 allows 20 %.",
     )
+    flip_probability: float = _key(
+        0.0,
+        ge=0,
+        le=1,
+        help="Share of visits in which the image is mirrored, left to right. Cached latents are then of both variants. Not for"
+        " images with text, or captions that say left or right.",
+    )
     minimum_image_size: float = _key(
         0.0,
         ge=0,
