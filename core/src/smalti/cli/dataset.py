@@ -191,7 +191,7 @@ def _progress() -> Scan | None:
     """The progress of a scan, on a terminal."""
 
     def of(name: str) -> Progress:
-        return lambda done, total: click.echo(f"{name}: {done} of {total}", err=True)
+        return lambda done, total: click.echo(f"{name}: {done}" + (f" of {total}" if total else ""), err=True)
 
     return of if sys.stderr.isatty() else None
 

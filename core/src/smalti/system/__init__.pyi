@@ -55,6 +55,7 @@ from .stateless_random import (
     ComputedPermutation as ComputedPermutation,
     as_signed as as_signed,
     derive_seed as derive_seed,
+    derive_seeds as derive_seeds,
     mixed as mixed,
     permutation as permutation,
     text_hash as text_hash,

@@ -26,6 +26,15 @@ def derive_seed(*parts: int | str) -> int:
     return key
 
 
+def derive_seeds(*parts: int | str, last: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """`derive_seed(*parts, number)` for each number of `last`."""
+    values = last + np.uint64(_GAMMA)
+    _mix_array(values)
+    values ^= np.uint64(derive_seed(*parts) + _GAMMA & _WORD)
+    _mix_array(values)
+    return values
+
+
 def text_hash(text: str) -> int:
     """A 64-bit hash of a text."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")

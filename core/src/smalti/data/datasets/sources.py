@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import pyarrow as pa
 
 from smalti.data.datasets.spec import DatasetSpec, JsonTable
@@ -137,6 +138,15 @@ def listed_rows(source: MetadataSource) -> Iterator[Listed]:
             yield Listed(**row | {"captions": None if row["captions"] is None else tuple(row["captions"])})
 
 
+def listed_columns(columns: pa.RecordBatch) -> pa.RecordBatch:
+    """Some of the columns of `LISTED`, completed: captions and sizes are unknown, texts are empty."""
+    empty = pa.array([""]).take(pa.array(np.zeros(len(columns), dtype=np.int64)))
+    names = columns.schema.names
+    others = {field.name: pa.nulls(len(columns), field.type) if field.nullable else empty for field in LISTED}
+    arrays = [columns.column(name) if name in names else others[name] for name in LISTED.names]
+    return pa.RecordBatch.from_arrays(arrays, schema=LISTED)
+
+
 class Discovery:
     """Every image below the dataset's root, by file extension. Hidden files and folders (".name") are skipped."""
 
@@ -146,11 +156,17 @@ class Discovery:
         self.skipped_files: Mapping[str, int] = {}
 
     def list(self) -> Iterator[Listed]:
-        files = list_files(self._storage, self._spec.caption_extension)
-        self.skipped_files = files.skipped_files
-        for key, file in files.images.items():
-            etag = files.texts.get(caption_key(key, self._spec.caption_extension), "")
-            yield Listed(key=key, size=file.size, etag=file.etag, caption_etag=etag)
+        return listed_rows(self)
+
+    def list_columns(self) -> Iterator[pa.RecordBatch]:
+        from smalti.data.sources.image_files import (
+            ImageFiles,  # imported here: it imports pyarrow.compute, which few processes need
+        )
+
+        files = ImageFiles(self._storage, self._spec.caption_extension)
+        for images in files.batches():
+            yield listed_columns(images)
+        self.skipped_files = files.skipped
 
 
 class JsonLines:

@@ -18,7 +18,7 @@ from smalti.data.scan.identity import Identity
 from smalti.data.scan.index import DatasetIndex, read_table
 
 _log = logging.getLogger(__name__)
-_COMPARED = ("key", "size", "width", "height", "content", "caption_hash")
+_COMPARED = ("key", "size", "width", "height", "content", "captions")
 
 
 def keep(identity: Identity, indexes: Sequence[DatasetIndex], directory: Path) -> None:
@@ -93,6 +93,16 @@ def _compared(old: pa.Table, new: pa.Table) -> Iterator[_Change]:
         one, other = pair(column)
         return np.asarray(one != other)
 
+    def captions_differ() -> NDArray[np.bool_]:
+        one, other = (table.column("captions").take(rows).combine_chunks() for table, rows in ((old, was), (new, now)))
+        counts = pc.list_value_length(one).to_numpy(), pc.list_value_length(other).to_numpy()
+        same = counts[0] == counts[1]
+        texts = [lists.filter(pa.array(same)).flatten() for lists in (one, other)]
+        different: NDArray[np.bool_] = ~same
+        owners = np.repeat(np.flatnonzero(same), counts[0][same])
+        different[owners[pc.not_equal(*texts).to_numpy(zero_copy_only=False)]] = True
+        return different
+
     def change(one: str, many: str, rows: NDArray[np.int64], keys: pa.Array = new_keys) -> _Change:
         return _Change(one=one, many=many, count=len(rows), first=str(keys[int(rows[0])].as_py()) if len(rows) else "")
 
@@ -107,4 +117,4 @@ def _compared(old: pa.Table, new: pa.Table) -> Iterator[_Change]:
     yield change("image can no longer be used", "images can no longer be used", now[usable_then & ~usable_now])
     yield change("image size changed", "image sizes changed", now[resized])
     yield change("image has other content", "images have other content", now[replaced])
-    yield change("caption changed", "captions changed", now[usable & differ("caption_hash")])
+    yield change("caption changed", "captions changed", now[usable & captions_differ()])

@@ -21,6 +21,7 @@ from smalti.data.scan.index_file import SCHEMA, IndexDigests, IndexFile, Summary
 from smalti.data.scan.quarantine import Quarantined
 from smalti.data.scan.recipe import recipe_of
 from smalti.errors import UserError
+from smalti.system import as_signed, derive_seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +116,9 @@ class DatasetIndex:
         return self._column(column, number)[row - self._starts[number]]
 
     def _column(self, name: str, number: int) -> pa.Array:
+        if name == "caption_hash":  # a column of earlier versions, which digests in their checkpoints contain
+            lists = self._file.batch(number).column("captions").to_pylist()
+            return pa.array([as_signed(derive_seed(*texts)) if texts else 0 for texts in lists], pa.int64())
         array = self._columns.get((name, number))
         if array is None:
             array = self._columns[name, number] = self._file.batch(number).column(name)

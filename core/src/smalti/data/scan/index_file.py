@@ -26,7 +26,6 @@ SCHEMA = pa.schema(
         ("captions", pa.list_(pa.string())),
         ("caption_etag", pa.string()),
         ("content", pa.int64()),  # `Header.content`; 0 where no image was opened
-        ("caption_hash", pa.int64()),  # of all captions
         ("place", pa.string()),  # where the source has the bytes; "" for the file `key`
         ("problem", pa.string()),
     ]

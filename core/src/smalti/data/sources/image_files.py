@@ -1,0 +1,135 @@
+"""The files of a storage sorted by kind, as columns: images with the etags of their text files, and what is skipped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Protocol, cast, runtime_checkable
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from smalti.data.datasets.sources import CAPTION_EXTENSIONS, DESCRIPTIONS
+from smalti.data.scan.image_headers import EXTENSIONS
+from smalti.data.storage.protocol import Storage, StoredFile
+
+WINDOW = 1 << 16
+"""Rows at a time."""
+_FILES = pa.schema([("key", pa.string()), ("size", pa.int64()), ("etag", pa.string())])
+_NAME_END = r"[^./]*$"  # a name from its last dot on, without the dot
+
+
+@runtime_checkable
+class _ListsFileColumns(Protocol):
+    def list_columns(self, prefix: str = "") -> Iterator[pa.RecordBatch]: ...
+
+
+class ImageFiles:
+    """The images of a storage, sorted by key. Hidden files and folders (".name") are skipped.
+
+    `batches` yields columns `key`, `size`, `etag` and `caption_etag`: the etag of the text file with the same stem and the
+    extension `caption_extension`, "" without one. `skipped` counts other files by extension in lower case, but for those that
+    describe data (`DESCRIPTIONS`).
+    """
+
+    def __init__(self, storage: Storage, caption_extension: str = ".txt") -> None:
+        self._storage = storage
+        self._caption_extension = caption_extension
+        self._skipped: Counter[str] = Counter()
+
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        return dict(self._skipped)
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        self._skipped.clear()
+        carried: pa.RecordBatch | None = None
+        for window in _windows(self._storage):
+            known = self._known(window)
+            if carried is not None and len(carried):
+                known = _joined([carried, known])
+            if not len(known):
+                continue
+            # An image and its text share the stem, but other names may sort between them: those are waited for.
+            last = window.column("key")[len(window) - 1].as_py()
+            ends = pc.binary_join_element_wise(pc.binary_slice(_stems(known).cast(pa.binary()), 0, -1), b"/", b"")
+            open_rows = np.flatnonzero(pc.greater(ends, last.encode()).to_numpy(zero_copy_only=False))
+            complete = int(open_rows[0]) if len(open_rows) else len(known)
+            yield from self._images(known.slice(0, complete))
+            carried = known.slice(complete)
+        if carried is not None:
+            yield from self._images(carried)
+
+    def _known(self, window: pa.RecordBatch) -> pa.RecordBatch:
+        """The images and text files among these files; the others are counted."""
+        keys = window.column("key")
+        hidden = pc.or_(pc.starts_with(keys, "."), pc.match_substring(keys, "/."))
+        if pc.any(hidden).as_py():
+            window = window.filter(pc.invert(hidden))
+            keys = window.column("key")
+        known = pc.or_(_has_extension(keys, EXTENSIONS), _has_extension(keys, (self._caption_extension,)))
+        others = keys.filter(pc.invert(known))
+        for key in others.to_pylist():
+            extension = key[key.rfind(".") :].lower() if "." in key.rpartition("/")[2] else ""
+            if extension not in DESCRIPTIONS and extension not in CAPTION_EXTENSIONS:
+                self._skipped[extension] += 1
+        return window.filter(known) if len(others) else window
+
+    def _images(self, files: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+        is_image = _has_extension(files.column("key"), EXTENSIONS)
+        images, texts = files.filter(is_image), files.filter(pc.invert(is_image))
+        if not len(images):
+            return
+        wanted = pc.binary_join_element_wise(_stems(images), self._caption_extension[1:], "")
+        found = pc.index_in(wanted, value_set=texts.column("key"))
+        etags = pc.fill_null(texts.column("etag").take(found), "")
+        yield images.append_column("caption_etag", etags)
+
+
+def file_columns(storage: Storage) -> Iterator[pa.RecordBatch]:
+    """All files of a storage, sorted by key: `key`, `size` and `etag`. Without an object per file where the storage can."""
+    if isinstance(storage, _ListsFileColumns):
+        for batch in storage.list_columns():
+            yield pa.RecordBatch.from_arrays([batch.column(field.name).cast(field.type) for field in _FILES], schema=_FILES)
+        return
+    files = storage.list()
+    while some := list(islice(files, WINDOW)):
+        yield _columns(some)
+
+
+def _columns(files: list[StoredFile]) -> pa.RecordBatch:
+    columns = ([file.key for file in files], [file.size for file in files], [file.etag for file in files])
+    return pa.RecordBatch.from_arrays(
+        [pa.array(column, field.type) for column, field in zip(columns, _FILES, strict=True)], schema=_FILES
+    )
+
+
+def _windows(storage: Storage) -> Iterator[pa.RecordBatch]:
+    """The files in batches of about `WINDOW` rows."""
+    waiting: list[pa.RecordBatch] = []
+    for batch in file_columns(storage):
+        for start in range(0, len(batch), WINDOW):
+            waiting.append(batch.slice(start, WINDOW))
+            if sum(map(len, waiting)) >= WINDOW:
+                yield _joined(waiting)
+                waiting = []
+    if waiting:
+        yield _joined(waiting)
+
+
+def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    if len(batches) == 1:
+        return batches[0]
+    return cast(pa.RecordBatch, pa.concat_batches(batches))
+
+
+def _stems(keys_of: pa.RecordBatch) -> pa.Array:
+    """Keys without their extension, but with the dot before it."""
+    return pc.replace_substring_regex(keys_of.column("key"), _NAME_END, "")
+
+
+def _has_extension(keys: pa.Array, extensions: Iterable[str]) -> pa.Array:
+    names = "|".join(sorted(extension.removeprefix(".") for extension in extensions))
+    return pc.match_substring_regex(keys, rf"\.(?:{names})$", ignore_case=True)
