@@ -157,9 +157,12 @@ def test_a_run_on_changed_data_is_refused_or_continues_and_remembers_it(pictures
             copyfile(images / f"{number:02d}{suffix}", images / f"{number + 30}{suffix}")
     added = train(tmp_path / "run", max_train_steps=10, on_changed_data="continue", **options)
     trainer = json.loads((added.directory / "checkpoints/step-00000010/state.json").read_text())["trainer"]
-    assert (trainer["step"], trainer["position"], trainer["epoch"]) == (10, 14 + 1, 2)
+    assert (trainer["step"], trainer["position"], trainer["epoch"]) == (10, 10, 2)
+    assert trainer["order_beginning"] == {"position": 9, "epoch": 2}
     assert trainer["data_changes"] == [
         {"step": 8, "changes": ["1 caption changed, first: 01.png"]},
         {"step": 9, "changes": ["4 images were added, first: 31.png"]},
     ]
-    assert train(tmp_path / "run", max_train_steps=11, **options).code == 0
+    two = train(tmp_path / "run", max_train_steps=11, **{**options, "train_batch_size": 2}, num_processes=2)
+    trainer = json.loads((two.directory / "checkpoints/step-00000011/state.json").read_text())["trainer"]
+    assert (trainer["position"], trainer["epoch"], trainer["order_beginning"]) == (11, 2, {"position": 9, "epoch": 2})

@@ -101,6 +101,8 @@ STATES = [
     ("trainer.samples", "8", 'trainer.samples cannot be "8"'),
     ("trainer.epoch", -1, "trainer.epoch cannot be -1"),
     ("trainer.effective_batch", 0, "trainer.effective_batch cannot be 0"),
+    ("trainer.order_beginning", {"position": 3}, "trainer.order_beginning has other fields than position and epoch"),
+    ("trainer.order_beginning", {"position": -1, "epoch": 0}, "trainer.order_beginning.position cannot be -1"),
     ("trainer.data_changes", 1, "trainer.data_changes is not a list"),
     ("trainer", {}, "trainer.step is missing"),
     ("trainer", [], "trainer cannot be []"),

@@ -327,7 +327,7 @@ def test_a_count_as_budget_puts_up_with_that_many(pets: Path) -> None:
         (pets / f"{number:03}.txt").unlink()
     data = data_of(pets, budget=5)
 
-    assert len(data.quarantined) == 5
+    assert data.unusable == len(data.quarantined) == 5
     assert "5 samples are unusable" in data.notices[0]
 
 
@@ -376,7 +376,7 @@ def test_nothing_left_to_train_on_is_an_error(pets: Path) -> None:
 def test_short_buckets_get_repeats_when_allowed(pets: Path) -> None:
     datasets = build_datasets(specs_of(pets), Catalog())
     shape = BatchShape(train_batch_size=8, ranks=4, accumulation=1)
-    data = prepare(datasets, DataRules(seed=1, shape=shape, alignment=8, allow_oversubscription=True))
+    data = prepare(datasets, DataRules(seed=1, shape=shape, alignment=8, short_buckets="repeat"))
 
     assert [(len(part.rows), part.copies) for part in data.order.buckets[0].parts] == [(20, 2)]
     assert "repeats raised to 1" in data.notices[0]

@@ -14,7 +14,7 @@ from smalti.config.config import Config
 from smalti.data.from_options import scan_data
 from smalti.data.prepared import PreparedData
 from smalti.data.scan.changes import keep
-from smalti.data.scan.identity import first_digest
+from smalti.data.scan.identity import Identity, first_digest
 from smalti.errors import CheckpointError
 from smalti.plugins.registry import Plugins
 from smalti.training.resume_checks import Resumption, check_resumable
@@ -205,6 +205,34 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed_from(project: Project) ->
 
     with pytest.raises(CheckpointError, match="images were added, removed, renamed or resized"):
         project.resume(trainer)
+
+
+def test_a_checkpoint_whose_digests_are_of_all_keys_is_resumed_from(project: Project) -> None:
+    data = project.scan()
+    earlier = Identity.earlier(data.indexes, data.order, data.settings)
+    trainer = {"step": 3, "effective_batch": 2, "seed": 42, "data": earlier.as_json()}
+    keep(earlier, data.indexes, project.run / "data")
+    assert (earlier.version, "version" in earlier.as_json()) == (None, False)
+    assert project.resume(trainer) == Resumption()
+    add(project.images)
+
+    assert project.resume(trainer, "--on_changed_data=continue").changes == ("2 images were added, first: 5a.png",)
+
+
+def test_a_run_keeps_the_version_of_its_order(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = project.scan()
+    earlier = Identity.earlier(data.indexes, data.order, data.settings).as_json()
+    trainer = project.train()
+    assert project.resume(trainer).version is None
+    monkeypatch.setattr("smalti.data.order.LIMIT", 5)  # as if it had been too large for order 1 all along
+    assert project.scan().order.version == 2
+
+    assert project.resume(trainer).version == 1
+    assert project.resume({**trainer, "data": earlier}).version == 1
+    assert project.resume({**trainer, "data": FIRST_DIGEST}, "--no_crop").version == 1
+    assert project.resume(project.train()) == Resumption()
+    add(project.images)
+    assert project.resume(trainer, "--on_changed_data=continue").version is None  # a new order anyway
 
 
 def test_what_the_data_are_is_worked_out_once_in_a_run(project: Project) -> None:

@@ -214,7 +214,7 @@ def _buckets(data: PreparedData, notices: list[str]) -> dict[str, object]:
             {"width": content.bucket.width, "height": content.bucket.height, "samples": content.per_epoch}
             for content in data.order.buckets
         ],
-        "quarantined": len(data.quarantined),
+        "quarantined": data.unusable,
         "notices": notices,
     }
 

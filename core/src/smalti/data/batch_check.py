@@ -1,7 +1,9 @@
 """Checks before a launch that every bucket fills a batch; the message says how to fix it.
 
 effective batch size = train_batch_size x ranks x gradient_accumulation_steps. Every aspect bucket needs that many samples,
-repeats counted; otherwise one batch would hold the same image several times.
+repeats counted; otherwise each of its batches would hold some image several times. Batches of larger buckets do not, with two
+exceptions: where one bucket has different repeats, an image may meet its copies; and in order 1 (see `order`) a batch that
+reaches over the end of a pass may hold an image of both passes.
 """
 
 from __future__ import annotations
@@ -88,7 +90,14 @@ def check_batches(
     raised = {one.bucket: one.needed_repeats(shape.effective, override_manual=False) for one in short}
     if allow_oversubscription and None not in raised.values():
         return {bucket: repeats for bucket, repeats in raised.items() if repeats is not None}
-    raise PreflightError(_explain(counts, short, shape, allow_oversubscription))
+    raise short_buckets_error(counts, short, shape, allowed=allow_oversubscription)
+
+
+def short_buckets_error(
+    counts: Sequence[BucketCount], short: Sequence[BucketCount], shape: BatchShape, *, allowed: bool = False
+) -> PreflightError:
+    """The error with the numbers of the short buckets and the ways out. `allowed`: repeats may be raised already."""
+    return PreflightError(_explain(counts, short, shape, allowed))
 
 
 def describe_raised(counts: Sequence[BucketCount], raised: Mapping[Bucket, int], shape: BatchShape) -> tuple[str, ...]:
@@ -119,7 +128,7 @@ def _explain(counts: Sequence[BucketCount], short: Sequence[BucketCount], shape:
         f"{len(short)} bucket(s) have too few samples:",
     ]
     lines += [f"  - {one.bucket}: {_sum(one)}, needs {shape.effective}. {_minimum(one, shape)}" for one in short]
-    lines += ["", "To fix this, do any one of these:", *_suggestions(short, shape, minimum, allowed)]
+    lines += ["", "To fix this, do any one of these:", *_suggestions(short, shape, minimum, allowed, len(counts))]
     if any(share.repeats for one in short for share in one.shares):
         lines += [
             "",
@@ -143,7 +152,7 @@ def _minimum(one: BucketCount, shape: BatchShape) -> str:
     return f"Minimum repeats required: {one.needed_repeats(shape.effective, override_manual=True)}"
 
 
-def _suggestions(short: Sequence[BucketCount], shape: BatchShape, minimum: int, allowed: bool) -> list[str]:
+def _suggestions(short: Sequence[BucketCount], shape: BatchShape, minimum: int, allowed: bool, buckets: int) -> list[str]:
     fewest = min(one.total for one in short)
     ways = []
     for name, value in (
@@ -158,6 +167,8 @@ def _suggestions(short: Sequence[BucketCount], shape: BatchShape, minimum: int, 
         f"more repeats: at least {minimum} in every dataset named above",
         "more images of these shapes, or none; with crop and crop_aspect=square all share one bucket",
     ]
+    if 0 < len(short) < buckets:
+        ways.append("--short_buckets=drop: leaves these buckets out; merge: trains their images in the nearest aspect ratio")
     if not allowed:
         ways.append("--allow_dataset_oversubscription: raises the repeats of these buckets automatically")
     return [f"  {number}. {way}" for number, way in enumerate(ways, start=1)]

@@ -140,7 +140,7 @@ def data_rules(config: Config, plugins: Plugins, alignment: int) -> DataRules:
         alignment=options.aspect_bucket_alignment or alignment,
         aspect_rounding=options.aspect_bucket_rounding,
         error_budget=options.data_error_budget,
-        allow_oversubscription=options.allow_dataset_oversubscription,
+        short_buckets=options.short_buckets or ("repeat" if options.allow_dataset_oversubscription else "merge"),
     )
 
 
@@ -161,7 +161,8 @@ def scan_data(
     catalog = catalog_of(plugins)
     specs = dataset_specs(config, catalog)
     rules = data_rules(config, plugins, alignment)
-    data = prepare(build_datasets(specs, catalog, directory, progress), rules, notices=unused_caches(specs))
+    training = build_datasets(specs, catalog, directory, progress)
+    data = prepare(training, rules, notices=unused_caches(specs), directory=directory)
     held_out = build_datasets(specs, catalog, directory, progress, kind="eval")
     if directory is not None and attempt is not None:
         note = {"attempt": attempt, "indexes": _indexes(directory)}
@@ -171,7 +172,7 @@ def scan_data(
         messages = [f"{' and '.join(wanted)} without effect: no dataset has the dataset_type eval"] if wanted else []
         return replace(data, notices=(*data.notices, *messages))
     check_no_overlap(data.datasets, held_out)
-    return _with_held_out(data, held_out, rules)
+    return _with_held_out(data, held_out, rules, directory)
 
 
 def scan_progress(phases: Phases) -> Scan:
@@ -203,14 +204,15 @@ def load_data(config: Config, plugins: Plugins, alignment: int, directory: Path)
     """Like `scan_data`, from the indexes that another process has written."""
     catalog = catalog_of(plugins)
     specs, rules = dataset_specs(config, catalog), data_rules(config, plugins, alignment)
-    data = prepare(load_datasets(specs, catalog, directory), rules)
+    data = prepare(load_datasets(specs, catalog, directory), rules, directory=directory)
     held_out = load_datasets(specs, catalog, directory, kind="eval")
-    return _with_held_out(data, held_out, rules) if held_out else data
+    return _with_held_out(data, held_out, rules, directory) if held_out else data
 
 
-def _with_held_out(data: PreparedData, datasets: tuple[Dataset, ...], rules: DataRules) -> PreparedData:
+def _with_held_out(data: PreparedData, datasets: tuple[Dataset, ...], rules: DataRules, directory: Path | None) -> PreparedData:
     """Returns the data with held-out images, which need not fill batches."""
-    held_out = prepare(datasets, replace(rules, shape=BatchShape(train_batch_size=1, ranks=1, accumulation=1)))
+    alone = replace(rules, shape=BatchShape(train_batch_size=1, ranks=1, accumulation=1))
+    held_out = prepare(datasets, alone, directory=directory)
     return replace(data, held_out=held_out, notices=(*data.notices, *held_out.notices))
 
 

@@ -48,12 +48,14 @@ class Part:
         rows: of its index, ascending; may be mapped.
         copies: how often each is seen in an epoch (repeats + 1).
         offset: what is added to a row to make it the number of a sample.
+        digest: of the rows, for the identity of the data.
     """
 
     dataset: int
     rows: NDArray[np.uint32]
     copies: int = 1
     offset: int = 0
+    digest: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

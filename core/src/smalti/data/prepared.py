@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain, islice, product
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from smalti.data.batch_check import BatchShape, BucketCount, Share, check_batches, describe_raised
-from smalti.data.buckets import Bucket, CropSettings, choices_of
+from smalti.data.batch_check import BatchShape, BucketCount, Share
+from smalti.data.buckets import Bucket, CropSettings
 from smalti.data.datasets.caption_policy import CaptionPolicy
 from smalti.data.datasets.captions import NO_TEXT_FILE
 from smalti.data.datasets.catalog import Catalog
@@ -27,9 +27,12 @@ from smalti.data.datasets.kohya_folders import numbered, unread_names_notice
 from smalti.data.datasets.sources import ReadsPlaces, ReportsNotices, ReportsSkipped, UsesFolder, describe_skipped
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.order import BucketSamples, Order, Part
+from smalti.data.plan.bucket_rows import BucketRows, rows_by_bucket
+from smalti.data.plan.short_buckets import ShortBuckets, handle_short_buckets
 from smalti.data.scan.build import Progress, build_index
-from smalti.data.scan.identity import Identity
+from smalti.data.scan.identity import Identity, Settings
 from smalti.data.scan.index import DatasetIndex, load_index
+from smalti.data.scan.overlap import overlap
 from smalti.data.scan.quarantine import ErrorBudget, Quarantined, allowed_errors, write_quarantine
 from smalti.data.storage.protocol import Storage
 from smalti.errors import PreflightError
@@ -100,7 +103,7 @@ class DataRules:
     alignment: int = 64
     aspect_rounding: int = 2
     error_budget: float = 0.01
-    allow_oversubscription: bool = False
+    short_buckets: ShortBuckets = "merge"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,9 +119,12 @@ class PreparedData:
     crop_settings: tuple[CropSettings, ...]
     counts: tuple[BucketCount, ...]
     notices: tuple[str, ...]
-    quarantined: tuple[Quarantined, ...]
+    unusable: int
+    """How many samples the scan found unusable."""
     allowed_errors: int
     offsets: tuple[int, ...]
+    short_buckets: Mapping[str, ShortBuckets] = field(default_factory=dict)
+    """The datasets of which samples were moved to other buckets or left out, and why."""
     held_out: PreparedData | None = None
     """The held-out images, for evaluation, if there are any; their order has no meaning."""
 
@@ -129,7 +135,30 @@ class PreparedData:
 
     def error_budget(self, log: Path | None = None) -> ErrorBudget:
         """Returns a new budget for one rank, which already counts what the scan found. `log` is this rank's JSON-lines file."""
-        return ErrorBudget(allowed=self.allowed_errors, already=len(self.quarantined), log=log)
+        return ErrorBudget(allowed=self.allowed_errors, already=self.unusable, log=log)
+
+    @property
+    def quarantined(self) -> tuple[Quarantined, ...]:
+        """The unusable samples, each with the reason. Reads all indexes that have some."""
+        return tuple(item for dataset in self.datasets for item in dataset.index.quarantined)
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """All buckets, in the order of `bucket_numbers`."""
+        return tuple(content.bucket for content in self.order.buckets)
+
+    def bucket_numbers(self, dataset: int, start: int, stop: int) -> NDArray[np.int16]:
+        """Returns the buckets of the rows from `start` to `stop` of a dataset; -1 for a row that is not trained on."""
+        stop = min(stop, len(self.datasets[dataset].index))
+        numbers = np.full(max(0, stop - start), -1, dtype=np.int16)
+        for number, content in enumerate(self.order.buckets):
+            for part in content.parts:
+                if part.dataset == dataset and len(numbers):
+                    # Numbers of the rows' own type: otherwise all rows would be converted first.
+                    first, last = np.searchsorted(part.rows, np.array([start, stop - 1], dtype=np.uint32))
+                    rows = part.rows[first : last + 1]
+                    numbers[rows[rows < stop].astype(np.int64) - start] = number
+        return numbers
 
     @property
     def indexes(self) -> tuple[DatasetIndex, ...]:
@@ -137,10 +166,17 @@ class PreparedData:
 
     @cached_property
     def identity(self) -> Identity:
-        """Digests of the data. Computed once, since the data do not change during a run; reads all keys."""
-        pairs = zip(self.datasets, self.crop_settings, strict=True)
-        settings = {dataset.spec.id: _settings(dataset.spec, crop_settings) for dataset, crop_settings in pairs}
-        return Identity.of(self.indexes, self.order, settings)
+        """Digests of the data. Computed once, since the data do not change during a run; reads no samples."""
+        return Identity.of(self.indexes, self.order, self.settings)
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of each dataset that determine order and crops."""
+        settings = {one.spec.id: _settings(one.spec, crop) for one, crop in zip(self.datasets, self.crop_settings, strict=True)}
+        return {name: {**one, **self._handled(name)} for name, one in settings.items()}
+
+    def _handled(self, dataset: str) -> dict[str, object]:
+        return {"short_buckets": self.short_buckets[dataset]} if dataset in self.short_buckets else {}
 
 
 def build_datasets(
@@ -200,80 +236,85 @@ def load_datasets(
     return tuple(datasets)
 
 
-def prepare(datasets: Sequence[Dataset], rules: DataRules, *, notices: Sequence[str] = ()) -> PreparedData:
+def prepare(
+    datasets: Sequence[Dataset], rules: DataRules, *, notices: Sequence[str] = (), directory: Path | None = None
+) -> PreparedData:
     """Sort all samples into buckets, check the buckets, and compute the order. `notices` are put before those found here.
 
-    Raises PreflightError when a bucket cannot fill a batch, when no sample remains, or when more samples are unusable than the
-    error budget allows.
+    `directory` keeps which rows are in which bucket, beside the indexes; with None that is 4 bytes of memory per sample. Raises
+    PreflightError when a bucket cannot fill a batch and `short_buckets` does not help, when no sample remains, or when more
+    samples are unusable than the error budget allows.
     """
     datasets = tuple(sorted(datasets, key=lambda dataset: dataset.spec.id))
     offsets = (0, *accumulate(len(dataset.index) for dataset in datasets))[:-1]
     crop_settings = tuple(crop_settings_of(dataset.spec, rules) for dataset in datasets)
-    quarantined = tuple(item for dataset in datasets for item in dataset.index.quarantined)
+    unusable = sum(dataset.index.unusable for dataset in datasets)
     allowed = allowed_errors(rules.error_budget, sum(len(dataset.index) for dataset in datasets))
-    if len(quarantined) > allowed:
+    if unusable > allowed:
         _check_captions_exist(datasets)
-        raise PreflightError(_over_budget(quarantined, allowed), fix="fix or remove these files, or raise --data_error_budget")
+        message = f"{unusable} samples cannot be used, and the error budget allows {allowed}: {_reasons(datasets)}"
+        raise PreflightError(message, fix="fix or remove these files, or raise --data_error_budget")
 
     messages = [*notices, *(notice for dataset in datasets for notice in dataset.notices)]
-    if quarantined:
-        messages.append(f"{len(quarantined)} samples are unusable (the error budget allows {allowed}): {_reasons(quarantined)}")
-    contents: dict[Bucket, list[_BucketPart]] = {}
-    for number, (dataset, settings, offset) in enumerate(zip(datasets, crop_settings, offsets, strict=True)):
-        by_bucket, small = _rows_by_bucket(dataset.index, settings)
-        if small:
-            total = len(dataset.index)
-            messages.append(
-                f"dataset {dataset.spec.id}: {small} of {total} images are skipped, because they are {_limits(dataset.spec)}"
-            )
-        for bucket, rows in by_bucket.items():
-            content = _BucketPart(
-                dataset=dataset.spec.id, number=number, rows=rows, offset=offset, repeats=dataset.spec.repeats
-            )
-            contents.setdefault(bucket, []).append(content)
-    if not contents:
+    if unusable:
+        messages.append(f"{unusable} samples are unusable (the error budget allows {allowed}): {_reasons(datasets)}")
+    parts: list[_BucketPart] = []
+    for number, (dataset, settings) in enumerate(zip(datasets, crop_settings, strict=True)):
+        path = directory / f"{dataset.spec.file_name}.rows" if directory else None
+        found = rows_by_bucket(dataset.index, settings, path)
+        if found.left_out:
+            limits = f"images are skipped, because they are {_limits(dataset.spec)}"
+            messages.append(f"dataset {dataset.spec.id}: {found.left_out} of {len(dataset.index)} {limits}")
+        parts += [_BucketPart(dataset=dataset.spec, number=number, found=one, bucket=one.bucket) for one in found.buckets]
+    if not parts:
         _check_captions_exist(datasets)
         raise PreflightError("no dataset has an image that can be trained on", fix="lower minimum_image_size, or add images")
 
-    counts = tuple(
-        BucketCount(bucket=bucket, shares=tuple(content.share for content in contents[bucket])) for bucket in sorted(contents)
-    )
-    raised = check_batches(counts, rules.shape, allow_oversubscription=rules.allow_oversubscription)
-    messages += describe_raised(counts, raised, rules.shape)
-    buckets = [_bucket_samples(bucket, parts, raised.get(bucket, 0)) for bucket, parts in contents.items()]
+    resolutions = {dataset.spec.id: _resolution(one) for dataset, one in zip(datasets, crop_settings, strict=True)}
+    handled = handle_short_buckets(_counts(parts), rules.shape, rules.short_buckets, resolutions)
+    parts = [
+        replace(part, bucket=bucket) for part in parts if (bucket := handled.bucket(part.dataset.id, part.bucket)) is not None
+    ]
+    buckets = [
+        BucketSamples(bucket=bucket, parts=tuple(part.content(handled.raised.get(bucket, 0), offsets) for part in group))
+        for bucket, group in _grouped(parts).items()
+    ]
     return PreparedData(
         order=Order(buckets, seed=rules.seed, effective_batch=rules.shape.effective),
         datasets=datasets,
         crop_settings=crop_settings,
-        counts=counts,
-        notices=tuple(messages),
-        quarantined=quarantined,
+        counts=_counts(parts),
+        notices=(*messages, *handled.notices),
+        unusable=unusable,
         allowed_errors=allowed,
         offsets=offsets,
+        short_buckets=dict.fromkeys(handled.datasets, rules.short_buckets),
     )
 
 
 def check_no_overlap(training: Sequence[Dataset], held_out: Sequence[Dataset]) -> None:
     """Raises PreflightError if a held-out image is also in a training dataset."""
-    names = {place for dataset in held_out for place in _image_ids(dataset)}
-    for dataset in training:
-        both = [place[-1] for place in _image_ids(dataset) if place in names]
-        if both:
+    for dataset, other in product(training, held_out):
+        mine, its = _root(dataset), _root(other)
+        if its.startswith(mine):
+            found = overlap(dataset.index, other.index, its[len(mine) :])
+        elif mine.startswith(its):
+            found = overlap(other.index, dataset.index, mine[len(its) :])
+        else:
+            continue
+        if found.count:
             raise PreflightError(
-                f"{len(both)} images of the eval datasets are also in the training dataset {dataset.spec.id}: {both[0]}",
+                f"{found.count} images of the eval datasets are also in the training dataset {dataset.spec.id}: {found.first}",
                 fix="put the eval images in a separate folder, outside of the training datasets",
             )
 
 
-def _image_ids(dataset: Dataset) -> Iterator[tuple[str, ...]]:
-    """Identifies each image of a dataset, across datasets."""
+def _root(dataset: Dataset) -> str:
+    """The place of a dataset's images: that of an image is this and its key."""
     spec = dataset.spec
     if spec.type == "local" and spec.instance_data_dir is not None:
-        root = os.path.realpath(spec.instance_data_dir)
-        yield from ((os.path.join(root, key),) for key in dataset.index.keys())  # noqa: PTH118, SIM118 - once per image
-    else:
-        root = f"{spec.type} {spec.instance_data_dir} {sorted(spec.storage_options.items())}"
-        yield from ((root, key) for key in dataset.index.keys())  # noqa: SIM118
+        return os.path.join(os.path.realpath(spec.instance_data_dir), "")  # noqa: PTH118 - ends in a slash
+    return f"{spec.type} {spec.instance_data_dir} {sorted(spec.storage_options.items())}\0"
 
 
 def crop_settings_of(spec: DatasetSpec, rules: DataRules) -> CropSettings:
@@ -332,49 +373,49 @@ _LATER_SETTINGS = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _BucketPart:
-    """One dataset's samples in a bucket. `repeats` is 0 if the user did not set it."""
+    """Samples of one dataset, `number` among all, that have one size; `bucket` is where they are trained."""
 
-    dataset: str
+    dataset: DatasetSpec
     number: int
-    rows: NDArray[np.uint32]
-    offset: int
-    repeats: int
+    found: BucketRows
+    bucket: Bucket
 
-    @property
-    def share(self) -> Share:
-        return Share(dataset=self.dataset, samples=len(self.rows), repeats=self.repeats)
+    def content(self, raised: int, offsets: Sequence[int]) -> Part:
+        """With `raised` repeats, unless the user has set them."""
+        copies = (self.dataset.repeats or raised) + 1
+        offset = offsets[self.number]
+        return Part(dataset=self.number, rows=self.found.rows, copies=copies, offset=offset, digest=self.found.digest)
+
+
+def _grouped(parts: Iterable[_BucketPart]) -> dict[Bucket, list[_BucketPart]]:
+    """By bucket; then by dataset, and the samples of the bucket's own size first."""
+    groups: dict[Bucket, list[_BucketPart]] = {}
+    for part in sorted(parts, key=lambda one: (one.bucket, one.number, one.found.bucket != one.bucket, one.found.bucket)):
+        groups.setdefault(part.bucket, []).append(part)
+    return groups
+
+
+def _counts(parts: Iterable[_BucketPart]) -> tuple[BucketCount, ...]:
+    """The contents of each bucket, with one share for each dataset."""
+    counts = []
+    for bucket, group in _grouped(parts).items():
+        samples: dict[str, int] = {}
+        for part in group:
+            samples[part.dataset.id] = samples.get(part.dataset.id, 0) + len(part.found.rows)
+        repeats = {part.dataset.id: part.dataset.repeats for part in group}
+        shares = tuple(Share(dataset=name, samples=samples[name], repeats=repeats[name]) for name in samples)
+        counts.append(BucketCount(bucket=bucket, shares=shares))
+    return tuple(counts)
+
+
+def _resolution(settings: CropSettings) -> Hashable:
+    """What datasets have in common that may share a bucket of another aspect ratio."""
+    square = settings.crop and settings.crop_aspect == "square"
+    return settings.resolution, settings.resolution_type, settings.alignment, square, settings.aspects
 
 
 def _of_kind(specs: Iterable[DatasetSpec], kind: Kind) -> list[DatasetSpec]:
     return [spec for spec in specs if spec.dataset_type == kind]
-
-
-def _rows_by_bucket(index: DatasetIndex, crop_settings: CropSettings) -> tuple[dict[Bucket, NDArray[np.uint32]], int]:
-    """Returns the usable rows by bucket, ascending, and how many images are too small."""
-    widths, heights = index.numbers("width"), index.numbers("height")
-    rows = np.flatnonzero(widths > 0)
-    sizes = widths[rows].astype(np.int64) << 32 | heights[rows]
-    if crop_settings.choices > 1:
-        sizes |= choices_of(index.numbers("size")[rows], widths[rows], heights[rows]) << 24
-    # Images come in far fewer sizes than there are images, so the rule is applied once per size.
-    distinct, which = np.unique(sizes, return_inverse=True)
-    buckets = []
-    for size in distinct.tolist():
-        width, height, choice_number = size >> 32, size & 0xFFFFFF, size >> 24 & 0xFF
-        buckets.append(crop_settings.bucket(width, height, choice_number) if crop_settings.accepts(width, height) else None)
-    names = sorted({bucket for bucket in buckets if bucket is not None})
-    numbers = {bucket: number for number, bucket in enumerate(names)}
-    choice = np.array([-1 if bucket is None else numbers[bucket] for bucket in buckets], dtype=np.int64)[which]
-    return {bucket: rows[choice == number].astype(np.uint32) for bucket, number in numbers.items()}, int((choice < 0).sum())
-
-
-def _bucket_samples(bucket: Bucket, parts: Sequence[_BucketPart], raised: int) -> BucketSamples:
-    return BucketSamples(
-        bucket=bucket,
-        parts=tuple(
-            Part(dataset=part.number, rows=part.rows, copies=(part.repeats or raised) + 1, offset=part.offset) for part in parts
-        ),
-    )
 
 
 def _check_captions_exist(datasets: Iterable[Dataset]) -> None:
@@ -391,11 +432,10 @@ def _check_captions_exist(datasets: Iterable[Dataset]) -> None:
             )
 
 
-def _over_budget(quarantined: Sequence[Quarantined], allowed: int) -> str:
-    return f"{len(quarantined)} samples cannot be used, and the error budget allows {allowed}: {_reasons(quarantined)}"
-
-
-def _reasons(quarantined: Sequence[Quarantined]) -> str:
-    lines = [f"\n    {item.dataset}: {item.key}: {item.reason}" for item in quarantined[:_SHOWN]]
-    more = len(quarantined) - len(lines)
+def _reasons(datasets: Iterable[Dataset]) -> str:
+    """The first unusable samples, each with the reason."""
+    unusable = sum(dataset.index.unusable for dataset in datasets)
+    shown = list(islice(chain.from_iterable(dataset.index.unusable_rows() for dataset in datasets), _SHOWN))
+    lines = [f"\n    {item.dataset}: {item.key}: {item.reason}" for item in shown]
+    more = unusable - len(lines)
     return "".join(lines) + (f"\n    and {more} more" if more else "")

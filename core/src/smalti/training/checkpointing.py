@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 
 from smalti.checkpoint import SaveError, Snapshot
 from smalti.config import CheckpointOptions, RunOptions
@@ -88,6 +89,7 @@ def take_snapshot(run: Run) -> Snapshot:
             "seed": run.config[RunOptions].seed,
             "timesteps": run.info.timesteps,
             "data": run.data.identity.as_json(),
+            **({"order_beginning": asdict(beginning)} if (beginning := run.data.order.beginning) else {}),
             **({"data_changes": run.data_changes} if run.data_changes else {}),
             **({"adapter": run.adapter} if run.adapter is not None else {}),
         },

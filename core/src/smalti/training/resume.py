@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -11,11 +12,12 @@ from smalti.checkpoint import find_on_all_ranks
 from smalti.config import (
     RunOptions,
 )
-from smalti.data import keep
+from smalti.data import Beginning, Version, keep, total_steps
 from smalti.errors import CheckpointError
 from smalti.hookspecs import HookSpecs
 from smalti.parallel import RankError
 from smalti.training.checkpointing import empty_snapshot
+from smalti.training.optim.lr_schedule import Cadence
 from smalti.training.optim.optimizers import check_step_sizes
 from smalti.training.resume_checks import Resumption, check_resumable, noise_level_notices
 from smalti.training.run import Run
@@ -53,7 +55,7 @@ def restore(run: Run, found: Path) -> None:
         run.parallel.state.copy_from(snapshot.ema, run.ema.shadows)
     elif run.ema is not None:
         run.ema.restart()
-    notices = [*loaded.notices, *resumption.notices, *take_place(run, cast(dict[str, int], loaded.trainer), resumption)]
+    notices = [*loaded.notices, *resumption.notices, *take_place(run, loaded.trainer, resumption)]
     notices += noise_level_notices(loaded.trainer, run.info.timesteps)
     if run.world.is_main:
         for notice in notices:
@@ -61,30 +63,40 @@ def restore(run: Run, found: Path) -> None:
         _log.warning("resuming from %s at step %d", found, run.state.step)
 
 
-def take_place(run: Run, trainer: Mapping[str, int], resumption: Resumption) -> list[str]:
+def take_place(run: Run, trainer: Mapping[str, object], resumption: Resumption) -> list[str]:
     """Stand where the trainer stood that wrote the checkpoint; what the user should know about that.
 
     Another trainer's place in the data means nothing here, so a converted checkpoint has none. Where the order of samples is a
-    new one, the run begins the next epoch of that: no random number is drawn twice.
+    new one, the run begins its next epoch with that, at the same position: no random number is drawn twice.
     """
-    state, order = run.state, run.data.order
-    state.step, notices = trainer["step"], []
-    run.data_changes = [*cast(Mapping[str, list[object]], trainer).get("data_changes", [])]
+    state, notices = run.state, []
+    state.step = cast(int, trainer["step"])
+    run.data_changes = [*cast(list[object], trainer.get("data_changes", []))]
     if resumption.changes:
         run.data_changes.append({"step": state.step, "changes": list(resumption.changes)})
         notices.append(f"the data have changed, and training continues with what is there now: {'; '.join(resumption.changes)}")
     if "position" in trainer:
-        state.position, state.epoch, state.samples = trainer["position"], trainer["epoch"], trainer["samples"]
+        state.position, state.epoch, state.samples = (cast(int, trainer[name]) for name in ("position", "epoch", "samples"))
+        beginning = cast("Mapping[str, int] | None", trainer.get("order_beginning"))
         if resumption.reordered:
-            epoch = order.epoch_of(state.position)
-            state.position = order.epoch_start(epoch + (order.epoch_start(epoch) < state.position))
+            beginning = {"position": state.position, "epoch": state.epoch + (state.position > 0)}
+        continue_order(run, None if beginning is None else Beginning(**beginning), resumption.version)
         return notices
     state.position = state.step
-    state.epoch = order.epoch_of(state.position)
+    state.epoch = run.data.order.epoch_of(state.position)
     state.samples = state.step * run.effective_batch
     if state.step == 0:
         return notices
     return [*notices, f"the checkpoint tells no place in the data; as each step takes one batch, {state.step} are left out"]
+
+
+def continue_order(run: Run, beginning: Beginning | None, version: Version | None) -> None:
+    """Make the order of samples that of the checkpoint, where it is not what a new run would have."""
+    if beginning is None and version is None:
+        return
+    run.data = replace(run.data, order=run.data.order.changed_to(version=version, beginning=beginning))
+    run.cadence = Cadence.of(run.config, run.data)
+    run.state.max_steps = total_steps(run.config, run.data)
 
 
 def chosen_checkpoint(run: Run, choice: str) -> Path | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from smalti.config import Config, DataOptions, LaunchOptions, RunOptions, TrainingOptions
-from smalti.data import Identity, PreparedData, Settings, changes, first_digest
+from smalti.data import Identity, PreparedData, Settings, Version, changes, first_digest
 from smalti.errors import CheckpointError
 from smalti.rundir import RunDirectory
 
@@ -21,12 +21,13 @@ class Resumption:
     """A checkpoint that may be resumed from. `changes` says what is different in the data, in words; the user accepts it.
 
     `settings` are those that would undo a part of it. `reordered`: samples come in another order than before, so that the place
-    in it means nothing any more.
+    in it means nothing any more. `version` is that of the run's order, None if it is what a new run would have.
     """
 
     changes: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     reordered: bool = False
+    version: Version | None = None
     notices: tuple[str, ...] = ()
 
 
@@ -114,11 +115,13 @@ def _since_first_digest(digest: str, trainer: Mapping[str, object], data: Prepar
     cropped = [one.spec.id for one in data.datasets if one.spec.crop and "crop" not in one.spec.model_fields_set]
     changed = tuple(f"crop of dataset {name} was false, as earlier versions had it by default, is now true" for name in cropped)
     note = "contents and captions of images are not compared, as the checkpoint is of an earlier version; later ones keep them"
-    return Resumption(changes=changed, settings=("crop=false",) * len(changed), notices=(note,))
+    version: Version | None = None if data.order.version == 1 else 1
+    return Resumption(changes=changed, settings=("crop=false",) * len(changed), version=version, notices=(note,))
 
 
 def _since(then: Identity, data: PreparedData, directory: Path, *, same_batch: bool) -> Resumption:
-    now = data.identity
+    earlier = then.version is None
+    now = Identity.earlier(data.indexes, data.order, data.settings) if earlier else data.identity
     reordered = then.order != now.order
     settings = _settings(then.settings, now.settings, reordered=reordered)
     changed = [message for message, _ in settings]
@@ -127,7 +130,13 @@ def _since(then: Identity, data: PreparedData, directory: Path, *, same_batch: b
         changed += ["images or captions changed; which ones is not recorded here"] if found is None else found
     if reordered and same_batch and not changed:
         changed.append("samples come in another order")
-    return Resumption(changes=tuple(changed), settings=tuple(setting for _, setting in settings), reordered=reordered)
+    version = then.version or 1
+    return Resumption(
+        changes=tuple(changed),
+        settings=tuple(setting for _, setting in settings),
+        reordered=reordered,
+        version=None if reordered or version == data.order.version else version,
+    )
 
 
 def _settings(then: Settings, now: Settings, *, reordered: bool) -> list[tuple[str, str]]:

@@ -73,6 +73,12 @@ def read_state(path: Path) -> State:
         fields.count(trainer, name, "trainer.", least=_COUNTS[name])
     if trainer.get("step", state.step) != state.step:
         raise fields.wrong("trainer.step", f"is {trainer['step']} in a checkpoint of step {state.step}")
+    if "order_beginning" in trainer:
+        beginning = fields.table(trainer, "order_beginning")
+        if beginning.keys() != {"position", "epoch"}:
+            raise fields.wrong("trainer.order_beginning", "has other fields than position and epoch")
+        for name in beginning:
+            fields.count(beginning, name, "trainer.order_beginning.")
     if not isinstance(trainer.get("data_changes", []), list):
         raise fields.wrong("trainer.data_changes", "is not a list")
     return state

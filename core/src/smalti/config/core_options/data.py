@@ -88,6 +88,12 @@ class DataOptions(Options):
         level="advanced",
         ge=1,
     )
+    short_buckets: Literal["merge", "repeat", "drop", "error"] | None = option(
+        None,
+        help="Buckets that cannot fill a batch: train in the nearest aspect ratio, raise repeats, leave out, or refuse. "
+        "Default: merge, or repeat with --allow_dataset_oversubscription.",
+        level="advanced",
+    )
     allow_dataset_oversubscription: bool = option(
         False, help="Raise the repeats of buckets that hold fewer images than one effective batch.", level="advanced"
     )

@@ -26,7 +26,7 @@ DATA_KEYS: Mapping[str, Rule] = {
     "data_backend_sampling": refused(
         "datasets are sampled in proportion to their size", "set repeats in the datasets' entries", "auto-weighting"
     ),
-    "disable_bucket_pruning": ignored("no bucket is removed; allow_dataset_oversubscription fills small ones", True),
+    "disable_bucket_pruning": ignored("short_buckets decides what becomes of small buckets", True),
     "delete_unwanted_images": ignored(_NOTHING_DELETED, False),
     "delete_problematic_images": ignored(f"{_NOTHING_DELETED}; images that cannot be read are listed", False),
     "ignore_missing_files": ignored("data_error_budget says how many images may be unreadable", False),

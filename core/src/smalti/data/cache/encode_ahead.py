@@ -263,7 +263,7 @@ class _Encoder:
             found |= json.loads(answer)
         latents.broken = frozenset(int(sample) for sample in found)
         fix = "fix or remove such files, or raise --data_error_budget"
-        count = len(found) + len(data.quarantined)
+        count = len(found) + data.unusable
         if found and count > data.allowed_errors:
             message = f"{count} samples cannot be used, more than the error budget of {data.allowed_errors}; for example: "
             raise PreflightError(message + next(iter(found.values())), fix=fix)

@@ -102,12 +102,14 @@ class DatasetIndex:
     @property
     def quarantined(self) -> tuple[Quarantined, ...]:
         """The unusable samples, each with the reason. Reads the whole index, if there are any."""
-        found = []
+        return tuple(self.unusable_rows())
+
+    def unusable_rows(self) -> Iterator[Quarantined]:
+        """Yields the unusable samples, each with the reason."""
         for batch in self.batches("key", "width", "problem") if self.unusable else ():
             for row in np.flatnonzero(batch.columns["width"].to_numpy() == 0).tolist():
                 key, reason = (str(batch.columns[name][row].as_py()) for name in ("key", "problem"))
-                found.append(Quarantined(dataset=self.dataset, key=key, reason=reason))
-        return tuple(found)
+                yield Quarantined(dataset=self.dataset, key=key, reason=reason)
 
     def _value(self, column: str, row: int) -> pa.Scalar:
         if not 0 <= row < len(self):

@@ -1,0 +1,241 @@
+"""The rows of a dataset by bucket: a file of row numbers, 4 bytes each, that every rank maps into memory.
+
+It is kept beside the index and made again when the index or a setting that determines buckets changes. Making it takes two
+passes over the sizes in the index; opening it costs the same for any number of rows.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from smalti.data.buckets import Bucket, CropSettings, choices_of
+from smalti.data.scan.index import DatasetIndex
+from smalti.errors import PreflightError
+
+Rows = NDArray[np.uint32]
+
+MOST_ROWS = 2**32 - 1
+"""Of one dataset, since a row number has 4 bytes."""
+_CHUNK = 1 << 20  # rows sorted at once
+_NONE = 0xFFFF  # no bucket
+_FORMAT = 1
+_ENDING = b"smalti.bucket.rows"
+_log = logging.getLogger(__name__)
+_WITHOUT_EFFECT = ("crop_style", "maximum_size", "downsample_size")
+"""Crop settings that do not determine the bucket."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BucketRows:
+    """The rows of one bucket, ascending, and their digest in hexadecimal."""
+
+    bucket: Bucket
+    rows: Rows
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowsByBucket:
+    """The usable rows of a dataset. `left_out` counts images that the crop settings do not accept."""
+
+    buckets: tuple[BucketRows, ...]
+    left_out: int
+
+
+def rows_by_bucket(index: DatasetIndex, settings: CropSettings, path: Path | None) -> RowsByBucket:
+    """Returns the rows of each bucket, sorted by bucket, from the file at `path` if it is of this index and these settings.
+
+    Otherwise it is made, and replaced as a whole, so that several processes may do so at once. With None, and where nothing can
+    be written, the rows are kept in memory.
+    """
+    if len(index) > MOST_ROWS:
+        raise PreflightError(
+            f"dataset {index.dataset} has {len(index):,} images, and one dataset has at most {MOST_ROWS:,}",
+            fix="divide it into several datasets",
+        )
+    key = _key(index, settings)
+    if path is None:
+        return _in_memory(index, settings)
+    if (found := _open(path, key)) is not None:
+        return found
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with draft.open("w+b") as file:
+            _write(file, index, settings, key, draft.with_name(f"{draft.name}.buckets"))
+        draft.replace(path)
+        if (found := _open(path, key)) is not None:
+            return found
+    except OSError as error:
+        _log.warning("the rows by bucket of dataset %s are kept in memory: %s", index.dataset, error)
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+    return _in_memory(index, settings)
+
+
+def _key(index: DatasetIndex, settings: CropSettings) -> str:
+    fields = {name: value for name, value in asdict(settings).items() if name not in _WITHOUT_EFFECT}
+    values = {"format": _FORMAT, "rows": len(index), "content": index.digests.content, "settings": fields}
+    return sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _open(path: Path, key: str) -> RowsByBucket | None:
+    """Returns what a file holds; None if there is none, or it is of another key."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - len(_ENDING) - 8))
+            length, ending = int.from_bytes(file.read(8), "little"), file.read()
+            if ending != _ENDING or length > size:
+                return None
+            file.seek(size - len(_ENDING) - 8 - length)
+            summary: dict[str, Any] = json.loads(file.read(length))
+            if summary["key"] != key:
+                return None
+            total = sum(count for _, _, count, _ in summary["buckets"])
+            # An empty file cannot be mapped. `asarray` leaves out the class memmap, which makes indexing slow.
+            rows = np.asarray(np.memmap(file, np.uint32, "r", shape=(total,))) if total else np.zeros(0, np.uint32)
+    except (OSError, ValueError, KeyError):
+        return None
+    return _described(summary, rows)
+
+
+def _described(summary: dict[str, Any], rows: Rows) -> RowsByBucket:
+    buckets, start = [], 0
+    for width, height, count, digest in summary["buckets"]:
+        buckets.append(BucketRows(bucket=Bucket(width, height), rows=rows[start : start + count], digest=digest))
+        start += count
+    return RowsByBucket(buckets=tuple(buckets), left_out=summary["left_out"])
+
+
+def _in_memory(index: DatasetIndex, settings: CropSettings) -> RowsByBucket:
+    numbers = np.empty(len(index), dtype=np.uint16)
+    sizes = _Sizes(settings)
+    sizes.assign(index, numbers)
+    rows = np.empty(int(sizes.counts.sum()), dtype=np.uint32)
+    return _described(_grouped(sizes, numbers, rows), rows)
+
+
+def _write(file: BinaryIO, index: DatasetIndex, settings: CropSettings, key: str, scratch: Path) -> None:
+    """Write rows, summary, its length and the ending. `scratch` is a file for the bucket of each row, removed afterwards."""
+    sizes = _Sizes(settings)
+    try:
+        numbers: NDArray[np.uint16] = np.memmap(scratch, np.uint16, "w+", shape=(max(1, len(index)),))
+        sizes.assign(index, numbers)
+        total = int(sizes.counts.sum())
+        rows: Rows = np.memmap(cast(Any, file), np.uint32, "w+", shape=(total,)) if total else np.zeros(0, np.uint32)
+        summary = _grouped(sizes, numbers[: len(index)], rows)
+        if isinstance(rows, np.memmap):
+            rows.flush()
+        del numbers, rows
+    finally:
+        scratch.unlink(missing_ok=True)
+    text = json.dumps({"key": key, **summary}).encode()
+    file.seek(0, os.SEEK_END)
+    file.write(text + len(text).to_bytes(8, "little") + _ENDING)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _grouped(sizes: _Sizes, numbers: NDArray[np.uint16], rows: Rows) -> dict[str, Any]:
+    """Fill `rows` by bucket, ascending within each; returns the summary."""
+    order = sorted(range(len(sizes.names)), key=sizes.names.__getitem__)
+    counts = sizes.counts
+    free = np.zeros(len(order), dtype=np.int64)
+    free[order] = np.cumsum(counts[order]) - counts[order]
+    starts = free.copy()
+    for start in range(0, len(numbers), _CHUNK):
+        chunk = np.asarray(numbers[start : start + _CHUNK])
+        by_bucket = np.argsort(chunk, kind="stable")  # of 16 bits: a radix sort
+        here, taken = np.bincount(chunk, minlength=len(order)), 0
+        for number in np.flatnonzero(here[: len(order)]).tolist():
+            count = int(here[number])
+            rows[free[number] : free[number] + count] = start + by_bucket[taken : taken + count]
+            free[number], taken = free[number] + count, taken + count
+    described = []
+    for number in order:
+        digest = blake3()
+        for start in range(int(starts[number]), int(free[number]), _CHUNK):
+            digest.update(np.ascontiguousarray(rows[start : min(start + _CHUNK, int(free[number]))]).view(np.uint8).data)
+        name = sizes.names[number]
+        described.append([name.width, name.height, int(counts[number]), digest.hexdigest()])
+    return {"buckets": described, "left_out": sizes.left_out}
+
+
+class _Sizes:
+    """Bucket numbers by image size. There are far fewer sizes than images, so the rule is applied once to each."""
+
+    def __init__(self, settings: CropSettings) -> None:
+        self.names: list[Bucket] = []
+        self.left_out = 0
+        self._settings = settings
+        self._numbers: dict[Bucket, int] = {}
+        self._known = np.empty(0, dtype=np.int64)  # sizes, ascending
+        self._number_of = np.empty(0, dtype=np.uint16)  # for each of them
+        self._counts = np.zeros(_NONE + 1, dtype=np.int64)
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Rows of each bucket."""
+        return self._counts[: len(self.names)]
+
+    def assign(self, index: DatasetIndex, numbers: NDArray[np.uint16]) -> None:
+        """Fill `numbers` with the bucket of each row."""
+        for start, sizes in _sizes(index, self._settings):
+            places = self._places(sizes)
+            found = self._number_of[places]
+            self._counts += np.bincount(found, minlength=_NONE + 1)
+            self.left_out += int(np.count_nonzero((found == _NONE) & (sizes > 0)))
+            numbers[start : start + len(sizes)] = found
+
+    def _places(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where each size is among the known ones; those that are not, become known."""
+        places = np.searchsorted(self._known, sizes)
+        missing = np.ones(len(sizes), dtype=bool)
+        inside = places < len(self._known)
+        missing[inside] = self._known[places[inside]] != sizes[inside]
+        if missing.any():
+            added = np.unique(sizes[missing])
+            numbers = np.array(
+                [self._number(size >> 32, size & 0xFFFFFF, size >> 24 & 0xFF) for size in added.tolist()], dtype=np.uint16
+            )
+            known, number_of = np.concatenate([self._known, added]), np.concatenate([self._number_of, numbers])
+            order = np.argsort(known, kind="stable")
+            self._known, self._number_of = known[order], number_of[order]
+            places = np.searchsorted(self._known, sizes)
+        return places
+
+    def _number(self, width: int, height: int, choice: int) -> int:
+        if not width or not self._settings.accepts(width, height):
+            return _NONE
+        bucket = self._settings.bucket(width, height, choice)
+        number = self._numbers.get(bucket)
+        if number is None:
+            number = self._numbers[bucket] = len(self.names)
+            self.names.append(bucket)
+            if len(self.names) >= _NONE:
+                raise PreflightError("the images are of more than 65,000 buckets", fix="lower aspect_bucket_rounding")
+        return number
+
+
+def _sizes(index: DatasetIndex, settings: CropSettings) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Yields the first row of each batch, and width, choice and height of its rows in one number, 0 for unusable ones."""
+    for batch in index.batches("width", "height", "size"):
+        widths, heights = (batch.columns[name].to_numpy() for name in ("width", "height"))
+        sizes = widths.astype(np.int64) << 32 | heights
+        if settings.choices > 1:
+            sizes |= np.where(widths > 0, choices_of(batch.columns["size"].to_numpy(), widths, heights) << 24, 0)
+        yield batch.start, sizes
