@@ -12,6 +12,7 @@ from .errors import (
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,
     ExitCode as ExitCode,
+    InUseError as InUseError,
     MissingPlugin as MissingPlugin,
     PreflightError as PreflightError,
     Problem as Problem,

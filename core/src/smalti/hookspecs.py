@@ -4,6 +4,7 @@ The hooks in the order of a run:
 
     smalti train
       declare_options            the options of the plugin: flags, keys of configuration files, help
+      restore_run                what a resume needs is brought into the run directory from another place
       register_model_families    register_storage  register_metadata_backends  register_optimizers  register_commands
       register_checkpoint_formats
       register_caches            what `smalti cache` lists and clears
@@ -107,6 +108,16 @@ class HookSpecs:
         """gather: the options of this plugin, one group for each section of the help.
 
         Called before there is a configuration. Names of options are unique over all plugins.
+        """
+        raise NotImplementedError
+
+    @_decide
+    def restore_run(self, config: Config) -> str | None:
+        """decide: bring what a resume needs into the run directory, such as a checkpoint from an object store.
+
+        Called in the launcher of every node before the other checks, with valid options; not for a dry run. Returns a sentence
+        that says what was restored, or None. The configuration is then resolved again, because a run keeps its defaults in its
+        directory.
         """
         raise NotImplementedError
 

@@ -21,6 +21,7 @@ from .conversion.formats import (
 )
 from .conversion.hyperparameters import hyperparameters as hyperparameters
 from .dtypes import DTYPES as DTYPES, NAMES as NAMES
+from .format.digests import new_digest as new_digest
 from .format.manifest import (
     GROUPS as GROUPS,
     MANIFEST as MANIFEST,
@@ -29,6 +30,7 @@ from .format.manifest import (
     WEIGHTS as WEIGHTS,
     FileRecord as FileRecord,
     Manifest as Manifest,
+    decode_manifest as decode_manifest,
     read_manifest as read_manifest,
 )
 from .format.safetensors_layout import (
@@ -40,7 +42,12 @@ from .format.safetensors_layout import (
     stored_tensors as stored_tensors,
 )
 from .format.state_file import read_state as read_state
-from .format.store import CheckpointStore as CheckpointStore, Entry as Entry
+from .format.store import (
+    CheckpointStore as CheckpointStore,
+    Entry as Entry,
+    checkpoint_name as checkpoint_name,
+    parse_checkpoint_name as parse_checkpoint_name,
+)
 from .format.verification import Verification as Verification, quick_check as quick_check, verify as verify
 from .planning import (
     Chunks as Chunks,

@@ -14,6 +14,7 @@ from smalti.cli.pages.help import Command, Formatter, show_page, write_options
 from smalti.cli.pages.options import matching, sections
 from smalti.config import Schema, package_of_topic, unknown
 from smalti.errors import ExitCode, UserError, problems_in
+from smalti.hookspecs import HookSpecs
 from smalti.launch import check_run, standby_launcher
 from smalti.system import Stopped, Terminated, ignore_write_errors, importing, preemption_as_exception
 
@@ -122,6 +123,9 @@ def _train(command_line: CommandLine, *, dry_run: bool, as_json: bool) -> int:
         check_run(config, command_line.plugins)  # raises, with all other problems
     try:
         with preemption_as_exception(), ExitStack() as closing:
+            if not dry_run and (restored := command_line.plugins.decide(HookSpecs.restore_run, config=config)):
+                click.echo(f"smalti: {restored}", err=True)
+                config = command_line.draft()
             standby = None if dry_run else closing.enter_context(standby_launcher(config))
             with importing():
                 from smalti.launch import Preparation  # imports much, so only if the options are valid

@@ -160,6 +160,16 @@ PACKAGES = (
     ),
     Package(
         plugin="storage_s3",
+        options=(
+            "checkpoint_mirror",
+            "checkpoint_mirror_total_limit",
+            "checkpoint_mirror_timeout",
+            "checkpoint_mirror_verify",
+            "checkpoint_mirror_endpoint_url",
+            "checkpoint_mirror_profile_name",
+            "checkpoint_mirror_region_name",
+        ),
+        commands=("mirror",),
         storages=("aws",),
     ),
     Package(plugin="health", planned=True, options=("webhook_config", "gpu_health")),

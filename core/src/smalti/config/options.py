@@ -171,6 +171,9 @@ class OptionGroup:
     `translate` takes an Accelerate YAML and reads what the options' `accelerate=` keys do not cover; `..._config` sections are
     tables. `derived` takes the given values of this group's options, not validated, and returns values of other options that
     they contain. Those are used for options that nothing else sets. Their keys are keys in the value.
+
+    `urls` has functions by the name of an option that holds a path, of this or another group. If a URL is given there, the
+    function takes it, and returns the values of this and of other options that stand for it.
     """
 
     name: str
@@ -178,6 +181,7 @@ class OptionGroup:
     options: type[Options]
     translate: Callable[[Mapping[str, object]], Translation] | None = None
     derived: Callable[[Mapping[str, object]], Translation] | None = None
+    urls: Mapping[str, Callable[[str], Translation]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

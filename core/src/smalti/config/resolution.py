@@ -85,6 +85,7 @@ def draft(
         notices += accelerate_yaml.notices_of(accelerate, schema, path)
         layers["Accelerate YAML"] = with_variables(accelerate_yaml.options_in(accelerate, schema, path), environment, problems)
     chosen = _merge(layers, schema, notices)
+    _replace_urls(schema, chosen, notices, problems)
     _derive(schema, chosen, notices, problems)
     kept = kept_defaults(chosen["output_dir"][1].value if "output_dir" in chosen else None, content, file, notices)
     reference = _of_reference(schema, chosen, keys, str(file)) if keys else Kept()
@@ -163,6 +164,26 @@ def _of_reference(schema: Schema, chosen: dict[str, tuple[str, Given]], keys: Se
         return Kept(values=values, place=given.place, label=REFERENCE)
     known = ", ".join(keys[:_SHOWN]) + (" ..." if len(keys) > _SHOWN else "")
     return Kept(values=values, place=f"{file}, which has {known}", label=REFERENCE)
+
+
+def _replace_urls(schema: Schema, chosen: dict[str, tuple[str, Given]], notices: list[str], problems: list[Problem]) -> None:
+    """Replace a URL that is given as a path by the values of options that stand for it. Others stay, and are paths."""
+    for group in schema.groups:
+        for name, replaced in group.urls.items():
+            label, given = chosen.get(name, ("", None))
+            if given is None or "://" not in str(given.value):
+                continue
+            found = replaced(str(given.value))
+            problems += [replace(problem, option=name, where=given.place) for problem in found.problems]
+            notices += [f"{key} {remark}" for key, remark in found.notices]
+            for each, (_, value) in found.values.items():
+                new = replace(given, value=value, spelling=each, written=None)
+                _, other = chosen.setdefault(each, (label, new))
+                if each == name:
+                    chosen[each] = (label, new)
+                elif other is not new and not same(schema.options[each], other.value, value):
+                    message = f"{each} is {other.shown!r}, and {name} is {given.shown!r}"
+                    problems.append(Problem(message=message, where=other.place, fix="leave one of them out", option=each))
 
 
 def _derive(schema: Schema, chosen: dict[str, tuple[str, Given]], notices: list[str], problems: list[Problem]) -> None:

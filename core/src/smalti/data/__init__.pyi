@@ -37,6 +37,7 @@ from .scan.identity import Identity as Identity, Settings as Settings, first_dig
 from .sources.range_file import RangeFile as RangeFile
 from .sources.tables import Table as Table, TableSource as TableSource
 from .storage.columns import file_columns as file_columns, list_columns as list_columns
+from .storage.local import LocalStorage as LocalStorage
 from .storage.protocol import (
     AccessDeniedError as AccessDeniedError,
     CountsTraffic as CountsTraffic,

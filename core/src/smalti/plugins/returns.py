@@ -35,6 +35,7 @@ class Answer:
 
 _ANSWERS: Mapping[Callable[..., object], Answer] = {
     HookSpecs.declare_options: Answer("smalti.config.options:OptionGroup", several=True),
+    HookSpecs.restore_run: Answer("builtins:str"),
     HookSpecs.check_config: Answer("smalti.errors:Problem", several=True),
     HookSpecs.register_model_families: Answer("smalti.types:FamilyEntry", several=True),
     HookSpecs.register_storage: Answer("smalti.types:StorageEntry", several=True),

@@ -1,13 +1,34 @@
-"""Registers the storage `aws` for datasets, and `smalti s3`."""
+"""Registers the storage `aws` for datasets, `smalti s3`, and mirrors of checkpoints with `smalti mirror`."""
 
 from __future__ import annotations
 
-from smalti import StorageEntry, hookimpl
+from typing import TYPE_CHECKING
+
+from smalti import Config, OptionGroup, Problem, StorageEntry, hookimpl
 from smalti_storage_s3.client.settings import KEYS
+from smalti_storage_s3.mirror.hooks import MirrorHooks, mirror_problems
+from smalti_storage_s3.mirror.options import GROUP
+
+if TYPE_CHECKING:
+    import click
 
 
-class StorageS3:
-    """Active where it is installed; nothing is imported or sent before a dataset names the storage."""
+class StorageS3(MirrorHooks):
+    """Active where it is installed; nothing is imported or sent before a dataset or a mirror is on S3."""
+
+    @hookimpl
+    def declare_options(self) -> list[OptionGroup]:
+        return [GROUP]
+
+    @hookimpl
+    def check_config(self, config: Config) -> list[Problem]:
+        return config.run_checks(mirror_problems)
+
+    @hookimpl
+    def register_commands(self, commands: click.Group) -> None:
+        from smalti_storage_s3.mirror.commands import mirror
+
+        commands.add_command(mirror)
 
     @hookimpl
     def register_storage(self) -> list[StorageEntry]:

@@ -28,7 +28,7 @@ class _Digest(Protocol):
 
 def write_with_digest(path: Path, contents: Iterable[files.Block]) -> FileRecord:
     """Write a new file with these contents, in blocks of any size, and sync it; returns its record for the manifest."""
-    digest = _new_digest(ALGORITHMS[0])
+    digest = new_digest(ALGORITHMS[0])
     with files.create(path) as file:
         for data in contents:
             for start in range(0, len(data), _BLOCK):  # a hashed block is still in the cache of the CPU when it is written
@@ -42,7 +42,7 @@ def write_with_digest(path: Path, contents: Iterable[files.Block]) -> FileRecord
 
 def matches(path: Path, record: FileRecord) -> bool:
     """Whether a file has the recorded digest. Reads and hashes without the interpreter lock, so threads run in parallel."""
-    digest, buffer = _new_digest(record.algorithm), memoryview(bytearray(_BUFFER_SIZE))
+    digest, buffer = new_digest(record.algorithm), memoryview(bytearray(_BUFFER_SIZE))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
@@ -50,5 +50,6 @@ def matches(path: Path, record: FileRecord) -> bool:
     return digest.hexdigest() == record.digest
 
 
-def _new_digest(algorithm: str) -> _Digest:
+def new_digest(algorithm: str) -> _Digest:
+    """An empty digest by one of the `ALGORITHMS`, for contents that are read in pieces."""
     return blake3() if algorithm == "blake3" else hashlib.new(algorithm)

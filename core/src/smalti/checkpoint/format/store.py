@@ -62,10 +62,10 @@ class CheckpointStore:
     def all(self) -> list[Entry]:
         """Returns every checkpoint directory, lowest step first. Reads manifests only; an empty list without a root."""
         try:
-            found = [(match, path) for path in self.root.iterdir() if (match := _NAME.fullmatch(path.name))]
+            found = [(place, path) for path in self.root.iterdir() if (place := parse_checkpoint_name(path.name))]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        entries = [_entry(path, int(match[1]), int(match[2] or 1)) for match, path in found]
+        entries = [_entry(path, step, revision) for (step, revision), path in found]
         return sorted(entries, key=lambda entry: (entry.step, entry.revision))
 
     def latest(self) -> Path | None:
@@ -164,7 +164,7 @@ class CheckpointStore:
 
     def prepare(self, step: int) -> Path:
         """Returns a new hidden directory for a checkpoint, with a sub-directory for each group of tensors."""
-        partial = self.root / f".partial-{_name(step, 1)}-{secrets.token_hex(4)}"
+        partial = self.root / f".partial-{checkpoint_name(step)}-{secrets.token_hex(4)}"
         for path in (partial, *(partial / group for group in GROUPS)):
             files.make_directory(path)
         return partial
@@ -185,7 +185,7 @@ class CheckpointStore:
             self.discard(partial)
             return newest.path
         files.atomic_write(partial / MANIFEST, manifest.encode())
-        path = self.root / _name(manifest.step, newest.revision + 1 if newest else 1)
+        path = self.root / checkpoint_name(manifest.step, newest.revision + 1 if newest else 1)
         files.rename(partial, path)
         files.fsync_directory(self.root)
         return path
@@ -258,8 +258,15 @@ def _lock(file: BinaryIO) -> None:
             time.sleep(0.05)
 
 
-def _name(step: int, revision: int) -> str:
+def checkpoint_name(step: int, revision: int = 1) -> str:
+    """The name of the directory of a checkpoint."""
     return f"step-{step:08d}" if revision == 1 else f"step-{step:08d}.{revision}"
+
+
+def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
+    """Step and revision in the name of a checkpoint's directory; None for other names."""
+    match = _NAME.fullmatch(name)
+    return (int(match[1]), int(match[2] or 1)) if match else None
 
 
 def _entry(path: Path, step: int, revision: int) -> Entry:

@@ -151,19 +151,20 @@ class S3Storage:
 
     @property
     def creates_once(self) -> bool:
-        where = (self._settings.endpoint_url, self._settings.bucket_name)
+        where = (self._boto.client.meta.endpoint_url, self._settings.bucket_name)
         if where not in _creates_once:
             full, place = self._full(f".smalti-probe-{secrets.token_hex(8)}")
             try:
                 self._create(full, place, b"1")
                 _creates_once[where] = not self._create(full, place, b"2")
             finally:
-                self._attempts.run("delete", place, lambda: self._fast.delete(full))
+                self._attempts.run("delete", place, lambda: self._boto.delete(full))
         return _creates_once[where]
 
     def delete(self, key: str) -> None:
         full, place = self._full(key)
-        self._attempts.run("delete", place, lambda: self._fast.delete(full))
+        # Not obstore, which deletes by a request for many keys that some stores refuse.
+        self._attempts.run("delete", place, lambda: self._boto.delete(full))
 
     def upload(self, path: Path, key: str) -> None:
         full, place = self._full(key)

@@ -1,0 +1,82 @@
+"""What a mirror does in a run: restores the run before the launch, and uploads each checkpoint. Imports no torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from smalti import Checkpoint, Config, Outcome, Problem, RunInfo, RunState, UserError, hookimpl
+from smalti.config import CheckpointOptions, LaunchOptions, RunOptions
+from smalti_storage_s3.mirror.options import MirrorOptions
+from smalti_storage_s3.mirror.place import check_place, is_url
+
+if TYPE_CHECKING:
+    from smalti_storage_s3.mirror.process import UploadProcess
+
+_log = logging.getLogger(__name__)
+
+
+class MirrorHooks:
+    """The hooks of a mirror. Active with `--checkpoint_mirror`; uploads are those of the main rank."""
+
+    def __init__(self) -> None:
+        self._uploads: UploadProcess | None = None
+        self._options = MirrorOptions()
+
+    @hookimpl
+    def restore_run(self, config: Config) -> str | None:
+        options = config[MirrorOptions]
+        if options.checkpoint_mirror is None or config[LaunchOptions].machine_rank > 0:
+            return None
+        from smalti_storage_s3.mirror.restoring import restore
+
+        return restore(options.checkpoint_mirror, options.access, config[RunOptions])
+
+    @hookimpl
+    def on_train_start(self, state: RunState, info: RunInfo) -> None:
+        self._options = options = info.config[MirrorOptions]
+        if not info.world.is_main or options.checkpoint_mirror is None:
+            return
+        from smalti_storage_s3.mirror.process import UploadProcess
+
+        limit = options.checkpoint_mirror_total_limit
+        if limit is None:
+            limit = info.config[CheckpointOptions].checkpoints_total_limit
+        arguments = [f"--to={options.checkpoint_mirror}", *options.access.flags(), f"--keep={limit}"]
+        arguments += [f"--timeout={options.checkpoint_mirror_timeout}"]
+        if not options.checkpoint_mirror_verify:
+            arguments.append("--no_verify")
+        self._uploads = UploadProcess(info.directory, arguments)
+        self._uploads.start()
+
+    @hookimpl
+    def on_checkpoint(self, state: RunState, checkpoint: Checkpoint) -> None:
+        if self._uploads is not None:
+            self._uploads.notify()
+            if failures := self._uploads.failures():
+                message, fix = failures[-1]
+                raise UserError(f"a checkpoint was not copied to the mirror, which is tried again now: {message}", fix=fix)
+
+    @hookimpl
+    def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:
+        uploads, self._uploads = self._uploads, None
+        if uploads is not None and (name := uploads.finish(self._options.checkpoint_mirror_timeout)):
+            _log.warning("%s is complete in %s", name, self._options.checkpoint_mirror)
+
+
+def mirror_problems(config: Config) -> Iterator[Problem]:
+    """What is wrong with the options of a mirror."""
+    place = config[MirrorOptions].checkpoint_mirror
+    if place is not None:
+        try:
+            check_place(place)
+        except UserError as error:
+            yield Problem(message=error.message, where=config.source("checkpoint_mirror"), fix=error.fix)
+    source = config[RunOptions].resume_from_checkpoint
+    if is_url(source):
+        yield Problem(
+            message=f"resume_from_checkpoint cannot be {source!r}: it is not a folder",
+            where=config.source("resume_from_checkpoint"),
+            fix=f"smalti mirror pull {source} FOLDER, then --resume_from_checkpoint=FOLDER",
+        )

@@ -1,0 +1,52 @@
+"""Resuming from a mirror: what is newer there than in the run directory is downloaded before the launch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import click
+
+from smalti import UserError
+from smalti.checkpoint import CheckpointStore, parse_checkpoint_name
+from smalti.config import RunOptions
+from smalti.rundir import RunDirectory
+from smalti_storage_s3.mirror.download import pull
+from smalti_storage_s3.mirror.ownership import check_owner, owner_of
+from smalti_storage_s3.mirror.place import Access, open_place
+from smalti_storage_s3.mirror.remote import Mirror
+
+
+def restore(place: str, access: Access, options: RunOptions) -> str | None:
+    """Download the checkpoint to resume from if the run directory lacks it; returns a sentence that says so, or None.
+
+    Raises InUseError if the mirror belongs to another run, and StorageError if it cannot be reached: a run that trains without
+    its mirror could lose what the mirror is for.
+    """
+    mirror = Mirror(open_place(place, access, create=True))
+    run = RunDirectory(cast(Path, options.output_dir))
+    record = run.record()
+    if record is not None:
+        check_owner(mirror.storage, record.id)
+    elif (owner := owner_of(mirror.storage)) is not None and options.resume_from_checkpoint == "none":
+        raise UserError(
+            f"{mirror.location} has the checkpoints of the run {owner.run}, which is to start again",
+            fix="choose another --checkpoint_mirror; or resume that run with --resume_from_checkpoint=latest",
+        )
+    choice = options.resume_from_checkpoint
+    if choice == "none" or not _is_newer(mirror, run, choice):
+        return None
+    path = pull(mirror, run, choice, lambda sentence: click.echo(f"smalti: {sentence}", err=True))
+    return f"restored {path} from {mirror.location}"
+
+
+def _is_newer(mirror: Mirror, run: RunDirectory, choice: str) -> bool:
+    """Whether the mirror has the checkpoint that `choice` means and the run directory has not."""
+    here = {entry.step for entry in CheckpointStore(run.checkpoints).all() if entry.manifest is not None}
+    there = {each.step for each in mirror.published()}
+    if choice == "latest":
+        return max(there, default=-1) > max(here, default=-1)
+    word = choice.removeprefix("step-")
+    place = parse_checkpoint_name(choice)
+    step = place[0] if place else int(word) if word.isdecimal() else None
+    return step in there - here

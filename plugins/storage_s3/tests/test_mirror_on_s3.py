@@ -1,0 +1,171 @@
+"""Mirrors on object stores: the same promises on a server, and whole runs that have nothing but a bucket."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from smalti.checkpoint import verify
+from smalti.errors import InUseError
+from smalti.rundir import RunDirectory, acquire
+from smalti_storage_s3.mirror.download import pull
+from smalti_storage_s3.mirror.ownership import Lease, SupersededError
+from smalti_storage_s3.mirror.place import Access, open_place
+from smalti_storage_s3.mirror.remote import Mirror
+from smalti_storage_s3.mirror.upload import Uploader
+from smalti_testing.object_store import juicefs, seaweed
+from support.checkpoints import make
+
+TOY = (
+    "--model_family=toy",
+    "--toy_width=16",
+    "--toy_depth=1",
+    "--toy_heads=1",
+    "--resolution=32",
+    "--aspect_bucket_alignment=8",
+    "--train_batch_size=2",
+    "--mixed_precision=no",
+    "--use_cpu",
+)
+
+
+@pytest.fixture(scope="module", params=[seaweed, juicefs], ids=["seaweed", "juicefs"])
+def server(request, tmp_path_factory):
+    with request.param(tmp_path_factory.mktemp("server")) as store:
+        yield store
+
+
+@pytest.fixture(autouse=True)
+def credentials(server, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", server.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server.secret_key)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+    monkeypatch.setenv("AWS_REGION", server.region)
+
+
+@pytest.fixture
+def url(server, request) -> str:
+    return f"s3://{server.bucket}/{request.node.name.partition('[')[0][-40:]}"
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDirectory:
+    directory = RunDirectory(tmp_path / "run")
+    acquire(directory).close()
+    return directory
+
+
+def uploader(run: RunDirectory, url: str, *, keep: int | None = None) -> Uploader:
+    record = run.record()
+    assert record is not None
+    return Uploader(run=run, lease=Lease.take(open_place(url, Access()), record.id), keep=keep)
+
+
+def test_checkpoints_are_kept_and_removed_in_a_bucket_as_in_a_folder(run, url, tmp_path):
+    uploads = uploader(run, url, keep=2)
+    for step in (1, 2, 3):
+        make(run.checkpoints, step)
+        uploads.push_newest()
+        uploads.rotate()
+    mirror = Mirror(open_place(url, Access()))
+    assert [each.name for each in mirror.all()] == ["step-00000002", "step-00000003"]
+    assert [mirror.problems(each) for each in mirror.all()] == [(), ()]
+    assert verify(pull(mirror, RunDirectory(tmp_path / "fresh"), "latest", lambda _sentence: None)).ok
+
+
+def test_one_launch_writes_on_stores_with_and_without_conditional_writes(run, url, server):
+    assert open_place(url, Access()).creates_once is server.conditional_writes
+    first, second = uploader(run, url), uploader(run, url)
+    assert (first.lease.number, second.lease.number) == (1, 2)
+    make(run.checkpoints, 1)
+    with pytest.raises(SupersededError):
+        first.push_newest()
+    with pytest.raises(InUseError, match="is the mirror of another run"):
+        Lease.take(first.storage, "another")
+
+
+def test_damage_in_the_bucket_is_found_and_the_checkpoint_before_it_is_taken(run, url, server, tmp_path):
+    uploads, said = uploader(run, url, keep=1), []
+    uploads.report = said.append
+    for step in (1, 2):
+        make(run.checkpoints, step)
+        uploads.push_newest()
+    key = f"{url.removeprefix(f's3://{server.bucket}/')}/checkpoints/step-00000002/model/a.safetensors"
+    body = server.request("GET", key).body
+    assert server.request("PUT", key, body[:-1] + b"\xff").status == 200
+    assert uploads.rotate() == []
+    assert "step-00000002" in said[0]
+    path = pull(Mirror(uploads.storage), RunDirectory(tmp_path / "fresh"), "latest", said.append)
+    assert path.name == "step-00000001"
+
+
+# --- whole runs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("photos")
+    for number in range(4):
+        Image.new("RGB", (32, 32), (number * 60, 100, 200)).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text("a square")
+    return folder
+
+
+@pytest.fixture
+def train(photos, server, tmp_path):
+    """train(directory, words...) -> the running process of a run that sees only these directories and the server."""
+    own = {**os.environ, "SMALTI_PLUGINS": "toy,storage_s3", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+    def start(directory: Path | str, *words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "smalti", "train", *TOY, f"--instance_data_dir={photos}"]
+        command += [f"--output_dir={directory}", *words]
+        return subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    return start
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, printed
+    return printed
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    newest = sorted((run / "checkpoints").glob("step-*"))[-1]
+    return {str(file.relative_to(newest)): file.read_bytes() for file in newest.rglob("*.safetensors")}
+
+
+def test_hook_restore_run_continues_a_killed_run_from_the_bucket_alone(train, url, server, tmp_path):
+    if not server.conditional_writes:
+        pytest.skip("once is enough: the other tests compare the two servers")
+    killed = train(tmp_path / "a", f"--checkpoint_mirror={url}", "--checkpoint_step_interval=3", "--max_train_steps=100000")
+    mirror, until = Mirror(open_place(url, Access())), time.monotonic() + 120
+    while not mirror.published():
+        assert time.monotonic() < until, "no checkpoint has arrived"
+        time.sleep(0.1)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    shutil.rmtree(tmp_path / "a", ignore_errors=True)
+    arrived = mirror.published()[-1].step
+    resumed = finish(train(url, f"--max_train_steps={arrived + 2}", "--checkpoint_step_interval=0"))
+    assert "restored " in resumed
+    directory = next((tmp_path / "cache" / "smalti" / "runs").iterdir())
+    assert f"is the mirror of a run directory on this node: {directory}" in resumed
+    finish(train(tmp_path / "c", f"--max_train_steps={arrived + 2}", "--checkpoint_step_interval=0"))
+    assert weights(directory) == weights(tmp_path / "c") != {}
+    record = RunDirectory(directory).record()
+    assert record is not None
+    assert record.id == json.loads(mirror.storage.read("run.json"))["id"]
+    refused = train(tmp_path / "c", f"--checkpoint_mirror={url}", "--max_train_steps=100000")
+    printed, _ = refused.communicate(timeout=300)
+    assert refused.returncode == InUseError.exit_code
+    assert "is the mirror of another run" in printed
