@@ -48,8 +48,21 @@ def test_what_it_does_by_default_is_written_where_it_differs(imported):
     }
     assert {key: values.get(key) for key in expected} == expected
     assert values.keys() & {"use_ema", "ema_decay"} == set()
-    assert [(each["id"], each["resolution"]) for each in values["datasets"]] == [("nowhere", 512), ("nowhere-2", 1024)]
+    assert [(each["id"], each["resolution"]) for each in values["datasets"]] == [("nowhere", [512, 1024])]
     assert all(each["instance_prompt_fallback"] and each["instance_prompt"] == "a cat" for each in values["datasets"])
+    assert left == {}
+
+
+def test_what_is_done_with_tags_and_mirrored_copies_become_keys_of_the_dataset(imported):
+    row = {"folder_path": "nowhere", "num_repeats": 3, "flip_x": True, "shuffle_tokens": True, "keep_tokens": 1}
+    rows = [row, {"folder_path": "more", "token_dropout_rate": 0.2, "caption_dropout_rate": 0.05}]
+    values, left, _ = convert(imported, datasets=rows, trigger_word="zwx")
+    one, other = values["datasets"]
+
+    assert (one["repeats"], one["flip_probability"], one["caption_shuffle"]) == (5, 0.5, {"position_start": 1})
+    assert (other["caption_shuffle"], other["caption_tag_dropout_rate"]) == ({"enable": False}, 0.2)
+    assert [each["caption_dropout_probability"] for each in (one, other)] == [0.0, 0.05]
+    assert [each["trigger_word"] for each in (one, other)] == ["zwx", "zwx"]
     assert left == {}
 
 

@@ -74,12 +74,12 @@ def test_options_and_datasets_become_one_file_with_the_place_of_every_value(impo
         "resolution": 887,
         "resolution_type": "pixel_area",
     }
-    assert [(each["id"], each["instance_data_dir"]) for each in datasets[1:]] == [("zwx-cat-2", "C:\\more\\zwx cat")]
+    found = [(each["id"], each["instance_data_dir"], each["flip_probability"]) for each in datasets[1:]]
+    assert found == [("zwx-cat-2", "C:\\more\\zwx cat", 0.5)]
     assert left.keys() == {
         "wandb_api_key",
         "train.toml: noise_offset",
         "default of kohya's sd-scripts: model_prediction_type",
-        "dataset.toml: datasets[0].subsets[1].flip_aug",
         "dataset.toml: datasets[0].subsets[2].is_reg",
     }
     assert "repeats = 9 # dataset.toml: datasets[0].subsets[0].num_repeats = 10; repeats counts additional visits\n" in text
@@ -148,11 +148,27 @@ def test_caption_files_keep_their_extension_and_class_tokens_are_for_images_with
     with_prefix = f"{subset}\ncaption_prefix = 'photo of'"
     values, left, _ = imported({"train.toml": TRAIN, "dataset.toml": subset})
     prefixed, also_left, _ = imported({"train.toml": TRAIN, "dataset.toml": with_prefix})
-    keys = ("caption_strategy", "caption_extension", "instance_prompt", "instance_prompt_fallback", "prepend_instance_prompt")
+    keys = ("caption_strategy", "caption_extension", "instance_prompt", "instance_prompt_fallback", "caption_prefix")
 
     assert [values["datasets"][0].get(key) for key in keys] == ["textfile", ".cap", "zwx cat", True, None]
-    assert [prefixed["datasets"][0].get(key) for key in keys] == ["textfile", ".cap", "photo of", None, True]
-    assert also_left.keys() - left.keys() == {"dataset.toml: datasets[0].subsets[0].class_tokens"}
+    assert [prefixed["datasets"][0].get(key) for key in keys] == ["textfile", ".cap", "zwx cat", True, "photo of"]
+    assert also_left.keys() == left.keys()
+
+
+def test_what_is_done_with_tags_becomes_keys_of_the_dataset(imported):
+    shared = "[general]\nshuffle_caption = true\ncaption_separator = ';'\ncaption_suffix = 'x'\n[[datasets]]\n"
+    first = "[[datasets.subsets]]\nimage_dir = 'a'\nkeep_tokens = 2\ncaption_dropout_rate = 0.2\n"
+    second = "[[datasets.subsets]]\nimage_dir = 'b'\nshuffle_caption = false\ncaption_tag_dropout_rate = 0.3\n"
+    (one, other), left = (
+        imported({"train.toml": TRAIN, "dataset.toml": shared + first + second})[0]["datasets"],
+        imported({"train.toml": TRAIN, "dataset.toml": shared + first})[1],
+    )
+
+    assert one["caption_shuffle"] == {"position_start": 2, "split_on": ";"}
+    assert (one["caption_suffix"], one["caption_dropout_probability"], one.get("caption_tag_dropout_rate")) == ("x", 0.2, None)
+    assert other["caption_shuffle"] == {"enable": False, "split_on": ";"}
+    assert (other["caption_tag_dropout_rate"], other.get("caption_dropout_probability")) == (0.3, None)
+    assert not [place for place in left if "caption" in place]
 
 
 def test_a_learning_rate_of_an_optimizer_that_is_not_there_is_not_taken_over(imported):

@@ -54,7 +54,7 @@ def test_numbers_in_other_units_are_converted(imported):
 
 def test_several_sizes_are_several_datasets_of_a_shorter_run(imported):
     values = convert(imported, resolution="512,768x1024", epochs=20)[0]
-    assert [each["resolution"] for each in values["datasets"]] == [512, 887]
+    assert [each["resolution"] for each in values["datasets"]] == [[512, 887]]
     assert values["num_train_epochs"] == 10
 
 
@@ -66,9 +66,19 @@ def test_older_files_without_tables_are_read(imported):
 
 
 def test_what_is_on_by_default_and_not_here_is_listed(imported):
-    places = convert(imported, [{"path": "cats", "enabled": True}], model_type="STABLE_DIFFUSION_XL_10_BASE")[1]
-    assert [place for place in places if "enable_random_flip" in place]
+    values, places, _ = convert(imported, [{"path": "cats", "enabled": True}], model_type="STABLE_DIFFUSION_XL_10_BASE")
+    assert values["datasets"][0]["flip_probability"] == 0.5
     assert [place for place in places if "text_encoder.train" in place]
+
+
+def test_what_is_done_with_tags_becomes_keys_of_the_dataset(imported):
+    text = {"enable_tag_shuffling": True, "keep_tags_count": 2, "tag_delimiter": ",", "tag_dropout_enable": True}
+    dropped = {**text, "tag_dropout_mode": "RANDOM", "tag_dropout_probability": 0.1}
+    values, left, _ = convert(imported, [{**CONCEPT, "text": text}, {**CONCEPT, "text": dropped}])
+
+    assert [each["caption_shuffle"] for each in values["datasets"]] == [{"position_start": 2}] * 2
+    assert [each.get("caption_tag_dropout_rate") for each in values["datasets"]] == [None, 0.1]
+    assert [place for place in left if "tag" in place] == ["default of OneTrainer: text.tag_dropout_mode"]
 
 
 def test_concepts_that_are_off_are_left_out_and_those_for_validation_are_held_out(imported):

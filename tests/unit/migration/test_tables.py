@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
+from smalti.data.datasets.spec import ENTRY_KEYS
 from smalti.migration.commented_toml import as_toml
 from smalti.migration.importing import import_files
 from smalti.migration.tables import PAGE
 
-OF_DATASETS = {"instance_data_dir", "repeats", "prepend_instance_prompt", "max_num_samples", "dataset_type", "id", "datasets"}
+OF_DATASETS = {*ENTRY_KEYS, "datasets"}
 RULES = [rules for tables in PAGE.values() for rules in tables.values()]
 
 

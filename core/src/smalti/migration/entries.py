@@ -21,6 +21,15 @@ def new_entry(folder: str, place: str, result: Imported) -> Entry:
     return {"id": Line(value=free, source="name of the folder"), "instance_data_dir": Line(value=folder, source=place)}
 
 
+def one_for_all(key: str, result: Imported) -> None:
+    """Make a key that all datasets have with the same value the option of that name."""
+    lines = [entry.get(key) for entry in result.datasets]
+    if lines and lines[0] is not None and len({None if line is None else line.value for line in lines}) == 1:
+        result.lines.setdefault(key, lines[0])
+        for entry in result.datasets:
+            del entry[key]
+
+
 def without_adapter(rules: Iterable[Rule], found: Mapping[str, Found]) -> tuple[list[Rule], dict[str, Found]]:
     """The rules and values without options of LoRA, which full fine-tuning refuses or ignores."""
     hidden = {rule.key for rule in rules if rule.options and rule.options[0].startswith("lora_")}

@@ -19,7 +19,15 @@ from smalti.migration.aitoolkit.tables import (
     TRAINERS,
 )
 from smalti.migration.converters import number, path, switch, whole
-from smalti.migration.entries import DDPM_FAMILIES, add_negative_prompt, flattened, leave_optimizer, new_entry, without_adapter
+from smalti.migration.entries import (
+    DDPM_FAMILIES,
+    add_negative_prompt,
+    flattened,
+    leave_optimizer,
+    new_entry,
+    one_for_all,
+    without_adapter,
+)
 from smalti.migration.files import Opened
 from smalti.migration.rules import Entry, Found, Imported, Line, Rule, apply, attempt, found_in, source_text
 
@@ -290,7 +298,7 @@ def _datasets(found: Values, result: Imported) -> None:
 
 
 def _dataset(given: Values, result: Imported) -> None:
-    """One dataset, once for each of its resolutions."""
+    """One dataset; several resolutions are a list."""
     folder = given.get("folder_path") or given.get("dataset_path")
     frames = given.get("num_frames")
     if folder is None:
@@ -303,23 +311,25 @@ def _dataset(given: Values, result: Imported) -> None:
         result.leave(given[key].place, why, value=folder.value)
         return
     size = given.get("resolution") or Found(value=512, place=f"{DEFAULT}: resolution")
-    sizes = size.value if isinstance(size.value, list) else [size.value]
-    for each in dict.fromkeys(whole(each) for each in sizes):
-        entry = new_entry(folder.read(path), folder.place, result)
-        _captions(given, entry, result)
-        entry["resolution"] = Line(value=each, source=source_text("", size.place, size.value, each))
-        entry["resolution_type"] = Line(value="pixel_area", source="buckets have about the area of the resolution")
-        if ("buckets" in given and not given["buckets"].read(switch)) or (
-            "square_crop" in given and given["square_crop"].read(switch)
-        ):
-            entry["crop_aspect"] = Line(value="square", source=(given.get("square_crop") or given["buckets"]).place)
-        if "random_crop" in given and given["random_crop"].read(switch):
-            entry["crop_style"] = Line(value="random", source=given["random_crop"].place)
-        if "num_repeats" in given:
-            repeats = given["num_repeats"]
-            source = source_text("", repeats.place, repeats.value, None, "repeats counts additional visits")
-            entry["repeats"] = Line(value=max(0, repeats.read(whole) - 1), source=source)
-        result.datasets.append(entry)
+    sizes = list(dict.fromkeys(whole(each) for each in (size.value if isinstance(size.value, list) else [size.value])))
+    entry = new_entry(folder.read(path), folder.place, result)
+    _captions(given, entry, result)
+    _variants(given, entry)
+    shown = sizes if len(sizes) > 1 else sizes[0]
+    entry["resolution"] = Line(value=shown, source=source_text("", size.place, size.value, shown))
+    entry["resolution_type"] = Line(value="pixel_area", source="buckets have about the area of the resolution")
+    if ("buckets" in given and not given["buckets"].read(switch)) or _on(given, "square_crop"):
+        entry["crop_aspect"] = Line(value="square", source=(given.get("square_crop") or given["buckets"]).place)
+    if _on(given, "random_crop"):
+        entry["crop_style"] = Line(value="random", source=given["random_crop"].place)
+    flipped, repeats = _on(given, "flip_x"), given.get("num_repeats") or Found(value=1, place=f"{DEFAULT}: num_repeats")
+    visits = max(1, repeats.read(whole)) * (2 if flipped else 1)
+    if flipped:
+        entry["flip_probability"] = Line(value=0.5, source=given["flip_x"].place)
+    if flipped or "num_repeats" in given:
+        note = "repeats counts additional visits" + (", here also those of mirrored images" if flipped else "")
+        entry["repeats"] = Line(value=visits - 1, source=source_text("", repeats.place, repeats.value, None, note))
+    result.datasets.append(entry)
     apply(DATASETS, given, result)
 
 
@@ -342,27 +352,42 @@ def _captions(given: Values, entry: Entry, result: Imported) -> None:
     entry["disable_multiline_split"] = Line(value=True, source="a caption file is one caption there, whatever its lines")
     if ending != ".txt" and extension is not None:
         entry["caption_extension"] = Line(value=ending, source=extension.place)
-    if default is not None and trigger is None:
+    if default is not None:
         entry["instance_prompt"] = Line(
             value=str(default.value), source=f"{default.place}; caption of images without a text file"
         )
         entry["instance_prompt_fallback"] = Line(value=True, source=default.place)
-    elif default is not None:
-        why = "images without a caption file are left out here; there they have this caption"
-        result.leave(default.place, why, fix="write it into the missing caption files", value=default.value)
-    if trigger is not None and str(trigger.value).strip():
-        entry["instance_prompt"] = Line(value=str(trigger.value), source=trigger.place)
-        entry["prepend_instance_prompt"] = Line(
-            value=True, source=f"{trigger.place}; there only in captions that lack it. Leave it out if yours have the word"
-        )
+
+
+def _variants(given: Values, entry: Entry) -> None:
+    """What a visit makes of a caption."""
+    trigger = given.get("trigger_word")
+    if trigger is not None and (word := str(trigger.value).strip()):
+        entry["trigger_word"] = Line(value=word, source=trigger.place)
+    shuffled = _on(given, "shuffle_tokens")
+    rate = given["token_dropout_rate"].read(number) if "token_dropout_rate" in given else 0.0
+    if shuffled or rate:
+        block: dict[str, object] = {} if shuffled else {"enable": False}
+        if "keep_tokens" in given and (kept := given["keep_tokens"].read(whole)):
+            block["position_start"] = kept
+        source = given["shuffle_tokens" if shuffled else "token_dropout_rate"].place
+        note = "4 variants of each are encoded ahead; text_cache_disable has a new one at each visit, as there"
+        entry["caption_shuffle"] = Line(value=block or True, source=f"{source}; {note}")
+    if rate:
+        entry["caption_tag_dropout_rate"] = Line(value=rate, source=given["token_dropout_rate"].place)
+    dropout = given.get("caption_dropout_rate") or Found(value=0.0, place=f"{DEFAULT}: caption_dropout_rate")
+    entry["caption_dropout_probability"] = Line(value=dropout.read(number), source=dropout.place)
+
+
+def _on(given: Values, key: str) -> bool:
+    """Whether a switch is on."""
+    return key in given and given[key].read(switch)
 
 
 def _common(subsets: Sequence[Values], result: Imported) -> None:
-    """What is one for all datasets here: caption dropout and the alignment of buckets."""
-    for key, name, convert, default in (
-        ("caption_dropout_rate", "caption_dropout_probability", number, 0.0),
-        ("bucket_tolerance", "aspect_bucket_alignment", whole, 64),
-    ):
+    """What is one for all datasets here: the alignment of buckets, and caption dropout where it is the same."""
+    one_for_all("caption_dropout_probability", result)
+    for key, name, convert, default in (("bucket_tolerance", "aspect_bucket_alignment", whole, 64),):
         given = [subset.get(key) or Found(value=default, place=f"{DEFAULT}: {key}") for subset in subsets]
         values = sorted({each.read(convert) for each in given})
         if given:

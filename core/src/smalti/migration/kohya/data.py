@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from smalti.migration.converters import number, path, switch, whole
-from smalti.migration.entries import add_negative_prompt, new_entry
+from smalti.migration.entries import add_negative_prompt, new_entry, one_for_all
 from smalti.migration.files import Opened
 from smalti.migration.kohya.tables import DATASETS, NAME
 from smalti.migration.rules import Entry, Found, Imported, Line, UnconvertibleError, apply, attempt, found_in, source_text
@@ -63,6 +63,7 @@ def _dataset(given: dict[str, Found], result: Imported) -> None:
         source = source_text("", repeats.place, repeats.value, None, "repeats counts additional visits")
         entry["repeats"] = Line(value=max(0, repeats.read(whole) - 1), source=source)
     _captions(given, entry, result)
+    _variants(given, entry)
     _sizes(given, entry, result)
     result.datasets.append(entry)
     apply(DATASETS, {key: each for key, each in given.items() if not _is_listed(each, result)}, result)
@@ -89,18 +90,34 @@ def _captions(given: Values, entry: Entry, result: Imported) -> None:
     if ending != ".txt":
         where = extension.place if extension is not None else f"default of {NAME}: caption_extension"
         entry["caption_extension"] = Line(value=ending, source=where)
-    prefix = given.get("caption_prefix")
-    has_prefix = prefix is not None and bool(str(prefix.value).strip())
-    if words is not None and words.value and has_prefix:
-        why = "images without a caption file are left out here; there they have these words as caption"
-        result.leave(words.place, why, fix="write the words into the missing caption files", value=words.value)
-    elif words is not None and words.value:
+    if words is not None and words.value:
         entry["instance_prompt"] = Line(value=str(words.value), source=f"{words.place}; caption of images without a text file")
         entry["instance_prompt_fallback"] = Line(value=True, source=words.place)
-    if prefix is not None and has_prefix:
-        note = "one space separates it from the caption"
-        entry["instance_prompt"] = Line(value=str(prefix.value).strip(), source=f"{prefix.place}; {note}")
-        entry["prepend_instance_prompt"] = Line(value=True, source=prefix.place)
+
+
+def _variants(given: Values, entry: Entry) -> None:
+    """What a visit makes of a caption, and of an image."""
+    for key in ("caption_prefix", "caption_suffix"):
+        if key in given and (text := str(given[key].value).strip()):
+            entry[key] = Line(value=text, source=given[key].place)
+    shuffled = _on(given, "shuffle_caption")
+    rate = given["caption_tag_dropout_rate"].read(number) if "caption_tag_dropout_rate" in given else 0.0
+    if shuffled or rate:
+        block: dict[str, object] = {} if shuffled else {"enable": False}
+        if "keep_tokens" in given and (kept := given["keep_tokens"].read(whole)):
+            block["position_start"] = kept
+        if "caption_separator" in given and (separator := str(given["caption_separator"].value).strip()) not in ("", ","):
+            block["split_on"] = separator
+        source = given["shuffle_caption" if shuffled else "caption_tag_dropout_rate"].place
+        note = "4 variants of each are encoded ahead; text_cache_disable has a new one at each visit, as there"
+        entry["caption_shuffle"] = Line(value=block or True, source=f"{source}; {note}")
+    if rate:
+        entry["caption_tag_dropout_rate"] = Line(value=rate, source=given["caption_tag_dropout_rate"].place)
+    if "caption_dropout_rate" in given:
+        place = given["caption_dropout_rate"].place
+        entry["caption_dropout_probability"] = Line(value=given["caption_dropout_rate"].read(number), source=place)
+    if _on(given, "flip_aug"):
+        entry["flip_probability"] = Line(value=0.5, source=given["flip_aug"].place)
 
 
 def _sizes(given: Values, entry: Entry, result: Imported) -> None:
@@ -140,11 +157,10 @@ def _width_and_height(value: object) -> tuple[int, int]:
 
 
 def _common(subsets: Sequence[Values], result: Imported) -> None:
-    """What is one for all datasets here: batch size, alignment, caption dropout, caching. Different ones are listed."""
+    """What is one for all datasets here: batch size, alignment, caching. Different ones are listed."""
     for key, name, convert in (
         ("batch_size", "train_batch_size", whole),
         ("bucket_reso_steps", "aspect_bucket_alignment", whole),
-        ("caption_dropout_rate", "caption_dropout_probability", number),
     ):
         given = [subset[key] for subset in subsets if key in subset]
         values = {each.read(convert) for each in given}
@@ -153,6 +169,7 @@ def _common(subsets: Sequence[Values], result: Imported) -> None:
         if len(values) > 1:
             why = f"{name} is one for all datasets here; the first is used"
             result.leave(given[0].place, why, value=sorted(values))
+    one_for_all("caption_dropout_probability", result)
     if any(_on(subset, "enable_bucket") for subset in subsets):
         if "aspect_bucket_alignment" not in result.lines:
             result.add("aspect_bucket_alignment", 64, f"default of {NAME}: bucket_reso_steps")

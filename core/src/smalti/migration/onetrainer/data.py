@@ -15,10 +15,10 @@ DEFAULT = f"default of {NAME}"
 
 
 def datasets_of(rows: Sequence[object], file: str, options: Values, result: Imported) -> None:
-    """A dataset for each concept and each of its sizes."""
+    """A dataset for each concept; several sizes are a list."""
     for index, row in enumerate(row for row in rows if isinstance(row, Mapping)):
-        values = {key: value for key, value in flattened(row).items() if not key.startswith(CONCEPT_DETAILS)}
-        attempt(result, _concept, found_in(values, file, before=f"[{index}]."), options, result)
+        values = found_in(flattened(row), file, before=f"[{index}].")
+        attempt(result, _concept, values, options, result)
     sizes = _sizes(options.get("resolution"))
     epochs = options.get("epochs") or Found(value=100, place=f"{DEFAULT}: epochs")
     if len(sizes) > 1:
@@ -36,26 +36,48 @@ def _concept(given: dict[str, Found], options: Values, result: Imported) -> None
         return
     override = "image.enable_resolution_override" in given and given["image.enable_resolution_override"].read(switch)
     size = given.get("image.resolution_override") if override else options.get("resolution")
-    for edge in _sizes(size):
-        entry = new_entry(folder.read(path), folder.place, result)
-        if not _captions(given, entry, result):
-            return
-        entry["resolution"] = Line(value=edge, source=size.place if size is not None else f"{DEFAULT}: resolution")
-        entry["resolution_type"] = Line(value="pixel_area", source="buckets have about the area of the resolution")
-        buckets = options.get("aspect_ratio_bucketing")
-        if buckets is not None and not buckets.read(switch):
-            entry["crop_aspect"] = Line(value="square", source=buckets.place)
-        _visits(given, entry, result)
-        if "validation_concept" in given and given["validation_concept"].read(switch):
-            entry["dataset_type"] = Line(value="eval", source=given["validation_concept"].place)
-        result.datasets.append(entry)
+    edges, entry = _sizes(size), new_entry(folder.read(path), folder.place, result)
+    if not _captions(given, entry, result):
+        return
+    _variants(given, entry, result)
+    value = edges if len(edges) > 1 else edges[0]
+    entry["resolution"] = Line(value=value, source=size.place if size is not None else f"{DEFAULT}: resolution")
+    entry["resolution_type"] = Line(value="pixel_area", source="buckets have about the area of the resolution")
+    buckets = options.get("aspect_ratio_bucketing")
+    if buckets is not None and not buckets.read(switch):
+        entry["crop_aspect"] = Line(value="square", source=buckets.place)
+    _visits(given, entry, result)
+    if "validation_concept" in given and given["validation_concept"].read(switch):
+        entry["dataset_type"] = Line(value="eval", source=given["validation_concept"].place)
+    result.datasets.append(entry)
+    apply(CONCEPTS, {key: each for key, each in given.items() if not key.startswith(CONCEPT_DETAILS)}, result)
+
+
+def _variants(given: Values, entry: Entry, result: Imported) -> None:
+    """What a visit makes of a caption and of an image."""
     flip = given.get("image.enable_random_flip")
     if flip is None or flip.read(switch):
-        where = flip.place if flip is not None else f"{folder.place}; {DEFAULT}: image.enable_random_flip"
-        result.leave(
-            where, "images are not flipped here", fix="add mirrored copies if left and right do not matter", value=True
-        )
-    apply(CONCEPTS, given, result)
+        where = flip.place if flip is not None else f"{DEFAULT}: image.enable_random_flip"
+        entry["flip_probability"] = Line(value=0.5, source=where)
+    shuffled, dropped = (
+        key in given and given[key].read(switch) for key in ("text.enable_tag_shuffling", "text.tag_dropout_enable")
+    )
+    mode = given.get("text.tag_dropout_mode")
+    if dropped and (mode is None or str(mode.value) != "RANDOM"):
+        place = mode.place if mode is not None else f"{DEFAULT}: text.tag_dropout_mode"
+        fix = "caption_tag_dropout_rate drops each tag with the same probability"
+        result.leave(place, "only tags that are dropped one by one", fix=fix, value=mode.value if mode is not None else "FULL")
+        dropped = False
+    if shuffled or dropped:
+        block: dict[str, object] = {} if shuffled else {"enable": False}
+        if "text.keep_tags_count" in given and (kept := given["text.keep_tags_count"].read(whole)):
+            block["position_start"] = kept
+        if "text.tag_delimiter" in given and (separator := str(given["text.tag_delimiter"].value).strip()) not in ("", ","):
+            block["split_on"] = separator
+        source = given["text.enable_tag_shuffling" if shuffled else "text.tag_dropout_enable"].place
+        entry["caption_shuffle"] = Line(value=block or True, source=source)
+    if dropped and (rate := given.get("text.tag_dropout_probability")) is not None:
+        entry["caption_tag_dropout_rate"] = Line(value=rate.read(number), source=rate.place)
 
 
 def _sizes(given: Found | None) -> list[int]:
