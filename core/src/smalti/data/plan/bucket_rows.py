@@ -233,7 +233,7 @@ class _Sizes:
 
 def _sizes(index: DatasetIndex, settings: CropSettings) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """Yields the first row of each batch, and width, choice and height of its rows in one number, 0 for unusable ones."""
-    for batch in index.batches("width", "height", "size"):
+    for batch in index.batches("width", "height", *(["size"] if settings.choices > 1 else [])):
         widths, heights = (batch.columns[name].to_numpy() for name in ("width", "height"))
         sizes = widths.astype(np.int64) << 32 | heights
         if settings.choices > 1:
