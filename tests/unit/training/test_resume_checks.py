@@ -243,3 +243,16 @@ def test_what_the_data_are_is_worked_out_once_in_a_run(project: Project) -> None
 
 def test_a_checkpoint_of_another_trainer_says_nothing_of_data(project: Project) -> None:
     assert project.resume({"step": 3}) == Resumption()
+
+
+def test_indexes_are_compared_some_rows_at_a_time(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = project.train()
+    for change in (replace, caption, resize, add):
+        change(project.images)
+    for suffix in (".png", ".txt"):
+        (project.images / f"1{suffix}").unlink()
+    whole = project.resume(trainer, "--on_changed_data=continue").changes
+    for rows in (1, 2, 3):
+        monkeypatch.setattr("smalti.data.scan.changes._ROWS", rows)
+        assert project.resume(trainer, "--on_changed_data=continue").changes == whole
+    assert (len(whole), whole[:2]) == (5, ("2 images were added, first: 5a.png", "1 image was removed, first: 1.png"))

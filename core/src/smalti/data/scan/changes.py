@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from smalti.data.scan.index import DatasetIndex, read_table
 
 _log = logging.getLogger(__name__)
 _COMPARED = ("key", "size", "width", "height", "content", "captions")
+_ROWS = 1 << 17  # compared at once
 
 
 def keep(identity: Identity, indexes: Sequence[DatasetIndex], directory: Path) -> None:
@@ -56,7 +58,7 @@ def changes(then: Identity, indexes: Sequence[DatasetIndex], directory: Path) ->
             return None
         if not set(_COMPARED) <= set(old.column_names):  # of an older version
             return None
-        found += [str(change) for change in _compared(old, now[name].table) if change.count]
+        found += [str(change) for change in _totals(old.select(_COMPARED), now[name].table.select(_COMPARED)) if change.count]
     return found
 
 
@@ -73,8 +75,44 @@ class _Change:
     count: int
     first: str
 
+    def plus(self, later: _Change) -> _Change:
+        """With the same kind of change in later rows."""
+        return replace(self, count=self.count + later.count, first=self.first or later.first)
+
     def __str__(self) -> str:
         return f"{self.count} {self.one if self.count == 1 else self.many}, first: {self.first}"
+
+
+def _totals(old: pa.Table, new: pa.Table) -> list[_Change]:
+    """The changes of all rows, which are compared some at a time."""
+    totals: list[_Change] = []
+    for some, others in _aligned(old, new):
+        found = list(_compared(some.combine_chunks(), others.combine_chunks()))
+        totals = [one.plus(other) for one, other in zip(totals, found, strict=True)] if totals else found
+    return totals
+
+
+def _aligned(old: pa.Table, new: pa.Table) -> Iterator[tuple[pa.Table, pa.Table]]:
+    """Yields parts of both tables, of at most `_ROWS` rows, that hold the same range of keys."""
+    tables, starts = (old, new), [0, 0]
+    while any(start < len(table) for start, table in zip(starts, tables, strict=True)):
+        last = [start + _ROWS - 1 for start in starts]
+        ends = [_key(table, row) for table, row in zip(tables, last, strict=True) if row < len(table)]
+        stops = [
+            len(table) if not ends else _after(table, min(ends), start, min(start + _ROWS, len(table)))
+            for table, start in zip(tables, starts, strict=True)
+        ]
+        yield old.slice(starts[0], stops[0] - starts[0]), new.slice(starts[1], stops[1] - starts[1])
+        starts = stops
+
+
+def _after(table: pa.Table, key: str, start: int, stop: int) -> int:
+    """The first row from `start` to `stop` whose key is greater."""
+    return bisect_right(range(stop), key, lo=start, key=lambda row: _key(table, row))
+
+
+def _key(table: pa.Table, row: int) -> str:
+    return str(table.column("key")[row].as_py())
 
 
 def _compared(old: pa.Table, new: pa.Table) -> Iterator[_Change]:
