@@ -43,8 +43,7 @@ class Listing(LocalStorage):
             yield StoredFile(key=_key(number), size=200_000 + number % 999, etag=f"{number:x}-17")
 
     def list_columns(self, prefix: str = "", *, after: str = "") -> Iterator[pa.RecordBatch]:
-        for start in range(0, self.rows, _BLOCK):
-            batch = _columns(start, min(start + _BLOCK, self.rows))
+        for batch in Columns(Path(self.location, "input.arrow")).list_columns():
             yield batch.select(["key", "size", "etag"])
 
 

@@ -6,9 +6,7 @@ captions by the dataset's `caption_strategy`.
 
 from __future__ import annotations
 
-import json
 import posixpath
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +15,13 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import pyarrow as pa
 
-from smalti.data.datasets.spec import DatasetSpec, JsonTable
-from smalti.data.scan.image_headers import EXTENSIONS
-from smalti.data.storage.protocol import MissingFileError, Storage, StoredFile
-from smalti.errors import ConfigError, Problem, UserError
+from smalti.data.datasets.spec import DatasetSpec
+from smalti.data.storage.protocol import Storage
 
 DESCRIPTIONS = frozenset((".json", ".jsonl", ".csv", ".tsv", ".parquet", ".md", ".toml", ".yaml", ".yml", ".ini", ".db"))
 """Extensions of files beside images that are not samples; they are not reported as skipped."""
 CAPTION_EXTENSIONS = (".txt", ".caption")
 """Extensions of text files that are not reported as skipped where captions come from others."""
-_DEFAULT_TABLE = "metadata.jsonl"
-_MAX_PROBLEMS = 10  # at most this many lines are reported
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,80 +163,6 @@ class Discovery:
         self.skipped_files = files.skipped
 
 
-class JsonLines:
-    """A table with one JSON object per line; its columns are named in the dataset's `json` block.
-
-    The storage is listed as well, for file sizes and etags. A line whose file is missing is quarantined; an image without a
-    line is not part of the dataset.
-    """
-
-    def __init__(self, spec: DatasetSpec, storage: Storage) -> None:
-        self._spec = spec
-        self._table = spec.json_table
-        self._storage = storage
-
-    def list(self) -> Iterator[Listed]:
-        lines = _parse(self._read(), self._table, self.location)
-        files = list_files(self._storage, self._spec.caption_extension)
-        for key in sorted(lines):
-            file = files.images.get(key)
-            if file is None:
-                yield Listed(key=key, size=0, etag="", problem=f"listed in {self.location}, but the image is missing")
-                continue
-            row = lines[key]
-            yield Listed(
-                key=key,
-                size=file.size,
-                etag=file.etag,
-                captions=row.captions,
-                caption_etag=files.texts.get(caption_key(key, self._spec.caption_extension), ""),
-                width=row.width,
-                height=row.height,
-            )
-
-    @property
-    def location(self) -> str:
-        return str(self._table.path) if self._table.path else f"{self._storage.location}/{_DEFAULT_TABLE}"
-
-    def _read(self) -> bytes:
-        try:
-            return self._table.path.read_bytes() if self._table.path else self._storage.read(_DEFAULT_TABLE)
-        except (OSError, MissingFileError) as error:
-            fix = 'create the table, or set its path: "json": {"path": ...}'
-            raise UserError(f"the metadata table {self.location} cannot be read", fix=fix) from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class Files:
-    """The files of a storage: images by key, in order of their keys, and the etags of text files by key.
-
-    `skipped_files` counts all others, by extension in lower case. Hidden files, and files that describe data (`DESCRIPTIONS`),
-    are not counted.
-    """
-
-    images: Mapping[str, StoredFile]
-    texts: Mapping[str, str]
-    skipped_files: Mapping[str, int]
-
-
-def list_files(storage: Storage, caption_extension: str = ".txt") -> Files:
-    """List a storage and sort its files by kind."""
-    images: dict[str, StoredFile] = {}
-    texts: dict[str, str] = {}
-    skipped_files: Counter[str] = Counter()
-    for file in storage.list():
-        extension = posixpath.splitext(file.key)[1].lower()
-        if file.key.startswith(".") or "/." in file.key:
-            continue
-        if extension in EXTENSIONS:
-            images[file.key] = file
-        elif extension == caption_extension:
-            texts[file.key] = file.etag
-        elif extension not in DESCRIPTIONS and extension not in CAPTION_EXTENSIONS:
-            skipped_files[extension] += 1
-    return Files(images=images, texts=texts, skipped_files=skipped_files)
-
-
 def describe_skipped(skipped_files: Mapping[str, int]) -> str:
     """Returns the counts as text, largest first: "12 .heic, 1 without an extension"."""
     ordered = sorted(skipped_files.items(), key=lambda item: (-item[1], item[0]))
@@ -252,67 +172,3 @@ def describe_skipped(skipped_files: Mapping[str, int]) -> str:
 def caption_key(key: str, extension: str) -> str:
     """The key of the text file that belongs to an image."""
     return f"{posixpath.splitext(key)[0]}{extension}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Line:
-    captions: tuple[str, ...] | None
-    width: int | None
-    height: int | None
-
-
-class _MissingColumnError(ValueError):
-    """A line of the table has no file name in the column where it is expected."""
-
-
-def _parse(data: bytes, table: JsonTable, location: str) -> dict[str, _Line]:
-    """Returns the lines of a table by key. Raises ConfigError with the first lines that cannot be parsed."""
-    lines: dict[str, _Line] = {}
-    problems: list[Problem] = []
-    for number, text in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if not text.strip():
-            continue
-        try:
-            key, line = _parse_line(json.loads(text), table)
-            if key in lines:
-                raise ValueError(f"{key!r} occurs twice")
-            lines[key] = line
-        except ValueError as error:  # JSON and UTF-8 errors are ValueErrors too
-            names_columns = isinstance(error, _MissingColumnError)
-            fix = (
-                'name the columns: "json": {"filename_column": ..., "caption_column": ...}' if names_columns else "fix the line"
-            )
-            problems.append(Problem(message=str(error), where=f"{location}, line {number}", fix=fix))
-            if len(problems) == _MAX_PROBLEMS:
-                break
-    if problems:
-        raise ConfigError(problems)
-    return lines
-
-
-def _parse_line(row: object, table: JsonTable) -> tuple[str, _Line]:
-    if not isinstance(row, Mapping):
-        raise ValueError("not a JSON object")
-    name = row.get(table.filename_column)
-    if not isinstance(name, str) or not name:
-        raise _MissingColumnError(f"no file name under {table.filename_column!r}; the columns are {', '.join(map(str, row))}")
-    width, height = (_pixels(row, column) for column in (table.width_column, table.height_column))
-    return posixpath.normpath(name), _Line(captions=_captions(row.get(table.caption_column)), width=width, height=height)
-
-
-def _pixels(row: Mapping[str, object], column: str) -> int | None:
-    value = row.get(column)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 1:
-        raise ValueError(f"{column!r} must be a whole number of pixels, not {value!r}")
-    return int(value)
-
-
-def _captions(value: object) -> tuple[str, ...] | None:
-    texts = [value] if isinstance(value, str) else value
-    if texts is None:
-        return None
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"a caption must be a text or a list of texts, not {value!r}")
-    return tuple(text.strip() for text in texts if text.strip())

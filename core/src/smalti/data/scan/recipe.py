@@ -8,7 +8,7 @@ from smalti.data.datasets.spec import DatasetSpec
 
 _FORMAT = 3  # increase it when a scan finds something else in the same files
 _READABLE = (2,)  # earlier formats, whose rows are still right
-_LATER_FIELDS = ("caption_extension", "instance_prompt_fallback")
+_LATER_FIELDS = ("caption_extension", "instance_prompt_fallback", "caption_weights")
 """Recorded only where they are set, so that the indexes of earlier versions are reused."""
 
 

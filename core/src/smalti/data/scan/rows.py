@@ -76,9 +76,13 @@ class Rows:
         complete = _flags(pc.greater(pc.list_value_length(captions), 0))
         texts, lengths = captions.flatten(), pc.fill_null(pc.list_value_length(captions), 0).to_numpy()
         empty = _flags(pc.equal(texts, "")) | ~_flags(pc.is_valid(texts))
-        complete[np.repeat(np.arange(len(listed)), lengths)[empty]] = False
+        owners = np.repeat(np.arange(len(listed)), lengths)
+        if spec.caption_weights:  # then each caption has its own place, which may be empty
+            complete = np.bincount(owners[~empty], minlength=len(listed)) > 0
+        else:
+            complete[owners[empty]] = False
         if spec.prepend_instance_prompt:
-            joined = pc.binary_join_element_wise(spec.instance_prompt or "", texts, " ")
+            joined = pc.if_else(pa.array(empty), "", pc.binary_join_element_wise(spec.instance_prompt or "", texts, " "))
             offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
             captions = pa.ListArray.from_arrays(pa.array(offsets), joined)
         return captions, complete
