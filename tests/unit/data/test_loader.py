@@ -380,3 +380,19 @@ def test_short_buckets_get_repeats_when_allowed(pets: Path) -> None:
 
     assert [(len(part.rows), part.copies) for part in data.order.buckets[0].parts] == [(20, 2)]
     assert "repeats raised to 1" in data.notices[0]
+
+
+def test_images_of_a_dataset_are_seen_in_proportion_to_its_probability(pets: Path, tmp_path: Path) -> None:
+    entries = [
+        {"id": "pets", "instance_data_dir": str(pets), "probability": 0.4},
+        {"id": "art", "instance_data_dir": str(fill(tmp_path / "art", 10)), "probability": 0.1, "repeats": 1},
+    ]
+    specs, _ = parse_datasets(entries, where="data.json", defaults=DataDefaults(resolution=16))
+    shape = BatchShape(train_batch_size=5, ranks=1, accumulation=1)
+    data = prepare(build_datasets(specs, Catalog()), DataRules(seed=1, shape=shape, alignment=8))
+    seen = [sample for position in range(data.order.epoch_start(2)) for sample in data.order.batch(position).samples.tolist()]
+
+    assert data.order.epoch_start(2) == 10  # 20 + 10 / 4 * 2 samples in an epoch
+    assert [seen.count(sample) for sample in range(30)] == [1] * 10 + [2] * 20
+    assert (data.settings["art"]["probability"], data.settings["pets"]["probability"]) == (0.1, 0.4)
+    assert data.counts[0].total == 40

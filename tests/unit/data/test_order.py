@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
 from itertools import groupby
 from typing import Literal
 
@@ -185,6 +186,27 @@ def test_copies_of_a_repeated_picture_lie_apart() -> None:
     order = order_of([[100] * 20], 20)
 
     assert all(len(set(batch)) == 20 for batch in samples_of(order, range(20)))
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 6), st.integers(1, 6), st.integers(1, 7), st.integers(1, 30))
+def test_weighted_samples_are_seen_in_proportion(some: int, others: int, one: int, other: int, batch: int, epochs: int) -> None:
+    """At any epoch's end each sample of a part was seen as often as its fraction says, but for less than a batch and a pass."""
+    parts = [
+        Part(dataset=0, rows=np.arange(some, dtype=np.uint32), copies=Fraction(one, 6)),
+        Part(dataset=1, rows=np.arange(others, dtype=np.uint32), copies=Fraction(other, 6), offset=some),
+    ]
+    order = Order([BucketSamples(bucket=Bucket(8, 8), parts=tuple(parts))], seed=3, effective_batch=batch)
+    end = order.epoch_start(epochs)
+    seen = Counter(sample for samples in samples_of(order, range(end)) for sample in samples)
+    total = Fraction(some * one + others * other, 6)
+    times = one // math.gcd(one, other)
+    passes = end * batch // (some * times + others * (other // math.gcd(one, other)))
+
+    assert end == math.floor(epochs * total / batch)
+    assert all(passes * times <= seen[sample] <= (passes + 1) * times for sample in range(some))
+    assert [order.epoch_of(position) for position in range(end)] == [
+        epoch for epoch in range(epochs) for _ in range(order.epoch_start(epoch + 1) - order.epoch_start(epoch))
+    ]
 
 
 def test_the_order_is_what_it_always_was() -> None:

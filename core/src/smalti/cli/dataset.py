@@ -211,7 +211,7 @@ def _buckets(data: PreparedData, notices: list[str]) -> dict[str, object]:
         "effective_batch": data.order.effective_batch,
         "batches_per_epoch": data.order.epoch_start(1),
         "buckets": [
-            {"width": content.bucket.width, "height": content.bucket.height, "samples": content.per_epoch}
+            {"width": content.bucket.width, "height": content.bucket.height, "samples": int(content.per_epoch)}
             for content in data.order.buckets
         ],
         "quarantined": data.unusable,
@@ -221,6 +221,6 @@ def _buckets(data: PreparedData, notices: list[str]) -> dict[str, object]:
 
 def _as_text(data: PreparedData, notices: list[str]) -> str:
     lines = [f"{'bucket':>12} {'images':>9} {'with repeats':>13}"]
-    lines += [f"{content.bucket!s:>12} {len(content):>9} {content.per_epoch:>13}" for content in data.order.buckets]
+    lines += [f"{content.bucket!s:>12} {len(content):>9} {int(content.per_epoch):>13}" for content in data.order.buckets]
     lines += [f"effective batch {data.order.effective_batch}, {data.order.epoch_start(1)} batches in the first epoch"]
     return "\n".join([*lines, *(f"note: {notice}" for notice in notices)])

@@ -22,6 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from typing import Generic, Literal, TypeVar
 
@@ -46,14 +47,14 @@ class Part:
     Args:
         dataset: position of the dataset among those of the run.
         rows: of its index, ascending; may be mapped.
-        copies: how often each is seen in an epoch (repeats + 1).
+        copies: how often each is seen in an epoch (repeats + 1); a fraction where datasets are weighted.
         offset: what is added to a row to make it the number of a sample.
         digest: of the rows, for the identity of the data.
     """
 
     dataset: int
     rows: NDArray[np.uint32]
-    copies: int = 1
+    copies: int | Fraction = 1
     offset: int = 0
     digest: str = ""
 
@@ -69,9 +70,9 @@ class BucketSamples:
         return sum(len(part.rows) for part in self.parts)
 
     @property
-    def per_epoch(self) -> int:
+    def per_epoch(self) -> Fraction:
         """Samples in an epoch, repeats counted."""
-        return sum(len(part.rows) * part.copies for part in self.parts)
+        return sum((len(part.rows) * Fraction(part.copies) for part in self.parts), Fraction(0))
 
     @property
     def samples(self) -> Numbers:
@@ -142,8 +143,12 @@ class Order:
         self.effective_batch = effective_batch
         self.beginning = beginning
         self._contents = [_BucketPass(bucket) for bucket in self.buckets]
-        self._samples_per_epoch = np.array([bucket.per_epoch for bucket in self.buckets], dtype=np.int64)
-        longest_epoch = int((-(-self._samples_per_epoch // effective_batch)).sum())
+        # Samples of an epoch are whole numbers of a common fraction, and so is a batch.
+        samples = [bucket.per_epoch for bucket in self.buckets]
+        common = math.lcm(*(one.denominator for one in samples))
+        self._samples_per_epoch = np.array([int(one * common) for one in samples], dtype=np.int64)
+        self._batch = effective_batch * common
+        longest_epoch = int((-(-self._samples_per_epoch // self._batch)).sum())
         large = longest_epoch > LIMIT or any(content.size > LIMIT for content in self._contents)
         self.version: Version = version or (2 if large else 1)
         self._stores_epochs = self.version == 1 or longest_epoch <= LIMIT
@@ -177,7 +182,7 @@ class Order:
         place = position - self._shift
         # An epoch holds at least total/B - buckets batches.
         total = int(self._samples_per_epoch.sum())
-        latest = (place + 1 + len(self.buckets)) * self.effective_batch // total + 1
+        latest = (place + 1 + len(self.buckets)) * self._batch // total + 1
         return bisect_right(range(latest + 1), place, key=self._start) - 1
 
     def epoch_start(self, epoch: int) -> int:
@@ -198,7 +203,7 @@ class Order:
                 yield int(sample)
 
     def _start(self, epoch: int) -> int:
-        return int((self._samples_per_epoch * epoch // self.effective_batch).sum())
+        return int((self._samples_per_epoch * epoch // self._batch).sum())
 
     def _stream(self, bucket: int, start: int, count: int) -> Numbers:
         """Returns `count` samples of a bucket's stream from a place in it."""
@@ -249,7 +254,7 @@ class Order:
         return _stored(permutation(size, key))
 
     def _make_epoch(self, number: int) -> _Epoch:
-        before, after = (self._samples_per_epoch * epoch // self.effective_batch for epoch in (number, number + 1))
+        before, after = (self._samples_per_epoch * epoch // self._batch for epoch in (number, number + 1))
         counts = after - before
         ends, key = np.cumsum(counts), derive_seed("epoch", self.seed, number)
         if not self._stores_epochs:
@@ -288,8 +293,10 @@ class _BucketPass:
 
     def __init__(self, content: BucketSamples) -> None:
         self._parts = [part for part in content.parts if len(part.rows)]
-        common = math.gcd(*(part.copies for part in self._parts))
-        self._times = [part.copies // common for part in self._parts]
+        fractions = [Fraction(part.copies) for part in self._parts]
+        denominator = math.lcm(*(one.denominator for one in fractions))
+        whole = [int(one * denominator) for one in fractions]
+        self._times = [one // math.gcd(*whole) for one in whole]
         lengths = [len(part.rows) * times for part, times in zip(self._parts, self._times, strict=True)]
         self._ends = np.cumsum(lengths)
         self.size = sum(lengths)

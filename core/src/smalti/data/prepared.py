@@ -10,6 +10,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate, chain, islice, product
 from pathlib import Path
@@ -270,13 +271,16 @@ def prepare(
         _check_captions_exist(datasets)
         raise PreflightError("no dataset has an image that can be trained on", fix="lower minimum_image_size, or add images")
 
+    weights = _weights([dataset.spec for dataset in datasets])
     resolutions = {dataset.spec.id: _resolution(one) for dataset, one in zip(datasets, crop_settings, strict=True)}
     handled = handle_short_buckets(_counts(parts), rules.shape, rules.short_buckets, resolutions)
     parts = [
         replace(part, bucket=bucket) for part in parts if (bucket := handled.bucket(part.dataset.id, part.bucket)) is not None
     ]
     buckets = [
-        BucketSamples(bucket=bucket, parts=tuple(part.content(handled.raised.get(bucket, 0), offsets) for part in group))
+        BucketSamples(
+            bucket=bucket, parts=tuple(part.content(handled.raised.get(bucket, 0), offsets, weights) for part in group)
+        )
         for bucket, group in _grouped(parts).items()
     ]
     return PreparedData(
@@ -358,6 +362,7 @@ def _settings(spec: DatasetSpec, crop_settings: CropSettings) -> dict[str, objec
         **({"crop_aspect": crop_settings.crop_aspect, "crop_style": crop_settings.crop_style} if crop_settings.crop else {}),
         "minimum_image_size": crop_settings.minimum_size,
         "repeats": spec.repeats,
+        **({"probability": spec.probability} if spec.probability != 1 else {}),
         **{name: value for name, value in spec.model_dump(mode="json", include=_LATER_SETTINGS).items() if value},
     }
 
@@ -380,11 +385,17 @@ class _BucketPart:
     found: BucketRows
     bucket: Bucket
 
-    def content(self, raised: int, offsets: Sequence[int]) -> Part:
+    def content(self, raised: int, offsets: Sequence[int], weights: Sequence[Fraction]) -> Part:
         """With `raised` repeats, unless the user has set them."""
-        copies = (self.dataset.repeats or raised) + 1
+        copies = ((self.dataset.repeats or raised) + 1) * weights[self.number]
         offset = offsets[self.number]
         return Part(dataset=self.number, rows=self.found.rows, copies=copies, offset=offset, digest=self.found.digest)
+
+
+def _weights(specs: Sequence[DatasetSpec]) -> list[Fraction]:
+    """How often the images of each dataset are seen, in proportion to those of the one with the highest probability."""
+    highest = max(Fraction(str(spec.probability)) for spec in specs)
+    return [(Fraction(str(spec.probability)) / highest).limit_denominator(1000) for spec in specs]
 
 
 def _grouped(parts: Iterable[_BucketPart]) -> dict[Bucket, list[_BucketPart]]:

@@ -51,7 +51,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "minimum_aspect_ratio",
         "maximum_aspect_ratio",
     ),
-    "Number of samples": ("repeats", "max_num_samples"),
+    "Number of samples": ("repeats", "probability", "max_num_samples"),
     "Caches": ("cache_dir_vae", "image_embeds", "text_embeds", "default", "cache_dir"),
 }
 """Every key in the section under which it is shown."""

@@ -70,9 +70,6 @@ WITHOUT_EFFECT: Mapping[str, ExternalKey] = {
 
 REFUSED: Mapping[str, ExternalKey] = {
     "train_batch_size": ExternalKey(why="all datasets share one batch size", fix="set the option train_batch_size instead"),
-    "probability": ExternalKey(
-        why="datasets are sampled in proportion to their size", same=(1,), fix="remove it, and use repeats to weight datasets"
-    ),
     "timestep_sampling_offset": ExternalKey(why="all datasets share one distribution of timesteps", same=(0,), fix="remove it"),
     "vae_cache_disable": ExternalKey(
         why="all datasets are cached alike", same=(False,), fix="set the option vae_cache_disable instead"

@@ -285,6 +285,13 @@ class DatasetSpec(BaseModel):
         ge=0,
         help="How often an image is seen in an epoch **in addition** to the first time: 9 means ten times, kohya's `10_`.",
     )
+    probability: float = _key(
+        1.0,
+        ge=0.001,
+        le=1,
+        help="How often an image is seen in proportion to those of other datasets: 0.5 is half as often. Counts beside"
+        " `repeats`; the highest probability of all datasets counts as 1.",
+    )
     max_num_samples: int | None = _key(
         None, ge=1, help="Use only this many images. The choice depends on `id` alone, so it stays the same. Default: all."
     )

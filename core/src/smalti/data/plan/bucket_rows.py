@@ -195,28 +195,25 @@ class _Sizes:
     def assign(self, index: DatasetIndex, numbers: NDArray[np.uint16]) -> None:
         """Fill `numbers` with the bucket of each row."""
         for start, sizes in _sizes(index, self._settings):
-            places = self._places(sizes)
-            found = self._number_of[places]
+            order = np.argsort(sizes)  # finding sorted sizes is many times as fast
+            found = np.empty(len(sizes), dtype=np.uint16)
+            found[order] = self._found(sizes[order])
             self._counts += np.bincount(found, minlength=_NONE + 1)
             self.left_out += int(np.count_nonzero((found == _NONE) & (sizes > 0)))
             numbers[start : start + len(sizes)] = found
 
-    def _places(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where each size is among the known ones; those that are not, become known."""
+    def _found(self, sizes: NDArray[np.int64]) -> NDArray[np.uint16]:
+        """The bucket of each of these sizes, which ascend; those that are not known, become so."""
         places = np.searchsorted(self._known, sizes)
-        missing = np.ones(len(sizes), dtype=bool)
-        inside = places < len(self._known)
-        missing[inside] = self._known[places[inside]] != sizes[inside]
-        if missing.any():
-            added = np.unique(sizes[missing])
-            numbers = np.array(
-                [self._number(size >> 32, size & 0xFFFFFF, size >> 24 & 0xFF) for size in added.tolist()], dtype=np.uint16
-            )
-            known, number_of = np.concatenate([self._known, added]), np.concatenate([self._number_of, numbers])
-            order = np.argsort(known, kind="stable")
-            self._known, self._number_of = known[order], number_of[order]
+        known = np.append(self._known, -1)[places] == sizes
+        if not known.all():
+            added = np.unique(sizes[~known])
+            fresh = [self._number(size >> 32, size & 0xFFFFFF, size >> 24 & 0xFF) for size in added.tolist()]
+            at = np.searchsorted(self._known, added)
+            self._known = np.insert(self._known, at, added)
+            self._number_of = np.insert(self._number_of, at, np.array(fresh, dtype=np.uint16))
             places = np.searchsorted(self._known, sizes)
-        return places
+        return self._number_of[places]
 
     def _number(self, width: int, height: int, choice: int) -> int:
         if not width or not self._settings.accepts(width, height):

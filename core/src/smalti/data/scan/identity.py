@@ -99,7 +99,7 @@ def _earlier_order(indexes: Sequence[DatasetIndex], order: Order, first: str) ->
             state.update(content.numbers(start, start + _CHUNK).tobytes())
         for part in content.parts:
             for start in range(0, len(part.rows), _CHUNK):
-                state.update(np.full(len(part.rows[start : start + _CHUNK]), part.copies, dtype=np.int64).tobytes())
+                state.update(np.full(len(part.rows[start : start + _CHUNK]), int(part.copies), dtype=np.int64).tobytes())
     return state.hexdigest()
 
 
