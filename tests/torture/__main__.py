@@ -25,6 +25,7 @@ from pathlib import Path
 from .damage import damaged, rotated
 from .data import bad_inputs_and_tables, changing_worlds, failing_threads, resumed_anywhere, resumed_briefly
 from .hostile import hostile
+from .object_store import faulty_requests, few_faulty_requests
 from .plugging import plugged
 from .power_cut import power_cut
 from .resharding import resharded
@@ -44,6 +45,7 @@ GROUPS: dict[str, tuple[str, Round, int]] = {
     "A8": ("runs killed until done", resumed, 8),
     "A9": ("runs stopped by signals", stopped, 5),
     "A10": ("hostile checkpoints", hostile, 2),
+    "B1": ("faults between client and object store", faulty_requests, 3),
     "C1": ("data resumed anywhere", resumed_anywhere, 2),
     "C2": ("data for other numbers of ranks", changing_worlds, 1),
     "C3": ("bad images and tables", bad_inputs_and_tables, 1),
@@ -51,7 +53,7 @@ GROUPS: dict[str, tuple[str, Round, int]] = {
     "G": ("broken plugins", plugged, 2),
 }
 """Title, one round, share of the time."""
-SHORT = {resumed: resumed_once, stopped: stopped_once, resumed_anywhere: resumed_briefly}
+SHORT = {resumed: resumed_once, stopped: stopped_once, resumed_anywhere: resumed_briefly, faulty_requests: few_faulty_requests}
 REAL = {killed, resumed, stopped, *SHORT.values()}
 """Rounds that need a disk below them; those that fake a crash do not, and one without spares much time."""
 

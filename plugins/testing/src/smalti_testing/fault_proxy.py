@@ -80,7 +80,7 @@ class Rule:
     fault: Fault
     operations: frozenset[Operation] | set[Operation] = frozenset()
     path: str = ""
-    """A regular expression, searched in the unquoted `path?query`."""
+    """A regular expression, searched in the unquoted `path?query`, and in the body of a request that deletes several keys."""
     count: int | None = None
     chance: float = 1.0
     skip: int = 0
@@ -144,8 +144,9 @@ class _Connection:
 
     def reset(self) -> None:
         """Close with RST instead of FIN."""
-        sock = self.writer.get_extra_info("socket")
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        with suppress(OSError):  # the client has closed it
+            sock = self.writer.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
 
     def drop_upstream(self) -> None:
@@ -188,6 +189,11 @@ class FaultProxy:
         """No more faults."""
         with self._lock:
             self._rules.clear()
+
+    def hits(self, rule: Rule) -> int:
+        """How many requests got this fault, of this very rule."""
+        with self._lock:
+            return sum(active.hit for active in self._rules if active.rule is rule)
 
     def __enter__(self) -> Self:
         self._server = self._loop.run_until_complete(asyncio.start_server(self._accept, sock=self._socket, limit=_BLOCK))
@@ -232,7 +238,8 @@ class FaultProxy:
         """One request and its reply."""
         request = await _read_request(connection)
         exchange = _exchange(request)
-        rule = self._choose(exchange)
+        several = exchange.operation == "delete" and exchange.method == "POST"
+        rule = self._choose(exchange, exchange.path + (request.body.decode("utf-8", "replace") if several else ""))
         self.exchanges.append(exchange)
         fault = exchange.fault
         if rule is not None and fault in ("500", "503", "429", "404", "redirect", "error_body", "reset_before"):
@@ -251,16 +258,16 @@ class FaultProxy:
             reply.body = await _read_body(reader, reply, is_reply=True, method=exchange.method)
             await self._spoil(connection, exchange, rule, reply)
 
-    def _choose(self, exchange: Exchange) -> Rule | None:
-        """The rule that applies to a request; its fault is entered into the exchange."""
-        what = f"{exchange.method} {exchange.path} {exchange.range}"
+    def _choose(self, exchange: Exchange, named: str) -> Rule | None:
+        """The rule that applies to a request, which names keys; its fault is entered into the exchange."""
+        what = f"{exchange.method} {named} {exchange.range}"
         with self._lock:
             self._seen[what] += 1
             for active in self._rules:
                 rule = active.rule
                 if rule.operations and exchange.operation not in rule.operations:
                     continue
-                if not re.search(rule.path, exchange.path):
+                if not re.search(rule.path, named):
                     continue
                 active.matched += 1
                 if active.matched <= rule.skip or (rule.count is not None and active.hit >= rule.count):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
+from hashlib import md5
 from typing import Any
 
 from smalti_storage_s3.client.attempts import Timeouts
@@ -97,6 +99,7 @@ class BotoTransport:
         with _faults():
             # botocore hashes and sends bytes and bytearrays, and no other views of memory.
             body = data if isinstance(data, bytes) else bytearray(data)
+            given["ContentMD5"] = _md5(body)
             _etag(self.client.put_object(Bucket=self.bucket, Key=key, Body=body, Metadata=dict(metadata), **given))
 
     def head(self, key: str) -> Head:
@@ -135,7 +138,8 @@ class BotoTransport:
         """Sends one part; returns its etag."""
         with _faults():
             body = data if isinstance(data, bytes) else bytearray(data)
-            return _etag(self.client.upload_part(Bucket=self.bucket, Key=key, UploadId=upload, PartNumber=number, Body=body))
+            given = {"Bucket": self.bucket, "Key": key, "UploadId": upload, "PartNumber": number, "ContentMD5": _md5(body)}
+            return _etag(self.client.upload_part(Body=body, **given))
 
     def complete(self, key: str, upload: str, etags: list[str]) -> None:
         parts = [{"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in enumerate(etags, start=1)]
@@ -157,6 +161,11 @@ class BotoTransport:
             for page in self.client.get_paginator("list_multipart_uploads").paginate(Bucket=self.bucket, Prefix=prefix):
                 found += [(each["Key"], each["UploadId"], each["Initiated"]) for each in page.get("Uploads", ())]
         return found
+
+
+def _md5(data: bytes | bytearray) -> str:
+    """The digest that stores compare with what arrives. SeaweedFS does not compare the one in the signature."""
+    return b64encode(md5(data, usedforsecurity=False).digest()).decode()
 
 
 def _place(found: Mapping[str, Any], start: int, *, ranged: bool) -> tuple[int, int]:
@@ -223,7 +232,7 @@ def _faults(*, changed: bool = False) -> Iterator[None]:
     except boto.BotoCoreError as error:
         transient = isinstance(
             error,
-            boto.HTTPClientError | boto.IncompleteReadError | boto.ResponseParserError,
+            boto.HTTPClientError | boto.IncompleteReadError,
         )
         raise Fault(Kind.TRANSIENT if transient else Kind.REFUSED, type(error).__name__) from None
 

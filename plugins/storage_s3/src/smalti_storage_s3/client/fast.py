@@ -90,6 +90,8 @@ class FastTransport:
             # Unlike obstore.head, this has the metadata too.
             found = obstore.get(self._store, key, options={"head": True})
         meta = found.meta
+        if not meta["e_tag"]:
+            raise Fault(Kind.TRANSIENT, "NoETag", status=200, detail="the answer has no etag")
         return Head(
             size=meta["size"], etag=str(meta["e_tag"] or "").strip('"'), metadata=cast(Mapping[str, str], found.attributes)
         )
@@ -113,6 +115,7 @@ class FastTransport:
             region=boto.region if endpoint else boto.bucket_region(),
             virtual_hosted_style_request=endpoint is None,
             credential_provider=self._credential,
+            checksum_algorithm="SHA256",  # SeaweedFS does not compare the digest in the signature
             client_options={
                 "allow_http": bool(endpoint and endpoint.startswith("http://")),
                 "connect_timeout": timedelta(seconds=timeouts.connect_timeout),
