@@ -109,7 +109,7 @@ def test_a_file_of_hub_datasets_is_read_once_they_are_folders(strategy: str) -> 
         ({**LOCAL, "type": "webshart", "source": "x", "webshart": {}}, ["type 'webshart' is not supported yet"]),
         (
             {**LOCAL, "caption_strategy": "parquet", "metadata_backend": "parquet", "parquet": {"path": "t"}},
-            ["metadata_backend 'parquet' is not supported yet"],
+            ["metadata_backend: 'parquet' belongs to smalti-storage-s3"],
         ),
         (
             {**LOCAL, "conditioning": {"type": "canny"}},

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from smalti.data.batch_check import BatchShape
@@ -215,31 +211,6 @@ def test_images_are_not_stretched_by_a_file_of_simpletuner() -> None:
     assert spec_of(crop=False).crop is False
 
 
-def test_a_parquet_table_is_refused_with_the_command_that_converts_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = pa.table({"id": [7, 8], "gpt": ["a", None], "tags": ["x", "b"], "width": ["64", "32"], "height": [16, 16]})
-    pq.write_table(rows, tmp_path / "it's.parquet")
-    table = {
-        "path": str(tmp_path / "it's.parquet"),
-        "filename_column": "id",
-        "caption_column": "gpt",
-        "fallback_caption_column": "tags",
-        "width_column": "width",
-    }
-    told = problem_of(metadata_backend="parquet", caption_strategy="parquet", parquet=table)
-    command, _, rest = told.partition("fix: ")[2].partition(" > metadata.jsonl; ")
-    interpreter, option, script = shlex.split(command)
-    exec(script, {})
-
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
-        {"filename": "7.png", "caption": "a", "width": 64},
-        {"filename": "8.png", "caption": "b", "width": 32},
-    ]
-    assert (interpreter, option) == ("python", "-c")
-    assert rest.endswith('"metadata_backend": "json", "json": {"path": "metadata.jsonl"}, "caption_strategy": "json"')
-
-
 def test_the_former_name_of_discovery_is_known() -> None:
     assert spec_of(metadata_backend="filesystem").metadata_backend == "discovery"
 
@@ -343,7 +314,7 @@ def test_an_unknown_caption_strategy_names_the_known_ones() -> None:
 
 def test_a_storage_that_does_not_exist_yet_is_no_advice_to_install_it() -> None:
     told = problem_of(type="webshart")
-    assert ("tar -xf" in told, "pip install" in told) == (True, False)
+    assert ("metadata_backend: webdataset" in told, "pip install" in told) == (True, False)
 
 
 def test_a_storage_of_a_plugin_that_is_not_active_names_the_plugin() -> None:

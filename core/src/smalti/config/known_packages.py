@@ -170,7 +170,7 @@ PACKAGES = (
             "checkpoint_mirror_region_name",
         ),
         commands=("mirror",),
-        storages=("aws",),
+        storages=("aws", "parquet"),
     ),
     Package(plugin="health", planned=True, options=("webhook_config", "gpu_health")),
     Package(plugin="webui", planned=True, commands=("ui",)),

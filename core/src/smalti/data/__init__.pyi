@@ -10,6 +10,7 @@ from .datasets.sources import (
     Listed as Listed,
     ListsColumns as ListsColumns,
     MetadataSource as MetadataSource,
+    PricesShuffledReads as PricesShuffledReads,
     ReadsPlaces as ReadsPlaces,
     ReportsNotices as ReportsNotices,
     ReportsSkipped as ReportsSkipped,
@@ -34,7 +35,15 @@ from .prepared import Dataset as Dataset, PreparedData as PreparedData, build_da
 from .scan.build import Progress as Progress
 from .scan.changes import changes as changes, keep as keep
 from .scan.identity import Identity as Identity, Settings as Settings, first_digest as first_digest
+from .sources.parquet_files import (
+    OpenedParquet as OpenedParquet,
+    explained_parquet as explained_parquet,
+    parquet_at as parquet_at,
+    parquet_batches as parquet_batches,
+    parquet_in as parquet_in,
+)
 from .sources.range_file import RangeFile as RangeFile
+from .sources.row_images import RowImages as RowImages
 from .sources.tables import Table as Table, TableSource as TableSource
 from .storage.columns import file_columns as file_columns, list_columns as list_columns
 from .storage.local import LocalStorage as LocalStorage

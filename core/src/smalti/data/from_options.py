@@ -23,6 +23,7 @@ from smalti.config import (
 from smalti.data.batch_check import BatchShape
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, load_backend_config, parse_datasets
+from smalti.data.datasets.sources import PricesShuffledReads
 from smalti.data.datasets.spec import DatasetSpec, latents_folder, texts_entry, unused_caches
 from smalti.data.prepared import DataRules, Dataset, PreparedData, build_datasets, check_no_overlap, load_datasets, prepare
 from smalti.data.scan.build import Progress
@@ -162,6 +163,7 @@ def scan_data(
     specs = dataset_specs(config, catalog)
     rules = data_rules(config, plugins, alignment)
     training = build_datasets(specs, catalog, directory, progress)
+    _check_shuffled_reads(config, training, rules)
     data = prepare(training, rules, notices=unused_caches(specs), directory=directory)
     held_out = build_datasets(specs, catalog, directory, progress, kind="eval")
     if directory is not None and attempt is not None:
@@ -173,6 +175,23 @@ def scan_data(
         return replace(data, notices=(*data.notices, *messages))
     check_no_overlap(data.datasets, held_out)
     return _with_held_out(data, held_out, rules, directory)
+
+
+def _check_shuffled_reads(config: Config, datasets: Sequence[Dataset], rules: DataRules) -> None:
+    """Raises ConfigError if images would be read one by one, in a shuffled order, from files where each costs many others."""
+    if not config[DataOptions].vae_cache_disable:
+        return
+    fix = "remove vae_cache_disable: images are then encoded in the order of the files; or make a folder: smalti dataset unpack"
+    problems = []
+    for dataset in datasets:
+        cost = dataset.places.bytes_per_shuffled_image if isinstance(dataset.places, PricesShuffledReads) else 0
+        if cost:
+            batch = rules.shape.effective
+            message = f"each image in a shuffled order costs its row group: {cost / 1e6:.1f} MB, for a batch of {batch}"
+            message = f"vae_cache_disable: {message} {cost * batch / 1e9:.1f} GB"
+            problems.append(Problem(message=message, where=f"dataset {dataset.spec.id!r}", fix=fix))
+    if problems:
+        raise ConfigError(problems)
 
 
 def scan_progress(phases: Phases) -> Scan:

@@ -1,10 +1,10 @@
-"""Registers the storage `aws` for datasets, `smalti s3`, and mirrors of checkpoints with `smalti mirror`."""
+"""Registers the storage `aws` and the metadata backend `parquet` for datasets, and mirrors of checkpoints."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from smalti import Config, OptionGroup, Problem, StorageEntry, hookimpl
+from smalti import Config, MetadataEntry, OptionGroup, Problem, StorageEntry, hookimpl
 from smalti_storage_s3.client.settings import KEYS
 from smalti_storage_s3.mirror.hooks import MirrorHooks, mirror_problems
 from smalti_storage_s3.mirror.options import GROUP
@@ -37,6 +37,11 @@ class StorageS3(MirrorHooks):
                 name="aws", title="S3, and stores like it", factory="smalti_storage_s3.client.storage:open_dataset", keys=KEYS
             )
         ]
+
+    @hookimpl
+    def register_metadata_backends(self) -> list[MetadataEntry]:
+        factory = "smalti_storage_s3.parquet:open_parquet"
+        return [MetadataEntry(name="parquet", title="Parquet tables, or parquet files of images", factory=factory)]
 
 
 plugin = StorageS3()

@@ -91,6 +91,7 @@ CHAPTERS = (
         optional=(
             "smalti.data:ListsColumns",
             "smalti.data:ReadsPlaces",
+            "smalti.data:PricesShuffledReads",
             "smalti.data:ReportsSkipped",
             "smalti.data:ReportsNotices",
             "smalti.data:UsesFolder",

@@ -308,7 +308,7 @@ class _EntryParser:
     def _check_captions(self, place: str, spec: DatasetSpec) -> None:
         strategy = spec.caption_strategy
         tables = self.catalog.tables
-        if strategy == spec.metadata_backend in simpletuner.UNSUPPORTED["metadata_backend"].keys() - tables:
+        if strategy == spec.metadata_backend and strategy not in (*tables, *CAPTION_STRATEGIES):
             return  # reported already
         if strategy in tables and strategy != spec.metadata_backend:
             fix = f"set metadata_backend to {strategy!r}, or choose another caption_strategy"

@@ -15,6 +15,7 @@ from smalti.data.datasets.parse import SWITCHES
 from smalti.data.datasets.simpletuner import REFUSED, UNSUPPORTED, WITHOUT_EFFECT, ExternalKey
 from smalti.data.datasets.spec import ENTRY_KEYS, CaptionShuffle, JsonTable
 from smalti.data.sources.columns import TableColumns
+from smalti.data.sources.row_images import ImageColumns
 from smalti.data.sources.webdataset import WebDatasetMembers
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
@@ -73,6 +74,7 @@ def _lines() -> Iterator[str]:
     yield from ("", "### The `json` block", "", *_table(JsonTable.model_fields.items()))
     yield from ("", "### The `caption_shuffle` block", "", *_table(CaptionShuffle.model_fields.items()))
     yield from ("", "### The `csv` and `parquet` blocks", "", *_table(TableColumns.model_fields.items()))
+    yield from ("", "### The `parquet` block for files of images", "", *_table(ImageColumns.model_fields.items()))
     yield from ("", "### The `webdataset` block", "", *_table(WebDatasetMembers.model_fields.items()))
     yield from (
         "",

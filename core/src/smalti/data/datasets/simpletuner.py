@@ -116,11 +116,9 @@ UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
     },
     "metadata_backend": {
         "huggingface": "set it to discovery, with the images in a folder",
-        "parquet": "write the table as JSON lines (docs/datasets.md, 'A table of captions'), and set it to json",
     },
     "caption_strategy": {
         "huggingface": "set it to textfile, with a NAME.txt beside each image",
-        "parquet": "write the captions as JSON lines (docs/datasets.md, 'A table of captions'); metadata_backend: json",
     },
     "crop_style": {"face": "set it to center or random"},
 }
@@ -147,26 +145,7 @@ _PREFIXES = ("aws_", "csv_", "huggingface_", "memory_filesystem_", "webshart_")
 
 def what_to_do(key: str, value: str, entry: Mapping[str, object]) -> str:
     """Returns what to do instead of a value that is not supported yet: for a dataset of the Hub or a table, commands."""
-    table = entry.get("parquet")
-    if (key, value) == ("metadata_backend", "parquet") and isinstance(table, Mapping):
-        return _as_json_lines(entry, table)
     return _copy_from_hub(entry) if (key, value) == ("type", "huggingface") else UNSUPPORTED[key][value]
-
-
-def _as_json_lines(entry: Mapping[str, object], table: Mapping[str, object]) -> str:
-    """The command that writes a parquet table of captions as JSON lines, as `metadata_backend: json` reads them."""
-    rows = {name: f"row[{json.dumps(str(table.get(f'{name}_column', name)))}]" for name in ("filename", "caption")}
-    ending = "" if table.get("identifier_includes_extension") else ' + ".png"'
-    fallback = f" or row[{json.dumps(str(other))}]" if (other := table.get("fallback_caption_column")) else ""
-    values = f'"filename": str({rows["filename"]}){ending}, "caption": {rows["caption"]}{fallback}'
-    for side in ("width", "height"):
-        values += f', "{side}": int(row[{json.dumps(str(table[key]))}])' if (key := f"{side}_column") in table else ""
-    file = f"pq.ParquetFile({json.dumps(str(table.get('path')))})"
-    lines = f"print(json.dumps({{{values}}})) for part in {file}.iter_batches() for row in part.to_pylist()"
-    script = f"import json, pyarrow.parquet as pq; [{lines}]"
-    changed = '"metadata_backend": "json", "json": {"path": "metadata.jsonl"}'
-    changed += ', "caption_strategy": "json"' if entry.get("caption_strategy") == "parquet" else ""
-    return f"python -c {quote(script)} > metadata.jsonl; then change the entry to {changed}"
 
 
 def _copy_from_hub(entry: Mapping[str, object]) -> str:

@@ -114,6 +114,16 @@ class UsesFolder(Protocol):
         ...
 
 
+@runtime_checkable
+class PricesShuffledReads(Protocol):
+    """What a source has in addition to `ReadsPlaces` if reading in a shuffled order costs much more than in order."""
+
+    @property
+    def bytes_per_shuffled_image(self) -> int:
+        """Bytes that are read for one image, as the last `list` found; 0 if the images fit in memory."""
+        ...
+
+
 class MetadataSource(Protocol):
     """What a metadata backend provides. Made by its factory from a `DatasetSpec` and a `Storage`."""
 

@@ -161,7 +161,8 @@ class DatasetSpec(BaseModel):
     metadata_backend: Word = _key(
         "discovery",
         help="Where names, sizes and captions come from. `discovery`: the folder itself. `json`: a JSON-lines table."
-        " `csv`: a CSV or TSV table. `webdataset`: tar files of images with their captions.",
+        " `csv`: a CSV or TSV table. `parquet`: parquet tables, or parquet files of images."
+        " `webdataset`: tar files of images with their captions.",
     )
     json_table: JsonTable = _key(
         JsonTable(), alias="json", help="Describes the table, see below. Only with `metadata_backend: json`."
@@ -170,8 +171,8 @@ class DatasetSpec(BaseModel):
     caption_strategy: Word = _key(
         "textfile",
         help="`textfile`: `NAME.txt` beside the image. `filename`: the name of the file, underscores read as spaces."
-        " `instanceprompt`: `instance_prompt` for all images. `json`, `csv`: the caption column of the table. `webdataset`: the"
-        " text file of the sample. Default: the option `caption_strategy`; with a table, the table.",
+        " `instanceprompt`: `instance_prompt` for all images. `json`, `csv`, `parquet`: the caption column of the table."
+        " `webdataset`: the text file of the sample. Default: the option `caption_strategy`; with a table, the table.",
     )
     caption_extension: Annotated[Word, AfterValidator(_checked_extension)] = _key(
         ".txt", help="Extension of the text files of `textfile`, such as kohya's `.caption`."

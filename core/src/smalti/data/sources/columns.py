@@ -72,12 +72,20 @@ class TableColumns(BaseModel):
 class Projection:
     """The columns of one table. Raises UserError for a column that is missing or of a wrong type; the message lists them.
 
-    `captions`: whether captions come from the table at all. `weighted`: whether each row has as many captions as there are
-    columns, "" where a column has none. `root`: a folder that names may begin with.
+    `captions`: whether captions come from the table at all; `only_captions`: nothing else does. `weighted`: whether each row
+    has as many captions as there are columns, "" where a column has none. `root`: a folder that names may begin with.
     """
 
     def __init__(
-        self, columns: TableColumns, schema: pa.Schema, location: str, *, captions: bool, weighted: bool = False, root: str = ""
+        self,
+        columns: TableColumns,
+        schema: pa.Schema,
+        location: str,
+        *,
+        captions: bool,
+        weighted: bool = False,
+        only_captions: bool = False,
+        root: str = "",
     ) -> None:
         self._columns = columns
         self._schema = schema
@@ -86,35 +94,35 @@ class Projection:
         self._root = root.rstrip("/") + "/" if root else ""
         self._captions = columns.caption_columns if captions else ()
         self._fallback = columns.fallback_caption_column if captions else None
-        self._sizes = tuple(
+        self._filename = None if only_captions else columns.filename_column
+        sizes = tuple(
             given or (default if default in schema.names else None)
             for given, default in ((columns.width_column, "width"), (columns.height_column, "height"))
         )
-        if None in self._sizes:
-            self._sizes = (None, None)
+        self._sizes = (None, None) if None in sizes or only_captions else sizes
         named = {
-            "filename_column": (columns.filename_column,),
+            "filename_column": (self._filename,),
             "caption_column": self._captions,
             "fallback_caption_column": (self._fallback,),
+            "width_column": self._sizes[:1],
+            "height_column": self._sizes[1:],
         }
-        named |= {"width_column": self._sizes[:1], "height_column": self._sizes[1:]}
         for key, names in named.items():
             for name in names:
                 if name is not None and leaf(schema, name) is None:
-                    raise self._error(
-                        f"has no column {name!r}", f"set {key} to one of its columns: {', '.join(leaves(schema))}"
-                    )
+                    fix = f"set {key} to one of its columns: {', '.join(leaves(schema))}"
+                    raise self._error(f"has no column {name!r}", fix)
 
     @property
     def names(self) -> list[str]:
         """The columns to read, with dots."""
-        found = (self._columns.filename_column, *self._captions, self._fallback, *self._sizes)
+        found = (self._filename, *self._captions, self._fallback, *self._sizes)
         return list(dict.fromkeys(name for name in found if name is not None))
 
     def rows(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
         """Returns the rows of a batch, in order, with the schema `ROWS`, and how many were left out, for they name no file."""
         names = self._names(column(batch, self._columns.filename_column))
-        captions = self._texts(batch)
+        captions = self.captions(batch)
         width, height = (self._pixels(batch, name) for name in self._sizes)
         found = pa.RecordBatch.from_arrays([names, captions, width, height], schema=ROWS)
         missing = pc.or_kleene(pc.is_null(names), pc.equal(names, ""))
@@ -134,7 +142,8 @@ class Projection:
         name = name.removeprefix(self._root) if self._root else name
         return posixpath.normpath(name) if name else ""
 
-    def _texts(self, batch: pa.RecordBatch) -> pa.Array:
+    def captions(self, batch: pa.RecordBatch) -> pa.Array:
+        """The captions of each row, as a list."""
         if not self._captions:
             return pa.nulls(batch.num_rows, pa.list_(pa.string()))
         rows, texts = zip(*(self._text_column(batch, name) for name in self._captions), strict=True)
@@ -164,7 +173,9 @@ class Projection:
             values = values.cast(pa.string())
         if not _is_text(values.type):
             raise self._wrong_type("caption_column", name, kind, "texts, or lists of texts")
-        texts = pc.utf8_trim_whitespace(values.cast(pa.string()))
+        texts = values.cast(pa.string())
+        ascii = pc.all(pc.string_is_ascii(texts)).as_py() is not False  # then a third of the time
+        texts = pc.ascii_trim_whitespace(texts) if ascii else pc.utf8_trim_whitespace(texts)
         there = pc.fill_null(pc.not_equal(texts, ""), fill_value=False)
         return rows[there.to_numpy(zero_copy_only=False)].astype(np.int64), texts.filter(there)
 

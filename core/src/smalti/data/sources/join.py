@@ -108,7 +108,6 @@ class Join:
         self, window: pa.RecordBatch, new: pa.RecordBatch, horizon: str
     ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
         """Compares the next files with the next rows; files behind the `horizon` come later."""
-        new = self._distinct(new)
         rows = joined([self._carried, new], ROWS)
         matched = np.concatenate((self._carried_matched, np.zeros(new.num_rows, dtype=bool)))
         names, keys = rows.column("name"), window.column("key")
@@ -124,14 +123,15 @@ class Join:
         if self._by_stem:
             beginnings = [horizon[: at + 1] for at, letter in enumerate(horizon) if letter == "."]
             stays[pc.index_in(pa.array(beginnings, pa.string()), value_set=names).drop_null().to_numpy()] = True
-        self._carried, self._carried_matched = rows, matched
+        self._carried, self._carried_matched = rows, matched | self._repeated(names, matched)
         self._leave(stays)
 
     def _leave(self, stays: NDArray[np.bool_]) -> None:
         """Let rows go that can have no more files; those that had none are reported."""
         gone = ~stays & ~self._carried_matched
         if gone.any():
-            self._rows_without_file.add(self._reported(self._carried.column("name").filter(pa.array(gone))))
+            names = self._carried.column("name").filter(pa.array(gone))
+            self._rows_without_file.add(self._reported(names.take(pc.array_sort_indices(names))))
         self._carried, self._carried_matched = self._carried.filter(pa.array(stays)), self._carried_matched[stays]
 
     def _next(self, last: str | None) -> tuple[str | None, pa.RecordBatch]:
@@ -158,12 +158,16 @@ class Join:
 
     def _distinct(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         """The first row of each name."""
-        names = rows.column("name")
-        once = pc.index_in(names, value_set=names).to_numpy(zero_copy_only=False) == np.arange(len(names))
-        if once.all():
-            return rows
-        self.duplicates += int((~once).sum())
-        return rows.filter(pa.array(once))
+        repeated = self._repeated(rows.column("name"), np.zeros(rows.num_rows, dtype=bool))
+        return rows.filter(pa.array(~repeated)) if repeated.any() else rows
+
+    def _repeated(self, names: pa.Array, matched: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which rows without a file have the name of an earlier row. Counts them."""
+        repeated, rows = np.zeros(len(names), dtype=bool), np.flatnonzero(~matched)
+        if len(rows):
+            repeated[rows] = pc.index_in(names.take(pa.array(rows)), value_set=names).to_numpy() != rows
+            self.duplicates += int(repeated.sum())
+        return repeated
 
     def _reported(self, names: pa.Array) -> pa.Array:
         return pc.utf8_slice_codeunits(names, 0, -1) if self._by_stem else names

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
-from typing import cast
+from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from smalti.data.scan.image_headers import EXTENSIONS
-from smalti.data.storage.protocol import Storage, StoredFile
+from smalti.data.storage.columns import list_columns
+from smalti.data.storage.protocol import Storage
 
 FILES = pa.schema([("key", pa.string()), ("size", pa.int64()), ("etag", pa.string())])
 WINDOW = 1 << 16
@@ -21,12 +20,7 @@ _HIDDEN = r"(^|/)\."
 
 def files(storage: Storage, prefix: str = "") -> Iterator[pa.RecordBatch]:
     """All files that are not hidden, sorted by key, with the schema `FILES`, in batches of about `WINDOW` rows."""
-    columns = getattr(storage, "list_columns", None)
-    if columns is None:
-        found: Iterable[pa.RecordBatch] = _from_objects(storage.list(prefix))
-    else:
-        found = cast(Callable[[str], Iterator[pa.RecordBatch]], columns)(prefix)
-    for batch in rebatched(found, FILES):
+    for batch in rebatched(list_columns(storage, prefix), FILES):
         hidden = pc.match_substring_regex(batch.column("key"), _HIDDEN)
         yield batch.filter(pc.invert(hidden)) if pc.any(hidden).as_py() else batch
 
@@ -67,11 +61,3 @@ def with_extension(batch: pa.RecordBatch, extensions: Iterable[str] = EXTENSIONS
 def stems(keys: pa.Array) -> pa.Array:
     """Keys without their extension, but with the dot before it: then they sort as the keys do, where no name has other dots."""
     return pc.replace_substring_regex(keys, r"[^./]*$", "")
-
-
-def _from_objects(found: Iterator[StoredFile]) -> Iterator[pa.RecordBatch]:
-    while some := list(islice(found, WINDOW)):
-        arrays = [[file.key for file in some], [file.size for file in some], [file.etag for file in some]]
-        yield pa.RecordBatch.from_arrays(
-            [pa.array(values, field.type) for values, field in zip(arrays, FILES, strict=True)], schema=FILES
-        )

@@ -27,8 +27,6 @@ class Table(ABC):
 
     location: str
     """The path or address, for messages."""
-    etag: str
-    """Changes with the content."""
 
     @property
     @abstractmethod
