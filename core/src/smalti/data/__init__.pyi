@@ -35,6 +35,7 @@ from .prepared import Dataset as Dataset, PreparedData as PreparedData, build_da
 from .scan.build import Progress as Progress
 from .scan.changes import changes as changes, keep as keep
 from .scan.identity import Identity as Identity, Settings as Settings, first_digest as first_digest
+from .sources.archives.row_images import RowImages as RowImages
 from .sources.parquet_files import (
     OpenedParquet as OpenedParquet,
     explained_parquet as explained_parquet,
@@ -43,8 +44,7 @@ from .sources.parquet_files import (
     parquet_in as parquet_in,
 )
 from .sources.range_file import RangeFile as RangeFile
-from .sources.row_images import RowImages as RowImages
-from .sources.tables import Table as Table, TableSource as TableSource
+from .sources.tables.table_source import Table as Table, TableSource as TableSource
 from .storage.columns import file_columns as file_columns, list_columns as list_columns
 from .storage.local import LocalStorage as LocalStorage
 from .storage.protocol import (

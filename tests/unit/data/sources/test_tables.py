@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from smalti.data import DatasetSpec
-from smalti.data.sources import join as join_module
-from smalti.data.sources.columns import ROWS
-from smalti.data.sources.csv_table import CsvSource
-from smalti.data.sources.join import Join, Names
+from smalti.data.sources.tables import join as join_module
+from smalti.data.sources.tables.columns import ROWS
+from smalti.data.sources.tables.csv_table import CsvSource
+from smalti.data.sources.tables.join import Join, Names
 from smalti.data.storage.local import LocalStorage
 from smalti.errors import ConfigError, UserError
 

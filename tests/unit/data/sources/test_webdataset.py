@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from smalti.data import DatasetSpec, StoredFile
-from smalti.data.sources.tar_members import DamagedTarError, Member, members
-from smalti.data.sources.webdataset import WebDataset
+from smalti.data.sources.archives.tar_members import DamagedTarError, Member, members
+from smalti.data.sources.archives.webdataset import WebDataset
 from smalti.data.storage.local import LocalStorage
 from smalti.errors import ConfigError, UserError
 

@@ -20,8 +20,8 @@ BUILT_IN_STORAGES = (StorageEntry(name="local", title="A folder", factory="smalt
 BUILT_IN_METADATA = (
     MetadataEntry(name="discovery", title="The images themselves", factory="smalti.data.datasets.sources:Discovery"),
     MetadataEntry(name="json", title="A JSON-lines table", factory="smalti.data.sources.json_table:JsonLines"),
-    MetadataEntry(name="csv", title="A CSV table", factory="smalti.data.sources.csv_table:CsvSource"),
-    MetadataEntry(name="webdataset", title="Tar shards", factory="smalti.data.sources.webdataset:WebDataset"),
+    MetadataEntry(name="csv", title="A CSV table", factory="smalti.data.sources.tables.csv_table:CsvSource"),
+    MetadataEntry(name="webdataset", title="Tar shards", factory="smalti.data.sources.archives.webdataset:WebDataset"),
 )
 
 

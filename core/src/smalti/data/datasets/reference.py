@@ -14,9 +14,9 @@ from pydantic.fields import FieldInfo
 from smalti.data.datasets.parse import SWITCHES
 from smalti.data.datasets.simpletuner import REFUSED, UNSUPPORTED, WITHOUT_EFFECT, ExternalKey
 from smalti.data.datasets.spec import ENTRY_KEYS, CaptionShuffle, JsonTable
-from smalti.data.sources.columns import TableColumns
-from smalti.data.sources.row_images import ImageColumns
-from smalti.data.sources.webdataset import WebDatasetMembers
+from smalti.data.sources.archives.row_images import ImageColumns
+from smalti.data.sources.archives.webdataset import WebDatasetMembers
+from smalti.data.sources.tables.columns import TableColumns
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Images": ("id", "type", "dataset_type", "instance_data_dir", "kohya_folders", "metadata_backend", "json"),

@@ -21,8 +21,8 @@ from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.datasets.wrong_values import wrong_values
 from smalti.data.scan.image_headers import EXTENSIONS, read_header
 from smalti.data.scan.quarantine import BadSampleError
-from smalti.data.sources.containers import ContainerSource, Contents, rows_of
-from smalti.data.sources.tar_members import DamagedTarError, Member, Read, members
+from smalti.data.sources.archives.containers import ContainerSource, Contents, rows_of
+from smalti.data.sources.archives.tar_members import DamagedTarError, Member, Read, members
 from smalti.data.storage.local import LocalStorage
 from smalti.data.storage.protocol import Storage, StorageError, StoredFile
 from smalti.errors import ConfigError

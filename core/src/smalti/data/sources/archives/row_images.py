@@ -25,9 +25,9 @@ from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.datasets.wrong_values import wrong_values
 from smalti.data.scan.image_headers import read_header
 from smalti.data.scan.quarantine import BadSampleError
-from smalti.data.sources.columns import Projection, TableColumns, column, leaf, leaves
-from smalti.data.sources.containers import ContainerSource, Contents, rows_of
+from smalti.data.sources.archives.containers import ContainerSource, Contents, rows_of
 from smalti.data.sources.parquet_files import explained_parquet, parquet_in
+from smalti.data.sources.tables.columns import Projection, TableColumns, column, leaf, leaves
 from smalti.data.storage.local import LocalStorage
 from smalti.data.storage.protocol import Storage, StoredFile
 from smalti.errors import ConfigError, UserError

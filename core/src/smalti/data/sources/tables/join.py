@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from smalti.data.sources.columns import ROWS
 from smalti.data.sources.listing import WINDOW, joined, stems
+from smalti.data.sources.tables.columns import ROWS
 
 RUN = 1 << 17
 """Rows of a run, which are sorted in memory."""

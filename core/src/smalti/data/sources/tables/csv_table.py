@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.csv as csv
 
 from smalti.data.sources.range_file import RangeFile
-from smalti.data.sources.tables import Table, TableSource
+from smalti.data.sources.tables.table_source import Table, TableSource
 from smalti.data.storage.protocol import Storage
 from smalti.errors import UserError
 

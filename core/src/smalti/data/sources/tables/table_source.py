@@ -15,9 +15,9 @@ from smalti.data.datasets.captions import depends_on_text_file
 from smalti.data.datasets.sources import LISTED, Listed
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.scan.image_headers import EXTENSIONS
-from smalti.data.sources.columns import Projection, TableColumns, local_table
-from smalti.data.sources.join import Join, Names
 from smalti.data.sources.listing import FILES, files, rebatched, stems, with_extension
+from smalti.data.sources.tables.columns import Projection, TableColumns, local_table
+from smalti.data.sources.tables.join import Join, Names
 from smalti.data.storage.protocol import Storage, StorageError
 from smalti.errors import UserError
 

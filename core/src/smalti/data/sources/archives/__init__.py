@@ -1,0 +1,1 @@
+"""Images that are parts of larger files: tar shards, rows of parquet files, datasets of the Hub."""

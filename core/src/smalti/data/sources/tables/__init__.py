@@ -1,0 +1,1 @@
+"""Tables of captions and sizes, joined with the files of a storage."""
