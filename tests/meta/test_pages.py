@@ -32,6 +32,7 @@ _OF_OTHER_COMMANDS = (
     "dtype",
     "ema",
     "force",
+    "position",
     "format",
     "help",
     "image_column",

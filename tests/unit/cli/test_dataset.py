@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import shlex
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from PIL import Image
 
 from smalti.cli.arguments import CommandLine
 from smalti.cli.dataset import dataset
+from smalti.data import Loader, scan_data
+from smalti.data.cache.embedding_cache import CachedTexts
+from smalti.diffusion import SampleNoise
 from smalti.errors import ConfigError, PreflightError
 from smalti.launch.preflight import Preparation
+from smalti.types import World
 
 
 @pytest.fixture
@@ -107,6 +113,65 @@ def test_a_check_without_a_family_says_what_it_takes_for_granted(config: Path) -
     told = run("check", "--data_backend_config", config).output
 
     assert "note: --model_family is not given: assuming bucket sizes in multiples of 64" in told
+
+
+def test_a_check_counts_images_without_a_caption(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "pets/8.png").write_bytes(b"no image")
+    words = ("--data_backend_config", config, "--resolution", 16, "--aspect_bucket_alignment", 8, "--data_error_budget", 5)
+
+    assert "2 unusable images, 1 of them without a caption" in run("check", *words).output
+    assert json.loads(run("check", *words, "--json").output)["without_caption"] == 1
+
+
+def test_buckets_are_shown_with_what_they_need_to_fill_a_batch(config: Path, tmp_path: Path) -> None:
+    Image.new("RGB", (32, 16)).save(tmp_path / "pets/wide.png")
+    (tmp_path / "pets/wide.txt").write_text("a wide pet")
+    words = ("--data_backend_config", config, "--resolution", 16, "--aspect_bucket_alignment", 8, "--train_batch_size", 4)
+    told = json.loads(run("buckets", *words, "--json").output)
+    found = [[one[key] for key in ("width", "images", "batches_per_epoch", "smallest_repeats")] for one in told["buckets"]]
+    shown = run("buckets", *words).output
+
+    assert found == [[16, 9, 2.25, 0], [24, 1, 0.25, 3]]
+    assert any("24x8 (1 sample) to 16x16" in notice for notice in told["notices"])
+    assert "1 of them cannot fill a batch" in shown
+    assert "a run ends here: " in run("buckets", *words, "--short_buckets=error").output
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_order_is_what_a_run_sees(config: Path, tmp_path: Path, cached: bool) -> None:
+    for number in range(9):
+        (tmp_path / f"pets/{number}.txt").write_text(f"{number}, a, b, c, d\nanother {number}")
+    keys = {"caption_shuffle": True, "flip_probability": 0.5, "caption_weights": [3, 1]}
+    config.write_text(json.dumps([{"id": "pets", "instance_data_dir": str(tmp_path / "pets"), **keys}]))
+    words = ["--data_backend_config", config, "--resolution", 16, "--aspect_bucket_alignment", 8, "--num_processes", 2]
+    words += ["--train_batch_size", 2, "--gradient_accumulation_steps", 2, "--caption_dropout_probability", 0.3]
+    words += [] if cached else ["--text_cache_disable"]
+    told = json.loads(run("order", *words, "--batches=4", "--position=3", "--json").output)["batches"]
+    line = CommandLine.parse(list(map(str, words)))
+    data = scan_data(line.config(), line.plugins, 8, None)
+    texts = CachedTexts(Rows()) if cached else None  # type: ignore[arg-type]
+    seen: dict[int, tuple[str, str, int, int]] = {}
+    for rank in range(2):
+        world = World(rank=rank, size=2)
+        with Loader(data, world=world, micro_batch=2, accumulation=2, position=3, texts=texts) as loader:
+            for batch in islice(loader, 4):
+                for place, micro in enumerate(batch.micro):
+                    for number, key, caption in zip(micro.numbers, micro.keys, micro.captions, strict=True):
+                        seen[number] = (key, caption, rank, place)
+
+    rows = [row for batch in told for row in batch["samples"]]
+    assert {row["number"]: (row["key"], row["caption"], row["rank"], row["micro_batch"]) for row in rows} == seen
+    chance = SampleNoise(data.order.seed).uniform([row["number"] for row in rows], 2)[:, 1]
+    assert [row["caption_dropped"] for row in rows] == (chance < 0.3).tolist()
+    assert {row["flipped"] for row in rows} == {row["caption_dropped"] for row in rows} == {True, False}
+    assert all(f"{row['key']}: {row['caption']}" in run("order", *words, "--position=3").output for row in rows[:8])
+
+
+class Rows:
+    """A store that has a row for every text."""
+
+    def get(self, key: str) -> dict[str, torch.Tensor]:
+        return {"row": torch.zeros(1)}
 
 
 def test_nothing_to_look_at_is_an_error() -> None:

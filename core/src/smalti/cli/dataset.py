@@ -9,22 +9,25 @@ from pathlib import Path
 
 import click
 
+from smalti.cli import dataset_report as report
 from smalti.cli.arguments import CommandLine
 from smalti.cli.pages.help import Group
 from smalti.config import Config, DataOptions, ModelOptions, RunOptions
 from smalti.data import (
     Dataset,
-    PreparedData,
     Progress,
     Scan,
     build_datasets,
     catalog_of,
     choose_columns,
+    data_rules,
     dataset_reference,
     dataset_specs,
     parquet_files,
+    scan_buckets,
     scan_data,
     unpack as unpack_images,
+    visits_at,
 )
 from smalti.errors import UserError
 from smalti.plugins import Plugins
@@ -44,10 +47,10 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
     ),
 )
 def dataset() -> None:
-    """Scan datasets and check them against the batch size.
+    """Scan datasets, check them against the batch size, and show what a run will see.
 
-    `scan` and `check` take the same arguments as `smalti train`. With --output_dir they use and update the indexes of that
-    run; without it nothing is written.
+    `scan`, `check`, `buckets` and `order` take the same arguments as `smalti train`. With --output_dir they use and update the
+    indexes of that run; without it nothing is written.
     """
 
 
@@ -100,7 +103,51 @@ def check(arguments: tuple[str, ...], as_json: bool) -> None:
     alignment, notices = _alignment(config, plugins)
     data = scan_data(config, plugins, alignment, _directory(config), _progress())
     notices += [*config.notices, *data.notices]
-    click.echo(json.dumps(_buckets(data, notices), indent=2, ensure_ascii=False) if as_json else _as_text(data, notices))
+    _show(report.checked(data, notices) if as_json else report.checked_text(data, notices))
+
+
+@dataset.command(
+    context_settings=_UNPROCESSED,
+    examples=("smalti dataset buckets config.toml", "smalti dataset buckets config.toml --train_batch_size=8 --json"),
+)
+@_ARGUMENTS
+@_JSON
+def buckets(arguments: tuple[str, ...], as_json: bool) -> None:
+    """Show how many images have which shape, and what a run does about shapes that are rare.
+
+    Takes the same arguments as `smalti train`. `smallest repeats` fills a batch with images of that shape alone.
+    """
+    config, plugins = _load(arguments)
+    alignment, notices = _alignment(config, plugins)
+    data, shape, outcome = scan_buckets(config, plugins, alignment, _directory(config), _progress())
+    notices += [*config.notices, *outcome]
+    _show(report.buckets(data, shape, notices) if as_json else report.buckets_text(data, shape, notices))
+
+
+@dataset.command(
+    context_settings=_UNPROCESSED,
+    examples=("smalti dataset order config.toml --batches=3", "smalti dataset order config.toml --position=1000 --json"),
+)
+@_ARGUMENTS
+@click.option("--batches", type=click.IntRange(min=1), default=1, help="How many batches to show. Default: 1.")
+@click.option("--position", type=click.IntRange(min=0), default=0, help="Number of batches before the first. Default: 0.")
+@_JSON
+def order(arguments: tuple[str, ...], batches: int, position: int, as_json: bool) -> None:
+    """Show the images and captions of the next batches, as a new run sees them.
+
+    Takes the same arguments as `smalti train`. Images that turn out to be broken are replaced in the run.
+    """
+    config, plugins = _load(arguments)
+    alignment, notices = _alignment(config, plugins)
+    data = scan_data(config, plugins, alignment, _directory(config), _progress())
+    shape, positions = data_rules(config, plugins, alignment).shape, range(position, position + batches)
+    options = config[DataOptions]
+    cached, dropout = _texts_are_cached(config, plugins), options.caption_dropout_probability
+    visits = [visits_at(data, each, texts_cached=cached, dropout=dropout) for each in positions]
+    if as_json:
+        _show({"batches": report.batches(data, shape, positions, visits), "notices": notices})
+    else:
+        _show("\n".join([report.batches_text(data, shape, positions, visits), *(f"note: {notice}" for notice in notices)]))
 
 
 @dataset.command(examples=("smalti dataset reference",))
@@ -182,6 +229,20 @@ def _alignment(config: Config, plugins: Plugins) -> tuple[int, list[str]]:
     return _DEFAULT_ALIGNMENT, [f"--model_family is not given: assuming bucket sizes in multiples of {_DEFAULT_ALIGNMENT}"]
 
 
+def _texts_are_cached(config: Config, plugins: Plugins) -> bool:
+    """Whether a run encodes captions before it trains, so that it picks one of a few variants of each."""
+    if config[DataOptions].text_cache_disable or config[ModelOptions].model_family is None:
+        return not config[DataOptions].text_cache_disable
+    from smalti.models import Cacheable
+    from smalti.plugins import find_family
+
+    return isinstance(find_family(config, plugins), Cacheable)
+
+
+def _show(found: report.Json | str) -> None:
+    click.echo(found if isinstance(found, str) else json.dumps(found, indent=2, ensure_ascii=False))
+
+
 def _directory(config: Config) -> Path | None:
     output = config[RunOptions].output_dir
     return output / "data" if output is not None else None
@@ -204,23 +265,3 @@ def _described(one: Dataset) -> dict[str, object]:
         "quarantined": [{"key": item.key, "reason": item.reason} for item in one.index.quarantined],
         "notices": list(one.notices),
     }
-
-
-def _buckets(data: PreparedData, notices: list[str]) -> dict[str, object]:
-    return {
-        "effective_batch": data.order.effective_batch,
-        "batches_per_epoch": data.order.epoch_start(1),
-        "buckets": [
-            {"width": content.bucket.width, "height": content.bucket.height, "samples": int(content.per_epoch)}
-            for content in data.order.buckets
-        ],
-        "quarantined": data.unusable,
-        "notices": notices,
-    }
-
-
-def _as_text(data: PreparedData, notices: list[str]) -> str:
-    lines = [f"{'bucket':>12} {'images':>9} {'with repeats':>13}"]
-    lines += [f"{content.bucket!s:>12} {len(content):>9} {int(content.per_epoch):>13}" for content in data.order.buckets]
-    lines += [f"effective batch {data.order.effective_batch}, {data.order.epoch_start(1)} batches in the first epoch"]
-    return "\n".join([*lines, *(f"note: {notice}" for notice in notices)])

@@ -1,3 +1,4 @@
+from .batch_check import BatchShape as BatchShape, BucketCount as BucketCount
 from .buckets import Bucket as Bucket
 from .cache.encode_ahead import Encoded as Encoded, encode_ahead as encode_ahead
 from .datasets.catalog import BUILT_IN_METADATA as BUILT_IN_METADATA, BUILT_IN_STORAGES as BUILT_IN_STORAGES
@@ -21,8 +22,10 @@ from .from_options import (
     Scan as Scan,
     cache_folders as cache_folders,
     catalog_of as catalog_of,
+    data_rules as data_rules,
     dataset_specs as dataset_specs,
     load_data as load_data,
+    scan_buckets as scan_buckets,
     scan_data as scan_data,
     scan_progress as scan_progress,
     total_steps as total_steps,
@@ -64,3 +67,4 @@ from .storage.protocol import (
     TransientStorageError as TransientStorageError,
     checked_key as checked_key,
 )
+from .visits import Visit as Visit, visits_at as visits_at

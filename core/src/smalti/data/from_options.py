@@ -27,7 +27,7 @@ from smalti.data.datasets.sources import PricesShuffledReads
 from smalti.data.datasets.spec import DatasetSpec, latents_folder, texts_entry, unused_caches
 from smalti.data.prepared import DataRules, Dataset, PreparedData, build_datasets, check_no_overlap, load_datasets, prepare
 from smalti.data.scan.build import Progress
-from smalti.errors import ConfigError, Problem
+from smalti.errors import ConfigError, PreflightError, Problem
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import Plugins, choose_distributed
 from smalti.rundir import Phases, RunDirectory
@@ -192,6 +192,25 @@ def _check_shuffled_reads(config: Config, datasets: Sequence[Dataset], rules: Da
             problems.append(Problem(message=message, where=f"dataset {dataset.spec.id!r}", fix=fix))
     if problems:
         raise ConfigError(problems)
+
+
+def scan_buckets(
+    config: Config, plugins: Plugins, alignment: int, directory: Path | None, progress: Scan | None = None
+) -> tuple[PreparedData, BatchShape, tuple[str, ...]]:
+    """Like `scan_data` for the training datasets, with buckets that cannot fill a batch as they are.
+
+    Returns also the shape of a batch, and what a run says about such buckets.
+    """
+    catalog = catalog_of(plugins)
+    specs, rules = dataset_specs(config, catalog), data_rules(config, plugins, alignment)
+    datasets = build_datasets(specs, catalog, directory, progress)
+    one = replace(rules, shape=BatchShape(train_batch_size=1, ranks=1, accumulation=1))
+    data = prepare(datasets, one, notices=unused_caches(specs), directory=directory)
+    try:
+        notices = prepare(datasets, rules, notices=unused_caches(specs), directory=directory).notices
+    except PreflightError as error:
+        notices = (*data.notices, f"a run ends here: {error.message.splitlines()[0]}")
+    return data, rules.shape, notices
 
 
 def scan_progress(phases: Phases) -> Scan:

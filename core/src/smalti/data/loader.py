@@ -30,6 +30,7 @@ from smalti.data.images import Bytes, crop, mirrored, normalised, read_image
 from smalti.data.order import GlobalBatch
 from smalti.data.prepared import PreparedData
 from smalti.data.scan.quarantine import BadSampleError, ErrorBudget, Quarantined
+from smalti.data.visits import is_flipped, text_of
 from smalti.diffusion import Conditioning
 from smalti.errors import UserError
 from smalti.models import SizeConditioning
@@ -282,18 +283,13 @@ class _Reader:
         white = np.full((3, height, width), 255, dtype=np.uint8)
         return _Visit(content=white, caption="", key="", size=SizeConditioning(width=width, height=height, left=0, top=0))
 
-    def _is_flipped(self, sample: int, number: int) -> bool:
-        """Whether a visit sees an image mirrored."""
-        dataset = self._data.datasets[self._data.locate(sample)[0]]
-        if len(dataset.flips) == 1:
-            return dataset.flips[0]
-        return uniform(derive_seed("flip", self._data.order.seed, number)) < dataset.spec.flip_probability
-
     def _encoded(self, sample: int, bucket: Bucket, number: int) -> tuple[Tensor, CropOffset]:
         """Returns the latents of a sample; if they cannot be read, those of another one, until all ranks stop together."""
         assert self._latents is not None
         try:
-            self._substitutes[bucket] = found = self._latents.get(sample, bucket, flipped=self._is_flipped(sample, number))
+            self._substitutes[bucket] = found = self._latents.get(
+                sample, bucket, flipped=is_flipped(self._data, sample, number)
+            )
         except UserError as error:
             if bucket not in self._substitutes:
                 raise
@@ -323,7 +319,7 @@ class _Reader:
 
     def _crop(self, sample: int, image: Bytes, bucket: Bucket, number: int) -> tuple[Bytes, CropOffset]:
         """Returns a scaled image cropped to its bucket, and the offset; a random one depends on the number of the visit."""
-        flipped = self._is_flipped(sample, number)
+        flipped = is_flipped(self._data, sample, number)
         if image.shape == (3, bucket.height, bucket.width):
             return mirrored(image, bucket, (0, 0)) if flipped else (image, (0, 0))
         crop_settings, seed = self._data.crop_settings[self._data.locate(sample)[0]], self._data.order.seed
@@ -338,14 +334,7 @@ class _Reader:
         left, top = offset
         width, height = dataset.index.size(row)
         size = SizeConditioning(width=width, height=height, left=left, top=top)
-        caption = dataset.caption_policy.pick(
-            dataset.index.captions(row),
-            seed=self._data.order.seed,
-            epoch=epoch,
-            sample=sample,
-            visit=number,
-            cached=self._texts_cached,
-        )
+        caption = text_of(self._data, sample, epoch=epoch, number=number, cached=self._texts_cached)
         key = f"{dataset.spec.id}/{dataset.index.key(row)}"
         dropout = dataset.spec.caption_dropout_probability
         return _Visit(content=content, caption=caption, key=key, size=size, dropout=dropout)

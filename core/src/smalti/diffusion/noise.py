@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from smalti.system import derive_seed
+from smalti.system import derive_seed, uniform_single
 
 
 class SampleNoise:
@@ -37,5 +37,5 @@ class SampleNoise:
     def uniform(self, numbers: Sequence[int], count: int = 1) -> Tensor:
         """(B, K) numbers strictly between 0 and 1, fp32, K = `count`; the first ones do not depend on `count`."""
         # 23 bits and a half: every value is exact in fp32 and none is 0 or 1, where quantile functions have no value.
-        rows = [[((derive_seed(self.seed, number, 1, k) >> 41) + 0.5) / (1 << 23) for k in range(count)] for number in numbers]
+        rows = [[uniform_single(derive_seed(self.seed, number, 1, k)) for k in range(count)] for number in numbers]
         return torch.tensor(rows, dtype=torch.float32).view(len(numbers), count)

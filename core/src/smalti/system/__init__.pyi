@@ -60,5 +60,6 @@ from .stateless_random import (
     permutation as permutation,
     text_hash as text_hash,
     uniform as uniform,
+    uniform_single as uniform_single,
 )
 from .streams import ignore_write_errors as ignore_write_errors

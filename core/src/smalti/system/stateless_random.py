@@ -50,6 +50,11 @@ def uniform(key: int) -> float:
     return (_mix(key) >> 11) / (1 << 53)
 
 
+def uniform_single(key: int) -> float:
+    """A number strictly between 0 and 1, which single precision can hold exactly."""
+    return ((key >> 41) + 0.5) / (1 << 23)
+
+
 def permutation(size: int, key: int) -> NDArray[np.int64]:
     """The numbers 0 to size-1, sorted by their hash under `key`, then by number."""
     values = np.arange(1, size + 1, dtype=np.uint64)
