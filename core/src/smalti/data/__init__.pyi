@@ -1,3 +1,4 @@
+from .all_ranks import scan_data_on_all_ranks as scan_data_on_all_ranks
 from .batch_check import BatchShape as BatchShape, BucketCount as BucketCount
 from .buckets import Bucket as Bucket
 from .cache.encode_ahead import Encoded as Encoded, encode_ahead as encode_ahead
@@ -25,6 +26,7 @@ from .from_options import (
     data_rules as data_rules,
     dataset_specs as dataset_specs,
     load_data as load_data,
+    ranks_scan as ranks_scan,
     scan_buckets as scan_buckets,
     scan_data as scan_data,
     scan_progress as scan_progress,

@@ -27,6 +27,7 @@ from smalti.data.datasets.sources import PricesShuffledReads
 from smalti.data.datasets.spec import DatasetSpec, latents_folder, texts_entry, unused_caches
 from smalti.data.prepared import DataRules, Dataset, PreparedData, build_datasets, check_no_overlap, load_datasets, prepare
 from smalti.data.scan.build import Progress
+from smalti.data.scan.tasks import Handed
 from smalti.errors import ConfigError, PreflightError, Problem
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import Plugins, choose_distributed
@@ -153,19 +154,21 @@ def scan_data(
     progress: Scan | None = None,
     *,
     attempt: float | None = None,
+    handed: Handed | None = None,
 ) -> PreparedData:
     """Scan the datasets and compute the order of samples. Call it in one process: the launcher, or rank 0.
 
     `directory` stores the indexes, so that the next scan opens only new files; None writes nothing. `attempt` is the time at
-    which this attempt of the run began: its ranks then recognize the scan with `was_scanned`.
+    which this attempt of the run began: its ranks then recognize the scan with `was_scanned`. With `handed`, other ranks open
+    files too.
     """
     catalog = catalog_of(plugins)
     specs = dataset_specs(config, catalog)
     rules = data_rules(config, plugins, alignment)
-    training = build_datasets(specs, catalog, directory, progress)
+    training = build_datasets(specs, catalog, directory, progress, handed=handed)
     _check_shuffled_reads(config, training, rules)
     data = prepare(training, rules, notices=unused_caches(specs), directory=directory)
-    held_out = build_datasets(specs, catalog, directory, progress, kind="eval")
+    held_out = build_datasets(specs, catalog, directory, progress, kind="eval", handed=handed)
     if directory is not None and attempt is not None:
         note = {"attempt": attempt, "indexes": _indexes(directory)}
         atomic_write(directory / _SCAN_NOTE, json.dumps(note).encode())
@@ -211,6 +214,20 @@ def scan_buckets(
     except PreflightError as error:
         notices = (*data.notices, f"a run ends here: {error.message.splitlines()[0]}")
     return data, rules.shape, notices
+
+
+def ranks_scan(config: Config, plugins: Plugins, directory: Path) -> bool:
+    """Whether all ranks scan the datasets together, rather than the launcher before it starts them.
+
+    The launcher finds mistakes in the data before processes and models are loaded. It would take long for remote images that
+    have never been scanned: then there is one machine where there could be all.
+    """
+    choice = config[DataOptions].data_scan
+    if config[LaunchOptions].num_processes == 1 or choice != "auto":
+        return config[LaunchOptions].num_processes > 1 and choice == "ranks"
+    specs = dataset_specs(config, catalog_of(plugins))
+    new = [spec for spec in specs if spec.has_images and not (directory / f"{spec.file_name}.arrow").exists()]
+    return any(spec.type != "local" for spec in new)
 
 
 def scan_progress(phases: Phases) -> Scan:

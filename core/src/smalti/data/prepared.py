@@ -35,6 +35,7 @@ from smalti.data.scan.identity import Identity, Settings
 from smalti.data.scan.index import DatasetIndex, load_index
 from smalti.data.scan.overlap import overlap
 from smalti.data.scan.quarantine import ErrorBudget, Quarantined, allowed_errors, write_quarantine
+from smalti.data.scan.tasks import Handed
 from smalti.data.storage.protocol import Storage
 from smalti.errors import PreflightError
 
@@ -187,6 +188,7 @@ def build_datasets(
     progress: Callable[[str], Progress] | None = None,
     *,
     kind: Kind = "image",
+    handed: Handed | None = None,
 ) -> tuple[Dataset, ...]:
     """Scan the datasets of one kind. Call it in one process, before `load_datasets` in the others.
 
@@ -196,6 +198,7 @@ def build_datasets(
         directory: where indexes and quarantine lists are kept, the run directory's `data`; None keeps nothing.
         progress: called with the id of a dataset before it is scanned; returns the progress callback of the scan.
         kind: "image" for training, "eval" for held-out images.
+        handed: hands out parts of the scan to other ranks.
     """
     datasets = []
     for spec in _of_kind(specs, kind):
@@ -204,7 +207,7 @@ def build_datasets(
         source = catalog.open_source(spec, storage)
         if directory and isinstance(source, UsesFolder):
             source.use_folder(directory / "sources" / spec.file_name)
-        index = build_index(spec, storage, source, cache, progress(spec.id) if progress else None)
+        index = build_index(spec, storage, source, cache, progress(spec.id) if progress else None, handed)
         if directory:
             write_quarantine(directory / f"{spec.file_name}.quarantine.jsonl", index.quarantined)
         skipped_files = dict(source.skipped_files) if isinstance(source, ReportsSkipped) else {}

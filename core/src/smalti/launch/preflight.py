@@ -28,7 +28,7 @@ from smalti.config import (
     warm_up_notice,
     warm_up_problem,
 )
-from smalti.data import PreparedData, scan_data, scan_progress, total_steps
+from smalti.data import PreparedData, ranks_scan, scan_data, scan_progress, total_steps
 from smalti.errors import ConfigError, ExitCode, GpuFaultError, PreflightError
 from smalti.launch.checks import check_run
 from smalti.launch.plan import (
@@ -58,9 +58,10 @@ _FIRST = ("device", "precision", "tokens")
 class Preparation:
     """A checked configuration with its launch plan and its data.
 
-    `data` is None on nodes other than node 0, which has scanned it. `facts` describe the "device" and the "precision" of the
-    run; where the data were scanned, also the number of "tokens" of the largest images and the noise levels ("timesteps") of
-    training. `writer` owns the run directory on node 0; it is None on the other nodes, and for a dry run.
+    `data` is None on nodes other than node 0, which has scanned it, and if the ranks will scan it. `facts` describe the
+    "device" and the "precision" of the run; where the data were scanned, also the number of "tokens" of the largest images
+    and the noise levels ("timesteps") of training. `writer` owns the run directory on node 0; it is None on the other nodes,
+    and for a dry run.
     """
 
     config: Config
@@ -99,7 +100,8 @@ class Preparation:
         facts = {"device": describe_devices(config, kind), "precision": describe(config, kind)}
         writer = _acquire(directory, config) if write and not joins else None
         with _failures_recorded(writer):
-            data = None if joins else cls._scan(config, plugins, checked.family.alignment, writer)
+            later = write and ranks_scan(config, plugins, directory.data)
+            data = None if joins or later else cls._scan(config, plugins, checked.family.alignment, writer)
             if data is not None:
                 size = _largest_image(checked.family, data)
                 facts |= {

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
 
 from smalti.config import Config, RunOptions, ValidationPrompt
-from smalti.data import Encoded, PreparedData, cache_folders, encode_ahead, load_data, scan_data, scan_progress, was_scanned
+from smalti.data import (
+    Encoded,
+    PreparedData,
+    cache_folders,
+    encode_ahead,
+    load_data,
+    scan_data_on_all_ranks,
+    scan_progress,
+    was_scanned,
+)
 from smalti.errors import UserError
 from smalti.models import ModelFamily
 from smalti.parallel import Communicator, RankError, run_on_all_ranks, run_on_main_rank
@@ -51,19 +61,20 @@ def open_data(
 ) -> tuple[PreparedData, Encoded]:
     """The order of samples on this rank, and what of them was encoded ahead. *Collective*.
 
-    Reads the indexes that the launcher wrote just now into `directory`. Where nobody has, rank 0 scans, however long it takes.
+    Reads the indexes that the launcher wrote just now into `directory`. Where nobody has, all ranks scan them.
     `prompts` are those of validation.
     """
     phases = writer.phases if writer is not None else Phases()
 
-    def scan() -> str:
-        attempt = writer.record.started if writer is not None else None
-        if attempt is None or not was_scanned(directory, attempt):
-            scan_data(config, plugins, family.alignment, directory, scan_progress(phases), attempt=attempt)
-        return ""
-
+    attempt = writer.record.started if writer is not None else None
     try:
-        run_on_main_rank(communicator, scan)
+        scanned = run_on_main_rank(communicator, lambda: str(attempt is not None and was_scanned(directory, attempt)))
+        if scanned != str(True):
+            notices = scan_data_on_all_ranks(
+                config, plugins, family.alignment, directory, communicator, scan_progress(phases), attempt=attempt
+            )
+            for notice in notices:
+                print(f"smalti: note: {notice}", file=sys.stderr)
     except RankError as failure:
         raise UserError(str(failure), fix=failure.fix) from failure
     data = load_data(config, plugins, family.alignment, directory)

@@ -8,11 +8,13 @@ continues: finished parts for which files were opened are kept beside the index.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import pyarrow as pa
 
@@ -20,66 +22,125 @@ from smalti.data.datasets.sources import MetadataSource, ReportsSkipped, describ
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.scan.image_headers import EXTENSIONS
 from smalti.data.scan.index import DatasetIndex, load_index
-from smalti.data.scan.index_file import IndexFile, IndexWriter
+from smalti.data.scan.index_file import IndexFile, IndexWriter, recipe_of
 from smalti.data.scan.parts import chosen, listed_parts, with_last
-from smalti.data.scan.recipe import recipe_of
+from smalti.data.scan.tasks import Handed, Task, wait_for
 from smalti.data.storage.protocol import Storage
 from smalti.data.threads import Threads
 from smalti.errors import UserError
 from smalti.system import remove_tree
+
+if TYPE_CHECKING:
+    from smalti.data.scan.rows import Rows
 
 Progress = Callable[[int, int | None], None]
 """Called with the number of samples done and the total, every few thousand samples; None while the total is not known."""
 
 
 def build_index(
-    spec: DatasetSpec, storage: Storage, source: MetadataSource, cache: Path | None = None, progress: Progress | None = None
+    spec: DatasetSpec,
+    storage: Storage,
+    source: MetadataSource,
+    cache: Path | None = None,
+    progress: Progress | None = None,
+    handed: Handed | None = None,
 ) -> DatasetIndex:
     """Scan a dataset; returns its index, which is also written to `cache` (only in memory if that is None).
 
-    Rows of an earlier index in `cache` are reused where nothing changed. Unusable samples become rows with a reason. Raises
-    UserError for a dataset without images, and TransientStorageError when the storage does not answer.
+    Rows of an earlier index in `cache` are reused where nothing changed. Unusable samples become rows with a reason. With
+    `handed`, other ranks open files too. Raises UserError for a dataset without images, and TransientStorageError when the
+    storage does not answer.
     """
     if cache is None:
         sink = pa.BufferOutputStream()
-        _scan(spec, storage, source, sink, Kept(None), [], progress)
+        _Scan(spec, storage, source, Kept(None)).write(sink, [], progress)
         file = IndexFile(sink.getvalue())
         assert file.summary is not None
         return DatasetIndex(spec.id, file, file.summary)
     cache.parent.mkdir(parents=True, exist_ok=True)
     kept = Kept(cache)
     with _written(cache) as file_written:
-        _scan(spec, storage, source, file_written, kept, [*kept.paths(), cache], progress)
+        _Scan(spec, storage, source, kept, handed).write(file_written, [*kept.paths(), cache], progress)
     kept.remove()
     return load_index(spec, cache)
 
 
-def _scan(
-    spec: DatasetSpec,
-    storage: Storage,
-    source: MetadataSource,
-    sink: BinaryIO | pa.NativeFile,
-    kept: Kept,
-    earlier: list[Path],
-    progress: Progress | None,
-) -> None:
-    from smalti.data.scan.earlier import EarlierRows  # imported here: these import pyarrow.compute, which few processes need
+def scan_part(spec: DatasetSpec, storage: Storage, source: MetadataSource, cache: Path, task: Task) -> None:
+    """Do a part of another rank's scan of the index `cache`."""
+    from smalti.data.scan.earlier import EarlierRows
     from smalti.data.scan.rows import Rows
 
-    rows = Rows(spec=spec, storage=storage, source=source, earlier=EarlierRows.open(spec, earlier))
-    done = 0
-    # Mostly waiting for the disk or the network, so more threads than cores.
-    with Threads(min(32, 4 * (os.cpu_count() or 1)), "smalti-scan") as pool, IndexWriter(sink, recipe_of(spec)) as writer:
-        for part, is_last in with_last(chosen(spec, listed_parts(source))):
-            made, opened = rows.of(part, pool)
-            if opened:
-                kept.add(spec, made)
-            writer.write(made)
-            done += len(part)
-            if progress is not None:
-                progress(done, done if is_last else None)
-        if done == 0:
-            raise no_images(spec, storage, source)
+    wait_for(Path(task.listed))
+    rows = Rows(spec=spec, storage=storage, source=source, earlier=EarlierRows.open(spec, [cache]))
+    with _reading_threads() as pool:
+        made, _ = rows.of(pa.ipc.open_file(task.listed).read_all().combine_chunks().to_batches()[0], pool)
+    _write_rows(Path(task.rows), spec, made)
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """One pass over a dataset."""
+
+    spec: DatasetSpec
+    storage: Storage
+    source: MetadataSource
+    kept: Kept
+    handed: Handed | None = None
+
+    def write(self, sink: BinaryIO | pa.NativeFile, earlier: list[Path], progress: Progress | None) -> None:
+        """Scan, and write the index. `earlier` are files with rows that may be reused."""
+        from smalti.data.scan.earlier import EarlierRows  # imported here: few processes need pyarrow.compute
+        from smalti.data.scan.rows import Rows
+
+        rows = Rows(spec=self.spec, storage=self.storage, source=self.source, earlier=EarlierRows.open(self.spec, earlier))
+        done = 0
+        with _reading_threads() as pool, IndexWriter(sink, recipe_of(self.spec)) as writer:
+            for made, is_last in with_last(self._parts(rows, pool)):
+                writer.write(made)
+                done += len(made)
+                if progress is not None:
+                    progress(done, done if is_last else None)
+            if done == 0:
+                raise no_images(self.spec, self.storage, self.source)
+
+    def _parts(self, rows: Rows, pool: Threads) -> Iterator[pa.RecordBatch]:
+        """The rows of all parts in order."""
+        parts = chosen(self.spec, listed_parts(self.source))
+        if self.handed is None:
+            for part in parts:
+                made, opened = rows.of(part, pool)
+                if opened:
+                    self.kept.add(self.spec, made)
+                yield made
+            return
+        waiting: deque[pa.RecordBatch | Future[Path]] = deque()
+        for part in parts:
+            waiting.append(self._submitted(part) if rows.opens(part) else rows.of(part, pool)[0])
+            while len(waiting) > self.handed.limit:
+                yield _rows_of(waiting.popleft())
+        while waiting:
+            yield _rows_of(waiting.popleft())
+
+    def _submitted(self, part: pa.RecordBatch) -> Future[Path]:
+        assert self.handed is not None
+        path = self.kept.next()
+        listed = path.with_suffix(".listed")
+        with _written(listed) as file, pa.ipc.new_file(file, part.schema) as writer:
+            writer.write_batch(part)
+        return self.handed.submit(Task(dataset=self.spec.id, listed=str(listed), rows=str(path)))
+
+
+def _rows_of(part: pa.RecordBatch | Future[Path]) -> pa.RecordBatch:
+    if isinstance(part, pa.RecordBatch):
+        return part
+    path = part.result()
+    wait_for(path)
+    return IndexFile(path).batch(0)
+
+
+def _reading_threads() -> Threads:
+    """Mostly waiting for the disk or the network, so more threads than cores."""
+    return Threads(min(32, 4 * (os.cpu_count() or 1)), "smalti-scan")
 
 
 def no_images(spec: DatasetSpec, storage: Storage, source: MetadataSource) -> UserError:
@@ -105,14 +166,16 @@ class Kept:
         """The finished parts, newest first."""
         return [] if self.folder is None else sorted(self.folder.glob("[0-9]*.arrow"), reverse=True)
 
-    def add(self, spec: DatasetSpec, rows: pa.RecordBatch) -> None:
-        if self.folder is None:
-            return
+    def next(self) -> Path:
+        """The path of another part."""
+        assert self.folder is not None
         self.folder.mkdir(exist_ok=True)
-        newest = self.paths()[:1]
-        number = int(newest[0].stem) + 1 if newest else 0
-        with _written(self.folder / f"{number:09}.arrow") as file, IndexWriter(file, recipe_of(spec)) as writer:
-            writer.write(rows)
+        numbers = [int(path.stem) for path in self.folder.glob("[0-9]*")]
+        return self.folder / f"{max(numbers, default=-1) + 1:09}.arrow"
+
+    def add(self, spec: DatasetSpec, rows: pa.RecordBatch) -> None:
+        if self.folder is not None:
+            _write_rows(self.next(), spec, rows)
 
     def remove(self) -> None:
         """Remove them, and what processes that were killed have left of the index."""
@@ -131,6 +194,11 @@ def _is_running(process: int) -> bool:
     except PermissionError:
         pass  # another user's
     return True
+
+
+def _write_rows(path: Path, spec: DatasetSpec, rows: pa.RecordBatch) -> None:
+    with _written(path) as file, IndexWriter(file, recipe_of(spec)) as writer:
+        writer.write(rows)
 
 
 @contextmanager

@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from smalti.data.datasets.spec import DatasetSpec
-from smalti.data.scan.index_file import SCHEMA, IndexFile
-from smalti.data.scan.recipe import reusable_recipes
+from smalti.data.scan.index_file import SCHEMA, IndexFile, reusable_recipes
 
 _log = logging.getLogger(__name__)
 

@@ -17,9 +17,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from smalti.data.datasets.spec import DatasetSpec
-from smalti.data.scan.index_file import SCHEMA, IndexDigests, IndexFile, Summary
+from smalti.data.scan.index_file import SCHEMA, IndexDigests, IndexFile, Summary, recipe_of
 from smalti.data.scan.quarantine import Quarantined
-from smalti.data.scan.recipe import recipe_of
 from smalti.errors import UserError
 from smalti.system import as_signed, derive_seed
 

@@ -42,9 +42,8 @@ class Rows:
         old = self.earlier.find(listed.column("key"))
         captions, captioned = self._captions(listed, old)
         sizes, sized = _sizes(listed, old)
-        unusable = _flags(pc.not_equal(listed.column("problem"), ""))
-        missing = np.flatnonzero(~unusable & ~(captioned & sized))
-        usable = ~unusable
+        usable = _flags(pc.equal(listed.column("problem"), ""))
+        missing = np.flatnonzero(usable & ~(captioned & sized))
         usable[missing] = False
         columns = {
             **{name: listed.column(name) for name in ("key", "etag", "size", "caption_etag", "place", "problem")},
@@ -58,6 +57,12 @@ class Rows:
         order = np.arange(len(rows))
         order[missing] = len(rows) + np.arange(len(missing))
         return pa.concat_batches([rows, opened]).take(pa.array(order)), len(missing)
+
+    def opens(self, listed: pa.RecordBatch) -> bool:
+        """Whether `of` would open files."""
+        old = self.earlier.find(listed.column("key"))
+        known = self._captions(listed, old)[1] & _sizes(listed, old)[1]
+        return bool((_flags(pc.equal(listed.column("problem"), "")) & ~known).any())
 
     def _captions(self, listed: pa.RecordBatch, old: pa.RecordBatch) -> tuple[pa.Array, _Flags]:
         """The captions of all rows, and for which they are right; those of the others need `read_captions`."""

@@ -1,0 +1,96 @@
+"""A scan by several ranks: the same index as by one, files opened by all of them, and errors that reach every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from PIL import Image
+
+from smalti.data.all_ranks import scan_on_all_ranks
+from smalti.data.datasets.catalog import Catalog
+from smalti.data.datasets.parse import DataDefaults, parse_datasets
+from smalti.data.datasets.spec import DatasetSpec
+from smalti.data.scan import parts
+from smalti.data.scan.build import build_index, scan_part
+from smalti.data.scan.index import DatasetIndex
+from smalti.data.scan.tasks import Handed, Task
+from smalti.data.storage.local import LocalStorage
+from smalti.data.storage.protocol import TransientStorageError
+from smalti.parallel.collective import RankError
+from smalti.parallel.gloo import GlooCommunicator
+from smalti.types import World
+from support.forked_ranks import forked_processes
+
+
+class Counting(LocalStorage):
+    """A folder that counts what is opened, and does not answer for some of it."""
+
+    def __init__(self, root: Path, away: str = "") -> None:
+        super().__init__(root)
+        self.opened, self.away = 0, away
+
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        if key == self.away:
+            raise TransientStorageError("the server is away")
+        self.opened += 1
+        return super().read_range(key, start, length)
+
+
+def spec_of(folder: Path) -> DatasetSpec:
+    entry = {"id": "pets", "instance_data_dir": str(folder), "caption_strategy": "filename"}
+    (spec,), _ = parse_datasets([entry], where="", defaults=DataDefaults())
+    return spec
+
+
+def scan(folder: Path, cache: Path, storage: LocalStorage) -> DatasetIndex:
+    spec = spec_of(folder)
+    return build_index(spec, storage, Catalog().open_source(spec, storage), cache)
+
+
+def scan_on_two_ranks(folder: Path, cache: Path, away: str) -> tuple[int, str]:
+    """How many files were opened here, and the error."""
+    parts.PART_ROWS = 8
+    communicator = GlooCommunicator(world=World(rank=dist.get_rank(), size=2), group=dist.group.WORLD)
+    spec, storage = spec_of(folder), Counting(folder, away)
+    source = Catalog().open_source(spec, storage)
+
+    def scan_all(handed: Handed) -> None:
+        build_index(spec, storage, source, cache, handed=handed)
+
+    def work(task: Task) -> None:
+        scan_part(spec, storage, source, cache, task)
+
+    try:
+        scan_on_all_ranks(communicator, scan_all, work)
+    except RankError as error:
+        return storage.opened, str(error)
+    return storage.opened, ""
+
+
+@pytest.fixture
+def pets(tmp_path: Path) -> Path:
+    (tmp_path / "pets").mkdir()
+    for number in range(60):
+        Image.new("RGB", (8 + number, 8)).save(tmp_path / f"pets/{number:04}.png")
+    (tmp_path / "pets/0007.png").write_bytes(b"damaged")
+    return tmp_path / "pets"
+
+
+def test_ranks_share_a_scan_and_an_error_reaches_all(pets: Path, tmp_path: Path) -> None:
+    alone = scan(pets, tmp_path / "alone.arrow", LocalStorage(pets))
+    with forked_processes() as ranks:
+        (failed, failed_too) = ranks.run(scan_on_two_ranks, pets, tmp_path / "failed/pets.arrow", "0030.png")
+        (first, error), (second, _) = ranks.run(scan_on_two_ranks, pets, tmp_path / "both/pets.arrow", "")
+        (again, _), (again_too, _) = ranks.run(scan_on_two_ranks, pets, tmp_path / "both/pets.arrow", "")
+    together = scan(pets, tmp_path / "both/pets.arrow", storage := Counting(pets))
+
+    assert all("the server is away" in message for _, message in (failed, failed_too))
+    assert error == ""
+    assert min(first, second) > 0
+    assert first + second == 60
+    assert (again + again_too, storage.opened) == (1, 1)  # the damaged image
+    assert list(together.keys()) == list(alone.keys())
+    assert (together.digests, together.quarantined) == (alone.digests, alone.quarantined)
+    assert [path.name for path in (tmp_path / "both").iterdir()] == ["pets.arrow"]
