@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 from smalti.data import StorageError
-from smalti_storage_s3.client import transfers
 from smalti_storage_s3.client.attempts import Timeouts
 from smalti_storage_s3.client.settings import S3Settings
 from smalti_storage_s3.client.storage import S3Storage
@@ -64,7 +62,7 @@ def storage_of(store: ObjectStore, endpoint: str, *, fast: bool, timeouts: Timeo
         access_key_id=store.access_key,
         secret_access_key=store.secret_key,
     )
-    return S3Storage(settings, fast=fast, timeouts=timeouts)
+    return S3Storage(settings, fast=fast, timeouts=timeouts, part=PART)
 
 
 class Setting:
@@ -159,19 +157,9 @@ class Played:
         return "" if found in (None, self.data) else "changed by a delete"
 
 
-@contextmanager
-def small_parts() -> Iterator[None]:
-    """Uploads in parts begin at 5 MiB."""
-    before, transfers.PART = transfers.PART, PART
-    try:
-        yield
-    finally:
-        transfers.PART = before
-
-
 def play_all(cases: Sequence[Case], store: ObjectStore, *, seed: int, threads: int = 8) -> list[tuple[Case, str]]:
     """Cases at once, each under a prefix of its own; what went wrong in each."""
-    with FaultProxy(store.endpoint, seed=seed) as proxy, small_parts(), ThreadPoolExecutor(threads) as pool:
+    with FaultProxy(store.endpoint, seed=seed) as proxy, ThreadPoolExecutor(threads) as pool:
         setting = Setting(store, proxy)
 
         def play(number: int) -> str:

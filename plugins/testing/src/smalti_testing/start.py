@@ -20,7 +20,20 @@ from smalti.hookspecs import HookSpecs
 from smalti.plugins import load_plugins, schema_of, selection_of
 from smalti_testing.plugins import FACTORIES
 
-HEAVY = ("torch", "accelerate", "diffusers", "transformers", "deepspeed", "boto3", "pynvml", "fastapi", "pandas", "matplotlib")
+HEAVY = (
+    "torch",
+    "accelerate",
+    "diffusers",
+    "transformers",
+    "deepspeed",
+    "boto3",
+    "botocore",
+    "obstore",
+    "pynvml",
+    "fastapi",
+    "pandas",
+    "matplotlib",
+)
 HELP = ("--help", "train --help-all")
 
 

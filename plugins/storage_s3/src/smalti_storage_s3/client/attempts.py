@@ -13,7 +13,7 @@ from smalti.data import Traffic
 from smalti_storage_s3.client.errors import Fault, Kind, error_of
 
 T = TypeVar("T")
-_DAMAGED_TRIES = 6  # a digest that differs this often is no accident of the network
+_FEW = 6  # a digest that differs this often, or an answer that is none of S3, is no accident of the network
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,8 @@ class Attempts:
                 if fault.kind in (Kind.EXISTS, Kind.RANGE):
                     raise
                 seconds = time.monotonic() - began
-                again = fault.kind is Kind.TRANSIENT or (fault.kind is Kind.DAMAGED and tries < _DAMAGED_TRIES)
+                again = fault.kind is Kind.TRANSIENT
+                again = again or (fault.kind in (Kind.DAMAGED, Kind.STRANGE) and tries < _FEW)
                 deadline = self._timeouts.deadline if self._answered else self._timeouts.first_deadline
                 pause = max(fault.after, self._pause(tries))
                 if not again or seconds + pause > deadline:

@@ -1,4 +1,4 @@
-"""Requests with boto3: the client that knows every way to find credentials. Retries are above it, in `attempts`."""
+"""Requests with botocore, which boto3 consists of: it knows every way to find credentials. Retries are in `attempts`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
+from functools import cache
 from hashlib import md5
 from typing import Any
 
@@ -19,35 +20,42 @@ from smalti_storage_s3.client.transport import Answer, Block, Head, Page
 _BLOCK = 1 << 20
 
 
-def open_session(settings: S3Settings) -> Any:
-    """Returns a boto3 session. Raises a Fault for a profile that does not exist."""
-    import boto3
-    from botocore.exceptions import ProfileNotFound
+@cache
+def _loader() -> Any:
+    """The descriptions of the services, which take a tenth of a second to read, once for all clients of the process."""
+    from botocore.loaders import Loader
 
+    return Loader()
+
+
+def open_session(settings: S3Settings) -> Any:
+    """Returns a session of botocore. Raises a Fault for a profile that does not exist."""
+    from botocore.exceptions import ProfileNotFound
+    from botocore.session import Session
+
+    session = Session(profile=settings.profile_name)
+    session.register_component("data_loader", _loader())
     try:
-        return boto3.session.Session(
-            profile_name=settings.profile_name,
-            aws_access_key_id=settings.access_key_id,
-            aws_secret_access_key=settings.secret_access_key,
-            aws_session_token=settings.session_token,
-            region_name=settings.region_name,
-        )
+        if settings.access_key_id:
+            session.set_credentials(settings.access_key_id, settings.secret_access_key, settings.session_token)
+        session.get_config_variable("region")  # reads the profile
     except ProfileNotFound:
         raise Fault(Kind.DENIED, "ProfileNotFound") from None
+    return session
 
 
 def region_of(settings: S3Settings, session: Any) -> str:
-    """The region that requests are signed for. Without one, boto3 asks where a bucket of AWS is; R2 has one called auto."""
-    found = settings.region_name or session.region_name or os.environ.get("AWS_REGION")
+    """The region that requests are signed for. Without one, botocore asks where a bucket of AWS is; R2 has one called auto."""
+    found = settings.region_name or session.get_config_variable("region") or os.environ.get("AWS_REGION")
     if found:
         return str(found)
     return "auto" if "cloudflarestorage.com" in (settings.endpoint_url or "") else "us-east-1"
 
 
 class BotoTransport:
-    """One client, which all threads share. Also what only boto3 has: listings, and uploads in parts."""
+    """One client, which all threads share. Also what only botocore has: listings, and uploads in parts."""
 
-    name = "boto3"
+    name = "botocore"
 
     def __init__(self, settings: S3Settings, timeouts: Timeouts) -> None:
         from botocore.config import Config
@@ -63,18 +71,19 @@ class BotoTransport:
             max_pool_connections=settings.max_pool_connections,
             tcp_keepalive=True,
             parameter_validation=False,
-            # Stores that are merely compatible refuse the checksums that boto3 adds by itself. The signature has the digest
-            # of what is sent, which every store checks, and ours is checked when it is read.
+            # Stores that are merely compatible refuse the checksums that botocore adds by itself. They know Content-MD5.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
-            s3={"payload_signing_enabled": True, "addressing_style": "path" if settings.endpoint_url else "auto"},
+            s3={"addressing_style": "path" if settings.endpoint_url else "auto"},
         )
         with _faults():
-            self.client = self.session.client("s3", endpoint_url=settings.endpoint_url, region_name=self.region, config=config)
+            self.client = self.session.create_client(
+                "s3", endpoint_url=settings.endpoint_url, region_name=self.region, config=config
+            )
         self.client.meta.events.register("before-parse.s3.ListObjectsV2", _take_listing)
 
     def bucket_region(self) -> str:
-        """The region of a bucket of AWS, which boto3 is told when it asks in another one."""
+        """The region of a bucket of AWS, which the store reports when it asks in another one."""
         if self.settings.region_name:
             return self.region
         with _faults():
@@ -97,10 +106,11 @@ class BotoTransport:
     def put(self, key: str, data: Block, metadata: Mapping[str, str], *, new: bool = False) -> None:
         given: dict[str, Any] = {"IfNoneMatch": "*"} if new else {}
         with _faults():
-            # botocore hashes and sends bytes and bytearrays, and no other views of memory.
-            body = data if isinstance(data, bytes) else bytearray(data)
-            given["ContentMD5"] = _md5(body)
-            _etag(self.client.put_object(Bucket=self.bucket, Key=key, Body=body, Metadata=dict(metadata), **given))
+            body, digest = _sent(data)
+            found = self.client.put_object(
+                Bucket=self.bucket, Key=key, Body=body, ContentMD5=digest, Metadata=dict(metadata), **given
+            )
+            _etag(found)
 
     def head(self, key: str) -> Head:
         with _faults():
@@ -124,7 +134,7 @@ class BotoTransport:
             found = self.client.list_objects_v2(**given)
         page: Page | None = found.get("smalti")
         if page is None:
-            raise Fault(Kind.TRANSIENT, "NoListing", status=200, detail="the answer is not a listing")
+            raise Fault(Kind.STRANGE, "NoListing", status=200, detail="the answer is not a listing")
         return page
 
     # --- uploads in parts ------------------------------------------------------------------------------------------
@@ -137,9 +147,11 @@ class BotoTransport:
     def part(self, key: str, upload: str, number: int, data: Block) -> str:
         """Sends one part; returns its etag."""
         with _faults():
-            body = data if isinstance(data, bytes) else bytearray(data)
-            given = {"Bucket": self.bucket, "Key": key, "UploadId": upload, "PartNumber": number, "ContentMD5": _md5(body)}
-            return _etag(self.client.upload_part(Body=body, **given))
+            body, digest = _sent(data)
+            found = self.client.upload_part(
+                Bucket=self.bucket, Key=key, UploadId=upload, PartNumber=number, Body=body, ContentMD5=digest
+            )
+            return _etag(found)
 
     def complete(self, key: str, upload: str, etags: list[str]) -> None:
         parts = [{"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in enumerate(etags, start=1)]
@@ -163,9 +175,10 @@ class BotoTransport:
         return found
 
 
-def _md5(data: bytes | bytearray) -> str:
-    """The digest that stores compare with what arrives. SeaweedFS does not compare the one in the signature."""
-    return b64encode(md5(data, usedforsecurity=False).digest()).decode()
+def _sent(data: Block) -> tuple[bytes | bytearray, str]:
+    """What botocore can send, with the digest that stores refuse other bytes by."""
+    body = data if isinstance(data, bytes) else bytearray(data)
+    return body, b64encode(md5(body, usedforsecurity=False).digest()).decode()
 
 
 def _place(found: Mapping[str, Any], start: int, *, ranged: bool) -> tuple[int, int]:
@@ -175,7 +188,7 @@ def _place(found: Mapping[str, Any], start: int, *, ranged: bool) -> tuple[int, 
         return 0, int(found["ContentLength"])
     span = found.get("ContentRange", "")
     if status != 206 or not span.startswith(f"bytes {start}-") or not span.rpartition("/")[2].isdigit():
-        raise Fault(Kind.REFUSED, "RangeIgnored", status=status, detail="the store does not answer ranges as asked")
+        raise Fault(Kind.STRANGE, "RangeIgnored", status=status, detail="the store does not answer ranges as asked")
     return start, int(span.rpartition("/")[2])
 
 
@@ -184,7 +197,7 @@ def _etag(found: Mapping[str, Any]) -> str:
     if not etag:
         # Every real answer has one; a page of a proxy, or an error with status 200, has none.
         status = found["ResponseMetadata"]["HTTPStatusCode"]
-        raise Fault(Kind.TRANSIENT, "NoETag", status=status, detail="the answer has no etag")
+        raise Fault(Kind.STRANGE, "NoETag", status=status, detail="the answer has no etag")
     return str(etag).strip('"')
 
 
@@ -209,9 +222,12 @@ def _blocks(body: Any) -> Iterator[bytes]:
 def _faults(*, changed: bool = False) -> Iterator[None]:
     """Turns what botocore raises into Faults. `changed`: a failed precondition means that the object is another one."""
     from botocore import exceptions as boto
+    from botocore.parsers import ResponseParserError
 
     try:
         yield
+    except ResponseParserError:
+        raise Fault(Kind.STRANGE, "NoS3", detail="the answer is not one of S3") from None
     except boto.ClientError as error:
         fault = _fault(error.response)
         if changed and fault.kind is Kind.EXISTS:
@@ -230,10 +246,7 @@ def _faults(*, changed: bool = False) -> Iterator[None]:
     except (boto.EndpointConnectionError, boto.ConnectTimeoutError, boto.ProxyConnectionError):
         raise Fault(Kind.TRANSIENT, "Unreachable") from None
     except boto.BotoCoreError as error:
-        transient = isinstance(
-            error,
-            boto.HTTPClientError | boto.IncompleteReadError,
-        )
+        transient = isinstance(error, boto.HTTPClientError | boto.IncompleteReadError)
         raise Fault(Kind.TRANSIENT if transient else Kind.REFUSED, type(error).__name__) from None
 
 

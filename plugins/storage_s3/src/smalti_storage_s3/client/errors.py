@@ -15,6 +15,8 @@ class Kind(Enum):
     """The store did not answer, or asks to wait: the same request may succeed later."""
     DAMAGED = "damaged"
     """The bytes that arrived are not those that were sent: the same request may succeed later."""
+    STRANGE = "strange"
+    """An answer that is none of S3: of a proxy in between, or of a store that lacks something. It may pass, or stay."""
     MISSING = "missing"
     DENIED = "denied"
     """Permissions, keys, clock: the same request fails again."""

@@ -1,4 +1,4 @@
-"""Small objects with obstore, where it is installed: a tenth of boto3's CPU time. Credentials and all else are boto3's.
+"""Small objects with obstore, where it is installed: a tenth of botocore's CPU time. Credentials and all else are botocore's.
 
 obstore checks lengths and ranges, and no digest; that is done above it, for both.
 """
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _BLOCK = 1 << 20
 _STATUS = re.compile(r"status code: (\d+)")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
+_BROKEN = re.compile(r"HttpError|HTTP error|reqwest|error decoding|Got invalid|timed out", re.IGNORECASE)
 _process: int | None = None
 """The process whose threads obstore runs in; it does not survive a fork."""
 
@@ -49,6 +50,7 @@ class FastTransport:
         self._credentials = boto.session.get_credentials()
         if self._credentials is None:
             raise Fault(Kind.DENIED, "NoCredentials")
+        self._boto = boto
         self._store = self._open(boto, timeouts)
 
     def get(self, key: str, start: int, end: int | None, etag: str | None) -> Answer:
@@ -62,12 +64,7 @@ class FastTransport:
         with _faults(changed=etag is not None):
             found = obstore.get(self._store, key, options=cast(Any, options))
         first, last = found.range
-        meta = found.meta
-        head = Head(
-            size=meta["size"], etag=str(meta["e_tag"] or "").strip('"'), metadata=cast(Mapping[str, str], found.attributes)
-        )
-        if not head.etag:
-            raise Fault(Kind.TRANSIENT, "NoETag", status=200, detail="the answer has no etag")
+        head = _head(found)
         return Answer(head=head, start=first, length=last - first, blocks=_blocks(found))
 
     def put(self, key: str, data: Block, metadata: Mapping[str, str], *, new: bool = False) -> None:
@@ -89,18 +86,10 @@ class FastTransport:
         with _faults():
             # Unlike obstore.head, this has the metadata too.
             found = obstore.get(self._store, key, options={"head": True})
-        meta = found.meta
-        if not meta["e_tag"]:
-            raise Fault(Kind.TRANSIENT, "NoETag", status=200, detail="the answer has no etag")
-        return Head(
-            size=meta["size"], etag=str(meta["e_tag"] or "").strip('"'), metadata=cast(Mapping[str, str], found.attributes)
-        )
+        return _head(found)
 
     def delete(self, key: str) -> None:
-        import obstore
-
-        with _faults():
-            obstore.delete(self._store, key)
+        self._boto.delete(key)  # obstore asks for many at once, which not all stores understand
 
     def _open(self, boto: BotoTransport, timeouts: Timeouts) -> S3Store:
         from obstore.store import S3Store
@@ -141,6 +130,13 @@ class FastTransport:
         }
 
 
+def _head(found: Any) -> Head:
+    meta = found.meta
+    if not meta["e_tag"]:
+        raise Fault(Kind.STRANGE, "NoETag", status=200, detail="the answer has no etag")
+    return Head(size=meta["size"], etag=meta["e_tag"].strip('"'), metadata=found.attributes)
+
+
 def _blocks(found: Any) -> Iterator[bytes]:
     with _faults():
         yield from found.stream(min_chunk_size=_BLOCK)
@@ -155,15 +151,17 @@ def _faults(*, changed: bool = False) -> Iterator[None]:
         yield
     except (exceptions.BaseError, FileNotFoundError) as error:
         text = str(error)
-        status, code = _STATUS.search(text), _CODE.search(text)
-        fault = fault_of(int(status[1]) if status else 0, code[1] if code else "")
+        status, word = _STATUS.search(text), _CODE.search(text)
+        fault = fault_of(int(status[1]) if status else 0, word[1] if word else "")
         if changed and fault.kind is Kind.EXISTS:
             fault = Fault(Kind.CHANGED, fault.code, status=fault.status)
         elif isinstance(error, exceptions.AlreadyExistsError):
             fault = Fault(Kind.EXISTS, fault.code, status=fault.status)
         elif "NotPartial" in text or "UnexpectedRange" in text:
-            fault = Fault(Kind.REFUSED, "RangeIgnored", status=200, detail="the store does not answer ranges as asked")
+            fault = Fault(Kind.STRANGE, "RangeIgnored", status=200, detail="the store does not answer ranges as asked")
         elif status is None:
-            # The connection, not the answer.
-            fault = Fault(Kind.TRANSIENT, "Unreachable" if "kind: Connect" in text else type(error).__name__)
+            # The connection, or an answer that it could not read.
+            broken = _BROKEN.search(text) is not None
+            code = "Unreachable" if "kind: Connect" in text else type(error).__name__
+            fault = Fault(Kind.TRANSIENT if broken else Kind.STRANGE, code)
         raise fault from None

@@ -19,7 +19,7 @@ from smalti_storage_s3.client.errors import Fault, Kind, error_of
 from smalti_storage_s3.client.fast import open_fast
 from smalti_storage_s3.client.listing import pages
 from smalti_storage_s3.client.settings import S3Settings, settings_of, settings_of_url
-from smalti_storage_s3.client.transfers import Transfers
+from smalti_storage_s3.client.transfers import PART, Transfers
 from smalti_storage_s3.client.transport import DIGEST, WRITER, Block, Head, Page, Transport
 
 if TYPE_CHECKING:
@@ -46,13 +46,15 @@ def open_url(url: str) -> S3Storage:
 class S3Storage:
     """Objects of a bucket below a prefix. What it writes has a digest in its metadata, which whole reads are checked with.
 
-    `fast` false: boto3 also for small objects. Safe for threads, and for use before and after a fork.
+    `fast` false: botocore also for small objects. `part`: bytes of a part of a large file. Safe for threads, and for use
+    before and after a fork.
     """
 
-    def __init__(self, settings: S3Settings, *, timeouts: Timeouts | None = None, fast: bool = True) -> None:
+    def __init__(self, settings: S3Settings, *, timeouts: Timeouts | None = None, fast: bool = True, part: int = PART) -> None:
         self._settings = settings
         self._timeouts = timeouts or Timeouts()
         self._wants_fast = fast
+        self._part = part
         self._counter = Counter()
         self._attempts = Attempts(self._timeouts, self._counter)
         self._lock = threading.Lock()
@@ -62,6 +64,11 @@ class S3Storage:
     @property
     def location(self) -> str:
         return self._settings.location
+
+    @property
+    def prefix(self) -> str:
+        """The folder in the bucket: empty, or with "/" at its end."""
+        return self._settings.prefix
 
     @property
     def transport(self) -> str:
@@ -215,7 +222,7 @@ class S3Storage:
     @property
     def _transfers(self) -> Transfers:
         boto, fast = self._transports()
-        return Transfers(boto, fast, self._attempts, self._counter)
+        return Transfers(boto, fast, self._attempts, self._counter, self._part)
 
     def _pages(self, prefix: str, after: str) -> Iterator[Page]:
         base = self._settings.prefix
@@ -295,6 +302,9 @@ class _Reading:
             if fault.kind is Kind.CHANGED:
                 self.begin_again()
                 raise Fault(Kind.TRANSIENT, fault.code, status=fault.status, detail="the file has changed") from None
+            if fault.kind is Kind.RANGE and self.head is not None:
+                self.begin_again()  # the length in the first answer was wrong
+                raise Fault(Kind.TRANSIENT, fault.code, status=fault.status, detail="the length was wrong") from None
             raise
         self.head = answer.head if self.head is None else self.head
         wanted = answer.head.size - offset if end is None else min(end, answer.head.size) - offset

@@ -29,16 +29,16 @@ _AT_ONCE = 4
 class Transfers:
     """Uploads and downloads of one storage. Keys are those of the bucket; `place` is the address for messages."""
 
-    def __init__(self, boto: BotoTransport, fast: Transport, attempts: Attempts, counter: Counter) -> None:
+    def __init__(self, boto: BotoTransport, fast: Transport, attempts: Attempts, counter: Counter, part: int = PART) -> None:
         self._boto = boto
         self._fast = fast
         self._attempts = attempts
         self._counter = counter
+        self._part_size = part
 
-    @staticmethod
-    def is_large(size: int) -> bool:
+    def is_large(self, size: int) -> bool:
         """Whether a write of this many bytes is sent in parts."""
-        return size > PART
+        return size > self._part_size
 
     def upload(self, path: Path, key: str, place: str) -> None:
         """Sends a file, which must not change meanwhile."""
@@ -67,10 +67,10 @@ class Transfers:
         try:
             with draft.open("xb") as file:
                 os.pwrite(file.fileno(), first, 0)
-                starts = range(len(first), head.size, PART)
+                starts = range(len(first), head.size, self._part_size)
 
                 def fetch(start: int) -> None:
-                    block = self._part(key, start, min(start + PART, head.size), head.etag, place)
+                    block = self._part(key, start, min(start + self._part_size, head.size), head.etag, place)
                     if os.pwrite(file.fileno(), block, start) != len(block):
                         raise OSError(f"{draft} cannot be written")
 
@@ -102,7 +102,7 @@ class Transfers:
             self._attempts.run("write", place, lambda: self._fast.put(key, data, metadata), sent=size)
             return
         upload = self._attempts.run("write", place, lambda: self._boto.begin(key, metadata))
-        length = max(PART, -(-size // _MOST_PARTS))
+        length = max(self._part_size, -(-size // _MOST_PARTS))
         starts = range(0, size, length)
         etags = [""] * len(starts)
 
@@ -142,13 +142,13 @@ class Transfers:
 
         def request() -> bytes:
             try:
-                answer = self._fast.get(key, 0, PART, None)
+                answer = self._fast.get(key, 0, self._part_size, None)
             except Fault as fault:
                 if fault.kind is not Kind.RANGE:
                     raise
                 answer = self._fast.get(key, 0, None, None)  # an empty object has no ranges
             heads[:] = [answer.head]
-            return self._received(answer.blocks, min(PART, answer.head.size))
+            return self._received(answer.blocks, min(self._part_size, answer.head.size))
 
         data = self._attempts.run("read", place, request)
         return heads[0], data
