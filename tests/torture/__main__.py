@@ -31,6 +31,7 @@ from .power_cut import power_cut
 from .resharding import resharded
 from .runs import resumed, resumed_once, stopped, stopped_once
 from .saves import crashed, killed, refused
+from .store_failures import many_keys, racing_writers, refused_requests, stopping_server
 from .subject import Report
 
 Round = Callable[[random.Random, Path], Report]
@@ -46,6 +47,10 @@ GROUPS: dict[str, tuple[str, Round, int]] = {
     "A9": ("runs stopped by signals", stopped, 5),
     "A10": ("hostile checkpoints", hostile, 2),
     "B1": ("faults between client and object store", faulty_requests, 3),
+    "B3": ("object stores killed or paused", stopping_server, 2),
+    "B4": ("wrong keys, clocks and permissions", refused_requests, 1),
+    "B5": ("writers that race", racing_writers, 1),
+    "B6": ("long listings, abandoned uploads", many_keys, 1),
     "C1": ("data resumed anywhere", resumed_anywhere, 2),
     "C2": ("data for other numbers of ranks", changing_worlds, 1),
     "C3": ("bad images and tables", bad_inputs_and_tables, 1),

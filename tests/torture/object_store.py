@@ -95,7 +95,7 @@ class Played:
         play: Callable[[], str] = getattr(self, self.case.operation)
         wrong = play()
         # A 200 to a range is also what stores answer that know no ranges.
-        final = self.case.fault == "404" or (self.case.fault, self.case.operation) == ("error_body", "range")
+        final = self.case.fault in ("403", "404") or (self.case.fault, self.case.operation) == ("error_body", "range")
         if self.error is not None and not final:
             wrong = wrong or f"gives up: {self.error}"
         return wrong or ("" if self.proxy.hits(self.rule) else "the fault did not happen")

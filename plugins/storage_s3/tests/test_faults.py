@@ -1,9 +1,12 @@
 """The client with faults between it and the store: a fixed spread of all cases. `make torture` plays every one."""
 
+from random import Random
+
 import pytest
 
 from smalti_testing import seaweed
 from torture.object_store import all_cases, play_all
+from torture.store_failures import racing_writers, refused_requests, stopping_server
 
 CASES = all_cases()
 SPREAD = [case for number, case in enumerate(CASES) if number % 6 == 0 or case.fault.startswith("flip")]
@@ -25,3 +28,15 @@ def test_the_cases_are_every_fault_at_every_operation_with_both_libraries():
     assert {case.operation for case in SPREAD} == {case.operation for case in CASES}
     assert {case.fault for case in SPREAD} == {case.fault for case in CASES}
     assert {case.fast for case in SPREAD} == {True, False}
+
+
+def test_wrong_keys_and_clocks_and_missing_permissions_are_tried_once(tmp_path):
+    assert refused_requests(Random(1), tmp_path).broken == []
+
+
+def test_one_of_several_writers_wins_and_the_probe_says_where_not(tmp_path):
+    assert racing_writers(Random(1), tmp_path, races=6).broken == []
+
+
+def test_what_a_killed_server_acknowledged_is_there_and_the_writers_go_on(tmp_path):
+    assert stopping_server(Random(1), tmp_path, rounds=1).broken == []

@@ -42,7 +42,8 @@ def test_without_rules_nothing_changes(store):
 
 
 @pytest.mark.parametrize(
-    ("fault", "status"), [("500", 500), ("503", 503), ("429", 429), ("404", 404), ("error_body", 200), ("redirect", 307)]
+    ("fault", "status"),
+    [("500", 500), ("503", 503), ("429", 429), ("403", 403), ("404", 404), ("error_body", 200), ("redirect", 307)],
 )
 def test_a_refusal_is_sent_in_the_stores_place(store, fault, status):
     with FaultProxy(store.endpoint, [Rule(fault=fault, count=1, retry_after=2)]) as proxy:
@@ -134,4 +135,4 @@ def test_a_store_that_is_gone_resets_the_connection(store):
 def test_an_unknown_fault_is_refused():
     with pytest.raises(ValueError, match="unknown fault or operation: explode"):
         Rule(fault="explode")
-    assert len(FAULTS) == 16
+    assert len(FAULTS) == 17

