@@ -24,13 +24,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from smalti.data.buckets import CropSettings
-from smalti.data.order import BucketSamples, Order, Part
-from smalti.data.plan.bucket_rows import rows_by_bucket
+from smalti.data.batch_check import BatchShape
+from smalti.data.datasets.spec import DatasetSpec
+from smalti.data.prepared import DataRules, Dataset, PreparedData, prepare
 from smalti.data.scan.index import DatasetIndex
 from smalti.data.scan.index_file import SCHEMA, IndexDigests, IndexFile, Summary
+from smalti.data.storage.local import LocalStorage
 
-SETTINGS = CropSettings(resolution=1024, crop=True, crop_aspect="preserve")
 CHUNK = 1 << 17
 
 
@@ -55,10 +55,14 @@ def open_index(path: Path) -> DatasetIndex:
     return DatasetIndex("photos", file, file.summary)
 
 
-def open_order(index: DatasetIndex, rows: Path, batch: int) -> Order:
-    found = rows_by_bucket(index, SETTINGS, rows)
-    buckets = [BucketSamples(bucket=one.bucket, parts=(Part(dataset=0, rows=one.rows),)) for one in found.buckets]
-    return Order(buckets, seed=42, effective_batch=batch)
+def open_data(folder: Path, batch: int) -> PreparedData:
+    """What a rank does: open the index and the rows by bucket, decide about small buckets, describe the data."""
+    spec = DatasetSpec(id="photos", instance_data_dir=folder, resolution=1024)
+    dataset = Dataset(spec=spec, storage=LocalStorage(folder), index=open_index(folder / "photos.arrow"))
+    rules = DataRules(seed=42, shape=BatchShape(train_batch_size=batch, ranks=1, accumulation=1))
+    data = prepare([dataset], rules, directory=folder)
+    assert data.identity.version
+    return data
 
 
 def private_mb() -> float:
@@ -74,15 +78,14 @@ def cpu_ms(function: Callable[[], object]) -> float:
 
 
 def measure(folder: Path, rows: int, batch: int) -> dict[str, float]:
-    path, plan = folder / "photos.arrow", folder / "photos.rows"
-    write_index(path, rows)
+    write_index(folder / "photos.arrow", rows)
     result = {"rows": rows, "batch": batch}
-    result["rows: CPU s"] = cpu_ms(lambda: open_order(open_index(path), plan, batch)) / 1000
+    result["rows: CPU s"] = cpu_ms(lambda: open_data(folder, batch)) / 1000
     path_bytes = sum(one.stat().st_size for one in folder.iterdir())
     result["disk: MB"] = path_bytes / 2**20
     before = private_mb()
-    result["open: CPU ms"] = min(cpu_ms(lambda: open_order(open_index(path), plan, batch)) for _ in range(5))
-    order = open_order(open_index(path), plan, batch)
+    result["open: CPU ms"] = min(cpu_ms(lambda: open_data(folder, batch)) for _ in range(5))
+    order = open_data(folder, batch).order
     result["open: heap MB"] = private_mb() - before
     epoch = order.epoch_start(1)
     positions = np.random.default_rng(2).integers(0, 50 * epoch, 300).tolist()

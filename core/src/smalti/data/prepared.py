@@ -145,6 +145,11 @@ class PreparedData:
         return tuple(item for dataset in self.datasets for item in dataset.index.quarantined)
 
     @property
+    def samples_per_epoch(self) -> int:
+        """Repeats and probabilities counted."""
+        return int(sum(content.per_epoch for content in self.order.buckets))
+
+    @property
     def buckets(self) -> tuple[Bucket, ...]:
         """All buckets, in the order of `bucket_numbers`."""
         return tuple(content.bucket for content in self.order.buckets)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -50,6 +51,8 @@ from smalti.training import check_resumable
 if TYPE_CHECKING:
     from smalti.models import ModelFamily
 
+_SHOWN = 10
+"""Unusable samples that a dry run prints; the quarantine files list them all."""
 _FIRST = ("device", "precision", "tokens")
 """The facts that are printed at launch. The others are printed when training begins."""
 
@@ -218,7 +221,7 @@ class Preparation:
             "notices": list(self.notices),
             "effective_batch": self.data.order.effective_batch,
             "steps": total_steps(self.config, self.data),
-            "samples": sum(count.total for count in self.data.counts),
+            "samples": self.data.samples_per_epoch,
             "buckets": [{"size": str(count.bucket), "samples": count.total} for count in self.data.counts],
             "quarantined": [{"key": item.key, "reason": item.reason} for item in self.data.quarantined],
         }
@@ -234,9 +237,12 @@ class Preparation:
         lines += [f"environment   {key}={value}" for key, value in plan.environment.items()]
         lines += [f"{name:<13} {fact}" for name, fact in self.facts.items()]
         lines.append(f"steps         {total_steps(self.config, self.data)}, each of {self.data.order.effective_batch} samples")
-        lines.append(f"samples       {sum(count.total for count in self.data.counts)} in an epoch")
+        lines.append(f"samples       {self.data.samples_per_epoch} in an epoch")
         lines += [f"bucket        {count.bucket}: {count.total}" for count in self.data.counts]
-        lines += [f"quarantined   {item.key}: {item.reason}" for item in self.data.quarantined]
+        unusable = chain.from_iterable(index.unusable_rows() for index in self.data.indexes)
+        lines += [f"quarantined   {item.key}: {item.reason}" for item in islice(unusable, _SHOWN)]
+        if self.data.unusable > _SHOWN:
+            lines.append(f"quarantined   and {self.data.unusable - _SHOWN} more")
         lines += [f"note          {notice}" for notice in self.notices]
         lines += ["", f"{self.directory.config_file}:", *_indented(as_toml(self.config))]
         if plan.accelerate_file is not None:
