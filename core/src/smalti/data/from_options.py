@@ -296,9 +296,15 @@ def _absolute(folder: str | Path) -> Path:
 
 
 def total_steps(config: Config, data: PreparedData) -> int:
-    """Returns the optimizer steps of the run: as set, or as many as the epochs have batches."""
-    options = config[RunOptions]
+    """Returns the optimizer steps of the run: as set, or as many as the epochs have batches.
+
+    Raises PreflightError if all datasets end before the run does.
+    """
+    options, end = config[RunOptions], data.order.end
     if options.max_train_steps is not None:
+        if end is not None and options.max_train_steps > end:
+            message = f"no dataset is trained on after step {end}, and the run has {options.max_train_steps}"
+            raise PreflightError(message, fix=f"--max_train_steps={end}, or remove end_step or end_epoch of a dataset")
         return options.max_train_steps
     assert options.num_train_epochs is not None, "checked with the configuration"
     return data.order.epoch_start(options.num_train_epochs)

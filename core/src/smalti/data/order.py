@@ -142,6 +142,10 @@ class Order:
         self.seed = seed
         self.effective_batch = effective_batch
         self.beginning = beginning
+        self.end: int | None = None
+        """The position at which the order ends; None if it does not."""
+        self.schedule = ""
+        """When which datasets are trained on, if that changes in the run; for the identity of the data."""
         self._contents = [_BucketPass(bucket) for bucket in self.buckets]
         # Samples of an epoch are whole numbers of a common fraction, and so is a batch.
         samples = [bucket.per_epoch for bucket in self.buckets]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -29,6 +29,7 @@ from smalti.data.datasets.sources import ReadsPlaces, ReportsNotices, ReportsSki
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.order import BucketSamples, Order, Part
 from smalti.data.plan.bucket_rows import BucketRows, rows_by_bucket
+from smalti.data.plan.scheduled_order import ScheduledOrder, Span
 from smalti.data.plan.short_buckets import ShortBuckets, handle_short_buckets
 from smalti.data.scan.build import Progress, build_index
 from smalti.data.scan.identity import Identity, Settings
@@ -291,17 +292,42 @@ def prepare(
         )
         for bucket, group in _grouped(parts).items()
     ]
+    order = _order(buckets, [dataset.spec for dataset in datasets], rules)
     return PreparedData(
-        order=Order(buckets, seed=rules.seed, effective_batch=rules.shape.effective),
+        order=order,
         datasets=datasets,
         crop_settings=crop_settings,
         counts=_counts(parts),
-        notices=(*messages, *handled.notices),
+        notices=(*messages, *handled.notices, *_left_out(order)),
         unusable=unusable,
         allowed_errors=allowed,
         offsets=offsets,
         short_buckets=dict.fromkeys(handled.datasets, rules.short_buckets),
     )
+
+
+def _order(buckets: Sequence[BucketSamples], specs: Sequence[DatasetSpec], rules: DataRules) -> Order:
+    spans = [_span(spec) for spec in specs]
+    if all(span == Span() for span in spans):
+        return Order(buckets, seed=rules.seed, effective_batch=rules.shape.effective)
+    return ScheduledOrder(buckets, spans=spans, seed=rules.seed, effective_batch=rules.shape.effective)
+
+
+def _span(spec: DatasetSpec) -> Span:
+    """When a dataset is trained on; held-out images are always used."""
+    if spec.dataset_type != "image":
+        return Span()
+    starts = {name: value for name in ("start_step", "start_epoch") if (value := getattr(spec, name) or 0) > 1}
+    return Span(**starts, end_step=spec.end_step or None, end_epoch=spec.end_epoch or None)
+
+
+def _left_out(order: Order) -> Iterator[str]:
+    """Notices about buckets that fill a batch only while other datasets are trained on too."""
+    for phase in order.phases if isinstance(order, ScheduledOrder) else ():
+        if phase.left_out:
+            names = ", ".join(f"{one.bucket} ({len(one)} samples)" for one in phase.left_out)
+            what = f"buckets are left out that do not fill a batch of {order.effective_batch}"
+            yield f"from step {phase.start.position + 1} on {what}: {names}"
 
 
 def check_no_overlap(training: Sequence[Dataset], held_out: Sequence[Dataset]) -> None:
@@ -379,7 +405,7 @@ _LATER_SETTINGS = {
     *("maximum_image_size", "target_downsample_size", "minimum_aspect_ratio", "maximum_aspect_ratio"),
     *("caption_weights", "caption_prefix", "caption_suffix", "trigger_word", "caption_shuffle", "caption_tag_dropout_rate"),
     *("caption_dropout_probability", "caption_filter_list", "crop_aspect_buckets", "max_upscale_threshold"),
-    "flip_probability",
+    *("flip_probability", "start_epoch", "start_step", "end_epoch", "end_step"),
 }
 """Settings that are recorded only where they are set, since checkpoints of earlier versions do not have them."""
 

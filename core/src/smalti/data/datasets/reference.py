@@ -52,7 +52,15 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "minimum_aspect_ratio",
         "maximum_aspect_ratio",
     ),
-    "Number of samples": ("repeats", "probability", "max_num_samples"),
+    "Number of samples": (
+        "repeats",
+        "probability",
+        "start_epoch",
+        "start_step",
+        "end_epoch",
+        "end_step",
+        "max_num_samples",
+    ),
     "Caches": ("cache_dir_vae", "image_embeds", "text_embeds", "default", "cache_dir"),
 }
 """Every key in the section under which it is shown."""

@@ -36,7 +36,6 @@ _BEFORE = "latents and embeddings are computed once, before training"
 _NO_DELETION = "nothing is ever deleted"
 _NO_CONDITIONING = "conditioning images are not supported yet"
 _NO_REGULARISATION = "regularisation datasets are not supported yet"
-_NO_SCHEDULE = "a dataset is trained on from the first step to the last"
 _IMAGES_ALONE = "remove it to train on the images alone, or set disabled: true"
 _DISABLE = "set disabled: true in this entry"
 
@@ -77,10 +76,6 @@ REFUSED: Mapping[str, ExternalKey] = {
     "text_cache_disable": ExternalKey(
         why="all datasets are cached alike", same=(False,), fix="set the option text_cache_disable instead"
     ),
-    "start_epoch": ExternalKey(why=_NO_SCHEDULE, same=(0, 1), fix="remove it, or train in several runs"),
-    "start_step": ExternalKey(why=_NO_SCHEDULE, same=(0, 1), fix="remove it, or train in several runs"),
-    "end_epoch": ExternalKey(why=_NO_SCHEDULE, same=(0,), fix="remove it, or train in several runs"),
-    "end_step": ExternalKey(why=_NO_SCHEDULE, same=(0,), fix="remove it, or train in several runs"),
     "is_regularisation_data": ExternalKey(why=_NO_REGULARISATION, same=(False,), fix=_DISABLE),
     "is_regularization_data": ExternalKey(why=_NO_REGULARISATION, same=(False,), fix=_DISABLE),
     "slider_strength": ExternalKey(why="slider LoRAs are not supported yet", same=(0,), fix=_DISABLE),

@@ -293,6 +293,18 @@ class DatasetSpec(BaseModel):
         help="How often an image is seen in proportion to those of other datasets: 0.5 is half as often. Counts beside"
         " `repeats`; the highest probability of all datasets counts as 1.",
     )
+    start_epoch: int | None = _key(
+        None, ge=0, help="First epoch in which the dataset is trained on; 0 and 1 are the first of the run."
+    )
+    start_step: int | None = _key(
+        None,
+        ge=0,
+        help="First step in which the dataset is trained on; 0 and 1 are the first of the run. A new epoch begins there.",
+    )
+    end_epoch: int | None = _key(None, ge=0, help="Last epoch in which the dataset is trained on; 0 sets no limit.")
+    end_step: int | None = _key(
+        None, ge=0, help="Last step in which the dataset is trained on; 0 sets no limit. A new epoch begins after it."
+    )
     max_num_samples: int | None = _key(
         None, ge=1, help="Use only this many images. The choice depends on `id` alone, so it stays the same. Default: all."
     )

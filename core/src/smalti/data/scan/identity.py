@@ -76,6 +76,8 @@ def _digest(parts: Iterator[object]) -> str:
 def _order_parts(indexes: Sequence[DatasetIndex], order: Order) -> Iterator[object]:
     for index in indexes:
         yield from ("dataset", repr(index.dataset), len(index), index.digests.keys)
+    if order.schedule:
+        yield from ("schedule", order.schedule)
     for content in order.buckets:
         yield from ("bucket", content.bucket)
         for part in content.parts:
