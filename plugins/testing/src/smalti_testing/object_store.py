@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import quote, unquote_plus, urlsplit
+from uuid import uuid4
 
 import psutil
 
@@ -125,9 +126,13 @@ class ObjectStore:
         os.kill(self.pid, signal.SIGCONT)
 
     def _answers(self) -> bool:
-        """Whether it lists the bucket; the port is open, and answers 403 or 503, before the bucket is there."""
+        """Whether it stores and returns an object. The port is open, and the bucket listed, before it can."""
+        key, content = f".ready-{uuid4().hex}", b"ready"
         try:
-            return self.request("GET", "", query={"list-type": "2", "max-keys": "1"}, timeout=5).status == 200
+            if self.request("PUT", key, content, timeout=5).status != 200:
+                return False
+            ready = self.request("GET", key, timeout=5).body == content
+            return self.request("DELETE", key, timeout=5).status in (200, 204) and ready
         except (OSError, http.client.HTTPException):
             return False
 
