@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -346,6 +347,22 @@ def test_random_aspects_are_those_of_the_list_and_stay_the_same(pets: Path) -> N
     assert [str(count.bucket) for count in data.counts] == ["16x16", "32x8"]
     assert sum(count.total for count in data.counts) == 20
     assert data.counts == again.counts
+
+
+def test_several_resolutions_are_scanned_once(pets: Path, tmp_path: Path) -> None:
+    specs = specs_of(pets, resolution=[16, 32, 64])
+    for folder in (None, tmp_path / "run"):
+        scanned: list[str] = []
+
+        def progress(name: str, scanned: list[str] = scanned) -> Callable[[int, int | None], None]:
+            scanned.append(name)
+            return lambda done, total: None
+
+        datasets = build_datasets(specs, Catalog(), folder, progress)
+        assert scanned == ["pets@16"]
+        assert [one.index.dataset for one in datasets] == ["pets@16", "pets@32", "pets@64"]
+    loaded = load_datasets(specs, Catalog(), tmp_path / "run")
+    assert [list(one.index.keys()) for one in loaded] == [list(datasets[0].index.keys())] * 3
 
 
 def test_several_resolutions_share_images_and_captions(pets: Path) -> None:

@@ -39,6 +39,7 @@ from smalti.data.scan.quarantine import ErrorBudget, Quarantined, allowed_errors
 from smalti.data.scan.tasks import Handed
 from smalti.data.storage.protocol import Storage
 from smalti.errors import PreflightError
+from smalti.system import link_or_copy
 
 Kind = Literal["image", "eval"]
 _SHOWN = 5  # reasons in a message; the rest is in the quarantine file
@@ -206,10 +207,16 @@ def build_datasets(
         kind: "image" for training, "eval" for held-out images.
         handed: hands out parts of the scan to other ranks.
     """
-    datasets = []
+    datasets: list[Dataset] = []
     for spec in _of_kind(specs, kind):
-        storage = catalog.open_storage(spec)
         cache = directory / f"{spec.file_name}.arrow" if directory else None
+        same = next((other for other in datasets if spec.entry and other.spec.entry == spec.entry), None)
+        if same is not None:
+            if directory and cache:
+                link_or_copy(directory / f"{same.spec.file_name}.arrow", cache)
+            datasets.append(replace(same, spec=spec, index=same.index.named(spec.id), skipped_files={}, source_notices=()))
+            continue
+        storage = catalog.open_storage(spec)
         source = catalog.open_source(spec, storage)
         if directory and isinstance(source, UsesFolder):
             source.use_folder(directory / "sources" / spec.file_name)
@@ -219,16 +226,10 @@ def build_datasets(
         skipped_files = dict(source.skipped_files) if isinstance(source, ReportsSkipped) else {}
         notices = (*unread_names_notice(spec), *(source.notices if isinstance(source, ReportsNotices) else ()))
         places = source if isinstance(source, ReadsPlaces) else None
-        datasets.append(
-            Dataset(
-                spec=spec,
-                storage=storage,
-                index=index,
-                skipped_files=skipped_files,
-                source_notices=notices,
-                places=places,
-            )
+        one = Dataset(
+            spec=spec, storage=storage, index=index, skipped_files=skipped_files, source_notices=notices, places=places
         )
+        datasets.append(one)
     return tuple(datasets)
 
 

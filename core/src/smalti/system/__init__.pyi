@@ -24,6 +24,7 @@ from .files import (
     create as create,
     free_bytes as free_bytes,
     fsync_directory as fsync_directory,
+    link_or_copy as link_or_copy,
     make_directory as make_directory,
     parse_json as parse_json,
     remove_file as remove_file,

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import secrets
+import shutil
 from pathlib import Path
 
 Block = bytes | memoryview
@@ -112,6 +113,19 @@ def atomic_write(path: Path, data: bytes, *, mode: int | None = None) -> None:
         draft.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
+
+
+def link_or_copy(old: Path, new: Path) -> None:
+    """Replace `new` by the file `old`, as a whole: a hard link, or a copy on a file system without links. Raises OSError."""
+    draft = new.with_name(f".{new.name}.{os.getpid()}")
+    try:
+        try:
+            draft.hardlink_to(old)
+        except OSError:
+            shutil.copyfile(old, draft)
+        draft.replace(new)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def write_json_atomically(path: Path, value: object) -> None:

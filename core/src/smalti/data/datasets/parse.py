@@ -183,14 +183,15 @@ class _EntryParser:
         for number, size in enumerate(dict.fromkeys(map(_short_number, sizes))):
             name = f"{entry.get('id')}@{size}"
             self._check_id(place, name)
-            self._add(place, {**entry, "id": name, "resolution": size}, notices if number == 0 else ())
+            one = {**entry, "id": name, "resolution": size}
+            self._add(place, one, notices if number == 0 else (), str(entry.get("id")))
 
-    def _add(self, place: str, entry: Mapping[str, object], notices: Sequence[str]) -> None:
+    def _add(self, place: str, entry: Mapping[str, object], notices: Sequence[str], whole: str = "") -> None:
         """Adds one dataset, or its problems."""
         before = len(self.problems)
         values = self._split_keys(place, entry, notices)
         try:
-            spec = DatasetSpec.model_validate(values)
+            spec = DatasetSpec.model_validate({**values, "entry": whole})
         except ValidationError as error:
             self.problems += wrong_values(error, values, place)
             return

@@ -323,6 +323,8 @@ class DatasetSpec(BaseModel):
     """The block with the name of the metadata backend ("parquet": {...}), which that backend checks itself."""
     notices: tuple[str, ...] = ()
     """Messages about keys that have no effect."""
+    entry: str = ""
+    """The id of the entry, if it has several resolutions. Its datasets have the same images, so they are scanned once."""
 
     @property
     def file_name(self) -> str:
@@ -344,7 +346,7 @@ class DatasetSpec(BaseModel):
 ENTRY_KEYS = {
     info.alias or name: info
     for name, info in DatasetSpec.model_fields.items()
-    if name not in ("storage_options", "metadata_options", "notices")
+    if name not in ("storage_options", "metadata_options", "notices", "entry")
 }
 """The keys of an entry: every field but those that `parse_datasets` fills in."""
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +15,7 @@ from numpy.typing import NDArray
 from smalti.data.datasets.spec import file_name_of
 from smalti.data.scan.identity import Identity
 from smalti.data.scan.index import DatasetIndex, read_table
+from smalti.system import link_or_copy
 
 _log = logging.getLogger(__name__)
 _COMPARED = ("key", "size", "width", "height", "content", "captions")
@@ -31,18 +30,11 @@ def keep(identity: Identity, indexes: Sequence[DatasetIndex], directory: Path) -
     folder = _folder(identity, directory)
     for index in indexes:
         name = f"{file_name_of(index.dataset)}.arrow"
-        draft = folder / f".{name}.{os.getpid()}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            try:
-                draft.hardlink_to(directory / name)
-            except OSError:  # a file system without links
-                shutil.copyfile(directory / name, draft)
-            draft.replace(folder / name)
+            link_or_copy(directory / name, folder / name)
         except OSError as error:
             _log.warning("the index of dataset %s is not kept for later resumes: %s", index.dataset, error)
-        finally:
-            draft.unlink(missing_ok=True)
 
 
 def changes(then: Identity, indexes: Sequence[DatasetIndex], directory: Path) -> list[str] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,12 @@ class DatasetIndex:
         """How many rows cannot be used."""
         self.digests: IndexDigests = summary.digests
         self._columns: dict[tuple[str, int], pa.Array] = {}
+
+    def named(self, dataset: str) -> DatasetIndex:
+        """The same rows, as those of another dataset."""
+        other = copy(self)
+        other.dataset = dataset
+        return other
 
     def __len__(self) -> int:
         return self._starts[-1]
