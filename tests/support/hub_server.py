@@ -1,6 +1,7 @@
-"""A server that speaks the protocol of the Hugging Face Hub as far as uploads of models use it, over real HTTP.
+"""A server that speaks the protocol of the Hugging Face Hub as far as uploads of models and downloads of datasets use it.
 
-Files are committed to memory. Faults are injected by path: `fail("PUT", "/lfs/", 500)`.
+Over real HTTP. Files are committed to memory; `add_dataset` adds some.
+Faults are injected by path: `fail("PUT", "/lfs/", 500)`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ class HubServer:
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._http.server_port}"
         threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def add_dataset(self, name: str, files: dict[str, bytes], revision: str = "main") -> None:
+        """Add a dataset with these files, or another revision of it."""
+        self.repositories[f"datasets/{name}@{revision}"] = files
 
     def close(self) -> None:
         self._http.shutdown()
@@ -123,6 +128,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._batch(json.loads(body))
         elif match := re.fullmatch(r"/api/models/(.+)/commit/main", path):
             self._commit(match[1], body)
+        elif match := re.fullmatch(r"/api/(datasets/[^/]+/[^/]+)/(revision|tree)/(.+)", path):
+            self._describe(match[1], match[2], match[3])
+        elif match := re.fullmatch(r"/(datasets/[^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+            self._resolve(method, self._at(match[1], match[2]), match[3], match[2])
         elif match := re.fullmatch(r"/(.+)/resolve/main/(.+)", path):
             self._resolve(method, match[1], match[2])
         elif path == "/api/validate-yaml":
@@ -191,12 +200,33 @@ class _Handler(BaseHTTPRequestHandler):
         number = f"{len(self.hub.commits):040x}"
         self._answer({"commitUrl": f"{self.hub.url}/{name}/commit/{number}", "commitOid": number, "success": True})
 
-    def _resolve(self, method: str, name: str, file: str) -> None:
+    def _at(self, name: str, revision: str) -> str:
+        """The repository of a dataset at a revision, or at a commit."""
+        known = [each for each in self.hub.repositories if each.startswith(f"{name}@")]
+        return next((each for each in known if revision in (each.partition("@")[2], self._number(each))), "")
+
+    def _number(self, repository: str) -> str:
+        return hashlib.sha1(repr(sorted(self.hub.repositories[repository].items())).encode()).hexdigest()
+
+    def _describe(self, name: str, what: str, revision: str) -> None:
+        repository = self._at(name, revision)
+        if not repository:
+            self._answer({"error": "Revision not found"}, 404, {"X-Error-Code": "RevisionNotFound"})
+            return
+        files = self.hub.repositories[repository]
+        if what == "tree":
+            found = [{"type": "file", "path": path, "size": len(data), "oid": _oid(data)} for path, data in files.items()]
+            self._answer(found)
+        else:
+            siblings = [{"rfilename": path} for path in files]
+            self._answer({"id": name.partition("/")[2], "sha": self._number(repository), "siblings": siblings})
+
+    def _resolve(self, method: str, name: str, file: str, commit: str = "0" * 40) -> None:
         data = self.hub.repositories.get(name, {}).get(file)
         if data is None:
             self._answer({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
             return
-        headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": "0" * 40}
+        headers = {"ETag": f'"{_oid(data)}"', "X-Repo-Commit": commit}
         self._send(200, data, headers, with_body=method == "GET")
 
     def _answer(self, value: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
@@ -210,3 +240,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if with_body and self.command != "HEAD":
             self.wfile.write(data)
+
+
+def _oid(data: bytes) -> str:
+    return hashlib.sha1(data).hexdigest()

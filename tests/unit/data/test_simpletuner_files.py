@@ -91,12 +91,10 @@ def test_files_of_images_are_read_with_notices_alone(entries: list[Entry], keys:
 
 
 @pytest.mark.parametrize("strategy", ["huggingface", "instanceprompt"])
-def test_a_file_of_hub_datasets_is_read_once_they_are_folders(strategy: str) -> None:
+def test_a_file_of_hub_datasets_is_read(strategy: str) -> None:
     hub = {**HUB, "caption_strategy": strategy, "instance_prompt": "a photo"}
-    copied = {**hub, "type": "local", "instance_data_dir": "photos", "metadata_backend": "discovery"}
 
-    assert parse(hub, TEXTS)[1] == ["type 'huggingface' is not supported yet"]
-    assert parse({**copied, "caption_strategy": "textfile"}, TEXTS)[1] == []
+    assert parse(hub, TEXTS)[1] == []
 
 
 @pytest.mark.parametrize(

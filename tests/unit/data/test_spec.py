@@ -11,7 +11,7 @@ import pytest
 from smalti.data.batch_check import BatchShape
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, load_backend_config, parse_datasets
-from smalti.data.datasets.simpletuner import REFUSED, UNSUPPORTED, WITHOUT_EFFECT, what_to_do
+from smalti.data.datasets.simpletuner import REFUSED, UNSUPPORTED, WITHOUT_EFFECT
 from smalti.data.datasets.spec import DatasetSpec, unused_caches
 from smalti.data.prepared import DataRules, crop_settings_of
 from smalti.errors import ConfigError
@@ -176,10 +176,9 @@ def test_comments_and_keys_of_sources_that_are_not_chosen_are_no_errors() -> Non
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in UNSUPPORTED.items() for value in values])
 def test_a_value_that_is_not_supported_yet_is_named_with_what_to_do(key: str, value: str) -> None:
-    more = {"dataset_name": "user/name", "caption_column": "text"} if key == "type" else {}
-    _, problems = parse({**PETS, key: value.upper(), **more}, {**PETS, "id": "others"})
+    _, problems = parse({**PETS, key: value.upper()}, {**PETS, "id": "others"})
 
-    fix = what_to_do(key, value, more)
+    fix = UNSUPPORTED[key][value]
     assert problems == [f"data.json: dataset 'pets': {key} {value!r} is not supported yet\n    fix: {fix}"]
 
 
@@ -309,7 +308,7 @@ def test_resolutions_in_the_wrong_unit_are_noticed() -> None:
 
 
 def test_an_unknown_caption_strategy_names_the_known_ones() -> None:
-    assert "known values: textfile, filename, instanceprompt, csv, json" in problem_of(caption_strategy="blip")
+    assert "known values: textfile, filename, instanceprompt, csv, huggingface, json" in problem_of(caption_strategy="blip")
 
 
 def test_a_storage_that_does_not_exist_yet_is_no_advice_to_install_it() -> None:
@@ -427,24 +426,6 @@ def test_a_faulty_file_is_told_with_the_place(tmp_path: Path, text: str, told: s
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load_backend_config(tmp_path / "none.json")
-
-
-@pytest.mark.parametrize(
-    ("entry", "names"),
-    [
-        (
-            {"dataset_name": "user/cats", "image_column": "Image", "caption_column": "Text"},
-            "--image_column=Image --caption_column=Text",
-        ),
-        ({"huggingface": {"dataset_name": "user/cats", "caption_column": "Text"}}, "--caption_column=Text"),
-        ({"dataset_name": "user/cats", "caption_strategy": "instanceprompt"}, "--no_captions"),
-    ],
-)
-def test_a_dataset_of_the_hub_is_refused_with_the_commands_that_copy_it(entry: dict[str, object], names: str) -> None:
-    _, problems = parse({"id": "hub", "type": "huggingface", "split": "test", **entry})
-
-    assert "hf download user/cats --repo-type dataset --revision refs/convert/parquet --include '*test/*'" in problems[0]
-    assert f"&& smalti dataset unpack cats-parquet --to cats {names}; then change the entry" in problems[0]
 
 
 def test_a_toml_file_is_no_data_file_but_a_configuration(tmp_path: Path) -> None:

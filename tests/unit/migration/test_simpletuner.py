@@ -31,6 +31,7 @@ DATA = [
         "json": {"path": "t"},
     },
     {"id": "hub", "type": "huggingface", "dataset_name": "a/b"},
+    {"id": "list", "type": "csv", "csv_file": "urls.csv"},
     {"id": "texts", "dataset_type": "text_embeds", "default": True, "cache_dir": "cache"},
 ]
 ENVIRONMENT = """
@@ -75,9 +76,10 @@ def test_datasets_stand_in_the_file_with_the_keys_that_they_have(converted):
     values, left, _ = converted
     assert values["datasets"] == [
         {"id": "my cats", "instance_data_dir": "cats", "caption_strategy": "filename", "crop": True, "json": {"path": "t"}},
+        {"id": "hub", "type": "huggingface", "dataset_name": "a/b"},
         {"id": "texts", "dataset_type": "text_embeds", "default": True, "cache_dir": "cache"},
     ]
-    assert "dataset unpack" in next(each.fix for place, each in left.items() if "hub" in place)
+    assert "download the images" in next(each.fix for place, each in left.items() if "list" in place)
 
 
 def test_what_was_imported_means_the_same_as_the_file_itself(everything, write):
@@ -101,4 +103,4 @@ def test_variables_of_config_env_are_options(imported, write):
 
 def test_a_data_file_alone_becomes_datasets(imported):
     values = imported({"data.json": json.dumps(DATA)})[0]
-    assert (values.keys(), len(values["datasets"])) == ({"datasets"}, 2)
+    assert (values.keys(), len(values["datasets"])) == ({"datasets"}, 3)

@@ -16,12 +16,26 @@ if TYPE_CHECKING:
 
 E = TypeVar("E", StorageEntry, MetadataEntry)
 
-BUILT_IN_STORAGES = (StorageEntry(name="local", title="A folder", factory="smalti.data.storage.local:open_local"),)
+HUB_KEYS = (
+    "dataset_name", "split", "revision", "dataset_config", "image_column", "caption_column", "fallback_caption_column",
+    "streaming", "num_proc", "auto_load", "file_extension", "width_column", "height_column",
+)  # fmt: skip
+"""The keys of an entry of the Hub; they may be in its `huggingface` block too."""
+BUILT_IN_STORAGES = (
+    StorageEntry(name="local", title="A folder", factory="smalti.data.storage.local:open_local"),
+    StorageEntry(
+        name="huggingface",
+        title="A dataset of the Hugging Face Hub",
+        factory="smalti.data.sources.archives.hub:open_hub",
+        keys=HUB_KEYS,
+    ),
+)
 BUILT_IN_METADATA = (
     MetadataEntry(name="discovery", title="The images themselves", factory="smalti.data.datasets.sources:Discovery"),
     MetadataEntry(name="json", title="A JSON-lines table", factory="smalti.data.sources.json_table:JsonLines"),
     MetadataEntry(name="csv", title="A CSV table", factory="smalti.data.sources.tables.csv_table:CsvSource"),
     MetadataEntry(name="webdataset", title="Tar shards", factory="smalti.data.sources.archives.webdataset:WebDataset"),
+    MetadataEntry(name="huggingface", title="Images in parquet files", factory="smalti.data.sources.archives.hub:HubImages"),
 )
 
 

@@ -40,7 +40,7 @@ _CROP_ALONE: Mapping[str, object] = {"crop_style": "random", "crop_aspect": "squ
 
 CAPTION_STRATEGIES = ("textfile", "filename", "instanceprompt")
 """Sources of captions other than a metadata table."""
-WITH_TEXTS = ("webdataset",)
+WITH_TEXTS = ("webdataset", "huggingface")
 """Metadata backends whose containers hold the text files of images too."""
 
 
@@ -234,7 +234,7 @@ class _EntryParser:
             if value in simpletuner.UNSUPPORTED[key] and value not in known:
                 if key == "type" and entry.get("dataset_type") in CACHE_TYPES:
                     continue  # caches are local, which `unused_caches` says
-                self._add_unsupported(place, key, value, entry)
+                self._add_unsupported(place, key, value)
                 return True
         return False
 
@@ -254,10 +254,12 @@ class _EntryParser:
                 options[key] = value
             elif key == metadata:
                 values["metadata_options"] = value
-                if isinstance(value, Mapping) and isinstance(weights := value.get("caption_column"), Mapping):
-                    values.setdefault("caption_weights", tuple(weights.values()))
             elif key not in SWITCHES:
                 notices += self._external(place, key, value, (*ENTRY_KEYS, *storage_keys))
+        block = entry.get(metadata)
+        columns = {**(block if isinstance(block, Mapping) else {}), **options}.get("caption_column")
+        if isinstance(columns, Mapping):
+            values.setdefault("caption_weights", tuple(columns.values()))
         if _is_on(entry.get("crop", False)):
             values = {**_CROP_ALONE, **values}
         elif self.simpletuner and "crop" in entry:
@@ -269,7 +271,7 @@ class _EntryParser:
         kind = values.setdefault("dataset_type", "image")
         if kind in TYPES_WITH_IMAGES:
             self._check_choice(place, "type", storage, self.catalog.storages)
-            self._check_choice(place, "metadata_backend", metadata, self.catalog.metadata, entry)
+            self._check_choice(place, "metadata_backend", metadata, self.catalog.metadata)
             if storage == "local" and "instance_data_dir" not in values:
                 self._add_problem(place, "instance_data_dir is missing", "set it to the folder of the images")
         self._drop_unsupported(place, values, "crop_style")
@@ -279,6 +281,8 @@ class _EntryParser:
         """Returns the metadata backend, and a notice where SimpleTuner has another name for it."""
         name = str(entry.get("metadata_backend", "discovery")).lower()
         name = simpletuner.SAME_BACKENDS.get(name, name)
+        if name == "discovery" and str(entry.get("type", "")).lower() == "huggingface":
+            return "huggingface", []
         table = "json" in entry or str(entry.get("caption_strategy")).lower() == "json"
         if name == "json" and self.simpletuner and not table:
             message = f"{place}: metadata_backend 'json' is read as 'discovery', which it is in SimpleTuner"
@@ -303,7 +307,7 @@ class _EntryParser:
         for key in keys:
             value = str(values.get(key, "")).lower()
             if value in simpletuner.UNSUPPORTED[key]:
-                self._add_unsupported(place, key, value, values)
+                self._add_unsupported(place, key, value)
                 del values[key]
 
     def _check_captions(self, place: str, spec: DatasetSpec) -> None:
@@ -327,20 +331,18 @@ class _EntryParser:
                         place, f"{key} needs an instance_prompt", "--instance_prompt=TEXT, or set instance_prompt in the entry"
                     )
 
-    def _check_choice(
-        self, place: str, key: str, value: str, known: Collection[str], entry: Mapping[str, object] | None = None
-    ) -> None:
+    def _check_choice(self, place: str, key: str, value: str, known: Collection[str]) -> None:
         if value in known:
             return
         if value in simpletuner.UNSUPPORTED[key]:
-            self._add_unsupported(place, key, value, entry or {})
+            self._add_unsupported(place, key, value)
         elif package := package_of_storage(value):
             self.problems.append(package.problem(f"{key}: {value!r} belongs to {package.distribution}", place))
         else:
             self._add_problem(place, f"{key}: {value!r} is unknown", _nearest_value(value, known))
 
-    def _add_unsupported(self, place: str, key: str, value: str, entry: Mapping[str, object]) -> None:
-        self._add_problem(place, f"{key} {value!r} is not supported yet", simpletuner.what_to_do(key, value, entry))
+    def _add_unsupported(self, place: str, key: str, value: str) -> None:
+        self._add_problem(place, f"{key} {value!r} is not supported yet", simpletuner.UNSUPPORTED[key][value])
 
     def _add_problem(self, place: str, message: str, fix: str) -> None:
         self.problems.append(Problem(message=message, where=place, fix=fix))

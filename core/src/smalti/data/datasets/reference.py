@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from smalti.data.datasets.parse import SWITCHES
 from smalti.data.datasets.simpletuner import REFUSED, UNSUPPORTED, WITHOUT_EFFECT, ExternalKey
 from smalti.data.datasets.spec import ENTRY_KEYS, CaptionShuffle, JsonTable
+from smalti.data.sources.archives.hub import HubDataset
 from smalti.data.sources.archives.row_images import ImageColumns
 from smalti.data.sources.archives.webdataset import WebDatasetMembers
 from smalti.data.sources.tables.columns import TableColumns
@@ -82,7 +83,14 @@ def _lines() -> Iterator[str]:
     yield from ("", "### The `json` block", "", *_table(JsonTable.model_fields.items()))
     yield from ("", "### The `caption_shuffle` block", "", *_table(CaptionShuffle.model_fields.items()))
     yield from ("", "### The `csv` and `parquet` blocks", "", *_table(TableColumns.model_fields.items()))
-    yield from ("", "### The `parquet` block for files of images", "", *_table(ImageColumns.model_fields.items()))
+    yield from ("", "### Columns of parquet files with images", "", *_table(ImageColumns.model_fields.items()))
+    yield from (
+        "",
+        "### Keys of `type: huggingface`",
+        "",
+        "In the entry or its `huggingface` block, with those above.",
+    )
+    yield from ("", *_table(HubDataset.model_fields.items()))
     yield from ("", "### The `webdataset` block", "", *_table(WebDatasetMembers.model_fields.items()))
     yield from (
         "",

@@ -5,10 +5,8 @@ Facts about its format, no code of it. Plugins can add values (a storage, a meta
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from shlex import quote
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +93,6 @@ REFUSED: Mapping[str, ExternalKey] = {
 
 UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
     "type": {
-        "huggingface": "make a folder of it: docs/datasets.md, 'Datasets of the Hugging Face Hub'",
         "csv": "download the images of the list into a folder; then type: local, and metadata_backend: json for the captions",
         "webshart": "download the tar shards; then type: local, instance_data_dir: FOLDER, and metadata_backend: webdataset",
         "memory": "set type: local; the system keeps files in memory that are read often",
@@ -109,12 +106,8 @@ UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
         "conditioning_image_embeds": _DISABLE,
         "distillation_cache": _DISABLE,
     },
-    "metadata_backend": {
-        "huggingface": "set it to discovery, with the images in a folder",
-    },
-    "caption_strategy": {
-        "huggingface": "set it to textfile, with a NAME.txt beside each image",
-    },
+    "metadata_backend": {},
+    "caption_strategy": {},
     "crop_style": {"face": "set it to center or random"},
 }
 """Values that are not supported yet, by key, each with what to do instead."""
@@ -136,27 +129,6 @@ _HUB = (
     "streaming", "num_proc", "auto_load",
 )  # fmt: skip
 _PREFIXES = ("aws_", "csv_", "huggingface_", "memory_filesystem_", "webshart_")
-
-
-def what_to_do(key: str, value: str, entry: Mapping[str, object]) -> str:
-    """Returns what to do instead of a value that is not supported yet: for a dataset of the Hub or a table, commands."""
-    return _copy_from_hub(entry) if (key, value) == ("type", "huggingface") else UNSUPPORTED[key][value]
-
-
-def _copy_from_hub(entry: Mapping[str, object]) -> str:
-    """The commands that make a folder of a dataset of the Hub, with the keys to change."""
-    block = entry.get("huggingface")
-    given = {**(block if isinstance(block, Mapping) else {}), **entry}
-    name, split = str(given.get("dataset_name", "USER/NAME")), str(given.get("split", "train"))
-    folder = name.rpartition("/")[2]
-    instance_prompt = given.get("caption_strategy") == "instanceprompt"
-    columns = [f"--{key}={given[key]}" for key in ("image_column", "caption_column") if isinstance(given.get(key), str)]
-    columns = [*columns[:1], "--no_captions"] if instance_prompt else columns
-    download = f"hf download {name} --repo-type dataset --revision refs/convert/parquet --include {quote(f'*{split}/*')}"
-    unpack = f"smalti dataset unpack {quote(f'{folder}-parquet')} --to {quote(folder)} {' '.join(map(quote, columns))}".rstrip()
-    strategy = "" if instance_prompt else ', "caption_strategy": "textfile"'
-    changed = f'"type": "local", "instance_data_dir": {json.dumps(folder)}{strategy}, "metadata_backend": "discovery"'
-    return f"{download} --local-dir {quote(f'{folder}-parquet')} && {unpack}; then change the entry to {changed}"
 
 
 def is_comment(key: str) -> bool:

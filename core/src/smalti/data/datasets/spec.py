@@ -143,7 +143,9 @@ class DatasetSpec(BaseModel):
     id: Annotated[str, AfterValidator(_checked_id)] = _key(
         help="Unique name of the dataset. Files of the run are named after it, with a dash for characters such as spaces.",
     )
-    type: str = _key("local", help="The storage.")
+    type: str = _key(
+        "local", help="The storage. `local`: a folder. `aws`: S3. `huggingface`: a dataset of the Hugging Face Hub."
+    )
     dataset_type: Literal["image", "eval", "text_embeds", "image_embeds"] = _key(
         "image",
         help="`image`: trained on. `eval`: the evaluation loss is measured on it. `text_embeds`, `image_embeds`: no images; the"

@@ -68,7 +68,8 @@ class RowImages(ContainerSource):
 
     def __init__(self, spec: DatasetSpec, storage: Storage, block: Mapping[str, object] | None = None) -> None:
         super().__init__(spec, storage)
-        given = {key: value for key, value in (block or spec.metadata_options).items() if key not in _UNREAD}
+        options = spec.metadata_options if block is None else block
+        given = {key: value for key, value in options.items() if key not in _UNREAD}
         try:
             self._columns = ImageColumns.model_validate(given)
         except ValidationError as error:
