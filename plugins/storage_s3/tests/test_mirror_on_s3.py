@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from smalti_storage_s3.mirror.ownership import Lease, SupersededError
 from smalti_storage_s3.mirror.place import Access, open_place
 from smalti_storage_s3.mirror.remote import Mirror
 from smalti_storage_s3.mirror.upload import Uploader
+from smalti_testing.fault_proxy import Fault, FaultProxy, Rule
 from smalti_testing.object_store import juicefs, seaweed
 from support.checkpoints import make
 
@@ -106,6 +108,46 @@ def test_damage_in_the_bucket_is_found_and_the_checkpoint_before_it_is_taken(run
     assert "step-00000002" in said[0]
     path = pull(Mirror(uploads.storage), RunDirectory(tmp_path / "fresh"), "latest", said.append)
     assert path.name == "step-00000001"
+
+
+FAULTS: tuple[Fault, ...] = ("500", "503", "reset_before", "lost_reply", "cut", "cut_reset", "flip_get", "flip_put")
+
+
+def test_faults_of_the_network_cost_time_and_nothing_else(run, url, server, tmp_path):
+    rules = [Rule(fault=fault, chance=0.02) for fault in FAULTS]
+    with FaultProxy(server.endpoint, rules, seed=15) as proxy:
+        storage = open_place(url, Access(endpoint_url=proxy.endpoint))
+        record = run.record()
+        assert record is not None
+        uploads = Uploader(run=run, lease=Lease.take(storage, record.id), keep=2)
+        for step in range(1, 5):
+            make(run.checkpoints, step)
+            assert uploads.push_newest() is not None
+            uploads.rotate()
+        path = pull(Mirror(storage), RunDirectory(tmp_path / "fresh"), "latest", lambda _sentence: None)
+        assert len(proxy.injected) > 10
+    assert path.name == "step-00000004"
+    assert verify(path).ok
+    direct = Mirror(open_place(url, Access()))
+    assert [(each.name, direct.problems(each)) for each in direct.all()] == [("step-00000003", ()), ("step-00000004", ())]
+
+
+def test_a_server_that_is_killed_loses_no_published_checkpoint(run, url, server, tmp_path):
+    """It is killed while the second checkpoint is sent, and the upload goes on when it is back."""
+    uploads = uploader(run, url)
+    make(run.checkpoints, 1)
+    uploads.push_newest()
+    make(run.checkpoints, 2)
+    with FaultProxy(server.endpoint, [Rule(fault="reset_before", operations={"put"}, path="state.json", count=1)]) as proxy:
+        uploads.lease = Lease(open_place(url, Access(endpoint_url=proxy.endpoint)), uploads.lease.number)
+        sending = threading.Thread(target=uploads.push_newest)
+        sending.start()
+        while not proxy.injected:
+            time.sleep(0.01)
+        server.restart()
+        sending.join()
+    mirror = Mirror(open_place(url, Access()))
+    assert [(each.name, mirror.problems(each)) for each in mirror.all()] == [("step-00000001", ()), ("step-00000002", ())]
 
 
 # --- whole runs -----------------------------------------------------------------------------------------------------

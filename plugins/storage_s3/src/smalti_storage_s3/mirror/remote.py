@@ -12,7 +12,7 @@ Importing this module imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -32,8 +32,8 @@ BLOCK = 8 * 2**20
 UNUSABLE = (CheckpointError, MissingFileError, IntegrityError)
 """What reading a damaged checkpoint raises. All other errors say nothing about it, such as a server that does not answer."""
 
-Progress = Callable[[int], None]
-"""Is called with a number of bytes that were transferred, from any thread."""
+_READS = 3
+"""Reads of a file before it counts as damaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class Mirror:
             raise CheckpointError(f"{MANIFEST} is of step {manifest.step}, which is not the step in the directory name")
         return manifest
 
-    def problems(self, checkpoint: RemoteCheckpoint, progress: Progress = lambda _size: None) -> tuple[str, ...]:
+    def problems(self, checkpoint: RemoteCheckpoint) -> tuple[str, ...]:
         """Read every byte of a checkpoint and compare the digests. Returns what is wrong, as sentences."""
         try:
             manifest = self.manifest(checkpoint)
@@ -102,14 +102,15 @@ class Mirror:
             return (error.message,)
 
         def check(name: str) -> str:
-            if self.digest(checkpoint.prefix + name, manifest.files[name], progress) == manifest.files[name].digest:
-                return ""
+            for _ in range(_READS):  # a bit that the network has changed is another one next time
+                if self.digest(checkpoint.prefix + name, manifest.files[name]) == manifest.files[name].digest:
+                    return ""
             return f"{name} does not match its digest: damaged or edited"
 
         with ThreadPoolExecutor(THREADS, "smalti-mirror") as pool:
             return tuple(filter(None, pool.map(check, sorted(manifest.files))))
 
-    def digest(self, key: str, record: FileRecord, progress: Progress = lambda _size: None) -> str:
+    def digest(self, key: str, record: FileRecord) -> str:
         """The digest of a file, read in parts by the algorithm of `record`; "" if it is missing or shorter."""
         digest = new_digest(record.algorithm)
         for start in range(0, record.size, BLOCK):
@@ -118,7 +119,6 @@ class Mirror:
             except (MissingFileError, IntegrityError):
                 return ""
             digest.update(part)
-            progress(len(part))
         return digest.hexdigest()
 
     def find(self, choice: str) -> Iterator[RemoteCheckpoint]:
