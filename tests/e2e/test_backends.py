@@ -87,7 +87,7 @@ def load_all(kind: str, folder: Path) -> dict[str, Names]:
         subject, ema, snapshot = opened(kind)
         parallel = subject.parallel
         [path] = (folder / other).glob("step-*")
-        subject.backend.decide(HookSpecs.load_checkpoint, source=path, state=snapshot, parallel=parallel)
+        subject.backend.decide(HookSpecs.load_checkpoint, source=path, state=snapshot, parallel=parallel, config=subject.config)
         parallel.state.load(snapshot.state)
         if ema is not None:
             parallel.state.copy_from(snapshot.ema, ema.shadows)

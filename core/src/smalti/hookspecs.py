@@ -298,11 +298,12 @@ class HookSpecs:
         raise NotImplementedError
 
     @_decide
-    def load_checkpoint(self, source: Path, state: Snapshot, parallel: Parallel) -> Loaded | None:
+    def load_checkpoint(self, source: Path, state: Snapshot, parallel: Parallel, config: Config) -> Loaded | None:
         """decide, backend role, collective: fill the tensors of `state` in place from the checkpoint at `source`.
 
         The digests of `source` were verified just before. Returns the trainer's own state and the groups of tensors that were
-        filled. Raises CheckpointError if the checkpoint cannot be used.
+        filled. Raises CheckpointError if the checkpoint cannot be used. Without `shared_output_dir`, nodes other than node 0
+        may not see `source`.
         """
         raise NotImplementedError
 

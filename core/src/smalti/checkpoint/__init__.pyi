@@ -57,6 +57,7 @@ from .planning import (
     memory as memory,
 )
 from .reader import Loaded as Loaded, compare as compare, load as load
+from .relay import Relay as Relay
 from .search import find_on_all_ranks as find_on_all_ranks
 from .snapshot import Snapshot as Snapshot
 from .writer import SaveError as SaveError, save as save

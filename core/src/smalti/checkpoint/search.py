@@ -11,16 +11,17 @@ from smalti.errors import CheckpointError, UserError
 from smalti.parallel import Communicator, run_on_all_ranks
 
 
-def find_on_all_ranks(communicator: Communicator, store: CheckpointStore, choice: str) -> Path | None:
+def find_on_all_ranks(communicator: Communicator, store: CheckpointStore, choice: str, *, shared: bool = True) -> Path | None:
     """Returns what `store.resolve(choice)` finds on the main rank, on every rank. *Collective*.
 
-    Only the main rank's `store` is used. Raises RankError on all ranks if no checkpoint can be used.
+    Only the main rank's `store` is used. `shared` false: ranks on other nodes may not see it, and the others verify what is
+    there. Raises RankError on all ranks if no checkpoint can be used.
     """
     if not communicator.world.is_main:
-        return _help(communicator)
+        return _help(communicator, shared)
     found: Path | UserError | OSError | None
     try:
-        found = store.resolve(choice, check=lambda path: _check_together(communicator, path))
+        found = store.resolve(choice, check=lambda path: _check_together(communicator, path, shared))
     except (UserError, OSError) as failure:
         found = failure
 
@@ -33,22 +34,22 @@ def find_on_all_ranks(communicator: Communicator, store: CheckpointStore, choice
     return found if isinstance(found, Path) else None
 
 
-def _help(communicator: Communicator) -> Path | None:
+def _help(communicator: Communicator, shared: bool) -> Path | None:
     """Verify shares until the main rank has found a checkpoint."""
     while True:
         message = json.loads(run_on_all_ranks(communicator, lambda: "")[0])
         if "found" in message:
             return Path(message["found"]) if message["found"] else None
-        _read_share(communicator, Path(message["check"]))
+        _read_share(communicator, Path(message["check"]), shared)
 
 
-def _check_together(communicator: Communicator, path: Path) -> Verification:
+def _check_together(communicator: Communicator, path: Path, shared: bool) -> Verification:
     """On the main rank: let all ranks verify the checkpoint. If others find problems, verify all of it here.
 
     Raises CheckpointError if a rank sees other contents than this one; an older checkpoint would not help then.
     """
     run_on_all_ranks(communicator, lambda: json.dumps({"check": str(path)}))
-    mine, problems = _read_share(communicator, path)
+    mine, problems = _read_share(communicator, path, shared)
     if not any(problems):
         return mine
     complete = verify(path, to_resume=True)
@@ -61,7 +62,14 @@ def _check_together(communicator: Communicator, path: Path) -> Verification:
     return complete
 
 
-def _read_share(communicator: Communicator, path: Path) -> tuple[Verification, list[str]]:
+def _read_share(communicator: Communicator, path: Path, shared: bool) -> tuple[Verification, list[str]]:
     """Returns this rank's verification, and the problems that each rank found. *Collective*."""
-    mine = verify(path, rank=communicator.world.rank, ranks=communicator.world.size, to_resume=True)
+    rank, readers = communicator.world.rank, list(range(communicator.world.size))
+    if not shared:
+        seen = run_on_all_ranks(communicator, lambda: "seen" if path.is_dir() else "")
+        readers = [0, *(each for each in readers[1:] if seen[each])]
+    if rank in readers:
+        mine = verify(path, rank=readers.index(rank), ranks=len(readers), to_resume=True)
+    else:
+        mine = Verification(path=path, manifest=None, problems=())
     return mine, run_on_all_ranks(communicator, lambda: "; ".join(mine.problems[:3]))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from smalti.checkpoint.relay import Relay
 from smalti.parallel import PortableState, named_state
 
 
@@ -17,7 +18,8 @@ class Snapshot:
     `state` and `ema` refer to the live tensors, fp32 masters by fully qualified name; saving reads them, loading fills them in
     place. `ema` is None without EMA. `trainer` is JSON-able: step, data position, learning-rate settings.
     `model_config` is the config of the model as JSON text, as diffusers and transformers load it; "" if it has none.
-    `flags` mark the checkpoint, such as `smalti.checkpoint.SUSPECT`.
+    `flags` mark the checkpoint, such as `smalti.checkpoint.SUSPECT`. `relay` brings the files of ranks on other nodes to the
+    main rank; None if all ranks see the same directory.
     """
 
     step: int
@@ -28,6 +30,7 @@ class Snapshot:
     config_digest: str = ""
     model_config: str = ""
     flags: tuple[str, ...] = ()
+    relay: Relay | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns all tensors by "GROUP/NAME"."""

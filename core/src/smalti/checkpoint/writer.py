@@ -10,23 +10,26 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 
 from torch import Tensor
 
-from smalti.checkpoint.format.digests import write_with_digest
+from smalti.checkpoint.format.digests import matches, write_with_digest
 from smalti.checkpoint.format.full_weights import write_copy
 from smalti.checkpoint.format.manifest import GROUPS, STATE, FileRecord, Manifest
 from smalti.checkpoint.format.safetensors_layout import encode_header, split
 from smalti.checkpoint.format.state_file import State
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.planning import Chunks, memory, plan_on_all_ranks
+from smalti.checkpoint.relay import Relay
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.errors import CheckpointError, ExitCode, UserError
 from smalti.parallel import Communicator, RankError, run_on_all_ranks, run_on_main_rank, use_device
@@ -60,6 +63,9 @@ class SaveError(UserError):
 
 def save(root: Path, snapshot: Snapshot, communicator: Communicator, *, full_weights: bool = False) -> Checkpoint:
     """Write a checkpoint below `root`, the same directory for all ranks. *Collective*; returns the same on every rank.
+
+    With `snapshot.relay`, ranks on other nodes may see another directory there. Their files are brought to that of the main
+    rank, and the checkpoint is visible there alone.
 
     When it returns, the checkpoint is complete, visible and synced to disk. Saving a step again in the same state returns the
     older checkpoint; in another state it makes a new one, which takes precedence. The tensors must not change while
@@ -125,11 +131,21 @@ def _raise_missing_directory(directory: Path, communicator: Communicator, *, inv
     run_on_all_ranks(communicator, check)
 
 
-def _save(
-    store: CheckpointStore, snapshot: Snapshot, communicator: Communicator, full_weights: bool, cleanup: ExitStack
-) -> tuple[Path, int]:
-    main = communicator.world.is_main
-    tensors = snapshot.tensors()
+@dataclass(kw_only=True)
+class _Opened:
+    """The directory of a save on this rank. `seen` says for each rank whether that is the directory of the main rank.
+
+    `free` is the space in it before any rank writes, on the main rank.
+    """
+
+    directory: Path
+    seen: list[bool]
+    free: int | None = None
+
+
+def _open(store: CheckpointStore, snapshot: Snapshot, communicator: Communicator, cleanup: ExitStack) -> _Opened:
+    """Make the directory of a save. *Collective*. Raises RankError on all ranks if it is missing on one that needs it."""
+    main, rank = communicator.world.is_main, communicator.world.rank
 
     def begin() -> str:
         if not main:
@@ -140,30 +156,50 @@ def _save(
         return str(prepared)
 
     directory = Path(run_on_all_ranks(communicator, begin)[0])
-    free: int | None = None
+    opened = _Opened(directory=directory, seen=[])
 
     def check() -> str:
-        nonlocal free
         if not directory.is_dir():
             return ""
         if main:
-            free = files.free_bytes(directory)  # before any rank writes
+            opened.free = files.free_bytes(directory)  # before any rank writes
         return "seen"
 
-    visible = run_on_all_ranks(communicator, check)
-    if "" in visible:
-        _raise_missing_directory(directory, communicator, invisible=not visible[communicator.world.rank])
+    opened.seen = [bool(answer) for answer in run_on_all_ranks(communicator, check)]
+    if not all(opened.seen) and (snapshot.relay is None or not opened.seen[0]):
+        _raise_missing_directory(directory, communicator, invisible=not opened.seen[rank])
+    if not opened.seen[rank]:
+        opened.directory = _own_directory(directory, rank, cleanup)
+    return opened
+
+
+def _save(
+    store: CheckpointStore, snapshot: Snapshot, communicator: Communicator, full_weights: bool, cleanup: ExitStack
+) -> tuple[Path, int]:
+    main, relay = communicator.world.is_main, snapshot.relay
+    tensors = snapshot.tensors()
+    opened = _open(store, snapshot, communicator, cleanup)
+    directory, remote = opened.directory, not opened.seen[communicator.world.rank]
     plan = plan_on_all_ranks(communicator, tensors)
 
     def write() -> str:
         if main:
-            _check_free_space(free, plan.sizes, full_weights)
+            _check_free_space(opened.free, plan.sizes, full_weights)
         records = _write_tensors(directory, plan.mine, tensors, communicator.world)
+        if remote and relay is not None:
+            for name in records:
+                relay.send(directory / name, name)
         if main:
             records[STATE] = write_with_digest(directory / STATE, [_state(snapshot)])
         return _encode(records)
 
-    records = {name: record for part in run_on_all_ranks(communicator, write) for name, record in _decode(part).items()}
+    if relay is not None and main:
+        cleanup.callback(_clear, relay)
+    parts = [_decode(part) for part in run_on_all_ranks(communicator, write)]
+    records = {name: record for part in parts for name, record in part.items()}
+    if relay is not None and not all(opened.seen):
+        sent = [item for part, seen in zip(parts, opened.seen, strict=True) if not seen for item in part.items()]
+        run_on_main_rank(communicator, lambda: _fetch(relay, directory, dict(sent)))
 
     def copy() -> str:
         model = sorted(name for name in records if name.startswith("model/"))
@@ -182,6 +218,31 @@ def _save(
     )
     path = run_on_all_ranks(communicator, lambda: str(store.publish(directory, manifest)) if main else "")[0]
     return Path(path), manifest.size
+
+
+def _own_directory(directory: Path, rank: int, cleanup: ExitStack) -> Path:
+    """A directory for the files of a rank that does not see that of the main rank. It is removed after the save."""
+    for left in directory.parent.glob(f".partial-*.{rank}"):  # of a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    own = directory.with_name(f"{directory.name}.{rank}")
+    for group in GROUPS:
+        (own / group).mkdir(parents=True)
+    cleanup.callback(shutil.rmtree, own, ignore_errors=True)
+    return own
+
+
+def _fetch(relay: Relay, directory: Path, records: Mapping[str, FileRecord]) -> str:
+    """Bring the files of ranks on other nodes into the directory. Raises CheckpointError if one arrives damaged."""
+    for name, record in records.items():
+        relay.fetch(name, directory / name)
+        if not matches(directory / name, record):
+            raise CheckpointError(f"{name} was damaged on its way from another node", fix="the next save tries again")
+    return ""
+
+
+def _clear(relay: Relay) -> None:
+    with suppress(UserError, OSError):  # the next save clears it
+        relay.clear()
 
 
 def _state(snapshot: Snapshot) -> bytes:

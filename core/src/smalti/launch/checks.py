@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from smalti.config import (
     Config,
     DataOptions,
+    LaunchOptions,
     ModelOptions,
     OptimizerOptions,
     RunOptions,
@@ -124,9 +125,12 @@ def _datasets(config: Config, plugins: Plugins) -> None:
 
 
 def _checkpoint(config: Config) -> Path | None:
-    """The checkpoint to resume from, or None. Raises CheckpointError if its files are missing or have other sizes."""
-    folder = config[RunOptions].output_dir
-    if folder is None:
+    """The checkpoint to resume from, or None. Raises CheckpointError if its files are missing or have other sizes.
+
+    None too where only node 0 sees it.
+    """
+    folder, launch = config[RunOptions].output_dir, config[LaunchOptions]
+    if folder is None or (launch.machine_rank > 0 and not launch.shared_output_dir):
         return None
     from smalti.checkpoint import CheckpointStore, quick_check
 

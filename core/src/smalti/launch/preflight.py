@@ -93,7 +93,8 @@ class Preparation:
         elif kind == "cpu" and (expected := expected_kind(config)) is not None:
             kind = expected
             notices.append(f"the launch is planned for {kind} devices, as in the Accelerate YAML; this node has none")
-        joins = write and config[LaunchOptions].machine_rank > 0
+        options = config[LaunchOptions]
+        joins = write and options.machine_rank > 0 and options.shared_output_dir
         if joins:
             _wait_for_node_0(directory, config[LaunchOptions].process_group_timeout)
         config, given = choose_precision(config, kind, directory), config

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from smalti.checkpoint import find_on_all_ranks
-from smalti.config import (
-    RunOptions,
-)
+from smalti.config import LaunchOptions, RunOptions
 from smalti.data import Beginning, Version, keep, total_steps
 from smalti.errors import CheckpointError
 from smalti.hookspecs import HookSpecs
@@ -41,7 +39,9 @@ def resume(run: Run) -> None:
 def restore(run: Run, found: Path) -> None:
     """Fill the run from a checkpoint. *Collective*."""
     snapshot = empty_snapshot(run)
-    loaded = run.backend.decide(HookSpecs.load_checkpoint, source=found, state=snapshot, parallel=run.parallel)
+    loaded = run.backend.decide(
+        HookSpecs.load_checkpoint, source=found, state=snapshot, parallel=run.parallel, config=run.config
+    )
     assert loaded is not None, "the core's own answer comes last"
     check_adapter(run.adapter, loaded.trainer, found)
     check_step_sizes(loaded.optimizer, run.optimizer)
@@ -102,7 +102,8 @@ def continue_order(run: Run, beginning: Beginning | None, version: Version | Non
 def chosen_checkpoint(run: Run, choice: str) -> Path | None:
     """The checkpoint that rank 0 finds and all ranks verify, on every rank; its error too. *Collective*."""
     try:
-        return find_on_all_ranks(run.parallel, run.checkpoints, choice)
+        shared = run.config[LaunchOptions].shared_output_dir
+        return find_on_all_ranks(run.parallel, run.checkpoints, choice, shared=shared)
     except RankError as failure:
         raise CheckpointError(f"cannot resume from {choice!r}: {failure}", fix=failure.fix) from failure
 

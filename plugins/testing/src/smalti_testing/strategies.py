@@ -305,7 +305,9 @@ def a_checkpoint_comes_back_bit_for_bit(subject: StrategySubject) -> None:
     wanted = subject.whole()
     subject.step(50)
     into = _snapshot(subject.empty(), 0)
-    subject.backend.decide(HookSpecs.load_checkpoint, source=written.path, state=into, parallel=subject.parallel)
+    subject.backend.decide(
+        HookSpecs.load_checkpoint, source=written.path, state=into, parallel=subject.parallel, config=subject.config
+    )
     subject.parallel.state.load(into.state)
     _equal(wanted, subject.whole(), "after loading, different:")
 
@@ -359,7 +361,7 @@ def it_goes_on_from_a_checkpoint_of_one_process(subject: StrategySubject) -> Non
     subject.parallel.barrier()
     into = _snapshot(subject.empty(), 0)
     [path] = subject.folder.glob("step-*")
-    subject.backend.decide(HookSpecs.load_checkpoint, source=path, state=into, parallel=subject.parallel)
+    subject.backend.decide(HookSpecs.load_checkpoint, source=path, state=into, parallel=subject.parallel, config=subject.config)
     subject.parallel.state.load(into.state)
     subject.follows(reference, "after loading")
     subject.step(71)

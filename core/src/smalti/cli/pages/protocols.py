@@ -120,6 +120,11 @@ CHAPTERS = (
             "smalti.checkpoint:StoredTensor",
         ),
     ),
+    Chapter(
+        title="Nodes without a shared file system",
+        about="In `save_checkpoint`, a plugin sets a `Relay` as `state.relay`, and leaves the saving to others.",
+        classes=("smalti.checkpoint:Relay",),
+    ),
 )
 
 _INTRODUCTION = """\

@@ -36,8 +36,7 @@ def pull(mirror: Mirror, run: RunDirectory, choice: str, report: Callable[[str],
     reasons = []
     for each in mirror.find(choice):
         try:
-            manifest = mirror.manifest(each)
-            folder = _fetch(mirror, each, manifest, run, report)
+            folder, manifest = fetch_checkpoint(mirror, each, run, report)
         except UNUSABLE as error:
             reasons.append(f"skipped {each.name} of {mirror.location}: {error.message}")
             report(reasons[-1])
@@ -61,13 +60,17 @@ def pull_run_files(storage: Storage, run: RunDirectory) -> None:
             path = run.path / stored.key
             if fnmatchcase(stored.key, pattern) and not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                _download(storage, stored.key, path)
+                download(storage, stored.key, path)
 
 
-def _fetch(
-    mirror: Mirror, checkpoint: RemoteCheckpoint, manifest: Manifest, run: RunDirectory, report: Callable[[str], None]
-) -> Path:
-    """Download the files of a checkpoint into a folder, several at a time, compare their digests, and sync them."""
+def fetch_checkpoint(
+    mirror: Mirror, checkpoint: RemoteCheckpoint, run: RunDirectory, report: Callable[[str], None]
+) -> tuple[Path, Manifest]:
+    """Download the files of a checkpoint into a folder, several at a time, compare their digests, and sync them.
+
+    Returns the folder, which has no manifest yet, and the manifest.
+    """
+    manifest = mirror.manifest(checkpoint)
     folder = run.path / WORK / _INCOMING / checkpoint.name
     parents = {folder / group for group in GROUPS} | {(folder / name).parent for name in manifest.files}
     for parent in parents:
@@ -84,7 +87,7 @@ def _fetch(
 
     def fetch(name: str) -> None:
         path, record = folder / name, missing[name]
-        _download(mirror.storage, checkpoint.prefix + name, path)
+        download(mirror.storage, checkpoint.prefix + name, path)
         if not _is_there(path, record):
             path.unlink(missing_ok=True)
             raise CheckpointError(f"{name} does not match its digest: damaged or edited")
@@ -96,7 +99,7 @@ def _fetch(
         list(pool.map(fetch, sorted(missing)))
     for parent in parents:
         fsync_directory(parent)
-    return folder
+    return folder, manifest
 
 
 def _is_there(path: Path, record: FileRecord) -> bool:
@@ -113,7 +116,7 @@ def _is_there(path: Path, record: FileRecord) -> bool:
     return digest.hexdigest() == record.digest
 
 
-def _download(storage: Storage, key: str, path: Path) -> None:
+def download(storage: Storage, key: str, path: Path) -> None:
     if isinstance(storage, TransfersFiles):
         storage.download(key, path)
     else:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from smalti import Checkpoint, Config, Outcome, Problem, RunInfo, RunState, UserError, hookimpl
 from smalti.config import CheckpointOptions, LaunchOptions, RunOptions
+from smalti.rundir import RunDirectory
 from smalti_storage_s3.mirror.options import MirrorOptions
 from smalti_storage_s3.mirror.place import check_place, is_url
 
 if TYPE_CHECKING:
+    from smalti.checkpoint import Snapshot
+    from smalti.parallel import Parallel
     from smalti_storage_s3.mirror.process import UploadProcess
 
 _log = logging.getLogger(__name__)
@@ -32,6 +36,25 @@ class MirrorHooks:
         from smalti_storage_s3.mirror.restoring import restore
 
         return restore(options.checkpoint_mirror, options.access, config[RunOptions])
+
+    @hookimpl
+    def save_checkpoint(self, state: Snapshot, config: Config) -> None:
+        """Says how files of other nodes reach node 0. The backend writes the checkpoint."""
+        options, launch = config[MirrorOptions], config[LaunchOptions]
+        if launch.num_machines > 1 and not launch.shared_output_dir and options.checkpoint_mirror is not None:
+            from smalti_storage_s3.mirror.nodes import MirrorRelay
+
+            state.relay = MirrorRelay(options.checkpoint_mirror, options.access)
+
+    @hookimpl
+    def load_checkpoint(self, source: Path, parallel: Parallel, config: Config) -> None:
+        """Brings the checkpoint to nodes that do not see it. The backend reads it."""
+        options, launch = config[MirrorOptions], config[LaunchOptions]
+        if launch.num_machines > 1 and not launch.shared_output_dir and options.checkpoint_mirror is not None:
+            from smalti_storage_s3.mirror.nodes import bring
+
+            run = RunDirectory(cast(Path, config[RunOptions].output_dir))
+            bring(options.checkpoint_mirror, options.access, run, source, parallel)
 
     @hookimpl
     def on_train_start(self, state: RunState, info: RunInfo) -> None:
@@ -73,6 +96,13 @@ def mirror_problems(config: Config) -> Iterator[Problem]:
             check_place(place)
         except UserError as error:
             yield Problem(message=error.message, where=config.source("checkpoint_mirror"), fix=error.fix)
+    launch = config[LaunchOptions]
+    if launch.num_machines > 1 and not launch.shared_output_dir and place is None:
+        yield Problem(
+            message="shared_output_dir is off, so the parts of a checkpoint on several nodes need a place to meet",
+            where=config.source("shared_output_dir"),
+            fix="--checkpoint_mirror=s3://BUCKET/PREFIX",
+        )
     source = config[RunOptions].resume_from_checkpoint
     if is_url(source):
         yield Problem(

@@ -144,7 +144,7 @@ class Uploader:
         missing = [name for name, record in manifest.files.items() if target.sizes.get(name) != record.size]
 
         def send(name: str) -> int:
-            _upload(self.storage, path / name, target.prefix + name)
+            upload(self.storage, path / name, target.prefix + name)
             return manifest.files[name].size
 
         with ThreadPoolExecutor(TRANSFERS, "smalti-mirror") as pool:
@@ -158,11 +158,11 @@ class Uploader:
                 for file in sorted(self.run.path.glob(pattern)):
                     copy = Path(folder) / file.name  # of one moment, while the run appends to the file
                     shutil.copyfile(file, copy)
-                    _upload(self.storage, copy, file.name)
+                    upload(self.storage, copy, file.name)
         for file in sorted(self.run.path.glob(KEPT_FILES)):
             key = file.relative_to(self.run.path).as_posix()
             if there.get(key) != file.stat().st_size:
-                _upload(self.storage, file, key)
+                upload(self.storage, file, key)
 
     # --- removing old checkpoints -----------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ def _work_folder(run: Path) -> Path:
     return folder
 
 
-def _upload(storage: Storage, path: Path, key: str) -> None:
+def upload(storage: Storage, path: Path, key: str) -> None:
     if isinstance(storage, TransfersFiles):
         storage.upload(path, key)
     else:
