@@ -28,6 +28,7 @@ from .hostile import hostile
 from .object_store import faulty_requests, few_faulty_requests
 from .plugging import plugged
 from .power_cut import power_cut
+from .remote_data import faulty_network, faulty_network_once
 from .resharding import resharded
 from .runs import resumed, resumed_once, stopped, stopped_once
 from .saves import crashed, killed, refused
@@ -54,11 +55,18 @@ GROUPS: dict[str, tuple[str, Round, int]] = {
     "C1": ("data resumed anywhere", resumed_anywhere, 2),
     "C2": ("data for other numbers of ranks", changing_worlds, 1),
     "C3": ("bad images and tables", bad_inputs_and_tables, 1),
+    "C4": ("data on S3, with 5 % faults", faulty_network, 1),
     "C5": ("loader threads that fail", failing_threads, 1),
     "G": ("broken plugins", plugged, 2),
 }
 """Title, one round, share of the time."""
-SHORT = {resumed: resumed_once, stopped: stopped_once, resumed_anywhere: resumed_briefly, faulty_requests: few_faulty_requests}
+SHORT = {
+    resumed: resumed_once,
+    stopped: stopped_once,
+    resumed_anywhere: resumed_briefly,
+    faulty_requests: few_faulty_requests,
+    faulty_network: faulty_network_once,
+}
 REAL = {killed, resumed, stopped, *SHORT.values()}
 """Rounds that need a disk below them; those that fake a crash do not, and one without spares much time."""
 

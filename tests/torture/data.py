@@ -52,19 +52,27 @@ def data_of(
     specs, problems = parse_datasets(entries, where="", defaults=DataDefaults(resolution=16), catalog=catalog or Catalog())
     assert not problems, problems
     shape = BatchShape(train_batch_size=EFFECTIVE, ranks=1, accumulation=1)
-    rules = DataRules(seed=seed, shape=shape, alignment=8, error_budget=budget, allow_oversubscription=True)
+    rules = DataRules(seed=seed, shape=shape, alignment=8, error_budget=budget, short_buckets="repeat")
     return prepare(build_datasets(specs, catalog or Catalog()), rules)
 
 
 def sequence(
-    data: PreparedData, start: int, count: int, *, ranks: int = 1, workers: int = 1, prefetch: int = 3
+    data: PreparedData,
+    start: int,
+    count: int,
+    *,
+    ranks: int = 1,
+    workers: int = 1,
+    prefetch: int = 3,
+    cache_bytes: int = 1 << 20,
 ) -> list[Sample]:
     """The samples of `count` batches from a position on, put together from all ranks in their order."""
     found: list[Sample] = []
     for rank in range(ranks):
         micro = EFFECTIVE // ranks
         world = World(rank=rank, size=ranks)
-        with Loader(data, world=world, micro_batch=micro, position=start, workers=workers, prefetch=prefetch) as loader:
+        options = {"workers": workers, "prefetch": prefetch, "cache_bytes": cache_bytes}
+        with Loader(data, world=world, micro_batch=micro, position=start, **options) as loader:
             for batch in islice(loader, count):
                 for one in batch.micro:
                     assert one.pixels is not None

@@ -16,7 +16,7 @@ from smalti_storage_s3.client.storage import S3Storage
 from smalti_testing import FaultProxy, ObjectStore, Rule, juicefs, seaweed
 from smalti_testing.fault_proxy import Fault
 
-from .object_store import PART, TIMEOUTS, small_parts, storage_of
+from .object_store import PART, TIMEOUTS, storage_of
 from .subject import Report
 
 BRIEF = Timeouts(deadline=1.5, first_deadline=1.5, pause=0.02, longest_pause=0.2, connect_timeout=0.3, read_timeout=0.5)
@@ -25,7 +25,7 @@ BRIEF = Timeouts(deadline=1.5, first_deadline=1.5, pause=0.02, longest_pause=0.2
 def stopping_server(chance: Random, place: Path, *, rounds: int = 4) -> Report:
     """B3: SIGKILL and a restart, or SIGSTOP, while threads write: what was acknowledged is there, and all writers go on."""
     report = Report()
-    with seaweed(place / "store") as store, small_parts():
+    with seaweed(place / "store") as store:
         for number in range(rounds):
             _interrupted(chance, store, f"{number}/", report, kill=number % 2 == 0)
             report.faults += 1
@@ -176,7 +176,7 @@ def many_keys(chance: Random, place: Path, *, count: int = 1100) -> Report:
     report = Report()
     names = ["with blank", "ä/日本", "a+b&c", "%2F", "a-b", "a/x", "a0", "quote'\"", "semi;colon", "star*", "deep/" * 20 + "x"]
     keys = sorted({*names, *(f"{number % 20 // 19}/{chance.randrange(10**9):09}" for number in range(count))})
-    with seaweed(place / "store") as store, small_parts():
+    with seaweed(place / "store") as store:
         direct = storage_of(store, store.endpoint, fast=True, prefix="many/")
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda key: direct.write(key, key.encode()), keys))

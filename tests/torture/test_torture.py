@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-GROUPS = ("A1", "A2", "A3", "A4", "A5", "A6", "A8", "A9", "A10", "C1", "C2", "C3", "C5", "G")
+GROUPS = ("A1", "A2", "A3", "A4", "A5", "A6", "A8", "A9", "A10", "C1", "C2", "C3", "C4", "C5", "G")
 
 
 @pytest.fixture(scope="module")
