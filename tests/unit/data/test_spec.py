@@ -107,6 +107,12 @@ def test_values_that_cannot_be_used_are_named(values: dict[str, object], message
     assert message in problem_of(**values)
 
 
+def test_a_list_of_aspects_that_is_not_used_gets_a_notice() -> None:
+    notices = spec_of(crop_aspect="square", crop_aspect_buckets=[1.5], max_upscale_threshold=0.2).notices
+
+    assert [notice.split(": ", 2)[2].split()[0] for notice in notices] == ["crop_aspect_buckets", "max_upscale_threshold"]
+
+
 def test_nothing_is_stretched_by_default() -> None:
     """A photograph of 4:3 in the bucket 576x448 of 512 pixels, which is 9:7."""
     rules = DataRules(seed=0, shape=BatchShape(train_batch_size=1, ranks=1, accumulation=1))

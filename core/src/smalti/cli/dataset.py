@@ -70,7 +70,7 @@ def scan(arguments: tuple[str, ...], as_json: bool) -> None:
         *build_datasets(specs, catalog, directory, _progress(), kind="eval"),
     ]
     if as_json:
-        click.echo(json.dumps({"datasets": [_described(one) for one in found]}, indent=2, ensure_ascii=False))
+        _show({"datasets": [_described(one) for one in found], "traffic": report.traffic(found)})
         return
     for one in found:
         broken = one.index.quarantined
@@ -83,6 +83,8 @@ def scan(arguments: tuple[str, ...], as_json: bool) -> None:
             click.echo(f"    and {len(broken) - _SHOWN} more")
         for notice in one.notices:
             click.echo(f"    note: {notice}")
+    for line in report.traffic_lines(found):
+        click.echo(line)
 
 
 @dataset.command(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
-from smalti.data import BatchShape, BucketCount, CountsTraffic, PreparedData, Traffic, Visit
+from smalti.data import BatchShape, BucketCount, CountsTraffic, Dataset, PreparedData, Traffic, Visit
 
 Json = dict[str, object]
 _BAR = 24  # characters of the longest bar
@@ -23,7 +23,7 @@ def checked(data: PreparedData, notices: Sequence[str]) -> Json:
         ],
         "quarantined": data.unusable,
         "without_caption": missing,
-        "traffic": _traffic(data),
+        "traffic": traffic(data.datasets),
         "notices": list(notices),
     }
 
@@ -36,7 +36,7 @@ def checked_text(data: PreparedData, notices: Sequence[str]) -> str:
     if data.unusable:
         missing = checked(data, ())["without_caption"]
         lines.append(f"{data.unusable} unusable images, {missing} of them without a caption; smalti dataset scan lists them")
-    return "\n".join([*lines, *_traffic_lines(data), *(f"note: {notice}" for notice in notices)])
+    return "\n".join([*lines, *traffic_lines(data.datasets), *(f"note: {notice}" for notice in notices)])
 
 
 def buckets(data: PreparedData, shape: BatchShape, outcome: Sequence[str]) -> Json:
@@ -44,7 +44,7 @@ def buckets(data: PreparedData, shape: BatchShape, outcome: Sequence[str]) -> Js
     return {
         "effective_batch": shape.effective,
         "buckets": [_bucket(one, shape, float(each)) for one, each in _per_epoch(data)],
-        "traffic": _traffic(data),
+        "traffic": traffic(data.datasets),
         "notices": list(outcome),
     }
 
@@ -79,7 +79,7 @@ def buckets_text(data: PreparedData, shape: BatchShape, outcome: Sequence[str]) 
     total, short = sum(each for _, each in found), sum(one.total < shape.effective for one in data.counts)
     lines.append(f"{len(found)} buckets, {int(total)} samples in an epoch, effective batch {shape.effective}")
     lines.append(f"{short} of them cannot fill a batch" if short else "each fills a batch")
-    return "\n".join([*lines, *_traffic_lines(data), *(f"note: {line}" for line in outcome)])
+    return "\n".join([*lines, *traffic_lines(data.datasets), *(f"note: {line}" for line in outcome)])
 
 
 def batches(data: PreparedData, shape: BatchShape, positions: Iterable[int], visits: Iterable[Sequence[Visit]]) -> list[Json]:
@@ -117,9 +117,9 @@ def batches_text(data: PreparedData, shape: BatchShape, positions: Iterable[int]
     return "\n".join(lines)
 
 
-def _traffic(data: PreparedData) -> Json:
+def traffic(datasets: Iterable[Dataset]) -> Json:
     """Requests and bytes of the storages that count them."""
-    storages = {id(dataset.storage): dataset.storage for dataset in data.datasets}.values()
+    storages = {id(dataset.storage): dataset.storage for dataset in datasets}.values()
     found = [each for storage in storages if isinstance(storage, CountsTraffic) for each in storage.traffic().values()]
     total = Traffic(
         requests=sum(each.requests for each in found),
@@ -130,8 +130,9 @@ def _traffic(data: PreparedData) -> Json:
     return {"requests": total.requests, "sent": total.sent, "received": total.received, "retries": total.retries}
 
 
-def _traffic_lines(data: PreparedData) -> list[str]:
-    found = _traffic(data)
+def traffic_lines(datasets: Iterable[Dataset]) -> list[str]:
+    """The same for people; none where only folders are read."""
+    found = traffic(datasets)
     if not found["requests"]:
         return []
     return [f"{found['requests']} requests to the storage, {found['received']} bytes received, {found['retries']} retries"]

@@ -111,7 +111,8 @@ class CaptionPolicy:
         if shuffle is not None and shuffle.enable:
             others = [others[place] for place in permutation(len(others), key)]
         if rate:
-            others = [tag for place, tag in enumerate(others) if uniform(derive_seed("dropped", key, place)) >= rate]
+            dropped = derive_seed("dropped", key)
+            others = [tag for place, tag in enumerate(others) if uniform(derive_seed(dropped, place)) >= rate]
         joined = (" " if separator == " " else f"{separator} ").join([*kept, *others])
         return f"{front}{joined}".strip()
 

@@ -265,6 +265,9 @@ class _EntryParser:
         elif self.simpletuner and "crop" in entry:
             values |= simpletuner.WITHOUT_CROP
             notices.append(f"{place}: crop: false is read as crop_aspect: preserve, since SimpleTuner does not stretch images")
+        if str(values.get("crop_aspect", "")).lower() not in ("closest", "random"):
+            unused = [key for key in ("crop_aspect_buckets", "max_upscale_threshold") if entry.get(key)]
+            notices += [f"{place}: {key} has no effect: it belongs to crop_aspect closest and random" for key in unused]
         values["metadata_backend"] = metadata
         if metadata in WITH_TEXTS and str(values.get("caption_strategy")).lower() in ("textfile", "tar", "webshart"):
             values["caption_strategy"] = metadata
