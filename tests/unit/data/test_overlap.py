@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings, strategies as st
+from PIL import Image
 
+from smalti.data.datasets.catalog import Catalog
+from smalti.data.datasets.parse import DataDefaults, parse_datasets
+from smalti.data.prepared import Dataset, build_datasets, check_no_overlap
 from smalti.data.scan import index_file, overlap as module
 from smalti.data.scan.index import DatasetIndex
 from smalti.data.scan.index_file import SCHEMA, IndexFile, IndexWriter
 from smalti.data.scan.overlap import overlap
+from smalti.errors import PreflightError
 
 EMPTY = {
     "etag": "",
@@ -51,3 +57,39 @@ def test_the_keys_in_both_are_counted(few: int, one: set[str], other: set[str], 
 
     assert found.count == len(both)
     assert (found.first in both or found.first in {key.removeprefix(folder) for key in both}) == bool(both)
+
+
+# --- datasets -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("all/1.png", "all/eval/2.png", "all/eval/3.png", "all-others/2.png"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(path)
+    (tmp_path / "link").symlink_to(tmp_path / "all")
+    return tmp_path
+
+
+def datasets_of(folder: Path) -> tuple[Dataset, ...]:
+    entries = [{"id": folder.name, "instance_data_dir": str(folder), "caption_strategy": "filename"}]
+    specs, problems = parse_datasets(entries, where="data.json", defaults=DataDefaults(resolution=16))
+    assert problems == ()
+    return build_datasets(specs, Catalog())
+
+
+@pytest.mark.parametrize(
+    ("training", "held_out", "count", "first"),
+    [("all", "all/eval", 2, "eval/2.png"), ("all/eval", "link", 2, "eval/2.png"), ("link", "all", 3, "1.png")],
+)
+def test_held_out_images_that_are_trained_on_are_found(
+    folder: Path, training: str, held_out: str, count: int, first: str
+) -> None:
+    with pytest.raises(PreflightError, match=f"^{count} images of the eval datasets are also in the training .*: {first}\n"):
+        check_no_overlap(datasets_of(folder / training), datasets_of(folder / held_out))
+
+
+def test_other_folders_have_nothing_in_common_whatever_their_names(folder: Path) -> None:
+    check_no_overlap(datasets_of(folder / "all-others"), datasets_of(folder / "all"))
+    check_no_overlap(datasets_of(folder / "all"), datasets_of(folder / "all-others"))

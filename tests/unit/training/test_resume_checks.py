@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -11,11 +12,11 @@ import pytest
 from PIL import Image
 
 from smalti.config.config import Config
-from smalti.data.from_options import scan_data
+from smalti.data.from_options import scan_data, total_steps
 from smalti.data.prepared import PreparedData
 from smalti.data.scan.changes import keep
 from smalti.data.scan.identity import Identity, first_digest
-from smalti.errors import CheckpointError
+from smalti.errors import CheckpointError, PreflightError
 from smalti.plugins.registry import Plugins
 from smalti.training.resume_checks import Resumption, check_resumable
 
@@ -256,3 +257,16 @@ def test_indexes_are_compared_some_rows_at_a_time(project: Project, monkeypatch:
         monkeypatch.setattr("smalti.data.scan.changes._ROWS", rows)
         assert project.resume(trainer, "--on_changed_data=continue").changes == whole
     assert (len(whole), whole[:2]) == (5, ("2 images were added, first: 5a.png", "1 image was removed, first: 1.png"))
+
+
+def test_a_run_that_goes_on_after_its_last_dataset_is_refused(project: Project, tmp_path: Path) -> None:
+    entry = {"id": "images", "instance_data_dir": str(project.images), "end_step": 3}
+    (tmp_path / "data.json").write_text(json.dumps([entry]))
+    config = project.config("--max_train_steps=4")
+    data = project.scan(f"--data_backend_config={tmp_path}/data.json", "--instance_data_dir=")
+
+    with pytest.raises(
+        PreflightError, match="no dataset is trained on after step 3, and the run has 4\n  fix: --max_train_steps=3"
+    ):
+        total_steps(config, data)
+    assert total_steps(project.config("--max_train_steps=3"), data) == 3

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, BinaryIO, cast
 
 import numpy as np
@@ -30,6 +31,7 @@ MOST_ROWS = 2**32 - 1
 """Of one dataset, since a row number has 4 bytes."""
 _CHUNK = 1 << 20  # rows sorted at once
 _NONE = 0xFFFF  # no bucket
+_MOST_BUCKETS = 30_000  # so that their numbers fit into signed 16 bits
 _FORMAT = 1
 _ENDING = b"smalti.bucket.rows"
 _log = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ def rows_by_bucket(index: DatasetIndex, settings: CropSettings, path: Path | Non
         return _in_memory(index, settings)
     if (found := _open(path, key)) is not None:
         return found
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with draft.open("w+b") as file:
@@ -223,8 +225,9 @@ class _Sizes:
         if number is None:
             number = self._numbers[bucket] = len(self.names)
             self.names.append(bucket)
-            if len(self.names) >= _NONE:
-                raise PreflightError("the images are of more than 65,000 buckets", fix="lower aspect_bucket_rounding")
+            if len(self.names) > _MOST_BUCKETS:
+                message = f"the images of a dataset are of more than {_MOST_BUCKETS:,} buckets"
+                raise PreflightError(message, fix="lower --aspect_bucket_rounding")
         return number
 
 
