@@ -181,7 +181,7 @@ class OptionGroup:
     options: type[Options]
     translate: Callable[[Mapping[str, object]], Translation] | None = None
     derived: Callable[[Mapping[str, object]], Translation] | None = None
-    urls: Mapping[str, Callable[[str], Translation]] = field(default_factory=dict)
+    urls: Mapping[str, Callable[[str], Translation]] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, kw_only=True)

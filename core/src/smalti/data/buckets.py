@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-from smalti.system import mixed
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 ResolutionType = Literal["pixel", "area", "pixel_area"]
 CropStyle = Literal["center", "random", "corner"]
@@ -176,6 +175,11 @@ class CropSettings:
 
 def choices_of(sizes: NDArray[np.int64], widths: NDArray[np.int32], heights: NDArray[np.int32]) -> NDArray[np.int64]:
     """Returns a choice for each image, which depends on the size of its file in bytes and on its own size alone."""
+    # Imported here: the command line reads the keys of datasets, and needs no numpy.
+    import numpy as np
+
+    from smalti.system import mixed
+
     pixels = widths.astype(np.int64) << 32 | heights
     return (mixed(sizes ^ mixed(pixels).astype(np.int64)) >> np.uint64(40)).astype(np.int64) % RANDOM_CHOICES
 
