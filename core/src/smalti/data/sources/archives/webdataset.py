@@ -27,7 +27,7 @@ from smalti.data.storage.local import LocalStorage
 from smalti.data.storage.protocol import Storage, StorageError, StoredFile
 from smalti.errors import ConfigError
 
-_NEAR = 8 << 10
+_NEAR = 20 << 10
 """Bytes read at once from a local file: a header, and often the caption and the beginning of the image."""
 _STREAMED = 4 << 20
 """Bytes read at once from elsewhere while samples are small, so that the whole shard is read in a few requests."""
