@@ -1,7 +1,7 @@
 """What an index of many images costs: CPU seconds and memory, on synthetic columns.
 
 python bench/data.py index [--rows=1000000]     from columns and from a JSON-lines table, new and unchanged
-python bench/data.py open [--rows=100000000]    opening a large index, which is written first (about 30 bytes a row)
+python bench/data.py open [--rows=100000000]    opening a large index, which is written first (about 60 bytes a row)
 """
 
 from __future__ import annotations

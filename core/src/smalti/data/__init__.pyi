@@ -34,6 +34,7 @@ from .from_options import (
     was_scanned as was_scanned,
 )
 from .loader import Batch as Batch, Loader as Loader
+from .node_copy import copy_to_node as copy_to_node
 from .order import Beginning as Beginning, Order as Order, Version as Version
 from .parquet_images import choose_columns as choose_columns, parquet_files as parquet_files, unpack as unpack
 from .prepared import Dataset as Dataset, PreparedData as PreparedData, build_datasets as build_datasets

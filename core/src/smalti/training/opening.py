@@ -8,11 +8,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
 
-from smalti.config import Config, RunOptions, ValidationPrompt
+from smalti.config import Config, DataOptions, RunOptions, ValidationPrompt
 from smalti.data import (
     Encoded,
     PreparedData,
     cache_folders,
+    copy_to_node,
     encode_ahead,
     load_data,
     scan_data_on_all_ranks,
@@ -75,9 +76,11 @@ def open_data(
             )
             for notice in notices:
                 print(f"smalti: note: {notice}", file=sys.stderr)
+        copies = config[DataOptions].data_index_dir
+        indexes = directory if copies is None else copy_to_node(directory, copies, communicator)
     except RankError as failure:
         raise UserError(str(failure), fix=failure.fix) from failure
-    data = load_data(config, plugins, family.alignment, directory)
+    data = load_data(config, plugins, family.alignment, indexes)
     encoded = encode_ahead(config, family, data, communicator, cache_folders(config, plugins), directory, phases, prompts)
     phases.enter("building")
     return data, encoded

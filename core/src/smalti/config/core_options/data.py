@@ -122,6 +122,11 @@ class DataOptions(Options):
         None,
         help="Folder of cached latents and text embeddings, which runs can share. Default: `cache` in the run directory.",
     )
+    data_index_dir: Path | None = option(
+        None,
+        help="Folder on a fast drive of each node, to which indexes are copied. Default: they are read from the run directory.",
+        level="advanced",
+    )
     data_error_budget: Annotated[float, BeforeValidator(_count_or_share), AfterValidator(_whole_above_one)] = option(
         0.01,
         help='Maximum share (0.01 or "1%") or number of unreadable images before the run stops.',

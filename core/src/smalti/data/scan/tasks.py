@@ -11,7 +11,7 @@ from pathlib import Path
 
 AT_ONCE = 2
 """Parts that a rank has at once: it does one while the next is on its way."""
-_VISIBLE_SECONDS = 90.0
+VISIBLE_SECONDS = 90.0
 """How long a network file system may take to show what another node has written."""
 
 
@@ -52,7 +52,7 @@ class Handed:
 
 def wait_for(path: Path) -> None:
     """Wait until a file that another node has written is visible here. Raises FileNotFoundError."""
-    deadline = time.monotonic() + _VISIBLE_SECONDS
+    deadline = time.monotonic() + VISIBLE_SECONDS
     while not path.exists():
         if time.monotonic() > deadline:
             raise FileNotFoundError(
