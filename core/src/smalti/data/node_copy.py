@@ -30,8 +30,8 @@ def copy_to_node(directory: Path, root: Path, communicator: Communicator) -> Pat
     """
     world = communicator.world
     target = root.expanduser().absolute() / sha256(str(directory.absolute()).encode()).hexdigest()[:16]
-    told = run_on_all_ranks(communicator, lambda: json.dumps(_sizes(directory)) if world.is_main else "")
-    wanted: _Sizes = {name: (size, changed) for name, (size, changed) in json.loads(told[0]).items()}
+    answers = run_on_all_ranks(communicator, lambda: json.dumps(_sizes(directory)) if world.is_main else "")
+    wanted: _Sizes = {name: (size, changed) for name, (size, changed) in json.loads(answers[0]).items()}
     with Threads(1, "smalti-copy") as pool:
         work = pool.submit(lambda sizes: _copy(directory, target, sizes), wanted) if world.local_rank == 0 else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Protocol, cast, runtime_checkable
+from typing import cast
 
 import numpy as np
 import pyarrow as pa
@@ -13,17 +13,12 @@ import pyarrow.compute as pc
 
 from smalti.data.datasets.sources import CAPTION_EXTENSIONS, DESCRIPTIONS
 from smalti.data.scan.image_headers import EXTENSIONS
-from smalti.data.storage.protocol import Storage, StoredFile
+from smalti.data.storage.protocol import ListsFileColumns, Storage, StoredFile
 
 WINDOW = 1 << 16
 """Rows at a time."""
 _FILES = pa.schema([("key", pa.string()), ("size", pa.int64()), ("etag", pa.string())])
 _NAME_END = r"[^./]*$"  # a name from its last dot on, without the dot
-
-
-@runtime_checkable
-class _ListsFileColumns(Protocol):
-    def list_columns(self, prefix: str = "") -> Iterator[pa.RecordBatch]: ...
 
 
 class ImageFiles:
@@ -90,7 +85,7 @@ class ImageFiles:
 
 def file_columns(storage: Storage) -> Iterator[pa.RecordBatch]:
     """All files of a storage, sorted by key: `key`, `size` and `etag`. Without an object per file where the storage can."""
-    if isinstance(storage, _ListsFileColumns):
+    if isinstance(storage, ListsFileColumns):
         for batch in storage.list_columns():
             yield pa.RecordBatch.from_arrays([batch.column(field.name).cast(field.type) for field in _FILES], schema=_FILES)
         return
