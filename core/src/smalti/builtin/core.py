@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from smalti.config import (
     TrainingOptions,
     cuda_graph_problem,
     launch_problems,
+    package_of_scheme,
     warm_up_problem,
 )
 from smalti.errors import Problem
@@ -146,8 +148,13 @@ def _family(config: Config) -> Iterator[Problem]:
 
 
 def _directory(config: Config) -> Iterator[Problem]:
-    if config[RunOptions].output_dir is None:
+    folder, where = config[RunOptions].output_dir, config.source("output_dir")
+    if folder is None:
         yield Problem(message="no run directory given", fix="--output_dir=FOLDER")
+    elif (url := re.match(r"([a-z][a-z0-9+.-]+):/", str(folder))) is not None:  # a path has one slash left of two
+        package = package_of_scheme(url[1])
+        message = f"output_dir is a URL of the scheme {url[1]!r}"
+        yield package.problem(message, where) if package else Problem(message=message, where=where, fix="--output_dir=FOLDER")
 
 
 def _datasets(config: Config) -> Iterator[Problem]:

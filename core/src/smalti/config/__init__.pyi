@@ -40,6 +40,7 @@ from .known_packages import (
     package_of_command as package_of_command,
     package_of_family as package_of_family,
     package_of_option as package_of_option,
+    package_of_scheme as package_of_scheme,
     package_of_storage as package_of_storage,
     package_of_topic as package_of_topic,
     packages_with_families as packages_with_families,

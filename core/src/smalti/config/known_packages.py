@@ -23,7 +23,7 @@ class Package:
 
     `planned` packages do not exist yet. `accelerate` has sections of an Accelerate YAML and values of its `distributed_type`.
     `checkpoints` has (pattern, format): files that mark a folder as a checkpoint of that format. `strategy` is the title of its
-    distributed plan.
+    distributed plan. `schemes` are those of URLs that it takes in place of paths.
     """
 
     plugin: str
@@ -36,6 +36,7 @@ class Package:
     accelerate: tuple[str, ...] = ()
     checkpoints: tuple[tuple[str, str], ...] = ()
     strategy: str = ""
+    schemes: tuple[str, ...] = ()
 
     @property
     def distribution(self) -> str:
@@ -170,6 +171,7 @@ PACKAGES = (
             "checkpoint_mirror_region_name",
         ),
         commands=("mirror",),
+        schemes=("s3",),
         storages=("aws", "parquet"),
     ),
     Package(plugin="health", planned=True, options=("webhook_config", "gpu_health")),
@@ -200,6 +202,11 @@ def _clone() -> Path | None:
         return None
     root = Path(unquote(url.path)).parent
     return root if (root / "plugins").is_dir() else None
+
+
+def package_of_scheme(scheme: str) -> Package | None:
+    """The package that takes URLs of this scheme in place of a path."""
+    return next((package for package in PACKAGES if scheme in package.schemes), None)
 
 
 def package_of_option(name: str) -> Package | None:
