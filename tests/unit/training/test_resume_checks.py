@@ -156,6 +156,23 @@ def test_other_crops_are_a_change_where_the_order_stays_and_other_buckets_always
 
 
 @pytest.mark.parametrize(
+    ("key", "value"),
+    [("flip_probability", 0.5), ("trigger_word", "zwx"), ("caption_shuffle", True), ("caption_filter_list", ["number"])],
+)
+def test_other_texts_and_mirrored_images_are_a_change(project: Project, tmp_path: Path, key: str, value: object) -> None:
+    trainer = project.train()
+    entries = tmp_path / "entries.json"
+    entry: dict[str, object] = {"id": "images", "instance_data_dir": str(project.images)}
+    flags = (f"--data_backend_config={entries}", "--instance_data_dir=")
+    entries.write_text(json.dumps([{**entry, "caption_dropout_probability": 0.5}]))
+    assert project.resume(trainer, *flags).changes == ()
+
+    entries.write_text(json.dumps([{**entry, key: value}]))
+    with pytest.raises(CheckpointError, match=f"{key} of dataset images was not set, is now .*\n  fix: set no {key}, or"):
+        project.resume(trainer, *flags)
+
+
+@pytest.mark.parametrize(
     ("was", "flags", "fix"),
     [
         (4, (), "--gradient_accumulation_steps=2 or --train_batch_size=4 or --num_processes=2"),

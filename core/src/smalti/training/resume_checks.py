@@ -12,7 +12,10 @@ from smalti.data import Identity, PreparedData, Settings, Version, changes, firs
 from smalti.errors import CheckpointError
 from smalti.rundir import RunDirectory
 
-_CROPS = ("crop", "crop_style", "maximum_image_size", "target_downsample_size")
+_SEEN = {
+    *("crop", "crop_style", "maximum_image_size", "target_downsample_size", "flip_probability", "caption_weights"),
+    *("caption_prefix", "caption_suffix", "trigger_word", "caption_shuffle", "caption_tag_dropout_rate", "caption_filter_list"),
+}
 """Settings that change what is trained on even where the order of samples stays."""
 
 
@@ -140,12 +143,15 @@ def _since(then: Identity, data: PreparedData, directory: Path, *, same_batch: b
 
 
 def _settings(then: Settings, now: Settings, *, reordered: bool) -> list[tuple[str, str]]:
-    """Settings that differ, in words, and each as it was. Where the order is the same, only how images are cropped matters."""
+    """Settings that differ, in words, and each as it was. Where the order is the same, only what is seen of them matters."""
     return [
-        (f"{name} of dataset {dataset} was {_shown(was)}, is now {_shown(value)}", f"{name}={_shown(was)}")
+        (
+            f"{name} of dataset {dataset} was {_shown(was)}, is now {_shown(value)}",
+            f"{name}={_shown(was)}" if was is not None else f"no {name}",
+        )
         for dataset in sorted(then.keys() & now.keys())
         for name in dict.fromkeys((*then[dataset], *now[dataset]))
-        if (was := then[dataset].get(name)) != (value := now[dataset].get(name)) and (reordered or name in _CROPS)
+        if (was := then[dataset].get(name)) != (value := now[dataset].get(name)) and (reordered or name in _SEEN)
     ]
 
 
