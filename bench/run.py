@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
-CASES = ("startup", "first_step", "step", "sdxl", "save", "detect", "shard", "zero", "headers")
+CASES = ("startup", "first_step", "step", "sdxl", "save", "detect", "shard", "zero", "headers", "data_s3")
 
 
 @dataclass(frozen=True, kw_only=True)

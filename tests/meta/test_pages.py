@@ -25,6 +25,7 @@ _SWITCHES = ("...", "--dry-run", "--json", "--help", "--help-all")
 _OF_SLURM = ("dependency", "kill", "no", "nodes", "signal")
 _OF_OTHER_COMMANDS = (
     *_OF_SLURM,
+    "abort_abandoned",
     "apply",
     "caption_column",
     "captions",
@@ -47,6 +48,7 @@ _OF_OTHER_COMMANDS = (
     "tensors",
     "timeout",
     "to",
+    "write",
     "yes",
 )
 _OF_THEIR_OWN = ("writing-a-plugin.md", "your-own-architecture.md", "hooks.md", "protocols.md")

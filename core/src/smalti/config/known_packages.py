@@ -170,7 +170,7 @@ PACKAGES = (
             "checkpoint_mirror_profile_name",
             "checkpoint_mirror_region_name",
         ),
-        commands=("mirror",),
+        commands=("mirror", "s3"),
         schemes=("s3",),
         storages=("aws", "parquet"),
     ),

@@ -26,9 +26,11 @@ class StorageS3(MirrorHooks):
 
     @hookimpl
     def register_commands(self, commands: click.Group) -> None:
+        from smalti_storage_s3.commands import s3
         from smalti_storage_s3.mirror.commands import mirror
 
         commands.add_command(mirror)
+        commands.add_command(s3)
 
     @hookimpl
     def register_storage(self) -> list[StorageEntry]:

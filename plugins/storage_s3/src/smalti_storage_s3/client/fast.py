@@ -1,4 +1,4 @@
-"""Small objects with obstore, where it is installed: a tenth of botocore's CPU time. Credentials and all else are botocore's.
+"""Small objects with obstore, where it is installed: a third of botocore's CPU time. Credentials and all else are botocore's.
 
 obstore checks lengths and ranges, and no digest; that is done above it, for both.
 """
