@@ -15,7 +15,6 @@ NOT_FOR_PLUGINS = {
     "Named",
     "Precision",
     "Quantile",
-    "TensorStore",
 }
 """Protocols that only the core implements and uses. Any other belongs on the page."""
 

@@ -5,7 +5,7 @@ import os
 import resource
 import shutil
 import signal
-from itertools import chain, islice
+from itertools import chain, islice, product
 from pathlib import Path
 
 import numpy as np
@@ -14,23 +14,27 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-import smalti.data.cache.encode_ahead
-from smalti.checkpoint.format.safetensors_layout import read_header
+import smalti.data.cache.pending
 from smalti.config.resolution import resolve
 from smalti.data.batch_check import BatchShape
+from smalti.data.cache.earlier import earlier_latents_key, earlier_text_key
+from smalti.data.cache.embedding_cache import CachedTexts
 from smalti.data.cache.encode_ahead import Encoded, encode_ahead
-from smalti.data.cache.tensor_store import FolderStore
+from smalti.data.cache.pack import PackBuilder
+from smalti.data.cache.places import CacheFolders, CachePlace
+from smalti.data.cache.store import PackStore
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
-from smalti.data.from_options import CacheFolders
 from smalti.data.loader import Loader
 from smalti.data.prepared import DataRules, build_datasets, prepare
+from smalti.data.storage.local import LocalStorage
 from smalti.errors import PreflightError, UserError
 from smalti.parallel.gloo import GlooCommunicator
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.types import World
 from smalti_testing.tiny import TinyFamily
+from support.cache_parts import earlier_part
 from support.forked_ranks import forked_processes
 
 BATCH = 4
@@ -90,8 +94,15 @@ def data_of(folder, *, seed=3, budget=0.01, **values):
 def encode(family, data, cache, ranks=None) -> Encoded:
     schema = schema_of(load_plugins(Selection(without=("all",))))
     config = resolve(schema, [f"--train_batch_size={BATCH}", "--validation_prompt=a pet"], environment={})
-    folders = CacheFolders(texts=cache, latents={"pets": cache})
+    folders = CacheFolders(texts=CachePlace(folder=cache), latents={"pets": CachePlace(folder=cache)})
     return encode_ahead(config, family, data, ranks or GlooCommunicator(world=World(), group=None), folders, cache.parent)
+
+
+def pack_of(entries) -> PackBuilder:
+    pack = PackBuilder()
+    for key, entry in entries.items():
+        pack.add(key, entry)
+    return pack
 
 
 def batches(data, encoded=None, *, world=None, count=10):
@@ -230,27 +241,62 @@ def test_a_folder_that_cannot_be_written_to_and_a_full_disk_are_told_with_the_wa
     with pytest.raises(PreflightError, match=r"cannot cache encoded images(.|\n)*--cache_dir"):
         encode(Encoding(), data_of(pets), tmp_path / "file" / "cache")
 
-    store = FolderStore(tmp_path / "full")
+    (tmp_path / "full").mkdir()
+    store = PackStore(LocalStorage(tmp_path / "full"), "")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
     try:
         with pytest.raises(UserError, match=r"cannot write 1 entries to .*full(.|\n)*free space"):
-            store.put({"a": {"rows": torch.zeros(2000)}})
+            store.put(pack_of({(1, 2): {"rows": torch.rand(2000)}}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list((tmp_path / "full").iterdir()) == []
-    store.put({"a": {"rows": torch.zeros(3, dtype=torch.bfloat16), "mask": torch.ones((), dtype=torch.int64)}})
-    entry = FolderStore(tmp_path / "full")
-    assert entry.missing(["a", "b"]) == {"b"}
-    assert {name: (tensor.dtype, tensor.shape) for name, tensor in entry.get("a").items()} == {
-        "mask": (torch.int64, torch.Size([])),
-        "rows": (torch.bfloat16, torch.Size([3])),
+
+
+def test_a_cache_of_an_earlier_version_is_used(pets, tmp_path, capsys):
+    data = data_of(pets, flip_probability=0.5)
+    encoded = encode(Encoding(), data, tmp_path / "now")
+    texts = ["a pet", "", *(f"image {number}" for number in range(10))]
+    entries = {
+        "texts": {earlier_text_key(text, negative=False): encoded.texts.store.get(CachedTexts.key(text)) for text in texts}
     }
+    bucket, entries["latents"] = data.buckets[0], {}
+    for sample, flipped in product(range(20), (False, True)):
+        latents, offset = encoded.latents.get(sample, bucket, flipped=flipped)
+        key = earlier_latents_key(data, 0, sample, bucket, flipped=flipped)
+        entries["latents"][key] = encoded.latents.entry(latents, offset)
+    for folder in (tmp_path / "now").iterdir():
+        (tmp_path / "then" / folder.name).mkdir(parents=True)
+        earlier_part(tmp_path / "then" / folder.name / "part.safetensors", entries[folder.name.partition("-")[0]])
+    capsys.readouterr()
+    for _ in range(2):
+        again = Encoding()
+        found = encode(again, data, tmp_path / "then")
+        assert (again.images, again.texts) == (0, [])
+        assert all(
+            torch.equal(one.latents, other.latents)
+            for one, other in zip(batches(data, found), batches(data, encoded), strict=True)
+        )
+    assert capsys.readouterr().err.count("has entries of an earlier version of smalti, which are used") == 2  # latents, texts
+
+
+def test_a_damaged_entry_ends_the_run_and_is_encoded_again_by_the_next(pets, tmp_path):
+    data = data_of(pets)
+    encoded = encode(Encoding(), data, tmp_path / "cache")
+    [pack] = (tmp_path / "cache").glob("latents-*/*.safetensors")
+    pack.write_bytes(pack.read_bytes()[:-1] + b"\x99")
+    with Loader(data, world=World(), micro_batch=BATCH, latents=encoded.latents, texts=encoded.texts) as loader:
+        for _ in islice(loader, 6):
+            pass
+        assert f"{pack} is damaged at byte" in loader.budget_exhausted
+    again = Encoding()
+    assert len(batches(data, encode(again, data, tmp_path / "cache"), count=6)) == 6
+    assert again.images == 1
 
 
 def encode_on_two_ranks(folder: Path, cache: Path, stop_after: int) -> tuple[int, list]:
     """Images encoded here, and what this rank then sees of its batches. Parts are written after every batch."""
-    smalti.data.cache.encode_ahead._PART_BYTES = 1
+    smalti.data.cache.pending.PACK_BYTES = 1
     world = World(rank=dist.get_rank(), size=2)
     family, data = Encoding(stop_after=stop_after), data_of(folder)
     encoded = encode(family, data, cache, GlooCommunicator(world=world, group=dist.group.WORLD))
@@ -260,14 +306,16 @@ def encode_on_two_ranks(folder: Path, cache: Path, stop_after: int) -> tuple[int
 def test_ranks_share_the_work_and_what_was_written_before_a_kill_is_not_encoded_again(pets, tmp_path):
     with forked_processes() as ranks:
         (first, some), (second, others) = ranks.run(encode_on_two_ranks, pets, tmp_path / "shared", 1000)
-        killed = ranks.attempt(encode_on_two_ranks, pets, tmp_path / "killed", 6)
+        killed = ranks.attempt(encode_on_two_ranks, pets, tmp_path / "killed", 9)
     assert first + second == 20
     assert min(first, second) > 0
     assert sorted(some + others) == sorted(seen(batches(data_of(pets))))
 
     assert all(result.error for result in killed)
     [folder] = (tmp_path / "killed").glob("latents-*")
-    written = sum(name.endswith("/latents") for part in folder.glob("*.safetensors") for name in read_header(part))
+    store = PackStore(LocalStorage(folder), "")
+    store.refresh()
+    written = len(store)
     again = Encoding()
     encoded = encode(again, data_of(pets), tmp_path / "killed")
     assert 0 < written < 20

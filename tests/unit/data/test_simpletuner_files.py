@@ -76,7 +76,6 @@ def parse(*entries: Entry) -> tuple[list[str], list[str]]:
             [{**LOCAL, "vae_cache_clear_each_epoch": True, "preserve_data_backend_cache": True}, TEXTS],
             ["preserve_data", "vae_cache"],
         ),
-        ([LOCAL, {**TEXTS, **S3}], ["aws_access_key_id", "aws_bucket_name", "aws_secret_access_key"]),
         ([LOCAL, {**TEXTS, "write_batch_size": 128}], ["write_batch_size"]),
         ([LOCAL, {**LOCAL, "id": "held out", "dataset_type": "eval"}, TEXTS], []),
         ([{**LOCAL, "id": "a"}, {**LOCAL, "id": "a-crop", "crop": True, "resolution": 320}, TEXTS], []),

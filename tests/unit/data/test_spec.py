@@ -188,12 +188,16 @@ def test_a_value_that_is_not_supported_yet_is_named_with_what_to_do(key: str, va
     assert problems == [f"data.json: dataset 'pets': {key} {value!r} is not supported yet\n    fix: {fix}"]
 
 
-def test_a_remote_cache_is_no_error_because_caches_are_local() -> None:
+def test_a_cache_in_a_storage_of_a_plugin_that_is_not_active_names_the_plugin() -> None:
     cache = {"id": "texts", "type": "aws", "dataset_type": "text_embeds", "aws_bucket_name": "b", "default": True}
-    specs, problems = parse(PETS, cache)
+    _, problems = parse(PETS, cache)
+    assert "'aws' belongs to smalti-storage-s3" in problems[0]
 
-    assert problems == []
-    assert "texts; all texts are cached in one folder, and caches are local" in unused_caches(specs)[0]
+
+def test_entries_of_caches_that_nothing_uses_are_named() -> None:
+    texts = {"id": "texts", "dataset_type": "text_embeds", "cache_dir": "c", "default": True}
+    specs, _ = parse(PETS, texts, {**texts, "id": "others", "default": False})
+    assert "without effect: others; all texts are cached in one place" in unused_caches(specs)[0]
 
 
 def test_json_is_another_name_of_discovery_in_a_file_of_simpletuner() -> None:

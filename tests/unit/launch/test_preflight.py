@@ -7,7 +7,8 @@ import pytest
 from PIL import Image
 
 from smalti import DistributedPlan, FamilyEntry, hookimpl
-from smalti.data.from_options import CacheFolders, cache_folders
+from smalti.data.cache.places import CacheFolders, CachePlace
+from smalti.data.from_options import cache_folders
 from smalti.errors import ConfigError, PreflightError, UserError
 from smalti.launch.preflight import Preparation
 from smalti.plugins.registry import PluginInfo
@@ -142,4 +143,6 @@ def test_entries_of_caches_that_do_nothing_are_told(configure, plugins, tmp_path
     config = configure(*flags, f"--data_backend_config={data}")
     [notice] = Preparation.of(config, plugins, write=False).notices
     assert "without effect: more;" in notice
-    assert cache_folders(config, plugins) == CacheFolders(texts=Path("texts").absolute(), latents={"a": Path("c").absolute()})
+    assert cache_folders(config, plugins) == CacheFolders(
+        texts=CachePlace(folder=Path("texts").absolute()), latents={"a": CachePlace(folder=Path("c").absolute())}
+    )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -21,10 +21,11 @@ from smalti.config import (
     expand,
 )
 from smalti.data.batch_check import BatchShape
+from smalti.data.cache.places import CacheFolders, CachePlace
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, load_backend_config, parse_datasets
 from smalti.data.datasets.sources import PricesShuffledReads
-from smalti.data.datasets.spec import DatasetSpec, latents_folder, texts_entry, unused_caches
+from smalti.data.datasets.spec import DatasetSpec, latents_entry, texts_entry, unused_caches
 from smalti.data.prepared import DataRules, Dataset, PreparedData, build_datasets, check_no_overlap, load_datasets, prepare
 from smalti.data.scan.build import Progress
 from smalti.data.scan.tasks import Handed
@@ -271,24 +272,22 @@ def _with_held_out(data: PreparedData, datasets: tuple[Dataset, ...], rules: Dat
     return replace(data, held_out=held_out, notices=(*data.notices, *held_out.notices))
 
 
-@dataclass(frozen=True, kw_only=True)
-class CacheFolders:
-    """Cache folders: for texts, and for the latents of each dataset, by its id."""
-
-    texts: Path
-    latents: Mapping[str, Path]
-
-
 def cache_folders(config: Config, plugins: Plugins) -> CacheFolders:
-    """Returns the cache folders from the options and dataset entries; by default below the run directory."""
-    given = config[DataOptions].cache_dir or cast(Path, config[RunOptions].output_dir) / "cache"
-    specs = dataset_specs(config, catalog_of(plugins))
+    """Returns where caches are, from the options and dataset entries; by default below the run directory."""
+    given = CachePlace(folder=_absolute(config[DataOptions].cache_dir or cast(Path, config[RunOptions].output_dir) / "cache"))
+    catalog = catalog_of(plugins)
+    specs = dataset_specs(config, catalog)
     entry = texts_entry(specs)
-    latents = {spec.id: latents_folder(spec, specs) or given for spec in specs if spec.has_images}
-    return CacheFolders(
-        texts=_absolute(entry.cache_dir if entry is not None and entry.cache_dir is not None else given),
-        latents={name: _absolute(folder) for name, folder in latents.items()},
-    )
+    latents = {spec.id: _place(latents_entry(spec, specs), spec.cache_dir_vae, given) for spec in specs if spec.has_images}
+    texts = given if entry is None else _place(entry, entry.cache_dir, given)
+    return CacheFolders(texts=texts, latents=latents, catalog=catalog)
+
+
+def _place(entry: DatasetSpec | None, folder: str | None, given: CachePlace) -> CachePlace:
+    """Returns where the cache of an entry is: `folder` is a local one, or the prefix in the storage of the entry."""
+    if entry is not None and entry.type != "local":
+        return CachePlace(spec=entry, prefix=(folder or "").strip("/"))
+    return given if folder is None else CachePlace(folder=_absolute(folder))
 
 
 def _absolute(folder: str | Path) -> Path:

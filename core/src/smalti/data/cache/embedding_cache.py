@@ -1,23 +1,26 @@
 """Cached latents and encoded texts: the key of each entry, and its store.
 
 A key covers everything that determines an entry except the encoder, whose identity is in the name of the store: for an image
-the file's etag and the crop; for a text the text.
+the file's etag and the crop; for a text the text. Further kinds of entries (masks, frames) get a first text of their own.
 
 Shapes: B texts of a batch; latents (C, h, w).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from hashlib import blake2b
 
+import numpy as np
+import pyarrow as pa
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from smalti.data.buckets import Bucket
-from smalti.data.cache.tensor_store import Entry, TensorStore
+from smalti.data.cache.entries import Entry
+from smalti.data.cache.keys import Hasher, Key, Keys, single_key
+from smalti.data.cache.store import PackStore
 from smalti.data.images import Bytes, crop, mirrored, read_image
 from smalti.data.prepared import PreparedData
 from smalti.diffusion import Conditioning
@@ -26,9 +29,10 @@ from smalti.system import derive_seed, uniform
 CropOffset = tuple[int, int]
 """Left and top of a crop, in pixels of the scaled image."""
 
-_RECIPE = 2
+_RECIPE = "3"
 """Increase it when the same file and crop give other pixels than before."""
-_TEXT_RECIPE = 1
+_TEXT_RECIPE = "2"
+_UNSCALED = (0, 0)
 
 
 class CachedLatents:
@@ -37,35 +41,57 @@ class CachedLatents:
     A random crop is chosen once for each image, from its name alone: so runs with any seed share the entry.
     """
 
-    def __init__(self, data: PreparedData, stores: Sequence[TensorStore]) -> None:
-        self._data = data
+    def __init__(self, data: PreparedData, stores: Sequence[PackStore]) -> None:
+        self.data = data
         self.stores = tuple(stores)
         self.broken: frozenset[int] = frozenset()
         """Samples without latents, because their images cannot be read."""
 
-    def store(self, sample: int) -> TensorStore:
-        return self.stores[self._data.locate(sample)[0]]
+    def store(self, sample: int) -> PackStore:
+        return self.stores[self.data.locate(sample)[0]]
 
-    def key(self, sample: int, bucket: Bucket, *, flipped: bool = False) -> str:
-        position, row = self._data.locate(sample)
-        dataset, crop_settings = self._data.datasets[position], self._data.crop_settings[position]
-        name = dataset.index.key(row)
-        cropped = (
-            [crop_settings.crop_style, dataset.spec.id if crop_settings.crop_style == "random" else ""]
-            if crop_settings.crop
-            else []
-        )
-        size = dataset.index.size(row)
-        scaled = crop_settings.resized(*size, bucket)
-        if crop_settings.maximum_size and scaled != replace(crop_settings, maximum_size=0).resized(*size, bucket):
-            cropped += map(str, scaled)
-        if flipped:
-            cropped.append("flipped")
-        return _key(_RECIPE, dataset.storage.location, name, dataset.index.etag(row), bucket.width, bucket.height, *cropped)
+    def key(self, sample: int, bucket: Bucket, *, flipped: bool = False) -> Key:
+        position, row = self.data.locate(sample)
+        index = self.data.datasets[position].index
+        scaled = self._scaled(position, index.size(row), bucket)
+        values = (index.key(row), index.etag(row), bucket.width, bucket.height, *scaled, int(flipped))
+        return single_key(self._constants(position), *values)
+
+    def keys(
+        self,
+        position: int,
+        columns: dict[str, pa.Array],
+        numbers: NDArray[np.int16],
+        sizes: NDArray[np.int64],
+        *,
+        flipped: bool,
+    ) -> Keys:
+        """The keys of consecutive rows of a dataset.
+
+        Args:
+            position: of the dataset.
+            columns: "key" and "etag" of the index.
+            numbers: of the buckets; what the keys of rows with -1 are has no meaning.
+            sizes: (rows, 2), width and height.
+            flipped: whether the images are mirrored.
+        """
+        buckets = self.data.buckets
+        frames = np.array([(bucket.width, bucket.height) for bucket in buckets], dtype=np.int64)[numbers]
+        hasher = Hasher(len(numbers), *self._constants(position)).texts(columns["key"]).texts(columns["etag"])
+        hasher.numbers(frames[:, 0]).numbers(frames[:, 1])
+        scaled = np.zeros((len(numbers), 2), dtype=np.int64)
+        if self.data.crop_settings[position].maximum_size:
+            distinct, which = np.unique(np.column_stack([sizes, numbers]), axis=0, return_inverse=True)
+            choices = [
+                self._scaled(position, (width, height), buckets[number]) if number >= 0 else _UNSCALED
+                for width, height, number in distinct.tolist()
+            ]
+            scaled = np.array(choices, dtype=np.int64)[which.reshape(-1)]
+        return hasher.numbers(scaled[:, 0]).numbers(scaled[:, 1]).numbers(int(flipped)).keys()
 
     def image(self, sample: int, bucket: Bucket, *, flipped: bool = False) -> tuple[Bytes, CropOffset]:
         """Returns the image to encode, cropped to its bucket, and the offset of the crop. Raises BadSampleError."""
-        return fixed_crop(self._data, sample, bucket, flipped=flipped)
+        return fixed_crop(self.data, sample, bucket, flipped=flipped)
 
     @staticmethod
     def entry(latents: Tensor, offset: CropOffset) -> Entry:
@@ -77,24 +103,43 @@ class CachedLatents:
         left, top = entry["corner"].tolist()
         return entry["latents"], (left, top)
 
+    def _constants(self, position: int) -> tuple[str, ...]:
+        """What the keys of all images of a dataset depend on."""
+        dataset, settings = self.data.datasets[position], self.data.crop_settings[position]
+        style = settings.crop_style if settings.crop else ""
+        return "latents", _RECIPE, dataset.storage.location, style, dataset.spec.id if style == "random" else ""
+
+    def _scaled(self, position: int, size: tuple[int, int], bucket: Bucket) -> tuple[int, int]:
+        """Returns the size to which an image is scaled, if `maximum_image_size` makes it another one than usual."""
+        settings = self.data.crop_settings[position]
+        if not settings.maximum_size:
+            return _UNSCALED
+        scaled = settings.resized(*size, bucket)
+        return _UNSCALED if scaled == replace(settings, maximum_size=0).resized(*size, bucket) else scaled
+
 
 class CachedTexts:
     """The conditioning of all texts of a run: captions, validation prompts, negative prompts and the empty prompt."""
 
-    def __init__(self, store: TensorStore) -> None:
+    def __init__(self, store: PackStore) -> None:
         self.store = store
 
     @staticmethod
-    def key(text: str, *, negative: bool = False) -> str:
+    def key(text: str, *, negative: bool = False) -> Key:
         """The key of a caption, or of a negative prompt. The empty prompt is the same as both."""
-        return _key(_TEXT_RECIPE, text, *(["negative"] if negative and text else []))
+        return single_key(("text", _TEXT_RECIPE), text, int(negative and text != ""))
+
+    @staticmethod
+    def keys(texts: pa.Array) -> Keys:
+        """The keys of captions."""
+        return Hasher(len(texts), "text", _TEXT_RECIPE).texts(texts).numbers(0).keys()
 
     def rows(self, texts: Sequence[str], *, negative: bool = False) -> Conditioning:
         """Conditioning with a leading dimension of len(texts), on the CPU, as `encode_captions` returns it.
 
         With `negative`, as `encode_negative_prompts` does.
         """
-        entries = [self.store.get(self.key(text, negative=negative)) for text in texts]
+        entries = self.store.get_many([self.key(text, negative=negative) for text in texts])
         return {name: torch.stack([entry[name] for entry in entries]) for name in entries[0]}
 
 
@@ -110,7 +155,3 @@ def fixed_crop(data: PreparedData, sample: int, bucket: Bucket, *, flipped: bool
     fractions = uniform(derive_seed("across", dataset.spec.id, name)), uniform(derive_seed("down", dataset.spec.id, name))
     offset = crop_settings.offset((image.shape[2], image.shape[1]), bucket, fractions)
     return mirrored(image, bucket, offset) if flipped else (crop(image, bucket, offset), offset)
-
-
-def _key(*parts: object) -> str:
-    return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()

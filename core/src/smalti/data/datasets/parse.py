@@ -21,7 +21,6 @@ from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.kohya_folders import KohyaLayout, kohya_entries, kohya_layout, left_out_notices
 from smalti.data.datasets.placeholders import fill_placeholders
 from smalti.data.datasets.spec import (
-    CACHE_TYPES,
     DATASET_TYPES,
     ENTRY_KEYS,
     TYPES_WITH_IMAGES,
@@ -232,8 +231,6 @@ class _EntryParser:
         for key, known in (("dataset_type", DATASET_TYPES), ("type", tuple(self.catalog.storages))):
             value = str(entry.get(key, "")).lower()
             if value in simpletuner.UNSUPPORTED[key] and value not in known:
-                if key == "type" and entry.get("dataset_type") in CACHE_TYPES:
-                    continue  # caches are local, which `unused_caches` says
                 self._add_unsupported(place, key, value)
                 return True
         return False
@@ -272,8 +269,8 @@ class _EntryParser:
         if metadata in WITH_TEXTS and str(values.get("caption_strategy")).lower() in ("textfile", "tar", "webshart"):
             values["caption_strategy"] = metadata
         kind = values.setdefault("dataset_type", "image")
+        self._check_choice(place, "type", storage, self.catalog.storages)
         if kind in TYPES_WITH_IMAGES:
-            self._check_choice(place, "type", storage, self.catalog.storages)
             self._check_choice(place, "metadata_backend", metadata, self.catalog.metadata)
             if storage == "local" and "instance_data_dir" not in values:
                 self._add_problem(place, "instance_data_dir is missing", "set it to the folder of the images")

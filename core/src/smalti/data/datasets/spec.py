@@ -354,24 +354,23 @@ ENTRY_KEYS = {
 
 
 def texts_entry(specs: Sequence[DatasetSpec]) -> DatasetSpec | None:
-    """Returns the text_embeds entry whose folder all texts are cached in: the default one, or the only one; else None."""
-    entries = [spec for spec in specs if spec.dataset_type == "text_embeds" and spec.type == "local"]
+    """Returns the text_embeds entry where all texts are cached: the default one, or the only one; None if it says nowhere."""
+    entries = [spec for spec in specs if spec.dataset_type == "text_embeds"]
     chosen = [spec for spec in entries if spec.default] or (entries if len(entries) == 1 else [])
-    return chosen[0] if chosen and chosen[0].cache_dir is not None else None
+    return chosen[0] if chosen and (chosen[0].cache_dir is not None or chosen[0].type != "local") else None
 
 
-def latents_folder(spec: DatasetSpec, specs: Sequence[DatasetSpec]) -> str | None:
-    """Returns the folder for the latents of an image dataset, if its entry names one; None if it is not a local folder."""
-    remote = {other.id for other in specs if other.dataset_type == "image_embeds" and other.type != "local"}
-    return None if spec.image_embeds in remote else spec.cache_dir_vae
+def latents_entry(spec: DatasetSpec, specs: Sequence[DatasetSpec]) -> DatasetSpec | None:
+    """Returns the image_embeds entry that an image dataset names, in whose storage its latents are cached."""
+    return next((other for other in specs if other.dataset_type == "image_embeds" and other.id == spec.image_embeds), None)
 
 
 def unused_caches(specs: Sequence[DatasetSpec]) -> tuple[str, ...]:
     """Returns a notice about entries for caches that have no effect, if there are any."""
-    used = texts_entry(specs)
-    named = [spec.id for spec in specs if spec.type != "local" and not spec.has_images]
-    named += [spec.id for spec in specs if spec.type == "local" and spec.dataset_type == "text_embeds" and spec is not used]
+    used = [texts_entry(specs), *(latents_entry(spec, specs) for spec in specs)]
+    named = [spec.id for spec in specs if spec.dataset_type in CACHE_TYPES and spec.type != "local" and spec not in used]
+    named += [spec.id for spec in specs if spec.dataset_type == "text_embeds" and spec.type == "local" and spec not in used]
     if not named:
         return ()
-    why = "all texts are cached in one folder, and caches are local"
-    return (f"without effect: {', '.join(sorted(named))}; {why} (--cache_dir, or the default text_embeds entry's cache_dir)",)
+    why = "all texts are cached in one place, the default text_embeds entry's, and latents where image_embeds says"
+    return (f"without effect: {', '.join(sorted(named))}; {why}",)

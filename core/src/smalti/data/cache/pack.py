@@ -1,0 +1,137 @@
+"""Packs: files with many entries, which are written once and never changed.
+
+A pack is a safetensors file. Its first tensors are columns with one value per entry, sorted by key (`COLUMNS`), the last one,
+`data`, has the bytes of all entries. So opening it costs one short read and no work per entry.
+A pack without `data` adds entries that other files hold: the parts that earlier versions wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from smalti.checkpoint import Chunk, encode_header
+from smalti.data.cache.entries import Entry, Form, encode, forms_to_text
+from smalti.data.cache.keys import Key, Keys
+
+COLUMNS = {"high": "U64", "low": "U64", "offset": "U64", "length": "U32", "crc": "U32", "form": "U32", "file": "U32"}
+"""Of each entry: its key, the first byte in the file and the number of bytes, their CRC-32, and which form and file."""
+DTYPES: Mapping[str, np.dtype[Any]] = {"U64": np.dtype("<u8"), "U32": np.dtype("<u4")}
+BYTES_PER_ENTRY = 40
+
+Columns = Mapping[str, NDArray[Any]]
+
+_VERSION = "1"
+_FIRST_READ = 64 << 10
+_LARGEST_HEADER = 32 << 20
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackIndex:
+    """Where the entries of a pack are. `files` are names beside the pack; `columns["file"]` are places in that list."""
+
+    columns: Columns
+    forms: tuple[Form, ...]
+    files: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.columns["high"])
+
+    @property
+    def keys(self) -> Keys:
+        return Keys(self.columns["high"], self.columns["low"])
+
+
+@dataclass(kw_only=True)
+class PackBuilder:
+    """Entries that are collected until they make up a pack."""
+
+    compress: bool = False
+    size: int = 0
+    _keys: list[Key] = field(default_factory=list)
+    _data: list[bytes] = field(default_factory=list)
+    _forms: dict[Form, int] = field(default_factory=dict)
+    _form: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(self, key: Key, entry: Entry) -> None:
+        form, data = encode(entry, compress=self.compress)
+        self._keys.append(key)
+        self._data.append(data)
+        self._form.append(self._forms.setdefault(form, len(self._forms)))
+        self.size += len(data)
+
+    def build(self) -> bytes:
+        """The pack as a file."""
+        keys = Keys.of(self._keys)
+        lengths = np.array([len(each) for each in self._data], dtype=np.uint64)
+        columns = {
+            "high": keys.high,
+            "low": keys.low,
+            "offset": np.cumsum(lengths) - lengths,
+            "length": lengths,
+            "crc": np.array([zlib.crc32(each) for each in self._data], dtype=np.uint32),
+            "form": np.array(self._form, dtype=np.uint32),
+            "file": np.zeros(len(keys), dtype=np.uint32),
+        }
+        order = keys.order()
+        sorted_columns = {name: column[order] for name, column in columns.items()}
+        return b"".join([encode_columns(sorted_columns, list(self._forms), data=self.size), *self._data])
+
+
+def encode_columns(columns: Columns, forms: Sequence[Form], *, files: Sequence[str] = (), data: int | None = None) -> bytes:
+    """Returns the beginning of a pack, up to its `data` of so many bytes; without them, `files` are where the entries are."""
+    count = len(columns["high"])
+    chunks = [(name, Chunk(dtype=kind, shape=(count,), offsets=(0,))) for name, kind in COLUMNS.items()]
+    if data is not None:
+        chunks.append(("data", Chunk(dtype="U8", shape=(data,), offsets=(0,))))
+    notes = {"smalti_pack": _VERSION, "forms": forms_to_text(list(forms)), "files": json.dumps(list(files))}
+    parts = [np.ascontiguousarray(columns[name], dtype=DTYPES[kind]).tobytes() for name, kind in COLUMNS.items()]
+    return b"".join([encode_header(chunks, plain=True, notes=notes), *parts])
+
+
+def read_pack(name: str, size: int, read: Callable[[int, int], bytes]) -> PackIndex | None:
+    """Returns the index of a pack; None for the part of an earlier version (`earlier_parts`).
+
+    `read` returns bytes from an offset on. Raises ValueError, KeyError or TypeError for an invalid file.
+    """
+    start = read(0, min(size, _FIRST_READ))
+    if len(start) < 8:
+        raise ValueError("it is too short")
+    (length,) = struct.unpack("<Q", start[:8])
+    if length > min(size - 8, _LARGEST_HEADER):
+        raise ValueError("its header is longer than the file")
+    if b'"smalti_pack":' not in start[:256]:
+        return None
+    if len(start) < 8 + length:
+        start += read(len(start), 8 + length - len(start))
+    header = json.loads(start[8 : 8 + length])
+    if not isinstance(header, dict):
+        raise ValueError("its header is not an object")
+    notes = header["__metadata__"]
+    end = max((tensor["data_offsets"][1] for key, tensor in header.items() if key != "__metadata__"), default=0)
+    if 8 + length + end != size:
+        raise ValueError("its size does not match its header")
+    if notes["smalti_pack"] != _VERSION:
+        raise ValueError(f"it is a pack of version {notes['smalti_pack']}, and this version of smalti reads {_VERSION}")
+    end = max(header[column]["data_offsets"][1] for column in COLUMNS)
+    if len(start) < 8 + length + end:
+        start += read(len(start), 8 + length + end - len(start))
+    columns = {}
+    for column, kind in COLUMNS.items():
+        begin, stop = header[column]["data_offsets"]
+        columns[column] = np.frombuffer(start[8 + length + begin : 8 + length + stop], dtype=DTYPES[kind])
+    files = tuple(map(str, json.loads(notes["files"])))
+    if not files:
+        columns["offset"] = columns["offset"] + np.uint64(8 + length + end)
+    forms = tuple(map(Form.of_json, json.loads(notes["forms"])))
+    return PackIndex(columns=columns, forms=forms, files=files or (name,))

@@ -1,0 +1,228 @@
+"""A store of entries: packs below one prefix of a storage, a folder or an object store.
+
+A pack is complete or absent, is never changed, and has a unique name, so processes may add packs at the same time; what two of
+them put under one key is the same. Nothing is deleted: a small file takes note of a damaged entry, which is then made again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import threading
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from smalti.data.cache.directory import Directory, Place
+from smalti.data.cache.entries import decode
+from smalti.data.cache.keys import Key, Keys
+from smalti.data.cache.pack import Columns, PackBuilder, PackIndex, encode_columns, read_pack
+from smalti.data.storage.protocol import IntegrityError, Storage, StorageError, TransientStorageError
+from smalti.errors import UserError
+
+_log = logging.getLogger(__name__)
+_PACK = ".safetensors"
+_DAMAGED = ".damaged"
+
+Read = Callable[[str, int, int], bytes]
+"""Reads bytes of a file: its name, the first byte, how many."""
+
+
+class PackStore:
+    """The entries of one encoder. All methods may be called from several threads.
+
+    A pack that cannot be read is reported once and counts as absent, so its entries are encoded again.
+
+    Args:
+        storage: where the packs are.
+        prefix: the folder of the packs there, "" for the root.
+        folder: of this node, for the merged index of large stores; None keeps it in memory.
+        compress: whether entries that are put are compressed; what is there is read in any case.
+        read: reads from files below the prefix; by default from the storage.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        prefix: str,
+        *,
+        folder: Path | None = None,
+        compress: bool = False,
+        read: Read | None = None,
+        report: Callable[[str], object] = _log.warning,
+    ) -> None:
+        self._storage = storage
+        self._prefix = f"{prefix}/" if prefix else ""
+        self.read: Read = read or self._read_storage
+        self._report = report
+        self.compress = compress
+        self._directory = Directory(folder, sha256(f"{self}".encode()).hexdigest()[:16])
+        self._seen: set[str] = set()
+        self.earlier_parts: dict[str, int] = {}
+        """Parts that an earlier version wrote, by name, with their sizes."""
+        self.unreadable: set[str] = set()
+        """Packs that cannot be read."""
+        self.written: list[str] = []
+        """The packs that this process has put."""
+        self._lock = threading.Lock()
+
+    def __str__(self) -> str:
+        return f"{self._storage.location.rstrip('/')}/{self._prefix}".rstrip("/")
+
+    def __len__(self) -> int:
+        """The number of entries that this process has seen; what several packs have counts several times."""
+        return len(self._directory)
+
+    @property
+    def columns(self) -> tuple[Columns, ...]:
+        """Where the entries are, in several tables sorted by key."""
+        return self._directory.tables()
+
+    def files(self) -> dict[str, int]:
+        """The files that there are now, by name, with their sizes: packs, and notes of damaged entries."""
+        found = {}
+        for file in self._storage.list(self._prefix):
+            name = file.key[len(self._prefix) :]
+            if name.endswith((_PACK, _DAMAGED)) and not name.startswith(".") and "/" not in name:
+                found[name] = file.size
+        return found
+
+    def refresh(self, files: Mapping[str, int] | None = None) -> None:
+        """Open the packs that are new in the list of files, by default all that there are."""
+        files = self.files() if files is None else files
+        with self._lock:
+            packs = {name: size for name, size in files.items() if name.endswith(_PACK)}
+            self._directory.open_merged(packs)
+            self._seen |= self._directory.packs
+            new = {name: size for name, size in sorted(files.items()) if name not in self._seen}
+            self._seen |= new.keys()
+            self._directory.add(
+                (name, size, index)
+                for name, size in new.items()
+                if name.endswith(_PACK) and (index := self._open(name, size)) is not None
+            )
+            self._directory.merge()
+            for name in new:
+                if name.endswith(_DAMAGED):
+                    self._read_note(name)
+
+    def has(self, keys: Keys) -> NDArray[np.bool_]:
+        """Returns for each key whether there is an entry, as of the last `refresh`."""
+        with self._lock:
+            return self._directory.find(keys)
+
+    def put(self, pack: PackBuilder) -> str:
+        """Store the entries of a pack; returns its name. Afterwards they survive a power failure.
+
+        They are found after the next `refresh`. Raises UserError without space or permission.
+        """
+        return self._write(pack.build(), len(pack))
+
+    def put_references(self, index: PackIndex) -> str:
+        """Add entries that other files below the prefix hold; returns the name of the pack. `index` is in any order."""
+        order = index.keys.order()
+        columns = {name: column[order] for name, column in index.columns.items()}
+        return self._write(encode_columns(columns, index.forms, files=index.files), len(index))
+
+    def get(self, key: Key) -> dict[str, Tensor]:
+        """Returns one entry, on the CPU. Raises KeyError for a missing key, UserError if the entry cannot be read."""
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: Sequence[Key]) -> list[dict[str, Tensor]]:
+        """Like `get` for several entries."""
+        return [self._get(key) for key in keys]
+
+    def check(self, key: Key, place: Place) -> bool:
+        """Reads an entry; returns whether it is intact. A damaged one is noted, and counts as absent from now on."""
+        try:
+            self._load(key, place)
+        except IntegrityError:
+            return False
+        return True
+
+    # ---
+
+    def _get(self, key: Key) -> dict[str, Tensor]:
+        with self._lock:
+            place = self._directory.place(key)
+            damaged = self._directory.damaged(key) if place is None else ()
+        for file, offset in damaged:
+            raise IntegrityError(f"{self}/{file} is damaged at byte {offset}", fix=_AGAIN)
+        if place is None:
+            raise KeyError(f"{key[0]:016x}{key[1]:016x}")
+        return self._load(key, place)
+
+    def _load(self, key: Key, place: Place) -> dict[str, Tensor]:
+        """Raises IntegrityError for a damaged entry, UserError for one that cannot be read."""
+        problem = ""
+        for _ in range(2):  # what was damaged on the way is good the second time
+            try:
+                data = self.read(place.file, place.offset, place.length)
+                if len(data) != place.length:
+                    problem = "it was truncated"
+                elif place.form.checked and zlib.crc32(data) != place.crc:
+                    problem = "an entry does not match its checksum"
+                else:
+                    return decode(place.form, data)
+            except ValueError as error:
+                problem = f"{error}"
+            except StorageError as error:
+                raise UserError(f"{self}/{place.file} can no longer be read: {error.message}", fix=_AGAIN) from error
+        self._note_damage(key, place)
+        raise IntegrityError(f"{self}/{place.file} is damaged at byte {place.offset}: {problem}", fix=_AGAIN)
+
+    def _note_damage(self, key: Key, place: Place) -> None:
+        with self._lock:
+            self._directory.mark_damaged(key, place.file, place.offset)
+        note = json.dumps({"key": list(key), "file": place.file, "offset": place.offset})
+        with suppress(StorageError):  # then the next run finds it by itself
+            self._storage.write(f"{self._prefix}{secrets.token_hex(8)}{_DAMAGED}", note.encode())
+
+    def _read_note(self, name: str) -> None:
+        try:
+            note = json.loads(self._storage.read(self._prefix + name))
+            high, low = note["key"]
+            self._directory.mark_damaged((int(high), int(low)), str(note["file"]), int(note["offset"]))
+        except TransientStorageError:
+            raise
+        except (StorageError, ValueError, KeyError, TypeError) as error:
+            self._report(f"{self}/{name} cannot be read ({error}); it is ignored")
+
+    def _open(self, name: str, size: int) -> PackIndex | None:
+        try:
+            index = read_pack(name, size, lambda start, length: self._read_storage(name, start, length))
+        except TransientStorageError:
+            raise
+        except (StorageError, ValueError, KeyError, TypeError) as error:
+            problem = error.message if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            self._report(f"{self}/{name} cannot be read ({problem}); its entries are encoded again, and it can be deleted")
+            self.unreadable.add(name)
+            return None
+        if index is None:
+            self.earlier_parts[name] = size
+        return index
+
+    def _read_storage(self, name: str, start: int, length: int) -> bytes:
+        return self._storage.read_range(self._prefix + name, start, length)
+
+    def _write(self, data: bytes, entries: int) -> str:
+        name = f"{secrets.token_hex(8)}{_PACK}"
+        try:
+            self._storage.write(self._prefix + name, data)
+        except StorageError as error:
+            fix = (
+                "free space or give write permission there, or set --cache_dir=FOLDER; written entries are kept, so start again"
+            )
+            raise UserError(f"cannot write {entries} entries to {self}: {error.message}", fix=fix) from error
+        self.written.append(name)
+        return name
+
+
+_AGAIN = "start again: missing and damaged entries are encoded again"

@@ -1,0 +1,257 @@
+"""What a run needs that is not cached yet, found in chunks of rows: memory does not depend on the number of images.
+
+Images are shared out in order of rows, so that each rank reads its part of a table or an archive in order. Texts are shared out
+by their keys, since many images may have the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from smalti.data.buckets import Bucket
+from smalti.data.cache.earlier import EarlierParts, earlier_latents_key, earlier_text_key
+from smalti.data.cache.embedding_cache import CachedLatents, CachedTexts
+from smalti.data.cache.keys import Key, Keys
+from smalti.data.cache.store import PackStore
+from smalti.data.prepared import PreparedData
+from smalti.data.scan.index import DatasetIndex
+from smalti.types import World
+
+CHUNK = 1 << 16
+"""Rows that are looked at together."""
+_PASS = 1 << 20
+"""Rows of a rank's share of texts that are looked at in one pass."""
+_ORDINALS = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Image:
+    """An image to encode, as it is or mirrored, and the key for its latents."""
+
+    sample: int
+    bucket: Bucket
+    key: Key
+    flipped: bool
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive rows of a dataset."""
+
+    dataset: int
+    start: int
+    stop: int
+
+
+class WantedImages:
+    """The images of a run whose latents are missing."""
+
+    def __init__(self, latents: CachedLatents) -> None:
+        self._latents = latents
+        self._data = latents.data
+        self._earlier: dict[PackStore, EarlierParts] = {}
+        self.chunks = [
+            Chunk(number, start, min(start + CHUNK, len(dataset.index)))
+            for number, dataset in enumerate(self._data.datasets)
+            for start in range(0, len(dataset.index), CHUNK)
+        ]
+
+    def share(self, world: World) -> range:
+        """The chunks, by number, that a rank looks at."""
+        first, last = (len(self.chunks) * rank // world.size for rank in (world.rank, world.rank + 1))
+        return range(first, last)
+
+    def count(self, number: int) -> tuple[int, int]:
+        """Returns how many latents the rows of a chunk need, and how many of them are missing.
+
+        Entries of earlier versions that are found on the way are added to their store, under their present keys.
+        """
+        wanted, missing = 0, 0
+        chunk = self.chunks[number]
+        store = self._latents.stores[chunk.dataset]
+        for rows, variants in self._missing(chunk):
+            wanted += rows * len(variants)
+            missing += sum(len(found) for _, _, found, _ in variants)
+        if missing and store.earlier_parts:
+            missing -= self._adopt(store, chunk)
+        return wanted, missing
+
+    def images(self, number: int) -> Iterator[Image]:
+        """Yields the missing images of a chunk in order of rows."""
+        chunk = self.chunks[number]
+        offset = self._data.offsets[chunk.dataset]
+        for _, variants in self._missing(chunk):
+            rows = np.concatenate([found for _, _, found, _ in variants])
+            which = np.repeat(np.arange(len(variants)), [len(found) for _, _, found, _ in variants])
+            keys = Keys.joined([keys for *_, keys in variants])
+            buckets = np.concatenate([numbers[found - first] for (first, numbers), _, found, _ in variants])
+            for place in np.lexsort((which, rows)).tolist():
+                yield Image(
+                    sample=offset + int(rows[place]),
+                    bucket=self._data.buckets[buckets[place]],
+                    key=keys.key(place),
+                    flipped=variants[which[place]][1],
+                )
+
+    def _missing(self, chunk: Chunk) -> Iterator[tuple[int, list[_Variant]]]:
+        """Yields how many rows of a part of a chunk are trained on, and for each variant the rows without latents."""
+        dataset, store = self._data.datasets[chunk.dataset], self._latents.stores[chunk.dataset]
+        for start, columns in slices(dataset.index, ("key", "etag", "width", "height"), chunk.start, chunk.stop):
+            numbers = self._data.bucket_numbers(chunk.dataset, start, start + len(columns["key"]))
+            sizes = np.column_stack([columns[name].to_numpy().astype(np.int64) for name in ("width", "height")])
+            variants: list[_Variant] = []
+            for flipped in dataset.flips:
+                keys = self._latents.keys(chunk.dataset, columns, numbers, sizes, flipped=flipped)
+                found = np.flatnonzero((numbers >= 0) & ~store.has(keys))
+                variants.append(((start, numbers), flipped, found + start, keys[found]))
+            yield int(np.count_nonzero(numbers >= 0)), variants
+
+    def _adopt(self, store: PackStore, chunk: Chunk) -> int:
+        """Add references to entries of earlier versions; returns how many."""
+        if store not in self._earlier:
+            self._earlier[store] = EarlierParts(store.earlier_parts, store.read)
+        earlier, found = self._earlier[store], []
+        for image in self.images(self.chunks.index(chunk)):
+            row = image.sample - self._data.offsets[chunk.dataset]
+            key = earlier_latents_key(self._data, chunk.dataset, row, image.bucket, flipped=image.flipped)
+            if key in earlier:
+                found.append((image.key, key))
+        if found:
+            store.put_references(earlier.references(found))
+        return len(found)
+
+
+_Variant = tuple[tuple[int, NDArray[np.int16]], bool, NDArray[np.int64], Keys]
+
+
+@dataclass(frozen=True, eq=False)
+class _Texts:
+    """Texts that are missing, each once: their keys and sources, which are numbers that `WantedTexts.text` understands."""
+
+    wanted: int
+    keys: Keys
+    sources: NDArray[np.int64]
+
+
+class WantedTexts:
+    """The texts of a run that are not encoded: every text that a visit may pick, and others.
+
+    Args:
+        texts: with their store.
+        data: the images with captions.
+        others: further texts.
+        negative: whether `others` are negative prompts.
+        world: the share is that of this rank.
+    """
+
+    def __init__(
+        self, texts: CachedTexts, data: Sequence[PreparedData], others: Sequence[str], world: World, *, negative: bool = False
+    ) -> None:
+        self._texts = texts
+        self._negative = negative
+        self._others = list(others)
+        self._datasets = [(one, number) for one in data for number in range(len(one.datasets))]
+        self._starts = np.cumsum([0, *(len(one.datasets[number].index) for one, number in self._datasets)]).tolist()
+        passes = -(-self._starts[-1] // (_PASS * world.size)) or 1
+        first, last = ((rank << 64) // world.size for rank in (world.rank, world.rank + 1))
+        self._limits = [first + (last - first) * number // passes for number in range(passes + 1)]
+        self._earlier: EarlierParts | None = None
+        self._only: _Texts | None = None
+
+    def count(self) -> tuple[int, int]:
+        """Returns how many different texts are in this rank's share, and how many of them are missing.
+
+        Entries of earlier versions that are found on the way are added to the store, under their present keys.
+        """
+        wanted = missing = 0
+        for number in range(len(self._limits) - 1):
+            found = self._missing(number)
+            if len(found.keys) and self._texts.store.earlier_parts:
+                found = self._adopt(found)
+            wanted, missing = wanted + found.wanted, missing + len(found.keys)
+            self._only = found
+        return wanted, missing
+
+    def missing(self) -> Iterator[tuple[str, Key]]:
+        """Yields the missing texts of this rank's share, after `count`."""
+        for number in range(len(self._limits) - 1):
+            found = self._only if self._only is not None and len(self._limits) == 2 else self._missing(number)
+            for place, source in enumerate(found.sources.tolist()):
+                yield self._text(source), found.keys.key(place)
+
+    def _text(self, source: int) -> str:
+        if source < 0:
+            return self._others[-1 - source]
+        row, ordinal = divmod(source, _ORDINALS)
+        place = int(np.searchsorted(self._starts, row, side="right")) - 1
+        data, number = self._datasets[place]
+        return data.datasets[number].texts(row - self._starts[place])[ordinal]
+
+    def _missing(self, number: int) -> _Texts:
+        """Returns the missing texts of one pass."""
+        parts, sources = [], []
+        for keys, source in self._all():
+            high = keys.high
+            mine = high >= np.uint64(self._limits[number])
+            if self._limits[number + 1] < 1 << 64:
+                mine &= high < np.uint64(self._limits[number + 1])
+            parts.append(keys[mine])
+            sources.append(source[mine])
+        keys, source = Keys.joined(parts), np.concatenate(sources)
+        order = keys.order()
+        keys, source = keys[order], source[order]
+        first = np.ones(len(keys), dtype=np.bool_)
+        first[1:] = (keys.high[1:] != keys.high[:-1]) | (keys.low[1:] != keys.low[:-1])
+        keys, source = keys[first], source[first]
+        missing = ~self._texts.store.has(keys)
+        return _Texts(len(keys), keys[missing], source[missing])
+
+    def _all(self) -> Iterator[tuple[Keys, NDArray[np.int64]]]:
+        """Yields the keys and sources of all texts of the run, in chunks."""
+        others = Keys.of([self._texts.key(text, negative=self._negative) for text in self._others])
+        yield others, -1 - np.arange(len(others), dtype=np.int64)
+        for place, (data, number) in enumerate(self._datasets):
+            dataset = data.datasets[number]
+            for start, columns in slices(dataset.index, ("captions",), 0, len(dataset.index)):
+                captions = columns["captions"]
+                used = data.bucket_numbers(number, start, start + len(captions)) >= 0
+                if dataset.caption_policy.keeps_captions:
+                    texts, counts = captions.flatten(), np.diff(captions.offsets.to_numpy())
+                else:
+                    lists = [dataset.texts(start + row) if used[row] else () for row in range(len(used))]
+                    texts = pa.array([text for some in lists for text in some], type=pa.string())
+                    counts = np.array([len(some) for some in lists], dtype=np.int64)
+                rows = np.repeat(np.arange(len(used), dtype=np.int64), counts)
+                ordinals = np.arange(len(rows), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+                chosen = np.flatnonzero(used[rows])
+                source = (self._starts[place] + start + rows) * _ORDINALS + ordinals
+                yield self._texts.keys(texts)[chosen], source[chosen]
+
+    def _adopt(self, found: _Texts) -> _Texts:
+        """Add references to entries of earlier versions; returns the texts that are still missing."""
+        store = self._texts.store
+        if self._earlier is None:
+            self._earlier = EarlierParts(store.earlier_parts, store.read)
+        names = [earlier_text_key(self._text(source), negative=self._negative) for source in found.sources.tolist()]
+        there = np.array([name in self._earlier for name in names], dtype=np.bool_)
+        if there.any():
+            pairs = [(found.keys.key(place), names[place]) for place in np.flatnonzero(there).tolist()]
+            store.put_references(self._earlier.references(pairs))
+        return _Texts(found.wanted, found.keys[~there], found.sources[~there])
+
+
+def slices(index: DatasetIndex, columns: Sequence[str], start: int, stop: int) -> Iterator[tuple[int, dict[str, pa.Array]]]:
+    """Yields columns of an index from one row to another, at most `CHUNK` rows at a time, each with its first row."""
+    for batch in index.batches(*columns):
+        if batch.start >= stop:
+            return
+        first, last = max(start, batch.start), min(stop, batch.start + len(batch))
+        for begin in range(first, last, CHUNK):
+            part = partial(pa.Array.slice, offset=begin - batch.start, length=min(CHUNK, last - begin))
+            yield begin, {name: part(column) for name, column in batch.columns.items()}
