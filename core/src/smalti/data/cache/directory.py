@@ -202,15 +202,15 @@ def _write(path: Path, header: dict[str, object], tables: Sequence[Columns]) -> 
         target = _columns(draft, 8 + len(text), count, "r+")
         steps = max(1, count // _STEP)
         limits = [(1 << 64) * step // steps for step in range(1, steps)]
-        cuts = [
+        splits = [
             [0, *np.searchsorted(table["high"], np.array(limits, dtype=np.uint64)).tolist(), len(table["high"])]
             for table in tables
         ]
         start = 0
         for step in range(steps):
             some = [
-                {name: table[name][cut[step] : cut[step + 1]] for name in COLUMNS}
-                for table, cut in zip(tables, cuts, strict=True)
+                {name: table[name][split[step] : split[step + 1]] for name in COLUMNS}
+                for table, split in zip(tables, splits, strict=True)
             ]
             joined = {name: np.concatenate([part[name] for part in some]) for name in COLUMNS}
             order = Keys(joined["high"], joined["low"]).order()
