@@ -67,8 +67,9 @@ SHORT = {
     faulty_requests: few_faulty_requests,
     faulty_network: faulty_network_once,
 }
-REAL = {killed, resumed, stopped, *SHORT.values()}
-"""Rounds that need a disk below them; those that fake a crash do not, and one without spares much time."""
+SERVERS = {faulty_requests, stopping_server, refused_requests, racing_writers, many_keys, faulty_network}
+REAL = {killed, resumed, stopped, *SERVERS, *SHORT.values()}
+"""Rounds that need a disk below them, or its space; those that fake a crash do not, and one without spares much time."""
 
 
 def main() -> int:
