@@ -15,6 +15,7 @@ import torch.distributed as dist
 from PIL import Image
 
 import smalti.data.cache.pending
+import smalti.data.cache.wanted
 from smalti.config.resolution import resolve
 from smalti.data.batch_check import BatchShape
 from smalti.data.cache.earlier import earlier_latents_key, earlier_text_key
@@ -321,3 +322,11 @@ def test_ranks_share_the_work_and_what_was_written_before_a_kill_is_not_encoded_
     assert 0 < written < 20
     assert again.images == 20 - written
     assert seen(batches(data_of(pets), encoded)) == seen(batches(data_of(pets)))
+
+
+def test_texts_are_found_in_several_passes_as_in_one(pets, tmp_path, monkeypatch):
+    monkeypatch.setattr(smalti.data.cache.wanted, "_PASS", 3)
+    family = Encoding()
+    encode(family, data_of(pets), tmp_path / "cache")
+    assert sorted(set(family.texts)) == sorted({"", "a pet", *(f"image {number}" for number in range(10))})
+    assert len(batches(data_of(pets), encode(Encoding(), data_of(pets), tmp_path / "cache"))) == 10

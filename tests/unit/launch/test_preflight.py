@@ -143,6 +143,7 @@ def test_entries_of_caches_that_do_nothing_are_told(configure, plugins, tmp_path
     config = configure(*flags, f"--data_backend_config={data}")
     [notice] = Preparation.of(config, plugins, write=False).notices
     assert "without effect: more;" in notice
+    assert not cache_folders(config, plugins).compress
     assert cache_folders(config, plugins) == CacheFolders(
         texts=CachePlace(folder=Path("texts").absolute()), latents={"a": CachePlace(folder=Path("c").absolute())}
     )

@@ -47,7 +47,6 @@ DATA_KEYS: Mapping[str, Rule] = {
     ),
     "cache_clear_validation_prompts": ignored(_CACHE),
     "cache_file_suffix": ignored(_CACHE),
-    "compress_disk_cache": ignored("cached encodings are not compressed", False),
     "cache_dir_vae": renamed("cache_dir", "one folder for latents and text embeddings"),
     "cache_dir_text": ignored("text embeddings are in the same folder as latents: cache_dir"),
     # Speed

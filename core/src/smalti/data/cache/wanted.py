@@ -25,7 +25,7 @@ from smalti.types import World
 
 CHUNK = 1 << 16
 """Rows that are looked at together."""
-_PASS = 1 << 20
+_PASS = 1 << 19
 """Rows of a rank's share of texts that are looked at in one pass."""
 _ORDINALS = 1 << 16
 
