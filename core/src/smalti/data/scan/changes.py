@@ -50,6 +50,10 @@ def changes(then: Identity, indexes: Sequence[DatasetIndex], directory: Path) ->
             return None
         if not set(_COMPARED) <= set(old.column_names):  # of an older version
             return None
+        if "place" not in old.column_names:
+            from smalti.data.scan.earlier import without_longer_digests  # see `_compared`
+
+            old = without_longer_digests(old)
         found += [str(change) for change in _totals(old.select(_COMPARED), now[name].table.select(_COMPARED)) if change.count]
     return found
 

@@ -7,15 +7,18 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from smalti.data.datasets.spec import DatasetSpec
+from smalti.data.scan.image_sizes import FIRST_READ
 from smalti.data.scan.index_file import SCHEMA, IndexFile, reusable_recipes
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T", pa.RecordBatch, pa.Table)
 
 
 class EarlierRows:
@@ -90,4 +93,14 @@ def _completed(batch: pa.RecordBatch) -> pa.RecordBatch:
     names = batch.schema.names
     empty = {"place": pa.array([""]).take(pa.array(np.zeros(len(batch), dtype=np.int64)))}
     arrays = [batch.column(field.name) if field.name in names else empty[field.name] for field in SCHEMA]
-    return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+    completed = pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+    return completed if "place" in names else without_longer_digests(completed)
+
+
+def without_longer_digests(rows: T) -> T:
+    """The rows of an index in format 2 with contents that compare with those of today.
+
+    They were digests of 64 KiB. Those of files that are longer than what is read today become 0, which means unknown.
+    """
+    content = pc.if_else(pc.greater(rows.column("size"), FIRST_READ), 0, rows.column("content"))
+    return rows.set_column(rows.schema.get_field_index("content"), rows.schema.field("content"), content)
