@@ -1,6 +1,7 @@
 """Stores of cached entries: keys by columns, packs, damaged entries, large stores, and caches of earlier versions."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -138,6 +139,55 @@ def test_a_large_store_is_merged_into_one_mapped_file_and_later_packs_are_found_
     assert later.has(wanted).tolist() == [True] * 93 + [False] * 2
     assert [int(later.get(key)["rows"]) for key in everything] == [key[1] % 1000 for key in everything]
     assert int(later.get((7, 2))["rows"]) == 2
+
+
+def links_to_folder(folder):
+    folder.rmdir()
+    folder.with_name("other").mkdir()
+    folder.symlink_to(folder.with_name("other"))
+
+
+@pytest.mark.parametrize(
+    ("change", "notice"),
+    [
+        (lambda folder: folder.chmod(0o770), "other users may write in"),
+        (lambda folder: folder.parent.chmod(0o777), "other users may write in"),
+        (links_to_folder, "is not a folder of this user"),
+        (lambda folder: os.chown(folder, os.geteuid() + 1, -1), "is not a folder of this user"),
+    ],
+    ids=["writable", "in-writable", "link", "of-another-user"],
+)
+def test_the_index_stays_in_memory_where_other_users_could_change_it(tmp_path, monkeypatch, caplog, change, notice):
+    monkeypatch.setattr(smalti.data.cache.directory, "IN_MEMORY", 1)
+    for number in range(2):
+        store_of(tmp_path, {(1, number): {"rows": torch.tensor([number])}})
+    folder = tmp_path / "temporary" / "indexes"
+    store_of(tmp_path, {}, folder=folder)
+    [index] = folder.glob("*.index")
+    index.unlink()  # as if somebody else had made the folder first
+    try:
+        change(folder)
+    except PermissionError:
+        pytest.skip("only root can give a folder to another user")
+    caplog.clear()
+    store = store_of(tmp_path, {}, folder=folder)
+    assert list(folder.glob("*")) == []
+    assert [int(store.get((1, number))["rows"]) for number in range(2)] == [0, 1]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert notice in caplog.text
+
+
+def test_a_merged_index_that_other_users_could_have_changed_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(smalti.data.cache.directory, "IN_MEMORY", 1)
+    for number in range(2):
+        store_of(tmp_path, {(1, number): {"rows": torch.tensor([number])}})
+    folder = tmp_path / "indexes"
+    store_of(tmp_path, {}, folder=folder)
+    [index] = folder.glob("*.index")
+    index.write_bytes(index.read_bytes()[:-40] + bytes(40))
+    folder.chmod(0o777)
+    store = store_of(tmp_path, {}, folder=folder)
+    assert [int(store.get((1, number))["rows"]) for number in range(2)] == [0, 1]
 
 
 def test_a_pack_that_cannot_be_read_is_named_and_kept(tmp_path):

@@ -1,13 +1,18 @@
 """Where the entries of a store are: sorted columns, searched for many keys at once.
 
 Small stores have the columns in memory. Above `IN_MEMORY` entries they are merged into one file in a folder of this node, which
-all ranks of the node map; entries that were added later are in memory until the next merge.
+all ranks of the node map; entries that were added later are in memory until the next merge. The folder must be one that only
+this user can write: whoever changes such a file chooses which bytes are read as which entry.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import secrets
+import stat
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +28,8 @@ from smalti.data.cache.keys import Key, Keys
 from smalti.data.cache.pack import BYTES_PER_ENTRY, COLUMNS, DTYPES, Columns, PackIndex
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 IN_MEMORY = 1 << 17
 """Entries whose columns are kept in memory: 5 MB."""
@@ -121,7 +128,7 @@ class Directory:
 
     def open_merged(self, packs: dict[str, int]) -> None:
         """Map the merged file of an earlier process, if it has no packs but these."""
-        if self._folder is None or self._tables:
+        if self._folder is None or self._tables or not self._folder.is_dir() or _problem(self._folder):
             return
         for path in sorted(self._folder.glob(f"{self._name}-*.index")):
             with suppress(OSError, ValueError, KeyError, TypeError):
@@ -138,13 +145,21 @@ class Directory:
         """Write a merged file if there is much that is not in one."""
         if self._folder is None or len(self._tables) < 2 or len(self) < IN_MEMORY:
             return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            problem = _problem(self._folder)
+        except OSError as error:
+            problem = f"{self._folder}: {error.strerror or error}"
+        if problem:
+            _log.warning("the index of cached entries stays in memory, %d bytes per entry: %s", BYTES_PER_ENTRY, problem)
+            self._folder = None
+            return
         packs = dict(sorted(self._packs.items()))
         digest = sha256(json.dumps([packs, self.files]).encode()).hexdigest()[:16]
         path = self._folder / f"{self._name}-{digest}.index"
         header = {"packs": packs, "files": self.files, "forms": json.loads(forms_to_text(self.forms))}
         try:
             if not path.exists():
-                self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
                 _write(path, header, self._tables)
             _, columns = _map(path)
         except (OSError, ValueError, KeyError, TypeError):
@@ -161,6 +176,23 @@ class Directory:
         joined = {name: np.concatenate([table[name] for table in tables]) for name in COLUMNS}
         order = Keys(joined["high"], joined["low"]).order()
         self._tables.append({name: column[order] for name, column in joined.items()})
+
+
+def default_folder() -> Path:
+    """Returns the folder for merged files: this user's, below that of temporary files."""
+    return Path(tempfile.gettempdir(), f"smalti-cache-indexes-{os.geteuid()}")
+
+
+def _problem(folder: Path) -> str:
+    """Returns why other users could change files in a folder, "" if they cannot. Raises OSError."""
+    for path in (folder, folder.parent):
+        status = path.lstat() if path == folder else path.stat()
+        mode = status.st_mode
+        if path == folder and (not stat.S_ISDIR(mode) or status.st_uid != os.geteuid()):
+            return f"{path} is not a folder of this user"
+        if mode & (stat.S_IWGRP | stat.S_IWOTH) and (path == folder or not mode & stat.S_ISVTX):
+            return f"other users may write in {path} (chmod go-w)"
+    return ""
 
 
 def _number(value: T, numbers: dict[T, int], values: list[T]) -> int:

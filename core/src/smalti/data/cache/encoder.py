@@ -11,21 +11,19 @@ short batch is padded with its first member.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import torch
 
 from smalti.data.buckets import Bucket
+from smalti.data.cache.directory import default_folder
 from smalti.data.cache.embedding_cache import CachedLatents, CachedTexts, CropOffset
 from smalti.data.cache.keys import Key
 from smalti.data.cache.pending import Pending, ProgressLine
@@ -79,7 +77,7 @@ class Encoder:
             )
         name = f"{kind}-{self.family.name}-{sha256(identities[0].encode()).hexdigest()[:16]}"
         stores: dict[object, PackStore] = {}
-        folder = self.folders.index_folder or Path(tempfile.gettempdir(), f"smalti-{os.getuid()}", "cache-indexes")
+        folder = self.folders.index_folder or default_folder()
 
         def open_all() -> str:
             for place in places:
