@@ -158,7 +158,7 @@ def test_a_cache_of_a_plugin_that_is_left_out_says_so(run, monkeypatch):
 
 def test_without_any_cache_the_list_is_empty(run, monkeypatch):
     monkeypatch.setenv("SMALTI_WITHOUT", "all")
-    assert json.loads(run("ls", "--json")[1]) == {"caches": []}
+    assert json.loads(run("ls", "--json")[1]) == {"caches": [], "encodings": []}
 
 
 def test_a_page_can_list_and_clear_without_the_command_line(plugins):

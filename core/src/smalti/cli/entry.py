@@ -23,7 +23,7 @@ COMMANDS = {
     "plugin": ("smalti.cli.plugin:plugin", "Create a plugin package."),
     "config": ("smalti.cli.config:config", "Show, explain and convert the configuration."),
     "dataset": ("smalti.cli.dataset:dataset", "Scan datasets and check them against the batch size."),
-    "cache": ("smalti.cli.cache:cache", "List and clear caches."),
+    "cache": ("smalti.cli.cache:cache", "List, verify and remove caches."),
     "checkpoint": ("smalti.cli.checkpoint:checkpoint", "List, inspect, verify, convert and export checkpoints."),
 }
 SECTIONS = {

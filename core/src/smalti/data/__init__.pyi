@@ -1,6 +1,12 @@
 from .all_ranks import scan_data_on_all_ranks as scan_data_on_all_ranks
 from .batch_check import BatchShape as BatchShape, BucketCount as BucketCount
 from .buckets import Bucket as Bucket
+from .cache.contents import (
+    CachedEncodings as CachedEncodings,
+    Contents as Contents,
+    cached_encodings as cached_encodings,
+    cached_encodings_in as cached_encodings_in,
+)
 from .cache.encode_ahead import Encoded as Encoded, encode_ahead as encode_ahead
 from .datasets.catalog import BUILT_IN_METADATA as BUILT_IN_METADATA, BUILT_IN_STORAGES as BUILT_IN_STORAGES
 from .datasets.held_out import HeldOut as HeldOut, HeldOutImages as HeldOutImages

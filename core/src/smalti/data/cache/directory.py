@@ -111,6 +111,10 @@ class Directory:
         """Returns where damaged entries of this key are: files and offsets."""
         return frozenset(self._damaged.get(key, ()))
 
+    def all_damaged(self) -> frozenset[tuple[Key, str, int]]:
+        """Returns the damaged entries of all keys: key, file and offset."""
+        return frozenset((key, file, offset) for key, places in self._damaged.items() for file, offset in places)
+
     def _places(self, key: Key) -> Iterator[Place]:
         high, low = (np.array([half], dtype=np.uint64) for half in key)
         for table in self._tables:

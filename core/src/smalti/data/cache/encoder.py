@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import islice
 from typing import TypeVar
 
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 
 from smalti.data.buckets import Bucket
+from smalti.data.cache.contents import DESCRIPTION, digest_of
 from smalti.data.cache.directory import default_folder
 from smalti.data.cache.embedding_cache import CachedLatents, CachedTexts, CropOffset
 from smalti.data.cache.keys import Key
@@ -50,7 +50,6 @@ _ROUND_SECONDS = 5.0
 _VISIBLE_SECONDS = 90.0
 """How long a network file system may take to show what another node has written."""
 _DECODING_THREADS = 8
-_DESCRIPTION = "encoder.json"
 
 
 @dataclass(kw_only=True)
@@ -75,7 +74,7 @@ class Encoder:
                 f"rank {different[0]} encodes {kind} with other weights or settings than rank 0",
                 fix="use the same model on every node",
             )
-        name = f"{kind}-{self.family.name}-{sha256(identities[0].encode()).hexdigest()[:16]}"
+        name = f"{kind}-{self.family.name}-{digest_of(identities[0])}"
         stores: dict[object, PackStore] = {}
         folder = self.folders.index_folder or default_folder()
 
@@ -84,7 +83,7 @@ class Encoder:
                 if place.id not in stores:
                     storage, prefix = place.open(name, self.folders.catalog)
                     if self.world.is_main:
-                        _describe(storage, f"{prefix}/{_DESCRIPTION}" if prefix else _DESCRIPTION, identities[0])
+                        _describe(storage, f"{prefix}/{DESCRIPTION}" if prefix else DESCRIPTION, identities[0])
                     stores[place.id] = PackStore(storage, prefix, folder=folder, compress=self.folders.compress)
             return ""
 

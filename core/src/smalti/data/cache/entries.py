@@ -1,7 +1,7 @@
 """Entries as bytes: small groups of tensors, optionally compressed, without repeated last rows.
 
 The layout of an entry is its `Form`. Most entries of a pack share one, so it is stored once per pack. A form says everything
-that is needed to read an entry, so compression can be switched on and off at any time.
+that is needed to read an entry, so compression can be switched on and off at any time. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import pyarrow as pa
-import torch
-from torch import Tensor
 
-from smalti.checkpoint import DTYPES, ITEM_SIZES, NAMES
+from smalti.checkpoint import ITEM_SIZES
 
-Entry = Mapping[str, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Entry: TypeAlias = "Mapping[str, Tensor]"
 """Tensors by name. Names contain no "/"."""
 
 _ZSTD = "shuffle+zstd"
@@ -81,6 +83,10 @@ def forms_to_text(forms: list[Form]) -> str:
 
 def encode(entry: Entry, *, compress: bool) -> tuple[Form, bytes]:
     """Returns an entry as bytes, and their form. Reading gives the same tensors, bit for bit."""
+    import torch
+
+    from smalti.checkpoint import NAMES
+
     parts, pieces = [], []
     for name, tensor in sorted(entry.items(), key=lambda item: (-item[1].element_size(), item[0])):
         shape = tuple(tensor.shape)
@@ -119,6 +125,10 @@ def decode(form: Form, stored: bytes) -> dict[str, Tensor]:
 
 
 def _tensor(part: StoredPart, data: bytearray, begin: int) -> Tensor:
+    import torch
+
+    from smalti.checkpoint import DTYPES
+
     kind, count = DTYPES[part.dtype], math.prod(part.stored_shape)
     flat = torch.frombuffer(data, dtype=kind, count=count, offset=begin) if count else torch.empty(0, dtype=kind)
     tensor = flat.view(part.stored_shape)

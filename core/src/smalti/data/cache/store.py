@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from smalti.data.cache.directory import Directory, Place
 from smalti.data.cache.entries import decode
@@ -26,6 +26,9 @@ from smalti.data.cache.keys import Key, Keys
 from smalti.data.cache.pack import Columns, PackBuilder, PackIndex, encode_columns, read_pack
 from smalti.data.storage.protocol import IntegrityError, Storage, StorageError, TransientStorageError
 from smalti.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _log = logging.getLogger(__name__)
 _PACK = ".safetensors"
@@ -84,6 +87,12 @@ class PackStore:
     def columns(self) -> tuple[Columns, ...]:
         """Where the entries are, in several tables sorted by key."""
         return self._directory.tables()
+
+    @property
+    def damaged(self) -> frozenset[tuple[Key, str, int]]:
+        """Damaged entries that are known: their key, file and first byte."""
+        with self._lock:
+            return self._directory.all_damaged()
 
     def files(self) -> dict[str, int]:
         """The files that there are now, by name, with their sizes: packs, and notes of damaged entries."""
