@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
-CASES = ("startup", "first_step", "step", "sdxl", "save", "detect", "shard", "zero", "headers", "data_s3")
+CASES = ("startup", "first_step", "step", "sdxl", "save", "detect", "shard", "zero", "headers", "data_s3", "data_cache")
 
 
 @dataclass(frozen=True, kw_only=True)
