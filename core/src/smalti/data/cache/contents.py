@@ -219,9 +219,13 @@ def _in_place(place: CachePlace, catalog: Catalog) -> Iterator[CachedEncodings]:
     if place.spec is not None:
         storage = catalog.open_storage(place.spec)
         prefix = f"{place.prefix}/" if place.prefix else ""
-        names = dict.fromkeys(file.key[len(prefix) :].split("/")[0] for file in storage.list(prefix))
-        for name in filter(_NAME.fullmatch, names):
-            yield CachedEncodings(name=name, storage=storage, prefix=prefix + name)
+        for kind in ("latents-", "texts-"):
+            after = ""
+            while (file := next(iter(storage.list(prefix + kind, after=after)), None)) is not None:
+                name = file.key[len(prefix) :].split("/")[0]
+                after = f"{prefix}{name}0"  # the next character after "/": what is below this name is not listed
+                if _NAME.fullmatch(name):
+                    yield CachedEncodings(name=name, storage=storage, prefix=prefix + name)
     elif place.folder is not None and place.folder.is_dir():
         for folder in sorted(place.folder.iterdir()):
             if _NAME.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink():
