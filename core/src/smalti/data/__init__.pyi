@@ -57,6 +57,7 @@ from .sources.parquet_files import (
 )
 from .sources.range_file import RangeFile as RangeFile
 from .sources.tables.table_source import Table as Table, TableSource as TableSource
+from .sources.unchanged import file_identity as file_identity
 from .storage.columns import file_columns as file_columns, list_columns as list_columns
 from .storage.local import LocalStorage as LocalStorage
 from .storage.protocol import (

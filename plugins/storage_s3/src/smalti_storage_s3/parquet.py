@@ -19,6 +19,7 @@ from smalti.data import (
     Table,
     TableSource,
     explained_parquet,
+    file_identity,
     parquet_at,
     parquet_batches,
     parquet_in,
@@ -45,7 +46,7 @@ class ParquetSource(TableSource):
             if not paths:
                 raise UserError(f"no parquet file in {path}", fix='set the path of the table: "parquet": {"path": ...}')
             found = [(str(each), parquet_at(each)) for each in paths]
-            return ParquetTable(str(path), found)
+            return ParquetTable(str(path), found, "\n".join(map(file_identity, paths)))
         try:
             files = [self._storage.stat(key)]
         except MissingFileError:
@@ -53,16 +54,17 @@ class ParquetSource(TableSource):
             if not files:
                 raise
         location = self._storage.location
-        return ParquetTable(
-            f"{location}/{key}", [(f"{location}/{file.key}", parquet_in(self._storage, file.key, file.size)) for file in files]
-        )
+        found = [(f"{location}/{file.key}", parquet_in(self._storage, file.key, file.size)) for file in files]
+        identity = "\n".join(f"{location}/{file.key}:{file.size}:{file.etag}" for file in files)
+        return ParquetTable(f"{location}/{key}", found, identity)
 
 
 class ParquetTable(Table):
     """Parquet files with one schema, as one table."""
 
-    def __init__(self, location: str, files: list[tuple[str, OpenedParquet]]) -> None:
+    def __init__(self, location: str, files: list[tuple[str, OpenedParquet]], identity: str = "") -> None:
         self.location = location
+        self.identity = identity
         self._files = files
 
     @cached_property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -105,6 +105,29 @@ class ReportsNotices(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class ListedState:
+    """What a source listed, in short: a digest of everything that determines the samples, and what is for the user."""
+
+    digest: str
+    notices: tuple[str, ...] = ()
+    skipped_files: Mapping[str, int] = field(default_factory=dict)
+
+
+@runtime_checkable
+class RecognizesUnchanged(Protocol):
+    """What a source has in addition to `list` if it can tell, at the cost of a listing, that it would list the same again."""
+
+    @property
+    def listed_state(self) -> ListedState | None:
+        """That of the last complete `list`; None if files changed during it."""
+        ...
+
+    def is_unchanged(self, before: ListedState) -> bool:
+        """Whether `list` would find what it found then. If so, its notices and skipped files become those of this source."""
+        ...
+
+
 @runtime_checkable
 class UsesFolder(Protocol):
     """What a source has in addition to `list` if it keeps files between scans, or writes lists for the user."""
@@ -158,6 +181,15 @@ class Discovery:
         self._spec = spec
         self._storage = storage
         self.skipped_files: Mapping[str, int] = {}
+        self.listed_state: ListedState | None = None
+
+    def is_unchanged(self, before: ListedState) -> bool:
+        from smalti.data.sources.unchanged import digest_of
+
+        if digest_of(self._storage, self._spec.id) != before.digest:
+            return False
+        self.skipped_files = before.skipped_files
+        return True
 
     def list(self) -> Iterator[Listed]:
         return listed_rows(self)
@@ -171,6 +203,7 @@ class Discovery:
         for images in files.batches():
             yield listed_columns(images)
         self.skipped_files = files.skipped
+        self.listed_state = ListedState(digest=files.digest.result(self._spec.id), skipped_files=files.skipped)
 
 
 def describe_skipped(skipped_files: Mapping[str, int]) -> str:

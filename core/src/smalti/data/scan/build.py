@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+import numpy as np
 import pyarrow as pa
 
-from smalti.data.datasets.sources import MetadataSource, ReportsSkipped, describe_skipped
+from smalti.data.datasets.sources import MetadataSource, RecognizesUnchanged, ReportsSkipped, describe_skipped
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.scan.image_headers import EXTENSIONS
 from smalti.data.scan.index import DatasetIndex, load_index
-from smalti.data.scan.index_file import IndexFile, IndexWriter, recipe_of
+from smalti.data.scan.index_file import IndexFile, IndexWriter, recipe_of, text_parts
 from smalti.data.scan.parts import chosen, listed_parts, with_last
 from smalti.data.scan.tasks import Handed, Task, wait_for
 from smalti.data.storage.protocol import Storage
@@ -47,8 +48,10 @@ def build_index(
 ) -> DatasetIndex:
     """Scan a dataset; returns its index, which is also written to `cache` (only in memory if that is None).
 
-    Rows of an earlier index in `cache` are reused where nothing changed. Unusable samples become rows with a reason. With
-    `handed`, other ranks open files too. Raises UserError for a dataset without images, and TransientStorageError when the
+    The index in `cache` is kept as it is if the source recognizes that nothing changed, unless it has samples that could not
+    be used: those are tried again. Otherwise its rows are reused where nothing changed. Unusable samples become rows with a
+    reason.
+    With `handed`, other ranks open files too. Raises UserError for a dataset without images, and TransientStorageError when the
     storage does not answer.
     """
     if cache is None:
@@ -59,10 +62,30 @@ def build_index(
         return DatasetIndex(spec.id, file, file.summary)
     cache.parent.mkdir(parents=True, exist_ok=True)
     kept = Kept(cache)
+    same = _unchanged(spec, source, cache)
+    if same is not None:
+        kept.remove()
+        if progress is not None:
+            progress(len(same), len(same))
+        return same
     with _written(cache) as file_written:
         _Scan(spec, storage, source, kept, handed).write(file_written, [*kept.paths(), cache], progress)
     kept.remove()
     return load_index(spec, cache)
+
+
+def _unchanged(spec: DatasetSpec, source: MetadataSource, cache: Path) -> DatasetIndex | None:
+    """The last index, if a scan would make the same one."""
+    if not isinstance(source, RecognizesUnchanged):
+        return None
+    try:
+        file = IndexFile(cache)
+    except (OSError, pa.ArrowInvalid):
+        return None
+    before = file.summary
+    if file.recipe != recipe_of(spec) or before is None or before.source is None or not source.is_unchanged(before.source):
+        return None
+    return DatasetIndex(spec.id, file, before)
 
 
 def scan_part(spec: DatasetSpec, storage: Storage, source: MetadataSource, cache: Path, task: Task) -> None:
@@ -86,6 +109,8 @@ class _Scan:
     source: MetadataSource
     kept: Kept
     handed: Handed | None = None
+    problems: list[int] = field(default_factory=list)
+    """How many samples of each part the source lists as unusable."""
 
     def write(self, sink: BinaryIO | pa.NativeFile, earlier: list[Path], progress: Progress | None) -> None:
         """Scan, and write the index. `earlier` are files with rows that may be reused."""
@@ -102,10 +127,12 @@ class _Scan:
                     progress(done, done if is_last else None)
             if done == 0:
                 raise no_images(self.spec, self.storage, self.source)
+            writer.source = self.source.listed_state if isinstance(self.source, RecognizesUnchanged) else None
+            writer.listed_problems = sum(self.problems)
 
     def _parts(self, rows: Rows, pool: Threads) -> Iterator[pa.RecordBatch]:
         """The rows of all parts in order."""
-        parts = chosen(self.spec, listed_parts(self.source))
+        parts = self._counted(chosen(self.spec, listed_parts(self.source)))
         if self.handed is None:
             for part in parts:
                 made, opened = rows.of(part, pool)
@@ -120,6 +147,11 @@ class _Scan:
                 yield _rows_of(waiting.popleft())
         while waiting:
             yield _rows_of(waiting.popleft())
+
+    def _counted(self, parts: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for part in parts:
+            self.problems.append(int(np.count_nonzero(text_parts(part.column("problem"))[1])))
+            yield part
 
     def _submitted(self, part: pa.RecordBatch) -> Future[Path]:
         assert self.handed is not None

@@ -16,6 +16,7 @@ import pyarrow as pa
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from smalti.data.datasets.sources import ListedState
 from smalti.data.datasets.spec import DatasetSpec
 
 SCHEMA = pa.schema(
@@ -55,11 +56,19 @@ class Summary:
     starts: tuple[int, ...]
     unusable: int
     digests: IndexDigests
+    source: ListedState | None = None
+    """What the source listed; None if the next scan has to look at each sample."""
 
     @classmethod
     def read(cls, text: bytes) -> Summary:
         values = json.loads(text)
-        return cls(starts=tuple(values["starts"]), unusable=values["unusable"], digests=IndexDigests(**values["digests"]))
+        source = values.get("source")  # None in files of earlier versions
+        return cls(
+            starts=tuple(values["starts"]),
+            unusable=values["unusable"],
+            digests=IndexDigests(**values["digests"]),
+            source=None if source is None else ListedState(**source | {"notices": tuple(source["notices"])}),
+        )
 
 
 class IndexWriter:
@@ -76,6 +85,9 @@ class IndexWriter:
         self._starts = [0]
         self._unusable = 0
         self._digests = _Digests()
+        self.source: ListedState | None = None
+        self.listed_problems = 0
+        """How many samples the source itself listed as unusable. Others may be usable in the next scan."""
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Append rows, which must follow the last ones in order of keys."""
@@ -90,7 +102,8 @@ class IndexWriter:
     def close(self) -> None:
         """Write what remains, and the summary."""
         self._flush()
-        summary = Summary(starts=tuple(self._starts), unusable=self._unusable, digests=self._digests.result())
+        source = self.source if self._unusable == self.listed_problems else None
+        summary = Summary(starts=tuple(self._starts), unusable=self._unusable, digests=self._digests.result(), source=source)
         empty = pa.RecordBatch.from_pylist([], schema=self._schema)
         self._writer.write_batch(empty, custom_metadata={_SUMMARY: json.dumps(asdict(summary)).encode()})
         self._writer.close()

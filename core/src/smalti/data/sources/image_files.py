@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from smalti.data.datasets.sources import CAPTION_EXTENSIONS, DESCRIPTIONS
 from smalti.data.scan.image_headers import EXTENSIONS
+from smalti.data.sources.unchanged import ListingDigest
 from smalti.data.storage.protocol import ListsFileColumns, Storage, StoredFile
 
 WINDOW = 1 << 16
@@ -26,13 +27,14 @@ class ImageFiles:
 
     `batches` yields columns `key`, `size`, `etag` and `caption_etag`: the etag of the text file with the same stem and the
     extension `caption_extension`, "" without one. `skipped` counts other files by extension in lower case, but for those that
-    describe data (`DESCRIPTIONS`).
+    describe data (`DESCRIPTIONS`). `digest` is that of all of these files.
     """
 
     def __init__(self, storage: Storage, caption_extension: str = ".txt") -> None:
         self._storage = storage
         self._caption_extension = caption_extension
         self._skipped: Counter[str] = Counter()
+        self.digest = ListingDigest()
 
     @property
     def skipped(self) -> Mapping[str, int]:
@@ -40,6 +42,7 @@ class ImageFiles:
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         self._skipped.clear()
+        self.digest = ListingDigest()
         carried: pa.RecordBatch | None = None
         for window in _windows(self._storage):
             known = self._known(window)
@@ -64,6 +67,7 @@ class ImageFiles:
         if pc.any(hidden).as_py():
             window = window.filter(pc.invert(hidden))
             keys = window.column("key")
+        self.digest.add(window)
         known = pc.or_(_has_extension(keys, EXTENSIONS), _has_extension(keys, (self._caption_extension,)))
         others = keys.filter(pc.invert(known))
         for key in others.to_pylist():

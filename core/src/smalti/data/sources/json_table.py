@@ -10,11 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from smalti.data.datasets.sources import LISTED, Listed, listed_rows
+from smalti.data.datasets.sources import LISTED, Listed, ListedState, listed_rows
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.sources.image_files import ImageFiles
 from smalti.data.sources.json_lines import LINES, Lines, blocks_of
-from smalti.data.storage.protocol import MissingFileError, Storage
+from smalti.data.sources.unchanged import digest_of, file_identity, stored_identity
+from smalti.data.storage.protocol import MissingFileError, Storage, StorageError
 from smalti.errors import UserError
 
 _DEFAULT_TABLE = "metadata.jsonl"
@@ -33,12 +34,18 @@ class JsonLines:
         self._spec = spec
         self._table = spec.json_table
         self._storage = storage
+        self.listed_state: ListedState | None = None
+
+    def is_unchanged(self, before: ListedState) -> bool:
+        identity = self._identity()
+        return identity is not None and digest_of(self._storage, self._spec.id, identity) == before.digest
 
     def list(self) -> Iterator[Listed]:
         return listed_rows(self)
 
     def list_columns(self) -> Iterator[pa.RecordBatch]:
         lines = Lines(self._table, self.location)
+        identity, self.listed_state = self._identity(), None  # that of the table before it is read
         with tempfile.TemporaryDirectory(prefix="smalti-table-") as folder:
             runs = [_sorted_run(batch, Path(folder, str(number))) for number, batch in enumerate(lines.batches(self._blocks()))]
             images = ImageFiles(self._storage, self._spec.caption_extension)
@@ -50,6 +57,15 @@ class JsonLines:
                 for run in runs:
                     run.back()
                 yield from self._joined(lines, [run.until(last) for run in runs], None)
+        if identity is not None:
+            self.listed_state = ListedState(digest=images.digest.result(self._spec.id, identity))
+
+    def _identity(self) -> str | None:
+        """Changes with the table; None if there is none."""
+        try:
+            return file_identity(self._table.path) if self._table.path else stored_identity(self._storage, _DEFAULT_TABLE)
+        except (OSError, StorageError):
+            return None
 
     @property
     def location(self) -> str:

@@ -10,6 +10,7 @@ import pyarrow.csv as csv
 
 from smalti.data.sources.range_file import RangeFile
 from smalti.data.sources.tables.table_source import Table, TableSource
+from smalti.data.sources.unchanged import file_identity, stored_identity
 from smalti.data.storage.protocol import Storage
 from smalti.errors import UserError
 
@@ -31,10 +32,11 @@ class CsvTable(Table):
     def __init__(self, file: Path | tuple[Storage, str]) -> None:
         self._file = file
         if isinstance(file, Path):
-            self.location, self._size = str(file), file.stat().st_size
+            self.location, self._size, self.identity = str(file), file.stat().st_size, file_identity(file)
         else:
             storage, key = file
             self.location, self._size = f"{storage.location}/{key}", storage.stat(key).size
+            self.identity = stored_identity(storage, key)
         self._delimiter = "\t" if self.location.lower().endswith(".tsv") else ","
         with self._opened(None) as reader:
             self._schema = reader.schema

@@ -12,12 +12,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from smalti.data.datasets.captions import depends_on_text_file
-from smalti.data.datasets.sources import LISTED, Listed
+from smalti.data.datasets.sources import LISTED, Listed, ListedState
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.scan.image_headers import EXTENSIONS
 from smalti.data.sources.listing import FILES, files, rebatched, stems, with_extension
 from smalti.data.sources.tables.columns import Projection, TableColumns, local_table
 from smalti.data.sources.tables.join import Join, Names
+from smalti.data.sources.unchanged import ListingDigest, digest_of
 from smalti.data.storage.protocol import Storage, StorageError
 from smalti.errors import UserError
 
@@ -27,6 +28,9 @@ class Table(ABC):
 
     location: str
     """The path or address, for messages."""
+
+    identity: str = ""
+    """Changes with the content: sizes with modification times or etags of its files when it was opened. "" is unknown."""
 
     @property
     @abstractmethod
@@ -54,6 +58,7 @@ class TableSource(ABC):
         self._folder: Path | None = None
         self._columns = TableColumns.of(spec.metadata_options, f"dataset {spec.id!r}: {self.format}")
         self.notices: tuple[str, ...] = ()
+        self.listed_state: ListedState | None = None
 
     @abstractmethod
     def open(self, path: Path | None, key: str) -> Table:
@@ -63,12 +68,24 @@ class TableSource(ABC):
         """Where lists and temporary files may be written; without it, nothing but files of the system's temporary folder."""
         self._folder = folder
 
+    def is_unchanged(self, before: ListedState) -> bool:
+        identity = self._open().identity
+        if not identity or digest_of(self._storage, *self._determining(identity)) != before.digest:
+            return False
+        self.notices = before.notices
+        return True
+
+    def _determining(self, identity: str) -> tuple[str, ...]:
+        """What determines the samples beside the files: absolute paths in a table depend on the dataset's folder."""
+        return self._spec.id, identity, str(self._spec.instance_data_dir or "")
+
     def list(self) -> Iterator[Listed]:
         for batch in self.list_columns():
             for row in batch.to_pylist():
                 yield Listed(**row | {"captions": None if row["captions"] is None else tuple(row["captions"])})
 
     def list_columns(self) -> Iterator[pa.RecordBatch]:
+        self.listed_state = None
         table = self._open()
         captions = self._spec.caption_strategy == self._spec.metadata_backend and not self._spec.only_instance_prompt
         projection = Projection(
@@ -110,12 +127,15 @@ class TableSource(ABC):
             )
         found = 0
         texts = _Texts(self._storage, self._spec.caption_extension) if depends_on_text_file(self._spec) else None
-        for listed, rows in join.results(map(with_extension, files(self._storage))):
+        digest = ListingDigest()
+        for listed, rows in join.results(map(with_extension, digest.passed(files(self._storage)))):
             found += listed.num_rows
             yield _listed(listed, rows, texts)
         if not found:
             raise self._nothing_matches(table, lost, unlisted)
         self.notices = tuple(self._described(table, join, nameless, lost, unlisted))
+        if table.identity and (texts is None or texts.digest == digest.result()):
+            self.listed_state = ListedState(digest=digest.result(*self._determining(table.identity)), notices=self.notices)
 
     def _by_stem(self, rows: pa.RecordBatch) -> bool:
         """Whether names have no extension: as the entry says, else most of the first names."""
@@ -166,7 +186,9 @@ class _Texts:
     """The etags of the text files of a storage. Listed as a whole, in columns: about 100 bytes per file."""
 
     def __init__(self, storage: Storage, extension: str) -> None:
-        batches = [with_extension(batch, (extension,)) for batch in files(storage)]
+        digest = ListingDigest()
+        batches = [with_extension(batch, (extension,)) for batch in digest.passed(files(storage))]
+        self.digest = digest.result()
         table = pa.Table.from_batches(list(rebatched(batches, FILES, 1 << 30)), schema=FILES).combine_chunks()
         self._stems, self._etags = stems(table.column("key").combine_chunks()), table.column("etag").combine_chunks()
 
