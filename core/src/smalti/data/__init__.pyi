@@ -16,10 +16,12 @@ from .datasets.simpletuner import is_comment as is_comment
 from .datasets.sources import (
     LISTED as LISTED,
     Listed as Listed,
+    ListedState as ListedState,
     ListsColumns as ListsColumns,
     MetadataSource as MetadataSource,
     PricesShuffledReads as PricesShuffledReads,
     ReadsPlaces as ReadsPlaces,
+    RecognizesUnchanged as RecognizesUnchanged,
     ReportsNotices as ReportsNotices,
     ReportsSkipped as ReportsSkipped,
     UsesFolder as UsesFolder,

@@ -94,3 +94,30 @@ def test_an_image_in_two_lines_is_an_error(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"'0\.png' occurs twice") as caught:
         list(JsonLines(spec_of(folder), LocalStorage(folder)).list())
     assert caught.value.problems[0].where.endswith("line 3")
+
+
+@pytest.mark.parametrize("line_by_line", [False, True])
+def test_several_caption_columns_are_read_as_in_other_tables(folder: Path, line_by_line: bool) -> None:
+    rows = [
+        {"filename": NAMES[0], "long": " a red cat ", "short": "cat"},
+        {"filename": NAMES[2], "short": "dog"},
+        {"filename": NAMES[4], "other": "an animal"},
+        {"filename": NAMES[6]},
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "metadata.jsonl").write_text(("\n" if line_by_line else "") + text)
+
+    def captions(caption_column: object, **others: object) -> list[tuple[str, ...] | None]:
+        block = {"caption_column": caption_column} | others
+        entry = {"id": "pets", "instance_data_dir": str(folder), "metadata_backend": "json", "json": block}
+        (spec,), problems = parse_datasets([entry], where="", defaults=DataDefaults())
+        assert not problems
+        found = {one.key: one.captions or () for one in JsonLines(spec, LocalStorage(folder)).list()}
+        return [found[str(row["filename"])] for row in rows]
+
+    assert captions(["long", "short"]) == [("a red cat", "cat"), ("dog",), (), ()]
+    assert captions({"long": 1, "short": 3}) == [("a red cat", "cat"), ("", "dog"), (), ()]
+    assert captions("long", fallback_caption_column="short") == [("a red cat",), ("dog",), (), ()]
+    assert captions({"long": 1, "short": 3}, fallback_caption_column="other") == [
+        ("a red cat", "cat"), ("", "dog"), ("an animal", ""), (),
+    ]  # fmt: skip

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from smalti.data.datasets.parse import DataDefaults, parse_datasets
 from smalti.data.datasets.sources import Discovery, MetadataSource, ReportsNotices, ReportsSkipped
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.scan.build import build_index
@@ -152,3 +153,21 @@ def test_another_configuration_is_another_index(tmp_path, backend) -> None:
     dataset.scan()
     dataset.spec = dataset.spec.model_copy(update={"caption_strategy": "filename"})
     assert dataset.rebuilt()
+
+
+@pytest.mark.parametrize("backend", ["json", "csv"])
+def test_another_order_of_columns_with_weights_is_noticed(tmp_path, backend) -> None:
+    dataset = Dataset(tmp_path, backend, backend)
+    write_table(backend, dataset.table, "one", "two")
+
+    def weighted(**columns: float) -> DatasetSpec:
+        entry = {"id": "pets", "instance_data_dir": str(dataset.images), "metadata_backend": backend}
+        entry[backend] = {"path": str(dataset.table), "caption_column": columns}
+        (spec,), problems = parse_datasets([entry], where="", defaults=DataDefaults())
+        assert not problems
+        return spec
+
+    dataset.spec = weighted(caption=1, filename=3)
+    assert dataset.scan().captions(0) == ("one", "a.png")
+    dataset.spec = weighted(filename=3, caption=1)
+    assert dataset.scan().captions(0) == ("a.png", "one")

@@ -94,6 +94,8 @@ CHAPTERS = (
             "smalti.data:PricesShuffledReads",
             "smalti.data:ReportsSkipped",
             "smalti.data:ReportsNotices",
+            "smalti.data:RecognizesUnchanged",
+            "smalti.data:ListedState",
             "smalti.data:UsesFolder",
         ),
     ),

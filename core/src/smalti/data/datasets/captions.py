@@ -63,5 +63,6 @@ def _missing(spec: DatasetSpec, key: str) -> str:
         case "filename":
             return "no caption: the file name has no words"
     if spec.caption_strategy == "json":
-        return f"no caption under {spec.json_table.caption_column!r} in the table"
+        columns = (*spec.json_table.caption_columns, spec.json_table.fallback_caption_column)
+        return f"no caption under {' or '.join(repr(column) for column in columns if column is not None)} in the table"
     return f"no caption in the {spec.caption_strategy} table"

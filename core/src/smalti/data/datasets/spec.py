@@ -109,12 +109,21 @@ class JsonTable(BaseModel):
 
     path: Folder | None = _key(None, help="The table. Default: `metadata.jsonl` in the dataset's folder.")
     filename_column: str = _key("filename", help="Path of the image, relative to the dataset's folder.")
-    caption_column: str = _key("caption", help="The caption, or a list of captions.")
+    caption_column: str | Annotated[tuple[str, ...] | dict[str, float], Field(min_length=1)] = _key(
+        "caption",
+        help="The caption, or a list of captions: a column, a list of columns, or columns with weights such as"
+        ' `{"short": 1, "long": 3}`.',
+    )
+    fallback_caption_column: str | None = _key(None, help="The caption of lines without one.")
     width_column: str = _key(
         "width",
         help="Width in pixels, after EXIF rotation. A line may leave it out; the width is then read from the image's header.",
     )
     height_column: str = _key("height", help="Height in pixels, likewise.")
+
+    @property
+    def caption_columns(self) -> tuple[str, ...]:
+        return (self.caption_column,) if isinstance(self.caption_column, str) else tuple(self.caption_column)
 
 
 class CaptionShuffle(BaseModel):

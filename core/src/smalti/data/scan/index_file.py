@@ -223,4 +223,7 @@ def _recipe(spec: DatasetSpec, number: int) -> bytes:
     }  # fmt: skip
     fields |= {name for name in _LATER_FIELDS if getattr(spec, name) != DatasetSpec.model_fields[name].default}
     places = {"caption_weights": True} if spec.caption_weights else {}  # one of several captions may be missing
-    return json.dumps({"format": number} | places | spec.model_dump(mode="json", include=fields), sort_keys=True).encode()
+    values = spec.model_dump(mode="json", include=fields)
+    if spec.json_table.fallback_caption_column is None:
+        del values["json_table"]["fallback_caption_column"]  # as in indexes of earlier versions
+    return json.dumps({"format": number} | places | values, sort_keys=True).encode()

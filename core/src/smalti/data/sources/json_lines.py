@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.json
 
 from smalti.data.datasets.spec import JsonTable
+from smalti.data.sources.tables.columns import Projection, TableColumns
 from smalti.errors import ConfigError, Problem
 
 LINES = pa.schema(
@@ -30,10 +31,15 @@ _PLAIN_NAME = r"^[^./][^/]*(/[^./][^/]*)*$"  # `normpath` leaves these as they a
 
 
 class Lines:
-    """The lines of a table, parsed. `location` is its path or address, for messages."""
+    """The lines of a table, parsed. `location` is its path or address, for messages.
 
-    def __init__(self, table: JsonTable, location: str) -> None:
+    `weighted`: of several caption columns, each has its place in the captions of a line, "" where it has none.
+    """
+
+    def __init__(self, table: JsonTable, location: str, *, weighted: bool = False) -> None:
         self._table = table
+        self._caption_names = _caption_names(table)
+        self._several = _several(table, location, weighted)
         self._location = location
         self._problems: list[Problem] = []
         self._texts: list[pa.DataType] = [pa.string(), pa.list_(pa.string())]
@@ -63,12 +69,13 @@ class Lines:
     def _columns(self, text: bytes, first: int) -> pa.RecordBatch | None:
         """The lines of a block; None if some of them need a closer look."""
         table = self._table
-        names = (table.filename_column, table.caption_column, table.width_column, table.height_column)
+        names = (table.filename_column, table.width_column, table.height_column, *self._caption_names)
         rows = text.count(b"\n") + (not text.endswith(b"\n"))
         if len(set(names)) < len(names) or not text:
             return None
         for caption in self._texts:
-            schema = pa.schema(list(zip(names, (pa.string(), caption, pa.float64(), pa.float64()), strict=True)))
+            kinds = (pa.string(), pa.float64(), pa.float64(), *(caption for _ in self._caption_names))
+            schema = pa.schema(list(zip(names, kinds, strict=True)))
             options = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
             reading = pa.json.ReadOptions(use_threads=False, block_size=len(text) + 1)
             try:
@@ -79,12 +86,12 @@ class Lines:
             if found.num_rows != rows:  # blank lines, or an object over several
                 return None
             self._texts.sort(key=lambda kind, caption=caption: kind != caption)  # type: ignore[misc]
-            name, captions, width, height = (found.column(each).combine_chunks() for each in names)
+            name, width, height, *texts = (found.column(each).combine_chunks() for each in names)
             if name.null_count or pc.any(pc.equal(name, "")).as_py() or not (_are_pixels(width) and _are_pixels(height)):
                 return None
             lines = pa.array(np.arange(first, first + rows))
             sizes = (each.cast(pa.int32()) for each in (width, height))
-            return pa.RecordBatch.from_arrays([_normalised(name), _stripped(captions), *sizes, lines], schema=LINES)
+            return pa.RecordBatch.from_arrays([_normalised(name), self._captions(texts), *sizes, lines], schema=LINES)
         return None
 
     def _careful(self, text: bytes, first: int) -> pa.RecordBatch:
@@ -94,10 +101,23 @@ class Lines:
             if not line.strip():
                 continue
             try:
-                rows.append({**_parsed(json.loads(line), self._table), "line": number})
+                rows.append({**_parsed(json.loads(line), self._table, self._caption_names), "line": number})
             except ValueError as error:  # JSON and UTF-8 errors are ValueErrors too
                 self._problems.append(self._problem(str(error), number, names_columns=isinstance(error, _MissingColumnError)))
-        return pa.RecordBatch.from_pylist(rows, schema=LINES)
+        texts = [
+            pa.array([row[name] for row in rows], LINES.field("captions").type) for name in range(len(self._caption_names))
+        ]
+        columns = {
+            each.name: pa.array([row[each.name] for row in rows], each.type) for each in LINES if each.name != "captions"
+        }
+        columns["captions"] = self._captions(texts)
+        return pa.RecordBatch.from_arrays([columns[name] for name in LINES.names], schema=LINES)
+
+    def _captions(self, texts: list[pa.Array]) -> pa.Array:
+        """The captions of each line, from what its caption columns have."""
+        if self._several is None:
+            return _stripped(texts[0])
+        return self._several.captions(pa.RecordBatch.from_arrays(texts, names=list(self._caption_names)))
 
     def _problem(self, message: str, line: int, *, names_columns: bool = False) -> Problem:
         fix = 'name the columns: "json": {"filename_column": ..., "caption_column": ...}' if names_columns else "fix the line"
@@ -116,6 +136,20 @@ def blocks_of(chunks: Iterator[bytes]) -> Iterator[bytes]:
             rest += chunk
     if rest:
         yield rest
+
+
+def _caption_names(table: JsonTable) -> tuple[str, ...]:
+    found = (*table.caption_columns, table.fallback_caption_column)
+    return tuple(dict.fromkeys(name for name in found if name is not None))
+
+
+def _several(table: JsonTable, location: str, weighted: bool) -> Projection | None:
+    """What joins several caption columns, as in other tables; None for one column alone."""
+    if isinstance(table.caption_column, str) and table.fallback_caption_column is None:
+        return None
+    columns = TableColumns(caption_column=table.caption_column, fallback_caption_column=table.fallback_caption_column)
+    schema = pa.schema([(name, LINES.field("captions").type) for name in _caption_names(table)])
+    return Projection(columns, schema, location, captions=True, weighted=weighted, only_captions=True)
 
 
 class _MissingColumnError(ValueError):
@@ -145,15 +179,15 @@ def _stripped(captions: pa.Array) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), texts.filter(pa.array(kept)), mask=missing)
 
 
-def _parsed(row: object, table: JsonTable) -> dict[str, object]:
+def _parsed(row: object, table: JsonTable, caption_names: tuple[str, ...]) -> dict[str | int, object]:
     if not isinstance(row, Mapping):
         raise ValueError("not a JSON object")
     name = row.get(table.filename_column)
     if not isinstance(name, str) or not name:
         raise _MissingColumnError(f"no file name under {table.filename_column!r}; the columns are {', '.join(map(str, row))}")
     width, height = (_pixels(row, column) for column in (table.width_column, table.height_column))
-    captions = _captions(row.get(table.caption_column))
-    return {"name": posixpath.normpath(name), "captions": captions, "width": width, "height": height}
+    captions: dict[str | int, object] = {place: _captions(row.get(column)) for place, column in enumerate(caption_names)}
+    return captions | {"name": posixpath.normpath(name), "width": width, "height": height}
 
 
 def _pixels(row: Mapping[str, object], column: str) -> int | None:

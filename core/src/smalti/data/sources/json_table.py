@@ -44,7 +44,7 @@ class JsonLines:
         return listed_rows(self)
 
     def list_columns(self) -> Iterator[pa.RecordBatch]:
-        lines = Lines(self._table, self.location)
+        lines = Lines(self._table, self.location, weighted=bool(self._spec.caption_weights))
         identity, self.listed_state = self._identity(), None  # that of the table before it is read
         with tempfile.TemporaryDirectory(prefix="smalti-table-") as folder:
             runs = [_sorted_run(batch, Path(folder, str(number))) for number, batch in enumerate(lines.batches(self._blocks()))]
@@ -63,9 +63,11 @@ class JsonLines:
     def _identity(self) -> str | None:
         """Changes with the table; None if there is none."""
         try:
-            return file_identity(self._table.path) if self._table.path else stored_identity(self._storage, _DEFAULT_TABLE)
+            path = self._table.path
+            table = file_identity(path) if path else stored_identity(self._storage, _DEFAULT_TABLE)
         except (OSError, StorageError):
             return None
+        return f"{table}\n{self._table.model_dump_json()}"  # the order of columns with weights is not in the recipe
 
     @property
     def location(self) -> str:

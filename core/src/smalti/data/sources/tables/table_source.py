@@ -76,8 +76,10 @@ class TableSource(ABC):
         return True
 
     def _determining(self, identity: str) -> tuple[str, ...]:
-        """What determines the samples beside the files: absolute paths in a table depend on the dataset's folder."""
-        return self._spec.id, identity, str(self._spec.instance_data_dir or "")
+        """What determines the samples beside the files. Absolute paths in a table depend on the dataset's folder; the order of
+        columns with weights is not in the recipe.
+        """
+        return self._spec.id, identity, str(self._spec.instance_data_dir or ""), self._columns.model_dump_json()
 
     def list(self) -> Iterator[Listed]:
         for batch in self.list_columns():
