@@ -142,11 +142,13 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
         if name.startswith(("SMALTI_", "ACCELERATE_")) or name in _OF_A_RANK:
             del os.environ[name]
     os.environ.update(variables)
+    tempfile.tempdir = None  # TMPDIR may be among them
     try:
         yield
     finally:
         os.environ.clear()
         os.environ.update(before)
+        tempfile.tempdir = None
 
 
 @contextmanager
