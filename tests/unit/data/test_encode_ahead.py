@@ -18,6 +18,7 @@ import smalti.data.cache.pending
 import smalti.data.cache.wanted
 from smalti.config.resolution import resolve
 from smalti.data.batch_check import BatchShape
+from smalti.data.cache.contents import cached_encodings_in
 from smalti.data.cache.earlier import earlier_latents_key, earlier_text_key
 from smalti.data.cache.embedding_cache import CachedTexts
 from smalti.data.cache.encode_ahead import Encoded, encode_ahead
@@ -330,3 +331,12 @@ def test_texts_are_found_in_several_passes_as_in_one(pets, tmp_path, monkeypatch
     encode(family, data_of(pets), tmp_path / "cache")
     assert sorted(set(family.texts)) == sorted({"", "a pet", *(f"image {number}" for number in range(10))})
     assert len(batches(data_of(pets), encode(Encoding(), data_of(pets), tmp_path / "cache"))) == 10
+
+
+def test_what_a_run_has_cached_can_be_verified_and_removed(pets, tmp_path):
+    encode(Encoding(), data_of(pets), tmp_path / "cache")
+    caches = cached_encodings_in(tmp_path / "cache")
+    assert [(each.kind, each.problem, each.verify().missing) for each in caches] == [("latents", "", 0), ("texts", "", 0)]
+    for each in caches:
+        each.remove()
+    assert list((tmp_path / "cache").iterdir()) == []
