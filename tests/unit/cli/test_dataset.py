@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -170,8 +171,8 @@ def test_the_order_is_what_a_run_sees(config: Path, tmp_path: Path, cached: bool
 class Rows:
     """A store that has a row for every text."""
 
-    def get(self, key: str) -> dict[str, torch.Tensor]:
-        return {"row": torch.zeros(1)}
+    def get_many(self, keys: Sequence[object]) -> list[dict[str, torch.Tensor]]:
+        return [{"row": torch.zeros(1)} for _ in keys]
 
 
 def test_nothing_to_look_at_is_an_error() -> None:
