@@ -148,6 +148,18 @@ def test_unusable_images_are_tried_again_but_not_rows_without_an_image(tmp_path)
     assert dataset.rebuilt()
 
 
+def test_samples_without_a_caption_are_not_tried_again(tmp_path, backend) -> None:
+    dataset = Dataset(tmp_path, backend, "textfile" if backend == "discovery" else backend)
+    (dataset.images / "b.txt").unlink()
+    write_table(backend, dataset.table, "one", "")
+    assert dataset.scan().unusable == 1
+    assert not dataset.rebuilt()
+    (dataset.images / "b.txt").write_text("a text")
+    write_table(backend, dataset.table, "one", "two")
+    assert dataset.rebuilt()
+    assert dataset.scan().unusable == 0
+
+
 def test_another_configuration_is_another_index(tmp_path, backend) -> None:
     dataset = Dataset(tmp_path, backend, "textfile")
     dataset.scan()

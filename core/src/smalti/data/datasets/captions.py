@@ -9,7 +9,9 @@ from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.scan.quarantine import BadSampleError
 from smalti.data.storage.protocol import MissingFileError, Storage
 
-NO_TEXT_FILE = "no caption: missing file "
+NO_CAPTION = "no caption"
+"""How the reason begins for every sample without a caption."""
+NO_TEXT_FILE = f"{NO_CAPTION}: missing file "
 """How the reason begins for a sample whose text file is missing."""
 
 

@@ -48,8 +48,8 @@ def build_index(
 ) -> DatasetIndex:
     """Scan a dataset; returns its index, which is also written to `cache` (only in memory if that is None).
 
-    The index in `cache` is kept as it is if the source recognizes that nothing changed, unless it has samples that could not
-    be used: those are tried again. Otherwise its rows are reused where nothing changed. Unusable samples become rows with a
+    The index in `cache` is kept as it is if the source recognizes that nothing changed, unless it has images that could not
+    be read: those are tried again. Otherwise its rows are reused where nothing changed. Unusable samples become rows with a
     reason.
     With `handed`, other ranks open files too. Raises UserError for a dataset without images, and TransientStorageError when the
     storage does not answer.
@@ -115,7 +115,7 @@ class _Scan:
     def write(self, sink: BinaryIO | pa.NativeFile, earlier: list[Path], progress: Progress | None) -> None:
         """Scan, and write the index. `earlier` are files with rows that may be reused."""
         from smalti.data.scan.earlier import EarlierRows  # imported here: few processes need pyarrow.compute
-        from smalti.data.scan.rows import Rows
+        from smalti.data.scan.rows import Rows, without_caption
 
         rows = Rows(spec=self.spec, storage=self.storage, source=self.source, earlier=EarlierRows.open(self.spec, earlier))
         done = 0
@@ -123,12 +123,13 @@ class _Scan:
             for made, is_last in with_last(self._parts(rows, pool)):
                 writer.write(made)
                 done += len(made)
+                writer.lasting_problems += without_caption(made)
                 if progress is not None:
                     progress(done, done if is_last else None)
             if done == 0:
                 raise no_images(self.spec, self.storage, self.source)
             writer.source = self.source.listed_state if isinstance(self.source, RecognizesUnchanged) else None
-            writer.listed_problems = sum(self.problems)
+            writer.lasting_problems += sum(self.problems)
 
     def _parts(self, rows: Rows, pool: Threads) -> Iterator[pa.RecordBatch]:
         """The rows of all parts in order."""

@@ -86,8 +86,8 @@ class IndexWriter:
         self._unusable = 0
         self._digests = _Digests()
         self.source: ListedState | None = None
-        self.listed_problems = 0
-        """How many samples the source itself listed as unusable. Others may be usable in the next scan."""
+        self.lasting_problems = 0
+        """How many samples stay unusable until files or table change. Others may be usable in the next scan."""
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Append rows, which must follow the last ones in order of keys."""
@@ -102,7 +102,7 @@ class IndexWriter:
     def close(self) -> None:
         """Write what remains, and the summary."""
         self._flush()
-        source = self.source if self._unusable == self.listed_problems else None
+        source = self.source if self._unusable == self.lasting_problems else None
         summary = Summary(starts=tuple(self._starts), unusable=self._unusable, digests=self._digests.result(), source=source)
         empty = pa.RecordBatch.from_pylist([], schema=self._schema)
         self._writer.write_batch(empty, custom_metadata={_SUMMARY: json.dumps(asdict(summary)).encode()})

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from smalti.data.datasets.captions import depends_on_text_file, read_captions
+from smalti.data.datasets.captions import NO_CAPTION, depends_on_text_file, read_captions
 from smalti.data.datasets.sources import Listed, MetadataSource, ReadsPlaces
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.scan.earlier import EarlierRows
@@ -138,6 +138,11 @@ def as_listed(row: Row) -> Listed:
     """A row of `LISTED` as an object."""
     captions = cast("Sequence[str] | None", row["captions"])
     return Listed(**row | {"captions": None if captions is None else tuple(captions)})  # type: ignore[arg-type]
+
+
+def without_caption(rows: pa.RecordBatch) -> int:
+    """How many rows are unusable for want of a caption, which they can only get by a change of files or table."""
+    return int(pc.sum(pc.starts_with(rows.column("problem"), NO_CAPTION)).as_py() or 0)
 
 
 def _sizes(listed: pa.RecordBatch, old: pa.RecordBatch) -> tuple[dict[str, NDArray[np.int64]], _Flags]:
