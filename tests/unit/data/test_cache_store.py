@@ -17,7 +17,8 @@ from smalti.data.cache.keys import Hasher, Keys, single_key, text_keys
 from smalti.data.cache.pack import PackBuilder
 from smalti.data.cache.store import PackStore
 from smalti.data.storage.local import LocalStorage
-from smalti.data.storage.protocol import IntegrityError
+from smalti.data.storage.protocol import AccessDeniedError, IntegrityError
+from smalti.errors import UserError
 from support.cache_parts import earlier_part
 
 ROW = st.tuples(st.text(max_size=20), st.text(max_size=9), st.integers(-(2**63), 2**63 - 1))
@@ -218,3 +219,21 @@ def test_entries_of_earlier_versions_are_read_by_reference(tmp_path):
         read = store.get(now)
         assert all(torch.equal(read[name], tensor) for name, tensor in entries[key].items())
     assert len(pairs) == 4
+
+
+class ReadOnly:
+    """In place of a bucket that may not be written to."""
+
+    location = "s3://bucket"
+
+    def write(self, key, data):
+        raise AccessDeniedError(f"{key}: permission denied (403)", fix="the key needs s3:PutObject")
+
+
+def test_a_storage_that_refuses_a_pack_says_itself_what_to_do():
+    pack = PackBuilder()
+    pack.add((1, 2), {"x": torch.zeros(1)})
+    with pytest.raises(UserError, match="cannot write 1 entries") as caught:
+        PackStore(ReadOnly(), "packs").put(pack)
+    assert "s3:PutObject" in caught.value.fix
+    assert "--cache_dir" not in caught.value.fix

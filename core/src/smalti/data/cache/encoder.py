@@ -33,6 +33,7 @@ from smalti.data.cache.wanted import Image, WantedImages, WantedTexts
 from smalti.data.images import Bytes, normalised
 from smalti.data.prepared import PreparedData
 from smalti.data.scan.quarantine import BadSampleError, ErrorBudget, Quarantined
+from smalti.data.storage.local import LocalStorage
 from smalti.data.storage.protocol import MissingFileError, Storage, StorageError
 from smalti.data.threads import Threads
 from smalti.errors import PreflightError, UserError
@@ -282,9 +283,12 @@ def _describe(storage: Storage, key: str, identity: str) -> None:
         except MissingFileError:
             storage.write(key, json.dumps(json.loads(identity), indent=2).encode())
     except StorageError as error:
+        elsewhere = (
+            "--cache_dir=FOLDER" if isinstance(storage, LocalStorage) else error.fix
+        )  # S3 is an entry's, not the option's
         raise UserError(
             f"cannot cache encoded images and texts in {storage.location}: {error.message}",
-            fix="--cache_dir=FOLDER, or encode in every step with --vae_cache_disable --text_cache_disable",
+            fix=f"{elsewhere}, or encode in every step with --vae_cache_disable --text_cache_disable",
         ) from error
 
 

@@ -24,6 +24,7 @@ from smalti.data.cache.directory import Directory, Place
 from smalti.data.cache.entries import decode
 from smalti.data.cache.keys import Key, Keys
 from smalti.data.cache.pack import Columns, PackBuilder, PackIndex, encode_columns, read_pack
+from smalti.data.storage.local import LocalStorage
 from smalti.data.storage.protocol import IntegrityError, Storage, StorageError, TransientStorageError
 from smalti.errors import UserError
 
@@ -226,9 +227,9 @@ class PackStore:
         try:
             self._storage.write(self._prefix + name, data)
         except StorageError as error:
-            fix = (
-                "free space or give write permission there, or set --cache_dir=FOLDER; written entries are kept, so start again"
-            )
+            local = isinstance(self._storage, LocalStorage)
+            fix = "free space or give write permission there, or set --cache_dir=FOLDER" if local else error.fix
+            fix = f"{fix}; written entries are kept, so start again"
             raise UserError(f"cannot write {entries} entries to {self}: {error.message}", fix=fix) from error
         self.written.append(name)
         return name
