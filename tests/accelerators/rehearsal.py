@@ -119,7 +119,7 @@ def _built(words, watch, closing):
     FlatRange.of = classmethod(_real_span)
     # Rank 0 is not there to look for these.
     smalti.training.resume.chosen_checkpoint = lambda run, choice: None
-    smalti.training.opening.run_on_main_rank = lambda ranks, scan: ""
+    smalti.training.opening.run_on_main_rank = lambda ranks, scanned: str(True)
     smalti.training.opening.load_data = scan_data
     command_line = CommandLine.parse(list(words))
     config, plugins = command_line.config(), command_line.plugins

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from smalti.checkpoint.format.safetensors_layout import read_header
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.rundir.directory import RunDirectory
 
@@ -22,9 +21,8 @@ def smalti(*words: object) -> subprocess.CompletedProcess:
 
 def latents(directory: Path) -> int:
     """How many images' latents a run has kept."""
-    return sum(
-        name.endswith("/latents") for path in directory.glob("cache/latents-*/*.safetensors") for name in read_header(path)
-    )
+    caches = json.loads(smalti("cache", "ls", f"--output_dir={directory}", "--json").stdout)["encodings"]
+    return sum(cache["entries"] for cache in caches if cache["kind"] == "latents")
 
 
 class Gate:
@@ -59,7 +57,7 @@ def options(tmp_path, pictures):
     """A run of few steps with that storage and that family."""
     entry = {"id": "pets", "type": "gated", "instance_data_dir": str(pictures), "resolution": 16}
     (tmp_path / "data.json").write_text(json.dumps([entry]))
-    data = {"instance_data_dir": None, "data_backend_config": tmp_path / "data.json"}
+    data = {"instance_data_dir": None, "data_backend_config": tmp_path / "data.json", "data_scan": "launcher"}
     return {**data, "model_family": "gated", "max_train_steps": 4}
 
 
