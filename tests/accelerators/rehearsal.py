@@ -110,6 +110,7 @@ def _built(words, watch, closing):
     import smalti.training.opening
     import smalti.training.resume
     from smalti.cli.arguments import CommandLine
+    from smalti.data.cache.encoder import Encoder
     from smalti.data.from_options import scan_data
     from smalti.parallel.accelerator import pins_memory
     from smalti.parallel.failure_detection import FailureDetector
@@ -120,6 +121,7 @@ def _built(words, watch, closing):
     # Rank 0 is not there to look for these.
     smalti.training.resume.chosen_checkpoint = lambda run, choice: None
     smalti.training.opening.run_on_main_rank = lambda ranks, scanned: str(True)
+    Encoder._refresh = lambda self, stores: [store.refresh() for store in stores]
     smalti.training.opening.load_data = scan_data
     command_line = CommandLine.parse(list(words))
     config, plugins = command_line.config(), command_line.plugins
