@@ -39,7 +39,7 @@ class Gate:
         self.file.with_suffix(".reached").unlink(missing_ok=True)
 
     def wait(self, run) -> None:
-        """Until the run stands there, and has told so."""
+        """Until the run stands there, and its heartbeat says so."""
         deadline, directory = time.monotonic() + 90, RunDirectory(run.directory)
         while (
             not self.file.with_suffix(".reached").exists()
@@ -61,29 +61,29 @@ def options(tmp_path, pictures):
     return {**data, "model_family": "gated", "max_train_steps": 4}
 
 
-def shown(folder: Path, phase: str, told: str) -> str:
+def wait_until_listed(folder: Path, phase: str, ending: str) -> str:
     """How the run is listed; a heartbeat, which is up to a second old, may tell of the phase before."""
     deadline = time.monotonic() + 20
     while True:
         listed = smalti("run", "ls", folder).stdout.splitlines()[1]
-        if (phase in listed and listed.endswith(told)) or time.monotonic() > deadline:
+        if (phase in listed and listed.endswith(ending)) or time.monotonic() > deadline:
             return listed
         time.sleep(0.2)
 
 
 @pytest.mark.parametrize(
-    ("phase", "ranks", "told"),
+    ("phase", "ranks", "ending"),
     [("scanning", 1, ""), ("encoding", 1, " images"), ("encoding", 2, " images"), ("building", 2, "")],
 )
 def test_in_every_phase_a_run_is_seen_refused_to_others_taken_over_and_stopped(
-    tmp_path, start, train, options, phase, ranks, told
+    tmp_path, start, train, options, phase, ranks, ending
 ):
     directory, gate = tmp_path / "run", Gate(tmp_path, phase)
     options |= {"num_processes": ranks, "train_batch_size": 4 // ranks}
     gate.close()
     killed = start(directory, **options, variables=gate.variables)
     gate.wait(killed)
-    listed = shown(tmp_path, phase, told)
+    listed = wait_until_listed(tmp_path, phase, ending)
     second = train(directory, **options, variables=gate.variables)
     killed.kill()
     scans = gate.file.with_suffix(".scans").read_text().split()
@@ -97,7 +97,7 @@ def test_in_every_phase_a_run_is_seen_refused_to_others_taken_over_and_stopped(
 
     gate.file.unlink()
     whole = train(directory, **options, variables=gate.variables)
-    assert ("running" in listed, phase in listed, listed.endswith(told)) == (True, True, True), listed
+    assert ("running" in listed, phase in listed, listed.endswith(ending)) == (True, True, True), listed
     assert (second.code, "is in use by a running process: process" in second.output) == (75, True), second.output
     assert scans == [str(killed.process.pid)]
     assert (asked.returncode, code, status.condition, status.exit_code) == (0, 7, "stopped", 7), asked.stderr + output

@@ -78,7 +78,7 @@ def sequence(
                     assert one.pixels is not None
                     pixels = one.pixels.numpy()
                     rows = zip(one.numbers, one.keys, one.captions, pixels, strict=True)
-                    found += [(batch.position, *told, image[:, 3, 3].tobytes()) for *told, image in rows]
+                    found += [(batch.position, *rest, image[:, 3, 3].tobytes()) for *rest, image in rows]
     return sorted(found, key=lambda sample: sample[:2])
 
 

@@ -186,9 +186,8 @@ def weights(run: Path) -> dict[str, bytes]:
     return {str(file.relative_to(newest)): file.read_bytes() for file in newest.rglob("*.safetensors")}
 
 
+@pytest.mark.parametrize("server", [pytest.param(seaweed, id="seaweed")], indirect=True)  # the other tests compare the servers
 def test_hook_restore_run_continues_a_killed_run_from_the_bucket_alone(train, url, server, tmp_path):
-    if not server.conditional_writes:
-        pytest.skip("once is enough: the other tests compare the two servers")
     killed = train(tmp_path / "a", f"--checkpoint_mirror={url}", "--checkpoint_step_interval=3", "--max_train_steps=100000")
     mirror, until = Mirror(open_place(url, Access())), time.monotonic() + 120
     while not mirror.published():

@@ -1,4 +1,4 @@
-"""`smalti dataset`: what people and machines are told."""
+"""`smalti dataset`: what it reports, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def run(*words: object) -> Result:
 
 
 def test_a_scan_counts_pictures_and_tells_what_is_wrong(config: Path) -> None:
-    told = run("scan", "--data_backend_config", config).output
+    report = run("scan", "--data_backend_config", config).output
 
-    assert "pets: 9 images, 1 unusable" in told
-    assert "9.png: no caption: missing file 9.txt" in told
+    assert "pets: 9 images, 1 unusable" in report
+    assert "9.png: no caption: missing file 9.txt" in report
 
 
 def test_a_scan_for_machines_is_json(config: Path) -> None:
-    told = json.loads(run("scan", "--data-backend-config", config, "--json").output)
+    report = json.loads(run("scan", "--data-backend-config", config, "--json").output)
 
-    assert told["datasets"][0]["quarantined"] == [{"key": "9.png", "reason": "no caption: missing file 9.txt"}]
+    assert report["datasets"][0]["quarantined"] == [{"key": "9.png", "reason": "no caption: missing file 9.txt"}]
 
 
 def test_a_scan_writes_into_a_run_directory_only_when_given_one(config: Path, tmp_path: Path) -> None:
@@ -66,19 +66,19 @@ def test_a_scan_writes_into_a_run_directory_only_when_given_one(config: Path, tm
 
 def test_a_check_lists_buckets_and_batches(config: Path) -> None:
     words = ("--resolution", 16, "--aspect_bucket_alignment", 8, "--train_batch_size", 2)
-    told = run("check", "--data_backend_config", config, *words).output
+    report = run("check", "--data_backend_config", config, *words).output
 
-    assert "16x16" in told
-    assert "effective batch 2, 4 batches in the first epoch" in told
+    assert "16x16" in report
+    assert "effective batch 2, 4 batches in the first epoch" in report
 
 
 def test_a_check_says_once_which_entries_of_caches_do_nothing(config: Path) -> None:
     entries = json.loads(config.read_text())
     entries += [{"id": "te", "dataset_type": "text_embeds"}, {"id": "ie", "dataset_type": "image_embeds"}]
     config.write_text(json.dumps(entries))
-    told = run("check", "--data_backend_config", config, "--resolution", 16, "--aspect_bucket_alignment", 8).output
+    report = run("check", "--data_backend_config", config, "--resolution", 16, "--aspect_bucket_alignment", 8).output
 
-    assert told.count("without effect: te;") == 1
+    assert report.count("without effect: te;") == 1
 
 
 def test_a_check_that_fails_raises_what_the_command_line_turns_into_exit_code_3(config: Path) -> None:
@@ -89,9 +89,9 @@ def test_a_check_that_fails_raises_what_the_command_line_turns_into_exit_code_3(
 
 def test_a_check_with_oversubscription_passes(config: Path) -> None:
     words = ("--train_batch_size", 4, "--num_processes", 8, "--allow-dataset-oversubscription", "--json")
-    told = json.loads(run("check", "--data_backend_config", config, *words).output)
+    report = json.loads(run("check", "--data_backend_config", config, *words).output)
 
-    assert (told["effective_batch"], told["buckets"][0]["samples"]) == (32, 36)
+    assert (report["effective_batch"], report["buckets"][0]["samples"]) == (32, 36)
 
 
 def test_a_check_takes_the_words_of_train_and_answers_for_its_run(tmp_path: Path) -> None:
@@ -100,20 +100,20 @@ def test_a_check_takes_the_words_of_train_and_answers_for_its_run(tmp_path: Path
         Image.new("RGB", size).save(tmp_path / f"{number}.png")
     words = ("--model_family=toy", "--toy_patch=8", "--resolution=32", "--max_train_steps=10", "--use_cpu")
     (tmp_path / "run.toml").write_text('caption_strategy = "filename"\n')
-    told = json.loads(run("check", tmp_path / "run.toml", *words, f"--instance_data_dir={tmp_path}", "--json").output)
+    report = json.loads(run("check", tmp_path / "run.toml", *words, f"--instance_data_dir={tmp_path}", "--json").output)
     config = CommandLine.parse([str(tmp_path / "run.toml"), *words, f"--instance_data_dir={tmp_path}", "--output_dir=unused"])
     planned = Preparation.of(config.config(), config.plugins, write=False).describe()
 
-    assert [(f"{one['width']}x{one['height']}", one["samples"]) for one in told["buckets"]] == [
+    assert [(f"{one['width']}x{one['height']}", one["samples"]) for one in report["buckets"]] == [
         (one["size"], one["samples"]) for one in planned["buckets"]
     ]
-    assert len(told["buckets"]) == 3
+    assert len(report["buckets"]) == 3
 
 
 def test_a_check_without_a_family_says_what_it_takes_for_granted(config: Path) -> None:
-    told = run("check", "--data_backend_config", config).output
+    report = run("check", "--data_backend_config", config).output
 
-    assert "note: --model_family is not given: assuming bucket sizes in multiples of 64" in told
+    assert "note: --model_family is not given: assuming bucket sizes in multiples of 64" in report
 
 
 def test_a_check_counts_images_without_a_caption(config: Path, tmp_path: Path) -> None:
@@ -128,12 +128,12 @@ def test_buckets_are_shown_with_what_they_need_to_fill_a_batch(config: Path, tmp
     Image.new("RGB", (32, 16)).save(tmp_path / "pets/wide.png")
     (tmp_path / "pets/wide.txt").write_text("a wide pet")
     words = ("--data_backend_config", config, "--resolution", 16, "--aspect_bucket_alignment", 8, "--train_batch_size", 4)
-    told = json.loads(run("buckets", *words, "--json").output)
-    found = [[one[key] for key in ("width", "images", "batches_per_epoch", "smallest_repeats")] for one in told["buckets"]]
+    report = json.loads(run("buckets", *words, "--json").output)
+    found = [[one[key] for key in ("width", "images", "batches_per_epoch", "smallest_repeats")] for one in report["buckets"]]
     shown = run("buckets", *words).output
 
     assert found == [[16, 9, 2.25, 0], [24, 1, 0.25, 3]]
-    assert any("24x8 (1 sample) to 16x16" in notice for notice in told["notices"])
+    assert any("24x8 (1 sample) to 16x16" in notice for notice in report["notices"])
     assert "1 of them cannot fill a batch" in shown
     assert "a run ends here: " in run("buckets", *words, "--short_buckets=error").output
 
@@ -147,7 +147,7 @@ def test_the_order_is_what_a_run_sees(config: Path, tmp_path: Path, cached: bool
     words = ["--data_backend_config", config, "--resolution", 16, "--aspect_bucket_alignment", 8, "--num_processes", 2]
     words += ["--train_batch_size", 2, "--gradient_accumulation_steps", 2, "--caption_dropout_probability", 0.3]
     words += [] if cached else ["--text_cache_disable"]
-    told = json.loads(run("order", *words, "--batches=4", "--position=3", "--json").output)["batches"]
+    report = json.loads(run("order", *words, "--batches=4", "--position=3", "--json").output)["batches"]
     line = CommandLine.parse(list(map(str, words)))
     data = scan_data(line.config(), line.plugins, 8, None)
     texts = CachedTexts(Rows()) if cached else None  # type: ignore[arg-type]
@@ -160,7 +160,7 @@ def test_the_order_is_what_a_run_sees(config: Path, tmp_path: Path, cached: bool
                     for number, key, caption in zip(micro.numbers, micro.keys, micro.captions, strict=True):
                         seen[number] = (key, caption, rank, place)
 
-    rows = [row for batch in told for row in batch["samples"]]
+    rows = [row for batch in report for row in batch["samples"]]
     assert {row["number"]: (row["key"], row["caption"], row["rank"], row["micro_batch"]) for row in rows} == seen
     chance = SampleNoise(data.order.seed).uniform([row["number"] for row in rows], 2)[:, 1]
     assert [row["caption_dropped"] for row in rows] == (chance < 0.3).tolist()
@@ -192,11 +192,11 @@ def test_what_was_unpacked_can_be_checked_with_the_command_that_is_shown(config:
     folder = tmp_path / "hub" / "default" / "partial-train"
     folder.mkdir(parents=True)
     pq.write_table(pa.table({"image": images, "text": ["a pet"] * 10}), folder / "0000.parquet")
-    told = run("unpack", tmp_path / "hub", "--to", tmp_path / "my photos").output
-    *_, command = told.splitlines()
+    report = run("unpack", tmp_path / "hub", "--to", tmp_path / "my photos").output
+    *_, command = report.splitlines()
     words = shlex.split(command.removeprefix("next: smalti dataset "))
 
-    assert "9 images in" in told
-    assert "left out: 0000.parquet, row 3: not an image that can be read" in told
-    assert "the Hub converts only the first part of a large dataset" in told
+    assert "9 images in" in report
+    assert "left out: 0000.parquet, row 3: not an image that can be read" in report
+    assert "the Hub converts only the first part of a large dataset" in report
     assert "9 batches in the first epoch" in run(*words, "--resolution=16", "--aspect_bucket_alignment=8").output

@@ -89,7 +89,7 @@ class PackBuilder:
 
 
 def encode_columns(columns: Columns, forms: Sequence[Form], *, files: Sequence[str] = (), data: int | None = None) -> bytes:
-    """Returns the beginning of a pack, up to its `data` of so many bytes; without them, `files` are where the entries are."""
+    """Returns the beginning of a pack. `data` is the number of bytes that follow; None if `files` hold the entries."""
     count = len(columns["high"])
     chunks = [(name, Chunk(dtype=kind, shape=(count,), offsets=(0,))) for name, kind in COLUMNS.items()]
     if data is not None:

@@ -198,7 +198,7 @@ class _Digests:
         return str(blake3(b"".join(self._states.get(name, blake3()).digest() for name in names)).hexdigest())
 
 
-# --- what determines an index besides the files; an index of another recipe is not used ---------------------------------
+# --- the recipe: the settings that an index depends on. An index of another recipe is not used --------------------------
 
 _FORMAT = 3  # increase it when a scan finds something else in the same files
 _READABLE = (2,)  # earlier formats, whose rows are still right

@@ -1,4 +1,4 @@
-"""The upload process as the run sees it: started with the loop, told of new checkpoints, and waited for at the end.
+"""The upload process as the run sees it: started with the loop, notified of new checkpoints, waited for at the end.
 
 A training step never waits for it: it has memory, connections and failures of its own. Imports neither torch nor boto3.
 """

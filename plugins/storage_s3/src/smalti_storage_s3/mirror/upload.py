@@ -39,7 +39,7 @@ from smalti_storage_s3.mirror.remote import CLAIM, TRANSFERS, UNUSABLE, Mirror, 
 WORK = "mirror"
 """The folder of a run directory in which an upload works."""
 RUN_FILES = ("run.json", "config.toml", "launch.json", "accelerate*.yaml", "events*.jsonl")
-"""The files of a run directory, besides checkpoints, that are replaced in a mirror with each upload."""
+"""The files of a run directory that each upload replaces in the mirror. Checkpoints are never replaced."""
 KEPT_FILES = "data/trained/*/*.arrow"
 """The indexes with which checkpoints were trained. They do not change once they are written."""
 

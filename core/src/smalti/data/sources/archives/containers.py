@@ -65,7 +65,7 @@ class ContainerSource(ABC):
     @property
     @abstractmethod
     def recipe(self) -> object:
-        """What `open` depends on besides the container, as JSON can hold it."""
+        """The settings of `open`, as values that JSON can hold. Contents found under other settings are read again."""
 
     def use_folder(self, folder: Path) -> None:
         self._folder = folder / "containers"
