@@ -269,7 +269,7 @@ def _list(store: PackStore, names: Iterable[str]) -> dict[str, int]:
         if time.monotonic() > deadline:
             raise UserError(
                 f"{len(missing)} of {len(names)} files that other ranks have written are not in {store}",
-                fix="set --cache_dir to a folder that all nodes share",
+                fix="use a cache that all nodes see: --cache_dir in a folder that they share, or one bucket under one address",
             )
         time.sleep(1.0)
     return files
@@ -283,9 +283,8 @@ def _describe(storage: Storage, key: str, identity: str) -> None:
         except MissingFileError:
             storage.write(key, json.dumps(json.loads(identity), indent=2).encode())
     except StorageError as error:
-        elsewhere = (
-            "--cache_dir=FOLDER" if isinstance(storage, LocalStorage) else error.fix
-        )  # S3 is an entry's, not the option's
+        # The option has no effect on an entry that names another storage.
+        elsewhere = "--cache_dir=FOLDER" if isinstance(storage, LocalStorage) else error.fix
         raise UserError(
             f"cannot cache encoded images and texts in {storage.location}: {error.message}",
             fix=f"{elsewhere}, or encode in every step with --vae_cache_disable --text_cache_disable",
