@@ -14,7 +14,7 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HOME=$(CURDIR)/$(VENV)/hf CXX=$(CURDIR)/tests/s
 	CPATH=$(LIBAIO)/include$${CPATH:+:$$CPATH} LIBRARY_PATH=$(LIBAIO)/lib$${LIBRARY_PATH:+:$$LIBRARY_PATH} \
 	LD_LIBRARY_PATH=$(LIBAIO)/lib$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}
 
-.PHONY: demo demo-flux test check fix torture bench clean
+.PHONY: demo demo-flux test check lint fix torture bench clean
 
 demo: $(VENV)/demo.done
 	$(BIN)/python examples/emoji/prepare.py demo/faces
@@ -35,11 +35,14 @@ demo-flux: $(VENV)/demo-flux.done
 test: $(VENV)/dev.done $(VENV)/compiled.done
 	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --maxfail=10 $(ARGS)
 
-check: $(VENV)/dev.done
+check: lint
+	$(TEST_ENV) $(BIN)/python -m pytest tests/meta $(ARGS)
+
+# What of the checks is no test: `make test` runs those of tests/meta too.
+lint: $(VENV)/dev.done
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	MYPYPATH=$(SOURCES) $(BIN)/mypy $(addprefix -p ,smalti smalti_fsdp2 smalti_deepspeed smalti_diffusers smalti_toy smalti_plots smalti_hub smalti_storage_s3 smalti_testing)
-	$(TEST_ENV) $(BIN)/python -m pytest tests/meta $(ARGS)
 
 fix: $(VENV)/dev.done
 	$(BIN)/ruff check --fix .
