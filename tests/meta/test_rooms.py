@@ -25,14 +25,15 @@ FLOORS = (
     ("hookspecs",),
     ("plugins",),
     ("data",),
+    ("remote",),
     ("training",),
     ("launch", "builtin", "migration"),
     ("cli",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_FREE = (
-    *("errors", "system", "rundir", "config", "types", "checkpoint.format", "hookspecs", "plugins", "launch"),
-    *("migration", "cli"),
+    *("errors", "system", "rundir", "config", "types", "checkpoint.format", "hookspecs", "plugins", "remote"),
+    *("launch", "migration", "cli"),
 )
 NEEDS_TORCH = {"smalti.launch.rank"}
 FILES_IN_A_FOLDER = 14

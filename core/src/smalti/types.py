@@ -70,11 +70,17 @@ class StorageEntry(Registered):
 
     `factory` is "module:callable". The callable takes the `DatasetSpec` and returns a `smalti.data.Storage`. `keys` are the
     keys of its own that a dataset of this type may have. Their values are in the `storage_options` of the spec.
+
+    `open_url`, "module:callable" too, takes a URL with one of the `schemes`, such as "s3", and returns the `Storage` of what
+    is below it. With it, `smalti checkpoint` and `--resume_from_checkpoint` take such URLs in place of paths. The second
+    argument is the `Config` of a run that resumes; None for other commands.
     """
 
     kind = "the storage"
     factory: str
     keys: tuple[str, ...] = ()
+    schemes: tuple[str, ...] = ()
+    open_url: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

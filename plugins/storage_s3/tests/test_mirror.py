@@ -13,11 +13,11 @@ from smalti import CheckpointError, UserError
 from smalti.checkpoint import SUSPECT, CheckpointStore, verify
 from smalti.data import LocalStorage, StoredFile
 from smalti.errors import InUseError
+from smalti.remote import RemoteRun
 from smalti.rundir import RunDirectory, acquire
-from smalti_storage_s3.mirror.download import pull
 from smalti_storage_s3.mirror.ownership import Lease, SupersededError, owner_of
-from smalti_storage_s3.mirror.remote import CLAIM, Mirror
-from smalti_storage_s3.mirror.upload import Uploader, held
+from smalti_storage_s3.mirror.pulling import pull
+from smalti_storage_s3.mirror.upload import CLAIM, Uploader, held
 from support.checkpoints import TENSORS, flip, make
 from support.killing import kill_after
 
@@ -104,7 +104,7 @@ def uploader(run: RunDirectory, storage, *, keep: int | None = 2) -> Uploader:
 
 
 def names(storage) -> list[str]:
-    return [each.name for each in Mirror(storage).published()]
+    return [each.name for each in RemoteRun(storage).published()]
 
 
 def offered(place: Path, target: Path) -> int | None:
@@ -112,7 +112,7 @@ def offered(place: Path, target: Path) -> int | None:
     storage = LocalStorage(place)
     if not names(storage):
         return None
-    path = pull(Mirror(storage), RunDirectory(target), "latest", lambda _sentence: None)
+    path = pull(RemoteRun(storage), RunDirectory(target), "latest", lambda _sentence: None)
     result = verify(path)
     assert result.ok, result.problems
     return result.step
@@ -124,7 +124,7 @@ def test_a_run_that_was_copied_is_there_in_an_empty_directory_with_what_a_resume
     assert uploaded is not None
     assert (uploaded.name, uploaded.sent) == ("step-00000005", uploaded.size)
     fresh = RunDirectory(tmp_path / "fresh")
-    pull(Mirror(LocalStorage(place)), fresh, "latest", lambda _sentence: None)
+    pull(RemoteRun(LocalStorage(place)), fresh, "latest", lambda _sentence: None)
     assert (fresh.record(), fresh.config_file.read_text()) == (run.record(), "seed = 1\n")
     assert (fresh.data / "trained" / "abc" / "photos.arrow").read_bytes() == b"index"
     assert CheckpointStore(fresh.checkpoints).latest() == fresh.checkpoints / "step-00000005"
@@ -157,7 +157,7 @@ def test_a_step_that_was_trained_again_gets_a_name_of_its_own_and_counts(run, pl
     make(run.checkpoints, 5, tensors=OTHER)
     uploader(run, storage).push_newest()
     assert names(storage) == ["step-00000005", "step-00000005.2"]
-    path = pull(Mirror(storage), RunDirectory(tmp_path / "fresh"), "latest", lambda _sentence: None)
+    path = pull(RemoteRun(storage), RunDirectory(tmp_path / "fresh"), "latest", lambda _sentence: None)
     assert (path / "model" / "a.safetensors").read_bytes() == OTHER
 
 
@@ -265,7 +265,7 @@ def test_a_damaged_checkpoint_is_skipped_with_the_reason_and_refused_by_its_step
         make(run.checkpoints, step)
         uploads.push_newest()
     flip(place / "checkpoints" / "step-00000002" / "model" / "a.safetensors")
-    mirror = Mirror(LocalStorage(place))
+    mirror = RemoteRun(LocalStorage(place))
     path = pull(mirror, RunDirectory(tmp_path / "fresh"), "latest", said.append)
     assert path.name == "step-00000001"
     assert any("skipped step-00000002" in each and "digest" in each for each in said)
@@ -330,7 +330,7 @@ def test_an_upload_that_was_believed_dead_cannot_mix_its_files_into_a_checkpoint
     with held(run.path, run.checkpoints / "step-00000001") as files:
         entry = CheckpointStore(run.checkpoints).all()[0]
         assert entry.manifest is not None
-        target, _ = late._claim(Mirror(slow), entry.manifest)
+        target, _ = late._claim(RemoteRun(slow), entry.manifest)
         shutil.rmtree(run.checkpoints)
         make(run.checkpoints, 1, tensors=OTHER)
         uploader(run, storage).push_newest()
@@ -367,6 +367,6 @@ def test_a_storage_that_can_only_read_and_write_is_enough(run, place, tmp_path):
         uploads.push_newest()
     assert uploads.rotate() == []
     assert names(storage) == ["step-00000001", "step-00000002"]
-    assert CLAIM in Mirror(storage).all()[0].sizes
-    path = pull(Mirror(storage), RunDirectory(tmp_path / "fresh"), "latest", lambda _sentence: None)
+    assert CLAIM in RemoteRun(storage).all()[0].sizes
+    path = pull(RemoteRun(storage), RunDirectory(tmp_path / "fresh"), "latest", lambda _sentence: None)
     assert path.name == "step-00000002"

@@ -13,15 +13,17 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
 from smalti.checkpoint import verify
+from smalti.cli.checkpoint import checkpoint
 from smalti.errors import InUseError
+from smalti.remote import RemoteRun
 from smalti.rundir import RunDirectory, acquire
-from smalti_storage_s3.mirror.download import pull
 from smalti_storage_s3.mirror.ownership import Lease, SupersededError
 from smalti_storage_s3.mirror.place import Access, open_place
-from smalti_storage_s3.mirror.remote import Mirror
+from smalti_storage_s3.mirror.pulling import pull
 from smalti_storage_s3.mirror.upload import Uploader
 from smalti_testing.fault_proxy import Fault, FaultProxy, Rule
 from smalti_testing.object_store import juicefs, seaweed
@@ -78,7 +80,7 @@ def test_checkpoints_are_kept_and_removed_in_a_bucket_as_in_a_folder(run, url, t
         make(run.checkpoints, step)
         uploads.push_newest()
         uploads.rotate()
-    mirror = Mirror(open_place(url, Access()))
+    mirror = RemoteRun(open_place(url, Access()))
     assert [each.name for each in mirror.all()] == ["step-00000002", "step-00000003"]
     assert [mirror.problems(each) for each in mirror.all()] == [(), ()]
     assert verify(pull(mirror, RunDirectory(tmp_path / "fresh"), "latest", lambda _sentence: None)).ok
@@ -106,7 +108,7 @@ def test_damage_in_the_bucket_is_found_and_the_checkpoint_before_it_is_taken(run
     assert server.request("PUT", key, body[:-1] + b"\xff").status == 200
     assert uploads.rotate() == []
     assert "step-00000002" in said[0]
-    path = pull(Mirror(uploads.storage), RunDirectory(tmp_path / "fresh"), "latest", said.append)
+    path = pull(RemoteRun(uploads.storage), RunDirectory(tmp_path / "fresh"), "latest", said.append)
     assert path.name == "step-00000001"
 
 
@@ -124,11 +126,11 @@ def test_faults_of_the_network_cost_time_and_nothing_else(run, url, server, tmp_
             make(run.checkpoints, step)
             assert uploads.push_newest() is not None
             uploads.rotate()
-        path = pull(Mirror(storage), RunDirectory(tmp_path / "fresh"), "latest", lambda _sentence: None)
+        path = pull(RemoteRun(storage), RunDirectory(tmp_path / "fresh"), "latest", lambda _sentence: None)
         assert len(proxy.injected) > 10
     assert path.name == "step-00000004"
     assert verify(path).ok
-    direct = Mirror(open_place(url, Access()))
+    direct = RemoteRun(open_place(url, Access()))
     assert [(each.name, direct.problems(each)) for each in direct.all()] == [("step-00000003", ()), ("step-00000004", ())]
 
 
@@ -146,7 +148,7 @@ def test_a_server_that_is_killed_loses_no_published_checkpoint(run, url, server,
             time.sleep(0.01)
         server.restart()
         sending.join()
-    mirror = Mirror(open_place(url, Access()))
+    mirror = RemoteRun(open_place(url, Access()))
     assert [(each.name, mirror.problems(each)) for each in mirror.all()] == [("step-00000001", ()), ("step-00000002", ())]
 
 
@@ -186,10 +188,14 @@ def weights(run: Path) -> dict[str, bytes]:
     return {str(file.relative_to(newest)): file.read_bytes() for file in newest.rglob("*.safetensors")}
 
 
+def exported(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.safetensors")}
+
+
 @pytest.mark.parametrize("server", [pytest.param(seaweed, id="seaweed")], indirect=True)  # the other tests compare the servers
 def test_hook_restore_run_continues_a_killed_run_from_the_bucket_alone(train, url, server, tmp_path):
     killed = train(tmp_path / "a", f"--checkpoint_mirror={url}", "--checkpoint_step_interval=3", "--max_train_steps=100000")
-    mirror, until = Mirror(open_place(url, Access())), time.monotonic() + 120
+    mirror, until = RemoteRun(open_place(url, Access())), time.monotonic() + 120
     while not mirror.published():
         assert time.monotonic() < until, "no checkpoint has arrived"
         time.sleep(0.1)
@@ -206,6 +212,13 @@ def test_hook_restore_run_continues_a_killed_run_from_the_bucket_alone(train, ur
     record = RunDirectory(directory).record()
     assert record is not None
     assert record.id == json.loads(mirror.storage.read("run.json"))["id"]
+    other = finish(train(tmp_path / "d", f"--resume_from_checkpoint={url}", f"--max_train_steps={arrived + 3}"))
+    assert "resuming from " in other
+    assert f"at step {arrived + 2}" in other
+    assert RunDirectory(tmp_path / "d").record() != record
+    assert CliRunner().invoke(checkpoint, ["export", url, f"--to={tmp_path / 'there'}"]).exit_code == 0
+    assert CliRunner().invoke(checkpoint, ["export", str(directory), f"--to={tmp_path / 'here'}"]).exit_code == 0
+    assert exported(tmp_path / "there") == exported(tmp_path / "here") != {}
     refused = train(tmp_path / "c", f"--checkpoint_mirror={url}", "--max_train_steps=100000")
     printed, _ = refused.communicate(timeout=300)
     assert refused.returncode == InUseError.exit_code

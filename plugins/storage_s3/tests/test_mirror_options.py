@@ -41,7 +41,6 @@ def test_a_url_and_another_mirror_contradict_each_other():
     [
         (("--output_dir=gs://bucket/first",), "'gs://bucket/first' is not the place of a mirror"),
         (("--output_dir=runs/a", "--checkpoint_mirror=s3://"), "'s3://' is not the place of a mirror"),
-        (("--output_dir=runs/a", "--resume_from_checkpoint=s3://b/a"), "smalti mirror pull s3://b/a FOLDER"),
         (("--output_dir=runs/a", "--no_shared_output_dir", "--num_machines=2"), "need a place to meet"),
     ],
 )

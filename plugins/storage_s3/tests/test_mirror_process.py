@@ -14,10 +14,10 @@ import pytest
 
 from smalti import UserError
 from smalti.data import LocalStorage
+from smalti.remote import RemoteRun
 from smalti.rundir import RunDirectory, acquire
 from smalti_storage_s3.mirror.ownership import Lease
 from smalti_storage_s3.mirror.process import UploadProcess
-from smalti_storage_s3.mirror.remote import Mirror
 from support.checkpoints import make
 
 
@@ -50,7 +50,7 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
 
 
 def names(place: Path) -> list[str]:
-    return [each.name for each in Mirror(LocalStorage(place)).published()]
+    return [each.name for each in RemoteRun(LocalStorage(place)).published()]
 
 
 def test_checkpoints_arrive_while_the_process_runs_and_the_last_one_is_waited_for(run, place, uploads):

@@ -21,6 +21,7 @@ from .conversion.formats import (
 )
 from .conversion.hyperparameters import hyperparameters as hyperparameters
 from .dtypes import DTYPES as DTYPES, NAMES as NAMES
+from .format.content_validation import find_inconsistencies as find_inconsistencies
 from .format.digests import new_digest as new_digest
 from .format.manifest import (
     GROUPS as GROUPS,
@@ -37,18 +38,25 @@ from .format.safetensors_layout import (
     ITEM_SIZES as ITEM_SIZES,
     Chunk as Chunk,
     StoredTensor as StoredTensor,
+    assemble_tensors as assemble_tensors,
+    decode_layout as decode_layout,
     encode_header as encode_header,
     read_layout as read_layout,
     stored_tensors as stored_tensors,
 )
-from .format.state_file import read_state as read_state
+from .format.state_file import State as State, decode_state as decode_state, read_state as read_state
 from .format.store import (
     CheckpointStore as CheckpointStore,
     Entry as Entry,
     checkpoint_name as checkpoint_name,
     parse_checkpoint_name as parse_checkpoint_name,
 )
-from .format.verification import Verification as Verification, quick_check as quick_check, verify as verify
+from .format.verification import (
+    Verification as Verification,
+    is_ignored as is_ignored,
+    quick_check as quick_check,
+    verify as verify,
+)
 from .planning import (
     Chunks as Chunks,
     decode_chunks as decode_chunks,

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import indent
@@ -19,31 +19,18 @@ from typing import TYPE_CHECKING, ClassVar, get_args
 
 import click
 
-from smalti.checkpoint import (
-    GROUPS,
-    MANIFEST,
-    WEIGHTS,
-    CheckpointStore,
-    Entry,
-    Manifest,
-    StoredTensor,
-    Target,
-    Verification,
-    convert,
-    read_manifest,
-    stored_tensors,
-    verify,
-)
+from smalti.checkpoint import CheckpointStore, Manifest, StoredTensor, Target, convert
 from smalti.cli.output import counted, format_bytes, print_table
 from smalti.cli.pages.help import Group
-from smalti.errors import CheckpointError
+from smalti.cli.places.checkpoints import Listed, Place, PlaceType, RemotePlace, newest
+from smalti.errors import CheckpointError, UserError
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import load_plugins, selection_of
 
 if TYPE_CHECKING:
     from smalti.checkpoint import Precision
 
-_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+_PLACE = PlaceType()
 _NEW = click.Path(path_type=Path)
 
 
@@ -86,19 +73,19 @@ def checkpoint() -> None:
 
 
 @checkpoint.command("ls", examples=("smalti checkpoint ls runs/first",))
-@click.argument("run_dir", type=_DIRECTORY)
+@click.argument("run_dir", type=_PLACE)
 @_as_json
-def list_checkpoints(run_dir: Path, as_json: bool) -> None:
-    """List the checkpoints of RUN_DIR. Reads only their manifests; `verify` reads everything."""
-    entries = _entries(run_dir)
+def list_checkpoints(run_dir: Place, as_json: bool) -> None:
+    """List the checkpoints of RUN_DIR, a folder or URL. Reads only their manifests; `verify` reads everything."""
+    found = run_dir.checkpoints()
     if as_json:
-        _print_json([_entry_as_json(entry) for entry in entries])
+        _print_json([_listed_as_json(each) for each in found])
         return
     rows = [
-        (entry.path.name, format_bytes(m.size), str(m.world_size), m.created, ", ".join(m.flags))
-        if (m := entry.manifest)
-        else (entry.path.name, "", "", "", f"not usable: {entry.problem}")
-        for entry in entries
+        (each.name, format_bytes(m.size), str(m.world_size), m.created, ", ".join(m.flags))
+        if (m := each.manifest)
+        else (each.name, "", "", "", f"not usable: {each.problem}")
+        for each in found
     ]
     print_table(("checkpoint", "size", "ranks", "made", ""), rows, right=(1, 2))
 
@@ -110,24 +97,28 @@ def list_checkpoints(run_dir: Path, as_json: bool) -> None:
         "smalti checkpoint inspect runs/first/checkpoints/step-00001000 --tensors",
     ),
 )
-@click.argument("path", type=_DIRECTORY)
+@click.argument("path", type=_PLACE)
 @click.option("--tensors", is_flag=True, help="List every tensor with its shape.")
 @_as_json
 @click.pass_context
-def inspect_checkpoint(context: click.Context, path: Path, tensors: bool, as_json: bool) -> None:
-    """Show what a checkpoint contains. PATH is a checkpoint, or a run directory (its newest). Contents are not verified."""
-    path = _one(path)
+def inspect_checkpoint(context: click.Context, path: Place, tensors: bool, as_json: bool) -> None:
+    """Show what a checkpoint contains.
+
+    PATH is the path or URL of a checkpoint, or of a run directory (its newest). Contents are not verified.
+    """
+    found = path.newest()
     try:
-        manifest = read_manifest(path)
-        groups = {group: found for group in (*GROUPS, WEIGHTS) if (found := stored_tensors(path / group))}
+        if (manifest := found.manifest) is None:
+            raise CheckpointError(found.problem)
+        groups = path.tensors(found)
     except CheckpointError as error:
-        click.echo(f"{path}: {error.message}", err=True)
+        click.echo(f"{found.path}: {error.message}", err=True)
         context.exit(1)
     if as_json:
-        _print_json(_manifest_as_json(path, manifest) | {"groups": _groups_as_json(groups, tensors)})
+        _print_json(_manifest_as_json(found.path, manifest) | {"groups": _groups_as_json(groups, tensors)})
         return
     facts = {
-        "checkpoint": str(path),
+        "checkpoint": found.path,
         "step": str(manifest.step),
         "made": f"{manifest.created} by {counted(manifest.world_size, 'rank')}",
         "size": f"{format_bytes(manifest.size)} in {counted(len(manifest.files), 'file')}",
@@ -138,34 +129,35 @@ def inspect_checkpoint(context: click.Context, path: Path, tensors: bool, as_jso
     for name, value in facts.items():
         if value:
             click.echo(f"{name:<12}{value}")
-    for group, found in groups.items():
-        elements = sum(tensor.elements for tensor in found.values())
-        click.echo(
-            f"\n{group}: {counted(len(found), 'tensor')}, {elements:,} elements, {format_bytes(_size(found))}, {_types(found)}"
-        )
+    for group, stored in groups.items():
+        elements = sum(tensor.elements for tensor in stored.values())
+        size = f"{elements:,} elements, {format_bytes(_size(stored))}"
+        click.echo(f"\n{group}: {counted(len(stored), 'tensor')}, {size}, {_types(stored)}")
         if tensors:
-            rows = [(name, t.dtype, str(list(t.shape)), format_bytes(t.size)) for name, t in found.items()]
+            rows = [(name, t.dtype, str(list(t.shape)), format_bytes(t.size)) for name, t in stored.items()]
             print_table(("name", "type", "shape", "size"), rows, right=(3,))
 
 
 @checkpoint.command("verify", examples=("smalti checkpoint verify runs/first", "smalti checkpoint verify runs/first --json"))
-@click.argument("path", type=_DIRECTORY)
+@click.argument("path", type=_PLACE)
 @_as_json
 @click.pass_context
-def verify_checkpoints(context: click.Context, path: Path, as_json: bool) -> None:
+def verify_checkpoints(context: click.Context, path: Place, as_json: bool) -> None:
     """Verify every byte against the digests.
 
-    PATH is a checkpoint, or a run directory (verifies all of them). Exits with 1 if anything is damaged.
+    PATH is the path or URL of a checkpoint, or of a run directory (verifies all of them). What is behind a URL is read and not
+    stored. Exits with 1 if anything is damaged.
     """
-    paths = [path] if _is_checkpoint(path) else [entry.path for entry in _entries(path)]
-    results = []
-    for one in paths:
-        results.append(verify(one))
+    results: list[dict[str, object]] = []
+    for each in path.checkpoints():
+        problems = path.problems(each)
+        step = each.manifest.step if each.manifest else None
+        results.append({"path": each.path, "step": step, "ok": not problems, "problems": list(problems)})
         if not as_json:
-            _print_verification(results[-1])
+            _print_verification(each, problems)
     if as_json:
-        _print_json([{"path": str(r.path), "step": r.step, "ok": r.ok, "problems": list(r.problems)} for r in results])
-    context.exit(0 if all(result.ok for result in results) else 1)
+        _print_json(results)
+    context.exit(0 if all(result["ok"] for result in results) else 1)
 
 
 @checkpoint.command(
@@ -175,7 +167,7 @@ def verify_checkpoints(context: click.Context, path: Path, as_json: bool) -> Non
         "smalti checkpoint convert runs/first --to=weights --format=safetensors --ema",
     ),
 )
-@click.argument("source", type=_DIRECTORY)
+@click.argument("source", type=_PLACE)
 @click.option("--to", "target", required=True, metavar="FOLDER", type=_NEW, help="Folder to create. It must not exist yet.")
 @click.option(
     "--format",
@@ -187,17 +179,19 @@ def verify_checkpoints(context: click.Context, path: Path, as_json: bool) -> Non
 )
 @click.option("--ema", is_flag=True, help="Take the EMA weights. Only with --format=safetensors.")
 @_as_json
-def convert_checkpoint(source: Path, target: Path, kind: Target, ema: bool, as_json: bool) -> None:
+def convert_checkpoint(source: Place, target: Path, kind: Target, ema: bool, as_json: bool) -> None:
     """Convert a checkpoint to smalti's format or to safetensors.
 
     SOURCE is a checkpoint in any format that an installed plugin reads (see `smalti plugins`), or a run directory (its newest
-    checkpoint). It is not changed. Pickles are read in a separate process that cannot run code from them.
+    checkpoint). It is not changed. Pickles are read in a separate process that cannot run code from them. From a URL, the files
+    that are needed are downloaded beside FOLDER, verified, and removed at the end.
     """
     if ema and kind != "safetensors":
         raise click.UsageError("--ema needs --format=safetensors: a checkpoint keeps both weights")
     formats = load_plugins(selection_of((), None, os.environ), strict=False).gather(HookSpecs.register_checkpoint_formats)
-    with _progress(f"converting {source.name}") as progress:
-        done = convert(_source(source), target, formats, to=kind, use_ema=ema, progress=progress)
+    groups = None if kind == "smalti" else ("ema",) if ema else ("model",)
+    with _opened(source, target, groups) as path, _progress(f"converting {source.name}") as progress:
+        done = convert(path, target, formats, to=kind, use_ema=ema, progress=progress)
     if as_json:
         _print_json(vars(done) | {"path": str(done.path)})
         return
@@ -219,7 +213,7 @@ def convert_checkpoint(source: Path, target: Path, kind: Target, ema: bool, as_j
         "smalti checkpoint export runs/first --to=single --single_file --dtype=bf16",
     ),
 )
-@click.argument("path", type=_DIRECTORY)
+@click.argument("path", type=_PLACE)
 @click.option("--to", "target", required=True, metavar="FOLDER", type=_NEW, help="Folder to create. It must not exist yet.")
 @click.option("--step", type=click.IntRange(min=0), help="Step of the checkpoint. Default: the newest one that is intact.")
 @click.option(
@@ -262,7 +256,7 @@ def convert_checkpoint(source: Path, target: Path, kind: Target, ema: bool, as_j
 )
 @_as_json
 def export_checkpoint(
-    path: Path,
+    path: Place,
     target: Path,
     step: int | None,
     averaged: bool | None,
@@ -276,20 +270,24 @@ def export_checkpoint(
 ) -> None:
     """Export a run or checkpoint for inference.
 
-    PATH is a run directory or one of its checkpoints. The model family decides what is written: a complete pipeline, or an
-    adapter file. Works for any strategy and number of ranks, without an accelerator, with one tensor in memory at a time.
+    PATH is a run directory or one of its checkpoints, or its URL: what is needed is downloaded beside FOLDER, and removed at
+    the end. The model family decides what is written: a complete pipeline, or an adapter file. Works for any strategy and
+    number of ranks, without an accelerator, with one tensor in memory at a time.
+
     The checkpoint is verified first, and the export is read back before it appears under its name.
     """
     from smalti.checkpoint import ExportRequest
     from smalti.training import export
 
     plugins = load_plugins(selection_of((), None, os.environ), strict=False)
-    with _progress(f"exporting {path.name}") as progress:
+    remote = isinstance(path, RemotePlace)
+    groups = ("model",) if averaged is False else ("model", "ema")
+    with _exported(path, target, groups, step) as source, _progress(f"exporting {path.name}") as progress:
         done = export(
-            path,
+            source,
             target,
             plugins,
-            step=step,
+            step=None if remote else step,
             averaged=averaged,
             precision=precision,
             pretrained=pretrained,
@@ -299,7 +297,8 @@ def export_checkpoint(
         )
     if as_json:
         usages = [vars(usage) for usage in done.usages]
-        _print_json(vars(done) | {"path": str(done.path), "checkpoint": str(done.checkpoint), "usages": usages})
+        shown = path.url_of(done.checkpoint.name) if isinstance(path, RemotePlace) else str(done.checkpoint)
+        _print_json(vars(done) | {"path": str(done.path), "checkpoint": shown, "usages": usages})
         return
     what = f"{counted(done.tensors, 'averaged tensor' if done.averaged else 'trained tensor')}, {format_bytes(done.size)}"
     click.echo(f"{done.path}: {done.family} at step {done.step}, {what} in {counted(len(done.files), 'file')}, verified")
@@ -322,41 +321,47 @@ def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
 # --- finding --------------------------------------------------------------------------------------------------------
 
 
-def _is_checkpoint(path: Path) -> bool:
-    return (path / MANIFEST).is_file() or path.name.startswith("step-")
+@contextmanager
+def _opened(place: Place, target: Path, groups: Collection[str] | None) -> Iterator[Path]:
+    """The checkpoint at a place; for a run directory, its newest one. In a folder it may be one of another trainer."""
+    if isinstance(place, RemotePlace):
+        _check_new(target)
+        with place.downloaded(target, groups) as path:
+            yield path
+    else:
+        has_own = any(CheckpointStore(root).all() for root in (place.path / "checkpoints", place.path))
+        yield newest(place.path) if has_own else place.path
 
 
-def _entries(path: Path) -> list[Entry]:
-    for root in (path / "checkpoints", path):
-        if entries := CheckpointStore(root).all():
-            return entries
-    raise click.BadParameter(f"no checkpoint found in {path}", param_hint="PATH")
+@contextmanager
+def _exported(place: Place, target: Path, groups: Collection[str], step: int | None) -> Iterator[Path]:
+    """The run or checkpoint to export."""
+    if isinstance(place, RemotePlace):
+        _check_new(target)
+        with place.downloaded(target, groups, step=step) as path:
+            yield path
+    else:
+        yield place.path
 
 
-def _source(path: Path) -> Path:
-    """The checkpoint at `path`; for a run directory, its newest one."""
-    return _one(path) if any(CheckpointStore(root).all() for root in (path / "checkpoints", path)) else path
-
-
-def _one(path: Path) -> Path:
-    if _is_checkpoint(path):
-        return path
-    entries = _entries(path)
-    return next((entry.path for entry in reversed(entries) if entry.manifest), entries[-1].path)
+def _check_new(target: Path) -> None:
+    """Raises UserError before a download if its result could not be written."""
+    if target.exists() or target.is_symlink():
+        raise UserError(f"{target} already exists, and nothing is overwritten", fix="choose a new folder")
 
 
 # --- showing --------------------------------------------------------------------------------------------------------
 
 
-def _entry_as_json(entry: Entry) -> dict[str, object]:
-    if entry.manifest:
-        return _manifest_as_json(entry.path, entry.manifest) | {"problem": ""}
-    return {"path": str(entry.path), "step": entry.step, "problem": entry.problem}
+def _listed_as_json(each: Listed) -> dict[str, object]:
+    if each.manifest:
+        return _manifest_as_json(each.path, each.manifest) | {"problem": ""}
+    return {"path": each.path, "step": each.step, "problem": each.problem}
 
 
-def _manifest_as_json(path: Path, manifest: Manifest) -> dict[str, object]:
+def _manifest_as_json(path: str, manifest: Manifest) -> dict[str, object]:
     return {
-        "path": str(path),
+        "path": path,
         "step": manifest.step,
         "world_size": manifest.world_size,
         "created": manifest.created,
@@ -383,12 +388,12 @@ def _groups_as_json(groups: Mapping[str, Mapping[str, StoredTensor]], tensors: b
     return described
 
 
-def _print_verification(result: Verification) -> None:
-    if result.ok and result.manifest:
-        click.echo(f"{result.path.name}  ok  {format_bytes(result.manifest.size)}")
+def _print_verification(each: Listed, problems: Sequence[str]) -> None:
+    if each.manifest and not problems:
+        click.echo(f"{each.name}  ok  {format_bytes(each.manifest.size)}")
         return
-    click.echo(f"{result.path.name}  DAMAGED")
-    for problem in result.problems:
+    click.echo(f"{each.name}  DAMAGED")
+    for problem in problems:
         click.echo(f"    {problem}")
 
 

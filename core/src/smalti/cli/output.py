@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from textwrap import wrap
 import click
 
 from smalti.errors import UserError
-from smalti.system import atomic_write
+from smalti.system import atomic_write, format_bytes as format_bytes
 
 _NARROWEST = 24
 """The least width of the last column. If there is less space, it is printed on a line of its own."""
@@ -45,13 +44,6 @@ def _last(text: str, begin: int, columns: int) -> str:
     if columns - begin >= _NARROWEST:
         return f"\n{'':>{begin}}".join(wrap(text, columns - begin, break_on_hyphens=False))
     return "".join(f"\n    {line}" for line in wrap(text, max(columns - 4, _NARROWEST), break_on_hyphens=False))
-
-
-def format_bytes(number: int) -> str:
-    """1536 -> "1.5 KiB"."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-    power = min(int(math.log2(number)) // 10, len(units) - 1) if number else 0
-    return f"{number} B" if power == 0 else f"{number / 2 ** (10 * power):.1f} {units[power]}"
 
 
 def counted(number: int, noun: str, nouns: str = "") -> str:

@@ -12,10 +12,12 @@ import click
 from smalti.cli.arguments import CommandLine, pop_flag
 from smalti.cli.pages.help import Command, Formatter, show_page, write_options
 from smalti.cli.pages.options import matching, sections
-from smalti.config import Schema, package_of_topic, unknown
+from smalti.config import Config, LaunchOptions, RunOptions, Schema, package_of_topic, unknown
 from smalti.errors import ExitCode, UserError, problems_in
 from smalti.hookspecs import HookSpecs
 from smalti.launch import check_run, standby_launcher
+from smalti.remote import download_to_resume, find_to_resume, is_url, open_run
+from smalti.rundir import RunDirectory
 from smalti.system import Stopped, Terminated, ignore_write_errors, importing, preemption_as_exception
 
 _WIDEST = 100
@@ -126,6 +128,7 @@ def _train(command_line: CommandLine, *, dry_run: bool, as_json: bool) -> int:
             if not dry_run and (restored := command_line.plugins.decide(HookSpecs.restore_run, config=config)):
                 click.echo(f"smalti: {restored}", err=True)
                 config = command_line.draft()
+            _bring_checkpoint(config, command_line, dry_run=dry_run)
             standby = None if dry_run else closing.enter_context(standby_launcher(config))
             with importing():
                 from smalti.launch import Preparation  # imports much, so only if the options are valid
@@ -142,3 +145,19 @@ def _train(command_line: CommandLine, *, dry_run: bool, as_json: bool) -> int:
         return int(ExitCode.PREEMPTED)
     click.echo(json.dumps(preparation.describe(), indent=2) if as_json else preparation.as_text())
     return 0
+
+
+def _bring_checkpoint(config: Config, command_line: CommandLine, *, dry_run: bool) -> None:
+    """Download the checkpoint of --resume_from_checkpoint=URL, on each node that has its own files. A dry run looks for it."""
+    options, launch = config[RunOptions], config[LaunchOptions]
+    url = options.resume_from_checkpoint
+    if not is_url(url) or options.output_dir is None or (launch.machine_rank > 0 and launch.shared_output_dir):
+        return
+    found = open_run(url, command_line.plugins, config)
+    if dry_run:
+        find_to_resume(found)
+        return
+    path = download_to_resume(
+        found, url, RunDirectory(options.output_dir), lambda sentence: click.echo(f"smalti: {sentence}", err=True)
+    )
+    click.echo(f"smalti: {path} is {url}", err=True)

@@ -35,6 +35,7 @@ from smalti.plugins import (
     known_families,
     plugin_problems,
 )
+from smalti.remote import downloaded, is_url, open_run
 from smalti.rundir import RunDirectory
 from smalti.types import DistributedPlan
 
@@ -96,7 +97,7 @@ def check_run(config: Config, plugins: Plugins, *, thorough: bool = False) -> Ch
     checks.problems += plugin_problems(config, plugins)
     config = config.invalidated(checks.problems)
     checks.run(lambda: _datasets(config, plugins))
-    checkpoint = checks.run(lambda: _checkpoint(config))
+    checkpoint = checks.run(lambda: _checkpoint(config, plugins))
     distributed = checks.run(lambda: choose_distributed(config, plugins))
     entries = plugins.gather(HookSpecs.register_optimizers)
     if checks.run(lambda: find_optimizer(config[OptimizerOptions].optimizer, entries)) and distributed:
@@ -124,19 +125,25 @@ def _datasets(config: Config, plugins: Plugins) -> None:
         dataset_specs(config, catalog_of(plugins))
 
 
-def _checkpoint(config: Config) -> Path | None:
+def _checkpoint(config: Config, plugins: Plugins) -> Path | None:
     """The checkpoint to resume from, or None. Raises CheckpointError if its files are missing or have other sizes.
 
-    None too where only node 0 sees it.
+    None too where only node 0 sees it, and for a URL from which nothing was downloaded yet.
     """
-    folder, launch = config[RunOptions].output_dir, config[LaunchOptions]
+    folder, launch, choice = config[RunOptions].output_dir, config[LaunchOptions], config[RunOptions].resume_from_checkpoint
+    if is_url(choice):
+        open_run(choice, plugins, config)  # raises if no plugin opens it
     if folder is None or (launch.machine_rank > 0 and not launch.shared_output_dir):
         return None
     from smalti.checkpoint import CheckpointStore, quick_check
 
-    return CheckpointStore(RunDirectory(folder).checkpoints).resolve(
-        config[RunOptions].resume_from_checkpoint, check=quick_check
-    )
+    run = RunDirectory(folder)
+    if is_url(choice):
+        found = downloaded(run, choice)
+        if found is None:
+            return None
+        choice = str(found)
+    return CheckpointStore(run.checkpoints).resolve(choice, check=quick_check)
 
 
 def _family(config: Config, plugins: Plugins, *, fetch: bool) -> ModelFamily | None:

@@ -22,6 +22,7 @@ from .files import (
     Block as Block,
     atomic_write as atomic_write,
     create as create,
+    format_bytes as format_bytes,
     free_bytes as free_bytes,
     fsync_directory as fsync_directory,
     link_or_copy as link_or_copy,

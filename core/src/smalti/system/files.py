@@ -80,6 +80,13 @@ def free_bytes(path: Path) -> int | None:
     return status.f_frsize * (status.f_bfree if os.geteuid() == 0 else status.f_bavail)
 
 
+def format_bytes(number: int) -> str:
+    """1536 -> "1.5 KiB"."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    power = min(int(math.log2(number)) // 10, len(units) - 1) if number else 0
+    return f"{number} B" if power == 0 else f"{number / 2 ** (10 * power):.1f} {units[power]}"
+
+
 # --- built from them ------------------------------------------------------------------------------------------------
 
 

@@ -36,7 +36,12 @@ class StorageS3(MirrorHooks):
     def register_storage(self) -> list[StorageEntry]:
         return [
             StorageEntry(
-                name="aws", title="S3, and stores like it", factory="smalti_storage_s3.client.storage:open_dataset", keys=KEYS
+                name="aws",
+                title="S3, and stores like it",
+                factory="smalti_storage_s3.client.storage:open_dataset",
+                keys=KEYS,
+                schemes=("s3",),
+                open_url="smalti_storage_s3.mirror.place:open_run_url",
             )
         ]
 

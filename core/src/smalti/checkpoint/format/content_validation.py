@@ -6,7 +6,7 @@ they were saved. Importing this module imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +34,26 @@ shape are compared."""
 
 def inconsistencies(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
     """Returns what is inconsistent in state.json and in the headers of tensors, by file or folder. Reads no tensors."""
+    return find_inconsistencies(
+        manifest, lambda: read_state(checkpoint / STATE), lambda group: stored_tensors(checkpoint / group)
+    )
+
+
+def find_inconsistencies(
+    manifest: Manifest, read: Callable[[], State], tensors: Callable[[str], Mapping[str, StoredTensor]]
+) -> dict[str, str]:
+    """As `inconsistencies`, of a checkpoint whose state `read` returns, and `tensors` the tensors of a group."""
     try:
-        state = read_state(checkpoint / STATE)
+        state = read()
     except CheckpointError as error:
         return {STATE: error.message.removeprefix(f"{STATE} ")}
     if state.step != manifest.step:
         return {STATE: f"is of step {state.step}, but the manifest is of step {manifest.step}"}
     found: dict[str, str] = {}
-    stored: dict[str, dict[str, StoredTensor]] = {}
+    stored: dict[str, Mapping[str, StoredTensor]] = {}
     for group in GROUPS:
         try:
-            stored[group] = stored_tensors(checkpoint / group)
+            stored[group] = tensors(group)
         except CheckpointError as error:
             found[group] = f"cannot be assembled: {error.message}"
     if found:

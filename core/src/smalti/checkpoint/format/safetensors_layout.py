@@ -12,7 +12,7 @@ import json
 import math
 import stat
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,19 +113,30 @@ def read_layout(path: Path) -> dict[str, tuple[Chunk, int]]:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError("not a regular file")
+            raise CheckpointError("is not a valid safetensors file: not a regular file")
         with path.open("rb") as file:
-            if status.st_size < 8:
-                raise ValueError("too short")
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > min(_LARGEST_HEADER, status.st_size - 8):
-                raise ValueError("the header is longer than the file")
-            chunks = _chunks(parse_json(file.read(length)), data=status.st_size - 8 - length)
-            return {name: (chunk, 8 + length + begin) for name, (chunk, begin) in chunks.items()}
-    except ValueError as error:
-        raise CheckpointError(f"is not a valid safetensors file: {error}") from None
+
+            def read(start: int, length: int) -> bytes:
+                file.seek(start)
+                return file.read(length)
+
+            return decode_layout(read, status.st_size)
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}") from error
+
+
+def decode_layout(read: Callable[[int, int], bytes], size: int) -> dict[str, tuple[Chunk, int]]:
+    """As `read_layout`, of a file of `size` bytes of which `read` returns a range: its start and its length."""
+    try:
+        if size < 8:
+            raise ValueError("too short")
+        length = int.from_bytes(read(0, 8), "little")
+        if length > min(_LARGEST_HEADER, size - 8):
+            raise ValueError("the header is longer than the file")
+        chunks = _chunks(parse_json(read(8, length)), data=size - 8 - length)
+        return {name: (chunk, 8 + length + begin) for name, (chunk, begin) in chunks.items()}
+    except ValueError as error:
+        raise CheckpointError(f"is not a valid safetensors file: {error}") from None
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -133,13 +144,18 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
     Raises CheckpointError if chunks of one tensor disagree or leave a gap.
     """
+    return assemble_tensors(map(str, sorted(directory.glob("*.safetensors"))), lambda name: read_layout(Path(name)))
+
+
+def assemble_tensors(files: Iterable[str], layout: Callable[[str], Mapping[str, tuple[Chunk, int]]]) -> dict[str, StoredTensor]:
+    """As `stored_tensors`, of the tensors in some files, each of which has a `layout` like that of `read_layout`."""
     chunks: dict[str, list[Chunk]] = {}
-    for path in sorted(directory.glob("*.safetensors")):
+    for file in files:
         try:
-            header = read_header(path)
+            found = layout(file)
         except CheckpointError as error:
-            raise CheckpointError(f"{path} {error.message}") from error
-        for name, chunk in header.items():
+            raise CheckpointError(f"{file} {error.message}") from error
+        for name, (chunk, _) in found.items():
             chunks.setdefault(name, []).append(chunk)
     return {name: join(name, found) for name, found in sorted(chunks.items())}
 

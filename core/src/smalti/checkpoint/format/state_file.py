@@ -52,13 +52,18 @@ class State:
 
 def read_state(path: Path) -> State:
     """Parses a state.json. Raises CheckpointError, with the field, for anything that `State.encode` does not write."""
+    return decode_state(path.read_bytes(), path.name)
+
+
+def decode_state(data: bytes, name: str) -> State:
+    """As `read_state`, of the contents of a file with this name."""
     try:
-        body = parse_json(path.read_bytes())
+        body = parse_json(data)
     except ValueError as error:
-        raise CheckpointError(f"{path.name} is damaged: {error}") from error
+        raise CheckpointError(f"{name} is damaged: {error}") from error
     if not isinstance(body, dict):
-        raise CheckpointError(f"{path.name} is malformed: it is not an object")
-    fields = _Fields(path.name)
+        raise CheckpointError(f"{name} is malformed: it is not an object")
+    fields = _Fields(name)
     optimizer, trainer = fields.table(body, "optimizer"), fields.table(body, "trainer")
     state = State(
         step=fields.count(body, "step"),

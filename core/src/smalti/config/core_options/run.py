@@ -41,7 +41,7 @@ class RunOptions(Options):
     )
     resume_from_checkpoint: Annotated[str, BeforeValidator(_or_none), AfterValidator(names_a_place)] = option(
         "latest",
-        help='Checkpoint to resume from: "latest", "none", a step, or the path of a checkpoint or run directory.',
+        help='Checkpoint to resume from: "latest", "none", a step, or the path or URL of a checkpoint or run directory.',
     )
     defaults_from: Literal["auto", "simpletuner", "smalti"] = option(
         "auto",

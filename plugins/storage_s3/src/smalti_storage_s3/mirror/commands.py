@@ -16,7 +16,7 @@ from smalti.cli import Command, Group, format_bytes, print_table
 from smalti_storage_s3.mirror.place import Access
 
 if TYPE_CHECKING:
-    from smalti_storage_s3.mirror.remote import Mirror
+    from smalti.remote import RemoteRun
 
 
 def _access(function: Callable[..., object]) -> Callable[..., object]:
@@ -56,7 +56,7 @@ def mirror() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_checkpoints(place: str, as_json: bool, access: Access) -> None:
     """List the checkpoints of a mirror. PLACE is s3://BUCKET/PREFIX or a folder. Reads only their manifests."""
-    from smalti_storage_s3.mirror.remote import UNUSABLE
+    from smalti.remote import UNUSABLE
 
     found, rows, described = _open(place, access), [], []
     for each in found.all():
@@ -109,8 +109,8 @@ def verify(context: click.Context, place: str, step: str, everything: bool, acce
 def pull(place: str, run_dir: Path, step: str, access: Access) -> None:
     """Download a run: a checkpoint, its configuration and events. What RUN_DIR has already stays as it is."""
     from smalti.rundir import RunDirectory
-    from smalti_storage_s3.mirror.download import pull as download
     from smalti_storage_s3.mirror.ownership import check_owner
+    from smalti_storage_s3.mirror.pulling import pull as download
 
     found, run = _open(place, access), RunDirectory(run_dir)
     if (record := run.record()) is not None:
@@ -170,8 +170,8 @@ def push(
         click.echo(f"{name}: removed there")
 
 
-def _open(place: str, access: Access) -> Mirror:
+def _open(place: str, access: Access) -> RemoteRun:
+    from smalti.remote import RemoteRun
     from smalti_storage_s3.mirror.place import open_place
-    from smalti_storage_s3.mirror.remote import Mirror
 
-    return Mirror(open_place(place, access))
+    return RemoteRun(open_place(place, access))

@@ -11,7 +11,7 @@ from smalti import Checkpoint, Config, Outcome, Problem, RunInfo, RunState, User
 from smalti.config import CheckpointOptions, LaunchOptions, RunOptions
 from smalti.rundir import RunDirectory
 from smalti_storage_s3.mirror.options import MirrorOptions
-from smalti_storage_s3.mirror.place import check_place, is_url
+from smalti_storage_s3.mirror.place import check_place
 
 if TYPE_CHECKING:
     from smalti.checkpoint import Snapshot
@@ -102,11 +102,4 @@ def mirror_problems(config: Config) -> Iterator[Problem]:
             message="shared_output_dir is off, so the parts of a checkpoint on several nodes need a place to meet",
             where=config.source("shared_output_dir"),
             fix="--checkpoint_mirror=s3://BUCKET/PREFIX",
-        )
-    source = config[RunOptions].resume_from_checkpoint
-    if is_url(source):
-        yield Problem(
-            message=f"resume_from_checkpoint cannot be {source!r}: it is not a folder",
-            where=config.source("resume_from_checkpoint"),
-            fix=f"smalti mirror pull {source} FOLDER, then --resume_from_checkpoint=FOLDER",
         )

@@ -13,11 +13,11 @@ from smalti import CheckpointError, UserError
 from smalti.checkpoint import CheckpointStore, Entry, parse_checkpoint_name, read_manifest
 from smalti.data import Deletes, Storage
 from smalti.parallel import Communicator, RankError, run_on_all_ranks, run_on_main_rank
+from smalti.remote import RemoteRun, download
 from smalti.rundir import RunDirectory
-from smalti_storage_s3.mirror.download import download, fetch_checkpoint
 from smalti_storage_s3.mirror.ownership import Lease
 from smalti_storage_s3.mirror.place import Access, open_place
-from smalti_storage_s3.mirror.remote import Mirror
+from smalti_storage_s3.mirror.pulling import fetch_checkpoint
 from smalti_storage_s3.mirror.upload import Uploader, upload
 
 PARTS = "parts/"
@@ -91,7 +91,7 @@ def _publish(place: str, access: Access, run: RunDirectory, source: Path) -> str
 
 def _fetch(place: str, access: Access, run: RunDirectory, source: Path, name: str) -> None:
     """Download a checkpoint to `source`, and remove those that were brought here before."""
-    mirror = Mirror(open_place(place, access))
+    mirror = RemoteRun(open_place(place, access))
     [checkpoint] = [each for each in mirror.find(name) if each.name == name]
     folder, manifest = fetch_checkpoint(mirror, checkpoint, run, lambda _sentence: None)
     store = CheckpointStore(run.checkpoints)

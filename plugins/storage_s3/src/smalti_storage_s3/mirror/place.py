@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from smalti import UserError
+from smalti import Config, UserError
 from smalti.data import LocalStorage, Storage
 
 SCHEME = "s3://"
@@ -33,6 +33,13 @@ def check_place(place: str) -> None:
     """Raises UserError for a URL of another kind, or without a bucket."""
     if is_url(place) and (not place.startswith(SCHEME) or not place.removeprefix(SCHEME).strip("/")):
         raise UserError(f"{place!r} is not the place of a mirror", fix="s3://BUCKET/PREFIX, or the path of a folder")
+
+
+def open_run_url(url: str, config: Config | None) -> Storage:
+    """The storage of a URL, reached as the mirror of the run is, without a run as the environment says."""
+    from smalti_storage_s3.mirror.options import MirrorOptions
+
+    return open_place(url, Access() if config is None else config[MirrorOptions].access)
 
 
 def open_place(place: str, access: Access, *, create: bool = False) -> Storage:

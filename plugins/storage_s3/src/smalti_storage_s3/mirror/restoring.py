@@ -10,11 +10,11 @@ import click
 from smalti import UserError
 from smalti.checkpoint import CheckpointStore, parse_checkpoint_name
 from smalti.config import RunOptions
+from smalti.remote import RemoteRun
 from smalti.rundir import RunDirectory
-from smalti_storage_s3.mirror.download import pull
 from smalti_storage_s3.mirror.ownership import check_owner, owner_of
 from smalti_storage_s3.mirror.place import Access, open_place
-from smalti_storage_s3.mirror.remote import Mirror
+from smalti_storage_s3.mirror.pulling import pull
 
 
 def restore(place: str, access: Access, options: RunOptions) -> str | None:
@@ -23,7 +23,7 @@ def restore(place: str, access: Access, options: RunOptions) -> str | None:
     Raises InUseError if the mirror belongs to another run, and StorageError if it cannot be reached: a run that trains without
     its mirror could lose what the mirror is for.
     """
-    mirror = Mirror(open_place(place, access, create=True))
+    mirror = RemoteRun(open_place(place, access, create=True))
     run = RunDirectory(cast(Path, options.output_dir))
     record = run.record()
     if record is not None:
@@ -40,7 +40,7 @@ def restore(place: str, access: Access, options: RunOptions) -> str | None:
     return f"restored {path} from {mirror.location}"
 
 
-def _is_newer(mirror: Mirror, run: RunDirectory, choice: str) -> bool:
+def _is_newer(mirror: RemoteRun, run: RunDirectory, choice: str) -> bool:
     """Whether the mirror has the checkpoint that `choice` means and the run directory has not."""
     here = {entry.step for entry in CheckpointStore(run.checkpoints).all() if entry.manifest is not None}
     there = {each.step for each in mirror.published()}

@@ -1,7 +1,16 @@
 """Copies the newest checkpoint of a run to its mirror, with what else a resume needs, and removes old checkpoints there.
 
 A process that is killed at any point leaves a mirror that offers the newest published checkpoint, and the next upload continues
-where it stopped. Importing this module imports no torch.
+where it stopped. A mirror has the layout of the run directory, so a copy of all files is a run directory:
+
+    checkpoints/step-00000500/model/...     as in the run directory
+    checkpoints/step-00000500/.claim.json   which contents this name belongs to: created once, before any other file
+    checkpoints/step-00000500/manifest.json created once, after all other files: without it there is no checkpoint
+    run.json, config.toml, launch.json, events.jsonl, data/trained/...   what a resume elsewhere needs
+    mirror.json                             the run that the mirror belongs to: created once
+    launches/00000003.json                  the launches of the run, each created once; only the last one writes
+
+Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -32,14 +41,15 @@ from smalti.checkpoint import (
     verify,
 )
 from smalti.data import Deletes, Storage, TransfersFiles
+from smalti.remote import TRANSFERS, UNUSABLE, RemoteCheckpoint, RemoteRun
 from smalti.rundir import RunDirectory
 from smalti_storage_s3.mirror.ownership import Lease, create_once
-from smalti_storage_s3.mirror.remote import CLAIM, TRANSFERS, UNUSABLE, Mirror, RemoteCheckpoint
 
 WORK = "mirror"
 """The folder of a run directory in which an upload works."""
 RUN_FILES = ("run.json", "config.toml", "launch.json", "accelerate*.yaml", "events*.jsonl")
 """The files of a run directory that each upload replaces in the mirror. Checkpoints are never replaced."""
+CLAIM = ".claim.json"
 KEPT_FILES = "data/trained/*/*.arrow"
 """The indexes with which checkpoints were trained. They do not change once they are written."""
 
@@ -94,7 +104,7 @@ class Uploader:
         started = time.perf_counter()
         self.lease.check()
         manifest = read_manifest(path)
-        mirror = Mirror(self.storage)
+        mirror = RemoteRun(self.storage)
         self._send_run_files()
         target, there = self._claim(mirror, manifest)
         sent = 0
@@ -114,7 +124,7 @@ class Uploader:
             seconds=time.perf_counter() - started,
         )
 
-    def _claim(self, mirror: Mirror, manifest: Manifest) -> tuple[RemoteCheckpoint, bool]:
+    def _claim(self, mirror: RemoteRun, manifest: Manifest) -> tuple[RemoteCheckpoint, bool]:
         """The directory of the mirror for these contents, and whether they are there already.
 
         A directory belongs to the contents for which it was created. So two uploads, also of a process that was believed dead,
@@ -174,7 +184,7 @@ class Uploader:
         """
         if self.keep is None or not isinstance(self.storage, Deletes):
             return []
-        mirror = Mirror(self.storage)
+        mirror = RemoteRun(self.storage)
         entries = mirror.all()[::-1]
         while True:
             newest, old = self._removable(mirror, entries)
@@ -191,7 +201,7 @@ class Uploader:
         return [each.name for each in old if each.published]
 
     def _removable(
-        self, mirror: Mirror, entries: Sequence[RemoteCheckpoint]
+        self, mirror: RemoteRun, entries: Sequence[RemoteCheckpoint]
     ) -> tuple[RemoteCheckpoint | None, list[RemoteCheckpoint]]:
         """The newest complete checkpoint, and what can be removed once it is known to be intact; newest first."""
         kept: set[int] = set()
@@ -216,7 +226,7 @@ class Uploader:
                 old.append(each)
         return newest, old
 
-    def _skip(self, mirror: Mirror, checkpoint: RemoteCheckpoint, problem: str) -> None:
+    def _skip(self, mirror: RemoteRun, checkpoint: RemoteCheckpoint, problem: str) -> None:
         self._damaged.add(checkpoint.name)
         self.report(f"{mirror.location}/{checkpoint.prefix} is damaged and stays as it is: {problem}")
 
@@ -267,7 +277,7 @@ def _contents(manifest: Manifest) -> bytes:
     return json.dumps({"kind": "smalti-mirror-claim", "contents": digest}).encode() + b"\n"
 
 
-def _holds(mirror: Mirror, checkpoint: RemoteCheckpoint, manifest: Manifest) -> bool:
+def _holds(mirror: RemoteRun, checkpoint: RemoteCheckpoint, manifest: Manifest) -> bool:
     try:
         return mirror.manifest(checkpoint).holds_the_same_as(manifest)
     except UNUSABLE:

@@ -1,13 +1,7 @@
-"""A mirror: the copy of a run in a storage. It has the layout of the run directory, so a copy of all files is a run directory.
+"""The checkpoints of a run in a storage. It has the layout of a run directory: `checkpoints/step-00000500/manifest.json`, ...
 
-    checkpoints/step-00000500/model/...     as in the run directory
-    checkpoints/step-00000500/.claim.json   which contents this name belongs to: created once, before any other file
-    checkpoints/step-00000500/manifest.json created once, after all other files: without it there is no checkpoint
-    run.json, config.toml, launch.json, events.jsonl, data/trained/...   what a resume elsewhere needs
-    mirror.json                             the run that the mirror belongs to: created once
-    launches/00000003.json                  the launches of the run, each created once; only the last one writes
-
-Importing this module imports no torch.
+What is read is what is asked for: a listing reads manifests, an inspection also the headers of tensors. Importing this module
+imports no torch.
 """
 
 from __future__ import annotations
@@ -16,18 +10,32 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from smalti import CheckpointError, UserError
-from smalti.checkpoint import MANIFEST, FileRecord, Manifest, decode_manifest, new_digest, parse_checkpoint_name
+from smalti.checkpoint import (
+    MANIFEST,
+    STATE,
+    Chunk,
+    FileRecord,
+    Manifest,
+    StoredTensor,
+    assemble_tensors,
+    decode_layout,
+    decode_manifest,
+    decode_state,
+    find_inconsistencies,
+    is_ignored,
+    new_digest,
+    parse_checkpoint_name,
+)
 from smalti.data import IntegrityError, MissingFileError, Storage
+from smalti.errors import CheckpointError, UserError
 
 CHECKPOINTS = "checkpoints"
-CLAIM = ".claim.json"
 THREADS = 4
 """Files that are read at a time."""
-TRANSFERS = 2
-"""Files that are sent or downloaded at a time: each takes several connections, and the memory of several parts."""
 BLOCK = 8 * 2**20
 """Bytes in a request for a part of a file. With `THREADS`, the memory that reading takes."""
+_HEADER = 2**16
+"""Bytes in the first request for the header of a file of tensors."""
 
 UNUSABLE = (CheckpointError, MissingFileError, IntegrityError)
 """What reading a damaged checkpoint raises. All other errors say nothing about it, such as a server that does not answer."""
@@ -38,12 +46,13 @@ _READS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteCheckpoint:
-    """One directory of a checkpoint in a mirror. `sizes` are those of its files there."""
+    """One directory of a checkpoint. `sizes` are those of its files; `prefix` is what their keys begin with."""
 
     name: str
     step: int
     revision: int
     sizes: Mapping[str, int] = field(default_factory=dict)
+    folder: str = f"{CHECKPOINTS}/"
 
     @property
     def published(self) -> bool:
@@ -52,14 +61,19 @@ class RemoteCheckpoint:
 
     @property
     def prefix(self) -> str:
-        return f"{CHECKPOINTS}/{self.name}/"
+        return f"{self.folder}{self.name}/"
 
 
-class Mirror:
-    """The checkpoints of a mirror, for reading. Thread-safe, like its storage."""
+class RemoteRun:
+    """The checkpoints of a run in a storage, for reading. Thread-safe, like its storage.
 
-    def __init__(self, storage: Storage) -> None:
+    `folder` is where they are, and `only` the name of one of them, if the others do not matter.
+    """
+
+    def __init__(self, storage: Storage, *, folder: str = f"{CHECKPOINTS}/", only: str = "") -> None:
         self.storage = storage
+        self.only = only
+        self._folder = folder
 
     @property
     def location(self) -> str:
@@ -68,13 +82,13 @@ class Mirror:
     def all(self) -> list[RemoteCheckpoint]:
         """Every directory of a checkpoint, published or not, lowest step first. Reads no file."""
         found: dict[str, dict[str, int]] = {}
-        for stored in self.storage.list(f"{CHECKPOINTS}/"):
-            name, _, file = stored.key.removeprefix(f"{CHECKPOINTS}/").partition("/")
+        for stored in self.storage.list(f"{self._folder}{self.only}/" if self.only else self._folder):
+            name, _, file = stored.key.removeprefix(self._folder).partition("/")
             if file:
                 found.setdefault(name, {})[file] = stored.size
         places = [(place, name) for name in found if (place := parse_checkpoint_name(name)) is not None]
         return [
-            RemoteCheckpoint(name=name, step=step, revision=revision, sizes=found[name])
+            RemoteCheckpoint(name=name, step=step, revision=revision, sizes=found[name], folder=self._folder)
             for (step, revision), name in sorted(places)
         ]
 
@@ -107,8 +121,51 @@ class Mirror:
                     return ""
             return f"{name} does not match its digest: damaged or edited"
 
-        with ThreadPoolExecutor(THREADS, "smalti-mirror") as pool:
+        with ThreadPoolExecutor(THREADS, "smalti-remote") as pool:
             return tuple(filter(None, pool.map(check, sorted(manifest.files))))
+
+    def verify(self, checkpoint: RemoteCheckpoint) -> tuple[str, ...]:
+        """As `problems`, and that there are no other files, and that state.json and the headers of tensors are consistent."""
+        if found := self.problems(checkpoint):
+            return found
+        manifest = self.manifest(checkpoint)
+        others = sorted(
+            name
+            for name in checkpoint.sizes.keys() - manifest.files.keys() - {MANIFEST}
+            if not is_ignored(name.rpartition("/")[2])
+        )
+        if others:
+            return tuple(f"{name} is not in the manifest" for name in others)
+
+        def tensors(group: str) -> Mapping[str, StoredTensor]:
+            return self.tensors(checkpoint, manifest, group)
+
+        state = self.storage.read(checkpoint.prefix + STATE)
+        inconsistent = find_inconsistencies(manifest, lambda: decode_state(state, STATE), tensors)
+        return tuple(f"{name} {problem}" for name, problem in inconsistent.items())
+
+    def tensors(self, checkpoint: RemoteCheckpoint, manifest: Manifest, group: str) -> dict[str, StoredTensor]:
+        """The tensors of a group by name. Reads headers of files. Raises CheckpointError if they cannot be assembled."""
+        names = [name for name in sorted(manifest.files) if name.startswith(f"{group}/") and name.endswith(".safetensors")]
+
+        def layout(name: str) -> Mapping[str, tuple[Chunk, int]]:
+            key, size = checkpoint.prefix + name, manifest.files[name].size
+            first = self.storage.read_range(key, 0, min(_HEADER, size))
+
+            def read(start: int, length: int) -> bytes:
+                if start + length <= len(first):
+                    return first[start : start + length]
+                rest = max(start, len(first))
+                return first[start:] + self.storage.read_range(key, rest, start + length - rest)
+
+            try:
+                return decode_layout(read, size)
+            except CheckpointError as error:
+                raise CheckpointError(f"{name} {error.message}") from error
+
+        with ThreadPoolExecutor(THREADS, "smalti-remote") as pool:
+            found = dict(zip(names, pool.map(layout, names), strict=True))
+        return assemble_tensors(names, found.__getitem__)
 
     def digest(self, key: str, record: FileRecord) -> str:
         """The digest of a file, read in parts by the algorithm of `record`; "" if it is missing or shorter."""
@@ -124,7 +181,7 @@ class Mirror:
     def find(self, choice: str) -> Iterator[RemoteCheckpoint]:
         """The checkpoints that `choice` means, the preferred one first: "latest", a step, or the name of a checkpoint.
 
-        Raises UserError if there is none.
+        Raises UserError if the chosen one is not there; "latest" may yield none.
         """
         published = self.published()[::-1]
         word = choice.removeprefix("step-")

@@ -1,0 +1,1 @@
+"""Arguments of commands that are places: folders, or URLs."""
