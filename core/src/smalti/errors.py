@@ -67,9 +67,9 @@ class ExitCode(IntEnum):
     Saved: the last step where a healthy rank has the whole state, else up to the last checkpoint.
     Again: yes: requeue, a few times at most; often the system killed it because memory ran out.
     """
-    IN_USE = 75
-    """Another process uses the run directory.
-    Saved: nothing changed.
+    UNAVAILABLE = 75
+    """Unavailable for now: another process uses the run directory, or a storage does not answer.
+    Saved: up to the last checkpoint; at the start nothing changed.
     Again: yes, later.
     """
     INTERRUPTED = 130
@@ -179,7 +179,7 @@ class CheckpointError(UserError):
 class InUseError(UserError):
     """Another process uses the run directory now. The same command can succeed later."""
 
-    exit_code = ExitCode.IN_USE
+    exit_code = ExitCode.UNAVAILABLE
 
 
 class GpuFaultError(Exception):

@@ -11,6 +11,7 @@ from PIL import Image
 
 from smalti.cli import main
 from smalti.data import AccessDeniedError, StorageError
+from smalti.errors import ExitCode
 from smalti_storage_s3.client.attempts import Timeouts
 from smalti_storage_s3.commands import s3
 from smalti_testing import FaultProxy
@@ -93,8 +94,9 @@ def test_what_is_wrong_is_said_with_its_fix_and_without_the_secret(data_file, ch
 
 def test_an_address_where_nothing_answers_is_reported(opened, store):
     storage = opened(store, aws_endpoint_url="http://127.0.0.1:1", timeouts=Timeouts(first_deadline=0.2, pause=0.01))
-    with pytest.raises(StorageError, match="cannot be reached"):
+    with pytest.raises(StorageError, match="cannot be reached") as caught:
         next(storage.list())
+    assert caught.value.exit_code is ExitCode.UNAVAILABLE
 
 
 @pytest.mark.parametrize("fast", [False, True])

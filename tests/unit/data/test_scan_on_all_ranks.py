@@ -19,6 +19,7 @@ from smalti.data.scan.index import DatasetIndex, load_index
 from smalti.data.scan.tasks import Handed, Task
 from smalti.data.storage.local import LocalStorage
 from smalti.data.storage.protocol import TransientStorageError
+from smalti.errors import ExitCode
 from smalti.parallel.collective import RankError
 from smalti.parallel.gloo import GlooCommunicator
 from smalti.types import World
@@ -50,8 +51,8 @@ def scan(folder: Path, cache: Path, storage: LocalStorage) -> DatasetIndex:
     return build_index(spec, storage, Catalog().open_source(spec, storage), cache)
 
 
-def scan_on_two_ranks(folder: Path, cache: Path, away: str) -> tuple[int, str]:
-    """How many files were opened here, and the error."""
+def scan_on_two_ranks(folder: Path, cache: Path, away: str) -> tuple[int, str, int]:
+    """How many files were opened here, and the error with its exit code."""
     parts.PART_ROWS = 8
     communicator = GlooCommunicator(world=World(rank=dist.get_rank(), size=2), group=dist.group.WORLD)
     spec, storage = spec_of(folder), Counting(folder, away)
@@ -66,8 +67,8 @@ def scan_on_two_ranks(folder: Path, cache: Path, away: str) -> tuple[int, str]:
     try:
         scan_on_all_ranks(communicator, scan_all, work)
     except RankError as error:
-        return storage.opened, str(error)
-    return storage.opened, ""
+        return storage.opened, str(error), error.for_user().exit_code
+    return storage.opened, "", 0
 
 
 @pytest.fixture
@@ -83,11 +84,12 @@ def test_ranks_share_a_scan_and_an_error_reaches_all(pets: Path, tmp_path: Path)
     alone = scan(pets, tmp_path / "alone.arrow", LocalStorage(pets))
     with forked_processes() as ranks:
         (failed, failed_too) = ranks.run(scan_on_two_ranks, pets, tmp_path / "failed/pets.arrow", "0030.png")
-        (first, error), (second, _) = ranks.run(scan_on_two_ranks, pets, tmp_path / "both/pets.arrow", "")
-        (again, _), (again_too, _) = ranks.run(scan_on_two_ranks, pets, tmp_path / "both/pets.arrow", "")
+        (first, error, _), (second, _, _) = ranks.run(scan_on_two_ranks, pets, tmp_path / "both/pets.arrow", "")
+        (again, _, _), (again_too, _, _) = ranks.run(scan_on_two_ranks, pets, tmp_path / "both/pets.arrow", "")
     together = scan(pets, tmp_path / "both/pets.arrow", storage := Counting(pets))
 
-    assert all("the server is away" in message for _, message in (failed, failed_too))
+    assert all("the server is away" in message for _, message, _ in (failed, failed_too))
+    assert (failed[2], failed_too[2]) == (ExitCode.UNAVAILABLE, ExitCode.UNAVAILABLE)
     assert error == ""
     assert min(first, second) > 0
     assert first + second == 60

@@ -6,20 +6,29 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 
-from smalti.errors import UserError
+from smalti.errors import ExitCode, UserError
 from smalti.parallel.protocol import Communicator
 
 
 class RankError(Exception):
     """An action failed on some rank.
 
-    `fix` says what the user can do about it, "" if unknown; `errno` is the system's error number, such as ENOSPC.
+    `fix` says what the user can do about it, "" if unknown; `errno` is the system's error number, such as ENOSPC. `unavailable`
+    is whether the same command can succeed later: something did not answer, or was in use.
     """
 
-    def __init__(self, message: str, *, fix: str, errno: int | None) -> None:
+    def __init__(self, message: str, *, fix: str, errno: int | None, unavailable: bool = False) -> None:
         super().__init__(message)
         self.fix = fix
         self.errno = errno
+        self.unavailable = unavailable
+
+    def for_user(self, kind: type[UserError] = UserError) -> UserError:
+        """The same failure as an error for the user, with exit code 75 if it is `unavailable`."""
+        error = kind(str(self), fix=self.fix)
+        if self.unavailable:
+            error.exit_code = ExitCode.UNAVAILABLE
+        return error
 
 
 def run_on_all_ranks(communicator: Communicator, action: Callable[[], str]) -> list[str]:
@@ -35,14 +44,17 @@ def run_on_all_ranks(communicator: Communicator, action: Callable[[], str]) -> l
         message = user.message if user else f"{error}" or type(error).__name__
         fix = user.fix if user else ""
         number = error.errno if isinstance(error, OSError) else None
-        communicator.all_gather_text(json.dumps({"failure": message, "fix": fix, "errno": number}))
+        unavailable = user is not None and user.exit_code == ExitCode.UNAVAILABLE
+        failure = {"failure": message, "fix": fix, "errno": number, "unavailable": unavailable}
+        communicator.all_gather_text(json.dumps(failure))
         if isinstance(error, UserError | OSError):
-            raise RankError(message, fix=fix, errno=number) from error
+            raise RankError(message, fix=fix, errno=number, unavailable=unavailable) from error
         raise
     answers = [json.loads(text) for text in communicator.all_gather_text(json.dumps({"answer": answer}))]
     for rank, other in enumerate(answers):
         if "failure" in other:
-            raise RankError(f"rank {rank}: {other['failure']}", fix=other["fix"], errno=other["errno"])
+            message = f"rank {rank}: {other['failure']}"
+            raise RankError(message, fix=other["fix"], errno=other["errno"], unavailable=other["unavailable"])
     return [str(other["answer"]) for other in answers]
 
 

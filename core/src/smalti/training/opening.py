@@ -20,7 +20,6 @@ from smalti.data import (
     scan_progress,
     was_scanned,
 )
-from smalti.errors import UserError
 from smalti.models import ModelFamily
 from smalti.parallel import Communicator, RankError, run_on_all_ranks, run_on_main_rank
 from smalti.plugins import Plugins
@@ -47,7 +46,7 @@ def become_run(config: Config, communicator: Communicator, writer: RunWriter | N
     try:
         run_on_all_ranks(communicator, take)
     except RankError as failure:
-        raise UserError(str(failure), fix=failure.fix) from failure
+        raise failure.for_user() from failure
     return taken[0] if taken else None
 
 
@@ -79,7 +78,7 @@ def open_data(
         copies = config[DataOptions].data_index_dir
         indexes = directory if copies is None else copy_to_node(directory, copies, communicator)
     except RankError as failure:
-        raise UserError(str(failure), fix=failure.fix) from failure
+        raise failure.for_user() from failure
     data = load_data(config, plugins, family.alignment, indexes)
     encoded = encode_ahead(config, family, data, communicator, cache_folders(config, plugins), directory, phases, prompts)
     phases.enter("building")

@@ -86,6 +86,6 @@ def encode_ahead(
                     work.encode_images(latents[-1], one.error_budget(broken))
                 family.release_encoder("latents")
     except RankError as failure:
-        raise PreflightError(str(failure), fix=failure.fix) from failure
+        raise failure.for_user(PreflightError) from failure
     found = dict(zip(("latents", "held_out"), latents, strict=False))
     return Encoded(texts=texts, **found)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from smalti.errors import UserError
+from smalti.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -49,8 +49,10 @@ class InvalidKeyError(StorageError):
 class TransientStorageError(StorageError):
     """The storage did not answer. It says nothing about the file, so the sample is not quarantined.
 
-    A storage retries by itself, and raises this when that has failed.
+    A storage retries by itself, and raises this when that has failed. A run then ends with exit code 75: try again later.
     """
+
+    exit_code = ExitCode.UNAVAILABLE
 
 
 class Storage(Protocol):
