@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -103,3 +105,49 @@ def test_a_write_leaves_nothing_but_the_file(tmp_path: Path) -> None:
     storage.write("deep/file", b"two")
 
     assert [(path.name, path.read_bytes()) for path in (tmp_path / "deep").iterdir()] == [("file", b"two")]
+
+
+def folders(root: Path) -> set[str]:
+    return {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_dir()}
+
+
+def test_folders_that_the_storage_created_go_with_their_last_file_and_others_stay(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "empty").mkdir(parents=True)
+    storage = LocalStorage(tmp_path)
+    for key in ("mine/a/one", "mine/a/two", "mine/empty/three", "new/deep/four"):
+        storage.write(key, b"1")
+    assert storage.create("new/other/five", b"1")
+    storage.delete("mine/a/one")
+    assert folders(tmp_path) == {"mine", "mine/a", "mine/empty", "new", "new/deep", "new/other"}
+    for key in ("mine/a/two", "mine/empty/three", "new/deep/four", "new/other/five", "new/other/five"):
+        storage.delete(key)
+    assert folders(tmp_path) == {"mine", "mine/empty"}
+    storage.write("new/deep/six", b"2")
+    assert storage.read("new/deep/six") == b"2"
+    LocalStorage(tmp_path).delete("new/deep/six")
+    assert folders(tmp_path) == {"mine", "mine/empty", "new", "new/deep"}
+
+
+def test_writes_and_deletions_in_one_folder_do_not_disturb_each_other(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+
+    def write_and_delete(name: int) -> None:
+        for _ in range(20):
+            storage.write(f"folder/{name}", b"1")
+            storage.delete(f"folder/{name}")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write_and_delete, range(4)))
+
+
+def test_without_hard_links_a_file_is_still_created_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))  # as on exFAT
+
+    monkeypatch.setattr(os, "link", refuse)
+    storage = LocalStorage(tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        created = list(pool.map(lambda number: storage.create("a/once", b"%d" % number), range(8)))
+    assert created.count(True) == 1
+    assert storage.read("a/once") == b"%d" % created.index(True)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["once"]

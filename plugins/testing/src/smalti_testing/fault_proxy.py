@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 Operation = Literal["put", "create", "part", "complete", "abort", "get", "range", "head", "list", "delete", "other"]
@@ -174,6 +174,7 @@ class FaultProxy:
         self._seen: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_report_unexpected)
         self._tasks: set[asyncio.Task[None]] = set()
         self._socket = socket.create_server(("127.0.0.1", port), backlog=256)
         self.endpoint = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
@@ -365,6 +366,12 @@ class FaultProxy:
         changed = bytearray(body)
         changed[at // 8] ^= 1 << at % 8
         return bytes(changed)
+
+
+def _report_unexpected(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """asyncio's report of an exception that nobody waits for, unless a client or the store has reset its connection."""
+    if not isinstance(context.get("exception"), ConnectionError):
+        loop.default_exception_handler(context)
 
 
 @dataclass(kw_only=True)

@@ -6,8 +6,9 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, BinaryIO
@@ -43,7 +44,12 @@ _TRANSIENT = frozenset(
     }
 )
 
+_NO_HARD_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+"""What file systems without hard links report: exFAT, and some of FUSE and SMB."""
+
 _BLOCK = 1 << 20
+_ATTEMPTS = 20
+"""Writes of a file whose folder another thread removes in between."""
 
 
 def open_local(spec: DatasetSpec) -> LocalStorage:
@@ -54,10 +60,14 @@ def open_local(spec: DatasetSpec) -> LocalStorage:
 
 
 class LocalStorage:
-    """Files below `root`. An etag consists of size and modification time, so listing reads no file."""
+    """Files below `root`. An etag consists of size and modification time, so listing reads no file.
+
+    Folders that this object created are removed with their last file. Other folders stay, also if they become empty.
+    """
 
     def __init__(self, root: Path | str) -> None:
         self._root = Path(root).absolute()
+        self._created: set[Path] = set()
         if not self._root.is_dir():
             raise MissingFileError(
                 f"{self._root} is not a folder", fix="check the path, and that its disk is mounted on this node"
@@ -96,17 +106,24 @@ class LocalStorage:
 
     def write(self, key: str, data: bytes) -> None:
         with self._explained(key) as path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(path, data)
+            self._in_folder(path.parent, lambda: atomic_write(path, data))
 
     def delete(self, key: str) -> None:
         with suppress(MissingFileError), self._explained(key) as path:
             path.unlink()
+            for folder in path.parents:
+                if folder not in self._created:
+                    break
+                self._created.discard(folder)
+                try:
+                    folder.rmdir()
+                except OSError:  # other files are in it
+                    self._created.add(folder)
+                    break
 
     def upload(self, path: Path, key: str) -> None:
         with path.open("rb") as source, self._explained(key) as target:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _copy(source, target)
+            self._in_folder(target.parent, lambda: _copy(source, target))
 
     def download(self, key: str, path: Path) -> None:
         with self._explained(key) as source, _open(source) as file:
@@ -117,19 +134,42 @@ class LocalStorage:
         return True
 
     def create(self, key: str, data: bytes) -> bool:
+        """As in the protocol. Where the file system has no hard links, a reader may see a part of the file while it is written.
+
+        A process that is killed in that moment leaves an incomplete file there, which has to be removed by hand.
+        """
         with self._explained(key) as path:
-            path.parent.mkdir(parents=True, exist_ok=True)
             draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
             try:
-                atomic_write(draft, data)
+                self._in_folder(path.parent, lambda: atomic_write(draft, data))
                 # Unlike a rename, a hard link is refused where there is a file.
                 os.link(draft, path)
             except FileExistsError:
                 return False
+            except OSError as error:
+                if error.errno not in _NO_HARD_LINKS or not draft.exists():
+                    raise
+                if not _write_new(path, data):
+                    return False
             finally:
                 draft.unlink(missing_ok=True)
             fsync_directory(path.parent)
         return True
+
+    def _in_folder(self, folder: Path, write: Callable[[], None]) -> None:
+        """Write a file into a folder, which is created if it is missing, with those above it."""
+        for attempt in range(_ATTEMPTS):
+            missing = list(takewhile(lambda each: not each.is_dir(), (folder, *folder.parents)))
+            try:
+                for each in reversed(missing):
+                    with suppress(FileExistsError):
+                        each.mkdir()
+                        self._created.add(each)
+                write()
+                return
+            except FileNotFoundError:  # `delete` has removed a folder in the meantime
+                if attempt == _ATTEMPTS - 1:
+                    raise
 
     def _walk(
         self, folder: Path, base: str, limits: tuple[str, str], above: tuple[tuple[int, int], ...]
@@ -177,6 +217,7 @@ class LocalStorage:
 
 def _copy(source: BinaryIO, target: Path) -> None:
     """Copy a file atomically, in bounded memory."""
+    source.seek(0)
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         with draft.open("xb") as file:
@@ -188,6 +229,23 @@ def _copy(source: BinaryIO, target: Path) -> None:
         draft.unlink(missing_ok=True)
         raise
     fsync_directory(target.parent)
+
+
+def _write_new(path: Path, data: bytes) -> bool:
+    """Write a file unless there is one. Returns whether it was written."""
+    try:
+        file = path.open("xb")
+    except FileExistsError:
+        return False
+    try:
+        with file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return True
 
 
 def _stored(key: str, status: os.stat_result) -> StoredFile:
