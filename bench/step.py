@@ -23,6 +23,7 @@ from smalti.launch.preflight import Preparation
 from smalti.parallel.failure_detection import FailureDetector
 from smalti.plugins.lookup import choose_distributed
 from smalti.plugins.registry import PluginInfo
+from smalti.rundir import Phases
 from smalti.training.build_run import build, open_parallel
 from smalti.training.run import Run
 from smalti.training.trainer import loop
@@ -55,7 +56,9 @@ def opened(arguments: list[str], closing: ExitStack) -> Run:
     plan = choose_distributed(config, plugins)
     parallel = open_parallel(plan, config)
     closing.callback(parallel.close)
-    return build(config, plugins, plan, parallel, FailureDetector.create(parallel), closing)
+    return build(
+        config, plugins, plan, parallel, FailureDetector.create(parallel), closing, None, RunState(max_steps=0), Phases()
+    )
 
 
 def alternated(run: Run, step: Callable[[], None]) -> tuple[list[float], list[float]]:

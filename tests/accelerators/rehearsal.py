@@ -116,6 +116,7 @@ def _built(words, watch, closing):
     from smalti.parallel.failure_detection import FailureDetector
     from smalti.parallel.state import FlatRange
     from smalti.plugins.lookup import choose_distributed
+    from smalti.rundir import Phases
 
     FlatRange.of = classmethod(_real_span)
     # Rank 0 is not there to look for these.
@@ -133,7 +134,8 @@ def _built(words, watch, closing):
         _load_for_real()
     pins_memory(torch.device(parallel.world.device).type)  # which fake memory would always be
     with watch:
-        return smalti.training.build_run.build(config, plugins, plan, parallel, FailureDetector(processes=()), closing)
+        detector, state = FailureDetector(processes=()), smalti.RunState(max_steps=0)
+        return smalti.training.build_run.build(config, plugins, plan, parallel, detector, closing, None, state, Phases())
 
 
 def _load_for_real() -> None:

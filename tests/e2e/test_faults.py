@@ -1,9 +1,10 @@
-"""A fault of the accelerator in the middle of a step, in a single process: each answer of the plugins does what it says."""
+"""A fault of the accelerator, as an exception in a step or as a report from beside it: each action does what it says."""
 
 import json
 
 import pytest
 
+from smalti.checkpoint.format.manifest import SUSPECT
 from smalti.checkpoint.format.store import CheckpointStore
 
 OPTIONS = {"max_train_steps": 6, "train_batch_size": 4}
@@ -44,3 +45,56 @@ def test_a_plugin_that_fails_over_a_fault_does_not_hide_it(tmp_path, train):
     run = train(tmp_path / "run", **OPTIONS, spoil="fault:0:3", variables={"PROBE_RAISE": "on_gpu_fault"})
     assert (run.code, run.events("state")[-1]["exit_code"]) == (5, 5)
     assert "an illegal memory access was encountered" in run.events("state")[-1]["message"]
+
+
+# --- reported faults, on which the ranks agree ------------------------------------------------------------------------
+
+
+def reported(train, directory, answer, *, ranks=2, spoil="report:1:3", **variables):
+    words = {"PROBE_FAULT": answer, **variables} if answer else variables
+    return train(directory, **{**OPTIONS, "train_batch_size": 2}, num_processes=ranks, spoil=spoil, variables=words)
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "steps", "flags"),
+    [
+        ("CONTINUE", 0, [6], ()),
+        ("CHECKPOINT", 0, [3, 6], ()),
+        ("STOP_SAVED", 5, [3], ()),
+        ("STOP_SUSPECT", 5, [3], (SUSPECT,)),
+        ("STOP_UNSAVED", 5, [3], (SUSPECT,)),
+    ],
+)
+def test_ranks_agree_on_a_reported_fault_and_end_at_the_same_step(tmp_path, train, answer, code, steps, flags):
+    run = reported(train, tmp_path / "run", answer)
+    ends = {call["rank"]: call["step"] for call in run.calls("on_rank_end")}
+    assert (run.code, saved(run)) == (code, steps), run.output
+    assert ends == dict.fromkeys(range(2), 6 if code == 0 else 3)
+    assert CheckpointStore(run.directory / "checkpoints").all()[-1].manifest.flags == flags
+    assert [call["rank"] for call in run.calls("on_gpu_fault")] == [1]
+
+
+def test_after_a_fault_that_forbids_saving_a_rank_without_it_saves(tmp_path, train):
+    run = reported(train, tmp_path / "run", "STOP_UNSAVED", spoil="report:0:3")
+    assert "saved step 3 from rank 1" in run.events("state")[-1]["message"]
+
+
+@pytest.mark.parametrize(("variables", "flags"), [({}, ()), ({"PROBE_MEMORY": "1"}, (SUSPECT,))])
+def test_without_another_opinion_only_a_fault_of_memory_makes_the_checkpoint_suspect(tmp_path, train, variables, flags):
+    run = reported(train, tmp_path / "run", "", ranks=1, spoil="report:0:3", **variables)
+    assert (run.code, CheckpointStore(run.directory / "checkpoints").all()[-1].manifest.flags) == (5, flags)
+
+
+def test_a_fault_is_one_line_of_json_on_the_console_and_an_event(tmp_path, train):
+    run = reported(train, tmp_path / "run", "STOP_SAVED")
+    [line] = [line for line in run.output.splitlines() if line.startswith("smalti: fault ")]
+    [event] = run.events("health")
+    told = json.loads(line.removeprefix("smalti: fault "))
+    assert (told["fault"], told["action"], told["rank"], told["step"]) == ("ecc", "stop_saved", 1, 3)
+    assert (event["fault"], event["uuid"], event["reading"]["ecc_errors_double"]) == ("ecc", "GPU-probe", 1)
+
+
+def test_a_fault_before_the_loop_ends_the_run_with_nothing_to_save(tmp_path, train):
+    run = reported(train, tmp_path / "run", "STOP_SAVED", ranks=1, spoil="report:0:0")
+    assert (run.code, saved(run)) == (5, []), run.output
+    assert "there is nothing to save yet" in run.events("state")[-1]["message"]

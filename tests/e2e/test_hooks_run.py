@@ -45,6 +45,21 @@ def test_hook_on_train_start_and_hook_on_train_end_are_a_pair(run):
     assert (run.calls("on_train_start")[0]["step"], run.calls("on_train_end")[0]["reason"]) == (0, "COMPLETED")
 
 
+def test_hook_on_rank_start_comes_before_the_data_are_read_and_hook_on_rank_end_after_everything(run):
+    assert (run.calls("on_rank_start")[0]["max_steps"], order(run)[-1]) == (0, "on_rank_end")
+    assert order(run).index("on_rank_start") < order(run).index("detect_blocks")
+    assert run.calls("on_rank_end") == [
+        {"hook": "on_rank_end", "rank": 0, "process": run.calls("on_rank_end")[0]["process"], "step": 6, "error": None}
+    ]
+
+
+def test_hook_on_phase_follows_a_run_through_its_phases(run):
+    phases = [call["phase"] for call in run.calls("on_phase")]
+    assert phases[:2] == ["scanning", "building"] or phases[:3] == ["scanning", "encoding", "building"]
+    assert phases[-3:] == ["training", "validating", "training"]
+    assert "saving" in phases
+
+
 def test_hook_on_step_end_fires_once_a_step(run):
     assert [call["step"] for call in run.calls("on_step_end")] == [1, 2, 3, 4, 5, 6]
 

@@ -34,6 +34,7 @@ from .types import (
     OptimizerEntry as OptimizerEntry,
     Origin as Origin,
     Outcome as Outcome,
+    RankInfo as RankInfo,
     Registered as Registered,
     RunInfo as RunInfo,
     RunState as RunState,

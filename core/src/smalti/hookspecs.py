@@ -12,6 +12,8 @@ The hooks in the order of a run:
       configure_distributed      the strategy (DDP, FSDP, ...) and how its processes are launched
     on every rank
       configure_distributed      again, with the same result; then its `Parallel` is created
+      on_rank_start              the ranks are connected
+      on_phase                   each time the rank begins another phase: encoding, building, training, saving ...
       (the family builds the model, with parameters on the meta device)
       detect_blocks              the repeated modules of the model
       wrap_model                 shard or replicate the model, and load its weights
@@ -29,7 +31,8 @@ The hooks in the order of a run:
           on_gpu_fault           when an accelerator failed
           on_warning             when something failed and the run continues without it
       on_error                   when an exception leaves the loop
-      on_train_end               always
+      on_train_end               always, after on_train_start
+      on_rank_end                always, after on_rank_start
 
 There are three kinds of hooks. The first word of each docstring says which kind it is:
 
@@ -42,8 +45,9 @@ There are three kinds of hooks. The first word of each docstring says which kind
 
 An exception in a hook ends the run. It keeps its type and gets a note with the plugin, its version and the hook. Hooks that
 observe are isolated: a failure in `on_validation`, `on_evaluation`, `on_checkpoint`, `on_checkpoint_failed`, `on_warning`,
-`on_gpu_fault`, `on_error` or `on_train_end` is reported with the plugin and the traceback, the other plugins are still called,
-and the run continues. A plugin that fails in `log_metrics` is not called for metrics again.
+`on_gpu_fault`, `on_error`, `on_train_end`, `on_rank_start`, `on_phase` or `on_rank_end` is reported with the plugin and the
+traceback, the other plugins are still called, and the run continues. A plugin that fails in `log_metrics` is not
+called for metrics again.
 
 To implement hooks, mark methods of a class, or functions of a module, with `@hookimpl`, and name the object in the entry-point
 group `smalti.plugins`. Arguments are passed by name, and those that are not needed may be left out. The module of the entry
@@ -59,6 +63,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 from smalti.errors import Problem, UserError
+from smalti.rundir import Phase
 from smalti.types import (
     Block,
     CacheEntry,
@@ -72,6 +77,7 @@ from smalti.types import (
     MetadataEntry,
     OptimizerEntry,
     Outcome,
+    RankInfo,
     RunInfo,
     RunState,
     StepResult,
@@ -216,6 +222,24 @@ class HookSpecs:
     # --- running ----------------------------------------------------------------------------------------------------
 
     @_spec
+    def on_rank_start(self, state: RunState, info: RankInfo) -> None:
+        """notify: the ranks are connected; data, model and encoding follow. On every rank.
+
+        `state` is that of the whole run, so faults can be reported from here on. `on_rank_end` always follows.
+        """
+        raise NotImplementedError
+
+    @_spec
+    def on_phase(self, state: RunState, phase: Phase) -> None:
+        """notify: this rank has begun a phase, or continues one after another within it. On every rank."""
+        raise NotImplementedError
+
+    @_spec
+    def on_rank_end(self, state: RunState, error: BaseException | None) -> None:
+        """notify: all else has ended on this rank, with this exception if it is not None. Close what `on_rank_start` opened."""
+        raise NotImplementedError
+
+    @_spec
     def on_train_start(self, state: RunState, info: RunInfo) -> None:
         """notify: the loop is about to start, at `state.step`. On every rank.
 
@@ -313,7 +337,8 @@ class HookSpecs:
     def on_gpu_fault(self, state: RunState, fault: GpuFault) -> FaultAction | None:
         """gather: what to do about a fault of an accelerator, or None for no opinion. See `FaultAction`.
 
-        Called inside the loop, on the rank with the fault. The largest action of all plugins is used; the core's own counts
-        only if no other plugin returns one. Do not use the accelerator here.
+        Called on the rank with the fault: inside the loop, or in another thread before the loop and where the loop does not
+        reach its next step boundary. The largest action of all plugins is used; the core's own counts only if no other plugin
+        returns one. Do not use the accelerator here.
         """
         raise NotImplementedError

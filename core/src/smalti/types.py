@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from smalti.errors import ExitCode
 
@@ -244,7 +246,8 @@ class StopReason(IntEnum):
     SAVE_FAILED = 6
     NON_FINITE = 7
     FAULT = 8
-    FAULT_UNSAVED = 9
+    FAULT_SUSPECT = 9
+    FAULT_UNSAVED = 10
 
     @property
     def exit_code(self) -> ExitCode:
@@ -256,6 +259,7 @@ class StopReason(IntEnum):
             StopReason.SAVE_FAILED: ExitCode.FAILED,
             StopReason.NON_FINITE: ExitCode.FAILED,
             StopReason.FAULT: ExitCode.GPU_FAULT,
+            StopReason.FAULT_SUSPECT: ExitCode.GPU_FAULT,
             StopReason.FAULT_UNSAVED: ExitCode.GPU_FAULT,
         }.get(self, ExitCode.DONE)
 
@@ -278,25 +282,33 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunInfo:
-    """What an observer needs to know about a run when it starts. The same on every rank but for `world` and `writer`.
+class RankInfo:
+    """What is known about a run as soon as its ranks are connected. The same on every rank but for `world`.
 
-    `parameters` and `trainable` count elements over all ranks. `timesteps` describes the noise levels at which the run trains.
-    `plugins` are "name distribution version" lines. `writer` writes to the run directory; it is set on the main rank only, for
-    the plugin that writes the events.
+    `plugins` are "name distribution version" lines.
     """
 
     id: str
     directory: Path
     world: World
     config: Config
-    family: str
     strategy: str
+    plugins: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo(RankInfo):
+    """What an observer needs to know about a run when its loop starts. The same on every rank but for `world` and `writer`.
+
+    `parameters` and `trainable` count elements over all ranks. `timesteps` describes the noise levels at which the run trains.
+    `writer` writes to the run directory; it is set on the main rank only, for the plugin that writes the events.
+    """
+
+    family: str
     parameters: int
     trainable: int
     effective_batch: int
     timesteps: str
-    plugins: tuple[str, ...]
     writer: RunWriter | None = None
 
 
@@ -332,6 +344,7 @@ class RunState:
 
     `step` counts optimizer steps, `position` global batches (the position in the data), `skipped` the steps in a row that were
     skipped just now. A request may be made on one rank alone; the ranks agree on requests at the next step boundary.
+    `max_steps` is 0 until the data were read.
     """
 
     max_steps: int
@@ -344,6 +357,7 @@ class RunState:
     stop_message: str = ""
     save_requested: bool = False
     validation_requested: bool = False
+    _faults: SimpleQueue[GpuFault] = field(default_factory=SimpleQueue, repr=False, compare=False)
 
     def request_stop(self, reason: StopReason, message: str = "") -> None:
         """Stop at the next step boundary. A larger reason replaces a smaller one. Default of `message`: the reason and step."""
@@ -357,6 +371,27 @@ class RunState:
     def request_validation(self) -> None:
         """Generate validation images at the next step boundary."""
         self.validation_requested = True
+
+    def report_fault(self, fault: GpuFault) -> None:
+        """Report a fault of an accelerator that no exception tells of. On any rank, in any phase, from any thread.
+
+        `on_gpu_fault` is called for it on this rank, at the next step boundary; the ranks then agree on its action. Before the
+        loop, and where the loop does not reach a boundary, it is called in another thread.
+        """
+        self._faults.put(fault)
+
+    @property
+    def has_faults(self) -> bool:
+        """Whether faults were reported that `take_faults` has not returned."""
+        return not self._faults.empty()
+
+    def take_faults(self) -> list[GpuFault]:
+        """The faults reported since the last call, the oldest first. Thread-safe: each is returned once."""
+        taken = []
+        with suppress(Empty):
+            while True:
+                taken.append(self._faults.get_nowait())
+        return taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -415,23 +450,37 @@ class EvaluationResult:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFault:
-    """A fault of an accelerator. `kind` is a short machine-readable word ("cuda_error", "ecc", "lost", "thermal")."""
+    """A fault of an accelerator. `kind` is a short machine-readable word ("cuda_error", "ecc", "lost", "thermal", "hang").
+
+    `severity` is "critical", or "warning" if the device still works. `memory` means that its memory may be corrupt, so that a
+    checkpoint from now on is suspect. `reading` is what a monitor has read from the device, in JSON's types: index, name, uuid,
+    temperature_celsius, ecc_errors_single, ecc_errors_double, throttle_reasons, memory_used_percent, xid. It is empty for an
+    error of the CUDA runtime.
+    """
 
     kind: str
     message: str
     device: str
     rank: int
+    severity: Literal["warning", "critical"] = "critical"
+    memory: bool = False
+    reading: Mapping[str, object] = field(default_factory=dict)
 
 
 class FaultAction(IntEnum):
-    """What to do about a fault of an accelerator. The largest action of all plugins is used.
+    """What to do about a fault of an accelerator. The largest action of all plugins is used, and of all ranks.
 
-    In a single process, the step with the fault is skipped and changes no weights. Every action becomes STOP_UNSAVED if the
-    fault happened while the weights were being changed, or if `--max_skipped_steps` steps in a row were skipped.
+    A fault that was reported (`RunState.report_fault`) lets the running step end: all ranks stop at the same step boundary, and
+    save together unless the action is STOP_UNSAVED.
 
-    One of several ranks cannot continue alone, because the others wait for its gradients. It exits, and the run ends with exit
-    code 5. A healthy rank that holds the complete state then saves it as of the last step boundary; after STOP_UNSAVED it marks
-    that checkpoint as suspect. If the ranks hold shards, the last checkpoint remains.
+    A fault that is an exception in a step skips that step in a single process, which changes no weights. Every action becomes
+    STOP_UNSAVED if the fault happened while the weights were being changed, or if `--max_skipped_steps` steps in a row were
+    skipped. One of several ranks cannot continue alone, because the others wait for its gradients. It exits, and the run ends
+    with exit code 5. A healthy rank that holds the complete state then saves it as of the last step boundary; after
+    STOP_SUSPECT and STOP_UNSAVED it marks that checkpoint as suspect. If the ranks hold shards, the last checkpoint remains.
+
+    A suspect checkpoint never displaces one that is not: it does not count for `--checkpoints_total_limit`, and a resume from
+    "latest" takes it only if there is no other.
     """
 
     CONTINUE = 0
@@ -440,5 +489,7 @@ class FaultAction(IntEnum):
     """Save a checkpoint and continue. If the state cannot be read from the device, the run ends with exit code 5."""
     STOP_SAVED = 2
     """Save a checkpoint and stop with exit code 5."""
-    STOP_UNSAVED = 3
-    """Stop with exit code 5 without a checkpoint: the state cannot be trusted, or cannot be read any more."""
+    STOP_SUSPECT = 3
+    """Save a checkpoint that is marked as suspect, and stop with exit code 5."""
+    STOP_UNSAVED = 4
+    """Stop with exit code 5 without a checkpoint of this rank: its state cannot be trusted, or cannot be read any more."""

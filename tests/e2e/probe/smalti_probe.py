@@ -7,7 +7,9 @@ evaluate after it, "stop" asks for a stop after that step; "terminate" is SIGTER
 never comes back from the backward pass, as from a device that waits for another rank: a call that lets other threads run and
 minds no signal; "hang" does so in the hook `on_step_end`, where "collective" makes a collective call of its own. "memory" runs
 out of memory, where leaving the group would wait for the others, as with NCCL. PROBE_RAISE names hooks that fail, PROBE_FAULT
-is the answer to a fault. With PROBE_MODULES it also notes, as "modules", what a rank has imported by the end of its first step.
+is the answer to a fault. "report" reports a fault in another thread after that step, at step 0 while the run is built;
+"report-stuck" also never comes back from that hook. With PROBE_MODULES it also notes, as "modules", what a rank has
+imported by the end of its first step.
 """
 
 import ctypes
@@ -15,9 +17,11 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
-from smalti import FaultAction, StopReason, hookimpl
+from smalti import FaultAction, GpuFault, StopReason, hookimpl
 
 
 def wait_for_ever(*_):
@@ -64,6 +68,17 @@ class Probe:
         getattr(model, "module", model).register_forward_hook(self.spoil)
         if self.kind == "terminate" and self.due(0):
             os.kill(os.getpid(), signal.SIGTERM)
+        if self.kind == "report" and self.due(0):
+            self.report()
+            time.sleep(30)
+
+    def report(self):
+        reading = {"uuid": "GPU-probe", "index": int(self.rank), "ecc_errors_double": 1}
+        facts = {"kind": "ecc", "message": "spoiled", "device": "cuda:0", "rank": int(self.rank), "reading": reading}
+        fault = GpuFault(**facts, memory="PROBE_MEMORY" in os.environ)
+        reporting = threading.Thread(target=self.state.report_fault, args=(fault,))
+        reporting.start()
+        reporting.join()
 
     def spoil(self, module, arguments, output):
         import torch
@@ -93,6 +108,19 @@ class Probe:
         return None
 
     @hookimpl
+    def on_rank_start(self, state, info):
+        self.state = state
+        self.note("on_rank_start", max_steps=state.max_steps, id=info.id)
+
+    @hookimpl
+    def on_phase(self, state, phase):
+        self.note("on_phase", phase=phase.name)
+
+    @hookimpl
+    def on_rank_end(self, state, error):
+        self.note("on_rank_end", step=state.step, error=error and type(error).__name__)
+
+    @hookimpl
     def on_train_start(self, state, info):
         self.state = state
         self.note("on_train_start", step=state.step, effective_batch=info.effective_batch)
@@ -104,7 +132,9 @@ class Probe:
             self.note("modules", names=sorted(sys.modules))
         if self.kind == "stop" and self.due(result.step):
             state.request_stop(StopReason.REQUESTED, f"asked at step {result.step}")
-        if self.kind == "hang" and self.due(result.step):
+        if self.kind in ("report", "report-stuck") and self.due(result.step):
+            self.report()
+        if self.kind in ("hang", "report-stuck") and self.due(result.step):
             wait_for_ever()
         if self.kind == "collective" and self.due(result.step):
             import torch

@@ -139,7 +139,11 @@ class Core:
     @hookimpl
     def on_gpu_fault(self, fault: GpuFault) -> FaultAction:
         """After an error of the CUDA runtime the process cannot read device memory any more, so there is nothing to save."""
-        return FaultAction.STOP_UNSAVED if fault.kind == "cuda_error" else FaultAction.STOP_SAVED
+        if fault.kind == "cuda_error":
+            return FaultAction.STOP_UNSAVED
+        if fault.severity == "warning":
+            return FaultAction.CONTINUE
+        return FaultAction.STOP_SUSPECT if fault.memory else FaultAction.STOP_SAVED
 
 
 def _family(config: Config) -> Iterator[Problem]:

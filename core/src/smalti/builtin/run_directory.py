@@ -6,7 +6,7 @@ import time
 import traceback
 from dataclasses import asdict
 
-from smalti.config import LaunchOptions, TrackingOptions, ValidationOptions
+from smalti.config import TrackingOptions, ValidationOptions
 from smalti.errors import ExitCode, GpuFaultError, UserError
 from smalti.hookspecs import hookimpl
 from smalti.rundir import Condition, Request, RunWriter, overview
@@ -131,15 +131,11 @@ class Events:
         self._interval = info.config[TrackingOptions].log_interval
         self._events = RunEvents(info.writer)
         self._events.start(state, info)
-        compiles = info.config[LaunchOptions].dynamo_backend is not None  # in the first step
-        self._writer.phases.enter("compiling" if compiles else "training")
 
     @hookimpl
     def on_step_end(self, state: RunState, result: StepResult) -> None:
         if self._writer is None or self._events is None:
             return
-        if (phase := self._writer.phases.current) is not None and phase.name == "compiling":
-            self._writer.phases.enter("training")
         if result.step % self._interval == 0 or result.skipped or result.step == state.max_steps:
             self._events.step(state, result)
         if time.monotonic() - self._checked_at > CHECK_SECONDS:

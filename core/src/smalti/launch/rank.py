@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 
 from smalti.config import Config
 from smalti.parallel import FailureDetector, LostRankError, Parallel, write_lost_report
-from smalti.plugins import Plugins, choose_distributed
-from smalti.rundir import RunWriter
+from smalti.plugins import Plugins, choose_distributed, rank_observed
+from smalti.rundir import Phases, RunWriter
 from smalti.system import (
     STOPPING,
     SignalFilter,
@@ -25,7 +25,17 @@ from smalti.system import (
     signal_handler,
     write_exit_report,
 )
-from smalti.training import LEAVE_SECONDS, Watchdog, become_run, build, memory_explained, open_parallel, train
+from smalti.training import (
+    LEAVE_SECONDS,
+    FaultWatch,
+    Watchdog,
+    become_run,
+    build,
+    memory_explained,
+    open_parallel,
+    rank_info,
+    train,
+)
 from smalti.types import DistributedPlan, Outcome, RunState, StopReason
 
 
@@ -38,10 +48,16 @@ def run_rank(config: Config, plugins: Plugins, writer: RunWriter | None = None) 
     with ExitStack() as signals, opened(plan, config) as parallel, ExitStack() as closing:
         detector = FailureDetector.create(parallel)
         with exit_reported(detector):
-            with Watchdog(detector) as watchdog:
-                writer = become_run(config, parallel, writer, closing)
-                with memory_explained(config, parallel.world):
-                    run = watchdog.run = build(config, plugins, plan, parallel, detector, closing, writer)
+            state = RunState(max_steps=0)
+            with Watchdog(detector) as watchdog, FaultWatch(plugins, state, detector) as faults:
+                with faults.interrupting():
+                    writer = become_run(config, parallel, writer, closing)
+                    phases = writer.phases if writer is not None else Phases()
+                    faults.info = rank_info(config, plugins, plan, parallel.world)
+                    closing.enter_context(rank_observed(plugins, state, faults.info, phases))
+                    with memory_explained(config, parallel.world):
+                        run = build(config, plugins, plan, parallel, detector, closing, writer, state, phases)
+                    watchdog.run = faults.run = run
                 if writer is not None:
                     writer.begin_training()
                 signals.enter_context(stop_signals(run.state))  # until the end, so that a signal cannot interrupt closing

@@ -10,7 +10,14 @@ from .lookup import (
     find_optimizer as find_optimizer,
     known_families as known_families,
 )
-from .observers import ask_each as ask_each, notify_each as notify_each, observed as observed, summary as summary, warn as warn
+from .observers import (
+    ask_each as ask_each,
+    notify_each as notify_each,
+    observed as observed,
+    rank_observed as rank_observed,
+    summary as summary,
+    warn as warn,
+)
 from .registry import (
     Backend as Backend,
     PluginInfo as PluginInfo,

@@ -22,6 +22,7 @@ BUILT_IN = {
     "events": "smalti.builtin.run_directory",
     "console": "smalti.builtin.console",
     "folders": "smalti.builtin.folders",
+    "hangs": "smalti.builtin.hangs",
     "runs": "smalti.cli.runs",
     "trackers": "smalti.builtin.trackers",
 }

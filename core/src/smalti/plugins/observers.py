@@ -14,7 +14,8 @@ from typing import Concatenate, ParamSpec, TypeVar, cast
 from smalti.errors import UserError
 from smalti.hookspecs import HookSpecs
 from smalti.plugins.registry import Plugins
-from smalti.types import Outcome, RunInfo, RunState
+from smalti.rundir import Phase, Phases
+from smalti.types import Outcome, RankInfo, RunInfo, RunState
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -124,6 +125,28 @@ def observed(plugins: Plugins, state: RunState, info: RunInfo) -> Iterator[list[
     finally:
         outcome = ended[0] if ended and under_way is None else None
         _note(under_way, _ask(plugins, HookSpecs.on_train_end, state, unstarted, (), {"outcome": outcome})[1])
+
+
+@contextmanager
+def rank_observed(plugins: Plugins, state: RunState, info: RankInfo, phases: Phases) -> Iterator[None]:
+    """Call `on_rank_start`, `on_phase` for each phase of the block, and always `on_rank_end`, of every plugin."""
+    error: BaseException | None = None
+    phases.on_enter = lambda phase: _on_phase(plugins, state, phase)
+    try:
+        notify_each(plugins, HookSpecs.on_rank_start, state, info=info)
+        if phases.current is not None:
+            _on_phase(plugins, state, phases.current)
+        yield
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        phases.on_enter = None
+        notify_each(plugins, HookSpecs.on_rank_end, state, error=error)
+
+
+def _on_phase(plugins: Plugins, state: RunState, phase: Phase) -> None:
+    notify_each(plugins, HookSpecs.on_phase, state, phase=phase)
 
 
 def _note(error: BaseException | None, failures: list[Exception]) -> None:

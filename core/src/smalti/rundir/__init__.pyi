@@ -12,7 +12,7 @@ from .directory import (
     phase_of as phase_of,
     shown_loss as shown_loss,
 )
-from .events import Event as Event, read_events as read_events, to_json as to_json
+from .events import Event as Event, EventWriter as EventWriter, read_events as read_events, to_json as to_json
 from .phases import Phase as Phase, Phases as Phases
 from .png import image_settings as image_settings, save_image as save_image, write_png as write_png
 from .recent import SmoothedMetrics as SmoothedMetrics, seconds_for as seconds_for

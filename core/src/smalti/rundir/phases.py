@@ -6,7 +6,7 @@ Importing this module imports no torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -40,16 +40,33 @@ class Phase:
 
 
 class Phases:
-    """The current phase of a process. Changing it is cheap: `current` is polled by the thread that reports it."""
+    """The current phase of a process. Changing it is cheap: `current` is polled by the thread that reports it.
+
+    `on_enter` is called with each phase that begins, or continues after one within it. `active_at` is the time of the latest
+    progress, by `time.monotonic`.
+    """
 
     def __init__(self) -> None:
         self.current: Phase | None = None
+        self.on_enter: Callable[[Phase], None] | None = None
+        self.active_at = time.monotonic()
 
     def enter(self, name: PhaseName, *, total: int | None = None, unit: str = "") -> None:
-        self.current = Phase(name=name, begun=time.time(), done=None if total is None else 0, total=total, unit=unit)
+        self._set(Phase(name=name, begun=time.time(), done=None if total is None else 0, total=total, unit=unit))
+
+    def note_progress(self) -> None:
+        """Note progress that is not counted, such as a step."""
+        self.active_at = time.monotonic()
+
+    def _set(self, phase: Phase | None) -> None:
+        self.current = phase
+        self.note_progress()
+        if phase is not None and self.on_enter is not None:
+            self.on_enter(phase)
 
     def advance(self, done: int, total: int | None = None) -> None:
         """Set the progress of the phase, and `total` if it was not known before."""
+        self.note_progress()
         if self.current is not None:
             self.current = replace(self.current, done=done, total=self.current.total if total is None else total)
 
@@ -61,4 +78,4 @@ class Phases:
         try:
             yield
         finally:
-            self.current = before
+            self._set(before)

@@ -53,6 +53,7 @@ from .signals import (
     print_from_handler as print_from_handler,
     signal_handler as signal_handler,
 )
+from .stacks import STACK_SIGNAL as STACK_SIGNAL, StackDumps as StackDumps
 from .stateless_random import (
     ComputedPermutation as ComputedPermutation,
     as_signed as as_signed,

@@ -5,12 +5,13 @@ from .build_run import (
     open_parallel as open_parallel,
     wrap_model as wrap_model,
 )
+from .failures.fault_watch import FaultWatch as FaultWatch
 from .failures.memory_use import ALLOCATOR_VARIABLES as ALLOCATOR_VARIABLES
 from .failures.out_of_memory import memory_explained as memory_explained
 from .failures.watchdog import LEAVE_SECONDS as LEAVE_SECONDS, Watchdog as Watchdog
 from .inference_export import Exported as Exported, export as export
 from .loss import DenoisingLoss as DenoisingLoss, denoising_loss as denoising_loss
-from .opening import become_run as become_run
+from .opening import become_run as become_run, rank_info as rank_info
 from .optim.optimizers import (
     build_registered as build_registered,
     decouple_decay as decouple_decay,

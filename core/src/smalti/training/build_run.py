@@ -43,7 +43,7 @@ from smalti.models import (
 )
 from smalti.parallel import Boundary, FailureDetector, Parallel
 from smalti.plugins import Plugins, create, find_family
-from smalti.rundir import RunDirectory, RunWriter
+from smalti.rundir import Phases, RunDirectory, RunWriter
 from smalti.training.checkpointing import write
 from smalti.training.loss import denoising_loss
 from smalti.training.opening import open_data, run_info
@@ -90,7 +90,9 @@ def build(
     parallel: Parallel,
     detector: FailureDetector,
     closing: ExitStack,
-    writer: RunWriter | None = None,
+    writer: RunWriter | None,
+    state: RunState,
+    phases: Phases,
 ) -> Run:
     """Assemble a run on this rank. *Collective*. What has to be closed in the end is put on `closing`."""
     prompts = validation_prompts(config)
@@ -98,8 +100,9 @@ def build(
     directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
     family = find_family(config, plugins)
     family.to(parallel.world.device)
-    data, encoded = open_data(config, plugins, family, parallel, directory.data, writer, prompts)
+    data, encoded = open_data(config, plugins, family, parallel, directory.data, writer, prompts, phases)
     bare, blocks = build_model(config, plugins, family, parallel.world.device)
+    state.max_steps = total_steps(config, data)
     seed = config[RunOptions].seed
     adapter = family.adapter(seed) if isinstance(family, Adaptable) else None
     # A sharded model calls itself by another class; and an adapter's tensors are not those of such a model.
@@ -130,7 +133,8 @@ def build(
         data=data,
         encoded=encoded,
         prompts=prompts,
-        state=RunState(max_steps=total_steps(config, data)),
+        state=state,
+        phases=phases,
         cadence=Cadence.of(config, data),
         checkpoints=CheckpointStore(directory.checkpoints, report=_log.warning),
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from smalti.checkpoint import SaveError, Snapshot
+from smalti.checkpoint import SUSPECT, SaveError, Snapshot
 from smalti.config import CheckpointOptions, RunOptions
 from smalti.hookspecs import HookSpecs
 from smalti.parallel import Communicator, portable_name
@@ -17,7 +17,7 @@ from smalti.types import Checkpoint, Outcome, StopReason
 _log = logging.getLogger(__name__)
 
 
-def save(run: Run, *, last: bool) -> None:
+def save(run: Run, *, last: bool, suspect: bool = False) -> None:
     """Begin a checkpoint, once the one before has ended. *Collective*. The last one of a run is finished here."""
     poll_save(run, finish=True, last=last)
     run.state.save_requested = False
@@ -26,7 +26,8 @@ def save(run: Run, *, last: bool) -> None:
     broadcast_running_stats(model, run.parallel)
     buffers = [portable_name(name) for name, _ in model.named_buffers()]
     with run.phases.during("saving"):
-        run.saver.begin(take_snapshot(run), changing=buffers, blocking=blocking)
+        snapshot = replace(take_snapshot(run), flags=(SUSPECT,) if suspect else ())
+        run.saver.begin(snapshot, changing=buffers, blocking=blocking)
         if blocking:
             poll_save(run, finish=True, last=last)
 

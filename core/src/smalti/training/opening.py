@@ -25,7 +25,7 @@ from smalti.parallel import Communicator, RankError, run_on_all_ranks, run_on_ma
 from smalti.plugins import Plugins
 from smalti.rundir import Phases, RunDirectory, RunWriter, join
 from smalti.training.loss import DenoisingLoss
-from smalti.types import DistributedPlan, RunInfo, World
+from smalti.types import DistributedPlan, RankInfo, RunInfo, World
 
 
 def become_run(config: Config, communicator: Communicator, writer: RunWriter | None, closing: ExitStack) -> RunWriter | None:
@@ -58,14 +58,13 @@ def open_data(
     directory: Path,
     writer: RunWriter | None,
     prompts: Sequence[ValidationPrompt],
+    phases: Phases,
 ) -> tuple[PreparedData, Encoded]:
     """The order of samples on this rank, and what of them was encoded ahead. *Collective*.
 
     Reads the indexes that the launcher wrote just now into `directory`. Where nobody has, all ranks scan them.
     `prompts` are those of validation.
     """
-    phases = writer.phases if writer is not None else Phases()
-
     attempt = writer.record.started if writer is not None else None
     try:
         scanned = run_on_main_rank(communicator, lambda: str(attempt is not None and was_scanned(directory, attempt)))
@@ -97,18 +96,31 @@ def run_info(
     **sizes: int,
 ) -> RunInfo:
     """What observers receive about the run; `sizes` are `parameters` and `trainable`."""
+    known = rank_info(config, plugins, plan, world)
+    return RunInfo(
+        id=known.id,
+        directory=known.directory,
+        world=world,
+        config=config,
+        strategy=known.strategy,
+        plugins=known.plugins,
+        family=family.name,
+        **sizes,
+        effective_batch=data.order.effective_batch,
+        timesteps=loss.describe_timesteps(count.bucket for count in data.counts),
+        writer=writer,
+    )
+
+
+def rank_info(config: Config, plugins: Plugins, plan: DistributedPlan, world: World) -> RankInfo:
+    """What observers receive as soon as the ranks are connected, and the main rank has the run directory."""
     directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
     record = directory.record()
-    return RunInfo(
+    return RankInfo(
         id=record.id if record else "",
         directory=directory.path,
         world=world,
         config=config,
-        family=family.name,
         strategy=plan.title,
-        **sizes,
-        effective_batch=data.order.effective_batch,
-        timesteps=loss.describe_timesteps(count.bucket for count in data.counts),
         plugins=plugins.versions,
-        writer=writer,
     )

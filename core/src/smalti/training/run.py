@@ -31,6 +31,7 @@ from smalti.parallel import Boundary, FailureDetector, Parallel, products
 from smalti.plugins import Backend, Plugins
 from smalti.rundir import Phases, RunDirectory, SmoothedMetrics
 from smalti.system import derive_seed
+from smalti.training.failures.step_times import StepTimes
 from smalti.training.loss import DenoisingLoss
 from smalti.training.metrics import log_metrics, metrics_of
 from smalti.training.optim.ema import Ema
@@ -77,6 +78,9 @@ class Run:
     base_images: Collection[str] = frozenset()
     """The names of the images that the model before training made of them, if they are there."""
     state: RunState
+    phases: Phases = field(default_factory=Phases)
+    """What this rank is doing; reported on the main rank."""
+    step_times: StepTimes = field(default_factory=StepTimes)
     cadence: Cadence
     checkpoints: CheckpointStore
     saver: Saver = field(init=False)
@@ -137,11 +141,6 @@ class Run:
         )
 
     @property
-    def phases(self) -> Phases:
-        """What this rank is doing; reported on the main rank."""
-        return self.info.writer.phases if self.info.writer is not None else Phases()
-
-    @property
     def world(self) -> World:
         return self.parallel.world
 
@@ -157,6 +156,10 @@ class Run:
 
     def advance(self, batch: Batch, result: StepResult) -> None:
         """Count a step that is done; a skipped step moves the data position alone."""
+        self.phases.note_progress()
+        self.step_times.add(result.seconds)
+        if self.phases.current is not None and self.phases.current.name == "compiling":
+            self.phases.enter("training")
         state, options = self.state, self.config[RunOptions]
         if result.skipped:
             self.leave_out(batch)

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from smalti.config import TrainingOptions
+from smalti.config import LaunchOptions, TrainingOptions
 from smalti.data import Batch
 from smalti.hookspecs import HookSpecs
 from smalti.models import attention_kernel, products_in_tf32, tf32_choice
 from smalti.plugins import observed, summary, warn
 from smalti.training.checkpointing import finish_save, poll_save, save
 from smalti.training.failures.attempts import attempt
-from smalti.training.failures.emergency_save import emergency_save_on_failure
-from smalti.training.failures.faults import faults_answered, faults_end
+from smalti.training.failures.emergency_save import emergency_save_on_failure, save_from_healthy_rank
+from smalti.training.failures.faults import answer_reported, faults_answered, faults_end
 from smalti.training.failures.out_of_memory import memory_explained
 from smalti.training.run import Run, reseed
 from smalti.training.validation.base_model import compare_with_base_model
@@ -33,6 +33,8 @@ def train(run: Run) -> Outcome:
         faults_end(run),
         memory_explained(run.config, run.world, run),
     ):
+        compiles = run.config[LaunchOptions].dynamo_backend is not None  # in the first step
+        run.phases.enter("compiling" if compiles else "training")
         compare_with_base_model(run)
         outcome = loop(run)
         ended.append(outcome)
@@ -51,9 +53,11 @@ def loop(run: Run) -> Outcome:
             poll_save(run)  # whether a background save has finished
         actions = agree(run)
         if actions.save:
-            save(run, last=actions.outcome is not None)  # before anything that can fail
+            suspect = actions.outcome is not None and actions.outcome.reason is StopReason.FAULT_SUSPECT
+            save(run, last=actions.outcome is not None, suspect=suspect)  # before anything that can fail
         if actions.outcome is not None:
-            return finish(run, actions, finish_save(run, actions.outcome))  # every rank returns here, or none does
+            ended = save_from_healthy_rank(run, finish_save(run, actions.outcome))
+            return finish(run, actions, ended)  # every rank returns here, or none does
         with faults_answered(run, batch):
             validate_and_evaluate(run, actions)
     raise AssertionError("the stream of batches is endless")
@@ -138,6 +142,7 @@ def agree(run: Run) -> StepActions:
     reason above one bit each for saving, evaluating and validating, because all of them are collective.
     """
     state, cadence = run.state, run.cadence
+    answer_reported(run)
     if state.step >= state.max_steps:
         state.request_stop(StopReason.COMPLETED, f"trained {state.step} steps")
     requests = cadence.should_save(state) << 2 | cadence.should_evaluate(state) << 1 | cadence.should_validate(state)

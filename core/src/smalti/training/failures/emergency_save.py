@@ -25,7 +25,7 @@ from smalti.system import note_progress
 from smalti.training.checkpointing import take_snapshot, write
 from smalti.training.failures.out_of_memory import OutOfMemory
 from smalti.training.run import Run
-from smalti.types import StopReason
+from smalti.types import Outcome, StopReason
 
 _TIMEOUT = 30.0
 """Seconds for one tensor to leave an accelerator, and for a save under way to fail; many times what either takes."""
@@ -57,7 +57,7 @@ def emergency_save(run: Run, error: BaseException, detector: FailureDetector, *,
     None if `error` is this rank's own. `aside`: called in another thread than the loop's, which may be stuck in a call to the
     accelerator; then nothing here waits for the accelerator.
     """
-    distrusted = run.state.stop_reason is StopReason.FAULT_UNSAVED
+    distrusted = run.state.stop_reason >= StopReason.FAULT_SUSPECT
     statuses = detector.diagnose(error, state_consistent=run.boundary.state_consistent, suspect=distrusted)
     if statuses is None:
         save_after_failure(run, error, detector)
@@ -98,6 +98,26 @@ def save_after_failure(run: Run, error: BaseException, detector: FailureDetector
         result = f"step {run.state.step} could not be saved: {summary(failure)}"
     _log.warning("%s", result)
     error.add_note(result)
+
+
+def save_from_healthy_rank(run: Run, outcome: Outcome) -> Outcome:
+    """The outcome, after a checkpoint that is marked as suspect where the agreed reason is FAULT_UNSAVED. *Collective*.
+
+    It is saved by the lowest rank without such a fault, if each rank holds the whole state.
+    """
+    alone = run.parallel.local_communicator() if run.world.size > 1 else None
+    if outcome.reason is not StopReason.FAULT_UNSAVED or alone is None or run.state.step == 0:
+        return outcome
+    failed = run.parallel.all_gather_text("1" if run.state.stop_reason is outcome.reason else "")
+    result = ""
+    if "" in failed and failed.index("") == run.world.rank:
+        try:
+            if not run.saver.wait(_TIMEOUT) or (run.ema is not None and not run.ema.wait(_TIMEOUT)):
+                raise SaveError("the save in progress does not finish")
+            result = save_alone(run, alone, suspect=True)
+        except (SaveError, OSError) as failure:
+            result = f"step {run.state.step} could not be saved: {failure}"
+    return replace(outcome, message="; ".join(filter(None, (outcome.message, *run.parallel.all_gather_text(result)))))
 
 
 def last_boundary(run: Run, statuses: RankStatuses, *, aside: bool = False) -> tuple[str, str]:

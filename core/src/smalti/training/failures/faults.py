@@ -12,13 +12,19 @@ from smalti.config import RunOptions
 from smalti.data import Batch
 from smalti.errors import GpuFaultError
 from smalti.hookspecs import HookSpecs
-from smalti.plugins import ask_each, warn
+from smalti.plugins import Plugins, ask_each, warn
+from smalti.training.failures.fault_record import record_fault
 from smalti.training.failures.out_of_memory import is_out_of_memory
 from smalti.training.run import Run
-from smalti.types import FaultAction, GpuFault, StopReason, World
+from smalti.types import FaultAction, GpuFault, RankInfo, RunState, StopReason, World
 
 _DEFAULT = "core"
 """The plugin whose answer counts only where no other has one."""
+_REASONS = {
+    FaultAction.STOP_SAVED: StopReason.FAULT,
+    FaultAction.STOP_SUSPECT: StopReason.FAULT_SUSPECT,
+    FaultAction.STOP_UNSAVED: StopReason.FAULT_UNSAVED,
+}
 _FAILED_CALL = re.compile(r"\bCU(BLAS|DNN|SOLVER|SPARSE)_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR)")
 """What libraries beside the runtime return when the device has failed below them; other codes tell of wrong arguments."""
 _PREFIX = re.compile(r"(CUDA error|CUDA driver error|Triton Error \[CUDA\]): |Cuda failure( \d+)? '")
@@ -110,23 +116,38 @@ def faults_end(run: Run) -> Iterator[None]:
 
 
 def answer(run: Run, fault: GpuFault) -> FaultAction:
-    """The most severe answer of the plugins; it is also put into the state as a request, which the loop follows."""
-    state = run.state
-    answers = ask_each(run.plugins, HookSpecs.on_gpu_fault, state, fault=fault)
-    others = [action for name, action in answers.items() if name != _DEFAULT] or list(answers.values())
-    action = max(others, default=FaultAction.STOP_UNSAVED)
-    message = _message(fault)
+    """What follows an exception; it is also put into the state as a request, which the loop follows."""
+    state, message = run.state, _message(fault)
+    action = decide(run.plugins, state, fault, run.info)
     if not run.boundary.state_consistent:
         action, message = FaultAction.STOP_UNSAVED, f"{message}, while the weights were being changed"
     elif action < FaultAction.STOP_SAVED and state.skipped + 1 >= run.config[RunOptions].max_skipped_steps:
         action, message = FaultAction.STOP_UNSAVED, f"{message}; {state.skipped + 1} steps in a row were skipped"
+    _request(state, action, message)
+    return action
+
+
+def answer_reported(run: Run) -> None:
+    """Put what follows the faults that were reported since the last step boundary into the state, as requests."""
+    for fault in run.state.take_faults() if run.state.has_faults else ():
+        _request(run.state, decide(run.plugins, run.state, fault, run.info), _message(fault))
+
+
+def decide(plugins: Plugins, state: RunState, fault: GpuFault, info: RankInfo | None) -> FaultAction:
+    """The largest action of the plugins, which is also recorded where `info` is known."""
+    answers = ask_each(plugins, HookSpecs.on_gpu_fault, state, fault=fault)
+    others = [action for name, action in answers.items() if name != _DEFAULT] or list(answers.values())
+    action = max(others, default=FaultAction.STOP_UNSAVED)
+    if info is not None:
+        record_fault(info, state, fault, action)
+    return action
+
+
+def _request(state: RunState, action: FaultAction, message: str) -> None:
     if action is FaultAction.CHECKPOINT:
         state.request_save()
-    elif action is FaultAction.STOP_SAVED:
-        state.request_stop(StopReason.FAULT, message)
-    elif action is FaultAction.STOP_UNSAVED:
-        state.request_stop(StopReason.FAULT_UNSAVED, message)
-    return action
+    elif (reason := _REASONS.get(action)) is not None:
+        state.request_stop(reason, message)
 
 
 def _message(fault: GpuFault) -> str:

@@ -1,0 +1,88 @@
+"""The stacks of all threads of a process, written when it gets a signal: also while it is stuck in a call to C.
+
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from smalti.system.exit_reports import FOLDER_VARIABLE, own_rank
+from smalti.system.process import Process
+
+STACK_SIGNAL = signal.SIGRTMIN + 3
+"""Not one that a scheduler, torch or a debugger sends."""
+_POLL_SECONDS = 0.05
+_QUIET_SECONDS = 0.2
+"""A dump is complete when its file has not grown for this long."""
+
+
+class StackDumps:
+    """The files into which the ranks of this launch write their stacks; each rank opens its own.
+
+    They are in the temporary folder of the launch, so a rank can read those of the other ranks of its node.
+    """
+
+    def __init__(self) -> None:
+        self._folder = Path(os.environ.get(FOLDER_VARIABLE) or tempfile.mkdtemp(prefix="smalti-stacks-"))
+        self._own = FOLDER_VARIABLE not in os.environ
+        self._file: BinaryIO | None = None
+
+    def open(self) -> None:
+        """Write the stacks of this process into its file at each `STACK_SIGNAL`."""
+        self._file = self._path(own_rank()).open("wb", buffering=0)
+        faulthandler.register(STACK_SIGNAL, file=self._file, all_threads=True, chain=False)
+
+    def close(self) -> None:
+        """Leave the signal without an effect."""
+        if self._file is None:
+            return
+        faulthandler.unregister(STACK_SIGNAL)
+        with suppress(ValueError):  # in another thread than the main one
+            signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+        self._file.close()
+        self._file = None
+        if self._own:
+            with suppress(OSError):
+                self._path(own_rank()).unlink()
+                self._folder.rmdir()
+
+    def collect(self, ranks: dict[int, Process], seconds: float) -> dict[int, str]:
+        """The stacks of these ranks of this node, as far as they write them within `seconds`."""
+        before = {rank: self._size(rank) for rank in ranks}
+        for rank, process in ranks.items():
+            if before[rank] is not None and process.alive():
+                with suppress(OSError):
+                    os.kill(process.pid, STACK_SIGNAL)
+        found: dict[int, str] = {}
+        deadline = time.monotonic() + seconds
+        sizes, since = dict(before), time.monotonic()
+        while time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            now = {rank: self._size(rank) for rank in ranks}
+            if now != sizes:
+                sizes, since = now, time.monotonic()
+            grown = all(now[rank] != before[rank] for rank in ranks)
+            if grown and time.monotonic() - since > _QUIET_SECONDS:
+                break
+        for rank in ranks:
+            if (start := before[rank]) is not None and (self._size(rank) or 0) > start:
+                found[rank] = self._path(rank).read_bytes()[start:].decode(errors="replace")
+        return found
+
+    def _path(self, rank: int) -> Path:
+        return self._folder / f"stacks-{rank}.txt"
+
+    def _size(self, rank: int) -> int | None:
+        """The size of a file; None for a rank that has none, which the signal would kill."""
+        try:
+            return self._path(rank).stat().st_size
+        except OSError:
+            return None

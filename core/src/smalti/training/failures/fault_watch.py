@@ -1,0 +1,135 @@
+"""Faults that were reported from beside the loop (`RunState.report_fault`), where the loop does not take them.
+
+The loop takes them at each step boundary, and the ranks agree there on what follows. Before the loop there is no boundary: this
+thread calls the hooks, and a stop ends the run while its data are scanned or encoded. In the loop, a rank whose device hangs
+reaches no boundary: after a grace period the thread ends the rank, and the other ranks treat it as lost, and save.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import Self, cast
+
+from smalti.errors import ExitCode, GpuFaultError
+from smalti.hookspecs import HookSpecs
+from smalti.parallel import FailureDetector
+from smalti.plugins import Plugins, notify_each
+from smalti.system import describe, exit_within, flush_standard_streams, signal_handler, write_exit_report
+from smalti.training.failures.emergency_save import emergency_save
+from smalti.training.failures.faults import decide
+from smalti.training.failures.watchdog import LEAVE_SECONDS
+from smalti.training.run import Run
+from smalti.types import FaultAction, RankInfo, RunState
+
+GRACE_SECONDS = 5.0
+"""What a fault waits for a step boundary beyond the time of two steps, and before the loop for the main thread to react."""
+_FIRST_STEP_SECONDS = 60.0
+"""The same while the time of steps is unknown."""
+_EVERY_SECONDS = 0.25
+_INTERRUPT = cast(signal.Signals, signal.SIGRTMIN + 2)
+"""Sent to the main thread alone; no scheduler sends it."""
+_FAREWELL_SECONDS = 10.0
+
+
+class FaultWatch:
+    """To use in a `with` statement around all that a rank does with its device. Set `info` and `run` once they exist."""
+
+    def __init__(self, plugins: Plugins, state: RunState, detector: FailureDetector) -> None:
+        self.run: Run | None = None
+        self.info: RankInfo | None = None
+        self._raised: GpuFaultError | None = None
+        self._plugins = plugins
+        self._state = state
+        self._detector = detector
+        self._over = threading.Event()
+        self._watched = threading.get_ident()
+
+    def __enter__(self) -> Self:
+        board = self._detector.board
+        self._apart = self._detector if board is None else replace(self._detector, board=board.clone())
+        threading.Thread(target=self._watch, name="smalti-faults", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._over.set()
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Around what comes before the loop: a fault after which the run stops is raised there as a GpuFaultError."""
+
+        def interrupt(number: int, frame: object) -> None:
+            if self._raised is not None:
+                raise self._raised
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        with signal_handler((_INTERRUPT,), interrupt):
+            yield
+            if self._raised is not None:
+                raise self._raised
+
+    def _watch(self) -> None:
+        while not self._over.wait(_EVERY_SECONDS):
+            if not self._state.has_faults or (self.run is not None and self._taken_by_loop(self.run)):
+                continue
+            faults = self._state.take_faults()
+            action = max(decide(self._plugins, self._state, fault, self.info) for fault in faults)
+            if action < FaultAction.STOP_SAVED:
+                continue
+            message = "; ".join(f"{fault.kind} on {fault.device}: {fault.message}" for fault in faults)
+            if self.run is None:
+                self._raised = GpuFaultError(f"{message}; there is nothing to save yet")
+                signal.pthread_kill(self._watched, _INTERRUPT)
+                if self._over.wait(GRACE_SECONDS):
+                    return
+            self._leave(GpuFaultError(f"{message}; this rank does not reach the end of its step"))
+
+    def _taken_by_loop(self, run: Run) -> bool:
+        """Whether the loop takes the faults within the time of the running step."""
+        seconds = run.step_times.p95
+        grace = GRACE_SECONDS + (_FIRST_STEP_SECONDS if seconds is None else 2 * seconds)
+        begun = time.monotonic()
+        while self._state.has_faults and time.monotonic() - begun < grace:
+            if self._over.wait(_EVERY_SECONDS):
+                return True
+        return not self._state.has_faults
+
+    def _leave(self, error: GpuFaultError) -> None:
+        """In place of the main thread, which stays where it is. Does not return."""
+        exit_within(LEAVE_SECONDS, ExitCode.GPU_FAULT)
+        write_exit_report(ExitCode.GPU_FAULT, describe(error))
+        print(f"smalti: {error}", file=sys.stderr)
+        try:
+            if self.run is None:
+                self._apart.diagnose(error)
+            else:
+                emergency_save(self.run, error, self._apart, aside=True)
+                self._tell_observers(self.run, error)
+        except BaseException:  # noqa: BLE001 - the top of all that is left of this process
+            traceback.print_exc()
+        flush_standard_streams()
+        os._exit(ExitCode.GPU_FAULT)
+
+    def _tell_observers(self, run: Run, error: BaseException) -> None:
+        """Call the last hooks, for as long as they may take; one of them can be what the main thread waits for."""
+
+        def tell() -> None:
+            notify_each(run.plugins, HookSpecs.on_error, run.state, error=error)
+            notify_each(run.plugins, HookSpecs.on_train_end, run.state, outcome=None)
+            notify_each(run.plugins, HookSpecs.on_rank_end, run.state, error=error)
+            if run.info.writer is not None:
+                run.info.writer.close()
+
+        telling = threading.Thread(target=tell, name="smalti-farewell", daemon=True)
+        telling.start()
+        telling.join(_FAREWELL_SECONDS)
