@@ -11,9 +11,11 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
+import pyarrow
 from PIL import Image
+from pyarrow import parquet
 
-from smalti.data import Loader, PreparedData, build_datasets, parse_datasets
+from smalti.data import BUILT_IN_METADATA, BUILT_IN_STORAGES, Loader, PreparedData, build_datasets, parse_datasets
 from smalti.data.batch_check import BatchShape
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults
@@ -21,6 +23,7 @@ from smalti.data.prepared import DataRules, prepare
 from smalti.data.storage.protocol import TransientStorageError
 from smalti.errors import UserError
 from smalti.types import World
+from smalti_storage_s3.plugin import plugin as storage_s3
 
 from .subject import Report
 
@@ -233,6 +236,47 @@ def bad_tables(chance: Random, place: Path) -> Report:
     return report
 
 
+def bad_parquet(chance: Random, place: Path) -> Report:
+    """C3: parquet tables that were torn while they were written or copied, are damaged, or have another schema: an error each.
+
+    Where a damaged one is read all the same, its rows are those that were written.
+    """
+    report, folder = Report(), fill(chance, place / "images", 20)
+    names = [f"{number:04}.png" for number in range(20)]
+    file = io.BytesIO()
+    parquet.write_table(
+        pyarrow.table({"filename": names, "caption": [f"row {name}" for name in names]}), file, row_group_size=7
+    )
+    whole = file.getvalue()
+    flip, start = chance.randrange(len(whole) - 300, len(whole)), chance.randrange(len(whole) // 2)
+    other = io.BytesIO()
+    parquet.write_table(pyarrow.table({"picture": names}), other)
+    torn = {
+        "that is whole": whole,
+        "without a footer": whole[: chance.randrange(1, len(whole) - 8)],
+        "cut in its footer": whole[: -chance.randrange(1, 8)],
+        "with a flipped byte in its footer": whole[:flip] + bytes([whole[flip] ^ 0xFF]) + whole[flip + 1 :],
+        "with zeros inside": whole[:start] + bytes(200) + whole[start + 200 :],
+        "with a footer longer than the file": whole[:-8] + b"\xff\xff\xff\x7fPAR1",
+        "empty": b"",
+        "of another schema": other.getvalue(),
+    }
+    entries = entries_of(folder, metadata_backend="parquet", parquet={"path": "metadata.parquet"})
+    catalog = Catalog.of(BUILT_IN_STORAGES, [*BUILT_IN_METADATA, *storage_s3.register_metadata_backends()])
+    for name, content in torn.items():
+        (folder / "metadata.parquet").write_bytes(content)
+        report.faults += 1
+        found: list[str] = []
+
+        def read(found: list[str] = found) -> None:
+            index = data_of(entries, seed=1, catalog=catalog).datasets[0].index
+            found += [caption for row in range(len(index)) for caption in index.captions(row)]
+
+        ended, same = _ends(read), found == [f"row {each}" for each in names]
+        report.expect(same if content == whole else ended or same, f"a parquet table {name}: {found[:2]}")
+    return report
+
+
 def _ends(function: Callable[[], object]) -> bool:
     """Whether it raises an error for the user. Everything else is raised, as a bug."""
     try:
@@ -301,5 +345,6 @@ def resumed_briefly(chance: Random, place: Path) -> Report:
 
 
 def bad_inputs_and_tables(chance: Random, place: Path) -> Report:
-    images, tables = bad_inputs(chance, place / "a"), bad_tables(chance, place / "b")
-    return Report(faults=images.faults + tables.faults, broken=images.broken + tables.broken)
+    images, tables, files = bad_inputs(chance, place / "a"), bad_tables(chance, place / "b"), bad_parquet(chance, place / "c")
+    faults, broken = images.faults + tables.faults + files.faults, [*images.broken, *tables.broken, *files.broken]
+    return Report(faults=faults, broken=broken)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -144,3 +146,24 @@ def test_a_decompression_bomb_is_not_decoded() -> None:
 def test_floating_point_pixels_are_refused() -> None:
     with pytest.raises(BadSampleError, match="floating-point"):
         decode(encoded(Image.new("F", (8, 8)), "TIFF"), SAME, Bucket(8, 8))
+
+
+def test_damaged_metadata_puts_no_warning_of_pillow_on_the_terminal() -> None:
+    """In a process of its own: tests have their own filters of warnings."""
+    tag = b"\x02\x01\x03\x00\x03\x00\x00\x00"  # 258: three numbers, which are elsewhere
+    whole = encoded(Image.new("RGB", (8, 8)), "TIFF")
+    at = whole.index(tag) + len(tag)
+    damaged = whole[:at] + b"\xff\xff" + whole[at + 2 :]
+    look = f"""
+from io import BytesIO
+from PIL import Image
+if {{quiet}}: from smalti.data.scan.image_headers import open_image
+try: Image.open(BytesIO({damaged!r})).load()
+except Exception: pass
+"""
+    quiet, loud = (
+        subprocess.run([sys.executable, "-c", look.format(quiet=quiet)], capture_output=True, text=True, check=True).stderr
+        for quiet in (True, False)
+    )
+    assert "Warning" in loud
+    assert not quiet

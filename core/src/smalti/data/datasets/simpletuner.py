@@ -55,7 +55,7 @@ WITHOUT_EFFECT: Mapping[str, ExternalKey] = {
     "hash_filenames": ExternalKey(why="cache entries are named by their content", same=(True,)),
     "shorten_filenames": ExternalKey(why="cache entries are named by their content"),
     "cache_file_suffix": ExternalKey(why="cache entries are named by their content, so datasets can share a folder"),
-    "compress_cache": ExternalKey(why="caches are not compressed", same=(False,)),
+    "compress_cache": ExternalKey(why="the option compress_disk_cache compresses the caches of all datasets", same=(False,)),
     "vae_cache_ondemand": ExternalKey(why=_BEFORE, same=(False,)),
     "text_cache_ondemand": ExternalKey(why=_BEFORE, same=(False,)),
     "vae_cache_clear_each_epoch": ExternalKey(

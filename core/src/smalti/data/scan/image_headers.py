@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import warnings
 import zlib
 from dataclasses import dataclass
 
@@ -38,6 +39,9 @@ DECODING_ERRORS = (
     Image.DecompressionBombError,
     Image.DecompressionBombWarning,
 )
+
+# Of damaged metadata: one for each file and tag, without the name of the file. An image that cannot be used is listed anyway.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 
 _ORIENTATION = 0x0112
 _SWAPPED = (5, 6, 7, 8)  # values of the EXIF orientation that swap width and height
