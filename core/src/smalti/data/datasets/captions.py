@@ -31,7 +31,7 @@ def read_captions(spec: DatasetSpec, storage: Storage, listed: Listed) -> tuple[
             captions = listed.captions or ()
     # A caption with a weight has its own place, which is empty where the image does not have it.
     if not captions or not (any(captions) if spec.caption_weights else all(captions)):
-        raise BadSampleError(_missing(spec, listed.key))
+        raise BadSampleError(missing_caption(spec, listed.key))
     if not spec.prepend_instance_prompt:
         return captions
     return tuple(f"{prompt} {caption}" if caption else "" for caption in captions)
@@ -40,6 +40,11 @@ def read_captions(spec: DatasetSpec, storage: Storage, listed: Listed) -> tuple[
 def depends_on_text_file(spec: DatasetSpec) -> bool:
     """Whether the captions of an image come from the text file beside it."""
     return spec.caption_strategy == "textfile" and not spec.only_instance_prompt
+
+
+def captions_are_listed(spec: DatasetSpec) -> bool:
+    """Whether the captions are what the source lists, such as a column of a table."""
+    return not spec.only_instance_prompt and spec.caption_strategy not in ("textfile", "filename", "instanceprompt")
 
 
 def _from_file(spec: DatasetSpec, storage: Storage, key: str) -> tuple[str, ...]:
@@ -58,7 +63,8 @@ def _from_name(key: str) -> str:
     return " ".join(PurePosixPath(key).stem.replace("_", " ").split())
 
 
-def _missing(spec: DatasetSpec, key: str) -> str:
+def missing_caption(spec: DatasetSpec, key: str) -> str:
+    """Returns the reason for a sample without a caption. It does not depend on the key where `captions_are_listed`."""
     match spec.caption_strategy:
         case "textfile":
             return f"no caption: {caption_key(key, spec.caption_extension)} is empty"

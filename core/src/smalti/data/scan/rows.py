@@ -12,7 +12,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from smalti.data.datasets.captions import NO_CAPTION, depends_on_text_file, read_captions
+from smalti.data.datasets.captions import (
+    NO_CAPTION,
+    captions_are_listed,
+    depends_on_text_file,
+    missing_caption,
+    read_captions,
+)
 from smalti.data.datasets.sources import Listed, MetadataSource, ReadsPlaces
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.scan.earlier import EarlierRows
@@ -42,11 +48,12 @@ class Rows:
         old = self.earlier.find(listed.column("key"))
         captions, captioned = self._captions(listed, old)
         sizes, sized = _sizes(listed, old)
-        usable = _flags(pc.equal(listed.column("problem"), ""))
+        problems, usable = self._problems(listed, captioned)
         missing = np.flatnonzero(usable & ~(captioned & sized))
         usable[missing] = False
         columns = {
-            **{name: listed.column(name) for name in ("key", "etag", "size", "caption_etag", "place", "problem")},
+            **{name: listed.column(name) for name in ("key", "etag", "size", "caption_etag", "place")},
+            "problem": problems,
             **{name: pa.array(np.where(usable, values, 0), SCHEMA.field(name).type) for name, values in sizes.items()},
             "captions": _kept_lists(captions, usable),
         }
@@ -61,8 +68,18 @@ class Rows:
     def opens(self, listed: pa.RecordBatch) -> bool:
         """Whether `of` would open files."""
         old = self.earlier.find(listed.column("key"))
-        known = self._captions(listed, old)[1] & _sizes(listed, old)[1]
-        return bool((_flags(pc.equal(listed.column("problem"), "")) & ~known).any())
+        captioned = self._captions(listed, old)[1]
+        usable = self._problems(listed, captioned)[1]
+        return bool((usable & ~(captioned & _sizes(listed, old)[1])).any())
+
+    def _problems(self, listed: pa.RecordBatch, captioned: _Flags) -> tuple[pa.Array, _Flags]:
+        """The problems of all rows that are known without opening files, and which rows have none."""
+        problems = listed.column("problem")
+        usable = _flags(pc.equal(problems, ""))
+        if captions_are_listed(self.spec) and not captioned.all():
+            problems = pc.if_else(pa.array(captioned | ~usable), problems, missing_caption(self.spec, ""))
+            usable &= captioned
+        return problems, usable
 
     def _captions(self, listed: pa.RecordBatch, old: pa.RecordBatch) -> tuple[pa.Array, _Flags]:
         """The captions of all rows, and for which they are right; those of the others need `read_captions`."""

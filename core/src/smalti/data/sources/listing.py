@@ -15,13 +15,11 @@ FILES = pa.schema([("key", pa.string()), ("size", pa.int64()), ("etag", pa.strin
 WINDOW = 1 << 16
 """Rows at a time: large enough that the cost per batch disappears, small enough for bounded memory."""
 
-_HIDDEN = r"(^|/)\."
-
 
 def files(storage: Storage, prefix: str = "") -> Iterator[pa.RecordBatch]:
     """All files that are not hidden, sorted by key, with the schema `FILES`, in batches of about `WINDOW` rows."""
     for batch in rebatched(list_columns(storage, prefix), FILES):
-        hidden = pc.match_substring_regex(batch.column("key"), _HIDDEN)
+        hidden = pc.or_(pc.starts_with(batch.column("key"), "."), pc.match_substring(batch.column("key"), "/."))
         yield batch.filter(pc.invert(hidden)) if pc.any(hidden).as_py() else batch
 
 

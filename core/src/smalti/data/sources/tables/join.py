@@ -7,6 +7,7 @@ compared with the rows whose names are not behind it. Names are ordered by code 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from mmap import ACCESS_READ, MADV_DONTNEED, mmap
 from pathlib import Path
 from typing import TextIO
 
@@ -70,6 +71,7 @@ class Join:
         self._by_stem = by_stem
         self._folder = folder
         self._runs: list[pa.RecordBatch] = []
+        self._pages: list[mmap] = []
         self._at: list[int] = []
         self._carried = _EMPTY
         self._carried_matched: NDArray[np.bool_] = np.zeros(0, dtype=bool)
@@ -100,7 +102,10 @@ class Join:
         path = self._folder / f"run-{len(self._runs)}.arrow"
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, ROWS) as writer:
             writer.write_batch(rows)
-        self._runs.append(pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0))
+        with path.open("rb") as file:
+            pages = mmap(file.fileno(), 0, access=ACCESS_READ)
+        self._pages.append(pages)
+        self._runs.append(pa.ipc.open_file(pa.py_buffer(pages)).get_batch(0))
         self._at.append(0)
         self.rows += rows.num_rows
 
@@ -147,7 +152,10 @@ class Join:
             run.slice(start, end - start) for run, start, end in zip(self._runs, self._at, ends, strict=True) if end > start
         ]
         self._at = ends
-        return horizon, joined(parts, ROWS) if parts else _EMPTY
+        rows = pa.concat_batches(parts) if parts else _EMPTY
+        for pages in self._pages:  # they count as memory of the process as long as they are mapped
+            pages.madvise(MADV_DONTNEED)
+        return horizon, rows
 
     def _ends(self, last: str | None) -> list[int]:
         """For each run the first row that is behind a name."""
@@ -165,12 +173,22 @@ class Join:
         """Which rows without a file have the name of an earlier row. Counts them."""
         repeated, rows = np.zeros(len(names), dtype=bool), np.flatnonzero(~matched)
         if len(rows):
-            repeated[rows] = pc.index_in(names.take(pa.array(rows)), value_set=names).to_numpy() != rows
+            # Few rows have no file: the set of their names is small. `first` is the first row with each of those names.
+            some = names.take(pa.array(rows))
+            among = pc.index_in(names, value_set=some)
+            first = np.full(len(rows), len(names))
+            at = np.flatnonzero(_valid(among))[::-1]
+            first[among.drop_null().to_numpy()[::-1]] = at
+            repeated[rows] = first[pc.index_in(some, value_set=some).to_numpy()] != rows
             self.duplicates += int(repeated.sum())
         return repeated
 
     def _reported(self, names: pa.Array) -> pa.Array:
         return pc.utf8_slice_codeunits(names, 0, -1) if self._by_stem else names
+
+
+def _valid(values: pa.Array) -> NDArray[np.bool_]:
+    return np.asarray(values.is_valid().to_numpy(zero_copy_only=False))
 
 
 def _count(names: pa.Array, start: int, last: str) -> int:
