@@ -74,7 +74,7 @@ class Config:
                 raise InvalidOptionError(*sorted(invalidated))
             found |= group.model_dump(mode="json")
         found |= self.references.values
-        return {name: value for name, value in found.items() if not self.schema.options[name].secret}
+        return {name: value for name, value in found.items() if not self.schema.options[name].is_secret(value)}
 
     def changes(self) -> dict[str, object]:
         """The values that are not defaults: what a configuration file needs."""
@@ -111,7 +111,11 @@ class Config:
         own: dict[str, object] = {}
         for kind in self.groups:
             own |= kind().model_dump(mode="json")
-        return {name: self.kept.values.get(name, value) for name, value in own.items() if not self.schema.options[name].secret}
+        return {
+            name: self.kept.values.get(name, value)
+            for name, value in own.items()
+            if not self.schema.options[name].is_secret(value)
+        }
 
     def shared_values(self) -> dict[str, object]:
         """The values that are the same on every node of a run, which its workers get."""
@@ -129,8 +133,13 @@ class Config:
 
     def secrets(self) -> dict[str, str]:
         """The secrets that are set, as environment variables: the only way in which they travel to the workers."""
-        names = [option.name for option in self.schema.options.values() if option.secret]
-        return {variable(name): str(value) for name in names if (value := self.value(name)) is not None}
+        found = {}
+        for name, option in self.schema.options.items():
+            if option.secret is False or (value := self.value(name)) is None:
+                continue
+            if option.is_secret(self.references.values.get(name, value)):
+                found[variable(name)] = str(value)
+        return found
 
     @property
     def digest(self) -> str:

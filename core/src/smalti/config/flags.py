@@ -17,6 +17,8 @@ from smalti.errors import Problem
 
 _SWITCH_WORDS = frozenset(("true", "false", "yes", "no", "on", "off", "1", "0"))
 _WHERE = "command line"
+_READABLE = "other users can read secrets on the command line"
+_SECRET = "give it in the environment, as SMALTI_{}, or as {{env:NAME}} in a file"
 
 
 def parse_flags(
@@ -40,13 +42,16 @@ def parse_flags(
             separate = not joined and bool(args) and not args[0].startswith("-")
             others[flag] = text if joined else args.pop(0) if separate else "true"
             continue
-        if option.secret:
-            fix = f"give it in the environment, as SMALTI_{option.name.upper()}, or as {{env:NAME}} in a file"
-            problems.append(Problem(message="other users can read secrets on the command line", where=flag, fix=fix))
+        if option.secret is True:
+            fix = _SECRET.format(option.name.upper())
+            problems.append(Problem(message=_READABLE, where=flag, fix=fix))
         value = text if joined else _next_value(option, negated, args)
         if value is None or (negated and joined):
             problems.append(_bad_form(flag, option, negated))
             continue
+        if option.secret is not True and option.is_secret(value):
+            fix = f"{_SECRET.format(option.name.upper())}, or in a file of its own"
+            problems.append(Problem(message=_READABLE, where=flag, fix=fix))
         found[option.name] = Given(value=_grown(option, found.get(option.name), value), spelling=flag, place=flag)
     return _translated(found, others, schema, problems, notices)
 

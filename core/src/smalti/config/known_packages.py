@@ -21,12 +21,14 @@ from smalti.errors import MissingPlugin, Problem, UserError
 class Package:
     """One package of the project, with the names of what it adds.
 
-    `planned` packages do not exist yet. `accelerate` has sections of an Accelerate YAML and values of its `distributed_type`.
-    `checkpoints` has (pattern, format): files that mark a folder as a checkpoint of that format. `strategy` is the title of its
-    distributed plan. `schemes` are those of URLs that it takes in place of paths.
+    `folder` is its folder below plugins/, if that is not called as the plugin is. `planned` packages do not exist yet.
+    `accelerate` has sections of an Accelerate YAML and values of its `distributed_type`. `checkpoints` has (pattern, format):
+    files that mark a folder as a checkpoint of that format. `strategy` is the title of its distributed plan. `schemes` are those
+    of URLs that it takes in place of paths.
     """
 
     plugin: str
+    folder: str = ""
     planned: bool = False
     options: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
@@ -40,7 +42,7 @@ class Package:
 
     @property
     def distribution(self) -> str:
-        return f"smalti-{self.plugin.replace('_', '-')}"
+        return f"smalti-{(self.folder or self.plugin).replace('_', '-')}"
 
     @property
     def target(self) -> str:
@@ -48,7 +50,7 @@ class Package:
         if self.planned or installed(self.distribution):
             return ""
         clone = _clone()
-        return str(clone / "plugins" / self.plugin) if clone is not None else self.distribution
+        return str(clone / "plugins" / (self.folder or self.plugin)) if clone is not None else self.distribution
 
     def problem(self, message: str, where: str) -> Problem:
         """A problem of the configuration: something needs this package."""
@@ -174,7 +176,10 @@ PACKAGES = (
         schemes=("s3",),
         storages=("aws", "parquet"),
     ),
-    Package(plugin="health", planned=True, options=("webhook_config", "gpu_health")),
+    Package(
+        plugin="webhooks", folder="health", options=("webhook_config", "webhook_reporting_interval"), commands=("webhook",)
+    ),
+    Package(plugin="health", planned=True, options=("gpu_health",)),
     Package(plugin="webui", planned=True, commands=("ui",)),
 )
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
@@ -76,7 +76,7 @@ def option(
     tradeoff: str = "",
     aliases: Sequence[str] = (),
     accelerate: str = "",
-    secret: bool = False,
+    secret: bool | Callable[[object], bool] = False,
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
@@ -93,9 +93,10 @@ def option(
         aliases: former names, and names in other trainers, which are accepted with a notice.
         accelerate: the key of an Accelerate YAML that sets this option, dotted into sections; "key=value" means "true when the
             key has this value".
-        secret: never shown; accepted from the environment or as {env:NAME} only.
+        secret: never shown; accepted from the environment or as {env:NAME} only. A function says which values are secrets: such
+            a value is never shown or copied, and is accepted from configuration files too.
     """
-    extra = {
+    extra: dict[str, Any] = {
         "level": level,
         "when": when,
         "tradeoff": tradeoff,
@@ -197,11 +198,15 @@ class Option:
     tradeoff: str
     aliases: tuple[str, ...]
     accelerate: str
-    secret: bool
+    secret: bool | Callable[[object], bool]
 
     @property
     def default(self) -> object:
         return self.info.get_default()
+
+    def is_secret(self, value: object) -> bool:
+        """Whether this value, as it was written, must not be shown or copied."""
+        return self.secret if isinstance(self.secret, bool) else self.secret(value)
 
     @property
     def is_flag(self) -> bool:
@@ -396,7 +401,7 @@ def _options_of(group: OptionGroup) -> Iterable[Option]:
             tradeoff=str(extra["tradeoff"]),
             aliases=tuple(extra["aliases"]),  # type: ignore[arg-type]
             accelerate=str(extra["accelerate"]),
-            secret=bool(extra["secret"]),
+            secret=cast("bool | Callable[[object], bool]", extra["secret"]),
         )
         if declared.may_be_none and info.get_default() is not None:
             raise TypeError(f"{group.options.__name__}.{name} may be None, so None must be its default")

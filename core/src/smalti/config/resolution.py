@@ -117,7 +117,9 @@ def restore(
         if name in schema.options and value is not None
     }
     for option in schema.options.values():
-        if option.secret and (value := environment.get(variable(option.name))) is not None:
+        if option.secret is False or option.name in layer or (value := environment.get(variable(option.name))) is None:
+            continue
+        if option.is_secret(value):
             layer[option.name] = Given(value=value, spelling=option.name, place=variable(option.name))
     layer = dict(with_variables(layer, environment, problems))
     groups = _validate(schema, layer, problems)
@@ -142,7 +144,8 @@ def _merge(layers: Mapping[str, Layer], schema: Schema, notices: list[str]) -> d
                 notices.append(f"{spelling} is called {name} here")
             _, winner = chosen.setdefault(name, (label, given))
             if winner is not given and not same(option, winner.value, given.value):
-                values = ("", "") if option.secret else (f"{winner.shown!r} from ", f"{given.shown!r} from ")
+                secret = option.is_secret(winner.shown) or option.is_secret(given.shown)
+                values = ("", "") if secret else (f"{winner.shown!r} from ", f"{given.shown!r} from ")
                 notices.append(f"{name}: {values[0]}{winner.place} wins over {values[1]}{given.place}")
     return chosen
 
@@ -218,7 +221,7 @@ def _keep(schema: Schema, chosen: dict[str, tuple[str, Given]], kept: Kept, refe
     theirs: dict[str, object] = {}
     for name, value in kept.values.items():
         option = schema.options.get(name)
-        if option is None or name in chosen or name in PER_MACHINE or option.secret:
+        if option is None or name in chosen or name in PER_MACHINE or option.is_secret(value):
             continue
         if value is None and not option.may_be_none:
             continue  # not a valid value any more
@@ -309,10 +312,11 @@ _WANTED = {
 
 
 def _bad_value(option: Option, given: Given, reason: str) -> Problem:
-    shown = "what it is" if option.secret else repr(given.shown)
+    secret = option.is_secret(given.shown)
+    shown = "what it is" if secret else repr(given.shown)
     near = get_close_matches(str(given.shown).lower(), option.choices, n=1)
-    hint = f"did you mean {near[0]}? " if near and not option.secret else ""
-    if (option.secret or given.written is not None) and str(given.value) in reason:
+    hint = f"did you mean {near[0]}? " if near and not secret else ""
+    if (secret or given.written is not None) and str(given.value) in reason:
         reason = "the value is not valid"
     wanted = f"one of {', '.join(option.choices)}" if option.choices else _WANTED.get(option.kind, option.kind)
     bounds = f" {option.bounds}" if option.bounds else ""

@@ -70,7 +70,7 @@ def file_layer(
         if option is None:
             problems.append(_unknown_key(key, raw, schema, file))
             continue
-        if option.secret and raw is not None and not variables_in(raw):
+        if option.secret is True and raw is not None and not variables_in(raw):
             fix = f'write "{{env:{option.name.upper()}}}" instead'
             problems.append(Problem(message=f"{key} is a secret", where=file, fix=fix, option=option.name))
         elif not _not_given(option, raw):

@@ -110,7 +110,9 @@ def _value(config: Config, name: str) -> object:
 def _lines(config: Config, file: Opened, result: Imported) -> object:
     """Add every option that has a value, list what is refused, and return the instance prompt."""
     for name in config.sources:
-        value = None if config.schema.options[name].secret or name in _REMAINING else _value(config, name)
+        value = None if name in _REMAINING else _value(config, name)
+        if config.schema.options[name].is_secret(value):
+            continue
         if value is not None:
             result.add(name, _plain(value), _comment(config.source(name), file))
     for problem in config.problems:

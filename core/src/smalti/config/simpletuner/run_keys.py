@@ -77,8 +77,6 @@ RUN_KEYS: Mapping[str, Rule] = {
     "tracker_run_name": ignored("the run is named after output_dir"),
     "tracker_image_layout": ignored("trackers show images in their own way"),
     "logging_dir": ignored("logs are in output_dir"),
-    "webhook_config": refused("there are no webhooks", "read events.jsonl, or write a plugin: see docs/hooks.md"),
-    "webhook_reporting_interval": ignored("there are no webhooks"),
     # Publishing
     "push_to_hub": refused(_NOT_PUBLISHED, _EXPORT, False),
     "push_checkpoints_to_hub": refused(_NOT_PUBLISHED, _EXPORT, False),

@@ -1,0 +1,1 @@
+"""Health of GPUs, and webhooks, as plugins of smalti."""

@@ -1,0 +1,162 @@
+"""The process that sends events: `python -m smalti_health.webhooks.delivery.sender`.
+
+It is a process and not a thread, because a rank that hangs in the driver holds the GIL, and one that is killed takes its
+threads along. Here an event is safe as soon as it is in the pipe. The first line of the standard input is the `Setup`, each
+further line an event, {} the end of the run. It is a session of its own, so that Ctrl-C does not end it.
+
+On the standard output: a line {"report": "..."} for what goes wrong, and at the end {"delivered": N, "failed": N, ...}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, cast
+
+from smalti_health.webhooks.delivery.channel import Channel, Post
+from smalti_health.webhooks.delivery.outbox import PENDING, Event, Outbox
+from smalti_health.webhooks.delivery.request import post as real_post
+from smalti_health.webhooks.endpoints import Endpoint
+
+END_SECONDS = 15.0
+ORPHAN_SECONDS = 60.0
+"""For how long it goes on after its rank died without an end of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a sender needs to know. `run` is the run directory, None for no outbox.
+
+    `takes_over` are the nodes whose pending events of earlier launches it sends: None for all, empty for none.
+    """
+
+    endpoints: tuple[Endpoint, ...]
+    run: Path | None
+    node: int = 0
+    takes_over: tuple[int, ...] | None = ()
+    end_seconds: float = END_SECONDS
+    orphan_seconds: float = ORPHAN_SECONDS
+
+    def to_json(self) -> str:
+        values = {**asdict(self), "run": None if self.run is None else str(self.run)}
+        return json.dumps({**values, "endpoints": [each.to_json() for each in self.endpoints]})
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Setup:
+        values = cast(dict[str, object], json.loads(text))
+        endpoints = tuple(Endpoint.from_json(each) for each in cast(list[Mapping[str, object]], values["endpoints"]))
+        nodes = cast(list[int] | None, values["takes_over"])
+        run = Path(str(values["run"])) if values["run"] is not None else None
+        rest = {**values, "endpoints": endpoints, "run": run, "takes_over": None if nodes is None else tuple(nodes)}
+        return cls(**rest)  # type: ignore[arg-type]
+
+
+class Sender:
+    """One thread for each endpoint, so that one that hangs delays no other."""
+
+    def __init__(self, setup: Setup, report: Callable[[str], None], *, post: Post = real_post) -> None:
+        self._outbox = None if setup.run is None else Outbox(setup.run, node=setup.node)
+        self._report = report
+        self._wake = threading.Condition()
+        self._ended_at: float | None = None
+        uniform = random.SystemRandom().uniform
+        self._channels = [Channel(each, self._outbox, post=post, report=report, uniform=uniform) for each in setup.endpoints]
+        self._arriving: dict[str, list[tuple[Event, int]]] = {each.endpoint.id: [] for each in self._channels}
+        if setup.takes_over is None or setup.takes_over:
+            self._take_over(setup.takes_over)
+        self._threads = [threading.Thread(target=self._work, args=(each,), daemon=True) for each in self._channels]
+        for thread in self._threads:
+            thread.start()
+
+    def add(self, event: Event) -> None:
+        """Take an event. A critical one is in the outbox when this returns."""
+        wanted = [each for each in self._channels if each.endpoint.wants(event.level)]
+        if event.type == "training.progress":  # a chat is no plot
+            wanted = [each for each in wanted if each.endpoint.kind != "discord" or each.endpoint.level == "debug"]
+        if event.critical and wanted and self._outbox is not None:
+            try:
+                if not self._outbox.add(event, [each.endpoint for each in wanted]):
+                    return  # a sender that has died had written it
+            except OSError as error:
+                self._report(f"{self._outbox.folder}: {error.strerror or error}; {event.type} is lost if it cannot be sent now")
+        with self._wake:
+            for each in wanted:
+                self._arriving[each.endpoint.id].append((event, 0))
+            self._wake.notify_all()
+
+    def finish(self, seconds: float) -> dict[str, int]:
+        """Send what waits, for at most this long; returns how many events were delivered, failed, dropped, and still wait."""
+        with self._wake:
+            self._ended_at = time.monotonic()
+            self._wake.notify_all()
+        until = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        counts = [asdict(each.counts) for each in self._channels]
+        found = {name: sum(each[name] for each in counts) for name in ("delivered", "failed", "dropped")}
+        return {**found, "pending": sum(len(each) for each in self._channels)}
+
+    def _take_over(self, nodes: tuple[int, ...] | None) -> None:
+        assert self._outbox is not None
+        try:
+            for row in self._outbox.take_over(nodes):
+                for channel in self._channels:
+                    delivery = row.deliveries.get(channel.endpoint.id)
+                    if delivery is not None and delivery.status == PENDING:
+                        self._arriving[channel.endpoint.id].append((row.event, delivery.attempts))
+        except OSError as error:
+            self._report(f"{self._outbox.folder}: {error.strerror or error}")
+
+    def _work(self, channel: Channel) -> None:
+        arriving, hurried = self._arriving[channel.endpoint.id], False
+        while True:
+            with self._wake:
+                due = channel.due()
+                if not arriving and self._ended_at is None:
+                    self._wake.wait(None if due is None else max(0.0, due - time.time()))
+                elif not arriving and due is not None and hurried:
+                    self._wake.wait(max(0.0, due - time.time()))
+                while arriving:
+                    event, attempts = arriving.pop(0)
+                    channel.add(event, time.time(), attempts=attempts)
+                if self._ended_at is not None and not hurried:
+                    hurried = True
+                    channel.hurry(time.time())
+                if hurried and not len(channel) and not arriving:
+                    return
+            channel.attempt(time.time())
+
+
+def main(source: IO[bytes] | None = None, target: IO[str] | None = None) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the end of the standard input ends it
+    source, target = source or sys.stdin.buffer, target or sys.stdout
+    setup = Setup.from_json(source.readline())
+
+    def say(message: Mapping[str, object]) -> None:
+        with suppress(OSError, ValueError):  # the rank is gone
+            print(json.dumps(message), file=target, flush=True)
+
+    sender = Sender(setup, lambda sentence: say({"report": sentence}))
+    ended = False
+    for line in source:
+        with suppress(ValueError, KeyError, TypeError):  # the rank was killed while it wrote
+            values = json.loads(line)
+            ended |= not values
+            if values:
+                sender.add(Event.from_json(values))
+    say(sender.finish(setup.end_seconds if ended else setup.orphan_seconds))
+    os._exit(0)  # without waiting for a thread that hangs
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Sends events of the run to webhooks. Hooks write into a pipe, and nothing on the training thread waits for a receiver.
+
+The main rank sends what concerns the run. A fault or an error is sent by the rank that has it, from its own node. The sender
+of the first rank of each node starts with the loop, those of other ranks with their first event.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from smalti import (
+    Checkpoint,
+    Config,
+    GpuFault,
+    OptionGroup,
+    Outcome,
+    Problem,
+    RunInfo,
+    RunState,
+    StepResult,
+    UserError,
+    ValidationResult,
+    hookimpl,
+)
+from smalti_health.webhooks.options import GROUP, WebhookOptions
+
+if TYPE_CHECKING:
+    import click
+
+    from smalti_health.webhooks.delivery.outbox import Event
+    from smalti_health.webhooks.delivery.process import SenderProcess
+    from smalti_health.webhooks.events import Source
+
+JOB_VARIABLE = "SIMPLETUNER_JOB_ID"
+"""SimpleTuner's; whoever starts a run may set it to know its events. Default: the id of the run."""
+_log = logging.getLogger(__name__)
+
+
+class Webhooks:
+    """Active on every rank of runs with `--webhook_config`."""
+
+    def __init__(self) -> None:
+        self._sender: SenderProcess | None = None
+        self._source: Source | None = None
+        self._main = False
+        self._error = ""
+        self._interval = 0.0
+        self._next_progress = float("inf")
+
+    @hookimpl
+    def declare_options(self) -> list[OptionGroup]:
+        return [GROUP]
+
+    @hookimpl
+    def check_config(self, config: Config) -> list[Problem]:
+        return config.run_checks(_endpoints)
+
+    @hookimpl
+    def register_commands(self, commands: click.Group) -> None:
+        from smalti_health.webhooks.commands import webhook
+
+        commands.add_command(webhook)
+
+    @hookimpl
+    def on_train_start(self, state: RunState, info: RunInfo) -> None:
+        self._main, self._error = info.world.is_main, ""
+        options = info.config[WebhookOptions]
+        if options.webhook_config is None:
+            return
+        from smalti_health.webhooks.delivery.process import SenderProcess
+        from smalti_health.webhooks.delivery.sender import Setup
+        from smalti_health.webhooks.endpoints import read, redacted
+        from smalti_health.webhooks.events import Source, stage
+
+        problems: list[Problem] = []
+        endpoints = read(options.webhook_config, os.environ, problems)
+        for problem in problems:  # on this node: the launcher of another node had none
+            _log.warning("webhooks: %s", problem)
+        if not endpoints:
+            return
+        first = info.world.local_rank == 0
+        nodes = None if self._main else (info.world.node,) if first else ()
+        self._sender = SenderProcess(Setup(endpoints=endpoints, run=info.directory, node=info.world.node, takes_over=nodes))
+        config = info.config
+        self._source = Source(
+            run=info.directory.absolute().name,
+            directory=info.directory,
+            job_id=os.environ.get(JOB_VARIABLE) or info.id,
+            host=socket.gethostname(),
+            node=info.world.node,
+            rank=info.world.rank,
+            mask=lambda text: redacted(str(config.masked(text)), endpoints),
+        )
+        if first:
+            self._sender.start()
+        if self._main:
+            message = f"{info.family}, {info.strategy}, from step {state.step} to {state.max_steps}"
+            self._send(stage(self._source, state, "training", "running", "Training started", message, time.time()))
+            self._interval = float(options.webhook_reporting_interval)
+            self._next_progress = time.monotonic() + self._interval if self._interval else float("inf")
+
+    @hookimpl
+    def on_step_end(self, state: RunState, result: StepResult) -> None:
+        if time.monotonic() < self._next_progress or self._source is None or self._sender is None:
+            return
+        from smalti_health.webhooks.events import progress
+
+        self._next_progress = time.monotonic() + self._interval
+        self._send(progress(self._source, state, result, time.time()))
+        for sentence in self._sender.reports():
+            _log.warning("webhook %s", sentence)
+
+    @hookimpl
+    def on_checkpoint(self, state: RunState, checkpoint: Checkpoint) -> None:
+        if self._source is not None and self._main:
+            from smalti_health.webhooks import events
+
+            self._send(events.checkpoint(self._source, state, checkpoint, time.time()))
+
+    @hookimpl
+    def on_checkpoint_failed(self, state: RunState, error: UserError) -> None:
+        if self._source is not None and self._main:
+            from smalti_health.webhooks import events
+
+            self._send(events.checkpoint_failed(self._source, state, error, time.time()))
+
+    @hookimpl
+    def on_validation(self, state: RunState, result: ValidationResult) -> None:
+        if self._source is not None and self._main:
+            from smalti_health.webhooks import events
+
+            self._send(events.validation(self._source, result, time.time()))
+
+    @hookimpl
+    def on_warning(self, state: RunState, message: str, error: Exception) -> None:
+        if self._source is not None and self._main:
+            from smalti_health.webhooks import events
+
+            self._send(events.warning(self._source, state, message, time.time()))
+
+    @hookimpl
+    def on_gpu_fault(self, state: RunState, fault: GpuFault) -> None:
+        if self._source is not None:
+            from smalti_health.webhooks import events
+
+            self._send(events.gpu_fault(self._source, state, fault, time.time()))
+
+    @hookimpl
+    def on_error(self, state: RunState, error: BaseException) -> None:
+        self._error = f"step {state.step}: {type(error).__name__}: {error}"
+        if self._source is not None:
+            from smalti_health.webhooks import events
+
+            self._send(events.failure(self._source, state, error, time.time()))
+
+    @hookimpl
+    def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:
+        source, sender = self._source, self._sender
+        if source is None or sender is None:
+            return
+        if self._main:
+            from smalti_health.webhooks.events import run_end
+
+            self._send(run_end(source, state, outcome, self._error, time.time()))
+        self._source = self._sender = None
+        self._next_progress = float("inf")
+        counts = sender.finish()
+        if lost := [f"{number} {name}" for name, number in counts.items() if number and name != "delivered"]:
+            command = f"smalti webhook ls {source.directory}"
+            _log.warning("webhooks: %s; %s lists the critical ones, which the next start sends", ", ".join(lost), command)
+
+    def _send(self, event: Event) -> None:
+        assert self._sender is not None
+        self._sender.send(event)
+
+
+def _endpoints(config: Config) -> list[Problem]:
+    """The problems of the endpoints: nothing is resolved or sent."""
+    value = config[WebhookOptions].webhook_config
+    if value is None:
+        return []
+    from smalti_health.webhooks.endpoints import read
+
+    problems: list[Problem] = []
+    read(value, os.environ, problems)
+    return problems
+
+
+plugin = Webhooks()
