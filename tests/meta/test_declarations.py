@@ -179,10 +179,12 @@ def test_all_packages_have_one_version_and_their_official_names(root):
     core = tomllib.loads((root / "core" / "pyproject.toml").read_text())["project"]
     assert {project["version"] for project in found.values()} <= {core["version"]}
     assert {name: project["name"] for name, project in found.items()} == {name: distribution(name) for name in found}
-    entered = {name for name, project in found.items() if "smalti.plugins" in project.get("entry-points", {})}
-    assert {package.plugin: package.distribution for package in PLUGINS.values() if not package.planned} == {
-        name: distribution(name) for name in entered
+    entered = {
+        name: project["name"]
+        for project in found.values()
+        for name in project.get("entry-points", {}).get("smalti.plugins", ())
     }
+    assert {package.plugin: package.distribution for package in PLUGINS.values() if not package.planned} == entered
 
 
 def test_type_checkers_read_the_annotations_of_all_packages(root):

@@ -14,7 +14,7 @@ import pytest
 import smalti
 
 PLUGIN_PACKAGES = (
-    *("smalti_fsdp2", "smalti_deepspeed", "smalti_diffusers", "smalti_toy", "smalti_plots", "smalti_hub", "smalti_health", "smalti_testing"),
+    *("smalti_fsdp2", "smalti_deepspeed", "smalti_diffusers", "smalti_toy", "smalti_plots", "smalti_hub", "smalti_testing"),
     *("smalti_storage_s3", "smalti_health", "smalti_webui"),
 )
 

@@ -23,8 +23,8 @@ class Package:
 
     `folder` is its folder below plugins/, if that is not called as the plugin is. `planned` packages do not exist yet.
     `accelerate` has sections of an Accelerate YAML and values of its `distributed_type`. `checkpoints` has (pattern, format):
-    files that mark a folder as a checkpoint of that format. `strategy` is the title of its distributed plan. `schemes` are those
-    of URLs that it takes in place of paths.
+    files that mark a folder as a checkpoint of that format. `strategy` is the title of its distributed plan. `schemes` are
+    those of URLs that it takes in place of paths.
     """
 
     plugin: str

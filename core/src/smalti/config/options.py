@@ -104,7 +104,7 @@ def option(
         "accelerate": accelerate,
         "secret": secret,
     }
-    return Field(default=default, description=help, ge=ge, gt=gt, le=le, lt=lt, json_schema_extra=extra)  # type: ignore[arg-type]
+    return Field(default=default, description=help, ge=ge, gt=gt, le=le, lt=lt, json_schema_extra=extra)
 
 
 def _split(value: object) -> object:

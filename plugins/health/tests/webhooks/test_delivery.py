@@ -182,9 +182,9 @@ def test_waits_are_bounded_and_only_2xx_is_success(code, attempts, critical, wan
         age=age,
         uniform=lambda low, high: low + share * (high - low),
     )
-    assert (found.verdict == "delivered") == (200 <= code < 300)
+    assert (found.result == "delivered") == (200 <= code < 300)
     assert 0 <= found.seconds <= max(LONGEST_SECONDS, LONGEST_RETRY_AFTER)
-    if found.verdict == "retry":
+    if found.result == "retry":
         assert found.seconds >= min(wanted or 0.0, LONGEST_RETRY_AFTER)
         assert critical or attempts < ATTEMPTS
 

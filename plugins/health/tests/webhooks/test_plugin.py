@@ -26,6 +26,7 @@ from smalti import (
 )
 from smalti.config import resolve
 from smalti.plugins import load_plugins, schema_of
+from smalti.rundir import Phase
 from smalti_health.webhooks.delivery.outbox import Outbox
 from smalti_health.webhooks.delivery.process import LONGEST_LIST, SenderProcess
 from smalti_health.webhooks.delivery.sender import Sender, Setup
@@ -71,12 +72,17 @@ def info_of(schema, tmp_path):
 def plugin():
     found = Webhooks()
     yield found
-    if found._sender is not None:
-        found.on_train_end(RunState(max_steps=10), Outcome(reason=StopReason.COMPLETED, message="done"))
+    found.on_rank_end(RunState(max_steps=10), None)
 
 
 def end(plugin: Webhooks, state: RunState, reason: StopReason = StopReason.COMPLETED) -> None:
     plugin.on_train_end(state, Outcome(reason=reason, message=f"{reason.name.lower()} after step {state.step}"))
+    plugin.on_rank_end(state, None)
+
+
+def begin(plugin: Webhooks, state: RunState, info: RunInfo) -> None:
+    plugin.on_rank_start(state, info)
+    plugin.on_train_start(state, info)
 
 
 def step(number: int) -> StepResult:
@@ -85,7 +91,7 @@ def step(number: int) -> StepResult:
 
 def test_a_run_is_reported_from_its_start_to_its_end(receiver, info_of, plugin, tmp_path):
     state = RunState(max_steps=10, step=4)
-    plugin.on_train_start(state, info_of(receiver))
+    begin(plugin, state, info_of(receiver))
     plugin.on_checkpoint(state, Checkpoint(step=4, path=tmp_path / "c", size=9, seconds=1.5))
     image = ValidationImage(prompt="a cat", seed=1, path=tmp_path / "0.png")
     plugin.on_validation(state, ValidationResult(step=4, images=(image,), folder=tmp_path))
@@ -97,7 +103,12 @@ def test_a_run_is_reported_from_its_start_to_its_end(receiver, info_of, plugin, 
     ]
     assert (events[0]["stage"]["status"], events[-1]["stage"]["status"]) == ("running", "completed")
     assert events[1]["checkpoint"] == {
-        **{"path": str(tmp_path / "c"), "label": "step 4", "is_final": False, "step": 4, "bytes": 9, "seconds": 1.5}
+        "path": str(tmp_path / "c"),
+        "label": "step 4",
+        "is_final": False,
+        "step": 4,
+        "bytes": 9,
+        "seconds": 1.5,
     }
     assert events[2]["validation"]["images"] == [{"prompt": "a cat", "seed": 1, "path": str(tmp_path / "0.png")}]
     assert {each["job_id"] for each in events} == {"id-1"}
@@ -106,7 +117,7 @@ def test_a_run_is_reported_from_its_start_to_its_end(receiver, info_of, plugin, 
 
 def test_the_fault_has_the_payload_of_the_reference(receiver, info_of, plugin):
     state = RunState(max_steps=10, step=7)
-    plugin.on_train_start(state, info_of(receiver, World(rank=9, size=16, local_rank=1, local_size=8, node=1)))
+    begin(plugin, state, info_of(receiver, World(rank=9, size=16, local_rank=1, local_size=8, node=1)))
     reading = {"index": 1, "name": "H100", "temperature_celsius": 64, "ecc_errors_double": 2, "memory_used_percent": 81.53}
     plugin.on_gpu_fault(
         state,
@@ -118,8 +129,15 @@ def test_the_fault_has_the_payload_of_the_reference(receiver, info_of, plugin):
     assert (event["type"], event["severity"], event["title"]) == ("gpu.fault", "critical", "GPU Fault: ecc")
     assert event["source"] | {"host": ""} == {"run": "run", "host": "", "node": 1, "rank": 9}
     assert event["fault"]["gpu"] == {
-        **{"index": 1, "name": "H100", "temperature_celsius": 64, "ecc_errors_single": None, "ecc_errors_double": 2},
-        **{"throttle_reasons": [], "memory_used_percent": 81.5, "uuid": "GPU-1", "device": "cuda:1"},
+        "index": 1,
+        "name": "H100",
+        "temperature_celsius": 64,
+        "ecc_errors_single": None,
+        "ecc_errors_double": 2,
+        "throttle_reasons": [],
+        "memory_used_percent": 81.5,
+        "uuid": "GPU-1",
+        "device": "cuda:1",
     }
     assert (event["fault"]["type"], event["fault"]["action_taken"], event["fault"]["memory_suspect"]) == (
         "ecc",
@@ -130,16 +148,34 @@ def test_the_fault_has_the_payload_of_the_reference(receiver, info_of, plugin):
 
 def test_other_ranks_than_the_main_one_send_only_their_own_errors(receiver, info_of, plugin, tmp_path):
     state = RunState(max_steps=10, step=7)
-    plugin.on_train_start(state, info_of(receiver, World(rank=1, size=2, local_rank=1, local_size=2)))
+    begin(plugin, state, info_of(receiver, World(rank=1, size=2, local_rank=1, local_size=2)))
     plugin.on_checkpoint(state, Checkpoint(step=4, path=tmp_path, size=9, seconds=1))
     plugin.on_step_end(state, step(7))
     assert plugin._sender is not None
     assert plugin._sender._process is None  # it starts with the first event
     plugin.on_error(state, ValueError("it broke"))
     plugin.on_train_end(state, None)
+    plugin.on_rank_end(state, ValueError("it broke"))
     [request] = receiver.wait_for(1)
     assert (request.json["type"], request.json["error"]["exception_type"]) == ("error", "ValueError")
     assert request.json["message"] == "step 7: ValueError: it broke"
+
+
+def test_stages_before_the_loop_and_a_failure_in_one_are_reported(receiver, info_of, plugin):
+    state = RunState(max_steps=0)
+    plugin.on_rank_start(state, info_of(receiver))
+    for name in ("scanning", "encoding", "saving", "encoding"):
+        plugin.on_phase(state, Phase(name=name, begun=0.0, done=0, total=500, unit="images"))
+    plugin.on_rank_end(state, OSError("no space left"))
+    events = [each.json for each in receiver.wait_for(4)]
+    found = [(each["type"], each.get("stage", {}).get("key"), each.get("stage", {}).get("status")) for each in events]
+    assert found == [
+        ("lifecycle.stage", "scanning", "running"),
+        ("lifecycle.stage", "encoding", "running"),
+        ("error", None, None),
+        ("lifecycle.stage", "encoding", "failed"),
+    ]
+    assert events[1]["message"] == "encoding 0/500 images"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +191,7 @@ def test_the_end_says_how_the_run_ended(reason, status_, severity):
     from smalti_health.webhooks.events import Source, run_end
 
     source = Source(run="r", directory=Path(), job_id="j", host="h")
-    event = run_end(source, RunState(max_steps=10, step=5), Outcome(reason=reason, message="m"), "", 0.0)
+    event = run_end(source, RunState(max_steps=10, step=5), "training", Outcome(reason=reason, message="m"), None, 0.0)
     assert (event.payload["stage"]["status"], event.level, event.critical) == (status_, severity, True)
 
 
@@ -172,7 +208,7 @@ def test_what_is_no_number_is_null_and_long_texts_are_cut():
 
 def test_progress_is_sent_in_intervals(receiver, info_of, plugin):
     state = RunState(max_steps=1000)
-    plugin.on_train_start(state, info_of(receiver, None, "--webhook_reporting_interval=3600"))
+    begin(plugin, state, info_of(receiver, None, "--webhook_reporting_interval=3600"))
     for number in range(1, 100):
         plugin.on_step_end(state, step(number))
     plugin._next_progress = 0.0
@@ -183,7 +219,7 @@ def test_progress_is_sent_in_intervals(receiver, info_of, plugin):
 
 
 def test_without_an_interval_no_progress_is_sent(receiver, info_of, plugin):
-    plugin.on_train_start(RunState(max_steps=9), info_of(receiver, None, "--webhook_reporting_interval=0"))
+    begin(plugin, RunState(max_steps=9), info_of(receiver, None, "--webhook_reporting_interval=0"))
     assert plugin._next_progress == float("inf")
 
 
@@ -314,13 +350,14 @@ def test_a_secret_is_in_no_event_log_or_file(info_of, plugin, caplog, capfd, tmp
     state = RunState(max_steps=10, step=7)
     with Receiver(script=[status(503)], default=status(404)) as receiver:
         info = info_of(receiver)
-        plugin.on_train_start(state, info)
+        begin(plugin, state, info)
         plugin.on_warning(state, f"cannot reach {receiver.url}/{MARKER}", ValueError(MARKER))
         plugin.on_error(state, ValueError(f"token {MARKER} and {SECRET}"))
         arguments = Path(f"/proc/{plugin._sender._process.pid}/cmdline").read_bytes()
         environment = Path(f"/proc/{plugin._sender._process.pid}/environ").read_bytes()
         plugin._sender._setup = plugin._sender._setup.__class__(**{**vars(plugin._sender._setup), "end_seconds": 0.5})
         plugin.on_train_end(state, None)
+        plugin.on_rank_end(state, ValueError("it broke"))
         bodies = b"".join(each.body for each in receiver.requests)
         urls = [each.line for each in receiver.requests]
     written = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 Behaviour = Callable[[socket.socket, threading.Event], None]
 
@@ -24,8 +25,9 @@ class Received:
     body: bytes
 
     @property
-    def json(self) -> dict:
-        return json.loads(self.body)
+    def json(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.body)
+        return found
 
     @property
     def id(self) -> str:
@@ -70,7 +72,7 @@ class Receiver:
     """Answers request number n with `script[n]`, and later ones with `default`."""
 
     script: list[Behaviour] = field(default_factory=list)
-    default: Behaviour = status(204)
+    default: Behaviour = field(default_factory=lambda: status(204))
     certificate: tuple[Path, Path] | None = None
     requests: list[Received] = field(default_factory=list)
 
@@ -93,7 +95,7 @@ class Receiver:
 
     @property
     def port(self) -> int:
-        return self._socket.getsockname()[1]
+        return int(self._socket.getsockname()[1])
 
     @property
     def url(self) -> str:

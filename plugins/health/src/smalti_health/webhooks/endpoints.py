@@ -256,7 +256,7 @@ def _url_problems(entry: Mapping[str, object], where: str) -> Iterator[Problem]:
         problem = "its URL has a user name or password"
         yield Problem(message=problem, where=where, fix='"headers": {"Authorization": "{env:NAME}"}')
     elif not entry.get("allow_private") and (why := _private(str(parts.hostname))):
-        message = f"{shown_url(urls[0])} is {why}"
+        message = f"{shown_url(urls[0])} is {why}; the endpoint needs allow_private for it"
         yield Problem(message=message, where=where, fix='"allow_private": true, if this endpoint is meant')
 
 

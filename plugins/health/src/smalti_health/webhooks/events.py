@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from smalti import Checkpoint, GpuFault, Outcome, RunState, StepResult, StopReason, UserError, ValidationResult
+from smalti import Checkpoint, ExitCode, GpuFault, Outcome, RunState, StepResult, StopReason, UserError, ValidationResult
 from smalti_health.webhooks.delivery.outbox import Event
 
 LONGEST_MESSAGE = 1000
@@ -127,16 +127,22 @@ def stage(source: Source, state: RunState, key: str, status: str, label: str, me
     )
 
 
-def run_end(source: Source, state: RunState, outcome: Outcome | None, error: str, now: float) -> Event:
-    """The end of the run; `error` says what ended it without an outcome."""
+def run_end(
+    source: Source, state: RunState, key: str, outcome: Outcome | None, error: BaseException | None, now: float
+) -> Event:
+    """The end of the run, in stage `key`: with an outcome, or by an exception."""
     if outcome is None:
-        return stage(source, state, "training", "failed", "Training failed", error or "an exception ended the run", now)
-    reason, message = outcome.reason, outcome.message
-    if reason is StopReason.COMPLETED:
-        return stage(source, state, "training", "completed", "Training completed", message, now)
-    failed = reason in _BAD or reason.exit_code == 5
-    label = "Training failed" if failed else "Training stopped"
-    return stage(source, state, "training", "failed" if failed else "stopped", label, message, now)
+        stopped = isinstance(error, KeyboardInterrupt)
+        message = f"stopped while {key}" if stopped else _described(error) if error else "it ended without an outcome"
+        return _end(source, state, key, "stopped" if stopped else "failed", message, now)
+    if outcome.reason is StopReason.COMPLETED:
+        return _end(source, state, key, "completed", outcome.message, now)
+    failed = outcome.reason in _BAD or outcome.exit_code is ExitCode.GPU_FAULT
+    return _end(source, state, key, "failed" if failed else "stopped", outcome.message, now)
+
+
+def _end(source: Source, state: RunState, key: str, status: str, message: str, now: float) -> Event:
+    return stage(source, state, key, status, f"Run {status}", message, now)
 
 
 def checkpoint(source: Source, state: RunState, saved: Checkpoint, now: float) -> Event:
@@ -180,10 +186,8 @@ def validation(source: Source, result: ValidationResult, now: float) -> Event:
 
 def failure(source: Source, state: RunState, error: BaseException, now: float) -> Event:
     """An exception that ends the run on this rank."""
-    message = error.message if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    fix = f"; fix: {error.fix}" if isinstance(error, UserError) and error.fix else ""
-    message = f"step {state.step}: {message}{fix}"
-    return source.event("error", "error", "Training failed", message, now=now, critical=True, error=_error(state, error))
+    message = f"step {state.step}: {_described(error)}"
+    return source.event("error", "error", "Error", message, now=now, critical=True, error=_error(state, error))
 
 
 def warning(source: Source, state: RunState, message: str, now: float) -> Event:
@@ -213,6 +217,12 @@ def progress(source: Source, state: RunState, result: StepResult, now: float) ->
             "seconds_remaining": round(left / speed) if speed else None,
         },
     )
+
+
+def _described(error: BaseException) -> str:
+    if isinstance(error, UserError):
+        return f"{error.message}; fix: {error.fix}" if error.fix else error.message
+    return f"{type(error).__name__}: {error}"
 
 
 def _error(state: RunState, error: BaseException) -> dict[str, object]:

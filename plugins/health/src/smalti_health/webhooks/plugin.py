@@ -1,7 +1,7 @@
 """Sends events of the run to webhooks. Hooks write into a pipe, and nothing on the training thread waits for a receiver.
 
 The main rank sends what concerns the run. A fault or an error is sent by the rank that has it, from its own node. The sender
-of the first rank of each node starts with the loop, those of other ranks with their first event.
+of the first rank of each node starts as soon as the ranks are connected, those of other ranks with their first event.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from smalti import (
     OptionGroup,
     Outcome,
     Problem,
+    RankInfo,
     RunInfo,
     RunState,
     StepResult,
@@ -31,10 +32,13 @@ from smalti_health.webhooks.options import GROUP, WebhookOptions
 if TYPE_CHECKING:
     import click
 
+    from smalti.rundir import Phase
     from smalti_health.webhooks.delivery.outbox import Event
     from smalti_health.webhooks.delivery.process import SenderProcess
     from smalti_health.webhooks.events import Source
 
+STAGES = ("scanning", "encoding", "building", "compiling")
+"""The phases that are reported when they begin. Saves, validations and the loop have events of their own."""
 JOB_VARIABLE = "SIMPLETUNER_JOB_ID"
 """SimpleTuner's; whoever starts a run may set it to know its events. Default: the id of the run."""
 _log = logging.getLogger(__name__)
@@ -47,7 +51,9 @@ class Webhooks:
         self._sender: SenderProcess | None = None
         self._source: Source | None = None
         self._main = False
-        self._error = ""
+        self._stages: list[str] = []
+        self._outcome: Outcome | None = None
+        self._failed = False
         self._interval = 0.0
         self._next_progress = float("inf")
 
@@ -66,15 +72,15 @@ class Webhooks:
         commands.add_command(webhook)
 
     @hookimpl
-    def on_train_start(self, state: RunState, info: RunInfo) -> None:
-        self._main, self._error = info.world.is_main, ""
+    def on_rank_start(self, state: RunState, info: RankInfo) -> None:
+        self.__init__()  # type: ignore[misc]  # a process may run several times
         options = info.config[WebhookOptions]
         if options.webhook_config is None:
             return
         from smalti_health.webhooks.delivery.process import SenderProcess
         from smalti_health.webhooks.delivery.sender import Setup
         from smalti_health.webhooks.endpoints import read, redacted
-        from smalti_health.webhooks.events import Source, stage
+        from smalti_health.webhooks.events import Source
 
         problems: list[Problem] = []
         endpoints = read(options.webhook_config, os.environ, problems)
@@ -82,26 +88,43 @@ class Webhooks:
             _log.warning("webhooks: %s", problem)
         if not endpoints:
             return
-        first = info.world.local_rank == 0
-        nodes = None if self._main else (info.world.node,) if first else ()
-        self._sender = SenderProcess(Setup(endpoints=endpoints, run=info.directory, node=info.world.node, takes_over=nodes))
-        config = info.config
+        world, config = info.world, info.config
+        self._main = world.is_main
+        nodes = None if world.is_main else (world.node,) if world.local_rank == 0 else ()
+        setup = Setup(endpoints=endpoints, run=info.directory.absolute(), node=world.node, takes_over=nodes)
+        self._sender = SenderProcess(setup)
         self._source = Source(
             run=info.directory.absolute().name,
             directory=info.directory,
             job_id=os.environ.get(JOB_VARIABLE) or info.id,
             host=socket.gethostname(),
-            node=info.world.node,
-            rank=info.world.rank,
+            node=world.node,
+            rank=world.rank,
             mask=lambda text: redacted(str(config.masked(text)), endpoints),
         )
-        if first:
+        self._interval = float(options.webhook_reporting_interval) if world.is_main else 0.0
+        if world.local_rank == 0:
             self._sender.start()
-        if self._main:
-            message = f"{info.family}, {info.strategy}, from step {state.step} to {state.max_steps}"
-            self._send(stage(self._source, state, "training", "running", "Training started", message, time.time()))
-            self._interval = float(options.webhook_reporting_interval)
-            self._next_progress = time.monotonic() + self._interval if self._interval else float("inf")
+
+    @hookimpl
+    def on_phase(self, state: RunState, phase: Phase) -> None:
+        if self._source is None or not self._main or phase.name in self._stages or phase.name not in STAGES:
+            return
+        from smalti_health.webhooks.events import stage
+
+        self._stages.append(phase.name)
+        self._send(stage(self._source, state, phase.name, "running", phase.name.capitalize(), str(phase), time.time()))
+
+    @hookimpl
+    def on_train_start(self, state: RunState, info: RunInfo) -> None:
+        if self._source is None or not self._main:
+            return
+        from smalti_health.webhooks.events import stage
+
+        self._stages.append("training")
+        message = f"{info.family}, {info.strategy}, from step {state.step} to {state.max_steps}"
+        self._send(stage(self._source, state, "training", "running", "Training started", message, time.time()))
+        self._next_progress = time.monotonic() + self._interval if self._interval else float("inf")
 
     @hookimpl
     def on_step_end(self, state: RunState, result: StepResult) -> None:
@@ -151,21 +174,29 @@ class Webhooks:
 
     @hookimpl
     def on_error(self, state: RunState, error: BaseException) -> None:
-        self._error = f"step {state.step}: {type(error).__name__}: {error}"
         if self._source is not None:
             from smalti_health.webhooks import events
 
+            self._failed = True
             self._send(events.failure(self._source, state, error, time.time()))
 
     @hookimpl
     def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:
+        self._outcome = outcome
+
+    @hookimpl
+    def on_rank_end(self, state: RunState, error: BaseException | None) -> None:
         source, sender = self._source, self._sender
         if source is None or sender is None:
             return
-        if self._main:
-            from smalti_health.webhooks.events import run_end
+        from smalti_health.webhooks import events
 
-            self._send(run_end(source, state, outcome, self._error, time.time()))
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if error is not None and not interrupted and not self._failed:  # before the loop
+            self._send(events.failure(source, state, error, time.time()))
+        if self._main:
+            key = self._stages[-1] if self._stages else "training"
+            self._send(events.run_end(source, state, key, self._outcome if error is None else None, error, time.time()))
         self._source = self._sender = None
         self._next_progress = float("inf")
         counts = sender.finish()

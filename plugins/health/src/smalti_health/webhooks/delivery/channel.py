@@ -105,7 +105,7 @@ class Channel:
             return
         reply = self._post(self.endpoint, *message(self.endpoint, event, int(now)))
         found = after(reply, attempts, critical=event.critical, age=now - event.time, uniform=self._uniform)
-        if found.verdict == "retry":
+        if found.result == "retry":
             if not self._failing:
                 self._report(f"{self.endpoint.name}: {reply}; {event.type} is sent again later")
             self._failing = True
@@ -115,19 +115,19 @@ class Channel:
             self._record(event, PENDING, attempts, str(reply), now)
             return
         self._failing = False
-        if found.verdict == "delivered":
+        if found.result == "delivered":
             self.counts.delivered += 1
             self._record(event, DELIVERED, attempts, str(reply), now)
             return
         self.counts.failed += 1
-        if found.verdict == "disabled":
+        if found.result == "disabled":
             self._disabled = True
             if self._outbox is not None:
                 self._guarded(lambda outbox: outbox.disable(self.endpoint, now))
             self._report(f"{self.endpoint.name}: HTTP 410 Gone; nothing more is sent there in this run")
         else:
             self._report(f"{self.endpoint.name}: {event.type} is not delivered: {reply}")
-        self._record(event, DISABLED if found.verdict == "disabled" else FAILED, attempts, str(reply), now)
+        self._record(event, DISABLED if found.result == "disabled" else FAILED, attempts, str(reply), now)
 
     def _record(self, event: Event, status: str, attempts: int, last: str, now: float) -> None:
         if event.critical:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from smalti_health.webhooks.delivery.request import Reply
 
-Verdict = Literal["delivered", "retry", "failed", "disabled"]
+Result = Literal["delivered", "retry", "failed", "disabled"]
 
 BASE_SECONDS = 1.0
 LONGEST_SECONDS = 300.0
@@ -24,7 +24,7 @@ _TRANSIENT = (408, 425, 429)
 class Next:
     """What to do with an event: `seconds` is how long to wait before the next attempt."""
 
-    verdict: Verdict
+    result: Result
     seconds: float = 0.0
 
 
@@ -36,16 +36,16 @@ def after(reply: Reply, attempts: int, *, critical: bool, age: float, uniform: C
     """
     status = reply.status
     if status is not None and 200 <= status < 300:
-        return Next(verdict="delivered")
+        return Next(result="delivered")
     if status == 410:
-        return Next(verdict="disabled")
+        return Next(result="disabled")
     if reply.refused:
-        return Next(verdict="failed")
+        return Next(result="failed")
     transient = status is None or status >= 500 or status in _TRANSIENT
     if not critical and (not transient or attempts >= ATTEMPTS):
-        return Next(verdict="failed")
+        return Next(result="failed")
     if critical and age > CRITICAL_SECONDS:
-        return Next(verdict="failed")
+        return Next(result="failed")
     bound = min(LONGEST_SECONDS, BASE_SECONDS * 2.0 ** min(attempts, 30))
     wait = max(uniform(0.0, bound), min(reply.retry_after or 0.0, LONGEST_RETRY_AFTER))
-    return Next(verdict="retry", seconds=wait)
+    return Next(result="retry", seconds=wait)
