@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 
@@ -15,8 +16,9 @@ def port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_two_machines_train_one_run_and_a_signal_to_one_stops_both(start, tmp_path, port):
-    options = {
+@pytest.fixture
+def options(port) -> dict:
+    return {
         "num_processes": 2,
         "num_machines": 2,
         "main_process_ip": "127.0.0.1",
@@ -24,6 +26,9 @@ def test_two_machines_train_one_run_and_a_signal_to_one_stops_both(start, tmp_pa
         "use_cpu": True,
         "max_train_steps": 100_000,
     }
+
+
+def test_two_machines_train_one_run_and_a_signal_to_one_stops_both(start, tmp_path, options):
     machines = [start(tmp_path / "run", machine_rank=machine, **options) for machine in (1, 0)]
     machines[1].wait_for_step(5)
     machines[0].process.send_signal(signal.SIGTERM)
@@ -31,6 +36,25 @@ def test_two_machines_train_one_run_and_a_signal_to_one_stops_both(start, tmp_pa
     assert [code for code, _ in ends] == [6, 6], ends
     assert all("preempted at step" in output for _, output in ends)
     assert list((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json"))
+
+
+def test_a_signal_to_all_processes_of_one_machine_stops_both(start, tmp_path, options):
+    """As a scheduler sends it: torch's agent of that machine gets it too, and leaves without the other agent."""
+    machines = [start(tmp_path / "run", machine_rank=machine, **options) for machine in (1, 0)]
+    machines[1].wait_for_step(2)
+    process = psutil.Process(machines[0].process.pid)
+    for each in (process, *process.children(recursive=True)):
+        each.send_signal(signal.SIGTERM)
+    ends = [machine.wait() for machine in machines]
+    assert [code for code, _ in ends] == [6, 6], ends
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json"))
+
+
+def test_machines_with_other_options_both_say_which(start, tmp_path, options):
+    machines = [start(tmp_path / "run", machine_rank=machine, seed=machine, **options) for machine in (1, 0)]
+    ends = [machine.wait() for machine in machines]
+    assert [code for code, _ in ends] == [2, 2], ends
+    assert all("seed is 1 on node 1" in output and "0 on node 0" in output for _, output in ends), ends
 
 
 BARE = """

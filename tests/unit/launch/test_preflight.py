@@ -40,7 +40,7 @@ def wanted(configure, tmp_path):
 
 
 def test_a_machine_that_waits_in_vain_for_the_first_one_says_so(wanted, plugins, tmp_path):
-    flags = ("--num_processes=2", "--num_machines=2", "--machine_rank=1", "--main_process_ip=h", "--process_group_timeout=1")
+    flags = ("--num_processes=2", "--num_machines=2", "--machine_rank=1", "--main_process_ip=h", "--rendezvous_timeout=1")
     with pytest.raises(PreflightError, match=r"node 0 did not create the run directory .* within 1 s"):
         Preparation.of(wanted(*flags), plugins, write=True)
     assert not (tmp_path / "run").exists()

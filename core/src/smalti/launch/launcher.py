@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from smalti.errors import ExitCode, PreflightError, UserError
+from smalti.launch.agent import FIRST_RANK_VARIABLE
 from smalti.launch.folder import launch_folder, processes_of
 from smalti.launch.plan import DIGEST_VARIABLE, LaunchPlan
 from smalti.launch.standby import AGENT, StandbyLauncher
@@ -68,7 +69,12 @@ def run_workers(
     if plan.port is not None:
         _check_port(plan.port)
     with launch_folder(plan.ranks) as folder, _signals() as received:
-        own = {FOLDER_VARIABLE: folder, PARENT_VARIABLE: str(os.getpid()), **({DIGEST_VARIABLE: digest} if digest else {})}
+        own = {
+            FOLDER_VARIABLE: folder,
+            PARENT_VARIABLE: str(os.getpid()),
+            FIRST_RANK_VARIABLE: str(plan.ranks.start),
+            **({DIGEST_VARIABLE: digest} if digest else {}),
+        }
         if writer is not None:
             own[ATTEMPT_VARIABLE] = repr(writer.record.started)
             writer.phases.enter("launching")

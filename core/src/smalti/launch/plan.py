@@ -109,7 +109,8 @@ def plan_launch(
     yaml_file = directory / _name_for(options.machine_rank, "accelerate.yaml") if kind != "cpu" else None
     merged = merged_yaml(config, distributed, kind) if yaml_file else {}
     if yaml_file:
-        start = ("accelerate.commands.launch", "--config_file", str(yaml_file), *_ignored_by_accelerate(merged))
+        waiting = ("--rdzv_conf", f"timeout={options.rendezvous_timeout}") if several else ()
+        start = ("accelerate.commands.launch", "--config_file", str(yaml_file), *_ignored_by_accelerate(merged), *waiting)
     else:
         start = ("torch.distributed.run", *_elastic_arguments(options, local))
     return LaunchPlan(
@@ -185,7 +186,8 @@ def _elastic_arguments(options: LaunchOptions, local: int) -> tuple[str, ...]:
         # Like --standalone, which however resolves "localhost" and the host name.
         return (*count, "--rdzv-backend=c10d", f"--rdzv-endpoint={_LOOPBACK}:0", f"--local-addr={_LOOPBACK}")
     port = options.main_process_port or DEFAULT_PORT
-    return (*count, f"--node-rank={options.machine_rank}", f"--master-addr={options.main_process_ip}", f"--master-port={port}")
+    node_0 = (f"--master-addr={options.main_process_ip}", f"--master-port={port}")
+    return (*count, f"--node-rank={options.machine_rank}", *node_0, f"--rdzv-conf=timeout={options.rendezvous_timeout}")
 
 
 def _ignored_by_accelerate(merged: Mapping[str, object]) -> tuple[str, ...]:
@@ -229,7 +231,7 @@ def _name_for(node: int, name: str) -> str:
 def write_launch_files(directory: RunDirectory, config: Config, plugins: Plugins, plan: LaunchPlan) -> None:
     """Write config.toml, launch.json and, if it is used, accelerate.yaml to the run directory.
 
-    Every node writes launch.json with the same values, so that its workers need not wait for another node. If the run has made
+    Node 0 writes the first two; other nodes write launch.json only into a directory of their own. If the run has made
     steps, the first two are written beside the existing files and replace them when training begins
     (`RunWriter.take_launch_files`). So a launch that is refused, for example because its options do not match the checkpoint,
     changes nothing.
@@ -243,8 +245,10 @@ def write_launch_files(directory: RunDirectory, config: Config, plugins: Plugins
         "defaults": {name: value for name, value in config.defaults().items() if name not in PER_MACHINE},
         "user_accelerate": dict(config.accelerate),
     }
-    atomic_write(_place_for(directory.launch_file, directory), json.dumps(described, indent=2).encode())
-    if config[LaunchOptions].machine_rank == 0:
+    options = config[LaunchOptions]
+    if options.machine_rank == 0 or not options.shared_output_dir:
+        atomic_write(_place_for(directory.launch_file, directory), json.dumps(described, indent=2).encode())
+    if options.machine_rank == 0:
         from smalti.config import as_toml
 
         atomic_write(_place_for(directory.config_file, directory), as_toml(config, defaults=True).encode())

@@ -7,7 +7,6 @@ import os
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,8 +29,9 @@ from smalti.config import (
     warm_up_problem,
 )
 from smalti.data import PreparedData, ranks_scan, scan_data, scan_progress, total_steps
-from smalti.errors import ConfigError, ExitCode, GpuFaultError, PreflightError
+from smalti.errors import ConfigError, ExitCode, GpuFaultError
 from smalti.launch.checks import check_run
+from smalti.launch.nodes import Nodes, wait_for_node_0
 from smalti.launch.plan import (
     LaunchPlan,
     allocator_settings,
@@ -44,7 +44,7 @@ from smalti.launch.plan import (
 from smalti.launch.standby import StandbyLauncher
 from smalti.parallel import ImageSize, accelerator_kind, choose_precision, cost_of, cpu_notices, describe, describe_devices
 from smalti.plugins import Plugins, choose_distributed
-from smalti.rundir import POLL_SECONDS, STOPPED_EARLY, RunDirectory, RunWriter, acquire, overview
+from smalti.rundir import STOPPED_EARLY, RunDirectory, RunWriter, acquire, overview
 from smalti.system import Stopped, Terminated, exit_reports, importing, interrupt_main_thread
 from smalti.training import check_resumable
 
@@ -64,7 +64,7 @@ class Preparation:
     `data` is None on nodes other than node 0, which has scanned it, and if the ranks will scan it. `facts` describe the
     "device" and the "precision" of the run; where the data were scanned, also the number of "tokens" of the largest images
     and the noise levels ("timesteps") of training. `writer` owns the run directory on node 0; it is None on the other nodes,
-    and for a dry run.
+    and for a dry run. `nodes` are those of the launch, if there are several that share the run directory.
     """
 
     config: Config
@@ -75,6 +75,7 @@ class Preparation:
     facts: Mapping[str, str]
     writer: RunWriter | None
     notices: tuple[str, ...]
+    nodes: Nodes | None = None
 
     @classmethod
     def of(cls, config: Config, plugins: Plugins, *, write: bool) -> Preparation:
@@ -96,16 +97,19 @@ class Preparation:
         options = config[LaunchOptions]
         joins = write and options.machine_rank > 0 and options.shared_output_dir
         if joins:
-            _wait_for_node_0(directory, config[LaunchOptions].process_group_timeout)
+            wait_for_node_0(directory, options.rendezvous_timeout)
         config, given = choose_precision(config, kind, directory), config
         distributed = checked.distributed if config is given else choose_distributed(config, plugins)
         plan = plan_launch(config, distributed, directory.path, kind, environment)
         notices += [*config.notices, *checked.notices, *checked.family.notices, *plan.notices, *cost_of(config, kind)]
         facts = {"device": describe_devices(config, kind), "precision": describe(config, kind)}
         writer = _acquire(directory, config) if write and not joins else None
+        nodes = Nodes(directory, config, plugins) if write and options.num_machines > 1 and options.shared_output_dir else None
         with _failures_recorded(writer):
+            if nodes is not None and writer is not None:
+                nodes.announce(cast(float, writer.record.started))
             later = write and ranks_scan(config, plugins, directory.data)
-            data = None if joins or later else cls._scan(config, plugins, checked.family.alignment, writer)
+            data = None if joins or later else cls._scan(config, plugins, checked.family.alignment, writer, nodes)
             if data is not None:
                 size = _largest_image(checked.family, data)
                 facts |= {
@@ -123,15 +127,17 @@ class Preparation:
             data=data,
             facts=facts,
             writer=writer,
+            nodes=nodes,
             notices=tuple(dict.fromkeys(notices)),
         )
 
     @staticmethod
-    def _scan(config: Config, plugins: Plugins, alignment: int, writer: RunWriter | None) -> PreparedData:
+    def _scan(config: Config, plugins: Plugins, alignment: int, writer: RunWriter | None, nodes: Nodes | None) -> PreparedData:
         if writer is None:
             return scan_data(config, plugins, alignment, None)
         writer.phases.enter("scanning")
-        progress = scan_progress(writer.phases)
+        begin = scan_progress(writer.phases)
+        progress = begin if nodes is None else lambda dataset: nodes.checked(begin(dataset))
         return scan_data(config, plugins, alignment, writer.directory.data, progress, attempt=writer.record.started)
 
     def launch(self, standby: StandbyLauncher | None = None) -> ExitCode:
@@ -144,6 +150,8 @@ class Preparation:
             write_launch_files(self.directory, self.config, self.plugins, self.plan)
             if self.writer is not None:
                 self.writer.keep_files()
+            if self.nodes is not None:
+                self.nodes.join() if self.writer is None else self.nodes.gather()
             sys.stdout.flush()
             code, message = self._run(standby)
         if self.writer is not None:
@@ -182,6 +190,8 @@ class Preparation:
         if not self.directory.config_file.exists():  # removed by the user
             return
         again = f"{program_name()} train {shlex.quote(str(self.directory.config_file))}"
+        if machine_rank := self.config[LaunchOptions].machine_rank:
+            again += f" --machine_rank={machine_rank}"
         if complete:
             click.echo(f"  train longer {again}{_twice_as_long(self.config)}", err=True)
             if "checkpoint" in results:
@@ -325,32 +335,6 @@ def program_name() -> str:
         return f"{shlex.quote(sys.executable)} -m smalti"
     found = shutil.which("smalti")
     return "smalti" if found and Path(found).samefile(called.with_name("smalti")) else str(called.with_name("smalti"))
-
-
-def _wait_for_node_0(directory: RunDirectory, seconds: float) -> None:
-    """Wait until node 0 has acquired the run directory, which must be on shared storage, and has scanned the data."""
-    deadline, waiting = time.monotonic() + seconds, False
-    while (phase := _phase_on_node_0(directory)) in (None, "scanning"):
-        if not waiting:
-            click.echo(f"smalti: waiting for node 0 to create {directory.path} and to scan the data", err=True)
-            waiting = True
-        if phase is not None:
-            deadline = time.monotonic() + seconds
-        elif time.monotonic() > deadline:
-            raise PreflightError(
-                f"node 0 did not create the run directory {directory.path} within {seconds:.0f} s",
-                fix="start the same command there with --machine_rank=0; all nodes must share the same --output_dir",
-            )
-        time.sleep(POLL_SECONDS)
-
-
-def _phase_on_node_0(directory: RunDirectory) -> str | None:
-    """The phase of the run; None if it is not running."""
-    heartbeat = directory.heartbeat()
-    if directory.record() is None or heartbeat is None or heartbeat.alive() is False:
-        return None
-    last = directory.latest("phase", "step")
-    return (last.text("phase") or last.kind) if last is not None and last.time >= heartbeat.started else None
 
 
 def _indented(text: str) -> list[str]:

@@ -15,6 +15,7 @@ from .exit_reports import (
     read_hooks as read_hooks,
     read_killed as read_killed,
     write_exit_report as write_exit_report,
+    write_exit_report_as as write_exit_report_as,
     write_exit_report_for as write_exit_report_for,
     write_killed as write_killed,
 )

@@ -72,6 +72,11 @@ def write_exit_report_for(rank: int, message: str) -> None:
     _write_first(ExitReport(rank=rank, exit_code=int(ExitCode.KILLED), message=message, time=time.time(), secondary=True))
 
 
+def write_exit_report_as(rank: int, code: int, message: str) -> None:
+    """Report, in the agent, why it started no rank, in the place of one of them."""
+    _write_first(ExitReport(rank=rank, exit_code=int(code), message=message, time=time.time()))
+
+
 def _write_first(report: ExitReport) -> None:
     path = exit_report_file(report.rank)
     with suppress(FileNotFoundError):

@@ -49,6 +49,13 @@ class LaunchOptions(Options):
     process_group_timeout: int = option(
         600, help="Seconds that a rank waits for a lost one before it gives up.", level="advanced", ge=1, le=31_536_000
     )
+    rendezvous_timeout: int = option(
+        600,
+        help="Seconds that nodes wait for each other at the start.",
+        level="advanced",
+        ge=1,
+        le=31_536_000,
+    )
     dynamo_backend: Annotated[str | None, BeforeValidator(_backend_name)] = option(
         None,
         help="Compile the model with this torch.compile backend, such as inductor.",

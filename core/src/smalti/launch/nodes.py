@@ -1,0 +1,265 @@
+"""What the nodes of a launch agree on in the run directory that they share, before any of them starts a rank.
+
+    nodes/node-K.json   which node K is: its host, version, plugins and options; replaced by each launch
+
+Node 0 waits for the others, compares, and enters into its own file with whom it starts. A node that differs is named on all
+nodes with what differs. So torch's rendezvous, which only knows how many nodes have come, begins when all are there.
+
+`attempt` is that of node 0, by which files of other launches are told apart. Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import click
+
+from smalti.config import Config, LaunchOptions
+from smalti.errors import ConfigError, ExitCode, PreflightError, Problem, UserError
+from smalti.plugins import Plugins
+from smalti.rundir import POLL_SECONDS, RunDirectory
+from smalti.system import write_json_atomically
+
+_SAY_SECONDS = 5.0
+"""A wait that is longer is printed."""
+_CHECK_SECONDS = 2.0
+"""How often node 0 looks at the others while it scans the data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """The content of a file. `agreed` is filled by node 0: the token of each node with which it starts."""
+
+    machine_rank: int
+    attempt: float
+    token: str
+    host: str
+    version: str
+    plugins: list[str]
+    values: dict[str, object]
+    agreed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"node {self.machine_rank} ({self.host})"
+
+
+def wait_for_node_0(directory: RunDirectory, seconds: float) -> None:
+    """Wait until node 0 has acquired the run directory, which must be on shared storage.
+
+    Raises PreflightError if there is no sign of it for so many seconds.
+    """
+    for waited in _while_node_0_lives(directory, seconds):
+        heartbeat = directory.heartbeat()
+        if directory.record() is not None and heartbeat is not None and heartbeat.alive() is not False:
+            return
+        if waited == 0:
+            click.echo(f"smalti: waiting for node 0 to create {directory.path}", err=True)
+
+
+class Nodes:
+    """The nodes of a launch, as seen by this one."""
+
+    def __init__(self, directory: RunDirectory, config: Config, plugins: Plugins) -> None:
+        self._directory = directory
+        self._folder = directory.path / "nodes"
+        self._config = config
+        self._options = config[LaunchOptions]
+        self._said: set[str] = set()
+        self._others = set(range(self._options.num_machines)) - {self._options.machine_rank}
+        self._own = Node(
+            machine_rank=self._options.machine_rank,
+            attempt=0.0,
+            token=secrets.token_hex(8),
+            host=f"{socket.gethostname()}, process {os.getpid()}",
+            version=version("smalti"),
+            plugins=list(plugins.versions),
+            values=json.loads(json.dumps(config.masked(config.shared_values()))),
+        )
+
+    # --- node 0 -----------------------------------------------------------------------------------------------------
+
+    def announce(self, attempt: float) -> None:
+        """Say that this node takes part in an attempt."""
+        self._write(replace(self._own, attempt=attempt))
+
+    def checked(self, progress: Callable[[int, int | None], None]) -> Callable[[int, int | None], None]:
+        """The same reporting of progress, which also compares the nodes that have come so far."""
+        looked = time.monotonic()
+
+        def advance(done: int, total: int | None) -> None:
+            nonlocal looked
+            if time.monotonic() - looked > _CHECK_SECONDS:
+                self._compare(self._present())
+                looked = time.monotonic()
+            progress(done, total)
+
+        return advance
+
+    def gather(self) -> None:
+        """Wait on node 0 until all nodes have come, and let them start.
+
+        Raises ConfigError if one of them has other options, plugins or another version, PreflightError if one does not come.
+        """
+        seconds = self._options.rendezvous_timeout
+        for waited in _waiting():
+            present = self._present()
+            self._compare(present)
+            missing = sorted(self._others - present.keys())
+            if not missing:
+                break
+            if waited > seconds:
+                raise PreflightError(
+                    f"{_listed(missing)} did not start within {seconds} s",
+                    fix=f"start the same command there with --machine_rank={missing[0]} and the same --output_dir, on shared "
+                    "storage; --rendezvous_timeout waits longer",
+                )
+            self._say_once(waited, f"waiting for {_listed(missing)} (--rendezvous_timeout={seconds})")
+        self._write(replace(self._own, agreed={str(rank): node.token for rank, node in present.items()}))
+
+    def _present(self) -> dict[int, Node]:
+        found = {rank: self._read(rank) for rank in sorted(self._others)}
+        return {rank: node for rank, node in found.items() if node is not None and node.attempt == self._own.attempt}
+
+    def _compare(self, present: Mapping[int, Node]) -> None:
+        problems = [problem for node in present.values() for problem in self._differences(self._own, node)]
+        if problems:
+            raise ConfigError(problems)
+
+    # --- the others -------------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Wait until node 0 starts with this node.
+
+        Raises ConfigError if this node differs from node 0, and what node 0 has ended with if it does not start.
+        """
+        try:
+            self._join()
+        except (KeyboardInterrupt, SystemExit):
+            self._file(self._own.machine_rank).unlink(missing_ok=True)  # so that node 0 waits for one that takes its place
+            raise
+
+    def _join(self) -> None:
+        for waited in _while_node_0_lives(self._directory, self._options.rendezvous_timeout):
+            attempt = self._attempt()
+            if attempt is not None and attempt != self._own.attempt:
+                self.announce(attempt)
+            leader = self._read(0)
+            if leader is not None and leader.attempt == self._own.attempt:
+                if problems := self._differences(leader, self._own):
+                    raise ConfigError(problems)
+                if leader.agreed.get(str(self._own.machine_rank)) == self._own.token:
+                    return
+            if self._own.attempt:
+                self._check_end()
+                self._check_own()
+            self._say_once(waited, "waiting for node 0 to scan the data, and for the other nodes")
+
+    def _attempt(self) -> float | None:
+        """The attempt of node 0 that is under way; None if there is none."""
+        heartbeat, leader = self._directory.heartbeat(), self._read(0)
+        if heartbeat is None or heartbeat.alive() is False or leader is None or leader.attempt != heartbeat.started:
+            return None
+        return leader.attempt
+
+    def _check_end(self) -> None:
+        """Raises what the launch on node 0 has ended with, if it has ended."""
+        record, status = self._directory.record(), self._directory.status()
+        if record is not None and record.started == self._own.attempt and self._directory.heartbeat() is None and status.ended:
+            error = UserError(f"node 0 has ended: {status.message}", fix="see the output of node 0")
+            error.exit_code = ExitCode(status.exit_code or 0)
+            raise error
+
+    def _check_own(self) -> None:
+        """Raises PreflightError if another node has this one's number."""
+        other = self._read(self._own.machine_rank)
+        if self._own.attempt and other is not None and other.token != self._own.token and other.attempt == self._own.attempt:
+            raise PreflightError(
+                f"{other.name} has started with the --machine_rank of this node",
+                fix=f"give each node its own --machine_rank, from 0 to {self._options.num_machines - 1}",
+            )
+
+    # --- all --------------------------------------------------------------------------------------------------------
+
+    def _differences(self, leader: Node, node: Node) -> list[Problem]:
+        """What a node has otherwise than node 0."""
+        found = []
+        if node.version != leader.version:
+            message = f"smalti is {node.version} on {node.name} and {leader.version} on {leader.name}"
+            found.append(Problem(message=message, fix="install the same version on all nodes"))
+        for only, lacking, names in (
+            (node, leader, set(node.plugins) - set(leader.plugins)),
+            (leader, node, set(leader.plugins) - set(node.plugins)),
+        ):
+            if names:
+                message = f"{', '.join(sorted(names))} is on {only.name} and not on {lacking.name}"
+                fix = "install the same plugins on all nodes, and give the same --plugins and --without"
+                found.append(Problem(message=message, fix=fix))
+        for name in sorted(leader.values.keys() | node.values.keys()):
+            if (here := node.values.get(name)) != (there := leader.values.get(name)):
+                message = f"{name} is {here!r} on {node.name} and {there!r} on {leader.name}"
+                found.append(Problem(message=message, fix=f"give the same --{name} on all nodes", option=name))
+        return found
+
+    def _write(self, node: Node) -> None:
+        self._own = node
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_json_atomically(self._file(node.machine_rank), asdict(node))
+        except OSError as error:
+            message = f"cannot write to {self._folder}: {error.strerror or error}"
+            raise UserError(message, fix="make --output_dir writable on all nodes, or give --no_shared_output_dir") from error
+
+    def _read(self, rank: int) -> Node | None:
+        """What a node has written; None for nothing, and for a file of another version that has other fields."""
+        try:
+            return Node(**json.loads(self._file(rank).read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def _file(self, rank: int) -> Path:
+        return self._folder / f"node-{rank}.json"
+
+    def _say_once(self, waited: float, sentence: str) -> None:
+        if waited > _SAY_SECONDS and sentence not in self._said:
+            self._said.add(sentence)
+            click.echo(f"smalti: {sentence}", err=True)
+
+
+def _while_node_0_lives(directory: RunDirectory, seconds: float) -> Iterator[float]:
+    """Yields the seconds since the beginning until node 0 gives no sign of life: its heartbeat does not change.
+
+    By this node's own clock, because clocks of nodes differ. Raises PreflightError then.
+    """
+    seen, changed = None, time.monotonic()
+    for waited in _waiting():
+        yield waited
+        heartbeat = directory.heartbeat()
+        if heartbeat is not None and (sign := (heartbeat.started, heartbeat.touched)) != seen:
+            seen, changed = sign, time.monotonic()
+        if time.monotonic() - changed > seconds:
+            break
+    raise PreflightError(
+        f"node 0 did not create the run directory {directory.path} within {seconds:.0f} s",
+        fix="start the same command there with --machine_rank=0; all nodes must share the same --output_dir",
+    )
+
+
+def _waiting() -> Iterator[float]:
+    """Yields the seconds since the beginning, several times a second."""
+    begun = time.monotonic()
+    while True:
+        yield time.monotonic() - begun
+        time.sleep(POLL_SECONDS)
+
+
+def _listed(ranks: list[int]) -> str:
+    return f"node {ranks[0]}" if len(ranks) == 1 else f"nodes {', '.join(map(str, ranks))}"

@@ -1,0 +1,137 @@
+"""What the nodes of a launch agree on before their ranks start. Each thread is a node; the run directory is what they share."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from smalti.errors import ConfigError, ExitCode, PreflightError, UserError
+from smalti.launch.nodes import Nodes, wait_for_node_0
+from smalti.plugins import Plugins
+from smalti.rundir import RunDirectory, RunWriter, acquire
+
+FLAGS = ("--num_processes=3", "--num_machines=3", "--main_process_ip=h", "--learning_rate=0.001")
+
+
+@pytest.fixture
+def directory(tmp_path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run")
+
+
+@pytest.fixture
+def node(directory, configure, plugins) -> Callable[..., Nodes]:
+    """node(1, "--flag", ...) -> that node of three, as its own process sees them."""
+    return lambda rank, *flags: Nodes(directory, configure(*FLAGS, f"--machine_rank={rank}", *flags), plugins)
+
+
+@pytest.fixture
+def together():
+    """together(call, ...) -> the calls, which run at the same time."""
+    with ThreadPoolExecutor(4) as pool:
+        yield lambda *calls: [pool.submit(call) for call in calls]
+
+
+def begun(directory: RunDirectory, first: Nodes) -> RunWriter:
+    writer = acquire(directory)
+    assert writer.record.started is not None
+    first.announce(writer.record.started)
+    return writer
+
+
+def ends(nodes: list[Future[None]]) -> list[BaseException | None]:
+    return [each.exception(60) for each in nodes]
+
+
+def test_nodes_start_when_all_are_there_in_whatever_order_they_come(directory, node, together):
+    first = node(0)
+    joining = together(node(2).join)
+    with begun(directory, first):
+        gathering = together(first.gather)
+        time.sleep(0.3)
+        assert not gathering[0].done()
+        assert not joining[0].done()
+        assert ends([*gathering, *joining, *together(node(1).join)]) == [None, None, None]
+
+
+def test_what_differs_is_named_on_both_nodes_with_both_values(directory, node, together):
+    first = node(0)
+    with begun(directory, first):
+        found = ends(together(first.gather, node(1, "--learning_rate=0.002", "--seed=7").join))
+    for error in found:
+        assert isinstance(error, ConfigError)
+        assert error.exit_code is ExitCode.USAGE
+        assert [problem.option for problem in error.problems] == ["learning_rate", "seed"]
+        assert "learning_rate is 0.002 on node 1" in error.problems[0].message
+        assert "and 0.001 on node 0" in error.problems[0].message
+
+
+def test_of_other_plugins_only_the_difference_is_named(directory, node, configure, together):
+    first = node(0)
+    bare = Nodes(directory, configure(*FLAGS, "--machine_rank=1"), Plugins())
+    with begun(directory, first):
+        for error in ends(together(first.gather, bare.join)):
+            assert isinstance(error, ConfigError)
+            assert "is on node 0" in error.problems[0].message
+            assert "not on node 1" in error.problems[0].message
+
+
+def test_a_difference_ends_the_scan_of_node_0(directory, node, together, monkeypatch):
+    monkeypatch.setattr("smalti.launch.nodes._CHECK_SECONDS", 0)
+    first, done = node(0), []
+    advance = first.checked(lambda number, total: done.append(number))
+    with begun(directory, first):
+        advance(1, None)
+        assert ends(together(node(1, "--seed=7").join)) != [None]
+        with pytest.raises(ConfigError, match="seed is 7 on node 1"):
+            advance(2, None)
+    assert done == [1]
+
+
+def test_a_node_that_does_not_come_is_named(directory, node, together):
+    first = node(0, "--rendezvous_timeout=1")
+    with begun(directory, first):
+        gathering, _ = together(first.gather, node(1, "--rendezvous_timeout=1").join)
+        with pytest.raises(PreflightError, match=r"^node 2 did not start within 1 s") as refused:
+            gathering.result(60)
+    assert "--machine_rank=2" in refused.value.fix
+
+
+def test_the_others_end_as_node_0_does(directory, node, together):
+    first = node(0)
+    with begun(directory, first) as writer:
+        joining = together(node(1).join)
+        while not (directory.path / "nodes" / "node-1.json").exists():
+            time.sleep(0.01)
+        writer.end_launch(ExitCode.PREFLIGHT, "no image was found")
+    [error] = ends(joining)
+    assert isinstance(error, UserError)
+    assert (error.exit_code, "node 0 has ended: no image was found" in error.message) == (ExitCode.PREFLIGHT, True)
+
+
+def test_two_nodes_of_one_number_do_not_start(directory, node, together):
+    first = node(0)
+    with begun(directory, first):
+        one = together(node(1).join)
+        while not (directory.path / "nodes" / "node-1.json").exists():
+            time.sleep(0.01)
+        node(1).announce(json.loads((directory.path / "nodes" / "node-0.json").read_text())["attempt"])
+        [error] = ends(one)
+    assert isinstance(error, PreflightError)
+    assert "has started with the --machine_rank of this node" in error.message
+
+
+def test_what_an_earlier_launch_has_left_counts_for_nothing(directory, node, together):
+    earlier = node(0)
+    with begun(directory, earlier):
+        assert ends(together(earlier.gather, node(1).join, node(2).join)) == [None, None, None]
+    late = together(node(1, "--rendezvous_timeout=1").join)
+    with pytest.raises(PreflightError, match="did not create the run directory"):
+        wait_for_node_0(directory, 0.5)
+    assert isinstance(ends(late)[0], PreflightError)
+    first = node(0)
+    with begun(directory, first):
+        assert ends(together(first.gather, node(1).join, node(2).join)) == [None, None, None]
