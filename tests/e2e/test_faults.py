@@ -6,6 +6,7 @@ import pytest
 
 from smalti.checkpoint.format.manifest import SUSPECT
 from smalti.checkpoint.format.store import CheckpointStore
+from smalti.rundir import read_circuit, reset_circuit
 
 OPTIONS = {"max_train_steps": 6, "train_batch_size": 4}
 
@@ -98,3 +99,30 @@ def test_a_fault_before_the_loop_ends_the_run_with_nothing_to_save(tmp_path, tra
     run = reported(train, tmp_path / "run", "STOP_SAVED", ranks=1, spoil="report:0:0")
     assert (run.code, saved(run)) == (5, []), run.output
     assert "there is nothing to save yet" in run.events("state")[-1]["message"]
+
+
+def test_a_run_that_ends_with_the_same_fault_three_times_without_progress_is_refused_until_the_reset(tmp_path, train):
+    codes = [reported(train, tmp_path / "run", "STOP_UNSAVED", ranks=1, spoil="report:0:2").code for _ in range(3)]
+    refused = train(tmp_path / "run", **OPTIONS)
+    circuit = read_circuit(tmp_path / "run", 0)
+    assert (codes, refused.code, circuit.state) == ([5, 5, 5], 10, "open"), refused.output
+    assert [(fault.kind, fault.resumed, fault.step, fault.uuid) for fault in circuit.faults] == [("ecc", 0, 2, "GPU-probe")] * 3
+    assert "smalti health reset" in refused.output
+    reset_circuit(tmp_path / "run", 0)
+    assert train(tmp_path / "run", **OPTIONS).code == 0
+
+
+def test_a_run_that_gets_further_between_faults_is_started_again_and_its_circuit_closes(tmp_path, train):
+    for step in (1, 2, 3):
+        assert reported(train, tmp_path / "run", "STOP_SAVED", ranks=1, spoil=f"report:0:{step}").code == 5
+    assert train(tmp_path / "run", **{**OPTIONS, "train_batch_size": 2}).code == 0
+    assert (read_circuit(tmp_path / "run", 0).state, len(read_circuit(tmp_path / "run", 0).faults)) == ("closed", 3)
+
+
+def test_a_resume_passes_over_a_suspect_checkpoint(tmp_path, train):
+    options = {**OPTIONS, "train_batch_size": 2}
+    train(tmp_path / "run", **{**options, "max_train_steps": 1})
+    assert reported(train, tmp_path / "run", "STOP_SUSPECT", ranks=1, spoil="report:0:3").code == 5
+    again = train(tmp_path / "run", **options)
+    assert [call["step"] for call in again.calls("on_train_start")][-1] == 1
+    assert "--resume_from_checkpoint=3" in again.output

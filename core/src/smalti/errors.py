@@ -67,6 +67,11 @@ class ExitCode(IntEnum):
     Saved: the last step where a healthy rank has the whole state, else up to the last checkpoint.
     Again: yes: requeue, a few times at most; often the system killed it because memory ran out.
     """
+    FAULT_LOOP = 10
+    """Three starts on this host have ended with the same fault of an accelerator, and none got further.
+    Saved: nothing changed.
+    Again: no, hold: on another node, or after the repair.
+    """
     UNAVAILABLE = 75
     """Unavailable for now: another process uses the run directory, or a storage does not answer.
     Saved: up to the last checkpoint; at the start nothing changed.
@@ -162,6 +167,12 @@ class MissingPlugin(UserError):  # noqa: N818 - names what is the matter, as Use
     """What was asked for lives in a package that is not installed."""
 
     exit_code = ExitCode.MISSING_PLUGIN
+
+
+class FaultLoopError(UserError):
+    """The run has ended with the same fault on this host again and again."""
+
+    exit_code = ExitCode.FAULT_LOOP
 
 
 class BrokenPlugin(UserError):  # noqa: N818

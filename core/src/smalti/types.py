@@ -344,7 +344,7 @@ class RunState:
 
     `step` counts optimizer steps, `position` global batches (the position in the data), `skipped` the steps in a row that were
     skipped just now. A request may be made on one rank alone; the ranks agree on requests at the next step boundary.
-    `max_steps` is 0 until the data were read.
+    `max_steps` is 0 until the data were read. `resumed` is the step at which this launch began, None before that is known.
     """
 
     max_steps: int
@@ -357,6 +357,7 @@ class RunState:
     stop_message: str = ""
     save_requested: bool = False
     validation_requested: bool = False
+    resumed: int | None = None
     _faults: SimpleQueue[GpuFault] = field(default_factory=SimpleQueue, repr=False, compare=False)
 
     def request_stop(self, reason: StopReason, message: str = "") -> None:

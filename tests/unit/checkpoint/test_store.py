@@ -270,6 +270,17 @@ def test_suspect_checkpoints_do_not_displace_good_ones(tmp_path):
     assert names(tmp_path) == ["step-00000002", "step-00000003"]
 
 
+def test_the_latest_checkpoint_is_a_suspect_one_only_if_there_is_no_other(tmp_path):
+    messages = []
+    store = CheckpointStore(tmp_path, report=messages.append)
+    make(tmp_path, 3, flags=(SUSPECT,))
+    assert store.latest() == store.resolve("latest") == tmp_path / "step-00000003"
+    make(tmp_path, 2)
+    assert store.latest() == store.resolve("latest") == tmp_path / "step-00000002"
+    assert "--resume_from_checkpoint=3" in messages[-1]
+    assert store.resolve("3") == tmp_path / "step-00000003"
+
+
 def test_what_a_newer_save_of_the_same_step_replaced_goes_first(tmp_path):
     make(tmp_path, 1)
     make(tmp_path, 2)

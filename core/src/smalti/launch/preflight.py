@@ -30,7 +30,7 @@ from smalti.config import (
 )
 from smalti.data import PreparedData, ranks_scan, scan_data, scan_progress, total_steps
 from smalti.errors import ConfigError, ExitCode, GpuFaultError
-from smalti.launch.checks import check_run
+from smalti.launch.checks import check_run, refuse_fault_loop
 from smalti.launch.nodes import Nodes, wait_for_node_0
 from smalti.launch.plan import (
     LaunchPlan,
@@ -87,6 +87,7 @@ class Preparation:
         """
         checked = check_run(config, plugins, thorough=not write)
         directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
+        refuse_fault_loop(directory.path, config[LaunchOptions].machine_rank)
         kind, notices, environment = accelerator_kind(config), [], dict(os.environ)
         if write:
             os.environ.update(allocator_settings(kind, environment))  # torch reads them once, when it first uses a device

@@ -4,6 +4,7 @@
     config.toml            the resolved configuration; with launch.json and accelerate.yaml, how the run was started
     *.next.toml, .json     those of a launch that has not begun to train; they replace the others when it does
     events.jsonl           what happened, see `smalti.rundir.events`; events.node-K.jsonl is the health of node K
+    circuit.node-K.json    the faults of accelerators that ended the run on node K
     heartbeat              the processes of the run, from the start of a launch on; touched every few seconds
     control/*.json         requests to the run
     samples/STEP/          the images of a validation, and a contact sheet of them if a plugin writes one
@@ -13,8 +14,8 @@
     loss.png               a plot of the loss, if a plugin writes one
 
 There are no locks, so any file system works. Each file has one writer, except the events of a launch of several processes: its
-launcher writes them until the main rank does, on the same node. The status of a run is not stored: it is derived from the last
-state in the events, from the processes and from the age of the heartbeat.
+launcher writes them until the main rank does, on the same node, and each rank there adds its faults. The status of a run is not
+stored: it is derived from the last state in the events, from the processes and from the age of the heartbeat.
 """
 
 from __future__ import annotations

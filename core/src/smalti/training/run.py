@@ -127,6 +127,7 @@ class Run:
             peak=peak_of(self.world, self.config[TrackingOptions].device_tflops, products(self.config, kind)),
         )
         self.memory = Memory(self.world.device)
+        self.state.resumed = self.state.step
         self.boundary.reach()
 
     def _held_out(self) -> HeldOut | None:

@@ -48,6 +48,10 @@ class Entry:
     manifest: Manifest | None
     problem: str
 
+    @property
+    def suspect(self) -> bool:
+        return self.manifest is not None and SUSPECT in self.manifest.flags
+
 
 class CheckpointStore:
     """The checkpoints in one directory. `report` is called with messages about what was skipped or failed."""
@@ -69,13 +73,21 @@ class CheckpointStore:
         return sorted(entries, key=lambda entry: (entry.step, entry.revision))
 
     def latest(self) -> Path | None:
-        """Returns the complete checkpoint of the highest step, verified by digest; None if there is none."""
-        return next((entry.path for entry in reversed(self.all()) if self._check(entry).ok), None)
+        """Returns the complete checkpoint of the highest step, verified by digest; None if there is none.
+
+        A suspect one only if there is no other.
+        """
+        return next((entry.path for entry in self._preferred() if self._check(entry).ok), None)
+
+    def _preferred(self) -> list[Entry]:
+        """The checkpoints, the newest first, but suspect ones after all others."""
+        return sorted(self.all(), key=lambda entry: (not entry.suspect, entry.step, entry.revision), reverse=True)
 
     def resolve(self, choice: str, *, check: Check = verify) -> Path | None:
         """Returns the checkpoint of `--resume_from_checkpoint`, verified by `check`.
 
-        "none" is None. "latest" is the newest complete one, and None only if none was ever saved. "500" or "step-500" is a
+        "none" is None. "latest" is the newest complete one (a suspect one only if there is no other), and None only if none
+        was ever saved. "500" or "step-500" is a
         step of this store. Anything else is the path of a checkpoint, or of a run directory for its newest complete one.
         Raises CheckpointError if the checkpoint does not exist or is not complete.
         """
@@ -100,14 +112,25 @@ class CheckpointStore:
 
     def _newest(self, check: Check) -> Path:
         results = []
-        for entry in reversed(self.all()):
+        for entry in self._preferred():
             results.append(self._check(entry, check))
             if results[-1].ok:
+                self._report_suspects(entry)
                 return entry.path
         raise CheckpointError(
             "\n  ".join([f"no checkpoint in {self.root} can be used:", *(map(_summary, results))]),
             fix="restore the missing files, or start over with --resume_from_checkpoint none",
         )
+
+    def _report_suspects(self, chosen: Entry) -> None:
+        """Say which newer checkpoints were passed over for this one."""
+        if chosen.suspect:
+            self._report(f"{chosen.path.name} was saved after a fault of an accelerator and may be corrupt; there is no other")
+        elif newer := [entry for entry in self.all() if entry.suspect and entry.step > chosen.step]:
+            self._report(
+                f"{newer[-1].path.name} was saved after a fault of an accelerator and may be corrupt, so {chosen.path.name} "
+                f"is used; to use the other one, --resume_from_checkpoint={newer[-1].step}"
+            )
 
     def _of_step(self, step: int, check: Check) -> Path:
         entries = self.all()
@@ -215,7 +238,7 @@ class CheckpointStore:
             if entry.manifest is None or not self._still_valid(entry):
                 continue
             if len(kept) < keep and entry.step not in kept:
-                if SUSPECT not in entry.manifest.flags:
+                if not entry.suspect:
                     kept.add(entry.step)
             elif self._remove(entry.path):
                 removed.append(entry.path)
