@@ -2,6 +2,8 @@
 
 python bench/data.py index [--rows=1000000]     from columns and from a JSON-lines table, new and unchanged
 python bench/data.py open [--rows=100000000]    opening a large index, which is written first (about 60 bytes a row)
+python bench/data.py scan [--rows=10000000]     a flat listing: with a JSON-lines table; a tenth of it
+                                                with headers that are read, then with changes
 """
 
 from __future__ import annotations
@@ -9,15 +11,19 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
@@ -45,6 +51,34 @@ class Listing(LocalStorage):
     def list_columns(self, prefix: str = "", *, after: str = "") -> Iterator[pa.RecordBatch]:
         for batch in Columns(Path(self.location, "input.arrow")).list_columns():
             yield batch.select(["key", "size", "etag"])
+
+
+class Flat(LocalStorage):
+    """Files in one folder that are not there; each begins as a PNG file does. One of `changed` has another etag, 0 for none."""
+
+    def __init__(self, root: Path, rows: int, changed: int = 0) -> None:
+        super().__init__(root)
+        self.rows, self.changed = rows, changed
+        header = b"IHDR" + struct.pack(">IIBBBBB", 1024, 768, 8, 2, 0, 0, 0)
+        head = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+        self.head = head + struct.pack(">I", 1 << 17) + b"IDAT" + bytes(1 << 14)
+
+    def list_columns(self, prefix: str = "", *, after: str = "") -> Iterator[pa.RecordBatch]:
+        for start in range(0, self.rows, _BLOCK):
+            numbers = np.arange(start, min(start + _BLOCK, self.rows))
+            digits = pa.array(numbers + 10**9).cast(pa.string())
+            etags = numbers * 2 + (numbers % self.changed == 0 if self.changed else 0)
+            columns = [
+                pc.binary_join_element_wise(pc.utf8_slice_codeunits(digits, 1), ".png", ""),
+                pa.array(200_000 + numbers % 999),
+                pa.array(etags).cast(pa.string()),
+            ]
+            yield pa.RecordBatch.from_arrays(columns, names=["key", "size", "etag"])
+
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        if not key.endswith(".png"):
+            return super().read_range(key, start, length)
+        return self.head[start : start + length] if start < len(self.head) else bytes(length)
 
 
 class Columns:
@@ -119,6 +153,45 @@ def _measured_build(what: str, folder: Path, rows: int) -> None:
     print(f"{time.process_time() - begin:.2f} CPU s, {peak:.0f} MB over the start at most (mapped pages included)")
 
 
+def _scan(folder: Path, rows: int) -> None:
+    with (folder / "metadata.jsonl").open("w") as table:
+        for number in range(rows):
+            row = f'"filename": "{number:09d}.png", "caption": "photo {number}", "width": {600 + number % 999}, "height": 700'
+            table.write(f"{{{row}}}\n")
+    cases = (("json", rows, 0), ("discovery", rows // 10, 0), ("discovery", rows // 10, 1000), ("discovery", rows // 10, 0))
+    for what, count, changed in cases:
+        command = [sys.executable, __file__, "flat", what, f"--folder={folder}", f"--rows={count}", f"--changed={changed}"]
+        done = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        print(f"{what}, {count:,} rows, changed: {f'1 of {changed}' if changed else 'all or back'}: {done}", flush=True)
+
+
+def _measured_scan(what: str, folder: Path, rows: int, changed: int) -> None:
+    entry = {"id": "bench", "instance_data_dir": str(folder), "metadata_backend": what}
+    entry |= {"caption_strategy": "json" if what == "json" else "filename"}
+    (spec,), _ = parse_datasets([entry], where="", defaults=DataDefaults())
+    storage = Flat(folder, rows, changed)
+    before = peak = _anonymous_mb()
+    ended = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not ended.wait(0.02):
+            peak = max(peak, _anonymous_mb())
+
+    threading.Thread(target=watch, daemon=True).start()
+    begin = time.process_time()
+    index = build_index(spec, storage, Catalog().open_source(spec, storage), folder / f"{what}.arrow")
+    spent = time.process_time() - begin
+    ended.set()
+    size = (folder / f"{what}.arrow").stat().st_size / 2**20
+    print(f"{len(index):,} rows: {spent:.1f} CPU s, {peak - before:.0f} MB of anonymous memory at most, index of {size:.0f} MB")
+
+
+def _anonymous_mb() -> float:
+    with Path("/proc/self/status").open() as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) / 1024
+
+
 def _open(folder: Path, rows: int) -> None:
     path = folder / "large.arrow"
     with path.open("wb") as file, IndexWriter(file, b"") as writer:
@@ -149,17 +222,21 @@ def _small_rows(start: int, stop: int) -> pa.RecordBatch:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("index", "open", "build"))
+    parser.add_argument("command", choices=("index", "open", "scan", "build", "flat"))
     parser.add_argument("what", nargs="?", default="columns")
     parser.add_argument("--rows", type=lambda text: int(float(text)))
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--changed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.command == "build":
         _measured_build(arguments.what, arguments.folder, arguments.rows)
         return
+    if arguments.command == "flat":
+        _measured_scan(arguments.what, arguments.folder, arguments.rows, arguments.changed)
+        return
+    run, rows = {"index": (_index, 10**6), "open": (_open, 10**8), "scan": (_scan, 10**7)}[arguments.command]
     with tempfile.TemporaryDirectory() as name:
-        run = _index if arguments.command == "index" else _open
-        run(Path(name), arguments.rows or (10**6 if arguments.command == "index" else 10**8))
+        run(Path(name), arguments.rows or rows)
 
 
 if __name__ == "__main__":
