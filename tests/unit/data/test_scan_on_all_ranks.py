@@ -16,6 +16,9 @@ from smalti.data.node_copy import copy_to_node
 from smalti.data.scan import parts
 from smalti.data.scan.build import build_index, scan_part
 from smalti.data.scan.index import DatasetIndex, load_index
+from smalti.data.scan.ranges import listing
+from smalti.data.scan.ranges.known import listed_by_ranks
+from smalti.data.scan.ranges.listing import list_range
 from smalti.data.scan.tasks import Handed, Task
 from smalti.data.storage.local import LocalStorage
 from smalti.data.storage.protocol import TransientStorageError
@@ -32,6 +35,7 @@ class Counting(LocalStorage):
     def __init__(self, root: Path, away: str = "") -> None:
         super().__init__(root)
         self.opened, self.away = 0, away
+        self.lists_ranges = True
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
         if key == self.away:
@@ -53,16 +57,20 @@ def scan(folder: Path, cache: Path, storage: LocalStorage) -> DatasetIndex:
 
 def scan_on_two_ranks(folder: Path, cache: Path, away: str) -> tuple[int, str, int]:
     """How many files were opened here, and the error with its exit code."""
-    parts.PART_ROWS = 8
+    parts.PART_ROWS = listing.FIRST_ROWS = listing.CHUNK_ROWS = 8
     communicator = GlooCommunicator(world=World(rank=dist.get_rank(), size=2), group=dist.group.WORLD)
     spec, storage = spec_of(folder), Counting(folder, away)
     source = Catalog().open_source(spec, storage)
 
     def scan_all(handed: Handed) -> None:
-        build_index(spec, storage, source, cache, handed=handed)
+        listed = Catalog().open_source(spec, listed_by_ranks(spec, storage, cache, handed))
+        build_index(spec, storage, listed, cache, handed=handed)
 
     def work(task: Task) -> None:
-        scan_part(spec, storage, source, cache, task)
+        if task.listed:
+            scan_part(spec, storage, source, cache, task)
+        else:
+            list_range(storage, task)
 
     try:
         scan_on_all_ranks(communicator, scan_all, work)

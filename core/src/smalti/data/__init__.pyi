@@ -70,6 +70,7 @@ from .storage.protocol import (
     IntegrityError as IntegrityError,
     InvalidKeyError as InvalidKeyError,
     ListsFileColumns as ListsFileColumns,
+    ListsRanges as ListsRanges,
     MissingFileError as MissingFileError,
     Storage as Storage,
     StorageError as StorageError,

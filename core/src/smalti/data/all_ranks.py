@@ -1,7 +1,7 @@
-"""A scan by all ranks: the main rank lists samples and writes the indexes, all of them open files.
+"""A scan by all ranks: all of them list ranges of keys and open files, the main rank writes the indexes.
 
-The main rank hands out parts of what it lists, two at a time to each rank. Meanwhile the ranks exchange short messages, so no
-collective call waits for a scan.
+The main rank hands out ranges, and parts of what was listed, two at a time to each rank. Meanwhile the ranks exchange short
+messages, so no collective call waits for a scan.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from smalti.data.datasets.sources import MetadataSource
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.from_options import Scan, catalog_of, dataset_specs, scan_data
 from smalti.data.scan.build import scan_part
+from smalti.data.scan.ranges.listing import list_range
 from smalti.data.scan.tasks import AT_ONCE, Handed, Task
 from smalti.data.storage.protocol import Storage
 from smalti.data.threads import Threads
@@ -26,7 +27,7 @@ from smalti.parallel import Communicator, run_on_all_ranks
 from smalti.plugins import Plugins
 
 _SHORTEST_ROUND = 0.02
-_LONGEST_ROUND = 1.0
+_LONGEST_ROUND = 0.25
 """Seconds. Rounds become longer as long as nothing happens."""
 
 
@@ -64,6 +65,9 @@ def scan_data_on_all_ranks(
 
     def work(task: Task) -> None:
         spec, storage, source = opened(task.dataset)
+        if not task.listed:
+            list_range(storage, task)
+            return
         scan_part(spec, storage, source, directory / f"{spec.file_name}.arrow", task)
 
     scan_on_all_ranks(communicator, scan, work)
@@ -81,8 +85,8 @@ def scan_on_all_ranks(communicator: Communicator, scan: Callable[[Handed], None]
     given: dict[int, set[str]] = {rank: set() for rank in range(world.size)}
     interval = _SHORTEST_ROUND
 
-    def assigned() -> dict[str, list[dict[str, str]]]:
-        found: dict[str, list[dict[str, str]]] = {}
+    def assigned() -> dict[str, list[dict[str, object]]]:
+        found: dict[str, list[dict[str, object]]] = {}
         for _ in range(AT_ONCE):
             for rank, tasks in given.items():
                 if len(tasks) < AT_ONCE and (task := handed.next()) is not None:

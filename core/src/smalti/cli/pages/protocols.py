@@ -76,6 +76,7 @@ CHAPTERS = (
             "smalti.data:TransfersFiles",
             "smalti.data:CreatesOnce",
             "smalti.data:ListsFileColumns",
+            "smalti.data:ListsRanges",
             "smalti.data:CountsTraffic",
         ),
         given=("smalti.data:Traffic",),

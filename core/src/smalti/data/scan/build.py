@@ -11,7 +11,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -25,7 +24,7 @@ from smalti.data.scan.image_headers import EXTENSIONS
 from smalti.data.scan.index import DatasetIndex, load_index
 from smalti.data.scan.index_file import IndexFile, IndexWriter, recipe_of, text_parts
 from smalti.data.scan.parts import chosen, listed_parts, with_last
-from smalti.data.scan.tasks import Handed, Task, wait_for
+from smalti.data.scan.tasks import Handed, Task, wait_for, written
 from smalti.data.storage.protocol import Storage
 from smalti.data.threads import Threads
 from smalti.errors import UserError
@@ -68,7 +67,7 @@ def build_index(
         if progress is not None:
             progress(len(same), len(same))
         return same
-    with _written(cache) as file_written:
+    with written(cache) as file_written:
         _Scan(spec, storage, source, kept, handed).write(file_written, [*kept.paths(), cache], progress)
     kept.remove()
     return load_index(spec, cache)
@@ -158,7 +157,7 @@ class _Scan:
         assert self.handed is not None
         path = self.kept.next()
         listed = path.with_suffix(".listed")
-        with _written(listed) as file, pa.ipc.new_file(file, part.schema) as writer:
+        with written(listed) as file, pa.ipc.new_file(file, part.schema) as writer:
             writer.write_batch(part)
         return self.handed.submit(Task(dataset=self.spec.id, listed=str(listed), rows=str(path)))
 
@@ -230,19 +229,5 @@ def _is_running(process: int) -> bool:
 
 
 def _write_rows(path: Path, spec: DatasetSpec, rows: pa.RecordBatch) -> None:
-    with _written(path) as file, IndexWriter(file, recipe_of(spec)) as writer:
+    with written(path) as file, IndexWriter(file, recipe_of(spec)) as writer:
         writer.write(rows)
-
-
-@contextmanager
-def _written(path: Path) -> Iterator[BinaryIO]:
-    """Yields a file that replaces `path` at the end, once it is on the disk."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)

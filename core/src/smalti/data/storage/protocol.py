@@ -135,6 +135,16 @@ class ListsFileColumns(Protocol):
         ...
 
 
+@runtime_checkable
+class ListsRanges(Protocol):
+    """What a storage has in addition if several ranks should list it together, each other ranges of keys."""
+
+    @property
+    def lists_ranges(self) -> bool:
+        """Whether `list(after=key)` begins at that key, instead of going through all files before it."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
     """What went over the network so far. `sent` and `received` are bytes of file contents and listings, without headers."""

@@ -92,9 +92,18 @@ def _in_key_order(list_page: ListPage, prefix: str, after: str) -> Iterator[Page
 
 def _walk(list_page: ListPage, folder: str, prefix: str, after: str) -> Iterator[tuple[str, int, str]]:
     waiting: list[tuple[str, int, str]] = []  # folders whose place is behind some of the names that follow
-    last, token, more = "", "", True
+    start = ""
+    if after.startswith(folder) and after != folder:
+        name = after[len(folder) :].partition("/")[0]
+        start = folder + name
+        # Names up to this one sort before `after`, but for the folders that continue as it does: "a/x" comes after "a-b".
+        for end in range(1, len(name) + 1):
+            below = f"{folder}{name[:end]}/"
+            if name[end : end + 1] < "/" and list_page(below, "", "/", "").keys:
+                heapq.heappush(waiting, (below, -1, ""))
+    last, token, more = start, "", True
     while more:
-        page = list_page(folder, "", "/", token)
+        page = list_page(folder, start, "/", token)
         entries = sorted(zip(page.keys, page.sizes, page.etags, strict=True), key=lambda row: row[0].removesuffix("/"))
         token, more = page.token, page.more and bool(page.token)
         for row in entries:

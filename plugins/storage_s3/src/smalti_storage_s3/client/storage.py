@@ -78,6 +78,10 @@ class S3Storage:
     def traffic(self) -> dict[str, Traffic]:
         return self._counter.snapshot()
 
+    @property
+    def lists_ranges(self) -> bool:
+        return True
+
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[StoredFile]:
         for page in self._pages(prefix, after):
             for key, size, etag in zip(page.keys, page.sizes, page.etags, strict=True):

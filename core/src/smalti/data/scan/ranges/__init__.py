@@ -1,0 +1,1 @@
+"""The listing of one dataset in ranges of keys, by all ranks."""
