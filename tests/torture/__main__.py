@@ -29,6 +29,7 @@ from .object_store import faulty_requests, few_faulty_requests
 from .plugging import plugged
 from .power_cut import power_cut
 from .remote_data import faulty_network, faulty_network_once
+from .remote_saves import faulty_checkpoints, few_faulty_checkpoints
 from .resharding import resharded
 from .runs import resumed, resumed_once, stopped, stopped_once
 from .saves import crashed, killed, refused
@@ -48,6 +49,7 @@ GROUPS: dict[str, tuple[str, Round, int]] = {
     "A9": ("runs stopped by signals", stopped, 5),
     "A10": ("hostile checkpoints", hostile, 2),
     "B1": ("faults between client and object store", faulty_requests, 3),
+    "B2": ("checkpoints on S3, a fifth of requests fails", faulty_checkpoints, 3),
     "B3": ("object stores killed or paused", stopping_server, 2),
     "B4": ("wrong keys, clocks and permissions", refused_requests, 1),
     "B5": ("writers that race", racing_writers, 1),
@@ -65,9 +67,10 @@ SHORT = {
     stopped: stopped_once,
     resumed_anywhere: resumed_briefly,
     faulty_requests: few_faulty_requests,
+    faulty_checkpoints: few_faulty_checkpoints,
     faulty_network: faulty_network_once,
 }
-SERVERS = {faulty_requests, stopping_server, refused_requests, racing_writers, many_keys, faulty_network}
+SERVERS = {faulty_requests, faulty_checkpoints, stopping_server, refused_requests, racing_writers, many_keys, faulty_network}
 REAL = {killed, resumed, stopped, *SERVERS, *SHORT.values()}
 """Rounds that need a disk below them, or its space; those that fake a crash do not, and one without spares much time."""
 
