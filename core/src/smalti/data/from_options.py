@@ -280,7 +280,15 @@ def cache_folders(config: Config, plugins: Plugins) -> CacheFolders:
     entry = texts_entry(specs)
     latents = {spec.id: _place(latents_entry(spec, specs), spec.cache_dir_vae, given) for spec in specs if spec.has_images}
     texts = given if entry is None else _place(entry, entry.cache_dir, given)
-    return CacheFolders(texts=texts, latents=latents, catalog=catalog, compress=config[DataOptions].compress_disk_cache)
+    options = config[DataOptions]
+    return CacheFolders(
+        texts=texts,
+        latents=latents,
+        catalog=catalog,
+        compress=options.compress_disk_cache,
+        copies=options.cache_local_dir,
+        copied_bytes=int(options.cache_local_gb * 1e9),
+    )
 
 
 def _place(entry: DatasetSpec | None, folder: str | None, given: CachePlace) -> CachePlace:

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -176,10 +176,11 @@ class Loader(Iterator[Batch]):
         size = self._micro_batch
         first = (index * self._world.data_size + self._world.data_rank) * size
         visits = []
+        encoded = self._reader.encoded(global_batch, range(first, first + size)) if not self._stopping.is_set() else {}
         for slot in range(first, first + size):
             if self._stopping.is_set():
                 break
-            visits.append(self._reader.visit(global_batch, slot))
+            visits.append(self._reader.visit(global_batch, slot, encoded))
         captions = tuple(visit.caption for visit in visits)
         latents = self._latents(visits)
         return MicroBatch(
@@ -264,8 +265,25 @@ class _Reader:
         self._substitutes: dict[Bucket, tuple[Tensor, CropOffset]] = {}
         self._cache_bytes_free = cache_bytes
 
-    def visit(self, batch: GlobalBatch, slot: int) -> _Visit:
+    def encoded(self, batch: GlobalBatch, slots: Iterable[int]) -> dict[int, tuple[Tensor, CropOffset]]:
+        """Returns the latents of slots, by slot, read together. Those that are left out have to be read one by one."""
+        if self._latents is None:
+            return {}
+        good = [slot for slot in slots if int(batch.samples[slot]) not in self._bad]
+        images = [
+            (int(batch.samples[slot]), is_flipped(self._data, int(batch.samples[slot]), batch.numbers[slot])) for slot in good
+        ]
+        try:
+            return dict(zip(good, self._latents.get_many(images, batch.bucket), strict=True))
+        except UserError:
+            return {}  # reading them one by one finds out which it is
+
+    def visit(self, batch: GlobalBatch, slot: int, encoded: Mapping[int, tuple[Tensor, CropOffset]]) -> _Visit:
+        """`encoded` are latents that are read already, by slot."""
         number = batch.numbers[slot]
+        if (found := encoded.get(slot)) is not None:
+            self._substitutes[batch.bucket] = found
+            return self._complete(int(batch.samples[slot]), *found, batch.epoch, number)
         for sample in chain([int(batch.samples[slot])], self._data.order.replacements(batch, slot)):
             if sample in self._bad:
                 continue

@@ -122,6 +122,14 @@ class DataOptions(Options):
         None,
         help="Folder of cached latents and text embeddings, which runs can share. Default: `cache` in the run directory.",
     )
+    cache_local_dir: Path | None = option(
+        None,
+        help="Folder on a fast drive of each node for copies of what is read from caches on remote storages. Default: none.",
+        level="advanced",
+    )
+    cache_local_gb: float = option(
+        50.0, help="Size limit of the copies in `cache_local_dir`, in GB per node and user.", level="advanced", gt=0
+    )
     data_index_dir: Path | None = option(
         None,
         help="Folder on a fast drive of each node, to which indexes are copied. Default: they are read from the run directory.",

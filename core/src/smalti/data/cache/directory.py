@@ -132,7 +132,7 @@ class Directory:
 
     def open_merged(self, packs: dict[str, int]) -> None:
         """Map the merged file of an earlier process, if it has no packs but these."""
-        if self._folder is None or self._tables or not self._folder.is_dir() or _problem(self._folder):
+        if self._folder is None or self._tables or not self._folder.is_dir() or write_problem(self._folder):
             return
         for path in sorted(self._folder.glob(f"{self._name}-*.index")):
             with suppress(OSError, ValueError, KeyError, TypeError):
@@ -151,7 +151,7 @@ class Directory:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            problem = _problem(self._folder)
+            problem = write_problem(self._folder)
         except OSError as error:
             problem = f"{self._folder}: {error.strerror or error}"
         if problem:
@@ -187,7 +187,7 @@ def default_folder() -> Path:
     return Path(tempfile.gettempdir(), f"smalti-cache-indexes-{os.geteuid()}")
 
 
-def _problem(folder: Path) -> str:
+def write_problem(folder: Path) -> str:
     """Returns why other users could change files in a folder, "" if they cannot. Raises OSError."""
     for path in (folder, folder.parent):
         status = path.lstat() if path == folder else path.stat()

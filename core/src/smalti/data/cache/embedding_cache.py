@@ -99,9 +99,20 @@ class CachedLatents:
 
     def get(self, sample: int, bucket: Bucket, *, flipped: bool = False) -> tuple[Tensor, CropOffset]:
         """Returns the latents of an image that is not broken, and the offset of its crop."""
-        entry = self.store(sample).get(self.key(sample, bucket, flipped=flipped))
-        left, top = entry["corner"].tolist()
-        return entry["latents"], (left, top)
+        return self.get_many([(sample, flipped)], bucket)[0]
+
+    def get_many(self, images: Sequence[tuple[int, bool]], bucket: Bucket) -> list[tuple[Tensor, CropOffset]]:
+        """Like `get` for several images of a bucket, each with whether it is flipped; with few reads."""
+        found: dict[int, tuple[Tensor, CropOffset]] = {}
+        by_store: dict[PackStore, list[int]] = {}
+        for place, (sample, _) in enumerate(images):
+            by_store.setdefault(self.store(sample), []).append(place)
+        for store, places in by_store.items():
+            keys = [self.key(images[place][0], bucket, flipped=images[place][1]) for place in places]
+            for place, entry in zip(places, store.get_many(keys), strict=True):
+                left, top = entry["corner"].tolist()
+                found[place] = entry["latents"], (left, top)
+        return [found[place] for place in range(len(images))]
 
     def _constants(self, position: int) -> tuple[str, ...]:
         """What the keys of all images of a dataset depend on."""

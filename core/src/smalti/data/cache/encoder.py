@@ -85,7 +85,13 @@ class Encoder:
                     storage, prefix = place.open(name, self.folders.catalog)
                     if self.world.is_main:
                         _describe(storage, f"{prefix}/{DESCRIPTION}" if prefix else DESCRIPTION, identities[0])
-                    stores[place.id] = PackStore(storage, prefix, folder=folder, compress=self.folders.compress)
+                    stores[place.id] = PackStore(
+                        storage,
+                        prefix,
+                        folder=folder,
+                        compress=self.folders.compress,
+                        copies=None if place.spec is None else self.folders.local_copies,
+                    )
             return ""
 
         run_on_all_ranks(self.communicator, open_all)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
+from smalti.data.cache.reads.local_copies import LocalCopies, open_local_copies
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.storage.local import LocalStorage
@@ -51,3 +53,12 @@ class CacheFolders:
     index_folder: Path | None = field(default=None, compare=False)
     """A folder of this node for merged indexes of large caches; None for a folder below that of temporary files."""
     compress: bool = False
+    copies: Path | None = field(default=None, compare=False)
+    """A folder of this node for copies of what is read from remote storages; None keeps none."""
+    copied_bytes: int = field(default=0, compare=False)
+    """Size limit of these copies."""
+
+    @cached_property
+    def local_copies(self) -> LocalCopies | None:
+        """The copies in that folder, the same for all stores of this process."""
+        return None if self.copies is None else open_local_copies(self.copies, self.copied_bytes)

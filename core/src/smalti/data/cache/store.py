@@ -24,6 +24,8 @@ from smalti.data.cache.directory import Directory, Place
 from smalti.data.cache.entries import decode
 from smalti.data.cache.keys import Key, Keys
 from smalti.data.cache.pack import Columns, PackBuilder, PackIndex, encode_columns, read_pack
+from smalti.data.cache.reads.local_copies import LocalCopies
+from smalti.data.cache.reads.ranges import AT_ONCE, LOCAL_GAP, REMOTE_GAP, Range, ranges_of, read_all
 from smalti.data.storage.local import LocalStorage
 from smalti.data.storage.protocol import IntegrityError, Storage, StorageError, TransientStorageError
 from smalti.errors import UserError
@@ -50,6 +52,7 @@ class PackStore:
         folder: of this node, for the merged index of large stores; None keeps it in memory.
         compress: whether entries that are put are compressed; what is there is read in any case.
         read: reads from files below the prefix; by default from the storage.
+        copies: on a drive of this node, of entries that are read; None keeps none.
     """
 
     def __init__(
@@ -60,11 +63,13 @@ class PackStore:
         folder: Path | None = None,
         compress: bool = False,
         read: Read | None = None,
+        copies: LocalCopies | None = None,
         report: Callable[[str], object] = _log.warning,
     ) -> None:
         self._storage = storage
         self._prefix = f"{prefix}/" if prefix else ""
         self.read: Read = read or self._read_storage
+        self._copies = copies
         self._report = report
         self.compress = compress
         self._directory = Directory(folder, sha256(f"{self}".encode()).hexdigest()[:16])
@@ -146,8 +151,22 @@ class PackStore:
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[Key]) -> list[dict[str, Tensor]]:
-        """Like `get` for several entries."""
-        return [self._get(key) for key in keys]
+        """Like `get` for several entries, with few reads: near ones at once, and of a remote storage several at a time.
+
+        Memory is bounded by `LARGEST * AT_ONCE` bytes beside the entries. A key that is there twice has one entry.
+        """
+        places = {key: self._place(key) for key in keys}
+        found = {key: entry for key, place in places.items() if (entry := self._copied(place)) is not None}
+        missing = [(key, place) for key, place in places.items() if key not in found]
+        local = isinstance(self._storage, LocalStorage)
+        ranges = ranges_of([place for _, place in missing], gap=LOCAL_GAP if local else REMOTE_GAP)
+
+        def read(one: Range) -> list[tuple[Key, dict[str, Tensor]]]:
+            return self._load_range(one, [missing[number] for number in one.members])
+
+        for entries in read_all(read, ranges, at_once=1 if local else AT_ONCE):
+            found.update(entries)
+        return [found[key] for key in keys]
 
     def check(self, key: Key, place: Place) -> bool:
         """Reads an entry; returns whether it is intact. A damaged one is noted, and counts as absent from now on."""
@@ -159,7 +178,8 @@ class PackStore:
 
     # ---
 
-    def _get(self, key: Key) -> dict[str, Tensor]:
+    def _place(self, key: Key) -> Place:
+        """Raises KeyError for a missing key, IntegrityError for an entry that is known to be damaged."""
         with self._lock:
             place = self._directory.place(key)
             damaged = self._directory.damaged(key) if place is None else ()
@@ -167,26 +187,56 @@ class PackStore:
             raise IntegrityError(f"{self}/{file} is damaged at byte {offset}", fix=_AGAIN)
         if place is None:
             raise KeyError(f"{key[0]:016x}{key[1]:016x}")
-        return self._load(key, place)
+        return place
 
-    def _load(self, key: Key, place: Place) -> dict[str, Tensor]:
-        """Raises IntegrityError for a damaged entry, UserError for one that cannot be read."""
+    def _copied(self, place: Place) -> dict[str, Tensor] | None:
+        """Returns an entry from its copy on this node; None if there is no intact one."""
+        if self._copies is None or not place.form.checked:
+            return None
+        name = _copy_name(place)
+        if (data := self._copies.get(name)) is None:
+            return None
+        try:
+            return _decoded(place, data)
+        except ValueError:
+            self._copies.discard(name)
+            return None
+
+    def _load_range(self, one: Range, members: Sequence[tuple[Key, Place]]) -> list[tuple[Key, dict[str, Tensor]]]:
+        """Returns the entries of a range. One that is damaged is read again by itself; raises what `_load` raises."""
+        try:
+            data = self.read(one.file, one.start, one.stop - one.start)
+        except StorageError as error:
+            raise self._unreadable(one.file, error) from error
+        found = []
+        for key, place in members:
+            begin = place.offset - one.start
+            found.append((key, self._load(key, place, data[begin : begin + place.length])))
+        return found
+
+    def _load(self, key: Key, place: Place, data: bytes | None = None) -> dict[str, Tensor]:
+        """Returns an entry, from what was read of it, if anything was.
+
+        Raises IntegrityError for a damaged entry, UserError for one that cannot be read.
+        """
         problem = ""
         for _ in range(2):  # what was damaged on the way is good the second time
             try:
-                data = self.read(place.file, place.offset, place.length)
-                if len(data) != place.length:
-                    problem = "it was truncated"
-                elif place.form.checked and zlib.crc32(data) != place.crc:
-                    problem = "an entry does not match its checksum"
-                else:
-                    return decode(place.form, data)
+                stored = self.read(place.file, place.offset, place.length) if data is None else data
+                entry = _decoded(place, stored)
             except ValueError as error:
-                problem = f"{error}"
+                problem, data = f"{error}", None
             except StorageError as error:
-                raise UserError(f"{self}/{place.file} can no longer be read: {error.message}", fix=_AGAIN) from error
+                raise self._unreadable(place.file, error) from error
+            else:
+                if self._copies is not None and place.form.checked:
+                    self._copies.put(_copy_name(place), stored)
+                return entry
         self._note_damage(key, place)
         raise IntegrityError(f"{self}/{place.file} is damaged at byte {place.offset}: {problem}", fix=_AGAIN)
+
+    def _unreadable(self, file: str, error: StorageError) -> UserError:
+        return UserError(f"{self}/{file} can no longer be read: {error.message}", fix=_AGAIN)
 
     def _note_damage(self, key: Key, place: Place) -> None:
         with self._lock:
@@ -233,6 +283,20 @@ class PackStore:
             raise UserError(f"cannot write {entries} entries to {self}: {error.message}", fix=fix) from error
         self.written.append(name)
         return name
+
+
+def _decoded(place: Place, data: bytes) -> dict[str, Tensor]:
+    """Raises ValueError if the bytes are not those of the entry."""
+    if len(data) != place.length:
+        raise ValueError("it was truncated")
+    if place.form.checked and zlib.crc32(data) != place.crc:
+        raise ValueError("an entry does not match its checksum")
+    return decode(place.form, data)
+
+
+def _copy_name(place: Place) -> str:
+    """Names of packs are unique, so the same in every process that reads the store under any address."""
+    return f"{place.file}:{place.offset}:{place.length}:{place.crc}"
 
 
 _AGAIN = "start again: missing and damaged entries are encoded again"
