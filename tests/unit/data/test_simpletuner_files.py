@@ -96,12 +96,17 @@ def test_a_file_of_hub_datasets_is_read(strategy: str) -> None:
     assert parse(hub, TEXTS)[1] == []
 
 
+def test_a_list_of_urls_is_read() -> None:
+    entry = {**LOCAL, "type": "csv", "csv_file": "list.csv", "csv_cache_dir": "c", "csv_caption_column": "text"}
+
+    assert parse({**entry, "caption_strategy": "csv"}, TEXTS) == ([], [])
+
+
 @pytest.mark.parametrize(
     ("entry", "problems"),
     [
         ({**HUB, "dataset_type": "video", "video": {"num_frames": 9}}, ["dataset_type 'video' is not supported yet"]),
         ({**HUB, "dataset_type": "audio", "audio": {"channels": 2}}, ["dataset_type 'audio' is not supported yet"]),
-        ({**LOCAL, "type": "csv", "csv_file": "list.csv", "csv_cache_dir": "c"}, ["type 'csv' is not supported yet"]),
         ({**LOCAL, **S3}, ["type: 'aws' belongs to smalti-storage-s3"]),
         ({**LOCAL, "type": "webshart", "source": "x", "webshart": {}}, ["type 'webshart' is not supported yet"]),
         (

@@ -31,7 +31,7 @@ DATA = [
         "json": {"path": "t"},
     },
     {"id": "hub", "type": "huggingface", "dataset_name": "a/b"},
-    {"id": "list", "type": "csv", "csv_file": "urls.csv"},
+    {"id": "list", "type": "webshart", "source": "shards"},
     {"id": "texts", "dataset_type": "text_embeds", "default": True, "cache_dir": "cache"},
 ]
 ENVIRONMENT = """
@@ -79,7 +79,7 @@ def test_datasets_stand_in_the_file_with_the_keys_that_they_have(converted):
         {"id": "hub", "type": "huggingface", "dataset_name": "a/b"},
         {"id": "texts", "dataset_type": "text_embeds", "default": True, "cache_dir": "cache"},
     ]
-    assert "download the images" in next(each.fix for place, each in left.items() if "list" in place)
+    assert "download the tar shards" in next(each.fix for place, each in left.items() if "list" in place)
 
 
 def test_what_was_imported_means_the_same_as_the_file_itself(everything, write):

@@ -283,6 +283,11 @@ class _EntryParser:
         name = simpletuner.SAME_BACKENDS.get(name, name)
         if name == "discovery" and str(entry.get("type", "")).lower() == "huggingface":
             return "huggingface", []
+        if str(entry.get("type", "")).lower() == "csv":
+            if name not in ("discovery", "csv"):
+                message = f"metadata_backend {name!r}: the captions of type 'csv' are in its list"
+                self._add_problem(place, message, "remove metadata_backend, and set csv_caption_column")
+            return "csv", []
         table = "json" in entry or str(entry.get("caption_strategy")).lower() == "json"
         if name == "json" and self.simpletuner and not table:
             message = f"{place}: metadata_backend 'json' is read as 'discovery', which it is in SimpleTuner"

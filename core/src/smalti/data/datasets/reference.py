@@ -18,6 +18,7 @@ from smalti.data.sources.archives.hub import HubDataset
 from smalti.data.sources.archives.row_images import ImageColumns
 from smalti.data.sources.archives.webdataset import WebDatasetMembers
 from smalti.data.sources.tables.columns import TableColumns
+from smalti.data.sources.urls.url_list import UrlList
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Images": ("id", "type", "dataset_type", "instance_data_dir", "kohya_folders", "metadata_backend", "json"),
@@ -91,6 +92,7 @@ def _lines() -> Iterator[str]:
         "In the entry or its `huggingface` block, with those above.",
     )
     yield from ("", *_table(HubDataset.model_fields.items()))
+    yield from ("", "### Keys of `type: csv`", "", *_table(UrlList.model_fields.items()))
     yield from ("", "### The `webdataset` block", "", *_table(WebDatasetMembers.model_fields.items()))
     yield from (
         "",

@@ -93,7 +93,6 @@ REFUSED: Mapping[str, ExternalKey] = {
 
 UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
     "type": {
-        "csv": "download the images of the list into a folder; then type: local, and metadata_backend: json for the captions",
         "webshart": "download the tar shards; then type: local, instance_data_dir: FOLDER, and metadata_backend: webdataset",
         "memory": "set type: local; the system keeps files in memory that are read often",
     },

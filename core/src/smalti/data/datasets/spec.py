@@ -153,7 +153,9 @@ class DatasetSpec(BaseModel):
         help="Unique name of the dataset. Files of the run are named after it, with a dash for characters such as spaces.",
     )
     type: str = _key(
-        "local", help="The storage. `local`: a folder. `aws`: S3. `huggingface`: a dataset of the Hugging Face Hub."
+        "local",
+        help="The storage. `local`: a folder. `aws`: S3. `huggingface`: a dataset of the Hugging Face Hub."
+        " `csv`: a list of URLs, which are downloaded.",
     )
     dataset_type: Literal["image", "eval", "text_embeds", "image_embeds"] = _key(
         "image",

@@ -1,0 +1,1 @@
+"""Images of a list of URLs, downloaded into a folder."""
