@@ -35,6 +35,7 @@ from .runs import resumed, resumed_once, stopped, stopped_once
 from .saves import crashed, killed, refused
 from .store_failures import many_keys, racing_writers, refused_requests, stopping_server
 from .subject import Report
+from .webhooks import failing_receivers, few_failing_receivers
 
 Round = Callable[[random.Random, Path], Report]
 GROUPS: dict[str, tuple[str, Round, int]] = {
@@ -59,6 +60,7 @@ GROUPS: dict[str, tuple[str, Round, int]] = {
     "C3": ("bad images and tables", bad_inputs_and_tables, 1),
     "C4": ("data on S3, with 5 % faults", faulty_network, 1),
     "C5": ("loader threads that fail", failing_threads, 1),
+    "E": ("webhooks whose receivers fail", failing_receivers, 2),
     "G": ("broken plugins", plugged, 2),
 }
 """Title, one round, share of the time."""
@@ -69,6 +71,7 @@ SHORT = {
     faulty_requests: few_faulty_requests,
     faulty_checkpoints: few_faulty_checkpoints,
     faulty_network: faulty_network_once,
+    failing_receivers: few_failing_receivers,
 }
 SERVERS = {faulty_requests, faulty_checkpoints, stopping_server, refused_requests, racing_writers, many_keys, faulty_network}
 REAL = {killed, resumed, stopped, *SERVERS, *SHORT.values()}

@@ -238,6 +238,37 @@ def test_a_secret_reaches_the_workers_by_their_environment(write):
     assert there[Vault] == config[Vault]
 
 
+class Post(Options):
+    letter: str | None = option(None, help="A path, or a text with a seal.", secret=lambda value: "seal:" in str(value))
+
+
+POST = Schema((OptionGroup(name="post", title="Post", options=Post),))
+
+
+def test_a_value_that_is_a_secret_is_accepted_from_a_file_and_copied_nowhere(write):
+    file = write("a.toml", 'letter = "seal:hunter2"')
+    config = resolve(POST, file=file, environment={"SMALTI_LETTER": "seal:hunter3"})
+    assert config[Post].letter == "seal:hunter3"
+    shown = json.dumps([config.values(), config.flags(), config.notices, dict(config.sources)]) + as_toml(config)
+    assert "hunter" not in shown
+    assert restore(POST, config.shared_values(), {}, environment=config.secrets())[Post] == config[Post]
+
+
+def test_a_value_that_is_a_secret_is_refused_on_the_command_line():
+    with pytest.raises(ConfigError, match="--letter: other users can read secrets") as raised:
+        resolve(POST, ("--letter=seal:hunter2",), environment={})
+    assert "hunter" not in str(raised.value)
+
+
+def test_a_value_of_the_same_option_that_is_no_secret_is_handled_as_any_other(write):
+    config = resolve(POST, ("--letter=a.txt",), environment={"SMALTI_LETTER": "seal:hunter2"})
+    assert (config.values(), config.secrets()) == ({"letter": "a.txt"}, {})
+    there = restore(POST, config.shared_values(), {}, environment={"SMALTI_LETTER": "seal:hunter2"})
+    assert there[Post].letter == "a.txt"
+    written = resolve(POST, file=write("a.toml", 'letter = "{env:SEAL}"'), environment={"SEAL": "seal:hunter2"})
+    assert (written.values(), written.secrets()) == ({"letter": "{env:SEAL}"}, {})
+
+
 # --- the way back ---------------------------------------------------------------------------------------------------
 
 

@@ -51,7 +51,7 @@ def parse_flags(
             continue
         if option.secret is not True and option.is_secret(value):
             fix = f"{_SECRET.format(option.name.upper())}, or in a file of its own"
-            problems.append(Problem(message=_READABLE, where=flag, fix=fix))
+            problems.append(Problem(message=_READABLE, where=flag, fix=fix, option=option.name))
         found[option.name] = Given(value=_grown(option, found.get(option.name), value), spelling=flag, place=flag)
     return _translated(found, others, schema, problems, notices)
 

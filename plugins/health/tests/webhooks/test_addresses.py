@@ -59,6 +59,27 @@ def test_a_resolver_that_hangs_keeps_one_thread():
     assert calls == ["slow.example.com"]
 
 
+def test_two_endpoints_of_one_host_are_resolved_at_the_same_time():
+    both = threading.Barrier(2)
+
+    def together(host: str, port: int) -> list[str]:
+        both.wait(10)
+        return ["1.1.1.1"]
+
+    found: list[list[str]] = []
+    work = [
+        threading.Thread(
+            target=lambda: found.append(resolve("one.example.com", 80, allow_private=False, seconds=10, resolver=together))
+        )
+        for _ in range(2)
+    ]
+    for thread in work:
+        thread.start()
+    for thread in work:
+        thread.join()
+    assert found == [["1.1.1.1"]] * 2
+
+
 def test_a_name_that_does_not_exist_is_an_error_and_no_crash():
     def unknown(host: str, port: int) -> list[str]:
         raise OSError(-2, "Name or service not known")

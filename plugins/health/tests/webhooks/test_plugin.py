@@ -161,6 +161,19 @@ def test_other_ranks_than_the_main_one_send_only_their_own_errors(receiver, info
     assert request.json["message"] == "step 7: ValueError: it broke"
 
 
+def test_what_follows_from_the_failure_of_another_rank_is_reported_once_per_node(receiver, info_of):
+    from smalti.parallel import BrokenGroupError
+
+    for rank, local in ((2, 0), (3, 1)):
+        plugin, state = Webhooks(), RunState(max_steps=10, step=7)
+        begin(plugin, state, info_of(receiver, World(rank=rank, size=4, local_rank=local, local_size=2, node=1)))
+        error = BrokenGroupError("connection closed by peer")
+        plugin.on_error(state, error)
+        plugin.on_train_end(state, None)
+        plugin.on_rank_end(state, error)
+    assert [each.json["source"]["rank"] for each in receiver.requests] == [2]
+
+
 def test_stages_before_the_loop_and_a_failure_in_one_are_reported(receiver, info_of, plugin):
     state = RunState(max_steps=0)
     plugin.on_rank_start(state, info_of(receiver))
@@ -272,6 +285,14 @@ def test_an_event_whose_rank_is_killed_at_once_is_delivered(receiver, setup_of, 
     done = subprocess.run([sys.executable, "-c", code], input=data, timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL
     assert [each.id for each in receiver.wait_for(1)] == ["msg_fault"]
+
+
+def test_a_child_of_the_rank_that_keeps_the_pipe_open_does_not_keep_the_sender(receiver, setup_of, event_of):
+    sender = SenderProcess(setup_of(receiver))
+    sender.send(event_of())
+    kept = os.dup(sender._process.stdin.fileno())
+    assert sender.finish()["delivered"] == 1
+    os.close(kept)
 
 
 def test_an_event_that_was_not_delivered_is_sent_by_the_next_start_with_the_same_id(setup_of, event_of, tmp_path, receiver):

@@ -50,7 +50,7 @@ class Webhooks:
     def __init__(self) -> None:
         self._sender: SenderProcess | None = None
         self._source: Source | None = None
-        self._main = False
+        self._main = self._first = False
         self._stages: list[str] = []
         self._outcome: Outcome | None = None
         self._failed = False
@@ -89,8 +89,8 @@ class Webhooks:
         if not endpoints:
             return
         world, config = info.world, info.config
-        self._main = world.is_main
-        nodes = None if world.is_main else (world.node,) if world.local_rank == 0 else ()
+        self._main, self._first = world.is_main, world.local_rank == 0
+        nodes = None if self._main else (world.node,) if self._first else ()
         setup = Setup(endpoints=endpoints, run=info.directory.absolute(), node=world.node, takes_over=nodes)
         self._sender = SenderProcess(setup)
         self._source = Source(
@@ -102,8 +102,8 @@ class Webhooks:
             rank=world.rank,
             mask=lambda text: redacted(str(config.masked(text)), endpoints),
         )
-        self._interval = float(options.webhook_reporting_interval) if world.is_main else 0.0
-        if world.local_rank == 0:
+        self._interval = float(options.webhook_reporting_interval) if self._main else 0.0
+        if self._first:
             self._sender.start()
 
     @hookimpl
@@ -174,10 +174,10 @@ class Webhooks:
 
     @hookimpl
     def on_error(self, state: RunState, error: BaseException) -> None:
-        if self._source is not None:
+        self._failed = True
+        if self._source is not None and self._is_own(error):
             from smalti_health.webhooks import events
 
-            self._failed = True
             self._send(events.failure(self._source, state, error, time.time()))
 
     @hookimpl
@@ -192,7 +192,7 @@ class Webhooks:
         from smalti_health.webhooks import events
 
         interrupted = isinstance(error, KeyboardInterrupt)
-        if error is not None and not interrupted and not self._failed:  # before the loop
+        if error is not None and not interrupted and not self._failed and self._is_own(error):  # before the loop
             self._send(events.failure(source, state, error, time.time()))
         if self._main:
             key = self._stages[-1] if self._stages else "training"
@@ -203,6 +203,14 @@ class Webhooks:
         if lost := [f"{number} {name}" for name, number in counts.items() if number and name != "delivered"]:
             command = f"smalti webhook ls {source.directory}"
             _log.warning("webhooks: %s; %s lists the critical ones, which the next start sends", ", ".join(lost), command)
+
+    def _is_own(self, error: BaseException) -> bool:
+        """Whether this rank reports an error. Only the first rank of a node reports what follows from a failure elsewhere."""
+        if self._first:
+            return True
+        from smalti.parallel import LostRankError, RankError, is_connection_error
+
+        return not isinstance(error, LostRankError | RankError) and not is_connection_error(error)
 
     def _send(self, event: Event) -> None:
         assert self._sender is not None

@@ -14,7 +14,7 @@ from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 Resolver = Callable[[str, int], list[str]]
 _NAT64 = IPv6Network("64:ff9b::/96")
 _METADATA = {"169.254.169.254", "169.254.170.2", "168.63.129.16", "100.100.100.200", "fd00:ec2::254", "192.0.0.192"}
-_resolving: dict[tuple[str, int], threading.Thread] = {}
+_hanging: dict[tuple[str, int], threading.Thread] = {}
 
 
 class AddressRefusedError(Exception):
@@ -72,8 +72,8 @@ def resolve(host: str, port: int, *, allow_private: bool, seconds: float, resolv
 
 
 def _in_time(host: str, port: int, seconds: float, resolver: Resolver) -> list[str]:
-    """The system's resolver takes no time limit. One that hangs keeps its thread, and at most one thread per host."""
-    if (hanging := _resolving.get((host, port))) is not None and hanging.is_alive():
+    """The system's resolver takes no time limit. While one hangs for a host, there is no other for this host."""
+    if (hanging := _hanging.get((host, port))) is not None and hanging.is_alive():
         raise ResolutionError(f"resolving {host} still hangs")
     result: list[list[str] | OSError | UnicodeError] = []
 
@@ -83,10 +83,11 @@ def _in_time(host: str, port: int, seconds: float, resolver: Resolver) -> list[s
         except (OSError, UnicodeError) as error:
             result.append(error)
 
-    thread = _resolving[host, port] = threading.Thread(target=work, name="smalti-webhook-dns", daemon=True)
+    thread = threading.Thread(target=work, name="smalti-webhook-dns", daemon=True)
     thread.start()
     thread.join(seconds)
     if not result:
+        _hanging[host, port] = thread
         raise ResolutionError(f"resolving {host} took longer than {seconds:.0f} s")
     if isinstance(found := result[0], Exception):
         raise ResolutionError(f"{host} cannot be resolved: {getattr(found, 'strerror', None) or found}")

@@ -135,7 +135,7 @@ class SenderProcess:
         environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "smalti_health.webhooks.delivery.sender"],
+                [sys.executable, "-m", "smalti_health.webhooks.delivery.sender", str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

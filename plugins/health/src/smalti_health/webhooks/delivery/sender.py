@@ -12,15 +12,16 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import cast
 
 from smalti_health.webhooks.delivery.channel import Channel, Post
 from smalti_health.webhooks.delivery.outbox import PENDING, Event, Outbox
@@ -28,6 +29,7 @@ from smalti_health.webhooks.delivery.request import post as real_post
 from smalti_health.webhooks.endpoints import Endpoint
 
 END_SECONDS = 15.0
+_PARENT_SECONDS = 1.0
 ORPHAN_SECONDS = 60.0
 """For how long it goes on after its rank died without an end of the run."""
 
@@ -136,24 +138,44 @@ class Sender:
             channel.attempt(time.time())
 
 
-def main(source: IO[bytes] | None = None, target: IO[str] | None = None) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the end of the standard input ends it
-    source, target = source or sys.stdin.buffer, target or sys.stdout
-    setup = Setup.from_json(source.readline())
+def lines(source: int, rank: int) -> Iterator[bytes]:
+    """The lines of a pipe until it is closed, or the process `rank`, which writes into it, is gone.
 
-    def say(message: Mapping[str, object]) -> None:
-        with suppress(OSError, ValueError):  # the rank is gone
-            print(json.dumps(message), file=target, flush=True)
+    A child of the rank may keep the pipe open.
+    """
+    rest = b""
+    while True:
+        readable, _, _ = select.select([source], [], [], _PARENT_SECONDS)
+        if not readable and os.getppid() != rank:
+            return
+        if readable:
+            chunk = os.read(source, 65536)
+            if not chunk:
+                return
+            *complete, rest = (rest + chunk).split(b"\n")
+            yield from complete
 
+
+def say(message: Mapping[str, object]) -> None:
+    with suppress(OSError):  # the rank is gone
+        os.write(1, json.dumps(message).encode() + b"\n")
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # they are for the run, whose end ends this process
+    rank = int(sys.argv[1])
+    source = lines(0, rank)
+    setup = Setup.from_json(next(source))
     sender = Sender(setup, lambda sentence: say({"report": sentence}))
     ended = False
     for line in source:
         with suppress(ValueError, KeyError, TypeError):  # the rank was killed while it wrote
             values = json.loads(line)
-            ended |= not values
-            if values:
-                sender.add(Event.from_json(values))
+            if not values:
+                ended = True
+                break
+            sender.add(Event.from_json(values))
     say(sender.finish(setup.end_seconds if ended else setup.orphan_seconds))
     os._exit(0)  # without waiting for a thread that hangs
 
