@@ -125,7 +125,7 @@ def by_hand(run: Run) -> Callable[[], None]:
         conditioning = family.encode_captions(captions)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             prediction = family.forward(model, noisy, objective.timesteps(t), conditioning)
-        loss = objective.loss(prediction, pixels, noise, noisy, t).mean()
+        loss = objective.compare(prediction, objective.target(pixels, noise, t), t).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -55,11 +55,11 @@ def pictures(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def train(pictures):
-    """A run to its end: train(directory, option=value ...) gives the exit code and the output."""
+    """A run to its end: train(directory, option=value ...) gives the exit code and the output. None leaves an option out."""
 
     def start(directory: Path, **options) -> tuple[int, str]:
         values = {**OPTIONS, "instance_data_dir": pictures, "output_dir": directory, **options}
-        words = [f"--{name}={value}" for name, value in values.items()]
+        words = [f"--{name}={value}" for name, value in values.items() if value is not None]
         return warm_processes().train(words, {"HF_HOME": str(directory.parent / "hf"), "SMALTI_CONTEXT_PARALLEL_ON_CPU": "1"})
 
     return start

@@ -45,12 +45,21 @@ def base(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runs(base, train):
+def data(base, pictures):
+    """Half of the pictures are regularisation data, for which the model is called another time without its adapter."""
+    entries = base.parent / "datasets.json"
+    folder = {"instance_data_dir": str(pictures)}
+    entries.write_text(json.dumps([{"id": "a", **folder}, {"id": "b", "is_regularisation_data": True, **folder}]))
+    return {"instance_data_dir": None, "data_backend_config": entries}
+
+
+@pytest.fixture(scope="module")
+def runs(base, train, data):
     """Two steps of the same batches: by one process, by two with replicas, with shards, and with the tokens of each picture."""
     tokens = {"context_parallel_size": 2, "train_batch_size": 4}
     kinds = {"one": {}, "replicas": SEVERAL, "shards": SEVERAL | {"fsdp_enable": True}, "tokens": SEVERAL | tokens}
     for kind, options in kinds.items():
-        code, output = train(base.parent / kind, **LORA, pretrained_model_name_or_path=base, **options)
+        code, output = train(base.parent / kind, **LORA, **data, pretrained_model_name_or_path=base, **options)
         assert code == 0, output
     return base.parent
 
@@ -135,10 +144,10 @@ def apart(one, other) -> float:
     return float((ends - others).norm() / ends.norm())
 
 
-def test_a_sharded_run_goes_on_in_one_process(runs, base, train, tmp_path):
+def test_a_sharded_run_goes_on_in_one_process(runs, base, train, data, tmp_path):
     (tmp_path / "run").mkdir()
     shutil.copytree(runs / "shards" / "checkpoints" / "step-00000001", tmp_path / "run" / "checkpoints" / "step-00000001")
-    options = LORA | {"pretrained_model_name_or_path": base, "validation_step_interval": 0}
+    options = LORA | data | {"pretrained_model_name_or_path": base, "validation_step_interval": 0}
     code, output = train(tmp_path / "run", **options)
     assert (code, "at step 1" in output) == (0, True), output
     one, other = tensors(runs / "one", 2), tensors(tmp_path / "run", 2)
@@ -164,12 +173,13 @@ REFUSALS = {"lora_alpha": "16", "pretrained_model_name_or_path": "{other}"}
 
 
 @pytest.mark.parametrize("changed", REFUSALS)
-def test_an_adapter_that_would_mean_something_else_does_not_go_on(runs, base, train, tmp_path, changed):
+def test_an_adapter_that_would_mean_something_else_does_not_go_on(runs, base, train, data, tmp_path, changed):
     shutil.copytree(runs / "one", tmp_path / "run")
     other = shutil.copytree(base, tmp_path / "other")
     (weights,) = (other / "transformer").glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\1")
     options = LORA | {
+        **data,
         "pretrained_model_name_or_path": base,
         "max_train_steps": 3,
         changed: REFUSALS[changed].format(other=other),
@@ -214,6 +224,13 @@ def test_the_first_adapters_differ_by_layer_and_by_seed_and_change_nothing(base)
 def test_targets_that_cannot_be_adapted_are_refused(base, targets, reason):
     with pytest.raises(UserError, match=reason):
         family(base, "--model_type=lora", f"--lora_targets={targets}").build_model()
+
+
+def test_regularisation_data_needs_an_adapter(base, train, data, tmp_path):
+    code, output = train(tmp_path / "run", **data, model_family="flux", pretrained_model_name_or_path=base)
+    assert (code, "all weights are trained, so that model is not there any more" in output) == (2, True), output
+    assert "dataset 'b'" in output
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_a_family_without_adapters_says_so():

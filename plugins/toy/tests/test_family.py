@@ -202,7 +202,7 @@ def test_it_learns_two_words_with_every_prediction(prediction: str) -> None:
         drawn = noise.normal(numbers, (3, 8, 8))
         noisy = objective.add_noise(latents, drawn, t)
         prediction_ = family.forward(model, noisy, objective.timesteps(t), conditioning)
-        loss = objective.loss(prediction_, latents, drawn, noisy, t).mean()
+        loss = objective.compare(prediction_, objective.target(latents, drawn, t), t).mean()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()

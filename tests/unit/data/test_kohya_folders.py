@@ -67,7 +67,7 @@ def test_the_names_say_how_often_an_image_is_seen_and_its_caption(kohya: Path) -
     }
     assert sum(count.total for count in data.counts) == 10 + 10 + 1 + 1
     assert [notice.split(": ")[1] for notice in data.notices] == [
-        "left out, because regularisation images are not supported yet",
+        "left out, because they are regularisation images (is_regularisation_data)",
         "left out, because their names have no number",
     ]
 

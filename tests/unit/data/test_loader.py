@@ -187,6 +187,23 @@ def test_a_picture_that_breaks_is_replaced_by_the_next_and_recorded(pets: Path) 
     assert [a for i, a in enumerate(found) if i != place] == [a for i, a in enumerate(healthy) if i != place]
 
 
+def test_all_ranks_know_which_forward_passes_have_regularisation_data(tmp_path: Path) -> None:
+    a, b = fill(tmp_path / "a", 20), fill(tmp_path / "b", 3)
+    specs = (*specs_of(a), *specs_of(b, is_regularization_data=True))
+    shape = BatchShape(train_batch_size=8, ranks=1, accumulation=1)
+    data = prepare(build_datasets(specs, Catalog()), DataRules(seed=1, shape=shape, alignment=8))
+    (b / "001.png").write_bytes(b"broken")
+    ranks = [take(data, 12, 2, world=World(rank=rank, size=2), accumulation=2) for rank in (0, 1)]
+    passes = [micro for batches in zip(*ranks, strict=True) for micro in zip(*(batch.micro for batch in batches), strict=True)]
+
+    for parts in passes:
+        flags = [[key.startswith("b/") for key in micro.keys] for micro in parts]
+        assert [list(micro.regularisation) for micro in parts] == flags
+        assert [micro.has_regularisation for micro in parts] == [any(map(any, flags))] * 2
+    assert len({parts[0].has_regularisation for parts in passes}) == 2
+    assert "b/001.png" not in {key for parts in passes for micro in parts for key in micro.keys}
+
+
 def test_one_broken_picture_is_put_up_with_and_a_second_one_asks_for_a_stop(pets: Path, tmp_path: Path) -> None:
     data = data_of(pets, budget=0.05)
     (pets / "004.png").write_bytes(b"broken")

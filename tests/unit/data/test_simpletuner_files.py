@@ -117,10 +117,6 @@ def test_a_list_of_urls_is_read() -> None:
             {**LOCAL, "conditioning": {"type": "canny"}},
             ["conditioning is not supported for a dataset: conditioning images are not supported yet"],
         ),
-        (
-            {**LOCAL, "is_regularisation_data": True},
-            ["is_regularisation_data is not supported for a dataset: regularisation datasets are not supported yet"],
-        ),
     ],
 )
 def test_what_is_not_supported_yet_is_named_once(entry: Entry, problems: list[str]) -> None:

@@ -49,9 +49,8 @@ def perfect(objective: Objective, latents: torch.Tensor, noise: torch.Tensor, t:
 def test_the_right_answer_costs_nothing(objective: Objective) -> None:
     latents, noise = pictures()
     t = objective.times(torch.tensor([0.002, 0.1, 0.5, 0.9, 0.998]))
-    noisy = objective.add_noise(latents, noise, t)
     answer = perfect(objective, latents, noise, t)
-    assert objective.loss(answer, latents, noise, noisy, t).max() < 1e-10
+    assert objective.compare(answer, objective.target(latents, noise, t), t).max() < 1e-10
 
 
 @everywhere
@@ -60,7 +59,7 @@ def test_each_sample_has_its_own_cost(objective: Objective) -> None:
     t = objective.times(torch.full((5,), 0.5))
     answer = perfect(objective, latents, noise, t).clone()
     answer[2] += 1
-    costs = objective.loss(answer, latents, noise, objective.add_noise(latents, noise, t), t)
+    costs = objective.compare(answer, objective.target(latents, noise, t), t)
     assert costs.shape == (5,)
     assert costs.argmax() == 2
     assert costs.dtype == torch.float32
@@ -109,7 +108,7 @@ def test_flow_sample_is_judged_by_velocity_with_a_floor() -> None:
     latents, noise = pictures(2)
     t = torch.tensor([0.5, 0.01])
     objective = RectifiedFlow("sample")
-    costs = objective.loss(latents + 0.1, latents, noise, objective.add_noise(latents, noise, t), t)
+    costs = objective.compare(latents + 0.1, objective.target(latents, noise, t), t)
     torch.testing.assert_close(costs, torch.tensor([(0.1 / 0.5) ** 2, (0.1 / 0.05) ** 2]))
 
 
@@ -148,8 +147,13 @@ def test_each_sample_has_the_threshold_of_its_own_noise_level() -> None:
     latents, noise = pictures(2)
     objective = build_objective("epsilon", loss_type="huber", huber_schedule="snr")
     t = objective.times(torch.tensor([0.1, 0.9]))
-    both = objective.loss(latents, latents, noise, latents, t)
-    alone = [objective.loss(*(each[i : i + 1] for each in (latents, latents, noise, latents, t))) for i in (0, 1)]
+    both = objective.compare(latents, objective.target(latents, noise, t), t)
+    alone = [
+        objective.compare(
+            latents[i : i + 1], objective.target(latents[i : i + 1], noise[i : i + 1], t[i : i + 1]), t[i : i + 1]
+        )
+        for i in (0, 1)
+    ]
     torch.testing.assert_close(both, torch.cat(alone))
 
 

@@ -1,6 +1,6 @@
 """From a micro-batch to its loss: what of the batch and of the family decides its noise levels."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import pytest
@@ -87,6 +87,36 @@ def test_a_dataset_can_drop_captions_more_often_than_the_option_says() -> None:
     assert texts[(1.0, 0.0), 0] == texts[(1.0, 0.0), 1] == ["", "b"]
     assert texts[(None, 0.0), 1] == ["", "b"]
     assert texts[(0.0, None), 1] == ["a", ""]
+
+
+def test_regularisation_data_is_trained_towards_the_model_without_the_adapter() -> None:
+    family = TinyFamily()
+    model = model_of(family)
+    loss = denoising_loss(config(), family, "cpu")
+
+    def of(regularisation: tuple[bool, bool], *, without=halved, any_rank: bool = True) -> torch.Tensor:
+        chosen = replace(batch(), regularisation=regularisation, has_regularisation=any_rank)
+        return replace(loss, without_adapter=without)(model, chosen, FullPrecision())
+
+    ordinary, first, second, both = (of(each) for each in ((False, False), (True, False), (False, True), (True, True)))
+    torch.testing.assert_close(first + second, ordinary + both)
+    assert of((True, True), without=lambda _: nullcontext()) == 0, "the same model predicts the same"
+    assert 0 < both != ordinary
+    assert of((False, False), any_rank=False) == ordinary, "another rank's regularisation data changes nothing here"
+    both.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@contextmanager
+def halved(model):
+    """A model whose weights are half as large stands for that without the adapter."""
+    with torch.no_grad():
+        kept = [parameter.clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+        yield
+        for parameter, before in zip(model.parameters(), kept, strict=True):
+            parameter.copy_(before)
 
 
 def model_of(family: TinyFamily):

@@ -49,7 +49,8 @@ class MicroBatch:
     (`smalti.models.latents_of` makes the model's latents of either). `conditioning` is
     that of the captions, None if they were not. `numbers` are unique over the run and belong to the visit; `keys` are
     "DATASET/KEY"; `size_conditioning` says what the images show of their originals. `caption_dropout` is the share of visits
-    without a caption for each image, None where the option applies.
+    without a caption for each image, None where the option applies. `regularisation` says which images are regularisation data;
+    `has_regularisation`, the same on all ranks, whether any rank has some in its part of this forward pass.
     """
 
     bucket: Bucket
@@ -61,6 +62,8 @@ class MicroBatch:
     keys: tuple[str, ...]
     size_conditioning: tuple[SizeConditioning, ...]
     caption_dropout: tuple[float | None, ...] = ()
+    regularisation: tuple[bool, ...] = ()
+    has_regularisation: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -174,7 +177,8 @@ class Loader(Iterator[Batch]):
 
     def _micro(self, global_batch: GlobalBatch, index: int) -> MicroBatch:
         size = self._micro_batch
-        first = (index * self._world.data_size + self._world.data_rank) * size
+        start, stop = (place * self._world.data_size * size for place in (index, index + 1))  # of all ranks
+        first = start + self._world.data_rank * size
         visits = []
         encoded = self._reader.encoded(global_batch, range(first, first + size)) if not self._stopping.is_set() else {}
         for slot in range(first, first + size):
@@ -193,6 +197,8 @@ class Loader(Iterator[Batch]):
             keys=tuple(visit.key for visit in visits),
             size_conditioning=tuple(visit.size for visit in visits),
             caption_dropout=tuple(visit.dropout for visit in visits),
+            regularisation=tuple(visit.regularisation for visit in visits),
+            has_regularisation=self._reader.any_regularisation(global_batch, start, stop),
         )
 
     def _pixels(self, visits: Sequence[_Visit], bucket: Bucket) -> Tensor:
@@ -248,6 +254,7 @@ class _Visit:
     key: str
     size: SizeConditioning
     dropout: float | None = None
+    regularisation: bool = False
 
 
 class _Reader:
@@ -264,6 +271,14 @@ class _Reader:
         self._cache: dict[int, Bytes] = {}
         self._substitutes: dict[Bucket, tuple[Tensor, CropOffset]] = {}
         self._cache_bytes_free = cache_bytes
+        self._regularises = any(dataset.spec.is_regularisation_data for dataset in data.datasets)
+
+    def any_regularisation(self, batch: GlobalBatch, start: int, stop: int) -> bool:
+        """Whether there is regularisation data in these places of a global batch."""
+        return self._regularises and any(map(self._is_regularisation, batch.samples[start:stop].tolist()))
+
+    def _is_regularisation(self, sample: int) -> bool:
+        return self._data.datasets[self._data.locate(sample)[0]].spec.is_regularisation_data
 
     def encoded(self, batch: GlobalBatch, slots: Iterable[int]) -> dict[int, tuple[Tensor, CropOffset]]:
         """Returns the latents of slots, by slot, read together. Those that are left out have to be read one by one."""
@@ -280,13 +295,15 @@ class _Reader:
 
     def visit(self, batch: GlobalBatch, slot: int, encoded: Mapping[int, tuple[Tensor, CropOffset]]) -> _Visit:
         """`encoded` are latents that are read already, by slot."""
-        number = batch.numbers[slot]
+        number, planned = batch.numbers[slot], int(batch.samples[slot])
         if (found := encoded.get(slot)) is not None:
             self._substitutes[batch.bucket] = found
-            return self._complete(int(batch.samples[slot]), *found, batch.epoch, number)
-        for sample in chain([int(batch.samples[slot])], self._data.order.replacements(batch, slot)):
+            return self._complete(planned, *found, batch.epoch, number)
+        for sample in chain([planned], self._data.order.replacements(batch, slot)):
             if sample in self._bad:
                 continue
+            if self._regularises and self._is_regularisation(sample) != self._is_regularisation(planned):
+                continue  # all ranks have to know, without reading, which forward passes have regularisation data
             if self._latents is not None:
                 return self._complete(sample, *self._encoded(sample, batch.bucket, number), batch.epoch, number)
             image = self._load(sample, batch.bucket)
@@ -355,7 +372,8 @@ class _Reader:
         caption = text_of(self._data, sample, epoch=epoch, number=number, cached=self._texts_cached)
         key = f"{dataset.spec.id}/{dataset.index.key(row)}"
         dropout = dataset.spec.caption_dropout_probability
-        return _Visit(content=content, caption=caption, key=key, size=size, dropout=dropout)
+        regularisation = dataset.spec.is_regularisation_data
+        return _Visit(content=content, caption=caption, key=key, size=size, dropout=dropout, regularisation=regularisation)
 
 
 def _normalised(images: Bytes) -> NDArray[np.float32]:

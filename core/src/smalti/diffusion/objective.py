@@ -49,8 +49,12 @@ class Objective(Protocol):
         """Noisy latents at `t`, in the dtype of `latents`."""
         ...
 
-    def loss(self, prediction: Tensor, latents: Tensor, noise: Tensor, noisy: Tensor, t: Tensor) -> Tensor:
-        """(B,): the loss of each raw prediction, averaged over its elements, not weighted."""
+    def target(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """(B, ...): the raw prediction that has no loss."""
+        ...
+
+    def compare(self, prediction: Tensor, target: Tensor, t: Tensor) -> Tensor:
+        """(B,): the loss of each raw prediction against another one, averaged over its elements, not weighted."""
         ...
 
     def timesteps(self, t: Tensor) -> Tensor:
@@ -162,13 +166,16 @@ class RectifiedFlow:
     def add_noise(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         return torch.lerp(latents.float(), noise.float(), _per_sample(t, latents)).to(latents.dtype)
 
-    def loss(self, prediction: Tensor, latents: Tensor, noise: Tensor, noisy: Tensor, t: Tensor) -> Tensor:
+    def target(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        return noise.float() - latents.float() if self.prediction == "flow_matching" else latents
+
+    def compare(self, prediction: Tensor, target: Tensor, t: Tensor) -> Tensor:
         thresholds = self.cost.thresholds(self, t)
         if self.prediction == "flow_matching":
-            return self.cost(prediction, noise.float() - latents.float(), thresholds)
+            return self.cost(prediction, target, thresholds)
         # The noisy latents cancel in the difference of both velocities.
-        time = _per_sample(t, latents).clamp(min=self.floor)
-        return self.cost(prediction.float() / time, latents.float() / time, thresholds)
+        time = _per_sample(t, target).clamp(min=self.floor)
+        return self.cost(prediction.float() / time, target.float() / time, thresholds)
 
     def timesteps(self, t: Tensor) -> Tensor:
         return t * STEPS
@@ -223,14 +230,16 @@ class Ddpm:
         alpha, sigma = self._alpha_sigma_for(t, latents)
         return (alpha * latents.float() + sigma * noise.float()).to(latents.dtype)
 
-    def loss(self, prediction: Tensor, latents: Tensor, noise: Tensor, noisy: Tensor, t: Tensor) -> Tensor:
-        thresholds = self.cost.thresholds(self, t)
+    def target(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         if self.prediction == "epsilon":
-            return self.cost(prediction, noise, thresholds)
+            return noise
         if self.prediction == "sample":
-            return self.cost(prediction, latents, thresholds)
+            return latents
         alpha, sigma = self._alpha_sigma_for(t, latents)
-        return self.cost(prediction, alpha * noise.float() - sigma * latents.float(), thresholds)
+        return alpha * noise.float() - sigma * latents.float()
+
+    def compare(self, prediction: Tensor, target: Tensor, t: Tensor) -> Tensor:
+        return self.cost(prediction, target, self.cost.thresholds(self, t))
 
     def timesteps(self, t: Tensor) -> Tensor:
         return t.float()

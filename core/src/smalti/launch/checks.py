@@ -7,7 +7,7 @@ skipped. Importing this module imports no torch; checks of a model family do.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -43,6 +43,7 @@ from smalti.types import DistributedPlan
 if TYPE_CHECKING:
     from torch import nn
 
+    from smalti.data import DatasetSpec
     from smalti.models import ModelFamily
     from smalti.training import DenoisingLoss
 
@@ -112,7 +113,7 @@ def check_run(config: Config, plugins: Plugins, *, thorough: bool = False) -> Ch
     checks = ProblemCollector(problems=list(config.problems))
     checks.problems += plugin_problems(config, plugins)
     config = config.invalidated(checks.problems)
-    checks.run(lambda: _datasets(config, plugins))
+    datasets = checks.run(lambda: _datasets(config, plugins)) or ()
     checkpoint = checks.run(lambda: _checkpoint(config, plugins))
     distributed = checks.run(lambda: choose_distributed(config, plugins))
     entries = plugins.gather(HookSpecs.register_optimizers)
@@ -124,6 +125,7 @@ def check_run(config: Config, plugins: Plugins, *, thorough: bool = False) -> Ch
     notices: tuple[str, ...] = ()
     if family:
         notices = checks.run(lambda: _validation(config, family)) or ()
+        checks.run(lambda: _regularisation(config, family, datasets))
         if distributed:
             checks.run(lambda: check_sharding(distributed, family))
         if thorough or (distributed and (distributed.context > 1 or distributed.check_model)):
@@ -133,12 +135,29 @@ def check_run(config: Config, plugins: Plugins, *, thorough: bool = False) -> Ch
     return CheckedRun(distributed=distributed, family=family, loss=loss, checkpoint=checkpoint, notices=notices)
 
 
-def _datasets(config: Config, plugins: Plugins) -> None:
+def _datasets(config: Config, plugins: Plugins) -> tuple[DatasetSpec, ...]:
     options = config[DataOptions]
     if sum(map(bool, (options.data_backend_config, options.datasets, options.instance_data_dir))) == 1:
         from smalti.data import catalog_of, dataset_specs
 
-        dataset_specs(config, catalog_of(plugins))
+        return dataset_specs(config, catalog_of(plugins))
+    return ()
+
+
+def _regularisation(config: Config, family: ModelFamily, datasets: Iterable[DatasetSpec]) -> None:
+    """Raises ConfigError for regularisation data where there is no model without an adapter, whose prediction is its target."""
+    from smalti.models import ScalesAdapter
+
+    chosen = [spec.id for spec in datasets if spec.is_regularisation_data and spec.dataset_type == "image"]
+    why = ""
+    if config[ModelOptions].model_type != "lora":
+        why = "all weights are trained, so that model is not there any more"
+    elif not isinstance(family, ScalesAdapter):
+        why = f"the model family {family.name} cannot leave out its adapter"
+    if chosen and why:
+        message = f"is_regularisation_data trains towards the model without the adapter, and {why}"
+        fix = "set model_type to lora, remove is_regularisation_data, or set disabled: true for this dataset"
+        raise ConfigError([Problem(message=message, where=f"dataset {name!r}", fix=fix) for name in chosen])
 
 
 def _checkpoint(config: Config, plugins: Plugins) -> Path | None:

@@ -5,9 +5,10 @@ Shapes: B batch, latents (B, C, h, w).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -27,7 +28,7 @@ from smalti.diffusion import (
     build_timesteps,
     build_weighting,
 )
-from smalti.models import ModelFamily, SizeConditioning, latents_of
+from smalti.models import ModelFamily, ScalesAdapter, SizeConditioning, latents_of
 from smalti.parallel import to_device
 
 
@@ -53,6 +54,10 @@ class MicroBatch(Protocol):
     def numbers(self) -> Sequence[int]: ...
     @property
     def caption_dropout(self) -> Sequence[float | None]: ...
+    @property
+    def regularisation(self) -> Sequence[bool]: ...
+    @property
+    def has_regularisation(self) -> bool: ...
 
 
 class Precision(Protocol):
@@ -90,6 +95,8 @@ class DenoisingLoss:
     dropout: float
     unconditional: Conditioning | None = None
     """One row: the conditioning of the empty prompt, if texts were encoded before training."""
+    without_adapter: Callable[[nn.Module], AbstractContextManager[None]] | None = None
+    """Within it the model is the one without its adapter; None where a family cannot do that. For regularisation data."""
 
     def __call__(self, model: nn.Module, batch: MicroBatch, precision: Precision) -> Tensor:
         """The mean loss over the samples of one micro-batch: a scalar with a gradient."""
@@ -103,10 +110,23 @@ class DenoisingLoss:
             texts = self._caption_conditioning(batch, dropped=chance[:, 1] < self._dropout(batch))
             width, height = batch.bucket.width, batch.bucket.height
             conditioning = texts | self.family.encode_size_conditioning(batch.size_conditioning, width, height)
+        target = self.objective.target(latents, noise, t)
+        if batch.has_regularisation:
+            base = self._base_prediction(model, noisy, t, conditioning, precision)
+            chosen = to_device(torch.tensor(batch.regularisation), latents.device).view(-1, *[1] * (target.ndim - 1))
+            target = torch.where(chosen, base.float(), target.float())
         with precision.autocast():
             prediction = self.family.forward(model, noisy, self.objective.timesteps(t), conditioning)
-        losses = self.objective.loss(prediction, latents, noise, noisy, t)
+        losses = self.objective.compare(prediction, target, t)
         return (losses * self.weighting(t)).mean()
+
+    def _base_prediction(
+        self, model: nn.Module, noisy: Tensor, t: Tensor, conditioning: Conditioning, precision: Precision
+    ) -> Tensor:
+        """What the model predicts without its adapter. Each rank has to call it: the model may be sharded."""
+        assert self.without_adapter is not None, "checked before the launch"
+        with torch.no_grad(), self.without_adapter(model), precision.autocast():
+            return self.family.forward(model, noisy, self.objective.timesteps(t), conditioning)
 
     def describe_timesteps(self, buckets: Iterable[Bucket]) -> str:
         """Which noise levels images of these sizes are trained at, in words: "logit-normal(0, 1), shift 3 (...)"."""
@@ -142,7 +162,10 @@ def default_distribution(objective: Objective) -> Distribution:
 
 
 def denoising_loss(
-    config: Config, family: ModelFamily, device: str, unconditional: Conditioning | None = None
+    config: Config,
+    family: ModelFamily,
+    device: str,
+    unconditional: Conditioning | None = None,
 ) -> DenoisingLoss:
     """The loss that the options describe. Raises UserError for options that do not go together.
 
@@ -168,4 +191,5 @@ def denoising_loss(
         noise=SampleNoise(config[RunOptions].seed, device),
         dropout=config[DataOptions].caption_dropout_probability,
         unconditional=unconditional,
+        without_adapter=partial(family.adapter_strength, strength=0.0) if isinstance(family, ScalesAdapter) else None,
     )

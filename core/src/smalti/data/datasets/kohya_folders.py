@@ -98,7 +98,7 @@ def left_out_notices(name: str, layout: KohyaLayout) -> list[str]:
     notices = []
     if layout.regularisation:
         names = ", ".join(str(path) for path in layout.regularisation)
-        notices.append(f"dataset {name}: left out, because regularisation images are not supported yet: {names}")
+        notices.append(f"dataset {name}: left out, because they are regularisation images (is_regularisation_data): {names}")
     if layout.others:
         notices.append(f"dataset {name}: left out, because their names have no number: {', '.join(layout.others)}")
     return notices

@@ -244,7 +244,8 @@ class _EntryParser:
         if metadata in self.catalog.tables:
             values["caption_strategy"] = metadata
         options: dict[str, object] = {}
-        for key, value in entry.items():
+        for given, value in entry.items():
+            key = simpletuner.SAME_KEYS.get(given, given)
             if key in ENTRY_KEYS:
                 values[key] = value
             elif key in storage_keys:

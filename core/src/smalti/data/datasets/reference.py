@@ -54,7 +54,8 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "minimum_aspect_ratio",
         "maximum_aspect_ratio",
     ),
-    "Number of samples": (
+    "Weight among the datasets": (
+        "is_regularisation_data",
         "repeats",
         "probability",
         "start_epoch",

@@ -33,7 +33,6 @@ _BATCHED = "encoding is batched automatically"
 _BEFORE = "latents and embeddings are computed once, before training"
 _NO_DELETION = "nothing is ever deleted"
 _NO_CONDITIONING = "conditioning images are not supported yet"
-_NO_REGULARISATION = "regularisation datasets are not supported yet"
 _IMAGES_ALONE = "remove it to train on the images alone, or set disabled: true"
 _DISABLE = "set disabled: true in this entry"
 
@@ -74,8 +73,6 @@ REFUSED: Mapping[str, ExternalKey] = {
     "text_cache_disable": ExternalKey(
         why="all datasets are cached alike", same=(False,), fix="set the option text_cache_disable instead"
     ),
-    "is_regularisation_data": ExternalKey(why=_NO_REGULARISATION, same=(False,), fix=_DISABLE),
-    "is_regularization_data": ExternalKey(why=_NO_REGULARISATION, same=(False,), fix=_DISABLE),
     "slider_strength": ExternalKey(why="slider LoRAs are not supported yet", same=(0,), fix=_DISABLE),
     "conditioning": ExternalKey(why=_NO_CONDITIONING, fix=_IMAGES_ALONE),
     "conditioning_config": ExternalKey(why=_NO_CONDITIONING, fix=_IMAGES_ALONE),
@@ -118,6 +115,9 @@ WITHOUT_CROP: Mapping[str, object] = {
     "target_downsample_size": 0,
 }
 """What `crop: false` means there: images are scaled to cover their bucket, and what exceeds it is cropped."""
+
+SAME_KEYS: Mapping[str, str] = {"is_regularization_data": "is_regularisation_data"}
+"""Other spellings of keys."""
 
 SAME_BACKENDS: Mapping[str, str] = {"filesystem": "discovery", "webshart": "webdataset", "tar": "webdataset"}
 """Other names of metadata backends."""

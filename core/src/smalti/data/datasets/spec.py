@@ -294,6 +294,12 @@ class DatasetSpec(BaseModel):
     minimum_aspect_ratio: float = _key(0.0, ge=0, help="Leave out images whose width / height is smaller; 0 keeps all.")
     maximum_aspect_ratio: float = _key(0.0, ge=0, help="Leave out images whose width / height is larger; 0 keeps all.")
 
+    is_regularisation_data: bool = _key(
+        False,
+        help="Train an adapter to change nothing on these images: the target is the prediction of the model without the"
+        " adapter, instead of the image. Costs another forward pass for batches with such images. Only with"
+        " `model_type: lora`.",
+    )
     repeats: int = _key(
         0,
         ge=0,

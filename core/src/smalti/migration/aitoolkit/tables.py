@@ -222,7 +222,10 @@ DATASETS: tuple[Rule, ...] = (
     read("square_crop", "crop_aspect", note="square"),
     read("bucket_tolerance", "aspect_bucket_alignment", note="64 by default there"),
     read("random_crop", "crop_style"),
-    read("is_reg", note="regularisation images are not supported: the dataset is left out"),
+    read(
+        "is_reg",
+        note="the dataset is left out; here `is_regularisation_data` trains towards the model without the adapter instead",
+    ),
     read("num_frames", note="videos are not supported: the dataset is left out"),
     *no_effect("latents and captions are cached by default", "cache_latents", "cache_latents_to_disk", "cache_text_embeddings"),
     *no_effect("latents and captions are cached by default", "cache_clip_vision_to_disk", "num_workers", "prefetch_factor"),

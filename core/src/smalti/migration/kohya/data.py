@@ -50,7 +50,9 @@ def _dataset(given: dict[str, Found], result: Imported) -> None:
         if key in given and given[key].value:
             why = next(rule.note for rule in DATASETS if rule.key == key)
             fix = (
-                "add the folder as a dataset with captions of its own" if key == "is_reg" else "put NAME.txt beside each image"
+                "add the folder as a dataset with is_regularisation_data"
+                if key == "is_reg"
+                else "put NAME.txt beside each image"
             )
             result.leave(given[key].place, why, fix=fix, value=folder.value if folder else given[key].value)
             return

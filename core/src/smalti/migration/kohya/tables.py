@@ -253,9 +253,9 @@ OPTIONS: tuple[Rule, ...] = (
     *unsupported("prompts are read without weights", "weighted_captions"),
     *unsupported("the Huber losses have one threshold, huber_c", "huber_scale", off=(*OFF, 1)),
     *unsupported(
-        "regularisation images are not supported",
+        "prior preservation with a loss of its own weight is not supported",
         "reg_data_dir",
-        fix="leave them out, or add the folder as a dataset of its own with its own captions",
+        fix="leave them out, or add the folder as a dataset of its own with is_regularisation_data",
     ),
     *unsupported("tables of kohya's fine-tuning method are not read", "in_json", "metadata_file", fix="see docs/datasets.md"),
     *unsupported("an own class of datasets is not supported", "dataset_class"),
@@ -312,7 +312,10 @@ DATASETS: tuple[Rule, ...] = (
     read("random_crop", "crop_style"),
     read("skip_image_resolution", "minimum_image_size", note="smaller images are left out; equal ones are kept here"),
     read("caption_dropout_rate", "caption_dropout_probability", note="the option; a key of each dataset where they differ"),
-    read("is_reg", note="regularisation images are not supported: the dataset is left out"),
+    read(
+        "is_reg",
+        note="the dataset is left out; here `is_regularisation_data` trains towards the model without the adapter instead",
+    ),
     read("metadata_file", note="tables of kohya's fine-tuning method are not read"),
     *no_effect("sizes and captions are indexed automatically", "cache_info"),
     *no_effect("images are scaled with antialiasing", "resize_interpolation"),

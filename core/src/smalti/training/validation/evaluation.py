@@ -96,7 +96,7 @@ def _batch_losses(run: Run, model: nn.Module, images: HeldOutImages, noise: Samp
         noisy = objective.add_noise(latents, noise_values, t)
         with run.parallel.autocast():
             prediction = family.forward(model, noisy, objective.timesteps(t), conditioning)
-        columns.append(objective.loss(prediction, latents, noise_values, noisy, t))
+        columns.append(objective.compare(prediction, objective.target(latents, noise_values, t), t))
     return torch.stack(columns, dim=1)
 
 
