@@ -11,6 +11,8 @@ import pytest
 from PIL import Image
 
 from smalti.data import DatasetSpec, StoredFile
+from smalti.data.scan.build import build_index
+from smalti.data.scan.index import DatasetIndex
 from smalti.data.sources.archives.tar_members import DamagedTarError, Member, members
 from smalti.data.sources.archives.webdataset import WebDataset
 from smalti.data.storage.local import LocalStorage
@@ -114,6 +116,30 @@ def test_unchanged_shards_are_not_read_again(tmp_path: Path) -> None:
     kept.write_bytes(kept.read_bytes()[:50])
     assert [one.key for one in source(data, folder=folder).list()] == ["b.tar/c.jpg", "b.tar/d.jpg"]
     assert len(list((folder / "containers").iterdir())) == 1
+
+
+def test_an_index_of_unchanged_shards_stays_and_a_replaced_image_of_the_same_size_is_noticed(tmp_path: Path) -> None:
+    data, path = tmp_path / "data", tmp_path / "run/tars.arrow"
+
+    def scanned(**values: object) -> tuple[DatasetIndex, int]:
+        made = source(data, folder=tmp_path / "run/tars", **values)
+        index = build_index(made._spec, LocalStorage(data), made, path)
+        return index, path.stat().st_ino
+
+    pictures = [image(8, 8, "BMP") for _ in range(3)]
+    shard(data / "a.tar", {"a.bmp": pictures[0], "a.txt": b"a", "b.bmp": pictures[1], "b.txt": b"b", "c.txt": b"c"})
+    first, file = scanned()
+    before = [first.digests, *(first.numbers("content").tolist())]
+    assert scanned()[1] == file
+    shard(data / "a.tar", {"a.bmp": pictures[0], "a.txt": b"a", "b.bmp": pictures[2], "b.txt": b"b", "c.txt": b"c"})
+    second, file = scanned()
+    assert second.numbers("content").tolist()[0] == before[1]
+    assert second.numbers("content").tolist()[1] != before[2]
+    assert (second.digests.keys, second.digests.captions) == (before[0].keys, before[0].captions)
+    assert second.digests.content != before[0].content
+    again, other = scanned(metadata_options={"caption_extension": "json"})
+    assert other != file
+    assert again.unusable == 2
 
 
 def test_a_truncated_shard_keeps_the_images_before(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ class Listed:
 
     `size` is that of the file in bytes. `caption_etag` is the etag of the text file beside the image, "" without one, so that
     a changed caption is detected. `place` says where the bytes are if they are not a file of the storage, in words of the
-    source, which then `ReadsPlaces`. A sample with a `problem` is quarantined without being opened.
+    source, which then `ReadsPlaces`. A sample with a `problem` is quarantined without being opened. `content` is a digest
+    of the image, never 0: where sizes are listed too, it distinguishes an image from another one of the same size.
     """
 
     key: str
@@ -42,6 +43,7 @@ class Listed:
     height: int | None = None
     place: str = ""
     problem: str = ""
+    content: int | None = None
 
 
 LISTED = pa.schema(
@@ -55,6 +57,7 @@ LISTED = pa.schema(
         pa.field("height", pa.int32()),
         pa.field("place", pa.string(), nullable=False),
         pa.field("problem", pa.string(), nullable=False),
+        pa.field("content", pa.int64()),  # null: unknown to the source
     ]
 )
 """The fields of `Listed` as columns."""
@@ -112,6 +115,7 @@ class ListedState:
     digest: str
     notices: tuple[str, ...] = ()
     skipped_files: Mapping[str, int] = field(default_factory=dict)
+    bytes_per_shuffled_image: int = 0
 
 
 @runtime_checkable

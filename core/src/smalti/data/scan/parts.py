@@ -29,7 +29,7 @@ def in_parts(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """The same rows, `PART_ROWS` at a time."""
     waiting: list[pa.RecordBatch] = []
     count = 0
-    for batch in batches:
+    for batch in map(_completed, batches):
         while len(batch):
             part = batch.slice(0, PART_ROWS - count)
             batch = batch.slice(len(part))
@@ -76,6 +76,13 @@ def _columns(listed: Iterator[Listed]) -> Iterator[pa.RecordBatch]:
     while some := list(islice(listed, PART_ROWS)):
         columns = [pa.array([getattr(one, field.name) for one in some], field.type) for field in LISTED]
         yield pa.RecordBatch.from_arrays(columns, schema=LISTED)
+
+
+def _completed(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """With the column `content`, which plugins and files of earlier versions may not have."""
+    if "content" in batch.schema.names:
+        return batch
+    return batch.append_column("content", pa.nulls(len(batch), pa.int64()))
 
 
 def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:

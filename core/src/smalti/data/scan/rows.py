@@ -140,7 +140,7 @@ class Rows:
     def _image(self, listed: Listed, old: Row | None) -> tuple[object, object, object]:
         """Width, height and content."""
         if listed.width is not None and listed.height is not None:
-            return listed.width, listed.height, 0
+            return listed.width, listed.height, listed.content or 0
         if old and old["etag"] == listed.etag:
             return old["width"], old["height"], old["content"]
         if listed.place:
@@ -169,7 +169,7 @@ def _sizes(listed: pa.RecordBatch, old: pa.RecordBatch) -> tuple[dict[str, NDArr
     sizes = {}
     for name in ("width", "height", "content"):
         before = pc.fill_null(old.column(name), 0).to_numpy()
-        now = pc.fill_null(listed.column(name), 0).to_numpy() if name != "content" else 0
+        now = pc.fill_null(listed.column(name), 0).to_numpy()
         sizes[name] = np.where(given, now, np.where(same, before, 0))
     return sizes, given | same
 

@@ -91,6 +91,7 @@ class JsonLines:
         empty = pa.array([""]).take(pa.array(np.zeros(len(rows), dtype=np.int64)))
         columns |= {"key": names, "place": empty, "problem": pc.if_else(there, "", nowhere)}
         columns |= {name: rows.column(name) for name in ("captions", "width", "height")}
+        columns["content"] = pa.nulls(len(rows), pa.int64())
         yield pa.RecordBatch.from_arrays([columns[name] for name in LISTED.names], schema=LISTED)
 
     def _blocks(self) -> Iterator[bytes]:

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from smalti.data.datasets.sources import LISTED, Listed
+from smalti.data.datasets.sources import LISTED, Listed, ListedState
 from smalti.data.datasets.spec import DatasetSpec
-from smalti.data.sources.listing import WINDOW
+from smalti.data.sources.listing import FILES, WINDOW
+from smalti.data.sources.unchanged import ListingDigest
 from smalti.data.storage.protocol import Storage, StoredFile
 from smalti.data.threads import Threads
 from smalti.errors import UserError
@@ -53,6 +54,7 @@ class ContainerSource(ABC):
         self._storage = storage
         self._folder: Path | None = None
         self.notices: tuple[str, ...] = ()
+        self.listed_state: ListedState | None = None
 
     @abstractmethod
     def containers(self) -> Sequence[StoredFile]:
@@ -70,13 +72,20 @@ class ContainerSource(ABC):
     def use_folder(self, folder: Path) -> None:
         self._folder = folder / "containers"
 
+    def is_unchanged(self, before: ListedState) -> bool:
+        if self._digest(self._sorted()) != before.digest:
+            return False
+        self.notices = before.notices
+        return True
+
     def list(self) -> Iterator[Listed]:
         for batch in self.list_columns():
             for row in batch.to_pylist():
                 yield Listed(**row | {"captions": None if row["captions"] is None else tuple(row["captions"])})
 
     def list_columns(self) -> Iterator[pa.RecordBatch]:
-        files = sorted(self.containers(), key=lambda file: f"{file.key}/")
+        self.listed_state = None
+        files = self._sorted()
         if not files:
             raise UserError(
                 f"dataset {self._spec.id!r}: no {self.kind} in {self._storage.location}", fix="check instance_data_dir"
@@ -88,6 +97,18 @@ class ContainerSource(ABC):
                 yield contents.rows.slice(start, WINDOW)
         self.notices = tuple(f"dataset {self._spec.id}: {notice}" for notice in notices)
         self._forget_others(files)
+        self.listed_state = ListedState(digest=self._digest(files), notices=self.notices)
+
+    def _sorted(self) -> Sequence[StoredFile]:
+        return sorted(self.containers(), key=lambda file: f"{file.key}/")
+
+    def _digest(self, files: Sequence[StoredFile]) -> str:
+        """The digest of all that determines the samples."""
+        digest = ListingDigest()
+        columns = ([file.key for file in files], [file.size for file in files], [file.etag for file in files])
+        arrays = [pa.array(column, field.type) for column, field in zip(columns, FILES, strict=True)]
+        digest.add(pa.RecordBatch.from_arrays(arrays, schema=FILES))
+        return digest.result(self._spec.id, json.dumps([_FORMAT, self.recipe], sort_keys=True))
 
     def _contents(self, files: Sequence[StoredFile]) -> Iterator[Contents]:
         """The contents of all containers in order; a few are read at the same time."""

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -20,7 +21,7 @@ import pyarrow.parquet as pq
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from smalti.data.datasets.sources import Listed
+from smalti.data.datasets.sources import Listed, ListedState
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.datasets.wrong_values import wrong_values
 from smalti.data.scan.image_headers import read_header
@@ -78,7 +79,7 @@ class RowImages(ContainerSource):
         self._memory = _Memory(self._decoded)
         self._files: dict[str, _Groups] = {}
         self._lock = threading.Lock()
-        self._bytes = self._groups = 0
+        self._bytes = self._groups = self._unchanged_cost = 0
 
     @property
     def recipe(self) -> object:
@@ -87,17 +88,25 @@ class RowImages(ContainerSource):
     @property
     def bytes_per_shuffled_image(self) -> int:
         """Bytes that reading one image in a shuffled order costs, as the last `list` found; 0 if all fit in memory."""
-        return self._bytes // self._groups if self._bytes > MEMORY else 0
+        return self._bytes // self._groups if self._bytes > MEMORY else self._unchanged_cost
 
     def containers(self) -> Sequence[StoredFile]:
         return [file for file in self._storage.list() if file.key.endswith((".parquet", ".arrow")) and not _hidden(file.key)]
 
+    def is_unchanged(self, before: ListedState) -> bool:
+        same = super().is_unchanged(before)
+        if same:
+            self._unchanged_cost = before.bytes_per_shuffled_image
+        return same
+
     def list_columns(self) -> Iterator[pa.RecordBatch]:
-        self._bytes = self._groups = 0
+        self._bytes = self._groups = self._unchanged_cost = 0
         for batch in super().list_columns():
             self._bytes += pc.sum(batch.column("size")).as_py() or 0
             self._groups += pc.count_distinct(pc.replace_substring_regex(batch.column("place"), ":[0-9]+$", "")).as_py()
             yield batch
+        if self.listed_state is not None:
+            self.listed_state = replace(self.listed_state, bytes_per_shuffled_image=self.bytes_per_shuffled_image)
 
     def open(self, file: StoredFile) -> Contents:
         location = f"{self._storage.location}/{file.key}"
@@ -276,7 +285,8 @@ def _listed(key: str, place: str, data: pa.Buffer | None, captions: tuple[str, .
     except BadSampleError as error:
         return Listed(key=key, size=len(view), etag=etag, place=place, problem=str(error))
     return Listed(
-        key=key, size=len(view), etag=etag, captions=captions, width=header.width, height=header.height, place=place
+        key=key, size=len(view), etag=etag, captions=captions, width=header.width, height=header.height, place=place,
+        content=header.content,
     )  # fmt: skip
 
 

@@ -165,16 +165,18 @@ class _Shard:
         key, etag = f"{self._file.key}/{name}", f"{self._file.etag}:{member.offset:x}"
         end = member.offset + member.size
         place = f"{self._file.key}:{member.offset}:{member.size}"
-        problem, width, height = "", None, None
+        problem, width, height, content = "", None, None, None
         if end > self._file.size:
             problem = f"the shard is truncated: it ends at byte {self._file.size}, the image at byte {end}"
         else:
             try:
                 header = read_header(cast(Storage, _Part(read, member)), key, member.size)
-                width, height = header.width, header.height
+                width, height, content = header.width, header.height, header.content
             except BadSampleError as error:
                 problem = str(error)
-        one = Listed(key=key, size=member.size, etag=etag, width=width, height=height, place=place, problem=problem)
+        one = Listed(
+            key=key, size=member.size, etag=etag, width=width, height=height, place=place, problem=problem, content=content
+        )  # fmt: skip
         self._images[sample] = one
 
 

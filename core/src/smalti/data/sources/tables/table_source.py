@@ -209,5 +209,6 @@ def _listed(files: pa.RecordBatch, rows: pa.RecordBatch, texts: _Texts | None) -
         "height": rows.column("height"),
         "place": none,
         "problem": none,
+        "content": pa.nulls(files.num_rows, pa.int64()),
     }
     return pa.RecordBatch.from_arrays([columns[field.name] for field in LISTED], schema=LISTED)
