@@ -139,7 +139,7 @@ def _sender_killed(report: Report, chance: Random, run: Path) -> None:
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        again = SenderProcess(Setup(**{**vars(setup), "takes_over": None}))
+        again = SenderProcess(Setup(**{**vars(setup), "takes_over": True}))
         again.start()
         again.finish()
         report.expect({each.id for each in receiver.requests} == set(names), "an event is lost, or has another id")

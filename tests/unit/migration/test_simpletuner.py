@@ -104,3 +104,14 @@ def test_variables_of_config_env_are_options(imported, write):
 def test_a_data_file_alone_becomes_datasets(imported):
     values = imported({"data.json": json.dumps(DATA)})[0]
     assert (values.keys(), len(values["datasets"])) == ({"datasets"}, 3)
+
+
+def test_a_secret_is_not_copied_and_the_list_of_what_is_left_says_so(imported):
+    webhook = {"webhook_type": "raw", "callback_url": "https://hooks.example.com/", "auth_token": "hunter2"}
+    values, left, text = imported({"config.json": json.dumps({**CONFIG, "webhook_config": webhook})})
+    assert "webhook_config" not in values
+    assert "hunter2" not in f"{text}{left}"
+    [line] = [each for each in left.values() if each.why == "secrets are not copied"]
+    assert "SMALTI_WEBHOOK_CONFIG" in line.fix
+    values, left, text = imported({"config.json": json.dumps({**CONFIG, "webhook_config": "config/webhooks.json"})})
+    assert values["webhook_config"] == "config/webhooks.json"

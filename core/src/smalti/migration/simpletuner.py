@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from smalti.config import Config, Schema, draft
+from smalti.config import PREFIX, Config, Schema, draft
 from smalti.data import DataDefaults, is_comment, parse_datasets
 from smalti.errors import InvalidOptionError
 from smalti.migration.files import Opened, companion, open_file
@@ -111,9 +111,10 @@ def _lines(config: Config, file: Opened, result: Imported) -> object:
     """Add every option that has a value, list what is refused, and return the instance prompt."""
     for name in config.sources:
         value = None if name in _REMAINING else _value(config, name)
-        if config.schema.options[name].is_secret(value):
-            continue
-        if value is not None:
+        if value is not None and config.schema.options[name].is_secret(value):
+            fix = f"set it in the environment, as {PREFIX}{name.upper()}"
+            result.left.append(Left(place=f"{name} in {file.name}", why="secrets are not copied", fix=fix))
+        elif value is not None:
             result.add(name, _plain(value), _comment(config.source(name), file))
     for problem in config.problems:
         result.left.append(Left(place=problem.where or file.name, why=problem.message, fix=problem.fix))

@@ -4,6 +4,8 @@ import base64
 import hashlib
 import hmac
 import json
+import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -258,3 +260,28 @@ def test_every_endpoint_has_a_status_of_its_own(endpoint_of, event_of, tmp_path)
             turned.run(2)
     [row] = outbox.rows()
     assert sorted((each.status, each.attempts) for each in row.deliveries.values()) == [("delivered", 1), ("pending", 2)]
+
+
+@pytest.mark.parametrize(("nodes", "found"), [(1, [0, 1, 2, 3]), (2, [1, 3]), (4, [1])])
+def test_each_node_takes_over_its_own_events_and_a_share_of_those_of_nodes_that_are_gone(
+    tmp_path, receiver, endpoint_of, event_of, nodes, found
+):
+    for node in range(4):
+        Outbox(tmp_path, node=node).add(event_of(f"msg_{node}", critical=True), [endpoint_of(receiver)])
+    for path in (tmp_path / "webhooks" / "outbox").glob("*.json"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "sender": {}}))
+    rows = Outbox(tmp_path, node=min(1, nodes - 1)).take_over(nodes)
+    assert sorted(int(row.event.id[-1]) for row in rows) == found
+
+
+def test_the_events_of_a_sender_that_still_runs_are_left_to_it(tmp_path, receiver, endpoint_of, event_of):
+    outbox = Outbox(tmp_path)
+    outbox.add(event_of("msg_1", critical=True), [endpoint_of(receiver)])
+    [path] = outbox.folder.glob("*.json")
+    row = json.loads(path.read_text())
+    started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+    parent = {**row["sender"], "pid": os.getppid(), "start_time": started}
+    path.write_text(json.dumps({**row, "sender": parent}))
+    assert Outbox(tmp_path).take_over(1) == []
+    path.write_text(json.dumps({**row, "sender": {**parent, "start_time": "another"}}))
+    assert [each.event.id for each in Outbox(tmp_path).take_over(1)] == ["msg_1"]

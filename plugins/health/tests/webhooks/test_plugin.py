@@ -310,7 +310,7 @@ def test_an_event_that_was_not_delivered_is_sent_by_the_next_start_with_the_same
     rebuilt = Receiver()
     with rebuilt:
         # The same URL: the id of an endpoint is that of its URL, so the receiver comes back on the same port.
-        moved = Setup(endpoints=(endpoint,), run=tmp_path, takes_over=None)
+        moved = Setup(endpoints=(endpoint,), run=tmp_path, takes_over=True)
         posted: list[str] = []
 
         def post(target, headers, body):

@@ -90,8 +90,13 @@ class Webhooks:
             return
         world, config = info.world, info.config
         self._main, self._first = world.is_main, world.local_rank == 0
-        nodes = None if self._main else (world.node,) if self._first else ()
-        setup = Setup(endpoints=endpoints, run=info.directory.absolute(), node=world.node, takes_over=nodes)
+        setup = Setup(
+            endpoints=endpoints,
+            run=info.directory.absolute(),
+            node=world.node,
+            nodes=max(1, world.size // world.local_size),
+            takes_over=self._first,
+        )
         self._sender = SenderProcess(setup)
         self._source = Source(
             run=info.directory.absolute().name,

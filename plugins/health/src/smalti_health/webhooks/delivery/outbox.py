@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -93,15 +93,16 @@ class Outbox:
             delivery = Delivery(endpoint=endpoint.name, status=status, attempts=attempts, last=last, at=at)
             self._write(replace(row, deliveries={**row.deliveries, endpoint.id: delivery}))
 
-    def take_over(self, nodes: Sequence[int] | None) -> list[Row]:
-        """The rows with pending deliveries of these nodes (None: of all), oldest first, which are this process's from now on.
+    def take_over(self, nodes: int) -> list[Row]:
+        """The rows with pending deliveries of this node, oldest first, which are this process's from now on.
 
-        Rows of a sender that is still running on this machine are left to it.
+        Of `nodes` nodes; those of nodes that the run had earlier are divided among them. Rows of a sender that is still running
+        on this machine are left to it.
         """
         with self._lock:
             found = []
             for row in self.rows():
-                if row.status == PENDING and (nodes is None or row.node in nodes) and not _is_running(row.sender):
+                if row.status == PENDING and row.node % nodes == self._node and not _is_running(row.sender):
                     taken = replace(row, sender=_this_process())
                     self._write(taken)
                     found.append(taken)

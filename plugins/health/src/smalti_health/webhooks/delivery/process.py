@@ -153,7 +153,7 @@ class SenderProcess:
             fcntl.fcntl(self._pipes.stdin, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         setup = self._setup
         if again:  # the events that the last one had not delivered
-            setup = replace(setup, takes_over=(setup.node,) if setup.takes_over == () else setup.takes_over)
+            setup = replace(setup, takes_over=True)
             self._list.extendleft(reversed(self._critical))
             self._critical.clear()
         self._printed, self._rest = b"", setup.to_json().encode() + b"\n"

@@ -38,13 +38,14 @@ ORPHAN_SECONDS = 60.0
 class Setup:
     """What a sender needs to know. `run` is the run directory, None for no outbox.
 
-    `takes_over` are the nodes whose pending events of earlier launches it sends: None for all, empty for none.
+    With `takes_over` it sends the pending events that earlier launches left on this node, of `nodes` nodes.
     """
 
     endpoints: tuple[Endpoint, ...]
     run: Path | None
     node: int = 0
-    takes_over: tuple[int, ...] | None = ()
+    nodes: int = 1
+    takes_over: bool = False
     end_seconds: float = END_SECONDS
     orphan_seconds: float = ORPHAN_SECONDS
 
@@ -56,10 +57,8 @@ class Setup:
     def from_json(cls, text: bytes) -> Setup:
         values = cast(dict[str, object], json.loads(text))
         endpoints = tuple(Endpoint.from_json(each) for each in cast(list[Mapping[str, object]], values["endpoints"]))
-        nodes = cast(list[int] | None, values["takes_over"])
         run = Path(str(values["run"])) if values["run"] is not None else None
-        rest = {**values, "endpoints": endpoints, "run": run, "takes_over": None if nodes is None else tuple(nodes)}
-        return cls(**rest)  # type: ignore[arg-type]
+        return cls(**{**values, "endpoints": endpoints, "run": run})  # type: ignore[arg-type]
 
 
 class Sender:
@@ -73,8 +72,8 @@ class Sender:
         uniform = random.SystemRandom().uniform
         self._channels = [Channel(each, self._outbox, post=post, report=report, uniform=uniform) for each in setup.endpoints]
         self._arriving: dict[str, list[tuple[Event, int]]] = {each.endpoint.id: [] for each in self._channels}
-        if setup.takes_over is None or setup.takes_over:
-            self._take_over(setup.takes_over)
+        if setup.takes_over and self._outbox is not None:
+            self._take_over(self._outbox, setup.nodes)
         self._threads = [threading.Thread(target=self._work, args=(each,), daemon=True) for each in self._channels]
         for thread in self._threads:
             thread.start()
@@ -107,16 +106,15 @@ class Sender:
         found = {name: sum(each[name] for each in counts) for name in ("delivered", "failed", "dropped")}
         return {**found, "pending": sum(len(each) for each in self._channels)}
 
-    def _take_over(self, nodes: tuple[int, ...] | None) -> None:
-        assert self._outbox is not None
+    def _take_over(self, outbox: Outbox, nodes: int) -> None:
         try:
-            for row in self._outbox.take_over(nodes):
+            for row in outbox.take_over(nodes):
                 for channel in self._channels:
                     delivery = row.deliveries.get(channel.endpoint.id)
                     if delivery is not None and delivery.status == PENDING:
                         self._arriving[channel.endpoint.id].append((row.event, delivery.attempts))
         except OSError as error:
-            self._report(f"{self._outbox.folder}: {error.strerror or error}")
+            self._report(f"{outbox.folder}: {error.strerror or error}")
 
     def _work(self, channel: Channel) -> None:
         arriving, hurried = self._arriving[channel.endpoint.id], False
