@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from smalti.cli.entry import main
+from smalti.config import resolve
+from smalti.data import StorageError, check_caches
 from smalti.data.cache.contents import digest_of
 from smalti.data.cache.pack import PackBuilder
 from smalti.data.cache.store import PackStore
 from smalti.data.storage.protocol import Storage
+from smalti.plugins import Selection, load_plugins, schema_of
 
 OTHERS = {"caches/latents-notes/a.txt", "caches/other/x.safetensors", "caches/texts-notes.txt"}
 
@@ -60,6 +63,26 @@ def test_caches_in_a_bucket_are_listed_verified_and_removed_with_nothing_else(st
     code, out, _ = run("verify", *where)
     assert (code, damaged in out) == (3, True)
     assert "is not known: its storage does not tell times" in run("prune", *where, "--older_than=1d", "--yes")[2]
+    for prefix in (texts, larger, latents):
+        PackStore(storage, prefix).mark_used()
+    assert run("prune", *where, "--unused=1d", "--yes")[1] == "nothing to remove\n"
     assert run("prune", *where, "--encoder=toy", "--yes")[0] == 0
     assert {file.key.rpartition("/")[0] for file in storage.list("caches/") if file.key not in OTHERS} == {larger}
     assert {file.key for file in storage.list("caches/")} >= OTHERS
+
+
+def test_a_missing_bucket_of_a_cache_is_found_by_the_launcher(store, options, tmp_path):
+    keys = options(store) | {"aws_bucket_name": "nowhere"}
+    (tmp_path / "images").mkdir()
+    entries = [
+        {"id": "pets", "instance_data_dir": str(tmp_path / "images"), "image_embeds": "latents"},
+        {"id": "latents", "dataset_type": "image_embeds", "type": "aws", **keys},
+    ]
+    (tmp_path / "data.json").write_text(json.dumps(entries))
+    plugins = load_plugins(Selection(only=("storage_s3",)))
+    arguments = [f"--data_backend_config={tmp_path}/data.json", f"--output_dir={tmp_path}/run"]
+    config = resolve(schema_of(plugins), arguments, environment={})
+    with pytest.raises(StorageError, match="nowhere") as raised:
+        check_caches(config, plugins)
+    assert "bucket" in f"{raised.value}{raised.value.fix}"
+    check_caches(resolve(schema_of(plugins), [*arguments, "--vae_cache_disable"], environment={}), plugins)

@@ -4,13 +4,16 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
 import torch
 
+import smalti.data.cache.directory
 from smalti.cli.entry import main
 from smalti.data.cache.contents import cached_encodings_in, digest_of
+from smalti.data.cache.directory import default_folder
 from smalti.data.cache.earlier import EarlierParts
 from smalti.data.cache.pack import PackBuilder
 from smalti.data.cache.store import PackStore
@@ -144,6 +147,40 @@ def test_only_old_caches_are_pruned_and_a_dry_run_removes_nothing(caches, tmp_pa
     assert run(*command, "--yes")[0] == 0
     assert (caches["texts"].exists(), caches["latents"].exists()) == (False, True)
     assert run(*command, "--yes")[1] == "nothing to remove\n"
+
+
+def test_a_cache_that_runs_still_read_is_not_pruned_as_unused(caches, tmp_path, run):
+    old = time.time() - 40 * 86400
+    for folder in caches.values():
+        PackStore(LocalStorage(folder), "").mark_used()
+        for path in folder.iterdir():
+            os.utime(path, (old, old))
+    (caches["texts"] / "used.json").write_text(json.dumps({"used": old}))
+    rows = run("ls", f"--cache_dir={tmp_path}/cache")[1].splitlines()
+    assert ["0 min" in row for row in rows if "toy" in row] == [True, False]
+    command = ("prune", f"--cache_dir={tmp_path}/cache", "--yes")
+    assert run(*command, "--unused=50d")[1] == "nothing to remove\n"
+    assert run(*command, "--unused=30d")[0] == 0
+    assert (caches["texts"].exists(), caches["latents"].exists()) == (False, True)
+    assert run(*command, "--encoder=toy")[0] == 0
+    assert not caches["latents"].exists()
+
+
+def test_the_index_of_a_removed_cache_on_this_node_is_removed(caches, tmp_path, run, monkeypatch):
+    monkeypatch.setattr(smalti.data.cache.directory, "IN_MEMORY", 1)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    indexes = default_folder()
+    for folder in caches.values():
+        for _ in range(2):
+            pack = PackBuilder()
+            pack.add((2, len(list(folder.iterdir()))), {"rows": torch.zeros(1)})
+            store = PackStore(LocalStorage(folder), "", folder=indexes)
+            store.refresh()
+            store.put(pack)
+            store.refresh()
+    assert len(list(indexes.iterdir())) == 2
+    assert run("prune", f"--cache_dir={tmp_path}/cache", "--encoder=texts", "--yes")[0] == 0
+    assert len(list(indexes.iterdir())) == 1
 
 
 @pytest.mark.parametrize("name", ["latents", "toy", "latents-toy-*"])

@@ -61,7 +61,8 @@ def cache() -> None:
 def ls(arguments: tuple[str, ...], as_json: bool) -> None:
     """List all caches with their size and location.
 
-    `damaged` counts damaged entries that were noted, and packs that cannot be read. `age` is the time since the last pack.
+    `damaged` counts damaged entries that were noted, and packs that cannot be read. `age` is the time since the last pack,
+    `used` since the last use by a run.
     """
     plugins, config = _load(arguments)
     reports = list_caches(plugins, config)
@@ -74,7 +75,8 @@ def ls(arguments: tuple[str, ...], as_json: bool) -> None:
         click.echo(f"no cache found; encoded latents and captions are found with {_WHERE}", err=True)
     if found:
         rows = [_row(each, contents) for each, contents in found]
-        print_table(("encoder", "entries", "size", "packs", "damaged", "age", "where"), rows, right=(1, 2, 3, 4, 5))
+        names = ("encoder", "entries", "size", "packs", "damaged", "age", "used", "where")
+        print_table(names, rows, right=(1, 2, 3, 4, 5, 6))
     if reports:
         click.echo("" if not found else "\n", nl=False)
         lines = [
@@ -116,6 +118,7 @@ def verify(context: click.Context, arguments: tuple[str, ...], encoder: str | No
     context_settings=_SETTINGS,
     examples=(
         "smalti cache prune --cache_dir=/data/cache --older_than=30d --dry_run",
+        "smalti cache prune --cache_dir=/data/cache --unused=60d",
         "smalti cache prune config.toml --encoder='latents-sdxl-*'",
     ),
 )
@@ -123,24 +126,32 @@ def verify(context: click.Context, arguments: tuple[str, ...], encoder: str | No
 @click.option(
     "--older_than", "--older-than", type=_Age(), metavar="AGE", help="Only caches whose last pack is older: 30d, 12h."
 )
+@click.option("--unused", type=_Age(), metavar="AGE", help="Only caches that no run has used for that long: 30d, 12h.")
 @_ENCODER
 @click.option("--dry_run", "--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
 @_YES
 @_JSON
 def prune(
-    arguments: tuple[str, ...], older_than: float | None, encoder: str | None, dry_run: bool, yes: bool, as_json: bool
+    arguments: tuple[str, ...],
+    older_than: float | None,
+    unused: float | None,
+    encoder: str | None,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
 ) -> None:
-    """Remove whole caches of latents and captions: of an encoder, or those to which nothing was added for some time.
+    """Remove whole caches of latents and captions: of an encoder, or those that were not used or added to for some time.
 
-    Reading leaves no trace, so an old cache may be in use. No run may use what is removed. Other files are left.
+    A run notes a use when it starts, and once a day. No run may use what is removed. Other files are left.
     """
-    if older_than is None and encoder is None:
-        raise UserError(
-            "nothing says which caches to remove", fix=f"--older_than=30d or --encoder=NAME; all: smalti cache clear {_ALL}"
-        )
+    if older_than is None and unused is None and encoder is None:
+        fix = f"--unused=30d, --older_than=30d or --encoder=NAME; all: smalti cache clear {_ALL}"
+        raise UserError("nothing says which caches to remove", fix=fix)
     chosen = _selected(_load(arguments), encoder)
     if older_than is not None:
-        chosen = [each for each in chosen if _age(each) > older_than]
+        chosen = [each for each in chosen if _age(each, each.written(), "age") > older_than]
+    if unused is not None:
+        chosen = [each for each in chosen if _age(each, each.used(), "time of the last use") > unused]
     _remove(chosen, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
@@ -210,10 +221,10 @@ def _selected(loaded: tuple[Plugins, Config | None], encoder: str | None) -> lis
     return chosen
 
 
-def _age(each: CachedEncodings) -> float:
-    if (written := each.written()) is None:
-        raise UserError(f"the age of {each} is not known: its storage does not tell times", fix="--encoder=NAME")
-    return time.time() - written
+def _age(each: CachedEncodings, since: float | None, what: str) -> float:
+    if since is None:
+        raise UserError(f"the {what} of {each} is not known: its storage does not tell times", fix="--encoder=NAME")
+    return time.time() - since
 
 
 def _remove(chosen: Sequence[CachedEncodings], *, dry_run: bool, yes: bool, as_json: bool) -> None:
@@ -245,13 +256,15 @@ def _described(each: CachedEncodings) -> dict[str, object]:
 
 def _row(each: CachedEncodings, contents: Contents) -> tuple[str, ...]:
     damaged = contents.damaged + len(contents.unreadable)
-    age = "?" if contents.written is None else _text_of_age(time.time() - contents.written)
-    numbers = (f"{contents.entries:,}", format_bytes(contents.bytes), f"{contents.packs:,}", f"{damaged:,}", age)
-    return (each.name, *numbers, f"{each}")
+    ages = _text_of_age(contents.written), _text_of_age(contents.used)
+    numbers = (f"{contents.entries:,}", format_bytes(contents.bytes), f"{contents.packs:,}", f"{damaged:,}")
+    return (each.name, *numbers, *ages, f"{each}")
 
 
-def _text_of_age(seconds: float) -> str:
-    minutes = max(0, int(seconds // 60))
+def _text_of_age(since: float | None) -> str:
+    if since is None:
+        return "?"
+    minutes = max(0, int((time.time() - since) // 60))
     if minutes < 60:
         return f"{minutes} min"
     return f"{minutes // 60} h" if minutes < 24 * 60 else f"{minutes // (24 * 60)} d"

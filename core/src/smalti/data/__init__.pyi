@@ -31,6 +31,7 @@ from .from_options import (
     Scan as Scan,
     cache_folders as cache_folders,
     catalog_of as catalog_of,
+    check_caches as check_caches,
     data_rules as data_rules,
     dataset_specs as dataset_specs,
     load_data as load_data,

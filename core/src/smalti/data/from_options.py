@@ -291,6 +291,16 @@ def cache_folders(config: Config, plugins: Plugins) -> CacheFolders:
     )
 
 
+def check_caches(config: Config, plugins: Plugins) -> None:
+    """Raises StorageError if a remote storage in which the run caches latents or texts cannot be listed. Creates nothing."""
+    options, folders = config[DataOptions], cache_folders(config, plugins)
+    places = [*(() if options.text_cache_disable else [folders.texts])]
+    places += () if options.vae_cache_disable else folders.latents.values()
+    for place in {place.id: place for place in places if place.spec is not None}.values():
+        storage, name = place.open("", folders.catalog)
+        next(iter(storage.list(name)), None)
+
+
 def _place(entry: DatasetSpec | None, folder: str | None, given: CachePlace) -> CachePlace:
     """Returns where the cache of an entry is: `folder` is a local one, or the prefix in the storage of the entry."""
     if entry is not None and entry.type != "local":

@@ -28,7 +28,7 @@ from smalti.config import (
     warm_up_notice,
     warm_up_problem,
 )
-from smalti.data import PreparedData, ranks_scan, scan_data, scan_progress, total_steps
+from smalti.data import PreparedData, check_caches, ranks_scan, scan_data, scan_progress, total_steps
 from smalti.errors import ConfigError, ExitCode, GpuFaultError
 from smalti.launch.checks import check_run, refuse_fault_loop
 from smalti.launch.nodes import Nodes, wait_for_node_0
@@ -109,6 +109,8 @@ class Preparation:
         with _failures_recorded(writer):
             if nodes is not None and writer is not None:
                 nodes.announce(cast(float, writer.record.started))
+            if write and not joins:
+                _check_caches(config, plugins, checked.family)
             later = write and ranks_scan(config, plugins, directory.data)
             data = None if joins or later else cls._scan(config, plugins, checked.family.alignment, writer, nodes)
             if data is not None:
@@ -262,6 +264,14 @@ class Preparation:
         if plan.distributed.settings:
             lines += ["", f"{plan.distributed.title}:", *_indented(json.dumps(plan.distributed.settings, indent=2))]
         return str(self.config.masked("\n".join(lines)))
+
+
+def _check_caches(config: Config, plugins: Plugins, family: ModelFamily) -> None:
+    """Raises StorageError if caches are on a remote storage that cannot be listed; ranks would find that out much later."""
+    from smalti.models import Cacheable
+
+    if isinstance(family, Cacheable):
+        check_caches(config, plugins)
 
 
 def _twice_as_long(config: Config) -> str:

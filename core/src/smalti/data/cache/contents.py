@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,14 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
-from smalti.data.cache.directory import Place
+from smalti.data.cache.directory import Place, default_folder
 from smalti.data.cache.keys import Key, Keys
 from smalti.data.cache.pack import PackIndex, read_pack
 from smalti.data.cache.places import CacheFolders, CachePlace
-from smalti.data.cache.store import PackStore, Read
+from smalti.data.cache.store import USED, PackStore, Read
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.storage.local import LocalStorage
 from smalti.data.storage.protocol import Deletes, MissingFileError, Storage, StorageError, TransientStorageError
+from smalti.data.threads import Threads
 from smalti.errors import UserError
 
 DESCRIPTION = "encoder.json"
@@ -29,6 +31,7 @@ _NAME = re.compile(r"(latents|texts)-.+-([0-9a-f]{16})")
 _PACK = ".safetensors"
 _DAMAGED = ".damaged"
 _WINDOW = 16 << 20
+_THREADS = 4
 
 Progress = Callable[[int, int], object]
 """Called with the bytes that are done, and those of all."""
@@ -39,7 +42,8 @@ class Contents:
     """What an encoder's cache has. `entries` that several packs have count several times.
 
     `unreadable` are packs that cannot be read. `damaged` is how many entries were found to be damaged. `written` is the time of
-    the last pack in seconds since 1970; None if the storage does not tell.
+    the last pack in seconds since 1970; None if the storage does not tell. `used` is the time of the last use that was
+    noted, or of the last pack if that is later; None if neither is known.
     """
 
     entries: int
@@ -48,6 +52,7 @@ class Contents:
     damaged: int
     unreadable: tuple[str, ...]
     written: float | None
+    used: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,26 +91,37 @@ class CachedEncodings:
         return any(fnmatchcase(each, pattern) for each in (self.name, self.kind, self.family))
 
     def contents(self) -> Contents:
-        """Reads the indexes of all packs, one after the other."""
-        files, entries, unreadable = self._files(), 0, []
+        """Reads the indexes of all packs, several at once."""
+        files = self._files()
         packs = [name for name in files if name.endswith(_PACK)]
-        for name in packs:
+
+        def count(name: str) -> int | None:
             try:
                 index = self._index(name, files[name])
             except TransientStorageError:
                 raise
             except (StorageError, ValueError, KeyError, TypeError):
-                unreadable.append(name)
-            else:
-                entries += 0 if index is None else len(index)
+                return None
+            return 0 if index is None else len(index)
+
+        with Threads(_THREADS, "smalti-list") as threads:
+            counts = dict(zip(packs, threads.map(count, packs), strict=True))
         return Contents(
-            entries=entries,
+            entries=sum(each or 0 for each in counts.values()),
             bytes=sum(files.values()),
             packs=len(packs),
             damaged=sum(name.endswith(_DAMAGED) for name in files),
-            unreadable=tuple(unreadable),
+            unreadable=tuple(name for name, each in counts.items() if each is None),
             written=self.written(),
+            used=self.used(),
         )
+
+    def used(self) -> float | None:
+        """Returns when a run last used or wrote the cache, in seconds since 1970; None if that is not known."""
+        times = [self.written()]
+        with suppress(MissingFileError, ValueError, KeyError, TypeError):
+            times.append(float(json.loads(self.storage.read(self._prefixed(USED)))["used"]))
+        return max((time for time in times if time is not None), default=None)
 
     def written(self) -> float | None:
         """Returns when the last pack was written, in seconds since 1970; None if the storage does not tell."""
@@ -115,20 +131,28 @@ class CachedEncodings:
         return max(times, default=None)
 
     def verify(self, progress: Progress = lambda done, total: None) -> Verified:
-        """Reads every entry. A damaged one is noted in the cache, so that the next run encodes it again."""
+        """Reads every entry, of several packs at once. A damaged one is noted, so that the next run encodes it again."""
         problems: list[str] = []
         store = PackStore(self.storage, self.prefix, read=_InWindows(self._read), report=problems.append)
         files = store.files()
         store.refresh(files)
         done, total = 0, sum(int(table["length"].sum(dtype=np.uint64)) for table in store.columns)
-        known = store.damaged
-        for name in (each for each in files if each.endswith(_PACK) and each not in store.unreadable):
-            index = self._index(name, files[name])
+        known, lock = store.damaged, threading.Lock()
+
+        def look(name: str) -> list[str]:
+            nonlocal done
+            index, found = self._index(name, files[name]), []
             for key, place in _entries(index) if index is not None else ():
                 if (key, place.file, place.offset) not in known and (problem := _problem(store, key, place)):
-                    problems.append(problem)
-                done += place.length
-                progress(done, total)
+                    found.append(problem)
+                with lock:
+                    done += place.length
+                    progress(done, total)
+            return found
+
+        with Threads(_THREADS, "smalti-verify") as threads:
+            for found in threads.map(look, [each for each in files if each.endswith(_PACK) and each not in store.unreadable]):
+                problems += found
         keys = Keys.of(sorted({key for key, _, _ in store.damaged}))
         missing = int((~store.has(keys)).sum())
         return Verified(entries=len(store), bytes=total, missing=missing, problems=tuple(problems))
@@ -153,6 +177,7 @@ class CachedEncodings:
                 break  # a run has added packs
             self.storage.delete(self._prefixed(name))
             removed += files[name]
+        PackStore(self.storage, self.prefix, folder=default_folder()).forget()
         if self.folder is not None:
             with suppress(OSError):  # there are files of others
                 self.folder.rmdir()
@@ -175,8 +200,9 @@ class CachedEncodings:
     def _files(self) -> dict[str, int]:
         """The files of the cache, by name, with their sizes."""
         files = PackStore(self.storage, self.prefix).files()
-        with suppress(MissingFileError):
-            files[DESCRIPTION] = self.storage.stat(self._prefixed(DESCRIPTION)).size
+        for name in (DESCRIPTION, USED):
+            with suppress(MissingFileError):
+                files[name] = self.storage.stat(self._prefixed(name)).size
         return files
 
     def _index(self, name: str, size: int) -> PackIndex | None:
@@ -250,8 +276,8 @@ def _problem(store: PackStore, key: Key, place: Place) -> str:
         return error.message
 
 
-class _InWindows:
-    """Reads files in large steps. What is asked for twice, as after a damaged entry, is read again."""
+class _InWindows(threading.local):
+    """Reads files in large steps, each thread its own. What is asked for twice, as after a damaged entry, is read again."""
 
     def __init__(self, read: Read) -> None:
         self._read = read

@@ -173,6 +173,14 @@ class Directory:
             if other != path:
                 other.unlink(missing_ok=True)  # an earlier merge; whoever maps it keeps it
 
+    def remove_merged(self) -> None:
+        """Remove the merged files on this node, as the store is removed."""
+        if self._folder is None or not self._folder.is_dir():
+            return
+        with suppress(OSError):  # then they are removed with other temporary files
+            for path in self._folder.glob(f"{self._name}-*.index"):
+                path.unlink(missing_ok=True)
+
     def _append(self, tables: Sequence[Columns]) -> None:
         tables = [table for table in tables if len(table["high"])]
         if not tables:

@@ -95,6 +95,9 @@ class Encoder:
             return ""
 
         run_on_all_ranks(self.communicator, open_all)
+        if self.world.is_main:
+            for store in stores.values():
+                store.mark_used()
         return [stores[place.id] for place in places]
 
     def _identity(self, kind: Encoding) -> str:

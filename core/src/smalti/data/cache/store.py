@@ -10,6 +10,7 @@ import json
 import logging
 import secrets
 import threading
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _PACK = ".safetensors"
 _DAMAGED = ".damaged"
+USED = "used.json"
+"""The file of a store with the time of its last use: when a run starts, and once a day of a long one. In seconds since 1970."""
+_USE_SECONDS = 24 * 3600
 
 Read = Callable[[str, int, int], bytes]
 """Reads bytes of a file: its name, the first byte, how many."""
@@ -81,6 +85,7 @@ class PackStore:
         self.written: list[str] = []
         """The packs that this process has put."""
         self._lock = threading.Lock()
+        self._next_mark: float | None = None
 
     def __str__(self) -> str:
         return f"{self._storage.location.rstrip('/')}/{self._prefix}".rstrip("/")
@@ -155,6 +160,8 @@ class PackStore:
 
         Memory is bounded by `LARGEST * AT_ONCE` bytes beside the entries. A key that is there twice has one entry.
         """
+        if self._next_mark is not None and time.monotonic() > self._next_mark:
+            self.mark_used()
         places = {key: self._place(key) for key in keys}
         found = {key: entry for key, place in places.items() if (entry := self._copied(place)) is not None}
         missing = [(key, place) for key, place in places.items() if key not in found]
@@ -167,6 +174,16 @@ class PackStore:
         for entries in read_all(read, ranges, at_once=1 if local else AT_ONCE):
             found.update(entries)
         return [found[key] for key in keys]
+
+    def forget(self) -> None:
+        """Remove the merged indexes of this store on this node."""
+        self._directory.remove_merged()
+
+    def mark_used(self) -> None:
+        """Note that the store is used now, and each day while it is read. One process of a run does that."""
+        self._next_mark = time.monotonic() + _USE_SECONDS
+        with suppress(StorageError):  # of a store that can only be read, the last use is not known
+            self._storage.write(self._prefix + USED, json.dumps({"used": time.time()}).encode())
 
     def check(self, key: Key, place: Place) -> bool:
         """Reads an entry; returns whether it is intact. A damaged one is noted, and counts as absent from now on."""
