@@ -140,7 +140,7 @@ def prune(
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Remove whole caches of latents and captions: of an encoder, or those that were not used or added to for some time.
+    """Remove whole caches of latents and captions: of an encoder, or those not used or added to for some time.
 
     A run notes a use when it starts, and once a day. No run may use what is removed. Other files are left.
     """
