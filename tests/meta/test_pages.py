@@ -35,6 +35,7 @@ _OF_OTHER_COMMANDS = (
     "encoder",
     "force",
     "older_than",
+    "unused",
     "position",
     "format",
     "help",
