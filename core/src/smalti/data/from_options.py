@@ -228,7 +228,7 @@ def ranks_scan(config: Config, plugins: Plugins, directory: Path) -> bool:
         return config[LaunchOptions].num_processes > 1 and choice == "ranks"
     specs = dataset_specs(config, catalog_of(plugins))
     new = [spec for spec in specs if spec.has_images and not (directory / f"{spec.file_name}.arrow").exists()]
-    return any(spec.type != "local" for spec in new)
+    return any(spec.type not in ("local", "csv") for spec in new)  # a list of URLs is downloaded by one process in any case
 
 
 def scan_progress(phases: Phases) -> Scan:

@@ -14,7 +14,7 @@ from smalti.data.datasets.parse import DataDefaults, parse_datasets
 from smalti.data.datasets.sources import Listed
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.sources import json_table
-from smalti.data.sources.json_table import JsonLines
+from smalti.data.sources.json_table import JsonLines, open_json
 from smalti.data.storage.local import LocalStorage
 from smalti.errors import ConfigError
 
@@ -121,3 +121,30 @@ def test_several_caption_columns_are_read_as_in_other_tables(folder: Path, line_
     assert captions({"long": 1, "short": 3}, fallback_caption_column="other") == [
         ("a red cat", "cat"), ("", "dog"), ("an animal", ""), (),
     ]  # fmt: skip
+
+
+def test_names_without_an_extension_are_those_of_the_files(tmp_path: Path) -> None:
+    for name in ("7.png", "7.b.jpg", "d/8.webp", "other.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"image")
+    rows = [("d/8", ["eight", ""], 640), ("7", "seven", None), ("7.b", None, None), ("9", "nine", 1)]
+    lines = (
+        json.dumps({"filename": name, "caption": caption, "width": width, "height": width}) for name, caption, width in rows
+    )
+    (tmp_path / "metadata.jsonl").write_text("\n".join(lines))
+    entry = {"id": "pets", "instance_data_dir": str(tmp_path), "metadata_backend": "json"}
+    block = {"identifier_includes_extension": False, "caption_column": ["caption"]}
+    specs, problems = parse_datasets([{**entry, "json": block}], where="", defaults=DataDefaults())
+    assert not problems
+    source = open_json(specs[0], LocalStorage(tmp_path))
+    source.use_folder(tmp_path / ".lists")
+    found = {one.key: (one.captions, one.width, one.problem) for one in source.list()}
+    assert found == {"7.b.jpg": ((), None, ""), "7.png": (("seven",), None, ""), "d/8.webp": (("eight",), 640, "")}
+    assert "rows without an image: 1, first: 9" in source.notices[0]
+    assert "images without a row, which are left out: 1, first: other.png" in source.notices[1]
+    assert source.is_unchanged(source.listed_state)
+    (tmp_path / "metadata.jsonl").write_text(json.dumps({"filename": "7", "caption": "other"}))
+    assert not source.is_unchanged(source.listed_state)
+    (tmp_path / "metadata.jsonl").write_text('{"filename": "7"}\n{"filename": ')
+    with pytest.raises(ConfigError, match="line 2"):
+        list(source.list())

@@ -43,7 +43,7 @@ BUILT_IN_STORAGES = (
 )
 BUILT_IN_METADATA = (
     MetadataEntry(name="discovery", title="The images themselves", factory="smalti.data.datasets.sources:Discovery"),
-    MetadataEntry(name="json", title="A JSON-lines table", factory="smalti.data.sources.json_table:JsonLines"),
+    MetadataEntry(name="json", title="A JSON-lines table", factory="smalti.data.sources.json_table:open_json"),
     MetadataEntry(name="csv", title="A CSV table", factory="smalti.data.sources.urls.url_list:open_csv"),
     MetadataEntry(name="webdataset", title="Tar shards", factory="smalti.data.sources.archives.webdataset:WebDataset"),
     MetadataEntry(name="huggingface", title="Images in parquet files", factory="smalti.data.sources.archives.hub:HubImages"),

@@ -120,6 +120,11 @@ class JsonTable(BaseModel):
         help="Width in pixels, after EXIF rotation. A line may leave it out; the width is then read from the image's header.",
     )
     height_column: str = _key("height", help="Height in pixels, likewise.")
+    identifier_includes_extension: bool = _key(
+        True,
+        help="With `false` the names in the table have no extension. Lines without an image are then left out and listed, as in"
+        " other tables.",
+    )
 
     @property
     def caption_columns(self) -> tuple[str, ...]:

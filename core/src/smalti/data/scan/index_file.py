@@ -226,4 +226,6 @@ def _recipe(spec: DatasetSpec, number: int) -> bytes:
     values = spec.model_dump(mode="json", include=fields)
     if spec.json_table.fallback_caption_column is None:
         del values["json_table"]["fallback_caption_column"]  # as in indexes of earlier versions
+    if spec.json_table.identifier_includes_extension:
+        del values["json_table"]["identifier_includes_extension"]
     return json.dumps({"format": number} | places | values, sort_keys=True).encode()

@@ -10,10 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from smalti.data.datasets.sources import LISTED, Listed, ListedState, listed_rows
+from smalti.data.datasets.sources import LISTED, Listed, ListedState, MetadataSource, listed_rows
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.sources.image_files import ImageFiles
 from smalti.data.sources.json_lines import LINES, Lines, blocks_of
+from smalti.data.sources.tables.columns import ROWS, TableColumns
+from smalti.data.sources.tables.table_source import ReadsRows, Table, TableSource
 from smalti.data.sources.unchanged import digest_of, file_identity, stored_identity
 from smalti.data.storage.protocol import MissingFileError, Storage, StorageError
 from smalti.errors import UserError
@@ -37,17 +39,17 @@ class JsonLines:
         self.listed_state: ListedState | None = None
 
     def is_unchanged(self, before: ListedState) -> bool:
-        identity = self._identity()
+        identity = self.identity()
         return identity is not None and digest_of(self._storage, self._spec.id, identity) == before.digest
 
     def list(self) -> Iterator[Listed]:
         return listed_rows(self)
 
     def list_columns(self) -> Iterator[pa.RecordBatch]:
-        lines = Lines(self._table, self.location, weighted=bool(self._spec.caption_weights))
-        identity, self.listed_state = self._identity(), None  # that of the table before it is read
+        lines = self.lines()
+        identity, self.listed_state = self.identity(), None  # that of the table before it is read
         with tempfile.TemporaryDirectory(prefix="smalti-table-") as folder:
-            runs = [_sorted_run(batch, Path(folder, str(number))) for number, batch in enumerate(lines.batches(self._blocks()))]
+            runs = [_sorted_run(batch, Path(folder, str(number))) for number, batch in enumerate(lines.batches(self.blocks()))]
             images = ImageFiles(self._storage, self._spec.caption_extension)
             for files in images.batches():
                 last = str(files.column("key")[len(files) - 1].as_py())
@@ -60,7 +62,11 @@ class JsonLines:
         if identity is not None:
             self.listed_state = ListedState(digest=images.digest.result(self._spec.id, identity))
 
-    def _identity(self) -> str | None:
+    def lines(self) -> Lines:
+        """What parses the table."""
+        return Lines(self._table, self.location, weighted=bool(self._spec.caption_weights))
+
+    def identity(self) -> str | None:
         """Changes with the table; None if there is none."""
         try:
             path = self._table.path
@@ -94,7 +100,8 @@ class JsonLines:
         columns["content"] = pa.nulls(len(rows), pa.int64())
         yield pa.RecordBatch.from_arrays([columns[name] for name in LISTED.names], schema=LISTED)
 
-    def _blocks(self) -> Iterator[bytes]:
+    def blocks(self) -> Iterator[bytes]:
+        """The table in blocks of whole lines."""
         try:
             yield from blocks_of(self._chunks())
         except (OSError, MissingFileError) as error:
@@ -112,6 +119,53 @@ class JsonLines:
             chunk = self._storage.read_range(_DEFAULT_TABLE, start, _CHUNK)
             start += len(chunk)
             yield chunk
+
+
+def open_json(spec: DatasetSpec, storage: Storage) -> MetadataSource:
+    """The source of a dataset, by whether the names in its table have an extension."""
+    return JsonLines(spec, storage) if spec.json_table.identifier_includes_extension else JsonStems(spec, storage)
+
+
+class JsonStems(TableSource):
+    """A table of names without extension, which are joined with the files as in other tables."""
+
+    format = "json"
+
+    def __init__(self, spec: DatasetSpec, storage: Storage) -> None:
+        super().__init__(spec, storage)
+        self._columns = TableColumns(identifier_includes_extension=False, filename_column=spec.json_table.filename_column)
+
+    def open(self, path: Path | None, key: str) -> Table:
+        return _LineTable(JsonLines(self._spec, self._storage))
+
+    def projection(self, table: Table) -> ReadsRows:
+        return _LineRows()
+
+    def _open(self) -> Table:
+        return self.open(None, "")
+
+
+class _LineTable(Table):
+    """The lines of a table, as batches of `LINES`."""
+
+    def __init__(self, lines: JsonLines) -> None:
+        self._lines = lines
+        self.location = lines.location
+        self.identity = lines.identity() or ""
+
+    @property
+    def schema(self) -> pa.Schema:
+        return LINES
+
+    def batches(self, names: list[str]) -> Iterator[pa.RecordBatch]:
+        return self._lines.lines().batches(self._lines.blocks())
+
+
+class _LineRows:
+    names = LINES.names
+
+    def rows(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
+        return batch.select(ROWS.names), 0
 
 
 class _Run:

@@ -7,6 +7,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -40,6 +41,19 @@ class Table(ABC):
     @abstractmethod
     def batches(self, names: list[str]) -> Iterator[pa.RecordBatch]:
         """The rows, with only some of the columns. Raises UserError for a damaged table."""
+
+
+class ReadsRows(Protocol):
+    """What makes rows (`ROWS`) of the batches of a table: a `Projection`, or another for tables with rows of one form."""
+
+    @property
+    def names(self) -> list[str]:
+        """The columns to read."""
+        ...
+
+    def rows(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
+        """Returns the rows of a batch, in order, and how many were left out, for they name no file."""
+        ...
 
 
 class TableSource(ABC):
@@ -89,15 +103,7 @@ class TableSource(ABC):
     def list_columns(self) -> Iterator[pa.RecordBatch]:
         self.listed_state = None
         table = self._open()
-        captions = self._spec.caption_strategy == self._spec.metadata_backend and not self._spec.only_instance_prompt
-        projection = Projection(
-            self._columns,
-            table.schema,
-            table.location,
-            captions=captions,
-            weighted=bool(self._spec.caption_weights),
-            root=str(self._spec.instance_data_dir or ""),
-        )
+        projection = self.projection(table)
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=".join-", dir=self._folder))
@@ -111,8 +117,19 @@ class TableSource(ABC):
             for names in lists:
                 names.close()
 
+    def projection(self, table: Table) -> ReadsRows:
+        """What reads the rows of the table."""
+        return Projection(
+            self._columns,
+            table.schema,
+            table.location,
+            captions=self._spec.caption_strategy == self._spec.metadata_backend and not self._spec.only_instance_prompt,
+            weighted=bool(self._spec.caption_weights),
+            root=str(self._spec.instance_data_dir or ""),
+        )
+
     def _joined(
-        self, table: Table, projection: Projection, temporary: Path, lost: Names, unlisted: Names
+        self, table: Table, projection: ReadsRows, temporary: Path, lost: Names, unlisted: Names
     ) -> Iterator[pa.RecordBatch]:
         join: Join | None = None
         nameless = 0
