@@ -158,7 +158,7 @@ def explain_rendezvous() -> None:
             message = f"{met}, so no rank was started: {reason}"
             fix = "give all nodes the same --main_process_ip and --main_process_port, and check that they reach that address"
             write_exit_report_as(int(os.environ.get(FIRST_RANK_VARIABLE, "0")), ExitCode.PREFLIGHT, f"{message}\n  fix: {fix}")
-            raise
+            sys.exit(int(ExitCode.PREFLIGHT))  # the launcher prints the message
 
     StaticTCPRendezvous.next_rendezvous = meet_or_report  # type: ignore[method-assign]
 
