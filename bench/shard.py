@@ -201,7 +201,9 @@ def checkpoint_times(stage: int, folder: Path) -> dict[str, tuple[list[float], l
         snapshot = Snapshot(step=1, state=state, trainer={"step": 1})
         path = find_on_all_ranks(found.parallel, CheckpointStore(place), "latest")  # reads and checks all of it
         assert path is not None
-        found.backend.decide(HookSpecs.load_checkpoint, source=path, state=snapshot, parallel=found.parallel)
+        found.backend.decide(
+            HookSpecs.load_checkpoint, source=path, state=snapshot, parallel=found.parallel, config=found.config
+        )
         found.parallel.state.load(snapshot.state)
 
     def save_theirs(place: Path) -> None:

@@ -308,7 +308,9 @@ def test_a_run_from_a_file_resumes_and_exports_the_parts_of_the_file(base_of, tm
         code, output = train(tmp_path / "run", **options, max_train_steps=steps, checkpoint_step_interval=1)
         assert code == 0, output
     assert "step-00000001 at step 1" in output, output
-    done = CliRunner().invoke(checkpoint, ["export", str(tmp_path / "run"), "--to", str(tmp_path / "made")])
+    moved = (tmp_path / "bare").rename(tmp_path / "moved")
+    command = ["export", str(tmp_path / "run"), "--to", str(tmp_path / "made"), f"--base_pipeline={moved}"]
+    done = CliRunner().invoke(checkpoint, command)
     assert done.exit_code == 0, done.output
     exported, expected = Components(tmp_path / "made"), Components(base)
     for part in ("vae", *encoders):

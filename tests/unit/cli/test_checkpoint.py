@@ -85,7 +85,7 @@ def test_inspecting_can_show_every_tensor(tmp_path):
 
 def test_inspecting_for_machines_shows_every_tensor_too(tmp_path):
     groups = json.loads(call("inspect", make(tmp_path, 500), "--tensors", "--json").output)["groups"]
-    assert groups["model"]["contents"]["blocks.0.weight"] == {"dtype": "F32", "shape": [600, 2], "pieces": 1}
+    assert groups["model"]["contents"]["blocks.0.weight"] == {"dtype": "F32", "shape": [600, 2], "chunks": 1}
 
 
 def test_inspecting_what_cannot_be_read_fails_with_the_reason(tmp_path):

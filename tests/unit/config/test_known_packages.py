@@ -19,8 +19,15 @@ def test_a_package_is_installed_from_the_clone_that_smalti_came_from(nothing_ins
 
 
 def test_without_a_clone_it_is_installed_by_name(nothing_installed, monkeypatch):
-    monkeypatch.setattr(known_packages, "_clone", lambda: None)
+    monkeypatch.setattr(known_packages, "_installed_from", dict)
     assert PLUGINS["fsdp2"].fix == "pip install smalti-fsdp2"
+
+
+def test_from_a_repository_it_is_installed_from_the_same_commit(nothing_installed, monkeypatch):
+    source = {"url": "https://example.org/smalti.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}, "subdirectory": "core"}
+    monkeypatch.setattr(known_packages, "_installed_from", lambda: source)
+    place = "git+https://example.org/smalti.git@abc#subdirectory=plugins/fsdp2"
+    assert PLUGINS["fsdp2"].fix == f"pip install 'smalti-fsdp2 @ {place}'"
 
 
 def test_several_missing_packages_are_named_in_one_command(nothing_installed, configure):

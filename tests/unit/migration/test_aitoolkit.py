@@ -3,6 +3,8 @@
 import copy
 import json
 
+import pytest
+
 PROCESS = {
     "type": "sd_trainer",
     "training_folder": "out",
@@ -72,6 +74,12 @@ def test_steps_that_count_micro_batches_are_divided(imported):
     assert found == [250, 4, 25]
     values = convert(imported, train__gradient_accumulation=4)[0]
     assert (values["max_train_steps"], values["gradient_accumulation_steps"]) == (1000, 4)
+
+
+@pytest.mark.parametrize(("sampler", "expected"), [("flowmatch", None), ("ddim", "ddim")])
+def test_samplers_become_schedulers_of_validation_images(imported, sampler, expected):
+    values, left, _ = convert(imported, sample={"sampler": sampler})
+    assert (values.get("validation_noise_scheduler"), left) == (expected, {})
 
 
 def test_without_a_network_the_whole_model_is_trained_and_not_quantised(imported):

@@ -105,6 +105,15 @@ def test_timesteps_of_flux_are_sampled_and_shifted_as_there(imported, keys):
     assert (found, values.get("flow_schedule_auto_shift", False)) == (SAMPLING[keys], "flux_shift" in keys)
 
 
+@pytest.mark.parametrize(("sampler", "expected"), [("k_euler_a", "euler-a"), ("dpmsolver++", "dpm++"), ("pndm", None)])
+def test_samplers_become_schedulers_of_validation_images(imported, sampler, expected):
+    values, left, _ = imported(
+        {"train.toml": f"network_module='networks.lora'\nnetwork_dim=4\nsample_sampler='{sampler}'"}, "sdxl"
+    )
+    assert values.get("validation_noise_scheduler") == expected
+    assert ("train.toml: sample_sampler" in left) == (expected is None)
+
+
 def test_a_command_line_gives_the_family_and_goes_before_the_file_that_it_names(imported, write, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     write("base.toml", "[network]\nnetwork_dim = 8\nlearning_rate = 1e-3\nsave_every_n_steps = 100")

@@ -254,6 +254,11 @@ def convert_checkpoint(source: Place, target: Path, kind: Target, ema: bool, as_
     metavar="FOLDER",
     help="New path of the model that the run started from, if it has moved.",
 )
+@click.option(
+    "--base_pipeline",
+    metavar="FOLDER",
+    help="New path of the run's --base_pipeline, if it has moved.",
+)
 @_as_json
 def export_checkpoint(
     path: Place,
@@ -266,6 +271,7 @@ def export_checkpoint(
     precision: Precision | None,
     largest_file: int,
     pretrained: str | None,
+    base_pipeline: str | None,
     as_json: bool,
 ) -> None:
     """Export a run or checkpoint for inference.
@@ -291,6 +297,7 @@ def export_checkpoint(
             averaged=averaged,
             precision=precision,
             pretrained=pretrained,
+            base_pipeline=base_pipeline,
             request=ExportRequest(format=format, merge=merge, single_file=single_file, largest_file=largest_file),
             report=lambda sentence: click.echo(sentence, err=True),
             progress=progress,
@@ -382,7 +389,7 @@ def _groups_as_json(groups: Mapping[str, Mapping[str, StoredTensor]], tensors: b
         }
         if tensors:
             summary["contents"] = {
-                name: {"dtype": t.dtype, "shape": list(t.shape), "pieces": t.chunks} for name, t in found.items()
+                name: {"dtype": t.dtype, "shape": list(t.shape), "chunks": t.chunks} for name, t in found.items()
             }
         described[group] = summary
     return described

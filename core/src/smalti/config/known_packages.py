@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from smalti.errors import MissingPlugin, Problem, UserError
@@ -49,8 +50,11 @@ class Package:
         """What `pip install` takes; empty if the package is installed, or planned."""
         if self.planned or installed(self.distribution):
             return ""
-        clone = _clone()
-        return str(clone / "plugins" / (self.folder or self.plugin)) if clone is not None else self.distribution
+        folder = self.folder or self.plugin
+        if (clone := _clone()) is not None:
+            return str(clone / "plugins" / folder)
+        repository = _repository()
+        return f"'{self.distribution} @ {repository}#subdirectory=plugins/{folder}'" if repository else self.distribution
 
     def problem(self, message: str, where: str) -> Problem:
         """A problem of the configuration: something needs this package."""
@@ -198,12 +202,24 @@ def installed(name: str) -> bool:
     return True
 
 
-@cache
-def _clone() -> Path | None:
-    """The clone that smalti was installed from, if it is on this machine. pip writes its URL into the installed package."""
+def _installed_from() -> dict[str, Any]:
+    """Where pip has installed smalti from; empty for a package index. pip writes it into the installed package (PEP 610)."""
     written = distribution("smalti").read_text("direct_url.json")
-    url = urlsplit(json.loads(written)["url"]) if written else None
-    if url is None or url.scheme != "file":
+    return dict(json.loads(written)) if written else {}
+
+
+def _repository() -> str:
+    """The repository and commit that smalti was installed from, as pip takes it; empty if it was not."""
+    source = _installed_from()
+    vcs = source.get("vcs_info")
+    return f"{vcs['vcs']}+{source['url']}@{vcs['commit_id']}" if vcs else ""
+
+
+def _clone() -> Path | None:
+    """The clone that smalti was installed from, if it is on this machine."""
+    source = _installed_from()
+    url = urlsplit(source["url"]) if source else None
+    if url is None or url.scheme != "file" or "vcs_info" in source:
         return None
     root = Path(unquote(url.path)).parent
     return root if (root / "plugins").is_dir() else None

@@ -61,6 +61,16 @@ def minutes(value: object) -> int:
     return max(1, round(float(number(value)) * 60))
 
 
+SAMPLERS: Mapping[str, object] = {
+    **dict.fromkeys(("euler", "k_euler"), "euler"),
+    **dict.fromkeys(("euler_a", "k_euler_a"), "euler-a"),
+    **dict.fromkeys(("dpmsolver++", "dpm++"), "dpm++"),
+    **{name: name for name in ("ddim", "ddpm", "heun", "unipc")},
+    "flowmatch": None,
+}
+"""Names of samplers, as schedulers of validation images. None is that of the family: models of flow matching have one."""
+
+
 def choice(table: Mapping[str, object], *, fix: str = "") -> Convert:
     """A converter of names by a table, whatever their case.
 

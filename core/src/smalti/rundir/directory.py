@@ -162,6 +162,12 @@ class RunDirectory:
         self.data = self.path / "data"
         self.loss_plot = self.path / "loss.png"
 
+    @classmethod
+    def containing(cls, path: Path) -> RunDirectory | None:
+        """The launched run that `path` is the directory of, or a checkpoint in; None for any other folder."""
+        places = [path, path.resolve().parent.parent]
+        return next((run for place in places if (run := cls(place)).launch_file.is_file()), None)
+
     def relative(self, path: Path) -> Path:
         """`path` relative to the run directory if it is inside, so that the directory can be moved or mounted elsewhere."""
         root, path = self.path.absolute(), path.absolute()

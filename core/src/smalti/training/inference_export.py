@@ -56,6 +56,7 @@ def export(
     averaged: bool | None = None,
     precision: Precision | None = None,
     pretrained: str | None = None,
+    base_pipeline: str | None = None,
     request: ExportRequest = ExportRequest(),  # noqa: B008  # frozen
     known_as: str | None = None,
     report: Callable[[str], None] = lambda sentence: None,
@@ -65,14 +66,13 @@ def export(
 
     A run directory stands for its newest complete checkpoint, or for that of `step`. `averaged` takes the EMA weights; None
     takes those that validation samples with: the EMA weights if there are any. `precision` is what the trained tensors become,
-    None as they are. `pretrained` is the present path of the run's first weights, if they were moved. `known_as` is the
-    name under which tools load the export; None is the path. All bytes of the checkpoint are checked first. Raises UserError,
-    and nothing is left.
+    None as they are. `pretrained` is the present path of the run's first weights, if they were moved, and `base_pipeline` that
+    of the pipeline with the other parts of the model. `known_as` is the name under which tools load the export; None is the
+    path. All bytes of the checkpoint are checked first. Raises UserError, and nothing is left.
     """
-    if target.exists() or target.is_symlink():
-        raise UserError(f"{target} already exists, and nothing is overwritten", fix="choose a new folder")
+    _check_new(target)
     run = _run_of(source)
-    config = _config_of(run, plugins, pretrained)
+    config = _config_of(run, plugins, pretrained_model_name_or_path=pretrained, base_pipeline=base_pipeline)
     family = find_family(config, plugins)
     exporter = _exporter(family, request)
     path = _checkpoint_of(source, run, step, report)
@@ -107,6 +107,11 @@ def export(
         files=tuple(sorted(records)),
         usages=tuple(usages),
     )
+
+
+def _check_new(target: Path) -> None:
+    if target.exists() or target.is_symlink():
+        raise UserError(f"{target} already exists, and nothing is overwritten", fix="choose a new folder")
 
 
 def _describe(
@@ -155,28 +160,31 @@ def _exporter(family: ModelFamily, request: ExportRequest) -> Exporter:
 
 def _run_of(source: Path) -> RunDirectory:
     """The run directory that was named, or in which the checkpoint lies."""
-    places = [source, source.resolve().parent.parent]
-    found = next((run for place in places if (run := RunDirectory(place)).launch_file.is_file()), None)
+    found = RunDirectory.containing(source)
     if found is None:
+        places = f"{source} or {source.resolve().parent.parent}"
         raise UserError(
-            f"nothing tells which model {source} belongs to: there is no launch.json in {' or '.join(map(str, places))}",
+            f"nothing says which model {source} belongs to: there is no launch.json in {places}",
             fix="name a run directory, or a checkpoint in the folder `checkpoints` of one",
         )
     return found
 
 
-def _config_of(run: RunDirectory, plugins: Plugins, pretrained: str | None) -> Config:
-    """The configuration of the run's last launch. Options of plugins that are not installed here do not matter here."""
+def _config_of(run: RunDirectory, plugins: Plugins, **paths: str | None) -> Config:
+    """The configuration of the run's last launch, with the `paths` of what has moved.
+
+    Options of plugins that are not installed here do not matter here.
+    """
     try:
         launch = parse_json(run.launch_file.read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(
             f"{run.launch_file} cannot be read: {error}", fix="start the run again; it writes the file again"
         ) from error
-    values = dict(cast(Mapping[str, Mapping[str, object]], launch)["values"])
-    if pretrained is not None:
-        values["pretrained_model_name_or_path"] = pretrained
-    schema = schema_of(plugins)
+    schema, moved = schema_of(plugins), {name: path for name, path in paths.items() if path is not None}
+    if unknown := sorted(moved.keys() - schema.options.keys()):
+        raise UserError(f"no installed plugin has the option {unknown[0]}", fix=f"leave out --{unknown[0]}")
+    values = {**cast(Mapping[str, Mapping[str, object]], launch)["values"], **moved}
     return restore(schema, {name: value for name, value in values.items() if name in schema.options}, {})
 
 

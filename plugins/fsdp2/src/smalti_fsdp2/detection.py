@@ -84,10 +84,11 @@ def detect(config: Config, plugins: Plugins, *, refresh: bool = False, report: R
     if not refresh and (known := detected(config, report=report)) is not None:
         return known
     sources = _sources(config, entry)
-    before = _fingerprint(sources)
+    read = [*sources, *_other_sources(config)]
+    before = _fingerprint(read)
     detection = _examine(config, plugins, sources[0] if len(sources) == 1 else None)
-    if _fingerprint(sources) == before:  # else the checkpoint has changed in the meantime
-        kept = {"fingerprint": before, "sources": sources, "detection": detection.as_json()}
+    if _fingerprint(read) == before:  # else the checkpoint has changed in the meantime
+        kept = {"fingerprint": before, "sources": read, "detection": detection.as_json()}
         block_cache(report).put(_key(config), kept)
     return detection
 
@@ -133,15 +134,27 @@ def block_cache(report: Report = _log.warning) -> CacheFile:
 
 def _key(config: Config) -> str:
     """The key in the cache, readable for people; options are shortened to a digest."""
-    model = config[ModelOptions]
-    owners = {name: option.group.name for name, option in config.schema.options.items()}
-    shaping = {name for name, group in owners.items() if group not in _SHAPELESS} | _SHAPING
-    options = {name: value for name, value in config.changes().items() if name in shaping}
+    model, options = config[ModelOptions], _shaping_options(config)
     family = (model.model_family or "").lower().replace("-", "_")
     path = model.pretrained_model_name_or_path
     place = str(Path(path).expanduser().resolve()) if path and Path(path).expanduser().exists() else path
     digest = _digest(json.dumps({**options, "model_family": family, "pretrained_model_name_or_path": place}, sort_keys=True))
     return "|".join((family, place or "", model.model_flavour or "", digest))
+
+
+def _shaping_options(config: Config) -> dict[str, object]:
+    """The options that may change the model and are not at their defaults."""
+    owners = {name: option.group.name for name, option in config.schema.options.items()}
+    shaping = {name for name, group in owners.items() if group not in _SHAPELESS} | _SHAPING
+    return {name: value for name, value in config.changes().items() if name in shaping}
+
+
+def _other_sources(config: Config) -> list[str]:
+    """Paths and hub ids in other options that may change the model, such as the pipeline that a single file belongs to."""
+    path = config[ModelOptions].pretrained_model_name_or_path
+    texts = sorted({value for value in _shaping_options(config).values() if isinstance(value, str)} - {path})
+    found = [str(Path(text).expanduser().resolve()) if Path(text).expanduser().exists() else text for text in texts]
+    return [text for text in found if any(_contents(text))]
 
 
 def _sources(config: Config, entry: FamilyEntry) -> list[str]:

@@ -115,6 +115,18 @@ def test_a_checkpoint_whose_configuration_changed_is_looked_at_anew(look, checkp
     assert (anew.cached, anew.structure.classes[0].occurrences) == (False, 5)
 
 
+def test_a_changed_folder_that_another_option_names_is_looked_at_anew(look, checkpoint, tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.mkdir()
+    (file / "transformer").mkdir()
+    (file / "transformer" / "config.json").write_text("{}")
+    base = checkpoint(**SMALL)
+    flags = ["--model_family=fluxsized", f"--pretrained_model_name_or_path={file}", f"--fluxsized_base={base}"]
+    assert [look(*flags).cached, look(*flags).cached] == [False, True]
+    checkpoint(**{**SMALL, "num_layers": 5})
+    assert (look(*flags).cached, look(*flags).structure.classes[0].occurrences) == (False, 5)
+
+
 def test_a_checkpoint_that_comes_back_to_what_it_was_is_looked_at_anew(look, checkpoint):
     flags = ["--model_family=fluxsized", f"--pretrained_model_name_or_path={checkpoint(**SMALL)}"]
     for layers in (2, 4, 2):

@@ -54,12 +54,6 @@ def default_name(directory: Path) -> str:
     return _ODD.sub("-", directory.resolve().name).strip("-.") or "smalti"
 
 
-def run_of(path: Path) -> RunDirectory | None:
-    """The run that a path is the directory or a checkpoint of; None for any other folder."""
-    places = [path, path.resolve().parent.parent]
-    return next((run for place in places if (run := RunDirectory(place)).launch_file.is_file()), None)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """What of a run is exported, in the terms of `smalti checkpoint export`. None takes its default."""
@@ -77,7 +71,7 @@ def publish(
     `repository` is "USER/NAME" or "NAME"; None stands for the name of the folder. Raises UserError; files that were
     sent by then are not sent again.
     """
-    run = run_of(path)
+    run = RunDirectory.containing(path)
     if run is None:
         _check_export(path, choice)
         name = repository or default_name(path)

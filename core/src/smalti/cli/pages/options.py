@@ -118,7 +118,7 @@ def describe(option: Option) -> dict[str, object]:
         "bounds": option.bounds,
         "level": option.level,
         "when": option.when,
-        "trade": option.tradeoff,
+        "tradeoff": option.tradeoff,
         "aliases": list(option.aliases),
         "default": json.loads(
             json.dumps(default, default=lambda value: str(value) if isinstance(value, PurePath) else list(value))

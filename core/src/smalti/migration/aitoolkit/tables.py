@@ -5,7 +5,7 @@ Names and defaults are those of its configuration classes (toolkit/config_module
 
 from __future__ import annotations
 
-from smalti.migration.converters import choice, number, path, precision, switch, text, whole
+from smalti.migration.converters import SAMPLERS, choice, number, path, precision, switch, text, whole
 from smalti.migration.rules import OFF, Rule, no_effect, option, read, unsupported
 
 NAME = "ai-toolkit"
@@ -194,10 +194,11 @@ OPTIONS: tuple[Rule, ...] = (
     read("sample.walk_seed", "validation_seed", note="seeds count up here, as with walk_seed"),
     read("sample.guidance_scale", "validation_guidance", note="7 by default there"),
     read("sample.sample_steps", "validation_num_inference_steps", note="20 by default there"),
+    option("sample.sampler", "validation_noise_scheduler", choice(SAMPLERS, fix="leave it out: the family has a default")),
     read("sample.neg", "validation_negative_prompt"),
     option("sample.network_multiplier", "validation_adapter_strength", number),
     option("sample.guidance_rescale", "validation_guidance_rescale", number),
-    *no_effect("the family samples as its pipeline does", "sample.sampler", "sample.format", "sample.fps", "sample.num_frames"),
+    *no_effect("the family samples as its pipeline does", "sample.format", "sample.fps", "sample.num_frames"),
     *no_effect("the family samples as its pipeline does", "sample.sample_start_step", "sample.refiner_start_at"),
     *no_effect("written by its user interface", "sqlite_db_path", "device", "performance_log_every", "is_test"),
     read("datasets", "datasets"),

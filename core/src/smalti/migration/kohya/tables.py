@@ -5,7 +5,7 @@ Names and defaults are those of its argument parser and of its page on dataset c
 
 from __future__ import annotations
 
-from smalti.migration.converters import choice, minutes, number, path, switch, text, whole
+from smalti.migration.converters import SAMPLERS, choice, minutes, number, path, switch, text, whole
 from smalti.migration.rules import OFF, Rule, no_effect, option, read, unsupported
 
 NAME = "kohya's sd-scripts"
@@ -260,7 +260,7 @@ OPTIONS: tuple[Rule, ...] = (
     *unsupported("tables of kohya's fine-tuning method are not read", "in_json", "metadata_file", fix="see docs/datasets.md"),
     *unsupported("an own class of datasets is not supported", "dataset_class"),
     *unsupported("the number of images that are left out is up to the dataset", "dataset_repeats", off=(*OFF, 1)),
-    *unsupported("the sampler is chosen by the family", "sample_sampler"),
+    option("sample_sampler", "validation_noise_scheduler", choice(SAMPLERS, fix="leave it out: the family has a default")),
     read("huggingface_repo_id", "push_to_hub", "push_checkpoints_to_hub", "hub_model_id"),
     read("huggingface_repo_visibility", "hub_private", note="private by default, as there"),
     *no_effect("exports are published, in the background", "async_upload", "save_state_to_huggingface"),

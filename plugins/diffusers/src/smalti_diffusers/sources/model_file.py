@@ -84,7 +84,8 @@ class ModelFile:
             kind = json.loads(bytes(self._stored.get(note).tolist())).get("format", kind)
         return UserError(
             f"{self.path} holds quantised weights ({name}: {kind}), from which training cannot start",
-            fix="take the file in bf16, fp16 or fp8 (scaled or not); --base_model_precision quantises while it is loaded",
+            fix="take the file in bf16, in fp16, or in fp8 without scales or with one for each tensor or row, where mxfp8 and "
+            "nvfp4 have one for each block; --base_model_precision quantises while it is loaded",
         )
 
     def __str__(self) -> str:

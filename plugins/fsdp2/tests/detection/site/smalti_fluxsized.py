@@ -6,11 +6,19 @@ It can be looked at and nothing else. A checkpoint folder may say how many block
 import json
 from pathlib import Path
 
-from smalti import FamilyEntry, hookimpl
+from smalti import FamilyEntry, OptionGroup, Options, hookimpl, option
 from smalti.config import ModelOptions
 
 
+class FluxSizedOptions(Options):
+    fluxsized_base: str | None = option(None, help="A folder with what the checkpoint does not say.")
+
+
 class FluxSized:
+    @hookimpl
+    def declare_options(self):
+        return [OptionGroup(name="fluxsized", title="12 B", options=FluxSizedOptions)]
+
     @hookimpl
     def register_model_families(self):
         flavours = {"dev": "somebody/fluxsized-dev", "small": "somebody/fluxsized-small"}
@@ -22,6 +30,8 @@ def create(config):
     depth = {"num_layers": 19, "num_single_layers": 38, "width": 3072}
     if options.model_flavour == "small":
         depth |= {"num_layers": 2, "num_single_layers": 3, "width": 64}
+    if (base := config[FluxSizedOptions].fluxsized_base) is not None:
+        depth |= json.loads((Path(base) / "transformer" / "config.json").read_text())
     if (path := options.pretrained_model_name_or_path) is not None:
         depth |= json.loads((Path(path) / "transformer" / "config.json").read_text())
     return family(depth)
