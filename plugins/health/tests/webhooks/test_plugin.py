@@ -287,6 +287,29 @@ def test_an_event_whose_rank_is_killed_at_once_is_delivered(receiver, setup_of, 
     assert [each.id for each in receiver.wait_for(1)] == ["msg_fault"]
 
 
+def test_a_rank_that_was_killed_is_reported_by_its_sender(receiver, info_of, plugin):
+    plugin.on_rank_start(RunState(max_steps=0), info_of(receiver, World(rank=8, size=16, local_size=8, node=1)))
+    sender = plugin._sender
+    sender._pipes.stdin.close()  # what the system does for a process that is killed
+    event = receiver.wait_for(1)[0].json
+    assert (event["type"], event["title"], event["source"]["rank"]) == ("error", "Rank lost", 8)
+    assert "was killed, or ended without reporting why" in event["message"]
+    plugin._sender = None
+    sender._end()
+
+
+def test_a_rank_that_has_reported_its_error_is_not_reported_as_lost(receiver, info_of, plugin):
+    state = RunState(max_steps=10)
+    plugin.on_rank_start(state, info_of(receiver))
+    plugin.on_error(state, ValueError("it broke"))
+    sender = plugin._sender
+    sender._pipes.stdin.close()
+    sender._process.wait(20)
+    assert [each.json["title"] for each in receiver.requests] == ["Error"]
+    plugin._sender = None
+    sender._end()
+
+
 def test_a_child_of_the_rank_that_keeps_the_pipe_open_does_not_keep_the_sender(receiver, setup_of, event_of):
     sender = SenderProcess(setup_of(receiver))
     sender.send(event_of())

@@ -1,17 +1,26 @@
 """Real runs and commands: what arrives, and what is nowhere."""
 
+import http.server
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from smalti_health.webhooks.delivery.channel import message
 from smalti_health.webhooks.delivery.outbox import Outbox
+from smalti_health.webhooks.delivery.request import post
+from smalti_health.webhooks.endpoints import Endpoint
 from smalti_testing.http_receiver import Receiver, status
 
 MARKER = "MARKER-5ECRET-0123456789"
+KEY = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 TOY = (
     *("--model_family=toy", "--toy_width=16", "--toy_depth=1", "--toy_heads=1", "--resolution=32"),
     *("--aspect_bucket_alignment=8", "--train_batch_size=2", "--mixed_precision=no", "--use_cpu", "--max_train_steps=2"),
@@ -61,6 +70,25 @@ def test_the_test_event_shows_what_came_back_and_no_secret(receiver, tmp_path, c
     assert str(code) in json.loads(done.stdout)[0]["response"]
     assert len(receiver.requests) == 2
     assert MARKER not in done.stdout + done.stderr
+
+
+def test_the_receiver_of_the_documentation_verifies_signatures(endpoint_of, event_of, monkeypatch):
+    page = (Path(__file__).parents[4] / "docs" / "webhooks.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    monkeypatch.setenv("WEBHOOK_SECRET", KEY)
+    names: dict[str, object] = {}
+    exec(code, names)
+    names["Receiver"].log_message = lambda *_: None
+    with http.server.HTTPServer(("127.0.0.1", 0), names["Receiver"]) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url, now = f"http://127.0.0.1:{server.server_port}/", int(time.time())
+        wrong = f"whsec_{'A' * 40}"
+        replies = []
+        for keys, moment in (((KEY,), now), ((wrong, KEY), now), ((wrong,), now), ((KEY,), now - 4000)):
+            endpoint = Endpoint(kind="raw", url=url, allow_private=True, secrets=keys)
+            replies.append(post(endpoint, *message(endpoint, event_of(), moment)).status)
+        server.shutdown()
+    assert replies == [204, 204, 401, 401]
 
 
 def test_a_secret_on_the_command_line_is_refused_and_not_repeated(receiver):

@@ -190,6 +190,13 @@ def failure(source: Source, state: RunState, error: BaseException, now: float) -
     return source.event("error", "error", "Error", message, now=now, critical=True, error=_error(state, error))
 
 
+def lost(source: Source, now: float) -> Event:
+    """The process of this rank has ended without reporting why: killed, or ended by a library."""
+    message = f"rank {source.rank} on {source.host} was killed, or ended without reporting why"
+    error = {"exception_type": None, "message": message, "step": None}
+    return source.event("error", "error", "Rank lost", message, now=now, critical=True, error=error)
+
+
 def warning(source: Source, state: RunState, message: str, now: float) -> Event:
     """Something failed that the run continues without."""
     return source.event("notification", "warning", "Warning", f"step {state.step}: {message}", now=now)

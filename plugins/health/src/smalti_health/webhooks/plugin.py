@@ -80,7 +80,7 @@ class Webhooks:
         from smalti_health.webhooks.delivery.process import SenderProcess
         from smalti_health.webhooks.delivery.sender import Setup
         from smalti_health.webhooks.endpoints import read, redacted
-        from smalti_health.webhooks.events import Source
+        from smalti_health.webhooks.events import Source, lost
 
         problems: list[Problem] = []
         endpoints = read(options.webhook_config, os.environ, problems)
@@ -90,14 +90,6 @@ class Webhooks:
             return
         world, config = info.world, info.config
         self._main, self._first = world.is_main, world.local_rank == 0
-        setup = Setup(
-            endpoints=endpoints,
-            run=info.directory.absolute(),
-            node=world.node,
-            nodes=max(1, world.size // world.local_size),
-            takes_over=self._first,
-        )
-        self._sender = SenderProcess(setup)
         self._source = Source(
             run=info.directory.absolute().name,
             directory=info.directory,
@@ -107,6 +99,15 @@ class Webhooks:
             rank=world.rank,
             mask=lambda text: redacted(str(config.masked(text)), endpoints),
         )
+        setup = Setup(
+            endpoints=endpoints,
+            run=info.directory.absolute(),
+            node=world.node,
+            nodes=max(1, world.size // world.local_size),
+            takes_over=self._first,
+            lost=lost(self._source, time.time()),
+        )
+        self._sender = SenderProcess(setup)
         self._interval = float(options.webhook_reporting_interval) if self._main else 0.0
         if self._first:
             self._sender.start()

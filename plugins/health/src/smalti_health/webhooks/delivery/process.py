@@ -74,6 +74,7 @@ class SenderProcess:
         """Start the process, which takes this one some milliseconds."""
         with self._lock:
             self._start()
+            self._flush()
 
     def send(self, event: Event) -> None:
         """Hand over an event: one write to a pipe, that does not block. Starts the sender if it does not run."""

@@ -19,7 +19,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import cast
 
@@ -38,7 +39,8 @@ ORPHAN_SECONDS = 60.0
 class Setup:
     """What a sender needs to know. `run` is the run directory, None for no outbox.
 
-    With `takes_over` it sends the pending events that earlier launches left on this node, of `nodes` nodes.
+    `lost` is the event to send if the rank ends without an end of the run and without an error. With `takes_over` it sends the
+    pending events that earlier launches left on this node, of `nodes` nodes.
     """
 
     endpoints: tuple[Endpoint, ...]
@@ -46,6 +48,7 @@ class Setup:
     node: int = 0
     nodes: int = 1
     takes_over: bool = False
+    lost: Event | None = None
     end_seconds: float = END_SECONDS
     orphan_seconds: float = ORPHAN_SECONDS
 
@@ -58,7 +61,8 @@ class Setup:
         values = cast(dict[str, object], json.loads(text))
         endpoints = tuple(Endpoint.from_json(each) for each in cast(list[Mapping[str, object]], values["endpoints"]))
         run = Path(str(values["run"])) if values["run"] is not None else None
-        return cls(**{**values, "endpoints": endpoints, "run": run})  # type: ignore[arg-type]
+        lost = Event.from_json(cast(Mapping[str, object], values["lost"])) if values["lost"] is not None else None
+        return cls(**{**values, "endpoints": endpoints, "run": run, "lost": lost})  # type: ignore[arg-type]
 
 
 class Sender:
@@ -154,6 +158,12 @@ def lines(source: int, rank: int) -> Iterator[bytes]:
             yield from complete
 
 
+def dated(event: Event, now: float) -> Event:
+    """The event as one of this moment."""
+    payload = {**event.payload, "timestamp": datetime.fromtimestamp(now, UTC).isoformat()}
+    return replace(event, time=now, payload=payload)
+
+
 def say(message: Mapping[str, object]) -> None:
     with suppress(OSError):  # the rank is gone
         os.write(1, json.dumps(message).encode() + b"\n")
@@ -166,14 +176,18 @@ def main() -> None:
     source = lines(0, rank)
     setup = Setup.from_json(next(source))
     sender = Sender(setup, lambda sentence: say({"report": sentence}))
-    ended = False
+    ended = reported = False
     for line in source:
         with suppress(ValueError, KeyError, TypeError):  # the rank was killed while it wrote
             values = json.loads(line)
             if not values:
                 ended = True
                 break
-            sender.add(Event.from_json(values))
+            event = Event.from_json(values)
+            reported |= event.type == "error"
+            sender.add(event)
+    if not ended and not reported and setup.lost is not None:
+        sender.add(dated(setup.lost, time.time()))
     say(sender.finish(setup.end_seconds if ended else setup.orphan_seconds))
     os._exit(0)  # without waiting for a thread that hangs
 
