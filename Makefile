@@ -50,7 +50,7 @@ fix: $(VENV)/dev.done
 
 # Faults against checkpoints, runs and plugins: ARGS="--seed N --seconds S", see tests/torture.
 torture: $(VENV)/dev.done
-	$(TEST_ENV) PYTHONPATH=tests $(BIN)/python -m torture $(ARGS)
+	$(TEST_ENV) PYTHONPATH=tests:plugins/diffusers/tests $(BIN)/python -m torture $(ARGS)
 
 bench: $(VENV)/dev.done
 	$(BIN)/python bench/run.py $(ARGS)

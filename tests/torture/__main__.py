@@ -26,6 +26,7 @@ from .damage import damaged, rotated
 from .data import bad_inputs_and_tables, changing_worlds, failing_threads, resumed_anywhere, resumed_briefly
 from .hostile import hostile
 from .object_store import faulty_requests, few_faulty_requests
+from .phases import killed_in_phases, killed_in_phases_briefly
 from .plugging import plugged
 from .power_cut import power_cut
 from .remote_data import faulty_network, faulty_network_once
@@ -60,6 +61,7 @@ GROUPS: dict[str, tuple[str, Round, int]] = {
     "C3": ("bad images and tables", bad_inputs_and_tables, 1),
     "C4": ("data on S3, with 5 % faults", faulty_network, 1),
     "C5": ("loader threads that fail", failing_threads, 1),
+    "C6": ("killed while indexing, encoding, training", killed_in_phases, 4),
     "E": ("webhooks whose receivers fail", failing_receivers, 2),
     "G": ("broken plugins", plugged, 2),
 }
@@ -68,13 +70,14 @@ SHORT = {
     resumed: resumed_once,
     stopped: stopped_once,
     resumed_anywhere: resumed_briefly,
+    killed_in_phases: killed_in_phases_briefly,
     faulty_requests: few_faulty_requests,
     faulty_checkpoints: few_faulty_checkpoints,
     faulty_network: faulty_network_once,
     failing_receivers: few_failing_receivers,
 }
 SERVERS = {faulty_requests, faulty_checkpoints, stopping_server, refused_requests, racing_writers, many_keys, faulty_network}
-REAL = {killed, resumed, stopped, *SERVERS, *SHORT.values()}
+REAL = {killed, resumed, stopped, killed_in_phases, *SERVERS, *SHORT.values()}
 """Rounds that need a disk below them, or its space; those that fake a crash do not, and one without spares much time."""
 
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
@@ -52,10 +52,15 @@ def start(place: Path, name: str, ranks: int, steps: int, *, sharded: bool = Fal
     words = [f"--instance_data_dir={pictures(place)}", f"--output_dir={place / name}", f"--max_train_steps={steps}"]
     words += [f"--num_processes={ranks}", f"--train_batch_size={4 // ranks}", "--without=plots"]
     words += ["--fsdp_enable"] if sharded else []
+    return launch(place, name, words)
+
+
+def launch(place: Path, name: str, words: list[str], *, options: Sequence[str] = OPTIONS) -> subprocess.Popen[bytes]:
+    """Start a run with these options, by default of the toy family; it writes into the file `name`.log."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(place / "hf")}
     with (place / f"{name}.log").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "smalti", "train", *OPTIONS, *words], env=environment, stdout=log, stderr=log
+            [sys.executable, "-m", "smalti", "train", *options, *words], env=environment, stdout=log, stderr=log
         )
 
 

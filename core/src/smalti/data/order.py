@@ -72,7 +72,7 @@ class BucketSamples:
     @property
     def per_epoch(self) -> Fraction:
         """Samples in an epoch, repeats counted."""
-        return sum((len(part.rows) * Fraction(part.copies) for part in self.parts), Fraction(0))
+        return Fraction(sum(len(part.rows) * part.copies for part in self.parts))
 
     @property
     def samples(self) -> Numbers:
@@ -150,7 +150,7 @@ class Order:
         # Samples of an epoch are whole numbers of a common fraction, and so is a batch.
         samples = [bucket.per_epoch for bucket in self.buckets]
         common = math.lcm(*(one.denominator for one in samples))
-        self._samples_per_epoch = np.array([int(one * common) for one in samples], dtype=np.int64)
+        self._samples_per_epoch = np.array([_times(one, common) for one in samples], dtype=np.int64)
         self._batch = effective_batch * common
         longest_epoch = int((-(-self._samples_per_epoch // self._batch)).sum())
         large = longest_epoch > LIMIT or any(content.size > LIMIT for content in self._contents)
@@ -288,6 +288,11 @@ class _Epoch:
         return bucket, int(self.before[bucket]) + turn - (int(self.ends[bucket - 1]) if bucket else 0)
 
 
+def _times(number: int | Fraction, multiple: int) -> int:
+    """Returns the product with a multiple of the denominator, without a fraction on the way."""
+    return number.numerator * (multiple // number.denominator)
+
+
 class _BucketPass:
     """One pass of a bucket, before it is shuffled: places 0 to size-1.
 
@@ -297,9 +302,9 @@ class _BucketPass:
 
     def __init__(self, content: BucketSamples) -> None:
         self._parts = [part for part in content.parts if len(part.rows)]
-        fractions = [Fraction(part.copies) for part in self._parts]
-        denominator = math.lcm(*(one.denominator for one in fractions))
-        whole = [int(one * denominator) for one in fractions]
+        copies = [part.copies for part in self._parts]
+        denominator = math.lcm(*(one.denominator for one in copies))
+        whole = [_times(one, denominator) for one in copies]
         self._times = [one // math.gcd(*whole) for one in whole]
         lengths = [len(part.rows) * times for part, times in zip(self._parts, self._times, strict=True)]
         self._ends = np.cumsum(lengths)

@@ -286,7 +286,9 @@ def prepare(
     resolutions = {dataset.spec.id: _resolution(one) for dataset, one in zip(datasets, crop_settings, strict=True)}
     handled = handle_short_buckets(_counts(parts), rules.shape, rules.short_buckets, resolutions)
     parts = [
-        replace(part, bucket=bucket) for part in parts if (bucket := handled.bucket(part.dataset.id, part.bucket)) is not None
+        part if bucket == part.bucket else replace(part, bucket=bucket)
+        for part in parts
+        if (bucket := handled.bucket(part.dataset.id, part.bucket)) is not None
     ]
     buckets = [
         BucketSamples(
@@ -423,7 +425,8 @@ class _BucketPart:
 
     def content(self, raised: int, offsets: Sequence[int], weights: Sequence[Fraction]) -> Part:
         """With `raised` repeats, unless the user has set them."""
-        copies = ((self.dataset.repeats or raised) + 1) * weights[self.number]
+        repeats, weight = (self.dataset.repeats or raised) + 1, weights[self.number]
+        copies = repeats if weight == 1 else repeats * weight  # arithmetic with fractions is slow
         offset = offsets[self.number]
         return Part(dataset=self.number, rows=self.found.rows, copies=copies, offset=offset, digest=self.found.digest)
 

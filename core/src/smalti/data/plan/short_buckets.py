@@ -60,11 +60,14 @@ def handle_short_buckets(
         }
         return Handled(moved=moved, notices=(_dropped(counts, short, shape),))
     full = [one for one in counts if one.total >= shape.effective]
+    near_of: dict[Hashable, list[Bucket]] = {
+        resolution: [one.bucket for one in full if any(resolutions[share.dataset] == resolution for share in one.shares)]
+        for resolution in set(resolutions.values())
+    }
     targets: dict[tuple[str, Bucket], Bucket] = {}
     for one in short:
         for share in one.shares:
-            resolution = resolutions[share.dataset]
-            near = [other.bucket for other in full if any(resolutions[each.dataset] == resolution for each in other.shares)]
+            near = near_of[resolutions[share.dataset]]
             if not near:
                 alone = [other for other in short if share.dataset in {each.dataset for each in other.shares}]
                 raise short_buckets_error(counts, alone, shape)
