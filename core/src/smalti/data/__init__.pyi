@@ -15,6 +15,7 @@ from .datasets.reference import dataset_reference as dataset_reference
 from .datasets.simpletuner import is_comment as is_comment
 from .datasets.sources import (
     LISTED as LISTED,
+    ChecksTable as ChecksTable,
     Listed as Listed,
     ListedState as ListedState,
     ListsColumns as ListsColumns,
@@ -32,6 +33,7 @@ from .from_options import (
     cache_folders as cache_folders,
     catalog_of as catalog_of,
     check_caches as check_caches,
+    check_sources as check_sources,
     data_rules as data_rules,
     dataset_specs as dataset_specs,
     load_data as load_data,

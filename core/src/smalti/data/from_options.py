@@ -24,7 +24,7 @@ from smalti.data.batch_check import BatchShape
 from smalti.data.cache.places import CacheFolders, CachePlace
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, load_backend_config, parse_datasets
-from smalti.data.datasets.sources import PricesShuffledReads
+from smalti.data.datasets.sources import ChecksTable, PricesShuffledReads
 from smalti.data.datasets.spec import DatasetSpec, latents_entry, texts_entry, unused_caches
 from smalti.data.prepared import DataRules, Dataset, PreparedData, build_datasets, check_no_overlap, load_datasets, prepare
 from smalti.data.scan.build import Progress
@@ -229,6 +229,16 @@ def ranks_scan(config: Config, plugins: Plugins, directory: Path) -> bool:
     specs = dataset_specs(config, catalog_of(plugins))
     new = [spec for spec in specs if spec.has_images and not (directory / f"{spec.file_name}.arrow").exists()]
     return any(spec.type not in ("local", "csv") for spec in new)  # a list of URLs is downloaded by one process in any case
+
+
+def check_sources(config: Config, plugins: Plugins) -> None:
+    """Find mistakes in the datasets without listing a storage. Raises what opening storages and tables raises."""
+    catalog = catalog_of(plugins)
+    for spec in dataset_specs(config, catalog):
+        if spec.has_images:
+            source = catalog.open_source(spec, catalog.open_storage(spec))
+            if isinstance(source, ChecksTable):
+                source.check_table()
 
 
 def scan_progress(phases: Phases) -> Scan:

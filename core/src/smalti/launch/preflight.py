@@ -28,7 +28,7 @@ from smalti.config import (
     warm_up_notice,
     warm_up_problem,
 )
-from smalti.data import PreparedData, check_caches, ranks_scan, scan_data, scan_progress, total_steps
+from smalti.data import PreparedData, check_caches, check_sources, ranks_scan, scan_data, scan_progress, total_steps
 from smalti.errors import ConfigError, ExitCode, GpuFaultError
 from smalti.launch.checks import check_run, refuse_fault_loop
 from smalti.launch.nodes import Nodes, wait_for_node_0
@@ -112,6 +112,8 @@ class Preparation:
             if write and not joins:
                 _check_caches(config, plugins, checked.family)
             later = write and ranks_scan(config, plugins, directory.data)
+            if later and not joins:
+                check_sources(config, plugins)
             data = None if joins or later else cls._scan(config, plugins, checked.family.alignment, writer, nodes)
             if data is not None:
                 size = _largest_image(checked.family, data)

@@ -98,6 +98,7 @@ CHAPTERS = (
             "smalti.data:RecognizesUnchanged",
             "smalti.data:ListedState",
             "smalti.data:UsesFolder",
+            "smalti.data:ChecksTable",
         ),
     ),
     Chapter(

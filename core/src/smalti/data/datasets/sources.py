@@ -133,6 +133,15 @@ class RecognizesUnchanged(Protocol):
 
 
 @runtime_checkable
+class ChecksTable(Protocol):
+    """What a source has in addition to `list` if it finds mistakes in its table without listing the storage."""
+
+    def check_table(self) -> None:
+        """Raises UserError or ConfigError for a table that is missing, or lacks a column. Reads its beginning at most."""
+        ...
+
+
+@runtime_checkable
 class UsesFolder(Protocol):
     """What a source has in addition to `list` if it keeps files between scans, or writes lists for the user."""
 

@@ -38,6 +38,10 @@ class JsonLines:
         self._storage = storage
         self.listed_state: ListedState | None = None
 
+    def check_table(self) -> None:
+        if self.identity() is None:
+            raise self._unreadable()
+
     def is_unchanged(self, before: ListedState) -> bool:
         identity = self.identity()
         return identity is not None and digest_of(self._storage, self._spec.id, identity) == before.digest
@@ -105,8 +109,11 @@ class JsonLines:
         try:
             yield from blocks_of(self._chunks())
         except (OSError, MissingFileError) as error:
-            fix = 'create the table, or set its path: "json": {"path": ...}'
-            raise UserError(f"the metadata table {self.location} cannot be read", fix=fix) from error
+            raise self._unreadable() from error
+
+    def _unreadable(self) -> UserError:
+        fix = 'create the table, or set its path: "json": {"path": ...}'
+        return UserError(f"the metadata table {self.location} cannot be read", fix=fix)
 
     def _chunks(self) -> Iterator[bytes]:
         if self._table.path:
@@ -149,6 +156,7 @@ class _LineTable(Table):
     """The lines of a table, as batches of `LINES`."""
 
     def __init__(self, lines: JsonLines) -> None:
+        lines.check_table()
         self._lines = lines
         self.location = lines.location
         self.identity = lines.identity() or ""

@@ -82,6 +82,9 @@ class TableSource(ABC):
         """Where lists and temporary files may be written; without it, nothing but files of the system's temporary folder."""
         self._folder = folder
 
+    def check_table(self) -> None:
+        self.projection(self._open())
+
     def is_unchanged(self, before: ListedState) -> bool:
         identity = self._open().identity
         if not identity or digest_of(self._storage, *self._determining(identity)) != before.digest:

@@ -117,6 +117,9 @@ class Urls:
             private_addresses=self._list.csv_allow_private_addresses,
         )
 
+    def check_table(self) -> None:
+        self._projection(self._table())
+
     def is_unchanged(self, before: ListedState) -> bool:
         if digest_of(self._storage, *self._determining(self._table().identity)) != before.digest:
             return False
@@ -165,8 +168,8 @@ class Urls:
                 f"dataset {self._spec.id!r}: the list {path} cannot be read: {error.strerror}", fix="check csv_file"
             ) from error
 
-    def _rows(self, table: CsvTable) -> tuple[pa.RecordBatch, tuple[str, ...]]:
-        """Returns the rows (`_ROWS`), in order of their names, each URL once, and messages about the others."""
+    def _projection(self, table: CsvTable) -> tuple[Sequence[str], Projection]:
+        """Returns the columns of URLs and digests, and what reads the captions."""
         captions = self._spec.caption_strategy == self._spec.metadata_backend and not self._spec.only_instance_prompt
         weighted = bool(self._spec.caption_weights)
         projection = Projection(
@@ -177,6 +180,11 @@ class Urls:
             if leaf(table.schema, name) is None:
                 fix = f"set {key} to one of its columns: {', '.join(leaves(table.schema))}"
                 raise UserError(f"the table {table.location} has no column {name!r}", fix=fix)
+        return wanted, projection
+
+    def _rows(self, table: CsvTable) -> tuple[pa.RecordBatch, tuple[str, ...]]:
+        """Returns the rows (`_ROWS`), in order of their names, each URL once, and messages about the others."""
+        wanted, projection = self._projection(table)
         batches, empty = [], 0
         for batch in table.batches(list(dict.fromkeys([*wanted, *projection.names]))):
             urls = pc.utf8_trim_whitespace(column(batch, wanted[0]).cast(pa.string()))
