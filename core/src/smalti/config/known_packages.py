@@ -183,7 +183,21 @@ PACKAGES = (
     Package(
         plugin="webhooks", folder="health", options=("webhook_config", "webhook_reporting_interval"), commands=("webhook",)
     ),
-    Package(plugin="health", planned=True, options=("gpu_health",)),
+    Package(
+        plugin="health",
+        options=(
+            "gpu_health",
+            "gpu_health_interval",
+            "gpu_health_timeout",
+            "gpu_health_ecc_errors",
+            "gpu_health_temperature_margin",
+            "gpu_health_temperature_seconds",
+            "gpu_health_slowdown_share",
+            "gpu_health_slowdown_clock",
+            "gpu_health_port",
+        ),
+        commands=("health",),
+    ),
     Package(plugin="webui", planned=True, commands=("ui",)),
 )
 

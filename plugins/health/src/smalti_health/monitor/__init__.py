@@ -1,0 +1,1 @@
+"""The monitor: a process of each node that reads its GPUs, and what connects it with the ranks. Imports no torch."""

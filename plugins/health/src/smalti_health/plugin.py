@@ -1,0 +1,93 @@
+"""Watches the GPUs of a run, and stops it when one fails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from smalti import Config, FaultAction, GpuFault, OptionGroup, Problem, RankInfo, RunState, hookimpl
+from smalti_health.options import GROUP, HealthOptions
+
+if TYPE_CHECKING:
+    import click
+
+    from smalti_health.monitor.rank import Watch
+
+_ACTIONS = {
+    "warn": FaultAction.CONTINUE,
+    "stop_saved": FaultAction.STOP_SAVED,
+    "stop_suspect": FaultAction.STOP_SUSPECT,
+    "stop_now": FaultAction.STOP_UNSAVED,
+}
+
+
+class Health:
+    """Active on ranks with a GPU, unless `--gpu_health=off`."""
+
+    def __init__(self) -> None:
+        self._watch: Watch | None = None
+        self._stops = True
+
+    @hookimpl
+    def declare_options(self) -> list[OptionGroup]:
+        return [GROUP]
+
+    @hookimpl
+    def check_config(self, config: Config) -> list[Problem]:
+        return config.run_checks(_metrics)
+
+    @hookimpl
+    def register_commands(self, commands: click.Group) -> None:
+        from smalti_health.cli.commands import health
+
+        commands.add_command(health)
+
+    @hookimpl
+    def on_rank_start(self, state: RunState, info: RankInfo) -> None:
+        options, world = info.config[HealthOptions], info.world
+        self._watch, self._stops = None, options.gpu_health == "stop"
+        from smalti_health.monitor.requests import device_request
+
+        request = device_request(world.rank, world.device)
+        if options.gpu_health == "off" or request is None:
+            return
+        from smalti_health.monitor.process import Setup
+        from smalti_health.monitor.rank import Watch
+
+        setup = Setup(
+            run=info.id,
+            node=world.node,
+            first=world.rank - world.local_rank,
+            port=os.environ.get("MASTER_PORT", ""),
+            directory=str(info.directory.absolute()),
+            interval=options.gpu_health_interval,
+            timeout=options.gpu_health_timeout,
+            metrics_port=options.gpu_health_port if world.node == 0 else 0,
+            limits=options.limits(),
+        )
+        self._watch = Watch(setup, request, world.device, state.report_fault, starts=world.local_rank == 0)
+        self._watch.start()
+
+    @hookimpl
+    def on_gpu_fault(self, fault: GpuFault) -> FaultAction | None:
+        decision = fault.reading.get("decision")
+        if decision is None:
+            return FaultAction.CONTINUE if fault.kind == "monitor" else None
+        return _ACTIONS.get(str(decision)) if self._stops else FaultAction.CONTINUE
+
+    @hookimpl
+    def on_rank_end(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
+
+
+def _metrics(config: Config) -> Iterator[Problem]:
+    if config[HealthOptions].gpu_health_port and find_spec("prometheus_client") is None:
+        message = "the package prometheus-client is not installed"
+        yield Problem(message=message, where="gpu_health_port", fix="pip install prometheus-client, or --gpu_health_port=0")
+
+
+plugin = Health()
