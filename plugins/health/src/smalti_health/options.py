@@ -22,11 +22,11 @@ class HealthOptions(Options):
         10.0, help="Seconds after which a call to the driver counts as unanswered. It is a warning.", gt=0, level="advanced"
     )
     gpu_health_ecc_errors: int = option(
-        _LIMITS.ecc_errors, help="So many new uncorrectable ECC errors stop the run.", ge=1, level="advanced"
+        _LIMITS.ecc_errors, help="New uncorrectable ECC errors at which the run stops.", ge=1, level="advanced"
     )
     gpu_health_temperature_margin: float = option(
         _LIMITS.temperature_margin,
-        help="A GPU is hot from so many degrees Celsius below its own slowdown threshold on.",
+        help="Degrees Celsius below its own slowdown threshold from which on a GPU is hot.",
         level="advanced",
     )
     gpu_health_temperature_seconds: float = option(

@@ -50,7 +50,7 @@ def _limits(command: Callable[..., None]) -> Callable[..., None]:
 @_JSON
 @click.pass_context
 def health(context: click.Context, as_json: bool) -> None:
-    """Health of the GPUs of this machine, and of the GPUs of runs.
+    """Health of the GPUs of this node, and of those of runs.
 
     Without a command it reads all GPUs once, and exits with 1 if one of them would stop a run.
     """
@@ -71,7 +71,7 @@ def health(context: click.Context, as_json: bool) -> None:
 @_RUN
 @_JSON
 def show(run_dir: Path, as_json: bool) -> None:
-    """The circuit of each node of a run: faults of GPUs that ended it, and whether it may start there again."""
+    """The circuit of each node of a run: the faults of GPUs that ended it there."""
     from smalti_health.cli.circuits import circuits
 
     found = circuits(run_dir)

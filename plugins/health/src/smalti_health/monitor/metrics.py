@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from smalti_health.policy.readings import Device, Reading
 
-_GAUGES = (
+_METRICS = (
     ("temperature_celsius", "temperature", "Temperature of the GPU"),
     ("memory_temperature_celsius", "memory_temperature", "Temperature of its memory"),
     ("ecc_uncorrected", "ecc_uncorrected", "Uncorrectable ECC errors since the driver was loaded"),
@@ -26,7 +26,7 @@ def serve(port: int, latest: Mapping[str, tuple[Device, Reading]]) -> None:
 
     class Collector:
         def collect(self) -> Iterator[GaugeMetricFamily]:
-            for name, attribute, what in _GAUGES:
+            for name, attribute, what in _METRICS:
                 family = GaugeMetricFamily(f"smalti_gpu_{name}", what, labels=("uuid", "index", "name"))
                 for device, reading in list(latest.values()):
                     if (value := getattr(reading, attribute)) is not None:

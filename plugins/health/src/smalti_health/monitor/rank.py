@@ -25,6 +25,8 @@ from smalti_health.monitor.requests import DeviceRequest
 _REGISTER_SECONDS = 0.5
 _REPEAT_SECONDS = 30.0
 """A rank asks again this often, because a monitor that was started again knows no ranks."""
+_POLL_SECONDS = 2.0
+"""How often the first rank looks after the process."""
 _RESTARTS = 3
 _END_SECONDS = 3.0
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", FOLDER_VARIABLE)
@@ -93,12 +95,12 @@ class Watch:
         channel = cast(Channel, self._channel)
         watched, asked = False, float("-inf")
         while not self._over.is_set():
-            every = _REPEAT_SECONDS if watched else _REGISTER_SECONDS
-            if time.monotonic() - asked >= every:
+            if self._has_died() and self._restarted():
+                watched, asked = False, float("-inf")
+            if time.monotonic() - asked >= (_REPEAT_SECONDS if watched else _REGISTER_SECONDS):
                 asked = time.monotonic()
                 channel.send(self._setup.address("monitor"), asdict(self._request))
-                self._check_process()
-            message = channel.receive(max(0.0, asked + every - time.monotonic()))
+            message = channel.receive(_POLL_SECONDS if watched else _REGISTER_SECONDS)
             if message is None:
                 continue
             state = message.get("state")
@@ -113,19 +115,25 @@ class Watch:
                 self._report(self._fault(message))
         channel.close()
 
-    def _check_process(self) -> None:
-        process = self._process
-        if process is None or process.poll() is None or self._over.is_set():
-            return
+    def _has_died(self) -> bool:
+        return self._process is not None and self._process.poll() is not None and not self._over.is_set()
+
+    def _restarted(self) -> bool:
+        """Start the process again, a few times."""
+        process, self._process = cast("subprocess.Popen[bytes]", self._process), None
+        status = process.returncode
+        assert process.stdin is not None
+        with suppress(OSError):
+            process.stdin.close()
         if self._started > _RESTARTS:
-            self._process = None
-            self._report(self._warning(f"the monitor ended {_RESTARTS + 1} times; GPUs of this node are not watched any more"))
-            return
-        self._report(self._warning(f"the monitor ended with status {process.returncode} and is started again"))
+            self._report(self._warning(f"the monitor ended {self._started} times; the GPUs are not watched any more"))
+            return False
+        self._report(self._warning(f"the monitor ended with status {status} and is started again"))
         try:
             self._start_process()
         except OSError as error:
             self._report(self._warning(f"the monitor cannot be started: {error}"))
+        return True
 
     def _warning(self, message: str) -> GpuFault:
         return GpuFault(kind="monitor", message=message, device=self._device, rank=self._request.rank, severity="warning")

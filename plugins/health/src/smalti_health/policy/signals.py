@@ -33,7 +33,7 @@ class DevicePolicy:
     def __init__(self, device: Device, limits: Limits) -> None:
         self.device = device
         self._limits = limits
-        self._first: Reading | None = None
+        self._remap_failed_before: bool | None = None
         self._ecc: int | None = None
         self._ecc_last = 0
         self._links: int | None = None
@@ -61,7 +61,6 @@ class DevicePolicy:
         yield from self._nvlink(reading)
         yield from self._pcie(reading)
         yield from self._driver(reading)
-        self._first = self._first or reading
 
     def _recovery(self, reading: Reading) -> Iterator[Decision]:
         if not reading.recovery_action:
@@ -91,8 +90,10 @@ class DevicePolicy:
             yield Decision(kind="ecc", action=Action.STOP_SUSPECT, message=message, memory=True)
 
     def _remaps(self, reading: Reading) -> Iterator[Decision]:
+        if self._remap_failed_before is None and reading.remap_failed is not None:
+            self._remap_failed_before = bool(reading.remap_failed)
         if reading.remap_failed:
-            before = self._first is None
+            before = self._remap_failed_before
             message = "a row of memory could not be remapped; the GPU has to be replaced"
             action = Action.STOP_SAVED if before else Action.STOP_SUSPECT
             yield Decision(kind="row_remap", detail="failed", action=action, message=message, memory=not before)
