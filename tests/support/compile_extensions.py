@@ -35,7 +35,7 @@ def main() -> None:
     import deepspeed.ops.op_builder as builders
 
     made = [builders.AsyncIOBuilder(), builders.CPUAdamBuilder(), builders.CPUAdagradBuilder(), builders.CPULionBuilder()]
-    # Most of them are one source file, so that several are compiled at a time. A forked process has the imports done.
+    # quick-c++ makes one compilation of each, so that several are compiled at a time. A forked process has the imports done.
     context = multiprocessing.get_context("fork")
     running = [context.Process(target=compile_one, args=(builder,)) for builder in made if builder.is_compatible(verbose=False)]
     for process in running:
@@ -43,8 +43,6 @@ def main() -> None:
     library()
     for process in running:
         process.join()
-    for header in Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/precompiled"):  # of quick-c++: most of a gigabyte
-        shutil.rmtree(header)
     if any(process.exitcode for process in running):
         sys.exit("an extension of DeepSpeed could not be compiled")
 
