@@ -10,7 +10,7 @@ PROJECTS := core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
 ARGS ?=
 # One thread a process: the tests and the demo start several processes on few cores.
 LIBAIO := $(CURDIR)/$(VENV)/libaio
-TEST_ENV := OMP_NUM_THREADS=1 HF_HOME=$(CURDIR)/$(VENV)/hf CXX=$(CURDIR)/tests/support/quick-c++ TORCH_EXTENSIONS_DIR=$(CURDIR)/$(VENV)/compiled \
+TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= HF_HOME=$(CURDIR)/$(VENV)/hf CXX=$(CURDIR)/tests/support/quick-c++ TORCH_EXTENSIONS_DIR=$(CURDIR)/$(VENV)/compiled \
 	CPATH=$(LIBAIO)/include$${CPATH:+:$$CPATH} LIBRARY_PATH=$(LIBAIO)/lib$${LIBRARY_PATH:+:$$LIBRARY_PATH} \
 	LD_LIBRARY_PATH=$(LIBAIO)/lib$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}
 
@@ -75,7 +75,7 @@ $(VENV)/demo-flux.done: $(VENV)/demo.done requirements-demo-flux.txt
 	touch $@
 
 $(VENV)/dev.done: $(BIN)/python constraints.txt requirements-demo.txt requirements-dev.txt $(PROJECTS)
-	$(PIP) -r requirements-dev.txt
+	$(PIP) --no-compile -r requirements-dev.txt  # Python compiles what is imported, a fifth of it
 	touch $@ $(VENV)/demo.done
 
 # What DeepSpeed steps with on CPUs takes minutes and both cores: not while tests run, whose time is limited.
