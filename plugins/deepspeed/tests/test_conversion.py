@@ -17,8 +17,9 @@ from smalti.parallel.gloo import GlooCommunicator
 from smalti_deepspeed.conversion import open_deepspeed
 from smalti_deepspeed.formats import FORMATS
 from smalti_deepspeed.startup import start_deepspeed, stop_deepspeed
-from smalti_testing import TinyFamily, two_processes
+from smalti_testing import TinyFamily
 from smalti_testing.strategy_subject import whole_state
+from support.forked_ranks import forked_processes
 
 KINDS = {(stage, ranks) for stage in (1, 2, 3) for ranks in (1, 2, 3)} - {(1, 1), (1, 3), (2, 2)}
 """Stage and number of ranks. Hardly a size of the model divides by two or three."""
@@ -99,7 +100,7 @@ def _accelerator(stage: int):
 def made(tmp_path_factory):
     """A folder for each kind; and those of which DeepSpeed's own tool reads what the ranks had."""
     root, agreed = tmp_path_factory.mktemp("made"), set()
-    with two_processes(ranks=3, group=False, seconds=180) as processes:
+    with forked_processes(ranks=3, group=False, imports=["deepspeed"]) as processes:
         for stage, ranks in sorted(KINDS, key=lambda kind: -kind[1]):  # whoever trains together needs the same history
             folder = root / f"{stage} on {ranks}"
             folder.mkdir()

@@ -12,9 +12,10 @@ from smalti.parallel.state import capture
 from smalti.training.optim.ema import Ema
 from smalti.training.optim.optimizers import decouple_decay, matrices, parameter_groups
 from smalti_deepspeed.formats import FORMATS
-from smalti_testing import RankFailed, TinyFamily, two_processes
+from smalti_testing import RankFailed, TinyFamily
 from smalti_testing.strategies import run_check
 from smalti_testing.strategy_subject import Reference, open_family, open_strategy, whole_state
+from support.forked_ranks import forked_processes
 
 STEPS = 20
 ALL_CUT = {"stage3_param_persistence_threshold": 0}
@@ -49,7 +50,7 @@ def losses(plugin: str, flags: tuple[str, ...]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def ranks():
-    with two_processes(group=False, seconds=240) as processes:
+    with forked_processes(group=False, imports=["deepspeed"]) as processes:
         yield processes
 
 

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from smalti_deepspeed.swapping import split_at_pages, swap_whole_pages
-from smalti_testing import TinyFamily, two_processes
+from smalti_testing import TinyFamily
+from support.forked_ranks import forked_processes
 
 
 @given(offset=st.integers(0, 10_000), length=st.integers(1, 10_000), page=st.sampled_from((1, 64, 1024)))
@@ -78,7 +79,8 @@ def train_with_a_folder(offloaded: tuple[str, ...], folder: Path) -> tuple[set[s
 @pytest.mark.skipif(find_library("aio") is None, reason="DeepSpeed swaps to a drive with libaio, which is not here")
 @pytest.mark.parametrize("offloaded", [("param",), ("param", "optimizer")])
 def test_what_lies_in_a_folder_is_trained_as_by_one_process(tmp_path, offloaded):
-    with two_processes(group=False, seconds=300) as ranks:  # without what `make test` compiles before, this is too short
+    # Without what `make test` compiles before, this is too short:
+    with forked_processes(group=False, seconds=300, imports=["deepspeed"]) as ranks:
         kinds, same = ranks.run(train_with_a_folder, offloaded, tmp_path)[0]
     assert same
     assert len(kinds) == len(offloaded)
@@ -103,6 +105,6 @@ def train_without_its_folder(folder: Path) -> str:
 
 @pytest.mark.skipif(find_library("aio") is None, reason="DeepSpeed swaps to a drive with libaio, which is not here")
 def test_a_folder_that_is_removed_meanwhile_is_named(tmp_path):
-    with two_processes(group=False, seconds=300) as ranks:
+    with forked_processes(group=False, seconds=300, imports=["deepspeed"]) as ranks:
         told = ranks.run(train_without_its_folder, tmp_path / "swap")
     assert any(each.startswith(f"cannot swap to {tmp_path / 'swap'}") for each in told)
