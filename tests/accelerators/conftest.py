@@ -23,6 +23,11 @@ COMMON = {
     "checkpoint_step_interval": 0,
     "without": "plots",
 }
+PIPELINE_MODULES = (
+    "diffusers.pipelines.flux.pipeline_flux",
+    "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl",
+)
+"""Of what families of diffusers import, what takes longest."""
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +51,8 @@ def rehearsed(images, tmp_path_factory):
         directory = tmp_path_factory.mktemp("run") / "run"
         values = {**COMMON, "instance_data_dir": images, "output_dir": directory, "num_processes": ranks}
         words = as_words(values | (options if "model_family" in options else TOY | options), flags)
-        with forked_processes(ranks=1, group=False, module=module) as process:
+        imports = PIPELINE_MODULES if "model_family" in options else ()
+        with forked_processes(ranks=1, group=False, module=module, imports=imports) as process:
             return process.run(rehearse, words, rank=rank, ranks=ranks)[0]
 
     return run
@@ -69,7 +75,7 @@ def pipeline(images, tmp_path_factory):
                 "text_encoder_dtype": "fp32",
             }
             values = {**COMMON, **known[name], "instance_data_dir": images, "output_dir": folder / "run"}
-            with forked_processes(ranks=1, group=False, module="accelerators") as process:
+            with forked_processes(ranks=1, group=False, module="accelerators", imports=PIPELINE_MODULES) as process:
                 process.run(encoded, as_words(values), PIPELINES, name, folder / "pipeline")
         return known[name]
 
