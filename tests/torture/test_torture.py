@@ -1,4 +1,7 @@
-"""A short torture: a round of the groups that need neither several ranks (A7) nor a server. `make torture` has more."""
+"""A short torture: a round of the groups that need no ranks (A7), runs (A8, A9) or server. `make torture` has more.
+
+That a killed run resumes and a signal stops it: tests/e2e/test_kill.py, tests/e2e/test_stops.py.
+"""
 
 import os
 import re
@@ -8,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-GROUPS = ("A1", "A2", "A3", "A4", "A5", "A6", "A8", "A9", "A10", "C1", "C2", "C3", "C5", "G")
+GROUPS = ("A1", "A2", "A3", "A4", "A5", "A6", "A10", "C1", "C2", "C3", "C5", "G")
 
 
 @pytest.fixture(scope="module")
