@@ -30,7 +30,8 @@ def followed(tmp_path_factory) -> Followed:
     with zipfile.ZipFile(folder / "photos.zip", "w") as archive:
         for path in sorted((folder / "photos").iterdir()):
             archive.write(path, path.name)
-    typed = pages.follow(BLOCKS, folder, pages.account(tmp_path_factory.mktemp("account")), leave=(GENERATED,))
+    account = {**pages.account(tmp_path_factory.mktemp("account")), "SMALTI_WITHOUT": "plots"}
+    typed = pages.follow(BLOCKS, folder, account, leave=(GENERATED,))
     return Followed(folder, typed)
 
 
