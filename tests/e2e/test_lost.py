@@ -8,6 +8,7 @@ import pytest
 from smalti.checkpoint.format.manifest import SUSPECT
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
+from smalti.rundir import read_events
 
 ENDLESS = {"max_train_steps": 100_000, "train_batch_size": 2, "use_ema": True, "checkpoints_total_limit": 2}
 
@@ -33,6 +34,24 @@ def test_a_rank_that_hangs_is_named_and_ended_after_the_state_was_saved(tmp_path
     assert f"step {entry.step} from rank {saver} before leaving: {entry.path}" in last or "was saved before" in last
     assert verify(entry.path).ok
     assert not [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_hang_is_reported_with_stacks_and_the_rank_that_is_awaited_long_before_the_run_ends(tmp_path, start):
+    options = {**ENDLESS, "num_processes": 2, "checkpoint_step_interval": 0}
+    run = start(tmp_path / "run", **options, phase_deadlines=["training=2", "first_step=60"], on_hang="stop")
+    run.wait_for_step(8)
+    stopped = run.workers()[1]
+    stopped.send_signal(signal.SIGSTOP)
+    code, output = run.wait()
+    [told] = [line for line in output.splitlines() if "the run hangs" in line]
+    [event] = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event.fields.get("hang")]
+    report = (tmp_path / "run" / event.text("stacks")).read_text()
+    for part in ("rank 0 waits in", "its process is stopped", "gloo:", "rank 1 does not tell its last call"):
+        assert part in told
+    for part in (f"rank 1: process {stopped.pid}", "no stacks: the process does not answer", "trainer.py"):
+        assert part in report
+    assert report.count("most recent call first") > 1
+    assert (code, newest(tmp_path / "run").manifest.flags) == (9, ()), output
 
 
 @pytest.fixture(scope="module")

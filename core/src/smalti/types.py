@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from smalti.errors import ExitCode
+from smalti.rundir import Phases
 
 if TYPE_CHECKING:
     from smalti.config import Config
@@ -283,9 +284,9 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """What is known about a run as soon as its ranks are connected. The same on every rank but for `world`.
+    """What is known about a run as soon as its ranks are connected. The same on every rank but for `world` and `phases`.
 
-    `plugins` are "name distribution version" lines.
+    `plugins` are "name distribution version" lines. `phases` is what this rank is doing, with its progress.
     """
 
     id: str
@@ -294,6 +295,7 @@ class RankInfo:
     config: Config
     strategy: str
     plugins: tuple[str, ...]
+    phases: Phases = field(default_factory=Phases, repr=False, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +316,10 @@ class RunInfo(RankInfo):
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One optimizer step. The values are the same on every rank, but the last four are set on the main rank only, else None.
+    """One optimizer step. The values are the same on every rank, but for the last five.
+
+    `forward_seconds` is the time of the forward passes of this rank; None if unknown. The last four are set on the main rank
+    only, else None.
 
     `samples` is the effective batch, `seconds` the wall time of the step and `data_seconds` the wait for its data. `skipped`
     means that the step changed nothing, because the loss was not finite.
@@ -332,6 +337,7 @@ class StepResult:
     seconds: float
     data_seconds: float = 0.0
     skipped: bool = False
+    forward_seconds: float | None = None
     mfu: float | None = None
     peak_memory_mb: float | None = None
     smoothed_loss: float | None = None
@@ -358,7 +364,7 @@ class RunState:
     save_requested: bool = False
     validation_requested: bool = False
     resumed: int | None = None
-    _faults: SimpleQueue[GpuFault] = field(default_factory=SimpleQueue, repr=False, compare=False)
+    _faults: deque[GpuFault] = field(default_factory=deque, repr=False, compare=False)
 
     def request_stop(self, reason: StopReason, message: str = "") -> None:
         """Stop at the next step boundary. A larger reason replaces a smaller one. Default of `message`: the reason and step."""
@@ -379,19 +385,19 @@ class RunState:
         `on_gpu_fault` is called for it on this rank, at the next step boundary; the ranks then agree on its action. Before the
         loop, and where the loop does not reach a boundary, it is called in another thread.
         """
-        self._faults.put(fault)
+        self._faults.append(fault)
 
     @property
     def has_faults(self) -> bool:
         """Whether faults were reported that `take_faults` has not returned."""
-        return not self._faults.empty()
+        return bool(self._faults)
 
     def take_faults(self) -> list[GpuFault]:
-        """The faults reported since the last call, the oldest first. Thread-safe: each is returned once."""
+        """The faults reported since the last call, the oldest first. Each is returned once, to one thread."""
         taken = []
-        with suppress(Empty):
-            while True:
-                taken.append(self._faults.get_nowait())
+        while self._faults:
+            with suppress(IndexError):  # another thread has just taken it
+                taken.append(self._faults.popleft())
         return taken
 
 
@@ -453,10 +459,9 @@ class EvaluationResult:
 class GpuFault:
     """A fault of an accelerator. `kind` is a short machine-readable word ("cuda_error", "ecc", "lost", "thermal", "hang").
 
-    `severity` is "critical", or "warning" if the device still works. `memory` means that its memory may be corrupt, so that a
-    checkpoint from now on is suspect. `reading` is what a monitor has read from the device, in JSON's types: index, name, uuid,
-    temperature_celsius, ecc_errors_single, ecc_errors_double, throttle_reasons, memory_used_percent, xid. It is empty for an
-    error of the CUDA runtime.
+    `severity` is "warning" if the device still works. `memory`: its memory may be corrupt, so checkpoints are suspect.
+    `reading` is what a monitor has read, in JSON's types: index, name, uuid, temperature_celsius, ecc_errors_single,
+    ecc_errors_double, throttle_reasons, memory_used_percent, xid. It is empty for an error of the CUDA runtime.
     """
 
     kind: str
@@ -479,9 +484,6 @@ class FaultAction(IntEnum):
     skipped. One of several ranks cannot continue alone, because the others wait for its gradients. It exits, and the run ends
     with exit code 5. A healthy rank that holds the complete state then saves it as of the last step boundary; after
     STOP_SUSPECT and STOP_UNSAVED it marks that checkpoint as suspect. If the ranks hold shards, the last checkpoint remains.
-
-    A suspect checkpoint never displaces one that is not: it does not count for `--checkpoints_total_limit`, and a resume from
-    "latest" takes it only if there is no other.
     """
 
     CONTINUE = 0

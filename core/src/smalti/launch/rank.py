@@ -26,6 +26,7 @@ from smalti.system import (
     write_exit_report,
 )
 from smalti.training import (
+    FLIGHT_RECORDER,
     LEAVE_SECONDS,
     FaultWatch,
     Watchdog,
@@ -45,6 +46,8 @@ def run_rank(config: Config, plugins: Plugins, writer: RunWriter | None = None) 
     `writer` is given if this process owns the run directory already.
     """
     plan = choose_distributed(config, plugins)
+    if launched():
+        os.environ.setdefault(*FLIGHT_RECORDER)  # torch reads it once, when it joins the process group
     with ExitStack() as signals, opened(plan, config) as parallel, ExitStack() as closing:
         detector = FailureDetector.create(parallel)
         with exit_reported(detector):
@@ -53,7 +56,7 @@ def run_rank(config: Config, plugins: Plugins, writer: RunWriter | None = None) 
                 with faults.interrupting():
                     writer = become_run(config, parallel, writer, closing)
                     phases = writer.phases if writer is not None else Phases()
-                    faults.info = rank_info(config, plugins, plan, parallel.world)
+                    faults.info = rank_info(config, plugins, plan, parallel.world, phases)
                     closing.enter_context(rank_observed(plugins, state, faults.info, phases))
                     with memory_explained(config, parallel.world):
                         run = build(config, plugins, plan, parallel, detector, closing, writer, state, phases)

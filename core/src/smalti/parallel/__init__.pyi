@@ -33,6 +33,7 @@ from .precision import (
     products as products,
 )
 from .process_group import ProcessGroupParallel as ProcessGroupParallel, ReplicatedParallel as ReplicatedParallel
+from .progress_board import ProgressBoard as ProgressBoard
 from .protocol import (
     AbortableCommunicator as AbortableCommunicator,
     Communicator as Communicator,

@@ -31,6 +31,8 @@ _TIMEOUT = 10.0
 """Seconds within which a healthy rank posts its status; it may have to finish a long computation first."""
 _STORE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
+STATUS_PREFIX = "smalti/statuses"
+"""Where the statuses are in the store of the process group."""
 _ALARM = "lost"
 _SOURCE = re.compile(r"^\[\S+:\d+\] ")
 
@@ -85,16 +87,16 @@ class StatusBoard:
 
     def post(self, status: RankStatus) -> None:
         """Post the status of this rank; only the first one counts. No rank sees it if the node that hosts the store is lost."""
-        _with_deadline(lambda: self._store.compare_set(str(self._rank), "", json.dumps(asdict(status))))
+        within_deadline(lambda: self._store.compare_set(str(self._rank), "", json.dumps(asdict(status))))
         self.alarm()
 
     def alarm(self) -> None:
         """Tell all ranks that one is lost."""
-        _with_deadline(lambda: self._store.set(_ALARM, "1"))
+        within_deadline(lambda: self._store.set(_ALARM, "1"))
 
     def alarmed(self) -> bool | None:
         """Whether any rank has reported that one is lost; None if the store does not respond."""
-        return _with_deadline(lambda: self._store.check([_ALARM]))
+        return within_deadline(lambda: self._store.check([_ALARM]))
 
     def read(self, size: int) -> dict[int, RankStatus]:
         """The statuses that `size` ranks have posted, by rank; empty if the store does not respond."""
@@ -103,10 +105,10 @@ class StatusBoard:
             there = [rank for rank in range(size) if self._store.check([str(rank)])]
             return {rank: RankStatus(**json.loads(self._store.get(str(rank)))) for rank in there}
 
-        return _with_deadline(look) or {}
+        return within_deadline(look) or {}
 
 
-def _with_deadline(action: Callable[[], T]) -> T | None:
+def within_deadline(action: Callable[[], T]) -> T | None:
     """What `action` returns; None if the store does not respond in time. By itself a call to it can block for very long."""
     found: list[T] = []
 
@@ -210,7 +212,7 @@ class FailureDetector:
         processes = communicator.all_gather_text(json.dumps(asdict(Process.current())))
         board = None
         if dist.is_initialized() and dist.group.WORLD is not None:
-            board = StatusBoard(PrefixStore("smalti/statuses", dist.group.WORLD.get_group_store()), communicator.world.rank)
+            board = StatusBoard(PrefixStore(STATUS_PREFIX, dist.group.WORLD.get_group_store()), communicator.world.rank)
         return cls(
             processes=tuple(Process(**json.loads(text)) for text in processes), rank=communicator.world.rank, board=board
         )

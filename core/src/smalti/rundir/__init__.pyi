@@ -24,7 +24,7 @@ from .directory import (
     shown_loss as shown_loss,
 )
 from .events import Event as Event, EventWriter as EventWriter, read_events as read_events, to_json as to_json
-from .phases import Phase as Phase, Phases as Phases
+from .phases import Phase as Phase, PhaseName as PhaseName, Phases as Phases
 from .png import image_settings as image_settings, save_image as save_image, write_png as write_png
 from .recent import SmoothedMetrics as SmoothedMetrics, seconds_for as seconds_for
 from .writer import (

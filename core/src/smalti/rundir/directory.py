@@ -5,6 +5,7 @@
     *.next.toml, .json     those of a launch that has not begun to train; they replace the others when it does
     events.jsonl           what happened, see `smalti.rundir.events`; events.node-K.jsonl is the health of node K
     circuit.node-K.json    the faults of accelerators that ended the run on node K
+    hangs/                 stacks of ranks that made no progress
     heartbeat              the processes of the run, from the start of a launch on; touched every few seconds
     control/*.json         requests to the run
     samples/STEP/          the images of a validation, and a contact sheet of them if a plugin writes one

@@ -118,7 +118,7 @@ def build(
         plugins=plugins,
         backend=plugins.backend(plan),
         directory=directory,
-        info=run_info(config, plugins, plan, parallel.world, family, data, loss, writer, **sizes),
+        info=run_info(config, plugins, plan, parallel.world, family, data, loss, writer, phases, **sizes),
         parallel=parallel,
         detector=detector,
         boundary=Boundary(detector.claim, parallel.world.device),

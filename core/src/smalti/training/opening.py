@@ -93,10 +93,11 @@ def run_info(
     data: PreparedData,
     loss: DenoisingLoss,
     writer: RunWriter | None,
+    phases: Phases,
     **sizes: int,
 ) -> RunInfo:
     """What observers receive about the run; `sizes` are `parameters` and `trainable`."""
-    known = rank_info(config, plugins, plan, world)
+    known = rank_info(config, plugins, plan, world, phases)
     return RunInfo(
         id=known.id,
         directory=known.directory,
@@ -104,6 +105,7 @@ def run_info(
         config=config,
         strategy=known.strategy,
         plugins=known.plugins,
+        phases=known.phases,
         family=family.name,
         **sizes,
         effective_batch=data.order.effective_batch,
@@ -112,7 +114,7 @@ def run_info(
     )
 
 
-def rank_info(config: Config, plugins: Plugins, plan: DistributedPlan, world: World) -> RankInfo:
+def rank_info(config: Config, plugins: Plugins, plan: DistributedPlan, world: World, phases: Phases) -> RankInfo:
     """What observers receive as soon as the ranks are connected, and the main rank has the run directory."""
     directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
     record = directory.record()
@@ -123,4 +125,5 @@ def rank_info(config: Config, plugins: Plugins, plan: DistributedPlan, world: Wo
         config=config,
         strategy=plan.title,
         plugins=plugins.versions,
+        phases=phases,
     )

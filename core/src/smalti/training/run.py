@@ -32,6 +32,7 @@ from smalti.plugins import Backend, Plugins
 from smalti.rundir import Phases, RunDirectory, SmoothedMetrics
 from smalti.system import derive_seed
 from smalti.training.failures.step_times import StepTimes
+from smalti.training.hangs.forward_time import ForwardTime
 from smalti.training.loss import DenoisingLoss
 from smalti.training.metrics import log_metrics, metrics_of
 from smalti.training.optim.ema import Ema
@@ -81,6 +82,7 @@ class Run:
     phases: Phases = field(default_factory=Phases)
     """What this rank is doing; reported on the main rank."""
     step_times: StepTimes = field(default_factory=StepTimes)
+    forward_time: ForwardTime = field(init=False)
     cadence: Cadence
     checkpoints: CheckpointStore
     saver: Saver = field(init=False)
@@ -127,6 +129,7 @@ class Run:
             peak=peak_of(self.world, self.config[TrackingOptions].device_tflops, products(self.config, kind)),
         )
         self.memory = Memory(self.world.device)
+        self.forward_time = ForwardTime(self.world.device)
         self.state.resumed = self.state.step
         self.boundary.reach()
 

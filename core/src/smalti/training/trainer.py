@@ -94,12 +94,14 @@ def train_step(run: Run, batch: Batch) -> StepResult:
     kernel, tf32 = run.config[TrainingOptions].sdpa_backend, tf32_choice(run.config, run.world.device)
     for number, micro in enumerate(batch.micro, start=1):
         with run.parallel.accumulate(last=number == len(batch.micro)):
-            loss = run.loss(run.model, micro, run.parallel) / len(batch.micro)
+            with run.forward_time.measured():
+                loss = run.loss(run.model, micro, run.parallel) / len(batch.micro)
             with attention_kernel(kernel), products_in_tf32(tf32):  # recomputation is part of it
                 run.parallel.backward(loss)
         total += loss.detach()
     loss_value = float(run.parallel.mean(total))
     norm = float(run.clip_gradients())
+    forward_seconds = run.forward_time.end_step()
     finite = math.isfinite(loss_value) and math.isfinite(norm)
     learning_rate = float(run.optimizer.param_groups[0]["lr"])
     run.saver.wait_for_staging()
@@ -122,6 +124,7 @@ def train_step(run: Run, batch: Batch) -> StepResult:
         seconds=time.perf_counter() - begin,
         data_seconds=run.batches.waited,
         skipped=not finite,
+        forward_seconds=forward_seconds,
     )
 
 

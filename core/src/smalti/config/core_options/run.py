@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator
 
 from smalti.config.core_options.values import names_a_place
 from smalti.config.options import Names, Options, option
+from smalti.rundir import PhaseName
 
 
 def _or_none(value: object) -> object:
@@ -27,6 +29,18 @@ def _without_none(value: object) -> object:
     if not isinstance(names, list | tuple):
         return value
     return [name for name in names if not isinstance(name, str) or name.lower() not in ("none", "null")]
+
+
+def _phase_deadlines(pairs: tuple[str, ...]) -> tuple[str, ...]:
+    """Raises ValueError for a pair that is not PHASE=SECONDS."""
+    known = (*get_args(PhaseName), "first_step")
+    for pair in pairs:
+        phase, _, seconds = pair.partition("=")
+        if phase not in known:
+            raise ValueError(f"{phase!r} is not a phase; the phases are {', '.join(known)}")
+        if not re.fullmatch(r"\d+(\.\d+)?", seconds):
+            raise ValueError(f"{pair!r} is not PHASE=SECONDS")
+    return pairs
 
 
 Length = Annotated[int | None, BeforeValidator(_zero_is_none)]
@@ -60,6 +74,23 @@ class RunOptions(Options):
         level="advanced",
         ge=1,
     )
+
+    phase_deadlines: Annotated[Names, AfterValidator(_phase_deadlines)] = option(
+        (),
+        help="PHASE=SECONDS without progress after which a rank hangs, as in training=300. 0 disables that of a phase.",
+        level="advanced",
+    )
+    on_hang: Literal["warn", "stop"] = option(
+        "warn",
+        help="What to do when a rank hangs. warn: report it with all stacks; stop: also save from healthy ranks and stop.",
+        level="advanced",
+    )
+
+
+def deadlines_of(options: RunOptions) -> dict[str, float]:
+    """The values of `phase_deadlines`, by phase."""
+    pairs = (each.partition("=") for each in options.phase_deadlines)
+    return {phase: float(seconds) for phase, _, seconds in pairs}
 
 
 class CheckpointOptions(Options):

@@ -45,14 +45,26 @@ _FAULTS = (
 """CUDA's texts (`cudaGetErrorString`) for what a device does not recover from; the driver, Triton and NCCL pass them on."""
 
 
+_SOFTWARE = (
+    "device-side assert triggered",
+    "no kernel image is available for execution on the device",
+    "invalid device function",
+    "invalid configuration argument",
+    "invalid device ordinal",
+    "the provided PTX was compiled with an unsupported toolchain",
+)
+"""CUDA's texts for what a program has done wrong: another device would do the same."""
+
+
 def is_fault(error: BaseException) -> bool:
     """Whether an exception tells of a failing accelerator.
 
     Errors of the device runtime (an illegal address, a lost device, an uncorrectable ECC error) come as AcceleratorError, those
     of cuBLAS, cuDNN, the driver and Triton as plain RuntimeErrors. NCCL's are faults if a CUDA call of this rank failed in it;
-    other failures of a collective are those of another rank or of the network. Running out of memory is no fault.
+    other failures of a collective are those of another rank or of the network. Running out of memory is no fault, nor is a
+    failed assertion of a kernel (an index out of range), or a kernel that was not built for the device.
     """
-    if not isinstance(error, RuntimeError) or is_out_of_memory(error):
+    if not isinstance(error, RuntimeError) or is_out_of_memory(error) or any(text in str(error) for text in _SOFTWARE):
         return False
     return isinstance(error, torch.AcceleratorError) or _cause(str(error)) is not None
 

@@ -1,0 +1,45 @@
+"""How long the forward passes of a step take on this rank: its own work, without waiting for other ranks.
+
+The time of a whole step is the same on all ranks, because each waits for the slowest. With sharded weights a forward pass waits
+for other ranks too, and then no rank stands out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class ForwardTime:
+    """Of one rank. Measuring never waits for the accelerator."""
+
+    def __init__(self, device: str) -> None:
+        self._on_device = torch.device(device).type != "cpu"
+        self._device = device
+        self._running: list[tuple[torch.Event, torch.Event]] = []
+        self._spent = 0.0
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Around a forward pass."""
+        if not self._on_device:
+            begin = time.perf_counter()
+            yield
+            self._spent += time.perf_counter() - begin
+            return
+        start, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+        start.record()
+        yield
+        end.record()
+        self._running.append((start, end))
+
+    def end_step(self) -> float | None:
+        """After a step, for which the host has waited: the seconds of its passes; None if they have not all ended."""
+        spent, running = self._spent, self._running
+        self._spent, self._running = 0.0, []
+        if not all(end.query() for _, end in running):
+            return None
+        return spent + sum(start.elapsed_time(end) for start, end in running) / 1000

@@ -1,0 +1,124 @@
+"""After how long without progress a rank hangs, who waits for whom, and what the flight recorder says."""
+
+import json
+
+import pytest
+
+from smalti.training.hangs.deadlines import Deadlines
+from smalti.training.hangs.flight_recorder import last_calls, sentence
+from smalti.training.hangs.rank_progress import RankProgress, described, standstill
+
+NOW = 10_000.0
+
+
+def rank(phase="training", *, idle=0.0, waits=False, p95=1.0, **more):
+    return RankProgress(phase=phase, since=NOW - 5000, active=NOW - idle, published=NOW, waits=waits, p95=p95, **more)
+
+
+@pytest.mark.parametrize(
+    ("phase", "p95", "given", "seconds"),
+    [
+        ("training", 1.0, {}, 60),
+        ("training", 40.0, {}, 200),
+        ("training", 40.0, {"training": 30}, 30),
+        ("training", None, {}, 1800),
+        ("training", None, {"first_step": 9}, 9),
+        ("saving", 1.0, {}, 3600),
+        ("encoding", None, {}, None),
+        ("encoding", None, {"encoding": 7}, 7),
+        ("saving", None, {"saving": 0}, None),
+    ],
+)
+def test_the_deadline_of_a_phase(phase, p95, given, seconds):
+    assert Deadlines(given).seconds(phase, p95=p95) == seconds
+
+
+@pytest.mark.parametrize(
+    ("ranks", "awaited", "hang"),
+    [
+        ({0: rank(idle=100, waits=True), 1: rank(idle=100)}, (1,), True),
+        ({0: rank(idle=100, waits=True), 1: rank(idle=50)}, (1,), False),
+        ({0: rank(idle=100, waits=True), 1: rank("saving", idle=3000)}, (1,), False),
+        ({0: rank(idle=100, waits=True), 1: rank("encoding", idle=9000)}, (1,), False),
+        ({0: rank(idle=100, waits=True), 1: rank(idle=100, waits=True)}, (), True),
+        ({0: rank(idle=50, waits=True), 1: rank(idle=100, waits=True)}, (), False),
+        ({0: rank(idle=100, waits=True)}, (1,), False),
+        ({0: rank(idle=900), 1: rank("encoding", idle=10)}, (0, 1), False),
+    ],
+)
+def test_a_hang_is_what_no_awaited_rank_can_be_expected_to_end(ranks, awaited, hang):
+    found = standstill(ranks, 2, Deadlines(), NOW)
+    assert (found.awaited, found.hang) == (awaited, hang)
+
+
+def test_the_sentence_says_who_waits_for_whom_and_what_that_one_does():
+    ranks = {
+        0: rank(idle=100, waits=True, place="all_reduce (x.py:1)"),
+        1: rank("saving", idle=90, step=7),
+        2: rank(idle=100, waits=True),
+    }
+    text = described(standstill(ranks, 3, Deadlines(), NOW), ranks, NOW, lambda number: "stopped" if number == 1 else "")
+    assert text.startswith(
+        "ranks 0, 2 wait in all_reduce (x.py:1), in phase training, for 100 s, for rank 1 (in phase saving since"
+    )
+    assert "without progress for 90 s" in text
+    assert text.endswith("its process is stopped)")
+
+
+def dump(*entries):
+    """A dump in the format of torch 2.13 (version 2.10), with what is read of it and some of what is not."""
+    return json.dumps(
+        {
+            "version": "2.10",
+            "comm_lib_version": "",
+            "pg_config": {"": {"desc": "", "name": "", "ranks": "[0, 1]"}},
+            "entries": [
+                {
+                    "collective_seq_id": number,
+                    "input_dtypes": ["Float"],
+                    "input_sizes": [size],
+                    "is_p2p": False,
+                    "op_id": number,
+                    "p2p_seq_id": 0,
+                    "process_group": [group, "default_pg"],
+                    "profiling_name": name,
+                    "retired": state == "completed",
+                    "state": state,
+                    "time_created_ns": 1795434419257908642,
+                }
+                for group, number, name, size, state in entries
+            ],
+        }
+    )
+
+
+STARTED = ("0", 8, "nccl:all_reduce", [1024, 3], "started")
+DONE = ("0", 7, "nccl:all_gather", [4], "completed")
+
+
+@pytest.mark.parametrize(
+    ("dumps", "words"),
+    [
+        (
+            {0: dump(DONE, STARTED), 1: dump(DONE)},
+            "(call 8 of group 0/default_pg, size 1024x3), which rank 1 has not joined (last call: 7)",
+        ),
+        ({0: dump(STARTED), 1: dump(DONE), 2: dump(STARTED), 3: dump(DONE)}, "ranks 0, 2 wait in nccl:all_reduce"),
+        (
+            {0: dump(STARTED), 1: dump(("0", 8, "nccl:broadcast", [4], "started"))},
+            "in different calls 8 of group 0/default_pg: rank 0: nccl:all_reduce, rank 1: nccl:broadcast",
+        ),
+        (
+            {0: dump(STARTED), 1: dump(("0", 8, "nccl:all_reduce", [1024, 4], "started"))},
+            "with different sizes: 1024x3; 1024x4",
+        ),
+        ({0: dump(STARTED), 1: dump(STARTED)}, "all ranks are in nccl:all_reduce"),
+        ({0: dump(STARTED)}, "rank 1 does not tell its last call"),
+        ({0: dump(DONE), 1: dump(DONE)}, ""),
+        ({0: "", 1: "no dump", 2: "[1]", 3: '{"entries": [{}]}'}, ""),
+    ],
+)
+def test_the_flight_recorder_names_the_call_and_the_rank_that_has_not_joined_it(dumps, words):
+    calls = {number: found for number, text in dumps.items() if (found := last_calls(text))}
+    text = sentence(calls, max(2, len(dumps)))
+    assert words in text if words else text == ""
