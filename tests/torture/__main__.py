@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from .accelerator_faults import agreed, agreed_once, loops, paused, slow_ranks, software
 from .damage import damaged, rotated
 from .data import bad_inputs_and_tables, changing_worlds, failing_threads, resumed_anywhere, resumed_briefly
 from .hostile import hostile
@@ -62,11 +63,17 @@ GROUPS: dict[str, tuple[str, Round, int]] = {
     "C4": ("data on S3, with 5 % faults", faulty_network, 1),
     "C5": ("loader threads that fail", failing_threads, 1),
     "C6": ("killed while indexing, encoding, training", killed_in_phases, 4),
+    "D4": ("faults of accelerators, agreed stops", agreed, 3),
+    "D5": ("ranks that are stopped", paused, 1),
+    "D6": ("slow ranks", slow_ranks, 1),
+    "D7": ("errors of programs, not of devices", software, 1),
+    "D8": ("the same fault again and again", loops, 1),
     "E": ("webhooks whose receivers fail", failing_receivers, 2),
     "G": ("broken plugins", plugged, 2),
 }
 """Title, one round, share of the time."""
 SHORT = {
+    agreed: agreed_once,
     resumed: resumed_once,
     stopped: stopped_once,
     resumed_anywhere: resumed_briefly,
@@ -77,7 +84,7 @@ SHORT = {
     failing_receivers: few_failing_receivers,
 }
 SERVERS = {faulty_requests, faulty_checkpoints, stopping_server, refused_requests, racing_writers, many_keys, faulty_network}
-REAL = {killed, resumed, stopped, killed_in_phases, *SERVERS, *SHORT.values()}
+REAL = {killed, resumed, stopped, killed_in_phases, agreed, paused, *SERVERS, *SHORT.values()}
 """Rounds that need a disk below them, or its space; those that fake a crash do not, and one without spares much time."""
 
 

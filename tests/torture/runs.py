@@ -48,11 +48,13 @@ def pictures(place: Path) -> Path:
     return folder
 
 
-def start(place: Path, name: str, ranks: int, steps: int, *, sharded: bool = False) -> subprocess.Popen[bytes]:
+def start(
+    place: Path, name: str, ranks: int, steps: int, *, sharded: bool = False, more: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
     words = [f"--instance_data_dir={pictures(place)}", f"--output_dir={place / name}", f"--max_train_steps={steps}"]
     words += [f"--num_processes={ranks}", f"--train_batch_size={4 // ranks}", "--without=plots"]
     words += ["--fsdp_enable"] if sharded else []
-    return launch(place, name, words)
+    return launch(place, name, [*words, *more])
 
 
 def launch(place: Path, name: str, words: list[str], *, options: Sequence[str] = OPTIONS) -> subprocess.Popen[bytes]:

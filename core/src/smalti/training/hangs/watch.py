@@ -85,7 +85,7 @@ class HangWatch:
         self._published: RankProgress | None = None
         self._read_at = 0.0
         self._notices = 0
-        self._reported = 0.0
+        self._reported_of = 0.0
 
     def start(self) -> None:
         self._stacks.open()
@@ -186,8 +186,9 @@ class HangWatch:
         speaks = rank == min(found.waiting or found.awaited)
         if self._notice_due(idle) and speaks and found.waiting and not found.hang:
             report_waiting(self._info, self._state, described(found, ranks, now))
-        if found.hang and mine.active > self._reported:
-            self._reported = mine.active
+        active_at = self._info.phases.active_at
+        if found.hang and active_at != self._reported_of:  # once for each standstill
+            self._reported_of = active_at
             self._hang(found, ranks, now)
 
     def _notice_due(self, idle: float) -> bool:
