@@ -1,14 +1,18 @@
 """`smalti plugin new`: what it prints, what it writes, and the names and folders that it refuses."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
 from smalti.cli.entry import main
 from smalti.cli.plugin import KINDS
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -109,3 +113,18 @@ def test_a_folder_that_cannot_be_made_is_told_with_the_reason(capsys, folder):
 @pytest.mark.parametrize("words", [("pebble",), ("pebble", "--kind", "fammily"), ("--kind", "family")])
 def test_what_is_missing_or_unknown_is_a_usage_error(capsys, words):
     assert new(capsys, *words)[0] == 2
+
+
+def test_the_types_of_what_it_writes_are_complete(capsys, folder):
+    """With the cache of `make lint`, which in CI has checked the core before this test begins."""
+    for kind in KINDS:
+        assert new(capsys, f"my-{kind}", "--kind", kind, "--to", str(folder / kind))[0] == 0
+    paths = (*(f"{kind}/src" for kind in KINDS), str(ROOT / "core" / "src"), ".")
+    settings = ("--strict", "--namespace-packages", "--explicit-package-bases", "--config-file", ROOT / "pyproject.toml")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *settings, "--cache-dir", ROOT / ".mypy_cache", *KINDS],
+        env={**os.environ, "MYPYPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
