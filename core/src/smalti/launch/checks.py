@@ -36,7 +36,6 @@ from smalti.plugins import (
     known_families,
     plugin_problems,
 )
-from smalti.remote import downloaded, is_url, open_run
 from smalti.rundir import FAULTS_IN_A_ROW, RunDirectory, circuit_file, read_circuit
 from smalti.types import DistributedPlan
 
@@ -166,14 +165,16 @@ def _checkpoint(config: Config, plugins: Plugins) -> Path | None:
     None too where only node 0 sees it, and for a URL from which nothing was downloaded yet.
     """
     folder, launch, choice = config[RunOptions].output_dir, config[LaunchOptions], config[RunOptions].resume_from_checkpoint
-    if is_url(choice):
+    if "://" in choice:
+        from smalti.remote import downloaded, open_run
+
         open_run(choice, plugins, config)  # raises if no plugin opens it
     if folder is None or (launch.machine_rank > 0 and not launch.shared_output_dir):
         return None
     from smalti.checkpoint import CheckpointStore, quick_check
 
     run = RunDirectory(folder)
-    if is_url(choice):
+    if "://" in choice:
         found = downloaded(run, choice)
         if found is None:
             return None
