@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,6 +16,7 @@ from smalti.data.datasets.sources import Discovery, MetadataSource, ReportsNotic
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.scan.build import build_index
 from smalti.data.scan.index import DatasetIndex
+from smalti.data.sources import unchanged
 from smalti.data.sources.json_table import JsonLines
 from smalti.data.sources.tables.csv_table import CsvSource
 from smalti.data.storage.local import LocalStorage
@@ -137,6 +138,36 @@ def test_what_the_user_is_told_stays_the_same(tmp_path, backend) -> None:
         told.append((tuple(notices), dict(source.skipped_files) if isinstance(source, ReportsSkipped) else {}))
     assert told[0] == told[1]
     assert backend == "json" or told[0] != ((), {})
+
+
+class Counting(LocalStorage):
+    """Counts how often everything is listed."""
+
+    listings = 0
+
+    def list_columns(self, prefix: str = "", *, after: str = "") -> Iterator[pa.RecordBatch]:
+        self.listings += 1
+        yield from super().list_columns(prefix, after=after)
+
+
+@pytest.mark.parametrize("most", [1 << 20, 1])
+def test_a_scan_lists_once_whether_files_changed_or_not(tmp_path, backend, most, monkeypatch) -> None:
+    """A listing that is too long to be kept is the exception."""
+    monkeypatch.setattr(unchanged, "_MOST", most)
+    dataset = Dataset(tmp_path, backend, "textfile" if backend == "discovery" else backend)
+
+    def listings() -> int:
+        storage = Counting(dataset.images)
+        build_index(dataset.spec, storage, SOURCES[backend](dataset.spec, storage), dataset.index)
+        return storage.listings
+
+    assert [listings(), listings()] == [1, 1]
+    Image.new("RGB", (64, 8)).save(dataset.images / "b.png")
+    before = dataset.index.stat().st_ino
+    assert listings() == (1 if most > 1 else 2)
+    assert dataset.index.stat().st_ino != before
+    index = dataset.scan()
+    assert index.size(1) == (64, 8)
 
 
 def test_unusable_images_are_tried_again_but_not_rows_without_an_image(tmp_path) -> None:

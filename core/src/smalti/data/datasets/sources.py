@@ -10,7 +10,7 @@ import posixpath
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
@@ -192,14 +192,16 @@ class Discovery:
 
     def __init__(self, spec: DatasetSpec, storage: Storage) -> None:
         self._spec = spec
-        self._storage = storage
+        self._storage = self._listing = storage
         self.skipped_files: Mapping[str, int] = {}
         self.listed_state: ListedState | None = None
 
     def is_unchanged(self, before: ListedState) -> bool:
-        from smalti.data.sources.unchanged import digest_of
+        from smalti.data.sources.unchanged import ListedOnce  # imported here: it imports pyarrow.compute
 
-        if digest_of(self._storage, self._spec.id) != before.digest:
+        listing = ListedOnce(self._storage)
+        if not listing.is_same(before.digest, self._spec.id):
+            self._listing = cast(Storage, listing)
             return False
         self.skipped_files = before.skipped_files
         return True
@@ -212,7 +214,7 @@ class Discovery:
             ImageFiles,  # imported here: it imports pyarrow.compute, which few processes need
         )
 
-        files = ImageFiles(self._storage, self._spec.caption_extension)
+        files = ImageFiles(self._listing, self._spec.caption_extension)
         for images in files.batches():
             yield listed_columns(images)
         self.skipped_files = files.skipped

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +17,7 @@ from smalti.data.sources.image_files import ImageFiles
 from smalti.data.sources.json_lines import LINES, Lines, blocks_of
 from smalti.data.sources.tables.columns import ROWS, TableColumns
 from smalti.data.sources.tables.table_source import ReadsRows, Table, TableSource
-from smalti.data.sources.unchanged import digest_of, file_identity, stored_identity
+from smalti.data.sources.unchanged import ListedOnce, file_identity, stored_identity
 from smalti.data.storage.protocol import MissingFileError, Storage, StorageError
 from smalti.errors import UserError
 
@@ -36,6 +37,7 @@ class JsonLines:
         self._spec = spec
         self._table = spec.json_table
         self._storage = storage
+        self._listing = ListedOnce(storage)
         self.listed_state: ListedState | None = None
 
     def check_table(self) -> None:
@@ -44,7 +46,7 @@ class JsonLines:
 
     def is_unchanged(self, before: ListedState) -> bool:
         identity = self.identity()
-        return identity is not None and digest_of(self._storage, self._spec.id, identity) == before.digest
+        return identity is not None and self._listing.is_same(before.digest, self._spec.id, identity)
 
     def list(self) -> Iterator[Listed]:
         return listed_rows(self)
@@ -54,7 +56,7 @@ class JsonLines:
         identity, self.listed_state = self.identity(), None  # that of the table before it is read
         with tempfile.TemporaryDirectory(prefix="smalti-table-") as folder:
             runs = [_sorted_run(batch, Path(folder, str(number))) for number, batch in enumerate(lines.batches(self.blocks()))]
-            images = ImageFiles(self._storage, self._spec.caption_extension)
+            images = ImageFiles(cast(Storage, self._listing), self._spec.caption_extension)
             for files in images.batches():
                 last = str(files.column("key")[len(files) - 1].as_py())
                 yield from self._joined(lines, [run.until(last) for run in runs], files)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, cast
+from weakref import finalize
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +15,11 @@ from blake3 import blake3
 
 from smalti.data.scan.index_file import text_parts
 from smalti.data.sources.listing import files
+from smalti.data.storage.columns import list_columns
 from smalti.data.storage.protocol import Storage
+
+_MOST = 1 << 21
+"""Files of a listing that is kept: about 200 MB on the disk."""
 
 
 class ListingDigest:
@@ -40,12 +48,65 @@ class ListingDigest:
         return str(blake3(b"".join((*(state.digest() for state in self._states), *texts))).hexdigest())
 
 
-def digest_of(storage: Storage, *others: str) -> str:
-    """The digest of all files that are not hidden: lists the storage."""
-    digest = ListingDigest()
-    for batch in files(storage):
-        digest.add(batch)
-    return digest.result(*others)
+class ListedOnce:
+    """A storage that is listed for its digest, and whose next listing is the same one.
+
+    In between it is in an unnamed temporary file, up to `_MOST` files; a longer one is not kept, and listed again. The rest is
+    that of `storage`.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._kept: IO[bytes] | None = None
+        self.location = storage.location
+
+    def list_columns(self, prefix: str = "", *, after: str = "") -> Iterator[pa.RecordBatch]:
+        kept, self._kept = self._kept, None
+        if kept is None or prefix or after:
+            yield from list_columns(self._storage, prefix, after=after)
+            return
+        with kept, pa.ipc.open_stream(kept) as reader:
+            yield from reader
+
+    def is_same(self, digest: str, *others: str) -> bool:
+        """Whether all files that are not hidden have this digest. Lists the storage; if not, the listing is kept."""
+        found = ListingDigest()
+        for batch in files(cast(Storage, _Keeping(self))):
+            found.add(batch)
+        same = found.result(*others) == digest
+        if same and self._kept is not None:
+            self._kept.close()
+            self._kept = None
+        return same
+
+    def kept(self) -> Iterator[pa.RecordBatch]:
+        """Lists the storage, and keeps the listing once it is complete."""
+        with ExitStack() as stack:
+            file: IO[bytes] = stack.enter_context(TemporaryFile(prefix="smalti-listing-"))
+            writer: pa.ipc.RecordBatchStreamWriter | None = None
+            count = 0
+            for batch in list_columns(self._storage):
+                count += len(batch)
+                if count <= _MOST:
+                    writer = writer or pa.ipc.new_stream(file, batch.schema)
+                    writer.write_batch(batch)
+                yield batch
+            if writer is not None and count <= _MOST:
+                writer.close()
+                file.seek(0)
+                stack.pop_all()
+                finalize(self, file.close)  # if it is never read
+                self._kept = file
+
+
+class _Keeping:
+    """Lists a storage so that the listing is kept."""
+
+    def __init__(self, listed: ListedOnce) -> None:
+        self._listed = listed
+
+    def list_columns(self, prefix: str = "", *, after: str = "") -> Iterator[pa.RecordBatch]:
+        return self._listed.kept()
 
 
 def file_identity(path: Path) -> str:

@@ -7,7 +7,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -19,7 +19,7 @@ from smalti.data.scan.image_headers import EXTENSIONS
 from smalti.data.sources.listing import FILES, files, rebatched, stems, with_extension
 from smalti.data.sources.tables.columns import Projection, TableColumns, local_table
 from smalti.data.sources.tables.join import Join, Names
-from smalti.data.sources.unchanged import ListingDigest, digest_of
+from smalti.data.sources.unchanged import ListedOnce, ListingDigest
 from smalti.data.storage.protocol import Storage, StorageError
 from smalti.errors import UserError
 
@@ -69,6 +69,7 @@ class TableSource(ABC):
     def __init__(self, spec: DatasetSpec, storage: Storage) -> None:
         self._spec = spec
         self._storage = storage
+        self._listing = ListedOnce(storage)
         self._folder: Path | None = None
         self._columns = TableColumns.of(spec.metadata_options, f"dataset {spec.id!r}: {self.format}")
         self.notices: tuple[str, ...] = ()
@@ -87,7 +88,7 @@ class TableSource(ABC):
 
     def is_unchanged(self, before: ListedState) -> bool:
         identity = self._open().identity
-        if not identity or digest_of(self._storage, *self._determining(identity)) != before.digest:
+        if not identity or not self._listing.is_same(before.digest, *self._determining(identity)):
             return False
         self.notices = before.notices
         return True
@@ -150,7 +151,7 @@ class TableSource(ABC):
         found = 0
         texts = _Texts(self._storage, self._spec.caption_extension) if depends_on_text_file(self._spec) else None
         digest = ListingDigest()
-        for listed, rows in join.results(map(with_extension, digest.passed(files(self._storage)))):
+        for listed, rows in join.results(map(with_extension, digest.passed(files(cast(Storage, self._listing))))):
             found += listed.num_rows
             yield _listed(listed, rows, texts)
         if not found:

@@ -32,7 +32,7 @@ from smalti.data.scan.quarantine import BadSampleError
 from smalti.data.sources.listing import FILES, files, rebatched, with_extension
 from smalti.data.sources.tables.columns import Projection, TableColumns, column, leaf, leaves
 from smalti.data.sources.tables.csv_table import CsvSource, CsvTable
-from smalti.data.sources.unchanged import ListingDigest, digest_of
+from smalti.data.sources.unchanged import ListedOnce, ListingDigest
 from smalti.data.sources.urls.http import Client, FailedError, RefusedError
 from smalti.data.storage.local import LocalStorage
 from smalti.data.storage.protocol import Storage, TransientStorageError
@@ -106,7 +106,7 @@ class Urls:
 
     def __init__(self, spec: DatasetSpec, storage: Storage) -> None:
         self._spec = spec
-        self._storage = storage
+        self._listing = ListedOnce(storage)
         self._list = UrlList.of(spec)
         self._columns = TableColumns.of(self._block(), f"dataset {spec.id!r}: csv")
         self.notices: tuple[str, ...] = ()
@@ -121,7 +121,7 @@ class Urls:
         self._projection(self._table())
 
     def is_unchanged(self, before: ListedState) -> bool:
-        if digest_of(self._storage, *self._determining(self._table().identity)) != before.digest:
+        if not self._listing.is_same(before.digest, *self._determining(self._table().identity)):
             return False
         self.notices = before.notices
         return True
@@ -210,7 +210,7 @@ class Urls:
 
     def _download(self, rows: pa.RecordBatch, failures: _Failures) -> dict[str, str]:
         """Download what is missing. Returns the reasons of failures that may pass, by name."""
-        there = [_names(batch) for batch in files(self._storage)]
+        there = [_names(batch) for batch in files(cast(Storage, self._listing))]
         known = pa.concat_arrays([*there, failures.names, pa.array([], pa.string())])
         missing = rows.filter(pc.invert(pc.is_in(rows.column("name"), value_set=known))).select(["name", "url", "digest"])
         transient: dict[str, str] = {}
@@ -265,7 +265,7 @@ class Urls:
 
     def _joined(self, rows: pa.RecordBatch, transient: Mapping[str, str], digest: ListingDigest) -> Iterator[pa.RecordBatch]:
         """The samples of all rows that are in the folder, and those that may be there after the next scan."""
-        listing = map(with_extension, digest.passed(files(self._storage)))
+        listing = map(with_extension, digest.passed(files(cast(Storage, self._listing))))
         there = pa.concat_batches([*rebatched(listing, FILES), pa.RecordBatch.from_pylist([], schema=FILES)])
         stems = _names(there)
         for start in range(0, len(rows), _WINDOW):
