@@ -30,6 +30,7 @@ OPTIONS = (
     "--without=plots",
 )
 SCANNING, ENCODING, TRAINING = "scanning", "encoding", "training"
+_AFTER = {SCANNING: (ENCODING, "building", TRAINING), ENCODING: ("building", TRAINING), TRAINING: ()}
 
 
 def images(place: Path, count: int) -> Path:
@@ -99,7 +100,7 @@ def _kill_in(process: subprocess.Popen[bytes], run: RunDirectory, begun: float, 
         if where == aim and (aim != TRAINING or _steps(run, begun) >= steps):
             time.sleep(chance.uniform(0, delay))
             break
-        if where in (TRAINING, "building") and aim != TRAINING:
+        if where in _AFTER[aim]:
             break  # that phase was over at once
         time.sleep(0.01)
     where = phase_of(run, begun)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -18,7 +19,7 @@ from smalti_storage_s3.client.attempts import Timeouts
 from smalti_storage_s3.mirror.ownership import Lease
 from smalti_storage_s3.mirror.pulling import pull
 from smalti_storage_s3.mirror.upload import Uploader
-from smalti_testing import FaultProxy, Rule, seaweed
+from smalti_testing import FaultProxy, ObjectStore, Rule, seaweed
 from smalti_testing.fault_proxy import Fault
 
 from .object_store import storage_of
@@ -78,37 +79,51 @@ class Trial:
             shutil.rmtree(fresh.path, ignore_errors=True)
 
 
-def faulty_checkpoints(chance: Random, place: Path, *, cases: int = 30) -> Report:
-    """B2: saves and loads of a run on S3; after each, a fresh machine finds at least the step acknowledged last, intact."""
-    report, size = Report(), chance.choice((1000, 20_000, 400_000))
+def faulty_checkpoints(chance: Random, place: Path, *, runs: int = 4, cases: int = 15) -> Report:
+    """B2: saves and loads of runs on S3; after each, a fresh machine finds at least the step acknowledged last, intact."""
+    reports = [Report() for _ in range(runs)]
+    chances = [Random(chance.random()) for _ in range(runs)]
+    rules = [Rule(fault=fault, chance=SHARE / len(KINDS), retry_after=0, seconds=5) for fault in KINDS]
+    with seaweed(place / "store") as store, FaultProxy(store.endpoint, rules, seed=chance.randrange(10**6)) as proxy:
+
+        def play(number: int) -> None:
+            folder = place / str(number)
+            folder.mkdir()
+            _saves_of_a_run(chances[number], folder, store, proxy, cases, reports[number])
+
+        with ThreadPoolExecutor(runs) as pool:
+            list(pool.map(play, range(runs)))
+        injected = len(proxy.injected)
+    report = Report(faults=runs * cases, broken=[line for each in reports for line in each.broken])
+    report.expect(injected > runs * cases, f"only {injected} requests failed")
+    return report
+
+
+def _saves_of_a_run(chance: Random, place: Path, store: ObjectStore, proxy: FaultProxy, cases: int, report: Report) -> None:
+    size, prefix = chance.choice((1000, 20_000, 300_000)), place.name
     run = RunDirectory(place / "run")
     acquire(run).close()
     trial = Trial(run=run, place=place)
-    rules = [Rule(fault=fault, chance=SHARE / len(KINDS), retry_after=0, seconds=5) for fault in KINDS]
-    with seaweed(place / "store") as store, FaultProxy(store.endpoint, rules, seed=chance.randrange(10**6)) as proxy:
-        direct = storage_of(store, store.endpoint, fast=False, prefix="run")
-        proxied = {
-            (fast, hasty): storage_of(store, proxy.endpoint, fast=fast, prefix="run", timeouts=HASTY if hasty else PATIENT)
-            for fast in (False, True)
-            for hasty in (False, True)
-        }
-        for step in range(1, cases + 1):
-            save(run.checkpoints, snapshot(step, size), ALONE)
-            CheckpointStore(run.checkpoints).rotate(2)
-            storage = proxied[chance.random() < 0.5, chance.random() < 0.3]
-            trial.upload(storage, step, report)
-            trial.download(direct, faulty=False, size=size, report=report)
-            trial.download(storage, faulty=True, size=size, report=report)
-            report.faults += 1
-        trial.upload(direct, cases, report)
-        report.expect(trial.acknowledged == cases, "the last upload, without faults, fails")
-        mirror = RemoteRun(direct)
-        states = {each.name: mirror.problems(each) for each in mirror.all()}
-        report.expect(not any(states.values()), f"damaged checkpoints remain: {states}")
-        report.expect(len(proxy.injected) > cases, f"only {len(proxy.injected)} requests failed")
-    return report
+    direct = storage_of(store, store.endpoint, fast=False, prefix=prefix)
+    proxied = {
+        (fast, hasty): storage_of(store, proxy.endpoint, fast=fast, prefix=prefix, timeouts=HASTY if hasty else PATIENT)
+        for fast in (False, True)
+        for hasty in (False, True)
+    }
+    for step in range(1, cases + 1):
+        save(run.checkpoints, snapshot(step, size), ALONE)
+        CheckpointStore(run.checkpoints).rotate(2)
+        storage = proxied[chance.random() < 0.5, chance.random() < 0.3]
+        trial.upload(storage, step, report)
+        trial.download(direct, faulty=False, size=size, report=report)
+        trial.download(storage, faulty=True, size=size, report=report)
+    trial.upload(direct, cases, report)
+    report.expect(trial.acknowledged == cases, "the last upload, without faults, fails")
+    mirror = RemoteRun(direct)
+    states = {each.name: mirror.problems(each) for each in mirror.all()}
+    report.expect(not any(states.values()), f"damaged checkpoints remain: {states}")
 
 
 def few_faulty_checkpoints(chance: Random, place: Path) -> Report:
     """B2 in short."""
-    return faulty_checkpoints(chance, place, cases=4)
+    return faulty_checkpoints(chance, place, runs=2, cases=2)

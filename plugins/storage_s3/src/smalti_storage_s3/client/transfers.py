@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 
 from blake3 import blake3
@@ -61,21 +64,29 @@ class Transfers:
         self._send(lambda start, length: view[start : start + length], len(data), digest, key, place)
 
     def download(self, key: str, path: Path, place: str) -> None:
-        """Writes an object to a file, with the name of the file last."""
-        head, first = self._first_part(key, place)
+        """Writes an object to a file, with the name of the file last. Parts are compared with its digest as they arrive."""
         draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         try:
-            with draft.open("xb") as file:
-                os.pwrite(file.fileno(), first, 0)
-                starts = range(len(first), head.size, self._part_size)
+            with draft.open("xb") as file, ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="s3") as pool:
+                parts = _Parts(pool)
 
-                def fetch(start: int) -> None:
-                    block = self._part(key, start, min(start + self._part_size, head.size), head.etag, place)
-                    if os.pwrite(file.fileno(), block, start) != len(block):
-                        raise OSError(f"{draft} cannot be written")
+                def fetch(start: int, head: Head) -> list[bytes]:
+                    blocks = self._part(key, start, min(start + self._part_size, head.size), head.etag, place)
+                    _write(file.fileno(), blocks, start)
+                    return blocks
 
-                _in_parallel(fetch, starts)
-                _verify(draft, head, place)
+                def begin(head: Head) -> None:
+                    parts.begin(partial(fetch, start, head) for start in range(self._part_size, head.size, self._part_size))
+
+                with parts:
+                    head, first = self._first_part(key, place, begin)
+                    _write(file.fileno(), first, 0)
+                    wanted, hasher = head.metadata.get(DIGEST), blake3()
+                    for blocks in chain([first], parts.results()):
+                        for block in blocks if wanted is not None else ():
+                            hasher.update(block)
+                if wanted is not None and hasher.hexdigest() != wanted:
+                    raise error_of(Fault(Kind.DAMAGED, "WrongDigest"), place, "read")
                 os.fsync(file.fileno())
             rename(draft, path)
         except BaseException:
@@ -136,25 +147,27 @@ class Transfers:
 
     # --- down ------------------------------------------------------------------------------------------------------
 
-    def _first_part(self, key: str, place: str) -> tuple[Head, bytes]:
-        """The first part, with what the store says about the whole object."""
+    def _first_part(self, key: str, place: str, begin: Callable[[Head], None]) -> tuple[Head, list[bytes]]:
+        """The first part, with what the store says about the whole object: with this, `begin` is called before it is read."""
         heads: list[Head] = []
 
-        def request() -> bytes:
+        def request() -> list[bytes]:
             try:
-                answer = self._fast.get(key, 0, self._part_size, None)
+                answer = self._fast.get(key, 0, self._part_size, heads[0].etag if heads else None)
             except Fault as fault:
                 if fault.kind is not Kind.RANGE:
                     raise
                 answer = self._fast.get(key, 0, None, None)  # an empty object has no ranges
-            heads[:] = [answer.head]
-            return self._received(answer.blocks, min(self._part_size, answer.head.size))
+            if not heads:
+                heads.append(answer.head)
+                begin(answer.head)
+            return self._received(answer.blocks, min(self._part_size, heads[0].size))
 
-        data = self._attempts.run("read", place, request)
-        return heads[0], data
+        blocks = self._attempts.run("read", place, request)
+        return heads[0], blocks
 
-    def _part(self, key: str, start: int, end: int, etag: str, place: str) -> bytes:
-        def request() -> bytes:
+    def _part(self, key: str, start: int, end: int, etag: str, place: str) -> list[bytes]:
+        def request() -> list[bytes]:
             answer = self._fast.get(key, start, end, etag)
             if answer.start != start:
                 raise Fault(Kind.TRANSIENT, "WrongRange", status=206, detail="the answer is another range")
@@ -165,19 +178,47 @@ class Transfers:
         except Fault as fault:
             raise error_of(fault, place, "read") from None
 
-    def _received(self, blocks: Iterable[bytes], wanted: int) -> bytes:
-        data = b"".join(blocks)
-        self._counter.add("read", received=len(data))
-        if len(data) != wanted:
+    def _received(self, blocks: Iterable[bytes], wanted: int) -> list[bytes]:
+        found = list(blocks)
+        length = sum(map(len, found))
+        self._counter.add("read", received=length)
+        if length != wanted:
             raise Fault(Kind.TRANSIENT, "Incomplete", detail="the answer was cut off")
-        return data
+        return found
 
 
-def _verify(path: Path, head: Head, place: str) -> None:
-    """Compares a downloaded file with the digest that was written with it, or with an etag that is an MD5."""
-    digest = head.metadata.get(DIGEST)
-    if digest is not None and blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest() != digest:
-        raise error_of(Fault(Kind.DAMAGED, "WrongDigest"), place, "read")
+class _Parts:
+    """Parts that threads read ahead, in order. An error, also one of who uses them, ends what has not begun."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._rest: Iterator[Callable[[], list[bytes]]] = iter(())
+        self._waiting: deque[Future[list[bytes]]] = deque()
+
+    def begin(self, calls: Iterable[Callable[[], list[bytes]]]) -> None:
+        self._rest = iter(calls)
+        self._waiting.extend(self._pool.submit(call) for call in islice(self._rest, _AT_ONCE))
+
+    def results(self) -> Iterator[list[bytes]]:
+        while self._waiting:
+            found = self._waiting.popleft().result()
+            self._waiting.extend(self._pool.submit(call) for call in islice(self._rest, 1))
+            yield found
+
+    def __enter__(self) -> _Parts:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for future in self._waiting:
+            future.cancel()
+
+
+def _write(file: int, blocks: Iterable[bytes], start: int) -> None:
+    for block in blocks:
+        view = memoryview(block)
+        while view:
+            count = os.pwrite(file, view, start)
+            view, start = view[count:], start + count
 
 
 def _in_parallel(work: Callable[[int], None], numbers: Iterable[int]) -> None:
