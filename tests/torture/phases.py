@@ -92,7 +92,7 @@ def killed_in_phases(chance: Random, place: Path, *, count: int = 600, kills: in
 
 def _kill_in(process: subprocess.Popen[bytes], run: RunDirectory, begun: float, aim: str, chance: Random) -> str | None:
     """SIGKILL to all processes at a random moment of a phase; returns the phase, None if the run ended before."""
-    delay = {SCANNING: 0.4, ENCODING: 16.0, TRAINING: 0.5}[aim]
+    delay = {SCANNING: 0.4, ENCODING: 5.0, TRAINING: 0.5}[aim]
     steps = chance.randrange(1, 4)
     deadline = time.monotonic() + 300
     while process.poll() is None and time.monotonic() < deadline:
