@@ -54,6 +54,16 @@ def test_a_hang_is_reported_with_stacks_and_the_rank_that_is_awaited_long_before
     assert (code, newest(tmp_path / "run").manifest.flags) == (9, ()), output
 
 
+def test_a_rank_that_does_not_reach_the_boundary_after_a_fault_leaves_and_another_one_saves(tmp_path, launch):
+    options = {**ENDLESS, "num_processes": 2, "checkpoint_step_interval": 0}
+    run = launch(tmp_path / "run", **options, spoil="report-stuck:1:8", variables={"PROBE_FAULT": "STOP_SUSPECT"})
+    last = run.output[run.output.index("ended with exit code") :]
+    entry = newest(run.directory)
+    assert (run.code, entry.step, entry.manifest.flags) == (5, 8, (SUSPECT,)), run.output
+    assert "rank 1: GpuFaultError: ecc on cuda:0: spoiled; this rank does not reach the end of its step" in last
+    assert f"saved step 8 from rank 0 before leaving: {entry.path}" in last
+
+
 @pytest.fixture(scope="module")
 def spoiled(tmp_path_factory, launch):
     """Runs on two ranks, one of which fails in the middle of a step."""

@@ -25,7 +25,7 @@ from smalti.parallel import FailureDetector
 from smalti.plugins import Plugins, notify_each
 from smalti.system import describe, exit_within, flush_standard_streams, signal_handler, write_exit_report
 from smalti.training.failures.emergency_save import emergency_save
-from smalti.training.failures.faults import decide
+from smalti.training.failures.faults import decide, request
 from smalti.training.failures.watchdog import LEAVE_SECONDS
 from smalti.training.run import Run
 from smalti.types import FaultAction, RankInfo, RunState
@@ -84,9 +84,10 @@ class FaultWatch:
                 continue
             faults = self._state.take_faults()
             action = max(decide(self._plugins, self._state, fault, self.info) for fault in faults)
+            message = "; ".join(f"{fault.kind} on {fault.device}: {fault.message}" for fault in faults)
+            request(self._state, action, message)  # which also tells whether other ranks mark what they save as suspect
             if action < FaultAction.STOP_SAVED:
                 continue
-            message = "; ".join(f"{fault.kind} on {fault.device}: {fault.message}" for fault in faults)
             if self.run is None:
                 self._raised = GpuFaultError(f"{message}; there is nothing to save yet")
                 signal.pthread_kill(self._watched, _INTERRUPT)

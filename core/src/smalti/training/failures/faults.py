@@ -135,14 +135,14 @@ def answer(run: Run, fault: GpuFault) -> FaultAction:
         action, message = FaultAction.STOP_UNSAVED, f"{message}, while the weights were being changed"
     elif action < FaultAction.STOP_SAVED and state.skipped + 1 >= run.config[RunOptions].max_skipped_steps:
         action, message = FaultAction.STOP_UNSAVED, f"{message}; {state.skipped + 1} steps in a row were skipped"
-    _request(state, action, message)
+    request(state, action, message)
     return action
 
 
 def answer_reported(run: Run) -> None:
     """Put what follows the faults that were reported since the last step boundary into the state, as requests."""
     for fault in run.state.take_faults() if run.state.has_faults else ():
-        _request(run.state, decide(run.plugins, run.state, fault, run.info), _message(fault))
+        request(run.state, decide(run.plugins, run.state, fault, run.info), _message(fault))
 
 
 def decide(plugins: Plugins, state: RunState, fault: GpuFault, info: RankInfo | None) -> FaultAction:
@@ -155,7 +155,8 @@ def decide(plugins: Plugins, state: RunState, fault: GpuFault, info: RankInfo | 
     return action
 
 
-def _request(state: RunState, action: FaultAction, message: str) -> None:
+def request(state: RunState, action: FaultAction, message: str) -> None:
+    """Put an action into the state as a request."""
     if action is FaultAction.CHECKPOINT:
         state.request_save()
     elif (reason := _REASONS.get(action)) is not None:
