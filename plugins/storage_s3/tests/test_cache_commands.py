@@ -11,7 +11,7 @@ from smalti.data import StorageError, check_caches
 from smalti.data.cache.contents import digest_of
 from smalti.data.cache.pack import PackBuilder
 from smalti.data.cache.store import PackStore
-from smalti.data.storage.protocol import Storage
+from smalti.data.storage.protocol import Storage, identity_of
 from smalti.plugins import Selection, load_plugins, schema_of
 
 OTHERS = {"caches/latents-notes/a.txt", "caches/other/x.safetensors", "caches/texts-notes.txt"}
@@ -69,6 +69,15 @@ def test_caches_in_a_bucket_are_listed_verified_and_removed_with_nothing_else(st
     assert run("prune", *where, "--encoder=toy", "--yes")[0] == 0
     assert {file.key.rpartition("/")[0] for file in storage.list("caches/") if file.key not in OTHERS} == {larger}
     assert {file.key for file in storage.list("caches/")} >= OTHERS
+
+
+def test_a_bucket_is_the_same_under_another_address(store, opened):
+    here, there = (
+        opened(store, aws_data_prefix="one"),
+        opened(store, aws_data_prefix="one", aws_endpoint_url=store.endpoint.replace("127.0.0.1", "localhost")),
+    )
+    assert here.location != there.location
+    assert identity_of(here) == identity_of(there) != identity_of(opened(store, aws_data_prefix="two"))
 
 
 def test_a_missing_bucket_of_a_cache_is_found_by_the_launcher(store, options, tmp_path):

@@ -22,6 +22,7 @@ from smalti.data.cache.contents import cached_encodings_in
 from smalti.data.cache.earlier import earlier_latents_key, earlier_text_key
 from smalti.data.cache.embedding_cache import CachedTexts
 from smalti.data.cache.encode_ahead import Encoded, encode_ahead
+from smalti.data.cache.keys import single_key
 from smalti.data.cache.pack import PackBuilder
 from smalti.data.cache.places import CacheFolders, CachePlace
 from smalti.data.cache.store import PackStore
@@ -280,6 +281,56 @@ def test_a_cache_of_an_earlier_version_is_used(pets, tmp_path, capsys):
             for one, other in zip(batches(data, found), batches(data, encoded), strict=True)
         )
     assert capsys.readouterr().err.count("has entries of an earlier version of smalti, which are used") == 2  # latents, texts
+
+
+def test_a_folder_that_was_moved_is_not_encoded_again_and_another_one_is(pets, tmp_path):
+    first = encode(Encoding(), data_of(pets), tmp_path / "cache")
+    expected = batches(data_of(pets), first)
+    moved = pets.rename(tmp_path / "elsewhere")
+    again = Encoding()
+    data = data_of(moved)
+    found = encode(again, data, tmp_path / "cache")
+    assert again.images == 0
+    assert all(torch.equal(one.latents, other.latents) for one, other in zip(batches(data, found), expected, strict=True))
+
+    one, other, *_ = (path for path in sorted(moved.glob("*.png")) if path.stat().st_size == 166)
+    status = one.stat()
+    one.write_bytes(other.read_bytes())  # now with other pixels, and the same name, size and time as before
+    os.utime(one, ns=(status.st_atime_ns, status.st_mtime_ns))
+    changed = Encoding()
+    encode(changed, data_of(moved), tmp_path / "cache")
+    assert changed.images == 1
+
+
+@pytest.mark.parametrize("adopted", [False, True])
+def test_entries_under_keys_with_the_place_of_the_dataset_are_used(pets, tmp_path, adopted):
+    """Of the version before this one, whose cache may refer to parts of a still earlier one."""
+    data = data_of(pets, flip_probability=0.5)
+    encoded = encode(Encoding(), data, tmp_path / "now")
+    bucket, located, parts = data.buckets[0], {}, {}
+    for sample, flipped in product(range(20), (False, True)):
+        index = data.datasets[0].index
+        name, etag = index.key(sample), index.etag(sample)
+        key = single_key(
+            ("latents", "3", str(pets), "random", "pets"), name, etag, bucket.width, bucket.height, 0, 0, int(flipped)
+        )
+        located[key] = encoded.latents.entry(*encoded.latents.get(sample, bucket, flipped=flipped))
+        parts[earlier_latents_key(data, 0, sample, bucket, flipped=flipped)] = located[key]
+    [folder] = (tmp_path / "now").glob("latents-*")
+    then = tmp_path / "then" / folder.name
+    then.mkdir(parents=True)
+    if adopted:
+        earlier_part(then / "part.safetensors", parts)
+    PackStore(LocalStorage(then), "").put(pack_of(located))
+    for _ in range(2):
+        again = Encoding()
+        found = encode(again, data, tmp_path / "then")
+        assert again.images == 0
+        assert len(list(then.glob("*.safetensors"))) == 2 + adopted
+        assert all(
+            torch.equal(one.latents, other.latents)
+            for one, other in zip(batches(data, found), batches(data, encoded), strict=True)
+        )
 
 
 def test_a_damaged_entry_ends_the_run_and_is_encoded_again_by_the_next(pets, tmp_path):

@@ -70,6 +70,7 @@ from .storage.protocol import (
     CountsTraffic as CountsTraffic,
     CreatesOnce as CreatesOnce,
     Deletes as Deletes,
+    HasIdentity as HasIdentity,
     IntegrityError as IntegrityError,
     InvalidKeyError as InvalidKeyError,
     ListsFileColumns as ListsFileColumns,

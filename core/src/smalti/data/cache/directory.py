@@ -111,9 +111,33 @@ class Directory:
         """Returns where damaged entries of this key are: files and offsets."""
         return frozenset(self._damaged.get(key, ()))
 
+    @property
+    def damaged_keys(self) -> tuple[Key, ...]:
+        """The keys with a damaged entry; they may have an intact one too."""
+        return tuple(self._damaged)
+
     def all_damaged(self) -> frozenset[tuple[Key, str, int]]:
         """Returns the damaged entries of all keys: key, file and offset."""
         return frozenset((key, file, offset) for key, places in self._damaged.items() for file, offset in places)
+
+    def references(self, keys: Keys, names: Keys) -> PackIndex:
+        """Returns references to the entries of `keys`, which all have to be there, under other keys."""
+        columns: dict[str, NDArray[Any]] = {name: np.zeros(len(keys), dtype=DTYPES[kind]) for name, kind in COLUMNS.items()}
+        open_ = np.ones(len(keys), dtype=np.bool_)
+        for table in self._tables:
+            rows = _search(table, keys.high, keys.low)
+            here = open_ & (rows >= 0)
+            for name in ("offset", "length", "crc", "form", "file"):
+                columns[name][here] = table[name][rows[here]]
+            open_ &= ~here
+        assert not open_.any(), "references to entries that are not there"
+        files, columns["file"] = np.unique(columns["file"], return_inverse=True)
+        forms, columns["form"] = np.unique(columns["form"], return_inverse=True)
+        return PackIndex(
+            columns={**columns, "high": names.high, "low": names.low},
+            forms=tuple(self.forms[number] for number in forms.tolist()),
+            files=tuple(self.files[number] for number in files.tolist()),
+        )
 
     def _places(self, key: Key) -> Iterator[Place]:
         high, low = (np.array([half], dtype=np.uint64) for half in key)

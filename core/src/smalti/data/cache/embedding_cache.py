@@ -1,14 +1,16 @@
 """Cached latents and encoded texts: the key of each entry, and its store.
 
 A key covers everything that determines an entry except the encoder, whose identity is in the name of the store: for an image
-the file's etag and the crop; for a text the text. Further kinds of entries (masks, frames) get a first text of their own.
+its name, the file's etag, the digest of its beginning and the crop; for a text the text. So images are found wherever their
+dataset is. Where the scan did not open them, as with sizes from a table, the identity of the storage stands for the digest.
+Further kinds of entries (masks, frames) get a first text of their own.
 
 Shapes: B texts of a batch; latents (C, h, w).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,14 +25,19 @@ from smalti.data.cache.keys import Hasher, Key, Keys, single_key
 from smalti.data.cache.store import PackStore
 from smalti.data.images import Bytes, crop, mirrored, read_image
 from smalti.data.prepared import PreparedData
+from smalti.data.storage.protocol import identity_of
 from smalti.diffusion import Conditioning
-from smalti.system import derive_seed, uniform
+from smalti.system import as_signed, derive_seed, uniform
 
 CropOffset = tuple[int, int]
 """Left and top of a crop, in pixels of the scaled image."""
 
-_RECIPE = "3"
-"""Increase it when the same file and crop give other pixels than before."""
+_RECIPE = "4"
+"""Increase it when the same file and crop give other pixels than before. Then `earlier_keys` has to return nothing."""
+_LOCATED_RECIPE = "3"
+"""Of earlier keys, which contain the location of the dataset."""
+IMAGE_COLUMNS = ("key", "etag", "content")
+"""The columns of an index that keys depend on."""
 _TEXT_RECIPE = "2"
 _UNSCALED = (0, 0)
 
@@ -44,6 +51,8 @@ class CachedLatents:
     def __init__(self, data: PreparedData, stores: Sequence[PackStore]) -> None:
         self.data = data
         self.stores = tuple(stores)
+        self._origins = [as_signed(derive_seed("origin", identity_of(dataset.storage))) for dataset in data.datasets]
+        """Of each dataset what stands for the contents of images that are not known."""
         self.broken: frozenset[int] = frozenset()
         """Samples without latents, because their images cannot be read."""
 
@@ -55,7 +64,8 @@ class CachedLatents:
         index = self.data.datasets[position].index
         scaled = self._scaled(position, index.size(row), bucket)
         values = (index.key(row), index.etag(row), bucket.width, bucket.height, *scaled, int(flipped))
-        return single_key(self._constants(position), *values)
+        content = index.content(row)
+        return single_key(self._constants(position), *values, content, 0 if content else self._origins[position])
 
     def keys(
         self,
@@ -70,14 +80,46 @@ class CachedLatents:
 
         Args:
             position: of the dataset.
-            columns: "key" and "etag" of the index.
+            columns: `IMAGE_COLUMNS` of the index.
             numbers: of the buckets; what the keys of rows with -1 are has no meaning.
             sizes: (rows, 2), width and height.
             flipped: whether the images are mirrored.
         """
+        content = columns["content"].to_numpy()
+        origin = np.where(content == 0, self._origins[position], 0)
+        hasher = self._hasher(self._constants(position), position, columns, numbers, sizes)
+        return hasher.numbers(int(flipped)).numbers(content).numbers(origin).keys()
+
+    def earlier_keys(
+        self,
+        position: int,
+        columns: dict[str, pa.Array],
+        numbers: NDArray[np.int16],
+        sizes: NDArray[np.int64],
+        *,
+        flipped: bool,
+    ) -> Iterator[Keys]:
+        """Yields other keys that entries of the same rows may have: of earlier versions, and of scans without digests."""
+        dataset = self.data.datasets[position]
+        kind, _, *others = self._constants(position)
+        located = kind, _LOCATED_RECIPE, dataset.storage.location, *others
+        yield self._hasher(located, position, columns, numbers, sizes).numbers(int(flipped)).keys()
+        if columns["content"].to_numpy().any():
+            hasher = self._hasher(self._constants(position), position, columns, numbers, sizes)
+            yield hasher.numbers(int(flipped)).numbers(0).numbers(self._origins[position]).keys()
+
+    def _hasher(
+        self,
+        constants: Sequence[str],
+        position: int,
+        columns: dict[str, pa.Array],
+        numbers: NDArray[np.int16],
+        sizes: NDArray[np.int64],
+    ) -> Hasher:
+        """Returns a hasher that has everything that present and earlier keys have in common."""
         buckets = self.data.buckets
         frames = np.array([(bucket.width, bucket.height) for bucket in buckets], dtype=np.int64)[numbers]
-        hasher = Hasher(len(numbers), *self._constants(position)).texts(columns["key"]).texts(columns["etag"])
+        hasher = Hasher(len(numbers), *constants).texts(columns["key"]).texts(columns["etag"])
         hasher.numbers(frames[:, 0]).numbers(frames[:, 1])
         scaled = np.zeros((len(numbers), 2), dtype=np.int64)
         if self.data.crop_settings[position].maximum_size:
@@ -87,7 +129,7 @@ class CachedLatents:
                 for width, height, number in distinct.tolist()
             ]
             scaled = np.array(choices, dtype=np.int64)[which.reshape(-1)]
-        return hasher.numbers(scaled[:, 0]).numbers(scaled[:, 1]).numbers(int(flipped)).keys()
+        return hasher.numbers(scaled[:, 0]).numbers(scaled[:, 1])
 
     def image(self, sample: int, bucket: Bucket, *, flipped: bool = False) -> tuple[Bytes, CropOffset]:
         """Returns the image to encode, cropped to its bucket, and the offset of the crop. Raises BadSampleError."""
@@ -118,7 +160,7 @@ class CachedLatents:
         """What the keys of all images of a dataset depend on."""
         dataset, settings = self.data.datasets[position], self.data.crop_settings[position]
         style = settings.crop_style if settings.crop else ""
-        return "latents", _RECIPE, dataset.storage.location, style, dataset.spec.id if style == "random" else ""
+        return "latents", _RECIPE, style, dataset.spec.id if style == "random" else ""
 
     def _scaled(self, position: int, size: tuple[int, int], bucket: Bucket) -> tuple[int, int]:
         """Returns the size to which an image is scaled, if `maximum_image_size` makes it another one than usual."""

@@ -151,6 +151,20 @@ class PackStore:
         columns = {name: column[order] for name, column in index.columns.items()}
         return self._write(encode_columns(columns, index.forms, files=index.files), len(index))
 
+    def adopt(self, earlier: Keys, now: Keys) -> NDArray[np.bool_]:
+        """Add references under present keys to entries that are there under earlier ones; returns which are.
+
+        Like what is put, they are found after the next `refresh`.
+        """
+        with self._lock:
+            there = self._directory.find(earlier)
+            there &= ~np.isin(earlier.high, np.array([high for high, _ in self._directory.damaged_keys], dtype=np.uint64))
+            found = np.flatnonzero(there)
+            references = self._directory.references(earlier[found], now[found])
+        if len(references):
+            self.put_references(references)
+        return there
+
     def get(self, key: Key) -> dict[str, Tensor]:
         """Returns one entry, on the CPU. Raises KeyError for a missing key, UserError if the entry cannot be read."""
         return self.get_many([key])[0]

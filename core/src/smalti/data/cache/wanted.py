@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from smalti.data.buckets import Bucket
 from smalti.data.cache.earlier import EarlierParts, earlier_latents_key, earlier_text_key
-from smalti.data.cache.embedding_cache import CachedLatents, CachedTexts
+from smalti.data.cache.embedding_cache import IMAGE_COLUMNS, CachedLatents, CachedTexts
 from smalti.data.cache.keys import Key, Keys
 from smalti.data.cache.store import PackStore
 from smalti.data.prepared import PreparedData
@@ -78,8 +78,10 @@ class WantedImages:
         for rows, variants in self._missing(chunk):
             wanted += rows * len(variants)
             missing += sum(len(found) for _, _, found, _ in variants)
+        adopted = self._adopt_keys(store, chunk) if missing and len(store) else set()
+        missing -= len(adopted)
         if missing and store.earlier_parts:
-            missing -= self._adopt(store, chunk)
+            missing -= self._adopt(store, chunk, adopted)
         return wanted, missing
 
     def images(self, number: int) -> Iterator[Image]:
@@ -102,9 +104,7 @@ class WantedImages:
     def _missing(self, chunk: Chunk) -> Iterator[tuple[int, list[_Variant]]]:
         """Yields how many rows of a part of a chunk are trained on, and for each variant the rows without latents."""
         dataset, store = self._data.datasets[chunk.dataset], self._latents.stores[chunk.dataset]
-        for start, columns in slices(dataset.index, ("key", "etag", "width", "height"), chunk.start, chunk.stop):
-            numbers = self._data.bucket_numbers(chunk.dataset, start, start + len(columns["key"]))
-            sizes = np.column_stack([columns[name].to_numpy().astype(np.int64) for name in ("width", "height")])
+        for start, columns, numbers, sizes in self._rows(chunk):
             variants: list[_Variant] = []
             for flipped in dataset.flips:
                 keys = self._latents.keys(chunk.dataset, columns, numbers, sizes, flipped=flipped)
@@ -112,15 +112,38 @@ class WantedImages:
                 variants.append(((start, numbers), flipped, found + start, keys[found]))
             yield int(np.count_nonzero(numbers >= 0)), variants
 
-    def _adopt(self, store: PackStore, chunk: Chunk) -> int:
-        """Add references to entries of earlier versions; returns how many."""
+    def _rows(self, chunk: Chunk) -> Iterator[tuple[int, dict[str, pa.Array], NDArray[np.int16], NDArray[np.int64]]]:
+        """Yields parts of a chunk: the first row, columns, and of all rows the numbers of buckets and the sizes."""
+        index = self._data.datasets[chunk.dataset].index
+        for start, columns in slices(index, (*IMAGE_COLUMNS, "width", "height"), chunk.start, chunk.stop):
+            sizes = np.column_stack([columns[name].to_numpy().astype(np.int64) for name in ("width", "height")])
+            yield start, columns, self._data.bucket_numbers(chunk.dataset, start, start + len(sizes)), sizes
+
+    def _adopt_keys(self, store: PackStore, chunk: Chunk) -> set[Key]:
+        """Add references to entries that are there under earlier keys; returns their present keys."""
+        before, now = [], []
+        for _, columns, numbers, sizes in self._rows(chunk):
+            for flipped in self._data.datasets[chunk.dataset].flips:
+                keys = self._latents.keys(chunk.dataset, columns, numbers, sizes, flipped=flipped)
+                wanted = np.flatnonzero((numbers >= 0) & ~store.has(keys))
+                for earlier in self._latents.earlier_keys(chunk.dataset, columns, numbers, sizes, flipped=flipped):
+                    there = store.has(earlier[wanted])
+                    before.append(earlier[wanted[there]])
+                    now.append(keys[wanted[there]])
+                    wanted = wanted[~there]
+        keys = Keys.joined(now)
+        adopted = keys[store.adopt(Keys.joined(before), keys)]
+        return {adopted.key(place) for place in range(len(adopted))}
+
+    def _adopt(self, store: PackStore, chunk: Chunk, adopted: set[Key]) -> int:
+        """Add references to entries in parts of earlier versions, except for those adopted; returns how many."""
         if store not in self._earlier:
             self._earlier[store] = EarlierParts(store.earlier_parts, store.read)
         earlier, found = self._earlier[store], []
         for image in self.images(self.chunks.index(chunk)):
             row = image.sample - self._data.offsets[chunk.dataset]
             key = earlier_latents_key(self._data, chunk.dataset, row, image.bucket, flipped=image.flipped)
-            if key in earlier:
+            if key in earlier and image.key not in adopted:
                 found.append((image.key, key))
         if found:
             store.put_references(earlier.references(found))

@@ -66,6 +66,10 @@ class DatasetIndex:
         """Changes with the content of the file: caches of what is made from it must compare it."""
         return str(self._value("etag", row).as_py())
 
+    def content(self, row: int) -> int:
+        """A digest of the beginning of the file; 0 if the scan did not open it."""
+        return int(self._value("content", row).as_py())
+
     def captions(self, row: int) -> tuple[str, ...]:
         return tuple(self._value("captions", row).as_py())
 

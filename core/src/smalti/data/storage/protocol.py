@@ -164,6 +164,21 @@ class CountsTraffic(Protocol):
         ...
 
 
+@runtime_checkable
+class HasIdentity(Protocol):
+    """What a storage has in addition if one place can have several addresses."""
+
+    @property
+    def identity(self) -> str:
+        """The same for every address of the place: latents of its images are found in a cache by it."""
+        ...
+
+
+def identity_of(storage: Storage) -> str:
+    """Returns what identifies a storage: its identity, or its location if it has none."""
+    return storage.identity if isinstance(storage, HasIdentity) else storage.location
+
+
 def checked_key(key: str) -> str:
     """`key` itself if it is a plain relative path; raises InvalidKeyError otherwise."""
     if "\\" in key:

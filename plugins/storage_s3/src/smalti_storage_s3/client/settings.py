@@ -53,8 +53,12 @@ class S3Settings(BaseModel):
     @property
     def location(self) -> str:
         """The address, for messages."""
-        where = f" at {self.endpoint_url}" if self.endpoint_url else ""
-        return f"s3://{self.bucket_name}/{self.prefix}{where}"
+        return self.identity + (f" at {self.endpoint_url}" if self.endpoint_url else "")
+
+    @property
+    def identity(self) -> str:
+        """Bucket and folder, the same whatever the address of the store is."""
+        return f"s3://{self.bucket_name}/{self.prefix}"
 
 
 def settings_of(options: Mapping[str, object], where: str) -> S3Settings:

@@ -66,6 +66,10 @@ class S3Storage:
         return self._settings.location
 
     @property
+    def identity(self) -> str:
+        return self._settings.identity
+
+    @property
     def prefix(self) -> str:
         """The folder in the bucket: empty, or with "/" at its end."""
         return self._settings.prefix
