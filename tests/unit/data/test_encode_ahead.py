@@ -94,10 +94,11 @@ def data_of(folder, *, seed=3, budget=0.01, **values):
     return prepare(build_datasets(specs, Catalog()), DataRules(seed=seed, shape=shape, alignment=8, error_budget=budget))
 
 
-def encode(family, data, cache, ranks=None) -> Encoded:
+def encode(family, data, cache, ranks=None, latents=("pets",), own_texts=None) -> Encoded:
     schema = schema_of(load_plugins(Selection(without=("all",))))
     config = resolve(schema, [f"--train_batch_size={BATCH}", "--validation_prompt=a pet"], environment={})
-    folders = CacheFolders(texts=CachePlace(folder=cache), latents={"pets": CachePlace(folder=cache)})
+    place = CachePlace(folder=cache)
+    folders = CacheFolders(texts=place, latents=dict.fromkeys(latents, place), own_texts=own_texts or {})
     return encode_ahead(config, family, data, ranks or GlooCommunicator(world=World(), group=None), folders, cache.parent)
 
 
@@ -132,6 +133,27 @@ def test_what_is_there_is_not_encoded_again_and_what_changed_is(pets, tmp_path):
     assert (other.images, len(set(other.texts))) == (20, 13)
     pair = [batches(data_of(pets), each, count=1)[0].latents for each in (encoded, changed)]
     assert torch.equal(2 * pair[0], pair[1])
+
+
+def test_texts_of_a_dataset_are_in_the_place_of_its_own_and_read_from_there(pets, tmp_path):
+    entries = [{"id": name, "instance_data_dir": str(pets), "crop": True} for name in ("cats", "dogs")]
+    entries[1] |= {"instance_prompt": "a dog", "caption_strategy": "instanceprompt"}
+    specs, problems = parse_datasets(entries, where="", defaults=DataDefaults(resolution=16))
+    assert not problems
+    shape = BatchShape(train_batch_size=BATCH, ranks=1, accumulation=1)
+    data = prepare(build_datasets(specs, Catalog()), DataRules(seed=3, shape=shape, alignment=8))
+    common, own = CachePlace(folder=tmp_path / "common"), CachePlace(folder=tmp_path / "own")
+    alone = encode(Encoding(), data, tmp_path / "alone", latents=("cats", "dogs"))
+    family = Encoding()
+    encoded = encode(family, data, common.folder, latents=("cats", "dogs"), own_texts={"dogs": own})
+    assert [each.contents().entries for each in cached_encodings_in(own.folder)] == [1]
+    assert sorted(each.contents().entries for each in cached_encodings_in(common.folder) if each.kind == "texts") == [12]
+    for one, other in zip(batches(data, encoded), batches(data, alone), strict=True):
+        assert one.captions == other.captions
+        assert all(torch.equal(rows, other.conditioning[name]) for name, rows in one.conditioning.items())
+    again = Encoding()
+    encode(again, data, common.folder, latents=("cats", "dogs"), own_texts={"dogs": own})
+    assert again.texts == []
 
 
 def test_variants_of_captions_are_encoded_before_and_visits_have_no_others(pets, tmp_path):

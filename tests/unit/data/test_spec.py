@@ -197,7 +197,7 @@ def test_a_cache_in_a_storage_of_a_plugin_that_is_not_active_names_the_plugin() 
 def test_entries_of_caches_that_nothing_uses_are_named() -> None:
     texts = {"id": "texts", "dataset_type": "text_embeds", "cache_dir": "c", "default": True}
     specs, _ = parse(PETS, texts, {**texts, "id": "others", "default": False})
-    assert "without effect: others; all texts are cached in one place" in unused_caches(specs)[0]
+    assert "without effect: others; texts are cached where the default text_embeds entry says" in unused_caches(specs)[0]
 
 
 def test_json_is_another_name_of_discovery_in_a_file_of_simpletuner() -> None:

@@ -137,7 +137,11 @@ def test_entries_of_caches_that_do_nothing_are_told(configure, plugins, tmp_path
     Image.new("RGB", (16, 16)).save(tmp_path / "pictures/a.png")
     pictures = {"id": "a", "instance_data_dir": str(tmp_path / "pictures"), "caption_strategy": "filename"}
     texts = {"dataset_type": "text_embeds", "cache_dir": "texts"}
+    own = {**pictures, "id": "b", "instance_data_dir": str(tmp_path / "others"), "text_embeds": "own"}
+    (tmp_path / "others").mkdir()
+    Image.new("RGB", (16, 16), "red").save(tmp_path / "others/b.png")
     entries = [{**pictures, "cache_dir_vae": "c"}, {"id": "te", **texts, "default": True}, {"id": "more", **texts}]
+    entries += [{**own, "cache_dir_vae": "c"}, {"id": "own", "dataset_type": "text_embeds", "cache_dir": "own"}]
     data = write("data.json", json.dumps(entries))
     flags = ("--model_family=toy", "--max_train_steps=1", "--resolution=16", "--use_cpu", f"--output_dir={tmp_path / 'run'}")
     config = configure(*flags, f"--data_backend_config={data}")
@@ -145,7 +149,9 @@ def test_entries_of_caches_that_do_nothing_are_told(configure, plugins, tmp_path
     assert "without effect: more;" in notice
     assert not cache_folders(config, plugins).compress
     assert cache_folders(config, plugins) == CacheFolders(
-        texts=CachePlace(folder=Path("texts").absolute()), latents={"a": CachePlace(folder=Path("c").absolute())}
+        texts=CachePlace(folder=Path("texts").absolute()),
+        latents=dict.fromkeys("ab", CachePlace(folder=Path("c").absolute())),
+        own_texts={"b": CachePlace(folder=Path("own").absolute())},
     )
 
 

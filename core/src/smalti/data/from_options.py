@@ -25,7 +25,7 @@ from smalti.data.cache.places import CacheFolders, CachePlace
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, load_backend_config, parse_datasets
 from smalti.data.datasets.sources import ChecksTable, PricesShuffledReads
-from smalti.data.datasets.spec import DatasetSpec, latents_entry, texts_entry, unused_caches
+from smalti.data.datasets.spec import DatasetSpec, latents_entry, own_texts_entry, texts_entry, unused_caches
 from smalti.data.prepared import DataRules, Dataset, PreparedData, build_datasets, check_no_overlap, load_datasets, prepare
 from smalti.data.scan.build import Progress
 from smalti.data.scan.tasks import Handed
@@ -290,9 +290,11 @@ def cache_folders(config: Config, plugins: Plugins) -> CacheFolders:
     entry = texts_entry(specs)
     latents = {spec.id: _place(latents_entry(spec, specs), spec.cache_dir_vae, given) for spec in specs if spec.has_images}
     texts = given if entry is None else _place(entry, entry.cache_dir, given)
+    own = {spec.id: entry for spec in specs if spec.has_images and (entry := own_texts_entry(spec, specs)) is not None}
     options = config[DataOptions]
     return CacheFolders(
         texts=texts,
+        own_texts={name: _place(entry, entry.cache_dir, given) for name, entry in own.items()},
         latents=latents,
         catalog=catalog,
         compress=options.compress_disk_cache,
@@ -304,7 +306,7 @@ def cache_folders(config: Config, plugins: Plugins) -> CacheFolders:
 def check_caches(config: Config, plugins: Plugins) -> None:
     """Raises StorageError if a remote storage in which the run caches latents or texts cannot be listed. Creates nothing."""
     options, folders = config[DataOptions], cache_folders(config, plugins)
-    places = [*(() if options.text_cache_disable else [folders.texts])]
+    places = [*(() if options.text_cache_disable else [folders.texts, *folders.own_texts.values()])]
     places += () if options.vae_cache_disable else folders.latents.values()
     for place in {place.id: place for place in places if place.spec is not None}.values():
         storage, name = place.open("", folders.catalog)

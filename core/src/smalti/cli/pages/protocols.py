@@ -75,6 +75,7 @@ CHAPTERS = (
             "smalti.data:Deletes",
             "smalti.data:TransfersFiles",
             "smalti.data:CreatesOnce",
+            "smalti.data:HasIdentity",
             "smalti.data:ListsFileColumns",
             "smalti.data:ListsRanges",
             "smalti.data:CountsTraffic",

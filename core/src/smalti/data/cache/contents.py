@@ -227,7 +227,7 @@ class CachedEncodings:
 
 def cached_encodings(folders: CacheFolders) -> list[CachedEncodings]:
     """Returns the caches of all encoders in the places of a run. Creates nothing."""
-    places = {place.id: place for place in (folders.texts, *folders.latents.values())}
+    places = {place.id: place for place in (folders.texts, *folders.own_texts.values(), *folders.latents.values())}
     return [each for place in places.values() for each in _in_place(place, folders.catalog)]
 
 

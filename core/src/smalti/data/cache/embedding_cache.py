@@ -172,10 +172,14 @@ class CachedLatents:
 
 
 class CachedTexts:
-    """The conditioning of all texts of a run: captions, validation prompts, negative prompts and the empty prompt."""
+    """The conditioning of all texts of a run: captions, validation prompts, negative prompts and the empty prompt.
 
-    def __init__(self, store: PackStore) -> None:
+    `store` has prompts, and the captions of datasets without a store of their own; `others` are those of the other datasets.
+    """
+
+    def __init__(self, store: PackStore, others: Sequence[PackStore] = ()) -> None:
         self.store = store
+        self.others = tuple(others)
 
     @staticmethod
     def key(text: str, *, negative: bool = False) -> Key:
@@ -192,8 +196,19 @@ class CachedTexts:
 
         With `negative`, as `encode_negative_prompts` does.
         """
-        entries = self.store.get_many([self.key(text, negative=negative) for text in texts])
+        entries = self._entries([self.key(text, negative=negative) for text in texts])
         return {name: torch.stack([entry[name] for entry in entries]) for name in entries[0]}
+
+    def _entries(self, keys: Sequence[Key]) -> list[Entry]:
+        """Returns the entries of keys, each from the first store that has it."""
+        found: dict[Key, Entry] = {}
+        for store in self.others:
+            missing = [key for key in dict.fromkeys(keys) if key not in found]
+            some = [key for key, there in zip(missing, store.has(Keys.of(missing)).tolist(), strict=True) if there]
+            found.update(zip(some, store.get_many(some), strict=True))
+        rest = [key for key in dict.fromkeys(keys) if key not in found]
+        found.update(zip(rest, self.store.get_many(rest), strict=True))
+        return [found[key] for key in keys]
 
 
 def fixed_crop(data: PreparedData, sample: int, bucket: Bucket, *, flipped: bool = False) -> tuple[Bytes, CropOffset]:

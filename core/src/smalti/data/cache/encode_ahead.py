@@ -72,9 +72,8 @@ def encode_ahead(
     try:
         with torch.no_grad():
             if not options.text_cache_disable:
-                texts = CachedTexts(*work.open("texts", [folders.texts]))
                 prompts = validation_prompts(config) if prompts is None else prompts
-                work.encode_texts(texts, every, ["", *(each.prompt for each in prompts)])
+                texts = _encode_texts(work, every, ["", *(each.prompt for each in prompts)], folders)
                 negative = dict.fromkeys(each.negative_prompt for each in prompts if each.negative_prompt)
                 work.encode_texts(texts, [], list(negative), negative=True)
                 family.release_encoder("texts")
@@ -89,3 +88,15 @@ def encode_ahead(
         raise failure.for_user(PreflightError) from failure
     found = dict(zip(("latents", "held_out"), latents, strict=False))
     return Encoded(texts=texts, **found)
+
+
+def _encode_texts(work: Encoder, data: Sequence[PreparedData], prompts: Sequence[str], folders: CacheFolders) -> CachedTexts:
+    """Encode the captions of each dataset in the store of its place, and the prompts in that of the others. *Collective*."""
+    datasets = [dataset.spec.id for one in data for dataset in one.datasets]
+    places = [folders.own_texts.get(name, folders.texts) for name in datasets]
+    default, *stores = work.open("texts", [folders.texts, *places])
+    others = [store for store in dict.fromkeys(stores) if store is not default]
+    for store in (default, *others):
+        ids = {name for name, other in zip(datasets, stores, strict=True) if other is store}
+        work.encode_texts(CachedTexts(store), data, prompts if store is default else (), ids=ids)
+    return CachedTexts(default, others)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
@@ -110,11 +110,20 @@ class Encoder:
     # --- texts ------------------------------------------------------------------------------------------------------
 
     def encode_texts(
-        self, texts: CachedTexts, data: Sequence[PreparedData], others: Sequence[str], *, negative: bool = False
+        self,
+        texts: CachedTexts,
+        data: Sequence[PreparedData],
+        others: Sequence[str],
+        *,
+        negative: bool = False,
+        ids: Collection[str] | None = None,
     ) -> None:
-        """Encode all texts that visits may pick, and others; with `negative`, the others are negative prompts. *Collective*."""
+        """Encode all texts that visits may pick, and others. *Collective*.
+
+        With `negative`, the others are negative prompts. `ids` are the datasets whose texts are meant, None for all.
+        """
         self._refresh([texts.store])
-        wanted = WantedTexts(texts, data, others, self.world, negative=negative)
+        wanted = WantedTexts(texts, data, others, self.world, negative=negative, ids=ids)
         counts = self._count([texts.store], lambda: [wanted.count()])
         encoder = self.family.encode_negative_prompts if negative else self.family.encode_captions
 

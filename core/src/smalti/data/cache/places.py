@@ -45,10 +45,14 @@ class CachePlace:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheFolders:
-    """Where caches are: of texts, and of the latents of each dataset, by its id."""
+    """Where caches are: of texts, and of the latents of each dataset, by its id.
+
+    `own_texts` are the places of datasets whose texts have one of their own.
+    """
 
     texts: CachePlace
     latents: Mapping[str, CachePlace]
+    own_texts: Mapping[str, CachePlace] = field(default_factory=dict)
     catalog: Catalog = field(default_factory=Catalog, compare=False, repr=False)
     index_folder: Path | None = field(default=None, compare=False)
     """A folder of this node for merged indexes of large caches; None for a folder below that of temporary files."""

@@ -6,7 +6,7 @@ by their keys, since many images may have the same one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -170,16 +170,29 @@ class WantedTexts:
         data: the images with captions.
         others: further texts.
         negative: whether `others` are negative prompts.
+        ids: of the datasets whose texts are meant; None means all.
         world: the share is that of this rank.
     """
 
     def __init__(
-        self, texts: CachedTexts, data: Sequence[PreparedData], others: Sequence[str], world: World, *, negative: bool = False
+        self,
+        texts: CachedTexts,
+        data: Sequence[PreparedData],
+        others: Sequence[str],
+        world: World,
+        *,
+        negative: bool = False,
+        ids: Collection[str] | None = None,
     ) -> None:
         self._texts = texts
         self._negative = negative
         self._others = list(others)
-        self._datasets = [(one, number) for one in data for number in range(len(one.datasets))]
+        self._datasets = [
+            (one, number)
+            for one in data
+            for number, dataset in enumerate(one.datasets)
+            if ids is None or dataset.spec.id in ids
+        ]
         self._starts = np.cumsum([0, *(len(one.datasets[number].index) for one, number in self._datasets)]).tolist()
         passes = -(-self._starts[-1] // (_PASS * world.size)) or 1
         first, last = ((rank << 64) // world.size for rank in (world.rank, world.rank + 1))

@@ -337,8 +337,10 @@ class DatasetSpec(BaseModel):
         None, help="Folder for the latents of this dataset. Default: the option `cache_dir`, else `cache` in the run directory."
     )
     image_embeds: str | None = _key(None, help="Id of the `image_embeds` entry of this dataset.")
-    text_embeds: str | None = _key(None, help="Id of the `text_embeds` entry of this dataset.")
-    default: bool = _key(False, help="Mark the `text_embeds` entry that holds the texts of all datasets.")
+    text_embeds: str | None = _key(
+        None, help="Id of the `text_embeds` entry of this dataset, where its texts are cached. Default: the default one."
+    )
+    default: bool = _key(False, help="Mark the `text_embeds` entry that holds the texts of datasets that name none.")
     cache_dir: FolderText | None = _key(None, help="Folder for the encoded texts. Only in a `text_embeds` entry.")
 
     storage_options: Mapping[str, object] = Field(default={}, repr=False)
@@ -382,6 +384,12 @@ def texts_entry(specs: Sequence[DatasetSpec]) -> DatasetSpec | None:
     return chosen[0] if chosen and (chosen[0].cache_dir is not None or chosen[0].type != "local") else None
 
 
+def own_texts_entry(spec: DatasetSpec, specs: Sequence[DatasetSpec]) -> DatasetSpec | None:
+    """Returns the text_embeds entry that an image dataset names, if it says where; its texts are cached there."""
+    named = [other for other in specs if other.dataset_type == "text_embeds" and other.id == spec.text_embeds]
+    return next((other for other in named if other.cache_dir is not None or other.type != "local"), None)
+
+
 def latents_entry(spec: DatasetSpec, specs: Sequence[DatasetSpec]) -> DatasetSpec | None:
     """Returns the image_embeds entry that an image dataset names, in whose storage its latents are cached."""
     return next((other for other in specs if other.dataset_type == "image_embeds" and other.id == spec.image_embeds), None)
@@ -389,10 +397,11 @@ def latents_entry(spec: DatasetSpec, specs: Sequence[DatasetSpec]) -> DatasetSpe
 
 def unused_caches(specs: Sequence[DatasetSpec]) -> tuple[str, ...]:
     """Returns a notice about entries for caches that have no effect, if there are any."""
-    used = [texts_entry(specs), *(latents_entry(spec, specs) for spec in specs)]
+    used = [texts_entry(specs), *(find(spec, specs) for spec in specs for find in (latents_entry, own_texts_entry))]
     named = [spec.id for spec in specs if spec.dataset_type in CACHE_TYPES and spec.type != "local" and spec not in used]
     named += [spec.id for spec in specs if spec.dataset_type == "text_embeds" and spec.type == "local" and spec not in used]
     if not named:
         return ()
-    why = "all texts are cached in one place, the default text_embeds entry's, and latents where image_embeds says"
+    why = "texts are cached where the default text_embeds entry says, or that of the dataset's text_embeds, if it has a place,"
+    why = f"{why} and latents where image_embeds says"
     return (f"without effect: {', '.join(sorted(named))}; {why}",)
