@@ -37,7 +37,10 @@ _IMAGES_ALONE = "remove it to train on the images alone, or set disabled: true"
 _DISABLE = "set disabled: true in this entry"
 
 WITHOUT_EFFECT: Mapping[str, ExternalKey] = {
-    "preserve_data_backend_cache": ExternalKey(why=_UNCHANGED, same=(False,)),
+    "preserve_data_backend_cache": ExternalKey(
+        why="an unchanged listing keeps the index, and nothing is deleted; the listing itself is what finds changed files",
+        same=(False,),
+    ),
     "skip_file_discovery": ExternalKey(why=_UNCHANGED, same=(False,)),
     "metadata_update_interval": ExternalKey(why="the index is written once, when the scan ends"),
     "scan_for_errors": ExternalKey(why="every scan looks for errors", same=(True,)),
