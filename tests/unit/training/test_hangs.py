@@ -3,7 +3,9 @@
 import json
 
 import pytest
+from pydantic import ValidationError
 
+from smalti.config import RunOptions, deadlines_of
 from smalti.training.hangs.deadlines import Deadlines
 from smalti.training.hangs.flight_recorder import last_calls, sentence
 from smalti.training.hangs.rank_progress import RankProgress, described, standstill
@@ -31,6 +33,14 @@ def rank(phase="training", *, idle=0.0, waits=False, p95=1.0, **more):
 )
 def test_the_deadline_of_a_phase(phase, p95, given, seconds):
     assert Deadlines(given).seconds(phase, p95=p95) == seconds
+
+
+def test_deadlines_are_given_as_pairs_and_others_are_refused():
+    options = RunOptions(phase_deadlines=("training=300", "saving=0", "first_step=2.5"))
+    assert deadlines_of(options) == {"training": 300, "saving": 0, "first_step": 2.5}
+    for wrong in ("train=3", "training", "training=-1", "training=soon"):
+        with pytest.raises(ValidationError, match="is not"):
+            RunOptions(phase_deadlines=(wrong,))
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from typing import BinaryIO
 from smalti.system.exit_reports import FOLDER_VARIABLE, own_rank
 from smalti.system.process import Process
 
-STACK_SIGNAL = signal.SIGRTMIN + 3
-"""Not one that a scheduler, torch or a debugger sends."""
+STACK_SIGNAL = signal.SIGRTMIN + 3 if hasattr(signal, "SIGRTMIN") else signal.SIGURG
+"""Not one that a scheduler, torch or a debugger sends. macOS has no real-time signals."""
 _POLL_SECONDS = 0.05
 _QUIET_SECONDS = 0.2
 """A dump is complete when its file has not grown for this long."""

@@ -35,8 +35,8 @@ GRACE_SECONDS = 5.0
 _FIRST_STEP_SECONDS = 60.0
 """The same while the time of steps is unknown."""
 _EVERY_SECONDS = 0.25
-_INTERRUPT = cast(signal.Signals, signal.SIGRTMIN + 2)
-"""Sent to the main thread alone; no scheduler sends it."""
+_INTERRUPT = cast(signal.Signals, signal.SIGRTMIN + 2 if hasattr(signal, "SIGRTMIN") else signal.SIGIO)
+"""Sent to the main thread alone; no scheduler sends it. macOS has no real-time signals."""
 _FAREWELL_SECONDS = 10.0
 
 
