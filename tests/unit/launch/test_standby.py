@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -21,7 +22,13 @@ raise SystemExit(3)
 
 
 def agents(process: psutil.Process) -> list[psutil.Process]:
-    return [each for each in process.children(recursive=True) if "smalti.launch.agent" in each.cmdline()]
+    """Those among its children; any other child may end meanwhile."""
+    found = []
+    for each in process.children():
+        with suppress(psutil.Error):
+            if "smalti.launch.agent" in each.cmdline():
+                found.append(each)
+    return found
 
 
 @pytest.fixture
