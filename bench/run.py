@@ -18,7 +18,10 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
-CASES = ("startup", "first_step", "step", "sdxl", "save", "detect", "shard", "zero", "headers", "data_s3", "data_cache")
+CASES = (
+    *("startup", "first_step", "step", "sdxl", "save", "detect", "shard", "zero", "headers"),
+    *("data_s3", "data_cache", "health"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

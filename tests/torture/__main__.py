@@ -25,6 +25,7 @@ from pathlib import Path
 from .accelerator_faults import agreed, agreed_once, loops, paused, slow_ranks, software
 from .damage import damaged, rotated
 from .data import bad_inputs_and_tables, changing_worlds, failing_threads, resumed_anywhere, resumed_briefly
+from .gpu_health import failing_drivers, failing_gpus, healthy_gpus, one_failing_driver
 from .hostile import hostile
 from .object_store import faulty_requests, few_faulty_requests
 from .phases import killed_in_phases, killed_in_phases_briefly
@@ -63,6 +64,9 @@ GROUPS: dict[str, tuple[str, Round, int]] = {
     "C4": ("data on S3, with 5 % faults", faulty_network, 1),
     "C5": ("loader threads that fail", failing_threads, 1),
     "C6": ("killed while indexing, encoding, training", killed_in_phases, 4),
+    "D1": ("GPUs that fail", failing_gpus, 1),
+    "D2": ("GPUs that are well", healthy_gpus, 1),
+    "D3": ("drivers that hang or fail", failing_drivers, 1),
     "D4": ("faults of accelerators, agreed stops", agreed, 3),
     "D5": ("ranks that are stopped", paused, 1),
     "D6": ("slow ranks", slow_ranks, 1),
@@ -81,6 +85,7 @@ SHORT = {
     faulty_requests: few_faulty_requests,
     faulty_checkpoints: few_faulty_checkpoints,
     faulty_network: faulty_network_once,
+    failing_drivers: one_failing_driver,
     failing_receivers: few_failing_receivers,
 }
 SERVERS = {faulty_requests, faulty_checkpoints, stopping_server, refused_requests, racing_writers, many_keys, faulty_network}
