@@ -113,6 +113,18 @@ def test_a_driver_that_hangs_from_the_start_is_a_warning(fake, watch):
     assert "does not answer" in warning.message
 
 
+def test_a_driver_that_hangs_while_a_gpu_is_found_is_one_warning(fake, watch):
+    fake.set("count 1", "hang.UUID 1")
+    state = RunState(max_steps=1)
+    watching = watch(state)
+    [warning] = faults_of(state)
+    assert (warning.severity, "does not find the GPU" in warning.message) == ("warning", True)
+    threads = len(list(Path(f"/proc/{watching._process.pid}/task").iterdir()))
+    time.sleep(1.2)  # it is asked for twice in this time
+    assert len(list(Path(f"/proc/{watching._process.pid}/task").iterdir())) == threads
+    assert not state.has_faults
+
+
 def test_a_monitor_that_dies_is_started_again_and_knows_the_ranks(fake, watch, tmp_path):
     state = RunState(max_steps=1)
     watching = watch(state)

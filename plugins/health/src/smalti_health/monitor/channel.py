@@ -5,6 +5,7 @@ The addresses are Linux' abstract ones: there is no file to clean up. A rank tha
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -18,7 +19,8 @@ _CREDENTIALS = struct.Struct("iII")
 
 def address(run: str, node: int, port: str, end: str) -> bytes:
     """The address of one end: "monitor" or "rank-K". `port` is that of the ranks, which distinguishes runs on a machine."""
-    return f"\0smalti-health/{os.getuid()}/{run}/{node}/{port}/{end}".encode()[:107]
+    digest = hashlib.sha256(f"{run}/{node}/{port}".encode()).hexdigest()[:32]  # an address has at most 107 bytes
+    return f"\0smalti-health/{os.getuid()}/{digest}/{end}".encode()
 
 
 class Channel:

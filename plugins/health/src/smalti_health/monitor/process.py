@@ -73,6 +73,7 @@ class Monitor:
         self._opening = threading.Thread(target=self._open, name="smalti-driver", daemon=True)
         self._opened_at = time.monotonic()
         self._ranks: dict[int, str] = {}
+        self._finding: dict[int, float] = {}
         self._pollers: dict[str, Poller] = {}
         self._policy = Policy((), setup.limits)
         self._xids: defaultdict[str, deque[int]] = defaultdict(deque)
@@ -127,7 +128,11 @@ class Monitor:
             self._reply(request.rank, state="watching", uuid=self._ranks[request.rank])
         elif self._absent:
             self._reply(request.rank, state="absent", reason=self._absent)
+        elif (since := self._finding.get(request.rank)) is not None:
+            if time.monotonic() - since > self._setup.timeout:
+                self._warn(f"the driver does not find the GPU of rank {request.rank}: it is not watched")
         elif self._driver is not None:
+            self._finding[request.rank] = time.monotonic()
             threading.Thread(target=self._find, args=(self._driver, request), name="smalti-find", daemon=True).start()
         elif time.monotonic() - self._opened_at > self._setup.timeout:
             self._warn("the driver does not answer: its GPUs are not watched")
