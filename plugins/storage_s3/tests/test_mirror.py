@@ -228,6 +228,20 @@ def test_old_checkpoints_are_removed_oldest_first_and_suspect_ones_do_not_count(
     assert names(storage) == ["step-00000002", "step-00000003", "step-00000004"]
 
 
+def test_a_suspect_checkpoint_is_taken_only_where_there_is_no_other(run, place, tmp_path):
+    make(run.checkpoints, 3, flags=(SUSPECT,))
+    uploads = uploader(run, LocalStorage(place), keep=None)
+    uploads.push_newest()
+    assert offered(place, tmp_path / "suspect") == 3
+    for step, flags in ((4, ()), (5, (SUSPECT,))):
+        make(run.checkpoints, step, flags=flags)
+        uploads.push_newest()
+    mirror = RemoteRun(LocalStorage(place))
+    assert [each.step for each in mirror.find("latest")] == [4, 5, 3]
+    assert [each.step for each in mirror.find("5")] == [5], "by its step it can be had"
+    assert offered(place, tmp_path / "fresh") == 4
+
+
 def test_nothing_is_removed_while_the_newest_is_damaged(run, place):
     storage, said = LocalStorage(place), []
     uploads = uploader(run, storage, keep=1)

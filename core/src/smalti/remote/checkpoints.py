@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from smalti.checkpoint import (
     MANIFEST,
     STATE,
+    SUSPECT,
     Chunk,
     FileRecord,
     Manifest,
@@ -181,7 +182,7 @@ class RemoteRun:
     def find(self, choice: str) -> Iterator[RemoteCheckpoint]:
         """The checkpoints that `choice` means, the preferred one first: "latest", a step, or the name of a checkpoint.
 
-        Raises UserError if the chosen one is not there; "latest" may yield none.
+        "latest" may yield none; suspect ones come after all others. Raises UserError if the chosen one is not there.
         """
         published = self.published()[::-1]
         word = choice.removeprefix("step-")
@@ -192,4 +193,19 @@ class RemoteRun:
             published = [each for each in published if each.step == step or (each.step, each.revision) == place]
             if not published:
                 raise UserError(f"there is no checkpoint {choice} in {self.location}", fix=f"there are: {known}")
-        yield from published
+            yield from published
+            return
+        suspect = []
+        for each in published:
+            if self.is_suspect(each):
+                suspect.append(each)
+            else:
+                yield each
+        yield from suspect
+
+    def is_suspect(self, checkpoint: RemoteCheckpoint) -> bool:
+        """Whether it was saved after a fault that may have changed it. Reads the manifest; False if that cannot be used."""
+        try:
+            return SUSPECT in self.manifest(checkpoint).flags
+        except UNUSABLE:
+            return False

@@ -42,10 +42,12 @@ def restore(place: str, access: Access, options: RunOptions) -> str | None:
 
 def _is_newer(mirror: RemoteRun, run: RunDirectory, choice: str) -> bool:
     """Whether the mirror has the checkpoint that `choice` means and the run directory has not."""
-    here = {entry.step for entry in CheckpointStore(run.checkpoints).all() if entry.manifest is not None}
-    there = {each.step for each in mirror.published()}
+    entries = [entry for entry in CheckpointStore(run.checkpoints).all() if entry.manifest is not None]
     if choice == "latest":
-        return max(there, default=-1) > max(here, default=-1)
+        newest = next(mirror.find(choice), None)
+        best = max(((not entry.suspect, entry.step) for entry in entries), default=(False, -1))
+        return newest is not None and (not mirror.is_suspect(newest), newest.step) > best
+    here, there = {entry.step for entry in entries}, {each.step for each in mirror.published()}
     word = choice.removeprefix("step-")
     place = parse_checkpoint_name(choice)
     step = place[0] if place else int(word) if word.isdecimal() else None
