@@ -13,9 +13,8 @@ from smalti_health.monitor.reader import Absent, GpuReader
 from smalti_health.monitor.requests import DeviceRequest
 from smalti_health.policy.readings import Device, Reading
 
-_LOST = (35, 36)
-"""Device not found by the driver, and the drivers' own errors of a device that is gone."""
-_UNSUPPORTED = (1, 2, 3, 9, 10, 49)
+_UNSUPPORTED = (1, 2, 3, 10, 55)
+"""Invalid argument, not supported, not yet implemented, no permission, setting unavailable."""
 
 
 class AmdGpu(GpuReader):
