@@ -91,6 +91,12 @@ SCENARIOS = (
         steps=((60.0, ("ecc_uncorrected_volatile.0 7",)), (60.0, ("ecc_uncorrected_volatile.0 0",))),
         from_start=True,
     ),
+    Scenario(
+        name="an ECC error after the driver counts from zero again",
+        steps=tuple((60.0, (f"ecc_uncorrected_volatile.0 {count}",)) for count in (7, 0, 1)),
+        expected=frozenset({"ecc stop_suspect"}),
+        from_start=True,
+    ),
     _one("fewer ECC errors than the threshold", "ecc_uncorrected_volatile.0 2", limits={"ecc_errors": 3}),
     _one("correctable ECC errors", "ecc_corrected_volatile.0 5000"),
     _one("a count of ECC errors that is nonsense", "ecc_uncorrected_volatile.0 18446744073709551615", _NO),
