@@ -8,8 +8,9 @@ never comes back from the backward pass, as from a device that waits for another
 minds no signal; "hang" does so in the hook `on_step_end`, where "collective" makes a collective call of its own. "memory" runs
 out of memory, where leaving the group would wait for the others, as with NCCL. PROBE_RAISE names hooks that fail, PROBE_FAULT
 is the answer to a fault. "report" reports a fault in another thread after that step, at step 0 while the run is built;
-"report-stuck" also never comes back from that hook. With PROBE_MODULES it also notes, as "modules", what a rank has
-imported by the end of its first step.
+"report-stuck" also never comes back from that hook. With PROBE_GPUS, smalti-health watches the GPU "cuda:RANK" for each rank,
+though that trains on the CPU, and "gpu" lets the driver report what PROBE_GPUS says from that step on. With PROBE_MODULES it
+also notes, as "modules", what a rank has imported by the end of its first step.
 """
 
 import ctypes
@@ -19,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from smalti import FaultAction, GpuFault, StopReason, hookimpl
@@ -37,6 +39,7 @@ class Probe:
         spoils = [each.split(":") for each in (os.environ.get("PROBE_SPOIL") or "none:0:0").split(",")]
         mine = [each for each in spoils if each[1] == os.environ.get("RANK", "0")]
         self.kind, self.rank, self.step = (mine or spoils)[0]
+        self.health = None
 
     def note(self, hook, **facts):
         if path := os.environ.get("PROBE_CALLS"):
@@ -48,6 +51,14 @@ class Probe:
 
     def due(self, step):
         return int(os.environ.get("RANK", "0")) == int(self.rank) and step == int(self.step)
+
+    def wait_for_readings(self):
+        """Until each GPU was read: what is wrong from the start is no fault."""
+        from smalti_health.policy.trace import read_trace
+
+        trace = self.directory / "health.node-0.jsonl"
+        while not trace.exists() or len({reading.uuid for reading in read_trace((trace,)).readings}) < 2:
+            time.sleep(0.05)
 
     @hookimpl
     def check_config(self, config):
@@ -111,6 +122,12 @@ class Probe:
     def on_rank_start(self, state, info):
         self.state = state
         self.note("on_rank_start", max_steps=state.max_steps, id=info.id)
+        if "PROBE_GPUS" in os.environ:
+            from smalti_health.plugin import Health
+
+            self.directory = info.directory
+            self.health, world = Health(), replace(info.world, device=f"cuda:{info.world.rank}")
+            self.health.on_rank_start(state, replace(info, world=world))
 
     @hookimpl
     def on_phase(self, state, phase):
@@ -119,6 +136,8 @@ class Probe:
     @hookimpl
     def on_rank_end(self, state, error):
         self.note("on_rank_end", step=state.step, error=error and type(error).__name__)
+        if self.health is not None:
+            self.health.on_rank_end()
 
     @hookimpl
     def on_train_start(self, state, info):
@@ -134,6 +153,11 @@ class Probe:
             state.request_stop(StopReason.REQUESTED, f"asked at step {result.step}")
         if self.kind in ("report", "report-stuck") and self.due(result.step):
             self.report()
+        if self.kind == "gpu" and self.due(result.step):
+            self.wait_for_readings()
+            driver = Path(os.environ["FAKE_NVML"])
+            driver.with_suffix(".next").write_text(os.environ["PROBE_GPUS"])
+            driver.with_suffix(".next").replace(driver)
         if self.kind in ("hang", "report-stuck") and self.due(result.step):
             wait_for_ever()
         if self.kind == "collective" and self.due(result.step):
@@ -165,7 +189,9 @@ class Probe:
 
     @hookimpl
     def on_gpu_fault(self, state, fault):
-        self.note("on_gpu_fault", kind=fault.kind)
+        self.note("on_gpu_fault", kind=fault.kind, step=state.step)
+        if self.health is not None:
+            return self.health.on_gpu_fault(fault)
         return FaultAction[os.environ["PROBE_FAULT"]] if "PROBE_FAULT" in os.environ else None
 
     @hookimpl

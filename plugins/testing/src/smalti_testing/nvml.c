@@ -1,4 +1,4 @@
-/* A libnvidia-ml.so.1 that reports what a text file says ($SMALTI_FAKE_NVML), read again when it changes. Lines "KEY VALUE":
+/* A libnvidia-ml.so.1 that reports what a text file says ($FAKE_NVML), read again when it changes. Lines "KEY VALUE":
    count 2 | NAME.GPU NUMBER, see the functions below | xid.0 79 (an event each time that xid_number.0 changes) |
    error.FUNCTION[.GPU] CODE | hang.FUNCTION[.GPU] 1 | lost.GPU 1 */
 #include <pthread.h>
@@ -17,7 +17,7 @@ static struct stat known;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 static u64 get(const char *key, u64 fallback) {
-  const char *path = getenv("SMALTI_FAKE_NVML");
+  const char *path = getenv("FAKE_NVML");
   struct stat now;
   pthread_mutex_lock(&lock);
   if (path && !stat(path, &now) && (now.st_ino != known.st_ino || now.st_mtim.tv_nsec != known.st_mtim.tv_nsec || now.st_size != known.st_size)) {

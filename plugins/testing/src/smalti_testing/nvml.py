@@ -14,7 +14,7 @@ import os
 import subprocess
 from pathlib import Path
 
-VARIABLE = "SMALTI_FAKE_NVML"
+VARIABLE = "FAKE_NVML"
 _SOURCE = Path(__file__).with_suffix(".c")
 
 
