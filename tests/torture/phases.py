@@ -72,13 +72,16 @@ def killed_in_phases(chance: Random, place: Path, *, count: int = 600, kills: in
     aims = [SCANNING] * max(1, kills // 5) + [ENCODING] * max(1, kills * 2 // 5)
     aims += [TRAINING] * (kills - len(aims))
     run, hit = RunDirectory(place / "killed"), Counter()
+    delays = {SCANNING: 0.4, ENCODING: 4.0, TRAINING: 0.5}
     for aim in aims:
         begun = time.time()
         process = start(place, "killed", ranks, count)
-        where = _kill_in(process, run, begun, aim, chance)
+        where = _kill_in(process, run, begun, aim, chance.uniform(0, delays[aim]), steps=chance.randrange(1, 4))
         if where is None:
             break
         hit[where] += 1
+        if where in _AFTER[aim]:
+            delays[aim] /= 2  # this phase is over sooner on this machine
         report.faults += 1
     code = start(place, "killed", ranks, count).wait(600)
     report.expect(code == 0, f"the resumed run on {ranks} ranks ends with {code}: {tail(place, 'killed')}")
@@ -90,15 +93,18 @@ def killed_in_phases(chance: Random, place: Path, *, count: int = 600, kills: in
     return report
 
 
-def _kill_in(process: subprocess.Popen[bytes], run: RunDirectory, begun: float, aim: str, chance: Random) -> str | None:
-    """SIGKILL to all processes at a random moment of a phase; returns the phase, None if the run ended before."""
-    delay = {SCANNING: 0.4, ENCODING: 5.0, TRAINING: 0.5}[aim]
-    steps = chance.randrange(1, 4)
+def _kill_in(
+    process: subprocess.Popen[bytes], run: RunDirectory, begun: float, aim: str, delay: float, *, steps: int
+) -> str | None:
+    """SIGKILL to all processes, so many seconds after a phase has begun; in training, after so many steps.
+
+    Returns the phase in which it came, None if the run ended before.
+    """
     deadline = time.monotonic() + 300
     while process.poll() is None and time.monotonic() < deadline:
         where = phase_of(run, begun)
         if where == aim and (aim != TRAINING or _steps(run, begun) >= steps):
-            time.sleep(chance.uniform(0, delay))
+            time.sleep(delay)
             break
         if where in _AFTER[aim]:
             break  # that phase was over at once
