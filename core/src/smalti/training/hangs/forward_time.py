@@ -12,12 +12,16 @@ from contextlib import contextmanager
 
 import torch
 
+_WITH_TIMED_EVENTS = ("cuda", "xpu")
+"""Accelerators, ROCm's among them, whose events tell the time between them."""
+
 
 class ForwardTime:
-    """Of one rank. Measuring never waits for the accelerator."""
+    """Of one rank. Measuring never waits for the accelerator; where its events tell no time, nothing is measured."""
 
     def __init__(self, device: str) -> None:
-        self._on_device = torch.device(device).type != "cpu"
+        self._on_device = (kind := torch.device(device).type) != "cpu"
+        self._is_timed = not self._on_device or kind in _WITH_TIMED_EVENTS
         self._device = device
         self._running: list[tuple[torch.Event, torch.Event]] = []
         self._spent = 0.0
@@ -25,6 +29,9 @@ class ForwardTime:
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Around a forward pass."""
+        if not self._is_timed:
+            yield
+            return
         if not self._on_device:
             begin = time.perf_counter()
             yield
@@ -37,7 +44,9 @@ class ForwardTime:
         self._running.append((start, end))
 
     def end_step(self) -> float | None:
-        """After a step, for which the host has waited: the seconds of its passes; None if they have not all ended."""
+        """After a step, for which the host has waited: the seconds of its passes; None if one has not ended or is not timed."""
+        if not self._is_timed:
+            return None
         spent, running = self._spent, self._running
         self._spent, self._running = 0.0, []
         if not all(end.query() for _, end in running):
