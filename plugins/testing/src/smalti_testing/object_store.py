@@ -119,8 +119,11 @@ class ObjectStore:
         self.start()
 
     def pause(self) -> None:
-        """SIGSTOP: connections are accepted by the kernel, and nothing answers."""
-        os.kill(self.pid, signal.SIGSTOP)
+        """SIGSTOP: connections are accepted by the kernel, and nothing answers. Returns when the process has stopped."""
+        process = psutil.Process(self.pid)
+        process.suspend()
+        while process.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.001)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
