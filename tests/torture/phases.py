@@ -96,7 +96,7 @@ def killed_in_phases(chance: Random, place: Path, *, count: int = 600, kills: in
 def _kill_in(
     process: subprocess.Popen[bytes], run: RunDirectory, begun: float, aim: str, delay: float, *, steps: int
 ) -> str | None:
-    """SIGKILL to all processes, so many seconds after a phase has begun; in training, after so many steps.
+    """SIGKILL to all processes, `delay` seconds after a phase has begun; in training, after `steps` steps.
 
     Returns the phase in which it came, None if the run ended before.
     """

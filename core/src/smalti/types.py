@@ -380,7 +380,7 @@ class RunState:
         self.validation_requested = True
 
     def report_fault(self, fault: GpuFault) -> None:
-        """Report a fault of an accelerator that no exception tells of. On any rank, in any phase, from any thread.
+        """Report a fault of an accelerator that raised no exception. On any rank, in any phase, from any thread.
 
         `on_gpu_fault` is called for it on this rank, at the next step boundary; the ranks then agree on its action. Before the
         loop, and where the loop does not reach a boundary, it is called in another thread.

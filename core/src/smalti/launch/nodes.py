@@ -5,7 +5,7 @@
 Node 0 waits for the others, compares, and enters into its own file with whom it starts. A node that differs is named on all
 nodes with what differs. So torch's rendezvous, which only knows how many nodes have come, begins when all are there.
 
-`attempt` is that of node 0, by which files of other launches are told apart. Importing this module imports no torch.
+`attempt` is that of node 0, which distinguishes this launch from others. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Node:
 def wait_for_node_0(directory: RunDirectory, seconds: float) -> None:
     """Wait until node 0 has acquired the run directory, which must be on shared storage.
 
-    Raises PreflightError if there is no sign of it for so many seconds.
+    Raises PreflightError if there is no sign of it for this number of seconds.
     """
     for waited in _while_node_0_lives(directory, seconds):
         heartbeat = directory.heartbeat()

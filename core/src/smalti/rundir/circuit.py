@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from smalti.system import atomic_write
 
 FAULTS_IN_A_ROW = 3
-"""After so many faults of one kind without progress, the run is not started on that host again."""
+"""The number of faults of one kind without progress after which the run is not started on that host again."""
 _KEPT = 50
 
 

@@ -39,7 +39,7 @@ class Turned:
         )
 
     def run(self, most: int = 50) -> list[float]:
-        """Attempt until nothing waits, or so many times; returns the times of the attempts after the first event."""
+        """Attempt until nothing waits, or up to a number of times; returns the times of the attempts after the first event."""
         times = []
         while (due := self.channel.due()) is not None and len(times) < most:
             self.now = max(self.now, due)

@@ -20,7 +20,7 @@ DEFAULTS: Mapping[str, float] = {
 }
 """Seconds without progress; 0 for no deadline, where one item can take any time. That of "training" is for one step."""
 STEPS = 5
-"""A step may take so many times the 95th percentile of the latest ones."""
+"""The deadline of a step, as a multiple of the 95th percentile of the latest ones."""
 
 
 @dataclass(frozen=True)

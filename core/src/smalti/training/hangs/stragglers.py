@@ -9,7 +9,7 @@ from statistics import median
 SLOW = 0.75
 """A rank is slow in a window if the median of all ranks is below this part of its own time."""
 WINDOWS = 3
-"""After so many slow windows in a row a rank is reported."""
+"""The number of slow windows in a row after which a rank is reported."""
 
 
 class Stragglers:

@@ -1,6 +1,6 @@
 """Messages between the ranks of a node and its monitor: JSON over datagram sockets, from processes of the same user only.
 
-The addresses are Linux' abstract ones: there is no file to clean up. A rank that ends leaves nothing behind.
+The addresses are abstract ones of Linux, which leave no files.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _LOST = (15, 16)
 _UNSUPPORTED = (2, 3, 4, 13, 25)
 """Invalid argument, not supported, no permission, function not found, argument version mismatch."""
 _SLOW_EVERY = 6
-"""Links and remapped rows are read with every so many readings."""
+"""Links and remapped rows are read once in this number of readings."""
 _XID = 8
 
 

@@ -24,7 +24,7 @@ class Held:
         self.seconds, self.count = time - self._since, self.count + 1
 
     def for_(self, seconds: float, *, readings: int = 3) -> bool:
-        """Whether it has held for so long, and in so many readings at least."""
+        """Whether it has held for at least this time, in at least this number of readings."""
         return self.count >= readings and self.seconds >= seconds
 
 
