@@ -5,6 +5,11 @@ from .accelerator import (
     use_device as use_device,
 )
 from .collective import RankError as RankError, run_on_all_ranks as run_on_all_ranks, run_on_main_rank as run_on_main_rank
+from .device_models import (
+    DeviceModel as DeviceModel,
+    device_model_of as device_model_of,
+    device_models as device_models,
+)
 from .devices import (
     ImageSize as ImageSize,
     accelerator_kind as accelerator_kind,

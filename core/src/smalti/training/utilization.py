@@ -1,53 +1,24 @@
-"""How well a run uses its devices: the share of their peak that its steps make use of, and the memory that they need.
-
-The peaks are those of dense matrix products, without sparsity, as the vendors give them: NVIDIA's data sheets of H100, H200,
-A100, L40S, L40, L4, A10, A40 and HGX B200 (halved where a sheet counts sparsity), the appendices of its white papers on Ada and
-Ampere GA102 for GeForce (accumulating in fp32, as training does, which is half as fast there), AMD's data sheet of the MI300X.
-"""
+"""How well a run uses its devices: the fraction of their peak that its steps use, and the memory that they need."""
 
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from dataclasses import dataclass, field
 
 import torch
 
 from smalti.models import ModelFamily
-from smalti.parallel import Products
+from smalti.parallel import Products, device_model_of
 from smalti.types import StepResult, World
 
 _log = logging.getLogger(__name__)
 
-PEAKS: tuple[tuple[str, float, float, float], ...] = (
-    (r"H100 (64|80|96)GB HBM[23]e?|H100 SXM.*|H200|H200 SXM.*|GH200 .*", 989.4, 494.7, 66.9),
-    (r"H100 PCIe", 756.0, 378.0, 51.2),
-    (r"H100 NVL|H200 NVL", 835.0, 417.5, 60.0),
-    (r"B200", 2250.0, 1125.0, 75.0),
-    (r"A100[- ].*", 312.0, 156.0, 19.5),
-    (r"A10", 125.0, 62.5, 31.2),
-    (r"A40", 149.7, 74.8, 37.4),
-    (r"L40S", 362.0, 183.0, 91.6),
-    (r"L40", 181.0, 90.5, 90.5),
-    (r"L4", 121.0, 60.0, 30.3),
-    (r"GeForce RTX 3090", 71.0, 35.6, 35.6),
-    (r"GeForce RTX 4090", 165.2, 82.6, 82.6),
-    (r"Instinct MI300X.*", 1307.4, 653.7, 163.4),
-)
-"""The device's name without its maker, as a pattern for all of it, and its peaks in TFLOP/s: bf16, TF32, fp32."""
-
 
 def known_peak(device_name: str, products: Products) -> float | None:
-    """FLOP/s that a device can make at most of such products, by its name as torch gives it; None where that is not known.
-
-    A slice of a device (MIG) and a mobile one have other names than the whole and the large one, and are not known.
-    """
-    name = re.sub(r"^(NVIDIA|AMD) ", "", device_name)
-    for pattern, bf16, tf32, fp32 in PEAKS:
-        if re.fullmatch(pattern, name) and " MIG " not in name:
-            return 1e12 * {"bf16": bf16, "tf32": tf32, "fp32": fp32}[products]
-    return None
+    """FLOP/s that a device can make at most of such products, by its name as torch gives it; None where that is not known."""
+    model = device_model_of(device_name)
+    return None if model is None else model.peaks[products]
 
 
 @dataclass(kw_only=True)
