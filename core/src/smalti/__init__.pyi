@@ -29,6 +29,7 @@ from .types import (
     EvaluationResult as EvaluationResult,
     FamilyEntry as FamilyEntry,
     FaultAction as FaultAction,
+    Finding as Finding,
     GpuFault as GpuFault,
     MetadataEntry as MetadataEntry,
     OptimizerEntry as OptimizerEntry,

@@ -33,6 +33,8 @@ The hooks in the order of a run:
       on_error                   when an exception leaves the loop
       on_train_end               always, after on_train_start
       on_rank_end                always, after on_rank_start
+    smalti doctor
+      diagnose                   what is wrong with this machine, for this configuration
 
 There are three kinds of hooks. The first word of each docstring says which kind it is:
 
@@ -46,8 +48,8 @@ There are three kinds of hooks. The first word of each docstring says which kind
 An exception in a hook ends the run. It keeps its type and gets a note with the plugin, its version and the hook. Hooks that
 observe are isolated: a failure in `on_validation`, `on_evaluation`, `on_checkpoint`, `on_checkpoint_failed`, `on_warning`,
 `on_gpu_fault`, `on_error`, `on_train_end`, `on_rank_start`, `on_phase` or `on_rank_end` is reported with the plugin and the
-traceback, the other plugins are still called, and the run continues. A plugin that fails in `log_metrics` is not
-called for metrics again.
+traceback, the other plugins are still called, and the run continues. A failure in `diagnose` is one more finding. A plugin
+that fails in `log_metrics` is not called for metrics again.
 
 To implement hooks, mark methods of a class, or functions of a module, with `@hookimpl`, and name the object in the entry-point
 group `smalti.plugins`. Arguments are passed by name, and those that are not needed may be left out. The module of the entry
@@ -73,6 +75,7 @@ from smalti.types import (
     EvaluationResult,
     FamilyEntry,
     FaultAction,
+    Finding,
     GpuFault,
     MetadataEntry,
     OptimizerEntry,
@@ -340,5 +343,15 @@ class HookSpecs:
         Called on the rank with the fault: inside the loop, or in another thread before the loop and where the loop does not
         reach its next step boundary. The largest action of all plugins is used; the core's own counts only if no other plugin
         returns one. Do not use the accelerator here.
+        """
+        raise NotImplementedError
+
+    @_spec
+    def diagnose(self, config: Config | None) -> list[Finding]:
+        """gather, isolated: what `smalti doctor` finds on this machine about what this plugin needs. See `Finding`.
+
+        `config` is the configuration that `smalti doctor` was given, with valid values; None without one. Called in the process
+        of the command, in a thread with a time limit of 30 seconds: a driver that hangs is one more finding. Import torch
+        in a child process only. Do not write anything that remains.
         """
         raise NotImplementedError

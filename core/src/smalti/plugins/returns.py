@@ -50,6 +50,7 @@ _ANSWERS: Mapping[Callable[..., object], Answer] = {
     HookSpecs.save_checkpoint: Answer("smalti.types:Checkpoint"),
     HookSpecs.load_checkpoint: Answer("smalti.checkpoint.reader:Loaded"),
     HookSpecs.on_gpu_fault: Answer("smalti.types:FaultAction"),
+    HookSpecs.diagnose: Answer("smalti.types:Finding", several=True),
 }
 """Other hooks are not checked."""
 ANSWERS = {hook.__name__: answer for hook, answer in _ANSWERS.items()}

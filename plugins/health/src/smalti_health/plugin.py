@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from smalti import Config, FaultAction, GpuFault, OptionGroup, Problem, RankInfo, RunState, hookimpl
+from smalti import Config, FaultAction, Finding, GpuFault, OptionGroup, Problem, RankInfo, RunState, hookimpl
 from smalti_health.options import GROUP, HealthOptions
 
 if TYPE_CHECKING:
@@ -76,6 +76,12 @@ class Health:
         if decision is None:
             return FaultAction.CONTINUE if fault.kind == "monitor" else None
         return _ACTIONS.get(str(decision)) if self._stops else FaultAction.CONTINUE
+
+    @hookimpl
+    def diagnose(self) -> list[Finding]:
+        from smalti_health.cli.findings import gpu_findings
+
+        return gpu_findings()
 
     @hookimpl
     def on_rank_end(self) -> None:

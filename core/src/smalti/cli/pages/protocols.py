@@ -126,6 +126,11 @@ CHAPTERS = (
         ),
     ),
     Chapter(
+        title="Findings of a diagnosis",
+        about="`diagnose` returns a list of `Finding`.",
+        classes=("smalti:Finding",),
+    ),
+    Chapter(
         title="Nodes without a shared file system",
         about="In `save_checkpoint`, a plugin sets a `Relay` as `state.relay`, and leaves the saving to others.",
         classes=("smalti.checkpoint:Relay",),
@@ -274,7 +279,10 @@ def _find(address: str) -> ast.ClassDef:
     package, _, name = address.partition(":")
     for statement in _parsed(package, "__init__.pyi").body:
         if isinstance(statement, ast.ImportFrom) and name in [each.name for each in statement.names]:
-            module = _parsed(package, *(statement.module or "").split("."))
+            parts = (statement.module or "").split(".")
+            if files(package).joinpath(*parts).is_dir():  # another room, with a face of its own
+                return _find(f"{package}.{statement.module}:{name}")
+            module = _parsed(package, *parts)
             return next(each for each in module.body if isinstance(each, ast.ClassDef) and each.name == name)
     raise LookupError(address)
 

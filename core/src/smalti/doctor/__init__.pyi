@@ -1,0 +1,1 @@
+from .plugin_checks import plugin_findings as plugin_findings

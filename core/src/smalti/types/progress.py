@@ -1,0 +1,185 @@
+"""What hooks know of a run and its progress. Importing this module imports no torch."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from smalti.errors import ExitCode
+from smalti.rundir import Phases
+from smalti.types.distribution import World
+from smalti.types.faults import GpuFault
+
+if TYPE_CHECKING:
+    from smalti.config import Config
+    from smalti.rundir import RunWriter
+
+
+class StopReason(IntEnum):
+    """Why a run leaves the loop. Ranks agree on the largest value, so the worst reason is used."""
+
+    NONE = 0
+    COMPLETED = 1
+    REQUESTED = 2
+    PREEMPTED = 3
+    INTERRUPTED = 4
+    ERROR_BUDGET = 5
+    SAVE_FAILED = 6
+    NON_FINITE = 7
+    FAULT = 8
+    FAULT_SUSPECT = 9
+    FAULT_UNSAVED = 10
+
+    @property
+    def exit_code(self) -> ExitCode:
+        return {
+            StopReason.REQUESTED: ExitCode.STOPPED,
+            StopReason.PREEMPTED: ExitCode.PREEMPTED,
+            StopReason.INTERRUPTED: ExitCode.INTERRUPTED,
+            StopReason.ERROR_BUDGET: ExitCode.FAILED,
+            StopReason.SAVE_FAILED: ExitCode.FAILED,
+            StopReason.NON_FINITE: ExitCode.FAILED,
+            StopReason.FAULT: ExitCode.GPU_FAULT,
+            StopReason.FAULT_SUSPECT: ExitCode.GPU_FAULT,
+            StopReason.FAULT_UNSAVED: ExitCode.GPU_FAULT,
+        }.get(self, ExitCode.DONE)
+
+    @property
+    def saves(self) -> bool:
+        """Whether a checkpoint is saved at this point."""
+        return self not in (StopReason.SAVE_FAILED, StopReason.NON_FINITE, StopReason.FAULT_UNSAVED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended: the reason that the ranks agreed on, and one sentence about it."""
+
+    reason: StopReason
+    message: str
+
+    @property
+    def exit_code(self) -> ExitCode:
+        return self.reason.exit_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankInfo:
+    """What is known about a run as soon as its ranks are connected. The same on every rank but for `world` and `phases`.
+
+    `plugins` are "name distribution version" lines. `phases` is what this rank is doing, with its progress.
+    """
+
+    id: str
+    directory: Path
+    world: World
+    config: Config
+    strategy: str
+    plugins: tuple[str, ...]
+    phases: Phases = field(default_factory=Phases, repr=False, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo(RankInfo):
+    """What an observer needs to know about a run when its loop starts. The same on every rank but for `world` and `writer`.
+
+    `parameters` and `trainable` count elements over all ranks. `timesteps` describes the noise levels at which the run trains.
+    `writer` writes to the run directory; it is set on the main rank only, for the plugin that writes the events.
+    """
+
+    family: str
+    parameters: int
+    trainable: int
+    effective_batch: int
+    timesteps: str
+    writer: RunWriter | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """One optimizer step. The values are the same on every rank, but for the last five.
+
+    `forward_seconds` is the time of the forward passes of this rank; None if unknown. The last four are set on the main rank
+    only, else None.
+
+    `samples` is the effective batch, `seconds` the wall time of the step and `data_seconds` the wait for its data. `skipped`
+    means that the step changed nothing, because the loss was not finite.
+
+    `mfu` is the model FLOPs utilization (`smalti.training.utilization`). `peak_memory_mb` is the peak memory of the main rank's
+    device since the last logged step, in MiB, or of its process on the CPU. Both are set on logged steps only. `smoothed_loss`
+    and `recent_samples_per_second` are the values of the console (`smalti.rundir.recent`).
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    samples: int
+    seconds: float
+    data_seconds: float = 0.0
+    skipped: bool = False
+    forward_seconds: float | None = None
+    mfu: float | None = None
+    peak_memory_mb: float | None = None
+    smoothed_loss: float | None = None
+    recent_samples_per_second: float | None = None
+
+
+@dataclass
+class RunState:
+    """The progress of the run, and requests to it. Hooks may read everything and call the `request_` methods.
+
+    `step` counts optimizer steps, `position` global batches (the position in the data), `skipped` the steps in a row that were
+    skipped just now. A request may be made on one rank alone; the ranks agree on requests at the next step boundary.
+    `max_steps` is 0 until the data were read. `resumed` is the step at which this launch began, None before that is known.
+    """
+
+    max_steps: int
+    step: int = 0
+    position: int = 0
+    epoch: int = 0
+    samples: int = 0
+    skipped: int = 0
+    stop_reason: StopReason = StopReason.NONE
+    stop_message: str = ""
+    save_requested: bool = False
+    validation_requested: bool = False
+    resumed: int | None = None
+    _faults: deque[GpuFault] = field(default_factory=deque, repr=False, compare=False)
+
+    def request_stop(self, reason: StopReason, message: str = "") -> None:
+        """Stop at the next step boundary. A larger reason replaces a smaller one. Default of `message`: the reason and step."""
+        if reason > self.stop_reason:
+            self.stop_reason, self.stop_message = reason, message
+
+    def request_save(self) -> None:
+        """Save a checkpoint at the next step boundary."""
+        self.save_requested = True
+
+    def request_validation(self) -> None:
+        """Generate validation images at the next step boundary."""
+        self.validation_requested = True
+
+    def report_fault(self, fault: GpuFault) -> None:
+        """Report a fault of an accelerator that raised no exception. On any rank, in any phase, from any thread.
+
+        `on_gpu_fault` is called for it on this rank, at the next step boundary; the ranks then agree on its action. Before the
+        loop, and where the loop does not reach a boundary, it is called in another thread.
+        """
+        self._faults.append(fault)
+
+    @property
+    def has_faults(self) -> bool:
+        """Whether faults were reported that `take_faults` has not returned."""
+        return bool(self._faults)
+
+    def take_faults(self) -> list[GpuFault]:
+        """The faults reported since the last call, the oldest first. Each is returned once, to one thread."""
+        taken = []
+        while self._faults:
+            with suppress(IndexError):  # another thread has just taken it
+                taken.append(self._faults.popleft())
+        return taken
