@@ -28,13 +28,14 @@ FLOORS = (
     ("remote",),
     ("training",),
     ("doctor",),
+    ("planning",),
     ("launch", "builtin", "migration"),
     ("cli",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_FREE = (
     *("errors", "system", "rundir", "config", "types", "checkpoint.format", "hookspecs", "plugins", "remote"),
-    *("doctor", "launch", "migration", "cli"),
+    *("doctor", "planning.records", "launch", "migration", "cli"),
 )
 NEEDS_TORCH = {"smalti.launch.rank"}
 FILES_IN_A_FOLDER = 14
