@@ -20,6 +20,7 @@ import psutil
 
 from smalti.config import ONLY_ON_CUDA, PER_MACHINE, Config, LaunchOptions, TrainingOptions, accelerate_yaml
 from smalti.errors import PreflightError, UserError
+from smalti.launch.network import interface_settings
 from smalti.parallel import in_bf16, is_rocm
 from smalti.plugins import Plugins
 from smalti.rundir import RunDirectory
@@ -119,7 +120,7 @@ def plan_launch(
         command=(sys.executable, "-m", *start, *worker),
         environment={
             **_threads(local, environment),
-            **({} if several else _loopback(environment)),
+            **(interface_settings(options, environment) if several else _loopback(environment)),
             **allocator,
             **distributed.environment,
         },

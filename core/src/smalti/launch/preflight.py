@@ -31,6 +31,7 @@ from smalti.config import (
 from smalti.data import PreparedData, check_caches, check_sources, ranks_scan, scan_data, scan_progress, total_steps
 from smalti.errors import ConfigError, ExitCode, GpuFaultError
 from smalti.launch.checks import check_run, refuse_fault_loop
+from smalti.launch.network import check_main_address
 from smalti.launch.nodes import Nodes, wait_for_node_0
 from smalti.launch.plan import (
     LaunchPlan,
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 10
 """Unusable samples that a dry run prints; the quarantine files list them all."""
-_FIRST = ("device", "precision", "tokens")
+_FIRST = ("device", "precision", "tokens", "network")
 """The facts that are printed at launch. The others are printed when training begins."""
 
 
@@ -62,9 +63,10 @@ class Preparation:
     """A checked configuration with its launch plan and its data.
 
     `data` is None on nodes other than node 0, which has scanned it, and if the ranks will scan it. `facts` describe the
-    "device" and the "precision" of the run; where the data were scanned, also the number of "tokens" of the largest images
-    and the noise levels ("timesteps") of training. `writer` owns the run directory on node 0; it is None on the other nodes,
-    and for a dry run. `nodes` are those of the launch, if there are several that share the run directory.
+    "device" and the "precision" of the run, and the "network" of several nodes; where the data were scanned, also the
+    number of "tokens" of the largest images and the noise levels ("timesteps") of training. `writer` owns the run directory
+    on node 0; it is None on the other nodes, and for a dry run. `nodes` are those of the launch, if there are several that
+    share the run directory.
     """
 
     config: Config
@@ -99,11 +101,13 @@ class Preparation:
         joins = write and options.machine_rank > 0 and options.shared_output_dir
         if joins:
             wait_for_node_0(directory, options.rendezvous_timeout)
+        network = check_main_address(options, environment) if write else ""
         config, given = choose_precision(config, kind, directory), config
         distributed = checked.distributed if config is given else choose_distributed(config, plugins)
         plan = plan_launch(config, distributed, directory.path, kind, environment)
         notices += [*config.notices, *checked.notices, *checked.family.notices, *plan.notices, *cost_of(config, kind)]
         facts = {"device": describe_devices(config, kind), "precision": describe(config, kind)}
+        facts |= {"network": network} if network else {}
         writer = _acquire(directory, config) if write and not joins else None
         nodes = Nodes(directory, config, plugins) if write and options.num_machines > 1 and options.shared_output_dir else None
         with _failures_recorded(writer):
