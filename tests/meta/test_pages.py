@@ -22,7 +22,7 @@ from smalti.plugins.schema import schema_of
 _LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _SWITCHES = ("...", "--dry-run", "--json", "--help", "--help-all")
-_OF_SLURM = ("dependency", "kill", "no", "nodes", "signal")
+_OF_SLURM = ("dependency", "kill", "no", "nodes", "ntasks", "signal")
 _OF_OTHER_COMMANDS = (
     *_OF_SLURM,
     "abort_abandoned",

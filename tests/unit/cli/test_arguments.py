@@ -57,3 +57,32 @@ def test_plugins_are_selected_before_options_are_read():
 def test_a_switch_of_the_command_itself_is_taken_out_of_the_words(spelling):
     words = ["a", spelling, "b"]
     assert (pop_flag(words, "--dry-run"), words) == (True, ["a", "b"])
+
+
+NODES = ("--num_machines=2", "--num_processes=2", "--main_process_ip=head")
+
+
+def test_each_node_has_a_command(write):
+    file = write("my run.toml", "seed = 1")
+    command_line = CommandLine.parse([str(file), *NODES, "--machine-rank", "1", "--use_cpu", "--without=plots"])
+    shared = f"smalti train '{file}' {' '.join(NODES)} --use_cpu --without=plots"
+    assert command_line.of_nodes(command_line.config()) == [f"{shared} --machine_rank=0", f"{shared} --machine_rank=1"]
+
+
+def test_the_command_of_a_node_has_what_the_environment_said_here(monkeypatch):
+    monkeypatch.setenv("SMALTI_MAIN_PROCESS_IP", "head")
+    command_line = CommandLine.parse(["--accelerate_config=none", *NODES[:2]])
+    [first, _] = command_line.of_nodes(command_line.config())
+    assert first.endswith("--num_machines=2 --num_processes=2 --main_process_ip=head --machine_rank=0")
+
+
+def test_nodes_of_a_scheduler_have_the_same_command(monkeypatch):
+    for name, value in {"NODE_RANK": "1", "NNODES": "2", "MASTER_ADDR": "head"}.items():
+        monkeypatch.setenv(name, value)
+    command_line = CommandLine.parse(["--accelerate_config=none", "--seed=3"])
+    assert command_line.of_nodes(command_line.config()) == ["smalti train --accelerate_config=none --seed=3"] * 2
+
+
+def test_one_node_has_no_commands_of_nodes():
+    command_line = CommandLine.parse(["--accelerate_config=none", "--num_processes=2"])
+    assert command_line.of_nodes(command_line.config()) == []

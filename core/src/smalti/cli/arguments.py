@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from smalti.config import Config, DataOptions, Schema, draft, resolve
+from smalti.config import SCHEDULER, Config, DataOptions, LaunchOptions, Schema, draft, resolve
 from smalti.errors import InvalidOptionError, UserError
 from smalti.migration import refuse_other_trainers
 from smalti.plugins import Plugins, load_plugins, schema_of, selection_of
@@ -35,6 +36,31 @@ class CommandLine:
     def config(self) -> Config:
         """The resolved configuration. Raises ConfigError with all problems."""
         return _with_own_datasets(resolve(self.schema, self.flags, file=self.file))
+
+    def without(self, *names: str) -> list[str]:
+        """The configuration file, if there is one, and the flags but those of these options."""
+        kept, rest = ([str(self.file)] if self.file is not None else []), list(self.flags)
+        while rest:
+            word = rest.pop(0)
+            flag, joined, _ = word.partition("=")
+            words, option = [word], self.schema.find(flag) if flag.startswith("--") else None
+            if option is not None and not joined and rest and not option.is_flag and not rest[0].startswith("--"):
+                words.append(rest.pop(0))
+            kept += words if option is None or option.name not in names else []
+        return kept
+
+    def of_nodes(self, config: Config) -> list[str]:
+        """The command of each node, if there are several. Those of a scheduler are equal: it says which node runs them."""
+        nodes = config[LaunchOptions].num_machines
+        if nodes == 1:
+            return []
+        if config.source("machine_rank").startswith(SCHEDULER):
+            return [shlex.join(["smalti", "train", *self.without()])] * nodes
+        words = self.without("machine_rank")
+        for name in ("num_machines", "num_processes", "main_process_ip", "main_process_port"):
+            if config.source(name).startswith("environment"):
+                words.append(f"--{name}={config.value(name)}")
+        return [shlex.join(["smalti", "train", *words, f"--machine_rank={node}"]) for node in range(nodes)]
 
     def draft(self) -> Config:
         """The configuration with its problems included, so that further checks can add to them."""

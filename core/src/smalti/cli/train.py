@@ -142,7 +142,8 @@ def _train(command_line: CommandLine, *, dry_run: bool, as_json: bool) -> int:
     except Terminated:
         click.echo("smalti: stopped before the first step; run the same command to start again", err=True)
         return int(ExitCode.PREEMPTED)
-    click.echo(json.dumps(preparation.describe(), indent=2) if as_json else preparation.as_text())
+    commands = command_line.of_nodes(config)
+    click.echo(json.dumps(preparation.describe(commands), indent=2) if as_json else preparation.as_text(commands))
     return 0
 
 

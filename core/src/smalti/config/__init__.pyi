@@ -61,5 +61,5 @@ from .simpletuner.translation import (
     ReferenceOptions as ReferenceOptions,
     translate_reference_options as translate_reference_options,
 )
-from .sources import PREFIX as PREFIX, flat as flat
+from .sources import PREFIX as PREFIX, SCHEDULER as SCHEDULER, flat as flat
 from .toml import as_toml as as_toml, put_into as put_into, toml_item as toml_item

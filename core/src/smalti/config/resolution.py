@@ -1,6 +1,7 @@
 """Merging files, environment and flags into one validated Config.
 
-Priority, strongest first: flags, SMALTI_* environment, Accelerate YAML (what it covers), configuration file, defaults.
+Priority, strongest first: flags, SMALTI_* environment, Accelerate YAML (what it covers), the scheduler (which node this is),
+configuration file, defaults.
 Where two sources name the same option with different values, a notice says which won.
 """
 
@@ -26,11 +27,13 @@ from smalti.config.options import Given, Option, OptionGroup, Options, Schema, i
 from smalti.config.references import References
 from smalti.config.simpletuner.spelling import reference_defaults, reference_keys, with_reference_meaning
 from smalti.config.sources import (
+    SCHEDULER,
     Layer,
     accelerate_path,
     environment_layer,
     file_layer,
     same,
+    scheduler_layer,
     variable,
     with_variables,
 )
@@ -72,6 +75,7 @@ def draft(
         "flag": parse_flags(arguments, schema, problems, notices),
         "environment": environment_layer(schema, environment, problems, notices),
         "Accelerate YAML": {},
+        SCHEDULER: {},
         "file": {} if is_accelerate else file_layer(schema, content, str(file), problems, notices),
     }
     layers = {label: with_variables(layer, environment, problems) for label, layer in layers.items()}
@@ -84,6 +88,7 @@ def draft(
         problems += accelerate_yaml.problems_of(accelerate, schema, path)
         notices += accelerate_yaml.notices_of(accelerate, schema, path)
         layers["Accelerate YAML"] = with_variables(accelerate_yaml.options_in(accelerate, schema, path), environment, problems)
+    layers[SCHEDULER] = scheduler_layer(environment, layers, notices)
     chosen = _merge(layers, schema, notices)
     _replace_urls(schema, chosen, notices, problems)
     _derive(schema, chosen, notices, problems)

@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -18,6 +18,7 @@ import click
 
 from smalti.checkpoint import STATE, read_state
 from smalti.config import (
+    SCHEDULER,
     Config,
     LaunchOptions,
     ModelOptions,
@@ -199,14 +200,19 @@ class Preparation:
         if not self.directory.config_file.exists():  # removed by the user
             return
         again = f"{program_name()} train {shlex.quote(str(self.directory.config_file))}"
-        if machine_rank := self.config[LaunchOptions].machine_rank:
-            again += f" --machine_rank={machine_rank}"
+        options = self.config[LaunchOptions]
+        scheduled = self.config.source("machine_rank").startswith(SCHEDULER)
+        if options.machine_rank and not scheduled:
+            again += f" --machine_rank={options.machine_rank}"
         if complete:
             click.echo(f"  train longer {again}{_twice_as_long(self.config)}", err=True)
             if "checkpoint" in results:
                 click.echo(f"  use it       {self._export_command()}", err=True)
+        elif scheduled:
+            click.echo(f"  to resume    start the same job again; its command on each node can be {again}", err=True)
         else:
-            click.echo(f"  to resume    run the same command again, or {again}", err=True)
+            where = " on this node" if options.num_machines > 1 else ""
+            click.echo(f"  to resume    run the same command again, or{where} {again}", err=True)
 
     def _export_command(self) -> str:
         """The command that writes what inference loads, which then says how."""
@@ -229,11 +235,12 @@ class Preparation:
 
     # --- dry run ----------------------------------------------------------------------------------------------------
 
-    def describe(self) -> dict[str, object]:
-        """What a launch would do, for JSON."""
+    def describe(self, commands: Sequence[str] = ()) -> dict[str, object]:
+        """What a launch would do, for JSON. `commands` are those of all nodes, if there are several."""
         assert self.data is not None, "a dry run reads the data, on every node"
         described = {
             "launch": self.plan.as_json(),
+            **({"nodes": list(commands)} if commands else {}),
             **self.facts,
             "config": {"digest": self.config.digest, "changes": self.config.changes()},
             "sources": {name: self.config.source(name) for name in self.config.sources},
@@ -247,11 +254,12 @@ class Preparation:
         }
         return cast(dict[str, object], self.config.masked(described))
 
-    def as_text(self) -> str:
+    def as_text(self, commands: Sequence[str] = ()) -> str:
         """The same as text, with the files that a launch would write."""
         assert self.data is not None, "a dry run reads the data, on every node"
         plan = self.plan
-        lines = [f"strategy      {plan.distributed.title}", f"launcher      {plan.launcher}"]
+        lines = [f"node {node:<9}{command}" for node, command in enumerate(commands)]
+        lines += [f"strategy      {plan.distributed.title}", f"launcher      {plan.launcher}"]
         if plan.command:
             lines.append(f"command       {shlex.join(plan.command)}")
         lines += [f"environment   {key}={value}" for key, value in plan.environment.items()]
