@@ -13,6 +13,7 @@ from smalti.config.resolution import resolve
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.registry import Plugins
 from smalti.plugins.schema import schema_of
+from support.nodes.fixtures import two_nodes as two_nodes, warm_nodes as warm_nodes
 
 DATA = Path(__file__).parent / "data"
 LONGEST_FIRST = (

@@ -1,0 +1,186 @@
+"""`python -m MODULE` without a new interpreter: a process is forked from one in which the imports have been made.
+
+What a launcher starts in this way are its own children, with real signals and exit codes. In /proc they look like the command.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from importlib import import_module, invalidate_caches
+from pathlib import Path
+
+from .namespaces import adopt_orphans, end_with_parent, show_as
+
+HEAVY = (
+    "smalti.launch.rank",
+    "smalti.launch.worker",
+    "smalti.builtin.ddp_parallel",
+    "smalti.cli.entry",
+    "smalti.cli.train",
+    "smalti_health.monitor.rank",
+    "smalti_toy",
+    "torch._dynamo",  # which optimizers import when they are first used
+    "torch.distributed.fsdp",
+    "torch.distributed.launcher.api",
+    "torch.distributed.run",
+)
+_LONGEST = 1 << 18
+
+
+def import_heavy() -> None:
+    for name in HEAVY:
+        import_module(name)
+
+
+def module_of(command: Sequence[str]) -> int | None:
+    """The place of the module in `python -m MODULE ...`; None for another command."""
+    options = [word for word in command[1:3] if word == "-u"]
+    place = 1 + len(options)
+    ours = (
+        len(command) > place + 1 and os.path.normpath(command[0]) == os.path.normpath(sys.executable) and command[place] == "-m"
+    )
+    return place + 1 if ours and command[place + 1].split(".")[0] == "smalti" else None
+
+
+def run_command(command: Sequence[str], environment: Mapping[str, str], folder: str) -> None:
+    """Become the command: run the module as a new interpreter would, and end this process."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None
+    show_as(command, environment)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    added = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each and each not in sys.path]
+    sys.path[:0] = ["", *added]
+    invalidate_caches()
+    place = module_of(command)
+    assert place is not None, (command, sys.executable)
+    name = command[place]
+    if "launch.worker" not in name:
+        start_children_from_fork()
+    sys.stdout.reconfigure(write_through="-u" in command or "PYTHONUNBUFFERED" in environment)
+    sys.argv = list(command[place:])
+    sys.modules.pop(name, None)
+    code = 1
+    try:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:  # noqa: BLE001 - as the interpreter does
+        sys.excepthook(*sys.exc_info())
+    try:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def start_children_from_fork() -> None:
+    """From now on, `subprocess` starts such commands by a fork. To be called before there are threads."""
+    adopt_orphans()
+    parent = os.getpid()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        end_with_parent()
+        os.setsid()
+        _serve(theirs, parent)
+    theirs.close()
+    execute = subprocess.Popen._execute_child
+    lock = threading.Lock()
+
+    def fork_or_execute(
+        self: subprocess.Popen, arguments, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
+    ) -> None:
+        command = [os.fsdecode(word) for word in arguments] if isinstance(arguments, list | tuple) else []
+        if preexec_fn is not None or executable or module_of(command) is None:
+            execute(self, arguments, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
+            return
+        _, _, _, read_in, write_in, read_out, write_out, read_err, write_err, _, _, _, _, _, session, *_ = rest
+        streams = [read_in if read_in >= 0 else 0, write_out if write_out >= 0 else 1, write_err if write_err >= 0 else 2]
+        order = {
+            "command": command,
+            "environment": {os.fsdecode(name): os.fsdecode(value) for name, value in (env or os.environ).items()},
+            "folder": os.fsdecode(cwd or Path.cwd()),
+            "session": bool(session),
+            "passed": list(pass_fds),
+        }
+        with lock:
+            socket.send_fds(ours, [json.dumps(order).encode()], [*streams, *pass_fds])
+            self.pid = int(ours.recv(100))
+        self._child_created = True
+        self._close_pipe_fds(read_in, write_in, read_out, write_out, read_err, write_err)
+
+    subprocess.Popen._execute_child = fork_or_execute
+
+
+def _serve(line: socket.socket, parent: int) -> None:
+    while True:
+        text, descriptors, *_ = socket.recv_fds(line, _LONGEST, 16)
+        if not text:
+            os._exit(0)
+        order = json.loads(text)
+        reading, writing = os.pipe()
+        between = os.fork()
+        if between == 0:
+            child = os.fork()
+            if child == 0:
+                line.close()
+                os.close(reading)
+                os.close(writing)
+                while os.getppid() != parent:  # adopted when the process between has ended
+                    time.sleep(0.001)
+                try:
+                    _take(descriptors, order["passed"])
+                    if order["session"]:
+                        os.setsid()
+                    run_command(order["command"], order["environment"], order["folder"])
+                except BaseException:  # noqa: BLE001 - must not return into this loop
+                    traceback.print_exc()
+                finally:
+                    os._exit(1)
+            os.write(writing, str(child).encode())
+            os._exit(0)
+        os.close(writing)
+        os.waitpid(between, 0)
+        line.send(os.read(reading, 100))
+        os.close(reading)
+        for each in descriptors:
+            os.close(each)
+
+
+def _take(descriptors: Sequence[int], passed: Sequence[int]) -> None:
+    """These become the standard streams, and the others get the numbers they had; all else is closed."""
+    wanted = [0, 1, 2, *passed]
+    high = max([*descriptors, *wanted]) + 1
+    moved = []
+    for each in descriptors:
+        moved.append(high)
+        os.dup2(each, high)
+        high += 1
+    for number, each in zip(wanted, moved, strict=True):
+        os.dup2(each, number)
+    last = 3  # the standard streams are the first of them
+    for number in sorted(passed):
+        if last < number:
+            os.closerange(last, number)
+        last = number + 1
+    os.closerange(last, 1 << 20)

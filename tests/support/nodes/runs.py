@@ -1,0 +1,100 @@
+"""Runs of the toy family over the nodes of a `Cluster`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from smalti.rundir import RunDirectory
+
+from .cluster import Cluster, NodeProcess
+
+TINY: Mapping[str, object] = {
+    "model_family": "toy",
+    "toy_width": 32,
+    "toy_depth": 2,
+    "toy_heads": 2,
+    "resolution": 16,
+    "resolution_type": "pixel",
+    "mixed_precision": "no",
+    "learning_rate": 1e-3,
+    "checkpoint_step_interval": 0,
+    "without": "plots",
+    "use_cpu": True,
+    "train_batch_size": 1,
+    "max_train_steps": 100_000,
+}
+PORT = 29500
+
+
+def pictures(place: Path) -> Path:
+    """Twelve small pictures with captions."""
+    from PIL import Image
+
+    folder = place / "pictures"
+    if not folder.exists():
+        folder.mkdir()
+        for number in range(12):
+            Image.new("RGB", (24, 24), (number * 20, 255 - number * 20, 99)).save(folder / f"{number}.png")
+            (folder / f"{number}.txt").write_text(f"colour {number}")
+    return folder
+
+
+class Run:
+    """`smalti train` on some nodes, two ranks on each if not said otherwise. Node 0 of the launch is the first one."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        directory: Path,
+        *,
+        nodes: Sequence[int] = (0, 1),
+        ranks: int = 2,
+        env: Mapping[str, str] | None = None,
+        clocks: Mapping[int, float] | None = None,
+        own: Mapping[int, Mapping[str, object]] | None = None,
+        **options: object,
+    ) -> None:
+        """`own` has options of single nodes. An option that is None is left out."""
+        self.cluster = cluster
+        self.directory = directory
+        self.ranks = ranks * len(nodes)
+        self._began = time.time()
+        launch: dict[str, object] = {"num_processes": self.ranks}
+        if len(nodes) > 1:
+            address = cluster.address(nodes[0])
+            launch |= {"num_machines": len(nodes), "main_process_ip": address, "main_process_port": PORT}
+        self.processes: list[NodeProcess] = []
+        for rank, node in enumerate(nodes):
+            place = {"machine_rank": rank} if len(nodes) > 1 else {}
+            data = {"instance_data_dir": pictures(cluster.place), "output_dir": directory}
+            values = {**TINY, **data, **launch, **place, **options, **(own or {}).get(node, {})}
+            words = [f"--{name}={value}" for name, value in values.items() if value is not None]
+            command = [sys.executable, "-m", "smalti", "train", *words]
+            variables = {"HF_HOME": str(cluster.place / "hf"), **(env or {})}
+            clock = (clocks or {}).get(node, 0)
+            self.processes.append(cluster.start(node, command, env=variables, clock=clock))
+
+    @property
+    def step(self) -> int:
+        """The last one of this launch."""
+        last = RunDirectory(self.directory).latest("step")
+        return last.step or 0 if last is not None and last.time > self._began else 0
+
+    def wait_for_step(self, step: int, seconds: float = 120) -> int:
+        """Until the events have this step, which is returned; RuntimeError with the output if a node ends before."""
+        deadline = time.monotonic() + seconds
+        while (found := self.step) < step:
+            if time.monotonic() > deadline or any(each.poll() is not None for each in self.processes):
+                raise RuntimeError(f"step {step} never came, the last was {found}: {self.outputs()}")
+            time.sleep(0.02)
+        return found
+
+    def codes(self, seconds: float = 180) -> list[int]:
+        """The exit codes of all nodes, when all have ended."""
+        return [each.wait(seconds) for each in self.processes]
+
+    def outputs(self) -> list[str]:
+        return [each.output for each in self.processes]
