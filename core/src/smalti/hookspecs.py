@@ -35,6 +35,8 @@ The hooks in the order of a run:
       on_rank_end                always, after on_rank_start
     smalti doctor
       diagnose                   what is wrong with this machine, for this configuration
+    smalti plan
+      propose_strategies         ways to spread this run over ranks, and what each takes
 
 There are three kinds of hooks. The first word of each docstring says which kind it is:
 
@@ -85,7 +87,9 @@ from smalti.types import (
     RunState,
     StepResult,
     StorageEntry,
+    Strategy,
     ValidationResult,
+    World,
 )
 
 if TYPE_CHECKING:
@@ -343,6 +347,15 @@ class HookSpecs:
         Called on the rank with the fault: inside the loop, or in another thread before the loop and where the loop does not
         reach its next step boundary. The largest action of all plugins is used; the core's own counts only if no other plugin
         returns one. Do not use the accelerator here.
+        """
+        raise NotImplementedError
+
+    @_spec
+    def propose_strategies(self, config: Config, world: World) -> list[Strategy]:
+        """gather: this plugin's strategies for a configuration on ranks like `world`, whatever strategy its options ask for.
+
+        For `smalti plan`, and for the warning of `smalti train` about memory. Of `world` only `size` and `local_size` count. An
+        empty list if there is none for this configuration.
         """
         raise NotImplementedError
 

@@ -36,10 +36,11 @@ if TYPE_CHECKING:
     from smalti.parallel import Communicator, Parallel
 
 OPTIMIZERS = (
-    OptimizerEntry(name="adamw", title="AdamW", factory="smalti.training.optim.optimizers:adamw"),
+    OptimizerEntry(name="adamw", title="AdamW", state_bytes=8, factory="smalti.training.optim.optimizers:adamw"),
     OptimizerEntry(
         name="adafactor",
         title="Adafactor",
+        state_bytes=0.1,
         factory="smalti.training.optim.optimizers:FixedRateAdafactor",
         accepts=("weight_decay",),
         shards=False,
@@ -48,6 +49,7 @@ OPTIMIZERS = (
     OptimizerEntry(
         name="adafactor_scaled",
         title="Adafactor, learning rate scaled by the size of each weight",
+        state_bytes=0.1,
         factory="torch.optim:Adafactor",
         accepts=("weight_decay",),
         shards=False,
@@ -56,18 +58,21 @@ OPTIMIZERS = (
     OptimizerEntry(
         name="adamw8bit",
         title="AdamW with its state in 8 bits",
+        state_bytes=2.1,
         factory="smalti.training.optim.adamw8bit:AdamW8bit",
         flat=False,
     ),
     OptimizerEntry(
         name="stableadamw",
         title="StableAdamW, AdamW with the update clipping of Adafactor",
+        state_bytes=8,
         factory="smalti.training.optim.stable_adamw:StableAdamW",
         flat=False,
     ),
     OptimizerEntry(
         name="prodigy",
         title="Prodigy, Adam that finds its learning rate",
+        state_bytes=16,
         factory="smalti.training.optim.prodigy:Prodigy",
         accepts=("betas", "eps"),
         flat=False,
@@ -75,17 +80,30 @@ OPTIMIZERS = (
     OptimizerEntry(
         name="lion",
         title="Lion",
+        state_bytes=4,
         factory="smalti.training.optim.lion:Lion",
         accepts=("betas", "weight_decay"),
     ),
     OptimizerEntry(
-        name="muon", title="Muon for matrices, AdamW for the rest", factory="smalti.training.optim.optimizers:muon", flat=False
+        name="muon",
+        title="Muon for matrices, AdamW for the rest",
+        state_bytes=4.1,
+        factory="smalti.training.optim.optimizers:muon",
+        flat=False,
     ),
     OptimizerEntry(
-        name="adagrad", title="Adagrad", factory="smalti.training.optim.optimizers:adagrad", accepts=("eps", "weight_decay")
+        name="adagrad",
+        title="Adagrad",
+        state_bytes=4,
+        factory="smalti.training.optim.optimizers:adagrad",
+        accepts=("eps", "weight_decay"),
     ),
     OptimizerEntry(
-        name="sgd", title="SGD with momentum 0.9", factory="smalti.training.optim.optimizers:sgd", accepts=("weight_decay",)
+        name="sgd",
+        title="SGD with momentum 0.9",
+        state_bytes=4,
+        factory="smalti.training.optim.optimizers:sgd",
+        accepts=("weight_decay",),
     ),
 )
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from smalti.config import LaunchOptions
 from smalti.hookspecs import hookimpl
-from smalti.types import Block, DistributedPlan
+from smalti.types import Block, Communication, DistributedPlan, Recompute, Strategy, World
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,6 +24,27 @@ class Ddp:
     def configure_distributed(self, config: Config) -> DistributedPlan:
         title = "DDP" if config[LaunchOptions].num_processes > 1 else "single process"
         return DistributedPlan(name="ddp", title=title, parallel="smalti.builtin.ddp_parallel:DdpParallel", fallback=True)
+
+    @hookimpl
+    def propose_strategies(self, world: World) -> list[Strategy]:
+        """One process, or DDP. DDP keeps gradients in its buckets between steps; a ring sends each of them almost twice."""
+        recompute: Mapping[Recompute, Mapping[str, object]] = {
+            "none": {"gradient_checkpointing": False},
+            "full": {"gradient_checkpointing": True},
+        }
+        if world.size == 1:
+            return [Strategy(name="single", title="one process", options={}, recompute=recompute)]
+        sent = 2 * 4 * (world.size - 1) / world.size
+        several = world.size > world.local_size
+        reduction = Communication(
+            collective="all-reduce",
+            bytes_per_parameter=sent,
+            ranks=world.size,
+            of="trained",
+            times="step",
+            between_nodes=several,
+        )
+        return [Strategy(name="ddp", title="DDP", options={}, recompute=recompute, communication=(reduction,))]
 
     @hookimpl
     def wrap_model(self, model: nn.Module, blocks: list[Block], parallel: Parallel, weights: Weights) -> nn.Module | None:

@@ -34,6 +34,10 @@ class DeviceModel:
     match: str = ""
     kind: str = field(default="cuda")
     """As torch calls it: "cuda" for AMD too, "cpu" for host processors."""
+    capability: tuple[int, int] | None = None
+    """The compute capability that torch reports; None for devices without one."""
+    allocation_unit: int = 512
+    """Bytes: torch rounds each allocation up to a multiple of it."""
 
 
 @cache
@@ -61,7 +65,9 @@ def _model(name: str, entry: Mapping[str, object]) -> DeviceModel:
         return float(value)
 
     peaks = entry["peaks"]
+    capability = entry["capability"]
     assert isinstance(peaks, dict)
+    assert isinstance(capability, list)
     return DeviceModel(
         name=name,
         title=str(entry["title"]),
@@ -72,4 +78,5 @@ def _model(name: str, entry: Mapping[str, object]) -> DeviceModel:
         link_bandwidth=1e9 * number("link_bandwidth"),
         host_bandwidth=1e9 * number("host_bandwidth"),
         network_bandwidth=1e9 * number("network_bandwidth"),
+        capability=(int(capability[0]), int(capability[1])),
     )

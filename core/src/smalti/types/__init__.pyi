@@ -36,3 +36,9 @@ from .results import (
     ValidationImage as ValidationImage,
     ValidationResult as ValidationResult,
 )
+from .strategies import (
+    Communication as Communication,
+    Part as Part,
+    Recompute as Recompute,
+    Strategy as Strategy,
+)

@@ -93,11 +93,12 @@ class OptimizerEntry(Registered):
 
     `shards` says whether the optimizer works on sharded parameters (DTensors), `flat` whether it works on flat slices of
     parameters, as an elementwise optimizer does. An optimizer that does not work with the chosen strategy is refused before
-    launch.
+    launch. `state_bytes` is the size of its state for each parameter that trains, for `smalti plan`; None if unknown.
     """
 
     kind = "the optimizer"
     factory: str
+    state_bytes: float | None = None
     accepts: tuple[str, ...] = ("betas", "eps", "weight_decay")
     shards: bool = True
     flat: bool = True

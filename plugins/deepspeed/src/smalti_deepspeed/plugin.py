@@ -13,6 +13,8 @@ from smalti import (
     OptimizerEntry,
     OptionGroup,
     Problem,
+    Strategy,
+    World,
     hookimpl,
 )
 from smalti.config import LaunchOptions
@@ -78,6 +80,12 @@ class DeepSpeed:
             flattens_parameters=True,
             check_model="smalti_deepspeed.offload_folder:check_free_space" if offload_folders(document) else "",
         )
+
+    @hookimpl
+    def propose_strategies(self, config: Config, world: World) -> list[Strategy]:
+        from smalti_deepspeed.proposals import proposals
+
+        return proposals(config, world)
 
     @hookimpl
     def wrap_model(self, model: nn.Module, blocks: list[Block], parallel: Parallel, weights: Weights) -> nn.Module | None:

@@ -13,6 +13,8 @@ from smalti import (
     DistributedPlan,
     OptionGroup,
     Problem,
+    Strategy,
+    World,
     hookimpl,
 )
 from smalti_fsdp2.accelerate_export import fragment
@@ -88,6 +90,12 @@ class Fsdp:
             flattens_parameters=version == 1,
             check_model="smalti_fsdp2.checks:check_classes" if has_unseen_classes(config) else "",
         )
+
+    @hookimpl
+    def propose_strategies(self, config: Config, world: World) -> list[Strategy]:
+        from smalti_fsdp2.proposals import proposals
+
+        return proposals(config, world)
 
     @hookimpl
     def detect_blocks(self, model: nn.Module, config: Config) -> list[Block] | None:

@@ -126,6 +126,11 @@ CHAPTERS = (
         ),
     ),
     Chapter(
+        title="Proposals to the planner",
+        about="`propose_strategies` returns a list of `Strategy`.",
+        classes=("smalti:Strategy", "smalti:Communication"),
+    ),
+    Chapter(
         title="Findings of a diagnosis",
         about="`diagnose` returns a list of `Finding`.",
         classes=("smalti:Finding",),

@@ -1,0 +1,168 @@
+"""Count the facts of a model with fake tensors: no weights are read, and nothing is computed."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from smalti.diffusion import Conditioning
+from smalti.models import ModelFamily
+from smalti.planning.facts import BlockFacts, ModelFacts, SampleFacts
+from smalti.types import Block
+
+
+def count_facts(
+    family: ModelFamily, model: nn.Module, blocks: Sequence[Block], *, width: int, height: int, bf16: bool
+) -> ModelFacts:
+    """Facts of a model with parameters on the meta device, as `build_model` returns it, for images of one size."""
+    own = {block.path: model.get_submodule(block.path) for block in blocks}
+    inside = {id(parameter) for module in own.values() for parameter in module.parameters()}
+    parameters = list(model.parameters())
+    outside = [each for each in parameters if id(each) not in inside]
+    return ModelFacts(
+        family=family.name,
+        parameters=_count(parameters),
+        trained=_count(each for each in parameters if each.requires_grad),
+        frozen_bytes=sum(each.numel() * each.element_size() for each in parameters if not each.requires_grad),
+        buffers=sum(each.numel() * each.element_size() for each in model.buffers()),
+        largest=max(each.numel() for each in parameters),
+        outside=_count(outside),
+        outside_trained=_count(each for each in outside if each.requires_grad),
+        sample=_sample(family, model, own, width, height, bf16=bf16),
+    )
+
+
+def _count(parameters: Any) -> int:
+    return sum(each.numel() for each in parameters)
+
+
+def _sample(
+    family: ModelFamily, model: nn.Module, blocks: Mapping[str, nn.Module], width: int, height: int, *, bf16: bool
+) -> SampleFacts:
+    conditioning = family.example_conditioning(width, height)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _without_data(model):
+        given: Conditioning = {name: mode.from_tensor(rows) for name, rows in conditioning.items()}
+        noisy = torch.empty(1, *family.latent_shape(width, height))
+        saved = _Saved(model, blocks)
+        autocast = torch.autocast("cpu", dtype=torch.bfloat16) if bf16 else nullcontext()
+        with FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS) as counter, autocast, saved.counting():
+            output = family.forward(model, noisy, torch.full((1,), 500.0), given)
+        del output
+    return SampleFacts(
+        width=width,
+        height=height,
+        flops=int(counter.get_total_flops()),
+        saved=saved.bytes[""],
+        copied=saved.copied[""],
+        blocks=tuple(
+            BlockFacts(
+                path=path,
+                parameters=_count(module.parameters()),
+                trained=_count(each for each in module.parameters() if each.requires_grad),
+                saved=saved.bytes[path],
+                inputs=saved.inputs[path],
+                copied=saved.copied[path],
+            )
+            for path, module in blocks.items()
+        ),
+    )
+
+
+@contextmanager
+def _without_data(model: nn.Module) -> Iterator[None]:
+    """Give a model fake parameters and buffers on the CPU for as long as this lasts."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                before.append((cast(dict[str, Any], tensors), name, tensor))
+                fake: Tensor = torch.empty_like(tensor, device="cpu")
+                if isinstance(tensor, nn.Parameter):
+                    fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                cast(dict[str, Any], tensors)[name] = fake
+    try:
+        yield
+    finally:
+        for tensors, name, tensor in before:
+            tensors[name] = tensor
+
+
+class _Saved(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes that autograd keeps for the backward pass, by block; "" is outside of blocks. Each storage counts once.
+
+    Weights do not count; the copies of them that autocast makes have a count of their own.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes: Counter[str] = Counter()
+        self.inputs: Counter[str] = Counter()
+        self.copied: Counter[str] = Counter()
+        self._blocks = blocks
+        self._within = ""
+        self._weights: weakref.WeakSet[Any] = weakref.WeakSet(
+            each.untyped_storage() for each in (*model.parameters(), *model.buffers())
+        )
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._given: weakref.WeakSet[Any] = weakref.WeakSet(self._weights)
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].untyped_storage() in self._weights:
+            storage = result.untyped_storage()
+            self._seen.add(storage)
+            self.copied[self._within] += storage.nbytes()
+        return result
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        handles = []
+        for path, module in self._blocks.items():
+            handles.append(module.register_forward_pre_hook(self._enter(path), with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leave))
+        try:
+            with self, torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, path: str) -> Any:
+        def enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+            self._within = path
+            for each in tree_leaves((args, kwargs)):
+                if isinstance(each, Tensor) and each.requires_grad and (storage := each.untyped_storage()) not in self._given:
+                    self._given.add(storage)
+                    self.inputs[path] += storage.nbytes()
+
+        return enter
+
+    def _leave(self, *_: object) -> None:
+        self._within = ""
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage not in self._seen and storage not in self._weights:
+            self._seen.add(storage)
+            self.bytes[self._within] += storage.nbytes()
+        return tensor
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: object, out_shape: object = None, **__: object) -> int:
+    """Of attention on the CPU, which torch's counter leaves out (torch 2.13)."""
+    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+
+
+_MORE_FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}

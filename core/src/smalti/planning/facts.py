@@ -1,0 +1,73 @@
+"""What the formulas need to know of a model: numbers of parameters, activations and operations, counted once.
+
+Importing this module imports no torch; `smalti.planning.counting` counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockFacts:
+    """One repeated block. `saved` are the bytes that the backward pass needs of one sample, `inputs` those of its inputs alone.
+
+    `saved` counts what the block itself makes. With recomputation only `inputs` stay until the backward pass reaches it.
+    `copied` are the bytes of its weights that autocast casts, whatever the size of the batch.
+    """
+
+    path: str
+    parameters: int
+    trained: int
+    saved: int = 0
+    inputs: int = 0
+    copied: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleFacts:
+    """One training sample of one image size: bytes, and floating-point operations of the forward pass.
+
+    Outside of the blocks the backward pass needs `saved` bytes, and autocast copies `copied` bytes of weights.
+    """
+
+    width: int
+    height: int
+    flops: int
+    saved: int
+    copied: int
+    blocks: tuple[BlockFacts, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """A model as it is trained. `frozen_bytes` are those of the parameters that do not train, in their dtype; `buffers` bytes.
+
+    `largest` counts the parameters of the largest tensor, `outside` those that are in no block, `outside_trained` those of
+    these that train.
+    """
+
+    family: str
+    parameters: int
+    trained: int
+    frozen_bytes: int
+    buffers: int
+    largest: int
+    sample: SampleFacts
+    outside: int = 0
+    outside_trained: int = 0
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, object]) -> ModelFacts:
+        """What `as_json` returned. Raises TypeError or KeyError for anything else."""
+        sample = dict(cast(Mapping[str, object], values["sample"]))
+        blocks = tuple(BlockFacts(**each) for each in cast(list[dict[str, int]], sample.pop("blocks")))  # type: ignore[arg-type]
+        return cls(**{**values, "sample": SampleFacts(**sample, blocks=blocks)})  # type: ignore[arg-type]

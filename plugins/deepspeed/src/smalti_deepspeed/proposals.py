@@ -1,0 +1,74 @@
+"""What ZeRO takes on each rank, for `smalti plan`. Imports neither torch nor DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+
+from smalti import Communication, Config, Part, Recompute, Strategy, World
+from smalti.parallel import in_bf16
+from smalti_deepspeed.config import BUCKET, SMALL
+
+_RECOMPUTE: Mapping[Recompute, Mapping[str, object]] = {
+    "none": {"gradient_checkpointing": False},
+    "full": {"gradient_checkpointing": True},
+}
+
+
+def proposals(config: Config, world: World) -> list[Strategy]:
+    """ZeRO 1 to 3 over all ranks, and 2 and 3 with the optimizer offloaded."""
+    item = 2 if in_bf16(config, world.device.partition(":")[0]) else 4
+    found = [_zero(stage, world, item, offload=False) for stage in (1, 2, 3)]
+    if world.device.startswith("cpu"):
+        return found if world.size > 1 else []
+    offloaded = [_zero(stage, world, item, offload=True) for stage in (2, 3)]
+    return [*found, *offloaded] if world.size > 1 else offloaded[:1]
+
+
+def _zero(stage: int, world: World, item: int, *, offload: bool) -> Strategy:
+    document: dict[str, object] = {"zero_optimization": {"stage": stage}}
+    if offload:
+        document = {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu", "pin_memory": True}}}
+    size = world.size
+    divided: Mapping[Part, int] = {
+        "weights": size if stage == 3 else 1,
+        "gradients": size if stage >= 2 else 1,
+        "state": size,
+    }
+    buckets = 2 * BUCKET * (item + 4) if stage < 3 else BUCKET * item + SMALL * item
+    return Strategy(
+        name=f"zero-{stage}{'-offload' if offload else ''}",
+        title=f"ZeRO {stage}{', optimizer offloaded' if offload else ''}",
+        options={"deepspeed_config": json.dumps(document)},
+        recompute=_RECOMPUTE,
+        divided=divided,
+        frozen=size if stage == 3 else 1,
+        bytes={"weights": item, "gradients": item, "state": 4},
+        offloaded=frozenset(("state", "gradients") if offload else ()),
+        gathered=2 if stage == 3 else 0,
+        gathered_bytes=item if stage == 3 else 0,
+        own_copies=True,
+        buffers=buckets,
+        communication=tuple(_communication(stage, world, item)) if size > 1 else (),
+    )
+
+
+def _communication(stage: int, world: World, item: int) -> Iterator[Communication]:
+    """Gradients are reduced in the dtype of the weights, in stage 1 once in a step. Stage 3 gathers weights as it computes."""
+    share, between = (world.size - 1) / world.size, world.size > world.local_size
+    yield Communication(
+        collective="reduce-scatter",
+        bytes_per_parameter=item * share,
+        ranks=world.size,
+        of="trained",
+        times="step" if stage == 1 else "micro-batch",
+        between_nodes=between,
+    )
+    yield Communication(
+        collective="all-gather",
+        bytes_per_parameter=(2 if stage == 3 else 1) * item * share,
+        ranks=world.size,
+        of="all" if stage == 3 else "trained",
+        times="micro-batch" if stage == 3 else "step",
+        between_nodes=between,
+    )

@@ -1,0 +1,98 @@
+"""What FSDP2 takes on each rank, for `smalti plan`. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Literal
+
+from smalti import Communication, Config, Recompute, Strategy, World
+from smalti.parallel import in_bf16
+from smalti_fsdp2.options import FsdpOptions
+
+_COPIES = 3
+"""Of a block's gathered parameters: the block that computes, the one that is gathered ahead, and the buffer it arrives in."""
+_RECOMPUTE: Mapping[Recompute, Mapping[str, object]] = {
+    "none": {"fsdp_activation_checkpointing": False, "gradient_checkpointing": False},
+    "selective": {
+        "fsdp_activation_checkpointing": True,
+        "fsdp_activation_checkpointing_mode": "selective",
+        "gradient_checkpointing": False,
+    },
+    "full": {
+        "fsdp_activation_checkpointing": True,
+        "fsdp_activation_checkpointing_mode": "full",
+        "gradient_checkpointing": False,
+    },
+}
+
+
+def proposals(config: Config, world: World) -> list[Strategy]:
+    """All ranks as one group of shards, one group per node if there are several (HSDP), and both with offload."""
+    if world.size == 1:
+        return []
+    found = [_sharded(config, world, world.size)]
+    if world.local_size not in (1, world.size):
+        found.append(_sharded(config, world, world.local_size))
+    if world.device.startswith("cpu"):
+        return found
+    return [*found, *(_offloaded(each) for each in found)]
+
+
+def _sharded(config: Config, world: World, shards: int) -> Strategy:
+    options = config[FsdpOptions]
+    item = 2 if in_bf16(config, world.device.partition(":")[0]) else 4
+    hybrid = shards < world.size
+    return Strategy(
+        name=f"hsdp-{shards}" if hybrid else "fsdp2",
+        title=f"HSDP, {shards} shards" if hybrid else "FSDP2",
+        options={"fsdp_enable": True, "fsdp_version": 2, "fsdp_shard_size": shards},
+        recompute=_RECOMPUTE,
+        divided={"weights": shards, "gradients": shards, "state": shards},
+        frozen=shards,
+        gathered=_COPIES,
+        gathered_bytes=item,
+        reduced_bytes=item + 2 * 4,  # the gradients of a block, and two blocks in fp32 that are being reduced
+        own_copies=True,
+        communication=tuple(_communication(options, world, shards, item)),
+    )
+
+
+def _communication(options: FsdpOptions, world: World, shards: int, item: int) -> Iterator[Communication]:
+    """Forward and backward pass gather the weights; the backward pass reduces the gradients in fp32."""
+    share = (shards - 1) / shards
+    between = shards > world.local_size
+    gathers = 2 if options.fsdp_reshard_after_forward else 1
+    yield Communication(
+        collective="all-gather", bytes_per_parameter=gathers * item * share, ranks=shards, between_nodes=between
+    )
+    times: Literal["step", "micro-batch"] = "micro-batch" if options.fsdp_sync_each_batch else "step"
+    yield Communication(
+        collective="reduce-scatter",
+        bytes_per_parameter=4 * share,
+        ranks=shards,
+        of="trained",
+        times=times,
+        between_nodes=between,
+    )
+    if copies := world.size // shards - 1:
+        sent = 2 * 4 / shards * copies / (copies + 1)
+        yield Communication(
+            collective="all-reduce",
+            bytes_per_parameter=sent,
+            ranks=copies + 1,
+            of="trained",
+            times=times,
+            between_nodes=True,
+        )
+
+
+def _offloaded(strategy: Strategy) -> Strategy:
+    """The same with everything that trains in host memory; gradients are copied there as they are reduced."""
+    return replace(
+        strategy,
+        name=f"{strategy.name}-offload",
+        title=f"{strategy.title}, offloaded",
+        options={**strategy.options, "fsdp_cpu_offload": True},
+        offloaded=frozenset(("weights", "gradients", "state")),
+    )
