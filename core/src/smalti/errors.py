@@ -72,6 +72,11 @@ class ExitCode(IntEnum):
     Saved: nothing changed.
     Again: no, hold: on another node, or after the repair.
     """
+    TAKEN_OVER = 11
+    """Another launch has taken over the run directory; this one stopped and wrote nothing more into it.
+    Saved: up to the last checkpoint before that.
+    Again: no: the other launch continues the run.
+    """
     UNAVAILABLE = 75
     """Unavailable for now: another process uses the run directory, or a storage does not answer.
     Saved: up to the last checkpoint; at the start nothing changed.
@@ -191,6 +196,12 @@ class InUseError(UserError):
     """Another process uses the run directory now. The same command can succeed later."""
 
     exit_code = ExitCode.UNAVAILABLE
+
+
+class TakenOverError(UserError):
+    """Another launch owns the run directory now. This one must not write into it."""
+
+    exit_code = ExitCode.TAKEN_OVER
 
 
 class GpuFaultError(Exception):

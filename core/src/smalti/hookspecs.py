@@ -306,7 +306,8 @@ class HookSpecs:
     def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:
         """notify: the run has ended on this rank; `outcome` is None after an error. Close what `on_train_start` opened.
 
-        Called for every plugin whose `on_train_start` has returned, even if other plugins fail here.
+        Called for every plugin whose `on_train_start` has returned, even if other plugins fail here. If `state.stop_reason` is
+        `StopReason.TAKEN_OVER`, the run directory is that of another launch: nothing may be written into it.
         """
         raise NotImplementedError
 

@@ -20,7 +20,7 @@ import pytest
 
 from smalti.builtin.run_directory import RunEvents
 from smalti.errors import ExitCode, GpuFaultError, InUseError, UserError
-from smalti.rundir.directory import STALE_SECONDS, RunDirectory, find_runs
+from smalti.rundir.directory import RunDirectory, find_runs, watch_doubtful
 from smalti.rundir.writer import ATTEMPT_VARIABLE, RunWriter, acquire, join, prepare
 from smalti.system.process import Process
 from smalti.types import Checkpoint, Outcome, RunState, StepResult, StopReason, ValidationImage, ValidationResult
@@ -55,6 +55,32 @@ def elsewhere(path: Path, *, age: float) -> None:
     process = replace(Process.current(), host="other-host", pid_namespace="elsewhere")
     directory.heartbeat_file.write_text(json.dumps({"process": asdict(process), "started": time.time() - 1000}))
     beat(directory, age)
+
+
+@contextmanager
+def beating(directory: RunDirectory, skew: float = 0.0) -> Iterator[None]:
+    """Touch the heartbeat by a clock that is ahead by `skew`, as a live run elsewhere does."""
+    stop = threading.Event()
+
+    def touch() -> None:
+        while not stop.wait(0.02):
+            beat(directory, -skew)
+
+    thread = threading.Thread(target=touch)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten what is waited for before a heartbeat counts as that of a dead run."""
+    monkeypatch.setattr("smalti.rundir.ownership.STALE_SECONDS", 0.4)
+    monkeypatch.setattr("smalti.rundir.heartbeat.STALE_SECONDS", 0.4)
+    monkeypatch.setattr("smalti.rundir.heartbeat.DOUBT_SECONDS", 0.2)
 
 
 def beat(directory: RunDirectory, age: float) -> None:
@@ -107,12 +133,14 @@ def test_a_killed_run_has_failed_at_once(tmp_path: Path) -> None:
         assert status.message.endswith("died without reporting why")
 
 
-def test_a_run_that_lives_but_gives_no_sign_is_stale(tmp_path: Path) -> None:
-    with running(tmp_path):
-        beat(RunDirectory(tmp_path), STALE_SECONDS + 15)
-        status = RunDirectory(tmp_path).status()
-        assert status.condition == "stale"
-        assert re.match(r"no heartbeat for \d+ s from process \d+ on ", status.message)
+def test_a_run_that_lives_but_gives_no_sign_is_stale(tmp_path: Path, soon: None) -> None:
+    with running(tmp_path) as child:
+        child.send_signal(signal.SIGSTOP)
+        directory = RunDirectory(tmp_path)
+        before = directory.status().condition
+        assert eventually(lambda: directory.status().condition == "stale")
+        assert before == "running"
+        assert re.match(r"no heartbeat for \d+ s from process \d+ on ", directory.status().message)
 
 
 def test_processes_are_read_as_earlier_versions_wrote_them(tmp_path: Path) -> None:
@@ -128,11 +156,45 @@ def test_processes_are_read_as_earlier_versions_wrote_them(tmp_path: Path) -> No
         assert (found and found.process, directory.status().condition) == (heartbeat and heartbeat.process, "running")
 
 
-def test_a_run_on_another_host_is_judged_by_its_heartbeat(tmp_path: Path) -> None:
-    elsewhere(tmp_path, age=STALE_SECONDS - 10)
-    before = RunDirectory(tmp_path).status().condition
-    beat(RunDirectory(tmp_path), STALE_SECONDS + 10)
-    assert (before, RunDirectory(tmp_path).status().condition) == ("running", "stale")
+@pytest.mark.parametrize("skew", [-1e9, -3600.0, -31.0, 0.0, 31.0, 3600.0, 1e9])
+def test_a_run_on_another_host_is_judged_by_changes_of_its_heartbeat(tmp_path: Path, soon: None, skew: float) -> None:
+    elsewhere(tmp_path, age=-skew)
+    alive, dead = RunDirectory(tmp_path), RunDirectory(tmp_path)
+    with beating(alive, skew):
+        watch_doubtful([alive])
+        deadline = time.monotonic() + 0.6
+        while time.monotonic() < deadline:
+            assert alive.status().condition == "running"
+    assert eventually(lambda: dead.status().condition == "stale")
+
+
+def test_one_look_waits_only_for_runs_whose_clock_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smalti.rundir.heartbeat.DOUBT_SECONDS", 0.3)
+    monkeypatch.setattr("smalti.rundir.directory.DOUBT_SECONDS", 0.3)
+    elsewhere(tmp_path / "fresh", age=1)
+    elsewhere(tmp_path / "old", age=10_000)
+    fresh, old = RunDirectory(tmp_path / "fresh"), RunDirectory(tmp_path / "old")
+    watch_doubtful([fresh, old])
+    watched = fresh.heartbeat_watch.silence
+    assert (fresh.status().condition, watched) == ("running", 0.0)
+    assert old.status().condition == "stale"
+    assert re.match(r"no heartbeat for 1\d{4} s from process", old.status().message)
+
+
+@pytest.mark.parametrize("skew", [-3600.0, 3600.0])
+def test_an_attempt_is_told_from_an_earlier_one_whatever_the_clocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skew: float
+) -> None:
+    clock = time.time
+    with acquire(RunDirectory(tmp_path)) as writer:
+        step(writer, 3)
+        end(writer, StopReason.REQUESTED)
+    monkeypatch.setattr(time, "time", lambda: clock() + skew)
+    with acquire(RunDirectory(tmp_path)) as writer:
+        conditions = [RunDirectory(tmp_path).status().condition]
+        end(writer, StopReason.COMPLETED)
+        conditions.append(RunDirectory(tmp_path).status().condition)
+    assert conditions == ["running", "finished"]
 
 
 @pytest.mark.parametrize(
@@ -252,7 +314,7 @@ def test_the_main_rank_keeps_others_out_when_the_process_that_launched_it_is_dea
     acquire(RunDirectory(tmp_path)).close()
 
 
-def test_a_run_that_hangs_still_keeps_others_out(tmp_path: Path) -> None:
+def test_a_run_that_hangs_still_keeps_others_out(tmp_path: Path, soon: None) -> None:
     with running(tmp_path) as child:
         child.send_signal(signal.SIGSTOP)
         beat(RunDirectory(tmp_path), 1000)
@@ -268,30 +330,36 @@ def test_the_place_of_a_killed_run_is_taken_over_at_once(tmp_path: Path) -> None
             assert writer.record.process == Process.current()
 
 
-def test_the_place_of_a_run_that_fell_silent_on_another_host_is_taken_over(tmp_path: Path) -> None:
-    elsewhere(tmp_path, age=STALE_SECONDS - 0.3)  # it takes a moment to be sure
+@pytest.mark.parametrize("skew", [-600.0, 0.0, 600.0])
+def test_the_place_of_a_run_that_fell_silent_on_another_host_is_taken_over(tmp_path: Path, soon: None, skew: float) -> None:
+    elsewhere(tmp_path, age=-skew)
+    begun = time.monotonic()
     with acquire(RunDirectory(tmp_path)):
+        assert time.monotonic() - begun >= 0.4, "only a heartbeat that was watched says anything"
         assert RunDirectory(tmp_path).status().condition == "running"
 
 
-def test_a_run_on_another_host_that_gives_a_sign_meanwhile_is_left_alone(tmp_path: Path) -> None:
-    elsewhere(tmp_path, age=STALE_SECONDS - 20)
-    sign = threading.Timer(0.3, beat, (RunDirectory(tmp_path), 0.0))
-    sign.start()
-    with pytest.raises(UserError, match="on other-host"):
+@pytest.mark.parametrize("skew", [-1e9, -600.0, 0.0, 600.0, 1e9])
+def test_a_run_on_another_host_that_lives_is_left_alone_whatever_its_clock(tmp_path: Path, soon: None, skew: float) -> None:
+    elsewhere(tmp_path, age=-skew)
+    directory = RunDirectory(tmp_path)
+    with beating(directory, skew), pytest.raises(InUseError, match="on other-host"):
         acquire(RunDirectory(tmp_path))
-    sign.join()
+    assert directory.heartbeat_file.exists()
 
 
 _RACE = """
 import sys, time
 from pathlib import Path
 from smalti.errors import UserError
+from smalti.rundir import ownership
 from smalti.rundir.writer import acquire
 from smalti.rundir.directory import RunDirectory
+ownership.STALE_SECONDS, ownership.POLL_SECONDS = 0.05, 0.02
 start, won, held = float(sys.argv[2]), [], []
 for number, path in enumerate(sorted(Path(sys.argv[1]).iterdir())):
-    while time.time() < start + number * 0.05:
+    time.sleep(max(0.0, start + number * 0.12 - time.time() - 0.002))
+    while time.time() < start + number * 0.12:
         pass
     try:
         held.append(acquire(RunDirectory(path)))
@@ -306,7 +374,7 @@ time.sleep(60)
 def test_of_several_runs_that_start_at_once_after_a_crash_one_gets_through(tmp_path: Path) -> None:
     races = 30
     for number in range(races):
-        elsewhere(tmp_path / f"{number:02}", age=STALE_SECONDS + 10)
+        elsewhere(tmp_path / f"{number:02}", age=40)
     command = [sys.executable, "-c", _RACE, str(tmp_path), str(time.time() + 2)]
     children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     winners = []
@@ -319,21 +387,11 @@ def test_of_several_runs_that_start_at_once_after_a_crash_one_gets_through(tmp_p
     assert sorted(winners) == list(range(races))
 
 
-def test_a_run_that_was_thought_dead_and_replaced_is_told_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smalti.rundir.writer.BEAT_SECONDS", 0.02)
-    with acquire(RunDirectory(tmp_path)) as writer:
-        elsewhere_process = replace(Process.current(), host="other-host")
-        heartbeat = {"process": asdict(elsewhere_process), "started": time.time()}
-        RunDirectory(tmp_path).heartbeat_file.write_text(json.dumps(heartbeat))
-        assert eventually(lambda: [request.kind for request in writer.take_requests()] == ["stop"])
-    assert RunDirectory(tmp_path).heartbeat_file.exists(), "the heartbeat of the other run must stay"
-
-
 def test_the_heartbeat_goes_on_during_a_long_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("smalti.rundir.writer.BEAT_SECONDS", 0.02)
     with acquire(RunDirectory(tmp_path)):
         beat(RunDirectory(tmp_path), 1000)
-        assert eventually(lambda: RunDirectory(tmp_path).status().condition == "running")
+        assert eventually(lambda: RunDirectory(tmp_path).heartbeat().touched > time.time() - 500)  # type: ignore[union-attr]
 
 
 def test_a_heartbeat_that_somebody_removed_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,7 +521,7 @@ def test_a_directory_of_another_run_at_the_same_place_is_left_to_that_one(tmp_pa
         (tmp_path / "new").mkdir()
         prepare(RunDirectory(tmp_path / "new"))
         (tmp_path / "new").rename(mine)
-        assert eventually(lambda: [request.kind for request in writer.take_requests()] == ["stop"])
+        assert eventually(lambda: writer.ownership.lost)
     assert sorted(path.name for path in mine.iterdir()) == ["run.json"]
     assert other.record() != writer.record
 

@@ -127,10 +127,19 @@ class Events:
         if info.writer is None:
             return
         self._writer = info.writer
+        self.stop_when_taken_over(info.writer, state)
         self._generates_images = info.config[ValidationOptions].samples_images
         self._interval = info.config[TrackingOptions].log_interval
         self._events = RunEvents(info.writer)
         self._events.start(state, info)
+
+    @staticmethod
+    def stop_when_taken_over(writer: RunWriter, state: RunState) -> None:
+        """Request a stop without a save as soon as another launch is found to own the run directory."""
+        ownership = writer.ownership
+        ownership.on_lost = lambda: state.request_stop(StopReason.TAKEN_OVER, ownership.message)
+        if ownership.lost:
+            ownership.on_lost()
 
     @hookimpl
     def on_step_end(self, state: RunState, result: StepResult) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -19,7 +19,8 @@ class Snapshot:
     place. `ema` is None without EMA. `trainer` is JSON-able: step, data position, learning-rate settings.
     `model_config` is the config of the model as JSON text, as diffusers and transformers load it; "" if it has none.
     `flags` mark the checkpoint, such as `smalti.checkpoint.SUSPECT`. `relay` brings the files of ranks on other nodes to the
-    main rank; None if all ranks see the same directory.
+    main rank; None if all ranks see the same directory. `confirm` is called on the main rank right before the checkpoint
+    becomes visible, and raises an exception if it must not.
     """
 
     step: int
@@ -31,6 +32,7 @@ class Snapshot:
     model_config: str = ""
     flags: tuple[str, ...] = ()
     relay: Relay | None = None
+    confirm: Callable[[], None] = lambda: None
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns all tensors by "GROUP/NAME"."""

@@ -216,8 +216,11 @@ def _save(
         config_digest=snapshot.config_digest,
         flags=snapshot.flags,
     )
-    path = run_on_all_ranks(communicator, lambda: str(store.publish(directory, manifest)) if main else "")[0]
-    return Path(path), manifest.size
+
+    def publish() -> str:
+        return str(store.publish(directory, manifest, confirm=snapshot.confirm)) if main else ""
+
+    return Path(run_on_all_ranks(communicator, publish)[0]), manifest.size
 
 
 def _own_directory(directory: Path, rank: int, cleanup: ExitStack) -> Path:

@@ -27,6 +27,7 @@ from smalti.rundir import (
     read_events,
     shown_loss,
     to_json,
+    watch_doubtful,
 )
 
 _DIRECTORY = click.argument("directory", metavar="RUN_DIR", type=click.Path(path_type=Path))
@@ -55,8 +56,9 @@ def ls(roots: tuple[Path, ...], depth: int, as_json: bool) -> None:
     Searches below each ROOT, or below the current folder. As on the console, the loss is the mean of about 20 steps, and
     samples/s the speed of about the last minute.
     """
-    found = (directory.summary() for root in roots or (Path(),) for directory in find_runs(root, depth))
-    summaries = [summary for summary in found if summary is not None]
+    runs = [directory for root in roots or (Path(),) for directory in find_runs(root, depth)]
+    watch_doubtful(runs)
+    summaries = [summary for directory in runs if (summary := directory.summary()) is not None]
     if as_json:
         click.echo(to_json([asdict(summary) for summary in summaries], indent=2))
     elif summaries:
@@ -148,9 +150,9 @@ def _show(watched: RunDirectory, display: Display, patience: float) -> Status:
 def _follow(watched: RunDirectory, offset: int, patience: float) -> Iterator[Event | Status]:
     """The events of all nodes as they come, and the status when it changes. Returns when the run has ended or is silent."""
     offsets = {watched.events_file: offset}
-    shown, begun = "", time.monotonic()
+    shown = ""
     while True:
-        status, heartbeat = watched.status(), watched.heartbeat()
+        status = watched.status()
         for path in watched.event_files():
             for event in read_events(path, offsets.get(path, 0)):
                 offsets[path] = event.end
@@ -158,8 +160,7 @@ def _follow(watched: RunDirectory, offset: int, patience: float) -> Iterator[Eve
         if status.condition != shown:
             shown = status.condition
             yield status
-        silence = heartbeat.age if heartbeat else time.monotonic() - begun
-        if status.ended or silence > patience:
+        if status.ended or watched.heartbeat_watch.age > patience:
             return
         time.sleep(POLL_SECONDS)
 

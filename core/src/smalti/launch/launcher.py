@@ -194,6 +194,9 @@ def _wait(processes: _Processes, received: list[int], directory: RunDirectory, w
     node_0 = _LaunchOfNode0(directory) if writer is None else None
     while True:
         ended = processes.ended()
+        if received and writer is not None and writer.ownership.lost:  # the directory is that of another launch
+            _terminate(processes, received)
+            return ExitCode.TAKEN_OVER, writer.ownership.message
         if received and _before_first_step(directory):
             return _stop_before_first_step(processes, received, writer)
         if node_0 is not None and (result := node_0.stopped_early()):

@@ -30,7 +30,7 @@ from smalti.config import (
     warm_up_problem,
 )
 from smalti.data import PreparedData, check_caches, check_sources, ranks_scan, scan_data, scan_progress, total_steps
-from smalti.errors import ConfigError, ExitCode, GpuFaultError
+from smalti.errors import ConfigError, ExitCode, GpuFaultError, TakenOverError
 from smalti.launch.checks import check_run, refuse_fault_loop
 from smalti.launch.network import check_main_address
 from smalti.launch.nodes import Nodes, wait_for_node_0
@@ -166,6 +166,8 @@ class Preparation:
             code, message = self._run(standby)
         if self.writer is not None:
             self.writer.end_launch(code, message)
+            if self.writer.ownership.lost:
+                code, message = ExitCode.TAKEN_OVER, self.writer.ownership.message
         self._print_summary(code, message)
         if self.writer is not None:
             self.writer.close()
@@ -208,9 +210,9 @@ class Preparation:
             click.echo(f"  train longer {again}{_twice_as_long(self.config)}", err=True)
             if "checkpoint" in results:
                 click.echo(f"  use it       {self._export_command()}", err=True)
-        elif scheduled:
+        elif scheduled and code is not ExitCode.TAKEN_OVER:
             click.echo(f"  to resume    start the same job again; its command on each node can be {again}", err=True)
-        else:
+        elif code is not ExitCode.TAKEN_OVER:
             where = " on this node" if options.num_machines > 1 else ""
             click.echo(f"  to resume    run the same command again, or{where} {again}", err=True)
 
@@ -317,6 +319,9 @@ def _failures_recorded(writer: RunWriter | None) -> Iterator[None]:
     except BaseException as error:
         if writer is None:
             raise
+        if writer.ownership.lost and isinstance(error, KeyboardInterrupt):
+            writer.close()
+            raise TakenOverError(writer.ownership.message, fix="watch the run that has taken over") from None
         requested = isinstance(error, KeyboardInterrupt) and writer.stop_request
         if requested:
             writer.end_launch(ExitCode.STOPPED, STOPPED_EARLY)

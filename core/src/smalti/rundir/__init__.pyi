@@ -22,8 +22,10 @@ from .directory import (
     overview as overview,
     phase_of as phase_of,
     shown_loss as shown_loss,
+    watch_doubtful as watch_doubtful,
 )
 from .events import Event as Event, EventWriter as EventWriter, read_events as read_events, to_json as to_json
+from .ownership import Ownership as Ownership
 from .phases import Phase as Phase, PhaseName as PhaseName, Phases as Phases
 from .png import image_settings as image_settings, save_image as save_image, write_png as write_png
 from .recent import SmoothedMetrics as SmoothedMetrics, seconds_for as seconds_for

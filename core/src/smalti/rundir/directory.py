@@ -16,7 +16,7 @@
 
 There are no locks, so any file system works. Each file has one writer, except the events of a launch of several processes: its
 launcher writes them until the main rank does, on the same node, and each rank there adds its faults. The status of a run is not
-stored: it is derived from the last state in the events, from the processes and from the age of the heartbeat.
+stored: it is derived from the last state in the events, from the processes and from the heartbeat (`smalti.rundir.heartbeat`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from pathlib import Path
@@ -36,14 +36,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from smalti.errors import ExitCode, UserError
 from smalti.rundir.events import Event, complete_size, read_events, read_events_backwards
+from smalti.rundir.heartbeat import DOUBT_SECONDS, Heartbeat, HeartbeatWatch
 from smalti.rundir.phases import Phase
 from smalti.rundir.recent import seconds_for
 from smalti.system import Process, atomic_write
 
 SCHEMA = 1
-BEAT_SECONDS = 5.0
-STALE_SECONDS = 30.0
-"""Without a heartbeat for this long, a run whose process is not visible from here counts as dead."""
 POLL_SECONDS = 0.25
 CONTACT_SHEET = "grid.png"
 """The file beside the images of a validation that shows all of them. A plugin may write it."""
@@ -75,29 +73,6 @@ class RunRecord:
     process: Process | None = None
     mixed_precision: str | None = None
     training_since: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Heartbeat:
-    """The processes that own the directory. Usually the file is only touched, which works on a full disk and is atomic.
-
-    `process` launched the run; None if the file could not be read. `worker` is the main rank, if that is another process.
-    `touched` is the modification time of the file.
-    """
-
-    process: Process | None
-    started: float
-    touched: float
-    worker: Process | None = None
-
-    @property
-    def age(self) -> float:
-        return max(0.0, time.time() - self.touched)
-
-    def alive(self) -> bool | None:
-        """Whether one of its processes still runs; None if that is unknown here."""
-        found = [process.alive() for process in (self.process, self.worker) if process is not None] or [None]
-        return True if True in found else None if None in found else False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +137,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.data = self.path / "data"
         self.loss_plot = self.path / "loss.png"
+        self.heartbeat_watch = HeartbeatWatch()
 
     @classmethod
     def containing(cls, path: Path) -> RunDirectory | None:
@@ -222,9 +198,16 @@ class RunDirectory:
         except (ValueError, TypeError):
             return Heartbeat(process=None, started=touched, touched=touched)
 
+    def watch_heartbeat(self) -> Heartbeat | None:
+        """The heartbeat. What `heartbeat_watch` says is about all calls of this and of `status`."""
+        return self.heartbeat_watch.look(self.heartbeat)
+
     def status(self) -> Status:
-        """The status, from the last state in the events, the processes and the age of the heartbeat."""
-        record, heartbeat = self.record(), self.heartbeat()
+        """The status, from the last state in the events, the processes and the heartbeat.
+
+        At first nothing is known about a process on another node but that its heartbeat is there: it counts as running.
+        """
+        record, heartbeat = self.record(), self.watch_heartbeat()
         if record is None:
             return Status(condition="never started", message="not a run directory")
         started = heartbeat.started if heartbeat else record.started
@@ -232,15 +215,15 @@ class RunDirectory:
             return Status(condition="never started", message="prepared, but not started yet")
         # No step follows a final state. Before the first step, the last state may be of an earlier attempt.
         last = next((event for event in read_events_backwards(self.events_file) if _is_status(event)), None)
-        if last and last.time >= started and (ended := _final_status(last)):
+        if last and _is_of(last, started) and (ended := _final_status(last)):
             return ended
         if heartbeat is None:
             return Status(condition="failed", message="ended without reporting why", exit_code=ExitCode.KILLED)
         who = heartbeat.process or "an unknown process"
         if heartbeat.alive() is False:
             return Status(condition="failed", message=f"{who} died without reporting why", exit_code=ExitCode.KILLED)
-        if heartbeat.age > STALE_SECONDS:
-            return Status(condition="stale", message=f"no heartbeat for {heartbeat.age:.0f} s from {who}")
+        if self.heartbeat_watch.stale:
+            return Status(condition="stale", message=f"no heartbeat for {self.heartbeat_watch.age:.0f} s from {who}")
         return Status(condition="running", message=str(who))
 
     def events(self, *, follow: bool = False, offset: int = 0) -> Iterator[Event]:
@@ -340,6 +323,19 @@ class RunDirectory:
         return UserError(f"{self.record_file} is damaged: {error}", fix="choose another --output_dir")
 
 
+def watch_doubtful(directories: Sequence[RunDirectory]) -> None:
+    """Watch heartbeats that look too old or too new by this node's clock until they change, at most `DOUBT_SECONDS` in all.
+
+    For commands that look once. Costs nothing if clocks agree and all runs live or have ended.
+    """
+    deadline = time.monotonic() + DOUBT_SECONDS + POLL_SECONDS
+    waiting = list(directories)
+    while waiting and time.monotonic() < deadline:
+        waiting = [each for each in waiting if not each.status().ended and each.heartbeat_watch.in_doubt]
+        if waiting:
+            time.sleep(POLL_SECONDS)
+
+
 def overview(samples: Path) -> Path:
     """The file that shows the images of a validation: the contact sheet in their folder, or the folder if there is none."""
     sheet = samples / CONTACT_SHEET
@@ -384,6 +380,12 @@ def phase_of(event: Event) -> Phase:
 def _is_status(event: Event) -> bool:
     """Whether an event changes the status: not those of a launch that was refused, or that is only starting."""
     return event.kind == "step" or (event.kind == "state" and event.text("state") not in (REFUSED, "starting"))
+
+
+def _is_of(event: Event, started: float) -> bool:
+    """Whether a state is that of the attempt that has begun at `started`. By the clock for events of earlier versions."""
+    attempt = event.number("attempt")
+    return event.time >= started if attempt is None else attempt == started
 
 
 def _final_status(event: Event) -> Status | None:

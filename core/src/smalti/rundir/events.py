@@ -57,11 +57,13 @@ class EventWriter:
     """The only writer of an events file. Thread-safe.
 
     Each event is a single append. If the disk is full, events are lost, one message is logged, and a `warning` event counts the
-    lost events as soon as there is space again: a full disk must not end training.
+    lost events as soon as there is space again: a full disk must not end training. Nothing is written while `may_write` is not
+    true.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, may_write: Callable[[], bool] = lambda: True) -> None:
         self.path = path
+        self._may_write = may_write
         self.last_step = 0
         self.mask: Callable[[object], object] = lambda value: value
         """Applied to every event, so that no secret is written."""
@@ -75,9 +77,10 @@ class EventWriter:
         if reserved := fields.keys() & {"type", "t"}:
             raise ValueError(f"reserved fields of an event: {', '.join(sorted(reserved))}")
         line = to_json({"type": kind, "t": time.time(), "step": step, **cast(dict[str, object], self.mask(fields))})
+        may_write = self._may_write()
         with self._lock:
             self.last_step = max(self.last_step, step or 0)  # a checkpoint is reported some steps after its own
-            if not self._write(line) or not self._lost:
+            if not may_write or not self._write(line) or not self._lost:
                 return
             lost, self._lost = self._lost, 0
             self._write(

@@ -1,108 +1,82 @@
-"""Exclusive ownership of a run directory: one launch at a time owns the heartbeat file. That of dead processes is replaced."""
+"""The heartbeat of a run: its processes, and the sign of life that they give through the run directory.
+
+Clocks of nodes differ, and so do those of file servers. So the time of the file is never compared with a clock to decide
+whether a run lives: what counts is that it changes, and for how long it has not changed on the clock of the process that looks.
+"""
 
 from __future__ import annotations
 
-import json
-import logging
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from smalti.errors import InUseError, UserError
-from smalti.rundir.directory import POLL_SECONDS, RUN_KIND, SCHEMA, STALE_SECONDS, Heartbeat, RunDirectory, RunRecord
-from smalti.system import Process, atomic_write
+from smalti.system import Process
 
-_EXIT_SECONDS = 60.0
-"""How long a launch waits for an earlier one that has recorded its end and whose processes are still exiting."""
-_OWN_FILES = ("run.json", "config.toml", "launch.json", "accelerate.yaml", "events.jsonl", "heartbeat")
-_log = logging.getLogger(__name__)
-
-
-def claim(directory: RunDirectory, record: RunRecord) -> None:
-    """Create the heartbeat for the process of `record`. Raises FileExistsError if another process owns the directory."""
-    with directory.heartbeat_file.open("x", encoding="utf-8") as file:
-        file.write(_content(record, None))
+BEAT_SECONDS = 5.0
+STALE_SECONDS = 30.0
+"""A run whose process is not visible from here counts as dead when its heartbeat, watched, has not changed for this long."""
+DOUBT_SECONDS = 2.5 * BEAT_SECONDS
+"""The same for showing a run as stale, where the time of the file is far from the clock of the process that looks."""
 
 
-def add_worker(directory: RunDirectory, record: RunRecord, worker: Process) -> None:
-    """Add the main rank to the heartbeat of its launch: from now on either process owns the directory."""
-    atomic_write(directory.heartbeat_file, _content(record, worker).encode())
+@dataclass(frozen=True, kw_only=True)
+class Heartbeat:
+    """The processes that own the directory. Usually the file is only touched, which works on a full disk and is atomic.
 
-
-def _content(record: RunRecord, worker: Process | None) -> str:
-    assert record.process is not None
-    content = {"process": asdict(record.process), "started": record.started}
-    return json.dumps(content if worker is None else {**content, "worker": asdict(worker)})
-
-
-def dead_heartbeat(directory: RunDirectory) -> Heartbeat | None:
-    """The heartbeat that a dead run left, or None. Raises UserError if the run is alive.
-
-    Waits while that is unknown, and for a run that has ended whose processes are still exiting.
+    `process` launched the run; None if the file could not be read. `worker` is the main rank, if that is another process.
+    `touched` is the modification time of the file, which is compared with other values of itself only.
     """
-    first, started = directory.heartbeat(), time.monotonic()
-    if first is None:
-        return None
-    waiting = False
-    while (heartbeat := directory.heartbeat()) is not None:
-        alive = heartbeat.alive()
-        if alive is False or (alive is None and heartbeat.age > STALE_SECONDS):
-            return heartbeat
-        exiting = alive and heartbeat.started == first.started and directory.status().ended
-        if exiting and time.monotonic() - started < _EXIT_SECONDS:
-            what = "to exit"
-        elif alive or heartbeat.touched != first.touched:
-            raise in_use(directory, heartbeat)
-        else:
-            what = "to send a heartbeat"
-        if not waiting:
-            _log.warning("%s: waiting for %s %s", directory.path, heartbeat.process or "its run", what)
-        waiting = True
-        time.sleep(POLL_SECONDS)
-    return None
+
+    process: Process | None
+    started: float
+    touched: float
+    worker: Process | None = None
+
+    def alive(self) -> bool | None:
+        """Whether one of its processes still runs; None if that is unknown here."""
+        found = [process.alive() for process in (self.process, self.worker) if process is not None] or [None]
+        return True if True in found else None if None in found else False
 
 
-def remove_dead_heartbeat(directory: RunDirectory, dead: Heartbeat) -> None:
-    """Remove the heartbeat of a dead run; one process at a time, so that a slow one cannot remove the heartbeat of another."""
-    lock = directory.path / ".takeover"
-    try:
-        lock.touch(exist_ok=False)
-    except FileExistsError:
-        raise InUseError(
-            f"another process is taking over {directory.path} from a run that died",
-            fix=f"choose another --output_dir; if there is no such process, remove {lock}",
-        ) from None
-    try:
-        if directory.heartbeat() == dead:
-            directory.heartbeat_file.unlink(missing_ok=True)
-    finally:
-        lock.unlink()
+class HeartbeatWatch:
+    """What one process has seen of a heartbeat. `changed` is whether it has changed since the first look."""
 
+    def __init__(self) -> None:
+        self.changed = False
+        self._seen: tuple[float, float] | None = None
+        self._since: float | None = None
+        self._silence = 0.0
+        self._apparent_age = 0.0
 
-def in_use(directory: RunDirectory, heartbeat: Heartbeat | None) -> InUseError:
-    who = str(heartbeat.process) if heartbeat and heartbeat.process else "another process"
-    if heartbeat and heartbeat.worker and heartbeat.process and heartbeat.process.alive() is False:
-        who = str(heartbeat.worker)
-    if heartbeat and heartbeat.age > STALE_SECONDS:
-        who += f", without a heartbeat for {heartbeat.age:.0f} s"
-        remedy = "end that process"
-    else:
-        remedy = f"stop it with `smalti run stop {directory.path}`"
-    return InUseError(
-        f"{directory.path} is in use by a running process: {who}", fix=f"{remedy}, or choose another --output_dir"
-    )
+    def look(self, read: Callable[[], Heartbeat | None]) -> Heartbeat | None:
+        """Read the heartbeat. The clock is read before the file, so that a pause of this process makes no silence longer."""
+        looked = time.monotonic()
+        heartbeat = read()
+        sign = None if heartbeat is None else (heartbeat.started, heartbeat.touched)
+        if self._since is None or sign != self._seen:
+            self.changed = self._since is not None
+            self._seen, self._since = sign, time.monotonic()
+        self._silence = max(0.0, looked - self._since)
+        self._apparent_age = 0.0 if heartbeat is None else time.time() - heartbeat.touched
+        return heartbeat
 
+    @property
+    def silence(self) -> float:
+        """Seconds for which it has not changed, as far as this process has seen."""
+        return self._silence
 
-def refuse_foreign_files(directory: RunDirectory) -> None:
-    taken = [name for name in _OWN_FILES if (directory.path / name).exists()]
-    if directory.control.is_dir() and any(directory.control.iterdir()):
-        taken.append("control/")
-    if taken:
-        raise UserError(
-            f"{directory.path} is not a run directory, and a run would overwrite {', '.join(taken)} in it",
-            fix="choose another --output_dir, or move these files",
-        )
+    @property
+    def in_doubt(self) -> bool:
+        """Whether it has not changed yet, and by this node's clock it should have: clocks differ, or the run is dead."""
+        return not self.changed and self._silence <= DOUBT_SECONDS and abs(self._apparent_age) > STALE_SECONDS
 
+    @property
+    def stale(self) -> bool:
+        """Whether to show the run as one without a heartbeat."""
+        limit = DOUBT_SECONDS if not self.changed and abs(self._apparent_age) > STALE_SECONDS else STALE_SECONDS
+        return self._silence > limit
 
-def write_record(directory: RunDirectory, record: RunRecord) -> None:
-    content = {"kind": RUN_KIND, "schema": SCHEMA, **asdict(record)}
-    atomic_write(directory.record_file, json.dumps(content, indent=2).encode() + b"\n")
+    @property
+    def age(self) -> float:
+        """The age to show: what was seen, or by this node's clock if that is more and nothing speaks against it."""
+        return max(self._silence, self._apparent_age if self.stale and not self.changed else 0.0)

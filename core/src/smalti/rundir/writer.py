@@ -3,7 +3,8 @@
 One launch at a time: its process creates the file `heartbeat` exclusively before it scans any data, touches it as long as it
 runs, and removes it at the end. The main rank, if it is another process, is added to it, and then either process owns the
 directory. The directory of dead processes is taken over. A process that is not visible from here (another host, another
-container) counts as dead once its heartbeat is older than `STALE_SECONDS`.
+container) counts as dead once its heartbeat has not changed for `STALE_SECONDS` while it was watched. If it was not dead, it
+stops as soon as it notices, and writes nothing more (`smalti.rundir.ownership`).
 
 Until the first step, the launching process answers requests; afterwards the main rank does, between two steps.
 """
@@ -26,18 +27,19 @@ from uuid import uuid4
 
 from smalti.errors import ExitCode, UserError
 from smalti.rundir.directory import (
-    BEAT_SECONDS,
     POLL_SECONDS,
     REFUSED,
     Condition,
-    Heartbeat,
     Request,
     RequestKind,
     RunDirectory,
     RunRecord,
 )
 from smalti.rundir.events import EventWriter
-from smalti.rundir.heartbeat import (
+from smalti.rundir.heartbeat import BEAT_SECONDS, Heartbeat
+from smalti.rundir.ownership import (
+    Ownership,
+    abandon_saves,
     add_worker,
     claim,
     dead_heartbeat,
@@ -119,6 +121,7 @@ def acquire(
         except FileExistsError:
             raise in_use(directory, directory.heartbeat()) from None
         write_record(directory, record)
+        abandon_saves(directory)
         return RunWriter(directory, record, before=before, on_stop=on_stop)
 
 
@@ -146,7 +149,8 @@ class RunWriter:
     """Writes to a run directory for its run: events, answers to requests, the heartbeat. Close it, or use `with`.
 
     A run that ends without `end` or `end_launch` counts as failed. `phases` is the phase of this process, which is reported in
-    the events. `stop_request` is the request that ended the run before its first step, if any.
+    the events. `stop_request` is the request that ended the run before its first step, if any. `ownership` says whether another
+    launch has taken over the directory; then nothing is written any more.
     """
 
     def __init__(
@@ -162,11 +166,11 @@ class RunWriter:
         self.record = record
         self.phases = Phases()
         self.stop_request: Request | None = None
-        self.events = EventWriter(directory.events_file)
+        self.ownership = Ownership(directory, record.id, record.started)
+        self.events = EventWriter(directory.events_file, self.ownership.holds)
         self._before = before
         self._on_stop = on_stop
         self._worker = worker
-        self._new_owner: Heartbeat | None = None
         self._ignored_files: set[Path] = set()
         self._training = False
         self._joined = False
@@ -180,7 +184,7 @@ class RunWriter:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._keep_alive, name="heartbeat", daemon=True)
         if worker is None:
-            self.events.append("state", state="starting", message=str(record.process), world_size=record.world_size)
+            self._append_state("starting", str(record.process), world_size=record.world_size)
             self._refuse_requests("it was requested before this run started")
         else:
             add_worker(directory, record, worker)
@@ -198,7 +202,8 @@ class RunWriter:
             return
         self._closing.set()
         self._thread.join()
-        self._refuse_requests("the run has ended")
+        if self.ownership.confirm():
+            self._refuse_requests("the run has ended")
         self.events.close()
         self._restorer.close()
         last = self._worker is None or (self.record.process is not None and self.record.process.alive() is False)
@@ -210,7 +215,8 @@ class RunWriter:
         with self._request_lock:
             self._training = True
             self.record = replace(self.record, training_since=time.time())
-            write_record(self.directory, self.record)
+            if self.ownership.confirm():
+                write_record(self.directory, self.record)
 
     def keep_files(self) -> None:
         """Remember the changed files that describe how the run was started, to restore them if the directory is lost."""
@@ -223,10 +229,8 @@ class RunWriter:
 
         Answer each with `acknowledge`. Files in `control/` that are not requests stay there.
         """
-        if self._new_owner:
-            return [
-                Request(id="", kind="stop", details={"message": f"{self._new_owner.process} took over {self.directory.path}"})
-            ]
+        if not self.ownership.holds():
+            return []
         taken, self._own_requests = self._own_requests, []
         for path in sorted(self.directory.control.glob("*.json")):
             request = _read_request(path)
@@ -264,7 +268,7 @@ class RunWriter:
 
     def take_launch_files(self) -> None:
         """Called when the loop begins: from here on, the configuration of the launch is that of the run."""
-        for file in (self.directory.config_file, self.directory.launch_file):
+        for file in (self.directory.config_file, self.directory.launch_file) if self.ownership.confirm() else ():
             with suppress(FileNotFoundError):
                 self.directory.next_of(file).replace(file)
         self.keep_files()
@@ -272,7 +276,8 @@ class RunWriter:
     def end(self, step: int, condition: Condition, message: str, code: ExitCode) -> None:
         """Write the final state of the loop. No event may follow."""
         self._restore_if_lost(surely=True)
-        self.events.append("state", step=step, state=condition, message=message, exit_code=code)
+        self.ownership.confirm()
+        self._append_state(condition, message, step=step, exit_code=code)
 
     def end_launch(self, code: ExitCode, message: str) -> None:
         """Write the final state of a launch, in the process that launched it, unless the loop has written it already.
@@ -280,7 +285,7 @@ class RunWriter:
         A launch that failed before its first step does not change the status of a run that had made steps.
         """
         self._restore_if_lost(surely=True)
-        if self.directory.status().ended:
+        if not self.ownership.confirm() or self.directory.status().ended:
             return
         record = self.directory.record()
         condition: str = "failed"
@@ -290,16 +295,20 @@ class RunWriter:
             condition = "finished"
         elif (record is None or record.training_since is None) and self._before and self.directory.latest("step"):
             condition = REFUSED
-        self.events.append("state", step=self.events.last_step or None, state=condition, message=message, exit_code=code)
+        self._append_state(condition, message, step=self.events.last_step or None, exit_code=code)
         if condition == REFUSED and self._before is not None:
             with suppress(OSError):
                 write_record(self.directory, self._before)
+
+    def _append_state(self, state: str, message: str, *, step: int | None = None, **fields: object) -> None:
+        """Write a state of this attempt, by which its last one is told from those of earlier attempts."""
+        self.events.append("state", step=step, state=state, attempt=self.record.started, message=message, **fields)
 
     # --- the heartbeat ----------------------------------------------------------------------------------------------
 
     def _keep_alive(self) -> None:
         failing, due = False, time.monotonic() + BEAT_SECONDS
-        while not self._closing.wait(min(POLL_SECONDS, BEAT_SECONDS)) and not (self._new_owner and self._training):
+        while not self._closing.wait(min(POLL_SECONDS, BEAT_SECONDS)) and not (self.ownership.lost and self._training):
             try:
                 self._look_for_main_rank()
                 self._restore_if_lost()
@@ -332,7 +341,7 @@ class RunWriter:
             return
         found, heartbeat = self.directory.record(), self.directory.heartbeat()
         if (found and found.id != self.record.id) or (heartbeat and not self._owns(heartbeat)):
-            self._yield_to(heartbeat)
+            self.ownership.lose(heartbeat.process if heartbeat else None)
             return
         try:
             message = self._restorer.restore(self.events)
@@ -359,20 +368,16 @@ class RunWriter:
 
     def _beat(self) -> None:
         """Touch the heartbeat. A run that was suspended for long may find that another one has taken over the directory."""
+        if not self.ownership.confirm():
+            return
         heartbeat = self.directory.heartbeat()
         if heartbeat is None:
             with suppress(FileExistsError):  # the other process of the run was faster
                 claim(self.directory, self.record)
-        elif not self._owns(heartbeat):
-            self._yield_to(heartbeat)
         elif self._worker is not None and heartbeat.worker is None:  # it was removed, and the launcher created it again
             add_worker(self.directory, self.record, self._worker)
         else:
             os.utime(self.directory.heartbeat_file)
-
-    def _yield_to(self, heartbeat: Heartbeat | None) -> None:
-        self._new_owner = heartbeat or Heartbeat(process=None, started=0.0, touched=0.0)
-        _log.error("%s took over %s; this run stops", self._new_owner.process or "another run", self.directory.path)
 
     def _owns(self, heartbeat: Heartbeat | None) -> bool:
         return heartbeat is not None and (heartbeat.process, heartbeat.started) == (self.record.process, self.record.started)
@@ -389,6 +394,10 @@ class RunWriter:
         if self._on_stop is None or self.stop_request:
             return
         with self._request_lock:
+            if self.ownership.lost and not self._training:
+                self.stop_request = Request(id="", kind="stop")
+                self._on_stop()
+                return
             if not self._training and (record := self.directory.record()) is not None:
                 self._training = record.training_since is not None  # the main rank is another process
             for request in () if self._training else self.take_requests():
@@ -397,8 +406,7 @@ class RunWriter:
                         request, accepted=False, message=f"before its first step there is nothing to {request.kind}"
                     )
                     continue
-                if not self._new_owner:
-                    self.acknowledge(request, message="stopping before the first step: there is nothing to save")
+                self.acknowledge(request, message="stopping before the first step: there is nothing to save")
                 self.stop_request = request
                 self._on_stop()
                 return

@@ -5,6 +5,7 @@ configure -> family -> data -> encode ahead -> model (meta) -> blocks -> wrap ->
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
@@ -43,7 +44,7 @@ from smalti.models import (
 )
 from smalti.parallel import Boundary, FailureDetector, Parallel
 from smalti.plugins import Plugins, create, find_family
-from smalti.rundir import Phases, RunDirectory, RunWriter
+from smalti.rundir import Ownership, Phases, RunDirectory, RunWriter
 from smalti.training.checkpointing import write
 from smalti.training.loss import denoising_loss
 from smalti.training.opening import open_data, run_info
@@ -83,6 +84,13 @@ def compare_ranks(parallel: Parallel, config: Config, plugins: Plugins, prompts:
         )
 
 
+def ownership_of(directory: RunDirectory, parallel: Parallel, writer: RunWriter | None) -> Ownership:
+    """The ownership of this launch, which the main rank's `writer` has, on every rank. *Collective*."""
+    mine = json.dumps([writer.record.id, writer.record.started]) if writer is not None else ""
+    run_id, started = json.loads(parallel.all_gather_text(mine)[0])
+    return writer.ownership if writer is not None else Ownership(directory, run_id, started)
+
+
 def build(
     config: Config,
     plugins: Plugins,
@@ -107,8 +115,7 @@ def build(
     adapter = family.adapter(seed) if isinstance(family, Adaptable) else None
     # A sharded model calls itself by another class; and an adapter's tensors are not those of such a model.
     model_config = config_of(bare) if adapter is None else ""
-    sizes = parameter_counts(bare)
-    decayed = matrices(bare)
+    sizes, decayed = parameter_counts(bare), matrices(bare)
     model = wrap_model(config, plugins, plan, parallel, family, bare, blocks, seed)
     model, optimizer = parallel.setup(model, build_optimizer(config, plugins, parallel, model, decayed))
     model.train()
@@ -118,6 +125,7 @@ def build(
         plugins=plugins,
         backend=plugins.backend(plan),
         directory=directory,
+        ownership=ownership_of(directory, parallel, writer),
         info=run_info(config, plugins, plan, parallel.world, family, data, loss, writer, phases, **sizes),
         parallel=parallel,
         detector=detector,

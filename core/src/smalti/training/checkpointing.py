@@ -42,6 +42,7 @@ def poll_save(run: Run, *, finish: bool = False, last: bool = False) -> None:
         return
     run.save_failure = result if isinstance(result, SaveError) else None
     if isinstance(result, Checkpoint):
+        run.saved_step = result.step
         notify_each(run.plugins, HookSpecs.on_checkpoint, run.state, checkpoint=result)
         return
     stops = run.config[CheckpointOptions].on_save_error == "stop" or result.errno is None
@@ -55,8 +56,8 @@ def poll_save(run: Run, *, finish: bool = False, last: bool = False) -> None:
 
 def finish_save(run: Run, outcome: Outcome) -> Outcome:
     """The outcome once the pending save has ended; a failure if the last one could not be written. *Collective*."""
-    if outcome.reason is StopReason.FAULT_UNSAVED:
-        return outcome  # the accelerator may have failed under the save as well, and its fault is what counts
+    if outcome.reason in (StopReason.FAULT_UNSAVED, StopReason.TAKEN_OVER):
+        return outcome  # the accelerator may have failed under the save as well, or nothing can be saved any more
     poll_save(run, finish=True, last=True)
     if run.save_failure is None or outcome.reason is StopReason.SAVE_FAILED:
         return outcome
@@ -97,6 +98,7 @@ def take_snapshot(run: Run) -> Snapshot:
         plugins=run.plugins.versions,
         config_digest=run.config.digest,
         model_config=run.model_config,
+        confirm=run.ownership.check,
     )
 
 
@@ -116,7 +118,7 @@ def write(run: Run, snapshot: Snapshot, communicator: Communicator) -> Checkpoin
         HookSpecs.save_checkpoint, state=snapshot, target=root, parallel=communicator, config=run.config
     )
     assert checkpoint is not None, "the core's own answer comes last"
-    if run.world.is_main:
+    if run.world.is_main and run.ownership.confirm():
         rotate(run)
     return checkpoint
 

@@ -29,7 +29,7 @@ from smalti.models import (
 )
 from smalti.parallel import Boundary, FailureDetector, Parallel, products
 from smalti.plugins import Backend, Plugins
-from smalti.rundir import Phases, RunDirectory, SmoothedMetrics
+from smalti.rundir import Ownership, Phases, RunDirectory, SmoothedMetrics
 from smalti.system import derive_seed
 from smalti.training.failures.step_times import StepTimes
 from smalti.training.hangs.forward_time import ForwardTime
@@ -59,6 +59,8 @@ class Run:
     backend: Backend
     """The hooks with all backends but the chosen one left out; for the backend roles."""
     directory: RunDirectory
+    ownership: Ownership
+    """Whether this launch still owns the run directory."""
     info: RunInfo
     parallel: Parallel
     detector: FailureDetector
@@ -86,6 +88,10 @@ class Run:
     cadence: Cadence
     checkpoints: CheckpointStore
     saver: Saver = field(init=False)
+    older_checkpoints: frozenset[str] = frozenset()
+    """The names in the folder of checkpoints when the loop began: what other launches saved."""
+    saved_step: int | None = None
+    """The step of the newest checkpoint that all ranks know to be saved."""
     save_failure: SaveError | None = None
     """Why the latest checkpoint could not be written; None if it was."""
     boundary: Boundary
@@ -130,7 +136,8 @@ class Run:
         )
         self.memory = Memory(self.world.device)
         self.forward_time = ForwardTime(self.world.device)
-        self.state.resumed = self.state.step
+        self.state.resumed = self.saved_step = self.state.step
+        self.older_checkpoints = self.checkpoints.names()
         self.boundary.reach()
 
     def _held_out(self) -> HeldOut | None:

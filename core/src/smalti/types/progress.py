@@ -33,6 +33,7 @@ class StopReason(IntEnum):
     FAULT = 8
     FAULT_SUSPECT = 9
     FAULT_UNSAVED = 10
+    TAKEN_OVER = 11
 
     @property
     def exit_code(self) -> ExitCode:
@@ -46,12 +47,13 @@ class StopReason(IntEnum):
             StopReason.FAULT: ExitCode.GPU_FAULT,
             StopReason.FAULT_SUSPECT: ExitCode.GPU_FAULT,
             StopReason.FAULT_UNSAVED: ExitCode.GPU_FAULT,
+            StopReason.TAKEN_OVER: ExitCode.TAKEN_OVER,
         }.get(self, ExitCode.DONE)
 
     @property
     def saves(self) -> bool:
         """Whether a checkpoint is saved at this point."""
-        return self not in (StopReason.SAVE_FAILED, StopReason.NON_FINITE, StopReason.FAULT_UNSAVED)
+        return self not in (StopReason.SAVE_FAILED, StopReason.NON_FINITE, StopReason.FAULT_UNSAVED, StopReason.TAKEN_OVER)
 
 
 @dataclass(frozen=True, kw_only=True)

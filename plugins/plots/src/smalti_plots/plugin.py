@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from smalti import Outcome, RunInfo, RunState, ValidationResult, hookimpl
+from smalti import Outcome, RunInfo, RunState, StopReason, ValidationResult, hookimpl
 from smalti.rundir import CONTACT_SHEET, RunDirectory
 
 
@@ -38,7 +38,7 @@ class Plots:
 
     @hookimpl
     def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:
-        if self._directory is None:
+        if self._directory is None or state.stop_reason is StopReason.TAKEN_OVER:
             return
         directory = RunDirectory(self._directory)
         events = list(directory.events())

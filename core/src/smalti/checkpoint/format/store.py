@@ -72,6 +72,13 @@ class CheckpointStore:
         entries = [_entry(path, step, revision) for (step, revision), path in found]
         return sorted(entries, key=lambda entry: (entry.step, entry.revision))
 
+    def names(self) -> frozenset[str]:
+        """Returns the names of all checkpoint directories."""
+        try:
+            return frozenset(path.name for path in self.root.iterdir() if parse_checkpoint_name(path.name))
+        except (FileNotFoundError, NotADirectoryError):
+            return frozenset()
+
     def latest(self) -> Path | None:
         """Returns the complete checkpoint of the highest step, verified by digest; None if there is none.
 
@@ -192,8 +199,10 @@ class CheckpointStore:
             files.make_directory(path)
         return partial
 
-    def publish(self, partial: Path, manifest: Manifest) -> Path:
+    def publish(self, partial: Path, manifest: Manifest, *, confirm: Callable[[], None] = lambda: None) -> Path:
         """Turn a finished directory into a checkpoint; returns its path. Its files must have been synced.
+
+        `confirm` is called right before it becomes visible, and prevents that by an exception.
 
         If the newest checkpoint of this step is complete and has the same contents, removes `partial` and returns that one.
         """
@@ -209,6 +218,7 @@ class CheckpointStore:
             return newest.path
         files.atomic_write(partial / MANIFEST, manifest.encode())
         path = self.root / checkpoint_name(manifest.step, newest.revision + 1 if newest else 1)
+        confirm()
         files.rename(partial, path)
         files.fsync_directory(self.root)
         return path

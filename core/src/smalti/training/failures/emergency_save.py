@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,8 +17,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from smalti.checkpoint import SUSPECT, SaveError, Snapshot
-from smalti.errors import GpuFaultError
+from smalti.checkpoint import SUSPECT, SaveError, Snapshot, checkpoint_name
+from smalti.errors import GpuFaultError, TakenOverError
 from smalti.hookspecs import HookSpecs
 from smalti.parallel import Communicator, FailureDetector, LostRankError, RankStatuses
 from smalti.plugins import notify_each, summary
@@ -29,6 +30,7 @@ from smalti.types import Outcome, StopReason
 
 _TIMEOUT = 30.0
 """Seconds for one tensor to leave an accelerator, and for a save under way to fail; many times what either takes."""
+_POLL_SECONDS = 0.25
 _log = logging.getLogger(__name__)
 
 
@@ -57,7 +59,7 @@ def emergency_save(run: Run, error: BaseException, detector: FailureDetector, *,
     None if `error` is this rank's own. `aside`: called in another thread than the loop's, which may be stuck in a call to the
     accelerator; then nothing here waits for the accelerator.
     """
-    distrusted = run.state.stop_reason >= StopReason.FAULT_SUSPECT
+    distrusted = run.state.stop_reason in (StopReason.FAULT_SUSPECT, StopReason.FAULT_UNSAVED)
     statuses = detector.diagnose(error, state_consistent=run.boundary.state_consistent, suspect=distrusted)
     if statuses is None:
         save_after_failure(run, error, detector)
@@ -70,7 +72,7 @@ def emergency_save(run: Run, error: BaseException, detector: FailureDetector, *,
         if run.ema is not None and not run.ema.wait(_TIMEOUT if aside else None):
             raise SaveError("the update of the EMA does not finish")
         saved, unsaved = last_boundary(run, statuses, aside=aside)
-    except (SaveError, OSError) as failure:
+    except (SaveError, TakenOverError, OSError) as failure:
         unsaved = f"step {run.state.step} could not be saved: {failure}"
     if saved or unsaved:
         _log.warning("%s", saved or unsaved)
@@ -115,7 +117,7 @@ def save_from_healthy_rank(run: Run, outcome: Outcome) -> Outcome:
             if not run.saver.wait(_TIMEOUT) or (run.ema is not None and not run.ema.wait(_TIMEOUT)):
                 raise SaveError("the save in progress does not finish")
             result = save_alone(run, alone, suspect=True)
-        except (SaveError, OSError) as failure:
+        except (SaveError, TakenOverError, OSError) as failure:
             result = f"step {run.state.step} could not be saved: {failure}"
     return replace(outcome, message="; ".join(filter(None, (outcome.message, *run.parallel.all_gather_text(result)))))
 
@@ -123,7 +125,7 @@ def save_from_healthy_rank(run: Run, outcome: Outcome) -> Outcome:
 def last_boundary(run: Run, statuses: RankStatuses, *, aside: bool = False) -> tuple[str, str]:
     """Save the last step boundary if this rank is to save. Returns what was saved, and why it was not, as texts to report.
 
-    Raises SaveError or OSError.
+    Raises SaveError, TakenOverError or OSError.
     """
     alone = run.parallel.local_communicator()
     if alone is None:
@@ -143,16 +145,42 @@ def _last_checkpoint(run: Run) -> str:
 def save_alone(run: Run, alone: Communicator, *, suspect: bool, aside: bool = False) -> str:
     """Write a checkpoint of the last step boundary unless there is one; returns the text to report.
 
-    `suspect` marks it as made after a fault of the machine: it never displaces one that is not. Raises SaveError or OSError.
+    `suspect` marks it as made after a fault of the machine: it never displaces one that is not. Where a link between nodes is
+    cut, a rank on each side may save the same step: the second one waits for the first. Raises SaveError, TakenOverError or
+    OSError.
     """
-    step = run.state.step
-    for entry in reversed(run.checkpoints.all()):
-        if entry.step == step and not entry.problem:
-            return f"step {step} was saved before: {entry.path}"
+    run.ownership.check()
+    if found := _saved(run):
+        return found
     snapshot = off_device(run) if aside else take_snapshot(run)
-    checkpoint = write(run, replace(snapshot, flags=(*snapshot.flags, SUSPECT)) if suspect else snapshot, alone)
+    try:
+        checkpoint = write(run, replace(snapshot, flags=(*snapshot.flags, SUSPECT)) if suspect else snapshot, alone)
+    except SaveError:
+        until = time.monotonic() + _TIMEOUT
+        while not (found := _saved(run)) and _is_being_saved(run) and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+        if not found:
+            raise
+        return found
     notify_each(run.plugins, HookSpecs.on_checkpoint, run.state, checkpoint=checkpoint)
-    return f"saved step {step} from rank {run.world.rank} before leaving: {checkpoint.path}"
+    return f"saved step {run.state.step} from rank {run.world.rank} before leaving: {checkpoint.path}"
+
+
+def _saved(run: Run) -> str:
+    """Where this launch has saved the last step boundary, as a text to report; "" if it has not.
+
+    A checkpoint of the same step that was there before is of another launch, whose state may be another one.
+    """
+    step, resumed = run.state.step, run.state.step == run.state.resumed
+    for entry in reversed(run.checkpoints.all()):
+        if entry.step == step and not entry.problem and (resumed or entry.path.name not in run.older_checkpoints):
+            return f"step {step} was saved {'before' if step == run.saved_step else 'by another rank'}: {entry.path}"
+    return ""
+
+
+def _is_being_saved(run: Run) -> bool:
+    """Whether another rank is saving the last step boundary."""
+    return any(run.checkpoints.root.glob(f".partial-{checkpoint_name(run.state.step)}-*"))
 
 
 def off_device(run: Run) -> Snapshot:

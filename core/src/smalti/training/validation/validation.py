@@ -86,6 +86,7 @@ def sample_images(run: Run, planned: Sequence[PlannedImage], folder: Path, step:
     images = [ValidationImage(prompt=each.prompt.shown, seed=each.prompt.seed, path=folder / each.file) for each in planned]
 
     def write() -> None:
+        run.ownership.check()
         folder.mkdir(parents=True, exist_ok=True)
         for number, pixels, settings in sampled if run.world.rank % run.world.context == 0 else ():
             path, digest = images[number].path, run.config.digest

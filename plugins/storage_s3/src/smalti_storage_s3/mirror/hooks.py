@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from smalti import Checkpoint, Config, Outcome, Problem, RunInfo, RunState, UserError, hookimpl
+from smalti import Checkpoint, Config, Outcome, Problem, RunInfo, RunState, StopReason, UserError, hookimpl
 from smalti.config import CheckpointOptions, LaunchOptions, RunOptions
 from smalti.rundir import RunDirectory
 from smalti_storage_s3.mirror.options import MirrorOptions
@@ -84,7 +84,9 @@ class MirrorHooks:
     @hookimpl
     def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:
         uploads, self._uploads = self._uploads, None
-        if uploads is not None and (name := uploads.finish(self._options.checkpoint_mirror_timeout)):
+        if uploads is not None and state.stop_reason is StopReason.TAKEN_OVER:
+            uploads.stop()
+        elif uploads is not None and (name := uploads.finish(self._options.checkpoint_mirror_timeout)):
             _log.warning("%s is complete in %s", name, self._options.checkpoint_mirror)
 
 
