@@ -27,6 +27,7 @@ _OF_OTHER_COMMANDS = (
     *_OF_SLURM,
     "abort_abandoned",
     "apply",
+    "bundle",
     "caption_column",
     "captions",
     "dry",

@@ -34,7 +34,7 @@ The hooks in the order of a run:
       on_train_end               always, after on_train_start
       on_rank_end                always, after on_rank_start
     smalti doctor
-      diagnose                   what is wrong with this machine, for this configuration
+      diagnose                   what is wrong with this node, for this configuration
     smalti plan
       propose_strategies         ways to spread this run over ranks, and what each takes
 
@@ -362,7 +362,7 @@ class HookSpecs:
 
     @_spec
     def diagnose(self, config: Config | None) -> list[Finding]:
-        """gather, isolated: what `smalti doctor` finds on this machine about what this plugin needs. See `Finding`.
+        """gather, isolated: what `smalti doctor` finds on this node about what this plugin needs. See `Finding`.
 
         `config` is the configuration that `smalti doctor` was given, with valid values; None without one. Called in the process
         of the command, in a thread with a time limit of 30 seconds: a driver that hangs is one more finding. Import torch

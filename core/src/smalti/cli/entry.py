@@ -21,6 +21,7 @@ COMMANDS = {
     "train": ("smalti.cli.train:train", "Train a model, or resume its training."),
     "plugins": ("smalti.cli.plugins:plugins", "List plugins and what each adds."),
     "plugin": ("smalti.cli.plugin:plugin", "Create a plugin package."),
+    "doctor": ("smalti.cli.doctor.command:doctor", "Check this node; each problem with its fix."),
     "config": ("smalti.cli.config:config", "Show, explain and convert the configuration."),
     "dataset": ("smalti.cli.dataset:dataset", "Scan datasets and check them against the batch size."),
     "cache": ("smalti.cli.cache:cache", "List, verify and remove caches."),
@@ -30,6 +31,7 @@ SECTIONS = {
     "Training": ("train", "run", "checkpoint"),
     "Data": ("dataset", "cache"),
     "Configuration": ("config", "plugins", "plugin"),
+    "Node": ("doctor",),
 }
 """The commands by topic, in the order of the help. All others come from plugins."""
 EXAMPLES = (

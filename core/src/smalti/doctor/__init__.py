@@ -1,4 +1,4 @@
-"""What this machine has, and what is wrong with it. Imports no torch: what needs it runs in a child process."""
+"""What this node has, and what is wrong with it. Imports no torch: what needs it runs in a child process."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""What plugins find on this machine, with the hook `diagnose`."""
+"""What plugins find on this node, with the hook `diagnose`."""
 
 from __future__ import annotations
 

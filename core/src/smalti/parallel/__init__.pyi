@@ -15,6 +15,7 @@ from .devices import (
     accelerator_kind as accelerator_kind,
     cpu_notices as cpu_notices,
     describe_devices as describe_devices,
+    native_bf16 as native_bf16,
 )
 from .failure_detection import (
     FailureDetector as FailureDetector,

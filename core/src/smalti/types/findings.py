@@ -1,4 +1,4 @@
-"""What a diagnosis of this machine has found. Importing this module imports no torch."""
+"""What a diagnosis of this node has found. Importing this module imports no torch."""
 
 from __future__ import annotations
 

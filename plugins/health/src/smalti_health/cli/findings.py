@@ -15,8 +15,9 @@ def gpu_findings() -> list[Finding]:
     try:
         gpus = read_now(Limits())
     except UserError as error:
-        hangs = "not answered" in error.message
-        return [Finding(check=_CHECK, level="error" if hangs else "note", message=error.message, fix=error.fix)]
+        if "not answered" in error.message:
+            return [Finding(check=_CHECK, level="error", message=error.message, fix=error.fix)]
+        return [Finding(check=_CHECK, level="note", message=error.message)]
     return [finding for gpu in gpus for finding in _findings(gpu)]
 
 

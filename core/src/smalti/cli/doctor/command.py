@@ -1,0 +1,139 @@
+"""`smalti doctor`: what this node has, and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from smalti.cli.arguments import CommandLine
+from smalti.cli.output import counted, print_table
+from smalti.cli.pages.help import Command
+from smalti.config import Config, RunOptions, as_toml
+from smalti.doctor import Mask, Report, Section, diagnose_node, run_in_child, write_bundle
+from smalti.errors import InvalidOptionError, UserError, problems_in
+from smalti.plugins import Plugins, load_plugins, selection_of
+from smalti.rundir import RunDirectory
+from smalti.types import Finding
+
+_COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
+_CONFIG_SECONDS = 300.0
+
+
+@click.command(
+    cls=Command,
+    context_settings={"ignore_unknown_options": True},
+    options_metavar="[CONFIG] [--OPTION=VALUE]...",
+    examples=("smalti doctor", "smalti doctor runs/first", "smalti doctor config.toml --bundle=report.zip"),
+)
+@click.argument("arguments", metavar="", nargs=-1, type=click.UNPROCESSED)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--bundle", metavar="FILE", help="Write a zip file without secrets, to be sent with a question.")
+def doctor(arguments: tuple[str, ...], as_json: bool, bundle: str | None) -> int:
+    """Check this node: versions, driver, devices, memory, disks, network name, limits.
+
+    With CONFIG, a run directory or the arguments of `smalti train`, also the checks of that run. Exits with 3 if training could
+    not work.
+    """
+    target = _bundle_target(bundle)
+    words, run = _run_given(arguments)
+    config, plugins, problems = _resolved(words)
+    mask = Mask.of_run(config)
+    report = diagnose_node(plugins, config, mask=mask)
+    if words:
+        findings = [*problems, *(_config_findings(words) if not problems else ())]
+        report = replace(report, sections=(*report.sections, Section(name="config", findings=findings)))
+    if as_json:
+        click.echo(json.dumps(mask.value(report.as_json()), indent=2))
+    else:
+        _print(report, mask)
+    if target is not None:
+        members = write_bundle(target, report, mask, config=_config_text(config, words), run=run or _existing_run(config))
+        click.echo(f"smalti: wrote {target}: {', '.join(members)}", err=True)
+        click.echo(
+            "smalti: secrets that smalti knows or recognises are replaced by ***; read the files before you send them", err=True
+        )
+    return int(report.exit_code)
+
+
+def _bundle_target(bundle: str | None) -> Path | None:
+    """Raises UserError, before anything is checked, if the file exists or its folder does not."""
+    if bundle is None:
+        return None
+    target = Path(bundle).expanduser()
+    if target.exists():
+        raise UserError(f"{target} already exists", fix="give --bundle another name")
+    if not target.absolute().parent.is_dir():
+        raise UserError(f"the folder {target.absolute().parent} does not exist", fix="create it, or give --bundle another name")
+    return target
+
+
+def _run_given(arguments: Sequence[str]) -> tuple[list[str], RunDirectory | None]:
+    """The arguments with the configuration file of a run in place of its directory, and that run."""
+    words = list(arguments)
+    if words and not words[0].startswith("-") and (run := RunDirectory(words[0])).record_file.is_file():
+        return [str(run.config_file), *words[1:]], run
+    return words, None
+
+
+def _resolved(words: Sequence[str]) -> tuple[Config | None, Plugins, list[Finding]]:
+    """The configuration, if there is one, and the plugins. What prevents reading it is a finding."""
+    try:
+        if not words:
+            return None, load_plugins(selection_of((), None, os.environ), strict=False), []
+        command_line = CommandLine.parse(words)
+        return command_line.draft(), command_line.plugins, []
+    except UserError as error:
+        findings = [_finding(each.message, each.where, each.fix) for each in problems_in(error)]
+        return None, load_plugins(selection_of((), None, os.environ), strict=False), findings
+
+
+def _config_findings(words: Sequence[str]) -> list[Finding]:
+    """The checks of `smalti train` before a launch, in a child process, because they import torch and reach for storages."""
+    child = run_in_child("smalti.cli.doctor.config_check", words, seconds=_CONFIG_SECONDS)
+    if child.state != "done":
+        message = f"the checks of the configuration did not end: {child.error}"
+        return [Finding(check="config", level="warning", message=message, fix="smalti train CONFIG --dry-run shows more")]
+    problems = child.values["problems"]
+    assert isinstance(problems, list)
+    if not problems:
+        return [Finding(check="config", level="ok", message="the checks before a launch have found nothing wrong")]
+    return [_finding(each["message"], each["where"], each["fix"]) for each in problems]
+
+
+def _finding(message: str, where: str, fix: str) -> Finding:
+    return Finding(check="config", level="error", message=f"{where}: {message}" if where else message, fix=fix)
+
+
+def _config_text(config: Config | None, words: Sequence[str]) -> str:
+    """The configuration as TOML; the text of its file if it has problems; "" without one."""
+    try:
+        return as_toml(config) if config is not None else ""
+    except InvalidOptionError:
+        file = Path(words[0]).expanduser()
+        return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+
+
+def _existing_run(config: Config | None) -> RunDirectory | None:
+    """The run of a configuration, if it was ever started."""
+    try:
+        path = config[RunOptions].output_dir if config is not None else None
+    except InvalidOptionError:
+        return None
+    run = RunDirectory(path) if path is not None else None
+    return run if run is not None and run.record_file.is_file() else None
+
+
+def _print(report: Report, mask: Mask) -> None:
+    rows: list[tuple[str, str, str]] = []
+    for each in report.findings:
+        rows.append((each.check, each.level, mask.text(each.message)))
+        if each.fix:
+            rows.append(("", "", f"fix: {mask.text(each.fix)}"))
+    print_table(("check", "", f"smalti doctor on {report.host}"), rows, colours=_COLOURS)
+    counts = {level: sum(each.level == level for each in report.findings) for level in ("error", "warning")}
+    click.echo(f"{counted(counts['error'], 'error')}, {counted(counts['warning'], 'warning')}")

@@ -1,0 +1,49 @@
+"""The checks of a configuration before a launch, as JSON.
+
+`smalti doctor` runs `python -m smalti.cli.doctor.config_check [CONFIG] [--OPTION=VALUE]...` as a child process. It prints
+{"problems": [{"message", "where", "fix"}]}, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+
+from smalti.cli.arguments import CommandLine
+from smalti.data import check_sources
+from smalti.errors import InvalidOptionError, Problem, UserError, problems_in
+from smalti.launch import check_accelerators, check_run
+from smalti.parallel import accelerator_kind
+
+
+def problems(arguments: Sequence[str]) -> list[Problem]:
+    """Of the options; and if there are none, of the datasets and their storages, and of the number of devices."""
+    command_line = CommandLine.parse(arguments)
+    config, plugins = command_line.draft(), command_line.plugins
+    found = _collected([lambda: check_run(config, plugins)])
+    if found:
+        return found
+    return _collected(
+        [lambda: check_sources(config, plugins), lambda: check_accelerators(config, accelerator_kind(config))],
+    )
+
+
+def _collected(checks: Sequence[Callable[[], object]]) -> list[Problem]:
+    found: list[Problem] = []
+    for check in checks:
+        try:
+            check()
+        except InvalidOptionError:
+            continue  # another check reports the option
+        except UserError as error:
+            found += problems_in(error)
+    return found
+
+
+def main() -> None:
+    print(json.dumps({"problems": [each.as_json() for each in problems(sys.argv[1:])]}))
+
+
+if __name__ == "__main__":
+    main()

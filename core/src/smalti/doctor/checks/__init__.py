@@ -1,0 +1,1 @@
+"""The checks of one node. Each returns a section of the report."""

@@ -1,0 +1,76 @@
+"""All checks of one node, in the order of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from smalti.config import Config, LaunchOptions, RunOptions
+from smalti.doctor.checks.devices import SECONDS, devices
+from smalti.doctor.checks.environment import environment
+from smalti.doctor.checks.host import host
+from smalti.doctor.checks.memory import memory
+from smalti.doctor.checks.processes import processes
+from smalti.doctor.checks.processor import processor
+from smalti.doctor.checks.software import software
+from smalti.doctor.checks.storage import folders, storage
+from smalti.doctor.masking import Mask
+from smalti.doctor.plugin_checks import plugin_findings
+from smalti.doctor.report import Report, Section
+from smalti.errors import InvalidOptionError
+from smalti.plugins import Plugins, summary
+from smalti.types import Finding
+
+
+def diagnose_node(
+    plugins: Plugins, config: Config | None = None, *, mask: Mask | None = None, seconds: float = SECONDS
+) -> Report:
+    """Check this node, for the run of this configuration if there is one. Prints nothing, and leaves nothing behind.
+
+    `config` may be a draft with problems: options that are not valid count as not given. `seconds` limits the use of torch and
+    its devices. What fails unexpectedly is a finding, so that the other checks are still reported.
+    """
+    mask = mask or Mask.of_run(config)
+    output_dir = _output_dir(config)
+    several, use_cpu = _launch(config)
+    checks: Mapping[str, Callable[[], Section]] = {
+        "software": lambda: software(plugins),
+        "devices": lambda: devices(use_cpu=use_cpu, seconds=seconds),
+        "processor": processor,
+        "memory": memory,
+        "storage": lambda: storage(folders(output_dir)),
+        "host": lambda: host(several_nodes=several),
+        "environment": lambda: environment(mask),
+        "processes": lambda: processes(output_dir),
+        "plugins": lambda: Section(name="plugins", findings=plugin_findings(plugins, config)),
+    }
+    with ThreadPoolExecutor(len(checks), thread_name_prefix="smalti-doctor") as pool:
+        running = [pool.submit(_section, name, check) for name, check in checks.items()]
+        return Report(sections=tuple(each.result() for each in running))
+
+
+def _section(name: str, check: Callable[[], Section]) -> Section:
+    try:
+        return check()
+    except Exception as error:  # noqa: BLE001 - on a broken machine anything may fail, and the other checks say more
+        message = f"the check of {name} failed: {summary(error)}"
+        return Section(
+            name=name, findings=[Finding(check=name, level="warning", message=message, fix="report this as a defect")]
+        )
+
+
+def _output_dir(config: Config | None) -> Path | None:
+    try:
+        return config[RunOptions].output_dir if config is not None else None
+    except InvalidOptionError:
+        return None
+
+
+def _launch(config: Config | None) -> tuple[bool, bool]:
+    """Whether the run has several nodes, and whether it trains on the CPU on purpose."""
+    try:
+        options = config[LaunchOptions] if config is not None else None
+        return (options.num_machines > 1, options.use_cpu) if options is not None else (False, False)
+    except InvalidOptionError:
+        return False, False
