@@ -204,7 +204,7 @@ def test_where_all_ranks_are_out_of_memory_the_lowest_saves(tmp_path, launch):
 def test_a_plugin_whose_hook_does_not_come_back_is_named(tmp_path, launch, kind, how, saver):
     """On one of two ranks: a collective call of its own, which meets one of the loop's, and one that waits for ever."""
     options = {**ENDLESS, "num_processes": 2, "max_train_steps": 8, "process_group_timeout": 5}
-    run = launch(tmp_path / "run", **options, spoil=f"{kind}:0:3")
+    run = launch(tmp_path / "run", **options, phase_deadlines="first_step=5", spoil=f"{kind}:0:3")
     last = run.output[run.output.index("ended with exit code 9: ") :]
     assert how in last
     blame = "  rank 0 did not return from hook 'on_step_end' of plugin 'probe' (smalti-probe 1.0)"

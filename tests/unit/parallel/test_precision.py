@@ -111,7 +111,7 @@ def test_a_run_that_has_made_steps_keeps_its_precision_on_another_processor(prep
 
 
 def test_machines_that_join_take_what_the_first_one_has_chosen(prepared, configure, emulating, tmp_path):
-    flags = ("--use_cpu", "--num_processes=2", "--num_machines=2", "--main_process_ip=h")
+    flags = ("--use_cpu", "--num_processes=2", "--num_machines=2", "--main_process_ip=127.0.0.1")
     first = prepared(*flags, write=True)
     assert first.directory.record().mixed_precision == "no"
     first.writer.close()

@@ -7,14 +7,20 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch.distributed.distributed_c10d import _world
 
 from smalti.types import World
 
+if TYPE_CHECKING:
+    from smalti.parallel.late_ranks import LateRanks, Presence
+
+_SLICE = timedelta(seconds=1)
+_NO_TIMEOUT = timedelta(days=365)
 _UNUSED_TAG = 0x5A17
 """The tag of a message that nobody sends."""
 
@@ -25,24 +31,62 @@ class BrokenGroupError(dist.DistError):
 
 @dataclass(frozen=True, kw_only=True)
 class GlooCommunicator:
-    """`AbortableCommunicator` over a gloo group of all ranks; `group` is None in a single process."""
+    """`AbortableCommunicator` over a gloo group of all ranks; `group` is None in a single process.
+
+    With `presence`, a call waits for ranks that work as long as that takes; without it, as long as the time-out of the group.
+    """
 
     world: World
     group: dist.ProcessGroup | None
+    presence: Presence | None = None
 
     def all_reduce_max(self, code: int) -> int:
         if self.group is None:
             return code
         word = torch.tensor(code, dtype=torch.int64)
-        dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self.group)
+        if self.presence is None:
+            dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self.group)
+            return int(word)
+        late, options = self.presence.begin_call(), AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        options.timeout = _NO_TIMEOUT
+        self._wait(self.group.allreduce([word], options), late)
         return int(word)
 
     def all_gather_text(self, value: str) -> Sequence[str]:
         if self.group is None:
             return [value]
-        found: list[str] = [""] * self.world.size
-        dist.all_gather_object(found, value, group=self.group)
+        text = value.encode()
+        lengths = [int(length) for length in self._gather(torch.tensor([len(text)]))]
+        padded = torch.frombuffer(bytearray(text.ljust(max(*lengths, 1))), dtype=torch.uint8)
+        gathered = zip(self._gather(padded), lengths, strict=True)
+        return [each[:length].numpy().tobytes().decode() for each, length in gathered]
+
+    def _gather(self, value: torch.Tensor) -> list[torch.Tensor]:
+        assert self.group is not None
+        found = [torch.empty_like(value) for _ in range(self.world.size)]
+        if self.presence is None:
+            dist.all_gather(found, value, group=self.group)
+            return found
+        late, options = self.presence.begin_call(), AllgatherOptions()
+        options.timeout = _NO_TIMEOUT
+        self._wait(self.group.allgather([found], [value], options), late)
         return found
+
+    def _wait(self, work: dist.Work, late: LateRanks) -> None:
+        """Wait for a call that has begun. Raises BrokenGroupError if the ranks that are late are given up."""
+        while True:
+            try:
+                work.wait(_SLICE)
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # raises if the call has failed, and not if it was completed just now
+                    return
+            else:
+                return
+            if reason := late.given_up():
+                break_connections(self.group)  # so that what has begun ends
+                raise BrokenGroupError(reason)
 
     def barrier(self) -> None:
         self.all_reduce_max(0)

@@ -10,6 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from smalti.config import Config, LaunchOptions
 from smalti.parallel.gloo import GlooCommunicator
+from smalti.parallel.late_ranks import Presence
 from smalti.parallel.precision import in_bf16
 from smalti.parallel.protocol import AbortableCommunicator, Communicator, TrainingState
 from smalti.parallel.state import ModelState
@@ -58,7 +60,13 @@ class ProcessGroupParallel(ABC):
         if not dist.is_initialized() and (self._world.size > 1 or single):
             _join(self._world, self.timeout)
         gloo_only = dist.is_initialized() and dist.get_backend() == "gloo"
-        self._messages = GlooCommunicator(world=self._world, group=dist.group.WORLD) if gloo_only else self._new_communicator()
+        self._presence: Presence | None = None
+        messages = GlooCommunicator(world=self._world, group=dist.group.WORLD) if gloo_only else self._new_communicator()
+        if self._world.size > 1:
+            self._presence = Presence(self._world.rank, self._world.size, self.timeout.total_seconds())
+            self._presence.start()
+            messages = replace(messages, presence=self._presence)
+        self._messages = messages
 
     # --- communicator -----------------------------------------------------------------------------------------------
 
@@ -156,6 +164,8 @@ class ProcessGroupParallel(ABC):
 
     def close(self) -> None:
         """Leave together with the others: a rank that disappears while another still sends to it aborts that one."""
+        if self._presence is not None:
+            self._presence.close()
         if dist.is_initialized():
             _closed.append(dist.group.WORLD)
             dist.destroy_process_group()

@@ -16,17 +16,17 @@ class ProgressBoard:
     For one thread: it has a connection of its own.
     """
 
-    def __init__(self, store: Store, rank: int) -> None:
+    def __init__(self, store: Store, rank: int, prefix: str = "smalti/progress") -> None:
         self._statuses = StatusBoard(PrefixStore(STATUS_PREFIX, store), rank)
-        self._store = PrefixStore("smalti/progress", store)
+        self._store = PrefixStore(prefix, store)
         self._rank = rank
 
     @classmethod
-    def create(cls, rank: int) -> ProgressBoard | None:
-        """The board of this process group; None for a single process. Not collective."""
+    def create(cls, rank: int, prefix: str = "smalti/progress") -> ProgressBoard | None:
+        """A board of this process group, of several by `prefix`; None for a single process. Not collective."""
         if not dist.is_initialized() or dist.group.WORLD is None:
             return None
-        return cls(dist.group.WORLD.get_group_store().clone(), rank)  # type: ignore[attr-defined]
+        return cls(dist.group.WORLD.get_group_store().clone(), rank, prefix)  # type: ignore[attr-defined]
 
     def publish(self, text: str) -> None:
         within_deadline(lambda: self._store.set(str(self._rank), text))

@@ -1,5 +1,5 @@
 from . import exit_reports as exit_reports, files as files
-from .current_hook import record_hook as record_hook, record_hook_in as record_hook_in
+from .current_hook import current_hook as current_hook, record_hook as record_hook, record_hook_in as record_hook_in
 from .exit import ProcessExit as ProcessExit, flush_standard_streams as flush_standard_streams
 from .exit_reports import (
     FOLDER_VARIABLE as FOLDER_VARIABLE,

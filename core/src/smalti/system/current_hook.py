@@ -40,6 +40,11 @@ class _HookRecord:
 _record = _HookRecord()
 
 
+def current_hook() -> str:
+    """The hook that the thread of the training loop executes, with its plugin; "" outside of hooks, and without a launcher."""
+    return _record.text.decode(errors="replace").partition("\n")[0].strip()
+
+
 @contextmanager
 def record_hook_in(path: Path) -> Iterator[None]:
     """Record the hook that this thread executes in the file at `path`, `FILE_BYTES` long. No effect if it is missing."""

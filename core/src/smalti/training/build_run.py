@@ -188,6 +188,7 @@ def wrap_model(
     """The model with its first weights, spread over the ranks by the chosen backend, compiled if asked for. *Collective*."""
     weights = family.weights(seed)
     backend = plugins.backend(plan)
+    parallel.barrier()  # waits for ranks that took longer so far, as the collective calls of wrapping do not
     wrapped = backend.decide(
         HookSpecs.wrap_model, model=model, family=family, blocks=blocks, parallel=parallel, weights=weights
     )

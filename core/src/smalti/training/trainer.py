@@ -36,6 +36,7 @@ def train(run: Run) -> Outcome:
         compiles = run.config[LaunchOptions].dynamo_backend is not None  # in the first step
         run.phases.enter("compiling" if compiles else "training")
         compare_with_base_model(run)
+        run.parallel.barrier()  # waits for ranks that are late, as collective calls of a step do not
         outcome = loop(run)
         ended.append(outcome)
     return outcome
@@ -60,6 +61,8 @@ def loop(run: Run) -> Outcome:
             return finish(run, actions, ended)  # every rank returns here, or none does
         with faults_answered(run, batch):
             validate_and_evaluate(run, actions)
+        if actions.save or actions.validate or actions.evaluate:
+            run.parallel.barrier()  # waits for ranks whose hooks take longer
     raise AssertionError("the stream of batches is endless")
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import median
 
 from smalti.config import RunOptions, deadlines_of
-from smalti.parallel import ProgressBoard
-from smalti.system import Process, StackDumps
+from smalti.parallel import ProgressBoard, RankWork, describe_work
+from smalti.system import Process, StackDumps, current_hook
 from smalti.training.failures.step_times import StepTimes
 from smalti.training.hangs.deadlines import Deadlines
 from smalti.training.hangs.flight_recorder import Call, last_calls, own_dump
@@ -89,6 +89,7 @@ class HangWatch:
 
     def start(self) -> None:
         self._stacks.open()
+        describe_work(self._work)
         threading.Thread(target=self._watch, name="smalti-hangs", daemon=True).start()
 
     def note_step(self, seconds: float, forward_seconds: float | None) -> None:
@@ -157,6 +158,13 @@ class HangWatch:
             calls=tuple(asdict(call) for call in calls),
             process=asdict(self._process),
         )
+
+    def _work(self) -> RankWork:
+        """What other ranks may wait for. A hook between two steps can take longer than a step: as long as the first one."""
+        phase, hook = self._info.phases.current, current_hook()
+        limit = self._deadlines.seconds(phase.name, p95=None if hook else self._steps.p95) if phase is not None else 0.0
+        doing = ", ".join(filter(None, (f"{phase}" if phase is not None else "starting", hook)))
+        return RankWork(doing=doing, idle=time.monotonic() - self._info.phases.active_at, limit=limit)
 
     def _place(self, calls: tuple[Call, ...]) -> tuple[str, bool]:
         """Where the main thread is, the innermost function that is Python's, and whether it waits for other ranks."""
