@@ -22,9 +22,23 @@ from smalti.plugins.schema import schema_of
 _LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _SWITCHES = ("...", "--dry-run", "--json", "--help", "--help-all")
-_OF_SLURM = ("dependency", "kill", "no", "nodes", "ntasks", "signal")
+_OF_SLURM = ("cpus_per_task", "dependency", "exclude", "kill", "no", "nodes", "ntasks", "sbatch", "setup", "signal")
+_OF_JOBS = (
+    "claim",
+    "image",
+    "max_failures",
+    "max_requeues",
+    "mount",
+    "resource",
+    "secret",
+    "shm",
+    "spares",
+    "submit",
+    "unusable",
+)
 _OF_OTHER_COMMANDS = (
     *_OF_SLURM,
+    *_OF_JOBS,
     "abort_abandoned",
     "apply",
     "bundle",

@@ -19,6 +19,7 @@ from smalti.system import ProcessExit, describe, ignore_signals_after_command, i
 
 COMMANDS = {
     "train": ("smalti.cli.train:train", "Train a model, or resume its training."),
+    "launch": ("smalti.cli.jobs.launch:launch", "Write the job with which SLURM or Kubernetes starts a run."),
     "plugins": ("smalti.cli.plugins:plugins", "List plugins and what each adds."),
     "plugin": ("smalti.cli.plugin:plugin", "Create a plugin package."),
     "doctor": ("smalti.cli.doctor.command:doctor", "Check this node; each problem with its fix."),
@@ -28,7 +29,7 @@ COMMANDS = {
     "checkpoint": ("smalti.cli.checkpoint:checkpoint", "List, inspect, verify, convert and export checkpoints."),
 }
 SECTIONS = {
-    "Training": ("train", "run", "checkpoint"),
+    "Training": ("train", "launch", "run", "checkpoint"),
     "Data": ("dataset", "cache"),
     "Configuration": ("config", "plugins", "plugin"),
     "Node": ("doctor",),

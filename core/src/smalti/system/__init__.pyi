@@ -42,7 +42,12 @@ from .parent import PARENT_VARIABLE as PARENT_VARIABLE, die_with_parent as die_w
 from .process import Process as Process, raise_open_files_limit as raise_open_files_limit
 from .schedulers.environment import ScheduledNodes as ScheduledNodes, scheduled_nodes as scheduled_nodes
 from .schedulers.hostlist import expand_hostlist as expand_hostlist
-from .schedulers.slurm import node_is_leaving as node_is_leaving, read_time as read_time, seconds_left as seconds_left
+from .schedulers.slurm import (
+    node_is_leaving as node_is_leaving,
+    read_time as read_time,
+    seconds_left as seconds_left,
+    unusable_nodes as unusable_nodes,
+)
 from .signals import (
     STOPPING as STOPPING,
     SignalFilter as SignalFilter,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 _SECONDS = 20.0
 """The commands wait for the controller for longer than this if it does not answer."""
 _LEAVING = ("DRAIN", "DRAINING", "DRAINED", "FAIL", "FAILING")
 """States of a node on which no new job starts. A job that runs there is not told."""
+_DOWN = ("DOWN", "ERROR", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN", "REBOOT_ISSUED")
 _TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 
 
@@ -33,10 +34,22 @@ def node_is_leaving(environment: Mapping[str, str]) -> str:
     name = environment.get("SLURMD_NODENAME", "")
     text = _output("scontrol", "--oneliner", "show", "node", name) if name else None
     state = re.search(r"\bState=(\S+)", text or "")
-    if state is None or not any(part in _LEAVING for part in re.split(r"[+*~#$@^%!-]", state[1])):
+    if state is None or not _is_in(state[1], _LEAVING):
         return ""
     reason = re.search(r"\bReason=(.*?)(?: \[\S+@\S+\])?$", text or "", re.MULTILINE)
     return f"{state[1]}: {reason[1].strip()}" if reason else state[1]
+
+
+def unusable_nodes(names: Collection[str]) -> set[str]:
+    """Those of these nodes that are down, drained or failing; none if SLURM does not answer."""
+    text = _output("scontrol", "--oneliner", "show", "node", ",".join(names)) if names else None
+    found = re.findall(r"^NodeName=(\S+) .*?\bState=(\S+)", text or "", re.MULTILINE)
+    return {name for name, state in found if _is_in(state, (*_LEAVING, *_DOWN))}
+
+
+def _is_in(state: str, states: Collection[str]) -> bool:
+    """Whether a state such as "MIXED+DRAIN" or "DOWN*" has one of these parts."""
+    return any(part in states for part in re.split(r"[+*~#$@^%!-]", state))
 
 
 def _output(*command: str) -> str | None:

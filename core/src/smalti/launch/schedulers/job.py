@@ -1,0 +1,81 @@
+"""What a job of any scheduler runs: the command of a node, and how many nodes and GPUs it needs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from smalti.config import Config, LaunchOptions, RunOptions
+from smalti.errors import UserError
+
+DEFAULT_GRACE = 300
+"""Seconds between the notice of a scheduler and the end, if `--grace_seconds` is not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run as a scheduler starts it.
+
+    `words` is the configuration file with the options of the run, without those that say which node this is. `processes` is the
+    number of ranks over all nodes, and `gpus` of GPUs on each; 0 for a run on CPUs. `grace` is in seconds.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    directory: str
+    nodes: int
+    processes: int
+    gpus: int
+    grace: int
+
+
+def job_of(
+    config: Config,
+    words: list[str],
+    *,
+    nodes: int | None,
+    gpus: int | None,
+    name: str | None,
+    default_grace: int = DEFAULT_GRACE,
+) -> Job:
+    """The job of a configuration. `nodes` and `gpus` (of each node) default to what the configuration says.
+
+    Raises UserError if the number of GPUs is unknown, or does not fit the number of ranks.
+    """
+    launch, run = config[LaunchOptions], config[RunOptions]
+    nodes = nodes or launch.num_machines
+    given = not config.is_default("num_processes")
+    if launch.use_cpu:
+        per_node = launch.num_processes // nodes if given else 1
+    elif gpus is not None:
+        per_node = gpus
+    elif given or nodes == 1:
+        per_node = launch.num_processes // nodes
+    else:
+        raise UserError("the number of GPUs of a node is unknown", fix="--gpus_per_node=8, or --num_processes for all nodes")
+    processes = per_node * nodes
+    if given and launch.num_processes != processes:
+        raise UserError(
+            f"num_processes={launch.num_processes} is not {per_node} on each of {nodes} nodes",
+            fix=f"--num_processes={processes}",
+        )
+    return Job(
+        name=job_name(name or (run.output_dir.name if run.output_dir is not None else "") or "smalti"),
+        words=tuple(words),
+        directory=str(run.output_dir),
+        nodes=nodes,
+        processes=processes,
+        gpus=0 if launch.use_cpu else per_node,
+        grace=default_grace,
+    )
+
+
+def job_name(text: str) -> str:
+    """A name that schedulers and host names accept: lower-case letters, digits and "-", at most 50, from a letter on."""
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    return (name if name[:1].isalpha() else f"smalti-{name}")[:50].strip("-")
+
+
+def comment(text: str) -> str:
+    """The text in one line, for a comment; "?" for what is not printable."""
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
