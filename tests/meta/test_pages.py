@@ -57,6 +57,7 @@ _OF_OTHER_COMMANDS = (
     "image_column",
     "json",
     "max_shard_size",
+    "measure",
     "public",
     "merge",
     "raw",

@@ -14,7 +14,7 @@ from smalti.cli.arguments import CommandLine
 from smalti.cli.output import counted, print_table
 from smalti.cli.pages.help import Command
 from smalti.config import Config, RunOptions, as_toml
-from smalti.doctor import Mask, Report, Section, diagnose_node, run_in_child, write_bundle
+from smalti.doctor import Mask, Report, Section, diagnose_node, existing, measure_node, run_in_child, write_bundle
 from smalti.errors import InvalidOptionError, UserError, problems_in
 from smalti.plugins import Plugins, load_plugins, selection_of
 from smalti.rundir import RunDirectory
@@ -33,7 +33,8 @@ _CONFIG_SECONDS = 300.0
 @click.argument("arguments", metavar="", nargs=-1, type=click.UNPROCESSED)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--bundle", metavar="FILE", help="Write a zip file without secrets, to be sent with a question.")
-def doctor(arguments: tuple[str, ...], as_json: bool, bundle: str | None) -> int:
+@click.option("--measure", is_flag=True, help="Measure products, copies, memory and disk for about 10 s each.")
+def doctor(arguments: tuple[str, ...], as_json: bool, bundle: str | None, measure: bool) -> int:
     """Check this node: versions, driver, devices, memory, disks, network name, limits.
 
     With CONFIG, a run directory or the arguments of `smalti train`, also the checks of that run. Exits with 3 if training could
@@ -47,6 +48,8 @@ def doctor(arguments: tuple[str, ...], as_json: bool, bundle: str | None) -> int
     if words:
         findings = [*problems, *(_config_findings(words) if not problems else ())]
         report = replace(report, sections=(*report.sections, Section(name="config", findings=findings)))
+    if measure:
+        report = replace(report, sections=(*report.sections, _speed(report, config)))
     if as_json:
         click.echo(json.dumps(mask.value(report.as_json()), indent=2))
     else:
@@ -118,12 +121,26 @@ def _config_text(config: Config | None, words: Sequence[str]) -> str:
         return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
-def _existing_run(config: Config | None) -> RunDirectory | None:
-    """The run of a configuration, if it was ever started."""
+def _speed(report: Report, config: Config | None) -> Section:
+    """Of the devices that torch has been seen to use, and of the disk of the output_dir."""
+    facts = next(section.facts for section in report.sections if section.name == "devices")
+    found = facts.get("torch")
+    if not isinstance(found, dict) or "devices" not in found:
+        message = "nothing was measured, because torch cannot be used"
+        return Section(name="speed", findings=[Finding(check="speed", level="note", message=message)])
+    return measure_node(len(found["devices"]), existing(_output_dir(config) or Path.cwd()))
+
+
+def _output_dir(config: Config | None) -> Path | None:
     try:
-        path = config[RunOptions].output_dir if config is not None else None
+        return config[RunOptions].output_dir if config is not None else None
     except InvalidOptionError:
         return None
+
+
+def _existing_run(config: Config | None) -> RunDirectory | None:
+    """The run of a configuration, if it was ever started."""
+    path = _output_dir(config)
     run = RunDirectory(path) if path is not None else None
     return run if run is not None and run.record_file.is_file() else None
 

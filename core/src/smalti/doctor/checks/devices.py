@@ -97,8 +97,15 @@ def devices(*, use_cpu: bool = False, seconds: float = SECONDS, root: Path = Pat
     driver = nvidia_driver()
     busy = [gpu.uuid for gpu in driver.gpus if gpu.memory - gpu.used < _RESERVED] if driver else []
     child = run_in_child("smalti.doctor.torch_facts", busy, seconds=seconds)
-    facts = child.values
-    findings = list(_of_torch(child))
+    facts = {"torch": dict(child.values), "nvidia": asdict(driver) if driver else None}
+    return Section(name="devices", facts=facts, findings=device_findings(child, driver, use_cpu=use_cpu, root=root))
+
+
+def device_findings(
+    child: ChildResult, driver: NvidiaDriver | None, *, use_cpu: bool = False, root: Path = Path("/")
+) -> list[Finding]:
+    """What follows from what torch (`smalti.doctor.torch_facts`) and nvidia-smi say."""
+    facts, findings = child.values, list(_of_torch(child))
     if driver is not None and driver.error:
         message = f"the NVIDIA driver does not answer: {driver.error}"
         fix = "check the driver (dmesg), or restart the node"
@@ -109,9 +116,7 @@ def devices(*, use_cpu: bool = False, seconds: float = SECONDS, root: Path = Pat
             findings += _without(facts, driver, root, use_cpu=use_cpu)
         else:
             findings += _of_devices(facts, driver)
-    return Section(
-        name="devices", facts={"torch": dict(facts), "nvidia": asdict(driver) if driver else None}, findings=findings
-    )
+    return findings
 
 
 def _of_torch(child: ChildResult) -> Iterator[Finding]:

@@ -33,7 +33,7 @@ def processor(root: Path = Path("/")) -> Section:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else present
     usable = min(allowed, quota) if quota is not None else float(allowed)
     facts = {
-        "name": _field(text, "model name") or platform.processor() or platform.machine(),
+        "name": processor_name(root),
         "count": present,
         "allowed": allowed,
         "quota": quota,
@@ -41,6 +41,10 @@ def processor(root: Path = Path("/")) -> Section:
         "instructions": found,
     }
     return Section(name="processor", facts=facts, findings=list(_findings(facts["name"], present, usable, found, bool(flags))))
+
+
+def processor_name(root: Path = Path("/")) -> str:
+    return _field(_read(root / "proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
 
 
 def _findings(name: object, present: int, usable: float, found: list[str], known: bool) -> Iterator[Finding]:
