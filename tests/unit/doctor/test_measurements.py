@@ -1,6 +1,7 @@
 """A device that is slower than the others, or than it was, is named with figures."""
 
-from dataclasses import replace
+import socket
+from dataclasses import asdict, replace
 
 from smalti.doctor.measure import Measurement
 from smalti.doctor.measurements import describe, measure_node, slower_devices, slower_than_before
@@ -41,16 +42,15 @@ def test_products_are_compared_with_the_published_peak():
     assert "bf16 products 700 TFLOP/s (71 % of the peak), memory 2.9e+03 GB/s" in describe(H100)
 
 
-def test_the_devices_of_this_node_and_its_disk_are_measured_and_kept(tmp_path, monkeypatch):
+def test_the_devices_of_this_node_and_its_disk_are_measured_and_compared_with_what_was_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    cache = CacheFile("speed")
-    section = measure_node(0, tmp_path, 0.2, cache)
+    cache, cpu = CacheFile("speed"), f"{socket.gethostname()} cpu"
+    earlier = Measurement(device=cpu, name="CPU", kind="cpu", index=0, products={"fp32": 1e6}, memory=1e15)
+    cache.put(cpu, asdict(earlier))
+    section = measure_node(0, tmp_path, 0.1, cache)
     [device] = section.facts["devices"]
-    assert (device["kind"], device["products"]["fp32"] > 1e8, device["memory"] > 1e7) == ("cpu", True, True)
-    assert section.facts["disk"]["write"] > 1e5
+    assert (device["device"], device["products"]["fp32"] > 1e8, device["memory"] > 1e7) == (cpu, True, True)
+    assert [each.level for each in section.findings if "slower than on" in each.message] == ["warning"]  # the memory
+    assert cache.get(cpu) == asdict(earlier)  # until it is as fast again
+    assert cache.get(f"disk {tmp_path}") == section.facts["disk"]
     assert list(tmp_path.iterdir()) == [tmp_path / "cache"]  # the file that was written is removed
-    assert cache.get(device["device"]) == device
-    cache.put(device["device"], {**device, "memory": 1e15})
-    again = measure_node(0, tmp_path, 0.2, cache)
-    assert any("slower than on" in each.message and "memory" in each.message for each in again.findings)
-    assert cache.get(device["device"])["memory"] == 1e15  # until it is as fast again

@@ -77,7 +77,7 @@ def _content(path: Path, mask: Mask) -> str:
     if size > _TAIL:
         text = text.partition("\n")[2]
     if path.suffix == ".jsonl":
-        return "".join(f"{_line(line, mask)}\n" for line in text.splitlines())
+        return "\n".join(_line(line, mask) for line in text.split("\n"))  # splitlines would split within strings
     if path.suffix == ".json" or path.name == "heartbeat":
         with suppress(ValueError):
             return _as_json(json.loads(text), mask)

@@ -20,8 +20,8 @@ from smalti.types import Finding
 _SECONDS = 20.0
 _PART = re.compile(r"smalti\.launch\.(worker|agent)|smalti_health\.monitor\.process")
 """Modules that run only as a part of a run."""
-_ADOPTERS = ("systemd", "init", "tini", "dumb-init", "docker-init", "catatonit")
-"""Programs that become the parent of a process whose own parent has died."""
+_STARTS_RUNS = re.compile(r"smalti|python|accelerate|torchrun")
+"""The programs that may be the parent of such a process while its run is alive."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def leftovers() -> dict[int, str]:
         top = pid
         while (parent := _parent(top)) in parts:
             top = parent
-        if parent in (0, 1) or _name(parent) in _ADOPTERS:
+        if parent in (0, 1) or not _STARTS_RUNS.search(_command_of(parent)):  # adopted by the system
             found[pid] = command
     return found
 
@@ -93,9 +93,9 @@ def _parent(pid: int) -> int:
         return 0
 
 
-def _name(pid: int) -> str:
+def _command_of(pid: int) -> str:
     try:
-        return str(psutil.Process(pid).name())
+        return _command(psutil.Process(pid))
     except psutil.Error:
         return ""
 
@@ -112,7 +112,7 @@ def _of_others(left: Mapping[int, str], uses: list[GpuUse]) -> Iterator[Finding]
     for use in uses:
         if use.pid in left:
             continue
-        command = _command(psutil.Process(use.pid)) if psutil.pid_exists(use.pid) else ""
+        command = _command_of(use.pid)
         who = _short(command) if command else "of another user or container"
         message = f"process {use.pid} holds {format_bytes(use.memory)} of GPU memory: {who}"
         yield Finding(check="processes", level="note", message=message)
