@@ -27,6 +27,8 @@ from .damage import damaged, rotated
 from .data import bad_inputs_and_tables, changing_worlds, failing_threads, resumed_anywhere, resumed_briefly
 from .gpu_health import failing_drivers, failing_gpus, healthy_gpus, one_failing_driver
 from .hostile import hostile
+from .nodes.faults import faults_on_nodes, one_fault_on_nodes
+from .nodes.scenarios import one_scenario, scenarios
 from .object_store import faulty_requests, few_faulty_requests
 from .phases import killed_in_phases, killed_in_phases_briefly
 from .plugging import plugged
@@ -72,12 +74,16 @@ GROUPS: dict[str, tuple[str, Round, int]] = {
     "D6": ("slow ranks", slow_ranks, 1),
     "D7": ("errors of programs, not of devices", software, 1),
     "D8": ("the same fault again and again", loops, 1),
+    "D9": ("faults of accelerators over two nodes", faults_on_nodes, 3),
+    "D10": ("nodes that are lost, cut, stopped, different", scenarios, 3),
     "E": ("webhooks whose receivers fail", failing_receivers, 2),
     "G": ("broken plugins", plugged, 2),
 }
 """Title, one round, share of the time."""
 SHORT = {
     agreed: agreed_once,
+    scenarios: one_scenario,
+    faults_on_nodes: one_fault_on_nodes,
     resumed: resumed_once,
     stopped: stopped_once,
     resumed_anywhere: resumed_briefly,
@@ -89,7 +95,7 @@ SHORT = {
     failing_receivers: few_failing_receivers,
 }
 SERVERS = {faulty_requests, faulty_checkpoints, stopping_server, refused_requests, racing_writers, many_keys, faulty_network}
-REAL = {killed, resumed, stopped, killed_in_phases, agreed, paused, *SERVERS, *SHORT.values()}
+REAL = {faults_on_nodes, scenarios, killed, resumed, stopped, killed_in_phases, agreed, paused, *SERVERS, *SHORT.values()}
 """Rounds that need a disk below them, or its space; those that fake a crash do not, and one without spares much time."""
 
 

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -90,6 +91,7 @@ class Cluster:
         self._ports = [f"port{k}" for k in range(count)]
         self._changed: set[tuple[str, int]] = set()
         self._private: list[tuple[int, Path]] = []
+        self._relays: list[socket.socket] = []
         for k in range(count):
             self._hosts(k).write_text(self._default_hosts())
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -126,6 +128,7 @@ class Cluster:
             line.close()
         for process in self._started.values():
             process.close()
+        self._close_relays()
         self._host.wait()
         self._folder.cleanup()
 
@@ -139,6 +142,7 @@ class Cluster:
         for node, path in self._private:
             self._ask(node, {"unbind": str(path)})
         self._private.clear()
+        self._close_relays()
         self.leftovers()
 
     # --- processes --------------------------------------------------------------------------------------------------
@@ -231,6 +235,15 @@ class Cluster:
             self._in_network(pid, ["tc", "qdisc", *(limit if mbit is not None else ["del", "dev", device, "root"])])
         (self._changed.add if mbit is not None else self._changed.discard)(("slow", node))
 
+    def relay(self, port: int) -> str:
+        """The address under which all nodes reach what listens at this port of 127.0.0.1 on this machine."""
+        self._line.send(str(port).encode())
+        _, descriptors, *_ = socket.recv_fds(self._line, LONGEST, 1)
+        server = socket.socket(fileno=descriptors[0])
+        self._relays.append(server)
+        threading.Thread(target=_accept, args=(server, port), daemon=True).start()
+        return f"{NETWORK}.1:{port}"
+
     def hosts(self, node: int, text: str | None = None) -> None:
         """Replace /etc/hosts of a node; None restores it."""
         self._hosts(node).write_text(self._default_hosts() if text is None else text)
@@ -254,6 +267,13 @@ class Cluster:
             while text := line.recv(LONGEST):
                 self._ended(node, json.loads(text))
         line.setblocking(True)
+
+    def _close_relays(self) -> None:
+        for server in self._relays:
+            with suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)
+            server.close()
+        self._relays.clear()
 
     def _ask(self, node: int, order: Mapping[str, object], descriptors: Sequence[int] = ()) -> tuple[dict, list[int]]:
         line = self._nodes[node]
@@ -306,6 +326,28 @@ class Cluster:
 
     def _default_hosts(self) -> str:
         return "127.0.0.1 localhost\n" + "".join(f"{self.address(k)} node{k}\n" for k in range(self.count))
+
+
+def _accept(server: socket.socket, port: int) -> None:
+    with suppress(OSError):
+        while True:
+            connection, _ = server.accept()
+            try:
+                target = socket.create_connection(("127.0.0.1", port))
+            except OSError:
+                connection.close()  # as a server that is down
+                continue
+            for ends in ((connection, target), (target, connection)):
+                threading.Thread(target=_copy, args=ends, daemon=True).start()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    for end in (source, target):
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
 
 
 @cache

@@ -102,6 +102,7 @@ def start_children_from_fork() -> None:
         ours.close()
         end_with_parent()
         os.setsid()
+        show_as(["fork-server"], {})
         _serve(theirs, parent)
     theirs.close()
     execute = subprocess.Popen._execute_child

@@ -47,6 +47,7 @@ def main(descriptor: int) -> None:
                 unshare(NEW_MOUNTS | NEW_NETWORK)
             mount("none", "/", flags=PRIVATE)
             _ip("link set lo up", "link add bridge type bridge", "link set bridge up")
+            _ip(f"addr add {setup['network']}.1/24 dev bridge")
             if setup["warm"]:
                 from .forked_commands import import_heavy
 
@@ -60,7 +61,9 @@ def main(descriptor: int) -> None:
         for _, each in nodes:
             each.close()
         with suppress(ConnectionError):
-            line.recv(1)  # until nobody is there any more
+            while port := line.recv(LONGEST):  # until nobody is there any more
+                with socket.create_server((f"{setup['network']}.1", int(port))) as server:
+                    socket.send_fds(line, [b"listening"], [server.fileno()])
         with suppress(ChildProcessError):
             while True:
                 os.wait()

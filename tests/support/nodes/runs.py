@@ -42,6 +42,10 @@ def pictures(place: Path) -> Path:
     return folder
 
 
+def _each(value: object) -> list[object]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
 class Run:
     """`smalti train` on some nodes, two ranks on each if not said otherwise. Node 0 of the launch is the first one."""
 
@@ -57,7 +61,7 @@ class Run:
         own: Mapping[int, Mapping[str, object]] | None = None,
         **options: object,
     ) -> None:
-        """`own` has options of single nodes. An option that is None is left out."""
+        """`own` has options of single nodes. An option that is None is left out, one that is a list is repeated."""
         self.cluster = cluster
         self.directory = directory
         self.ranks = ranks * len(nodes)
@@ -71,7 +75,7 @@ class Run:
             place = {"machine_rank": rank} if len(nodes) > 1 else {}
             data = {"instance_data_dir": pictures(cluster.place), "output_dir": directory}
             values = {**TINY, **data, **launch, **place, **options, **(own or {}).get(node, {})}
-            words = [f"--{name}={value}" for name, value in values.items() if value is not None]
+            words = [f"--{name}={each}" for name, value in values.items() for each in _each(value)]
             command = [sys.executable, "-m", "smalti", "train", *words]
             variables = {"HF_HOME": str(cluster.place / "hf"), **(env or {})}
             clock = (clocks or {}).get(node, 0)

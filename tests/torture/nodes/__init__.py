@@ -1,0 +1,1 @@
+"""Groups over several nodes: see `support.nodes`."""
