@@ -31,6 +31,7 @@ from .types import (
     FamilyEntry as FamilyEntry,
     FaultAction as FaultAction,
     Finding as Finding,
+    FindingLevel as FindingLevel,
     GpuFault as GpuFault,
     MetadataEntry as MetadataEntry,
     OptimizerEntry as OptimizerEntry,

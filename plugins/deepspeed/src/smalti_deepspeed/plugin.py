@@ -10,6 +10,7 @@ from smalti import (
     CheckpointFormat,
     Config,
     DistributedPlan,
+    Finding,
     OptimizerEntry,
     OptionGroup,
     Problem,
@@ -96,6 +97,12 @@ class DeepSpeed:
     @hookimpl
     def register_checkpoint_formats(self) -> list[CheckpointFormat]:
         return list(FORMATS)
+
+    @hookimpl
+    def diagnose(self, config: Config | None) -> list[Finding]:
+        from smalti_deepspeed.findings import deepspeed_findings
+
+        return deepspeed_findings(config)
 
 
 plugin = DeepSpeed()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from smalti import Config, MetadataEntry, OptionGroup, Problem, StorageEntry, hookimpl
+from smalti import Config, Finding, MetadataEntry, OptionGroup, Problem, StorageEntry, hookimpl
 from smalti_storage_s3.client.settings import KEYS
 from smalti_storage_s3.mirror.hooks import MirrorHooks, mirror_problems
 from smalti_storage_s3.mirror.options import GROUP
@@ -49,6 +49,14 @@ class StorageS3(MirrorHooks):
     def register_metadata_backends(self) -> list[MetadataEntry]:
         factory = "smalti_storage_s3.parquet:open_parquet"
         return [MetadataEntry(name="parquet", title="Parquet tables, or parquet files of images", factory=factory)]
+
+    @hookimpl
+    def diagnose(self, config: Config | None) -> list[Finding]:
+        if config is None:
+            return []
+        from smalti_storage_s3.findings import s3_findings
+
+        return s3_findings(config)
 
 
 plugin = StorageS3()

@@ -1,4 +1,4 @@
-"""What `smalti doctor` is told about GPUs: the driver, and each GPU by the rules that also stop a run."""
+"""GPUs for `smalti doctor`: the driver, and each GPU by the rules that also stop a run."""
 
 from __future__ import annotations
 
