@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 from smalti.doctor.nodes.agent import Actions, Agent, Identity
 from smalti.doctor.nodes.channel import Message
 from smalti.doctor.nodes.facts import node_facts
 
-FACTS: Message = {"plugins": ["toy 1.0"], "values": {"seed": 7}, "devices": {"kind": "cpu", "count": 1, "name": "CPU", "text": "CPU"}}
+FACTS: Message = {
+    "plugins": ["toy 1.0"],
+    "values": {"seed": 7},
+    "devices": {"kind": "cpu", "count": 1, "name": "CPU", "text": "CPU"},
+}
 
 
 def actions_of(folder: Path, facts: Message, figures: dict[str, float] | None = None) -> Actions:
@@ -23,7 +28,7 @@ def actions_of(folder: Path, facts: Message, figures: dict[str, float] | None = 
         found = node_facts(**own, interface=("lo", "127.0.0.1"), data={})  # type: ignore[arg-type]
         return {**found, **facts}
 
-    return Actions(folder=folder, facts=gather, measure=lambda seconds: {"figures": figures or {}})
+    return Actions(output_dir=folder, folder=folder, facts=gather, measure=lambda seconds: {"figures": figures or {}})
 
 
 def main() -> None:
@@ -37,7 +42,7 @@ def main() -> None:
     actions = actions_of(Path(given["folder"]), given.get("facts", {}), given.get("figures"))
     agent = Agent(own, actions, "127.0.0.1", given["port"])
     while not agent.done:
-        agent._thread.join()
+        time.sleep(0.02)
     print(json.dumps({"ended": agent.ended, "refused": agent.refused}))
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -12,9 +14,16 @@ import pytest
 from smalti.errors import ConfigError, ExitCode, PreflightError, UserError
 from smalti.launch.nodes import Nodes, wait_for_node_0
 from smalti.plugins import Plugins
-from smalti.rundir import RunDirectory, RunWriter, acquire
+from smalti.rundir import RunDirectory, RunWriter, acquire, read_events
 
-FLAGS = ("--num_processes=3", "--num_machines=3", "--main_process_ip=h", "--learning_rate=0.001")
+FLAGS = ("--num_processes=3", "--num_machines=3", "--main_process_ip=127.0.0.1", "--learning_rate=0.001", "--use_cpu")
+
+
+@pytest.fixture(scope="module")
+def port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return f"--main_process_port={probe.getsockname()[1]}"
 
 
 @pytest.fixture
@@ -23,9 +32,17 @@ def directory(tmp_path) -> RunDirectory:
 
 
 @pytest.fixture
-def node(directory, configure, plugins) -> Callable[..., Nodes]:
+def node(directory, configure, plugins, port) -> Iterator[Callable[..., Nodes]]:
     """node(1, "--flag", ...) -> that node of three, as its own process sees them."""
-    return lambda rank, *flags: Nodes(directory, configure(*FLAGS, f"--machine_rank={rank}", *flags), plugins)
+    made = []
+
+    def make(rank: int, *flags: str, directory: RunDirectory = directory, plugins: Plugins = plugins) -> Nodes:
+        made.append(Nodes(directory, configure(*FLAGS, port, f"--machine_rank={rank}", *flags), plugins))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
 
 
 @pytest.fixture
@@ -38,7 +55,7 @@ def together():
 def begun(directory: RunDirectory, first: Nodes) -> RunWriter:
     writer = acquire(directory)
     assert writer.record.started is not None
-    first.announce(writer.record.started)
+    first.begin(writer.record.started)
     return writer
 
 
@@ -69,9 +86,9 @@ def test_what_differs_is_named_on_both_nodes_with_both_values(directory, node, t
         assert "and 0.001 on node 0" in error.problems[0].message
 
 
-def test_of_other_plugins_only_the_difference_is_named(directory, node, configure, together):
+def test_of_other_plugins_only_the_difference_is_named(directory, node, together):
     first = node(0)
-    bare = Nodes(directory, configure(*FLAGS, "--machine_rank=1"), Plugins())
+    bare = node(1, plugins=Plugins())
     with begun(directory, first):
         for error in ends(together(first.gather, bare.join)):
             assert isinstance(error, ConfigError)
@@ -135,3 +152,63 @@ def test_what_an_earlier_launch_has_left_counts_for_nothing(directory, node, tog
     first = node(0)
     with begun(directory, first):
         assert ends(together(first.gather, node(1).join, node(2).join)) == [None, None, None]
+
+
+def test_a_node_with_another_directory_of_that_name_is_named_on_both(directory, node, together, tmp_path):
+    other = RunDirectory(tmp_path / "other")
+    first = node(0)
+    with begun(directory, first):
+        found = ends(together(first.gather, node(1, directory=other).wait_for_node_0))
+    for error in found:
+        assert isinstance(error, PreflightError)
+        assert error.message.startswith(f"output_dir is not one directory: {other.path} on ")
+        assert f"{directory.path} on" in error.message
+
+
+def test_a_node_that_cannot_connect_to_node_0_is_named_on_both(directory, node, together, monkeypatch):
+    monkeypatch.setattr("smalti.launch.node_checks._UNREACHABLE_SECONDS", 0.3)
+    first = node(0)
+    with begun(directory, first), socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        lost = node(1)
+        lost._checks._port = unused.getsockname()[1]
+        found = ends(together(first.gather, lost.join))
+    for error in found:
+        assert isinstance(error, PreflightError)
+        assert re.match(r"node 1 \(.*\) cannot connect to node 0 at 127.0.0.1, port \d+: Connection refused", error.message)
+
+
+def test_the_report_is_kept_and_an_event(directory, node, together):
+    first = node(0)
+    with begun(directory, first) as writer:
+        assert ends(together(lambda: first.gather(writer.events), node(1).join, node(2).join)) == [None, None, None]
+    report = json.loads((directory.path / "nodes" / "preflight.json").read_text())
+    [event] = [each for each in read_events(directory.events_file) if "preflight" in each.fields]
+    assert report["works"]
+    assert event.fields["preflight"] == report
+    assert event.text("message").startswith("preflight of 3 nodes: the nodes agree")
+    assert not list((directory.path / "nodes").glob(".nodes-*"))
+
+
+def test_without_a_preflight_nothing_listens(directory, node, together, port):
+    first = node(0, "--preflight=off")
+    with begun(directory, first):
+        socket.create_server(("", int(port.partition("=")[2]))).close()
+        off = [node(rank, "--preflight=off").join for rank in (1, 2)]
+        assert ends(together(first.gather, *off)) == [None, None, None]
+    assert not (directory.path / "nodes" / "preflight.json").exists()
+
+
+def test_missing_nodes_are_named_with_their_last_hosts_again_and_again(directory, node, together, monkeypatch, capsys):
+    monkeypatch.setattr("smalti.launch.nodes._SAY_SECONDS", 0.2)
+    monkeypatch.setattr("smalti.launch.nodes._REPEAT_SECONDS", 0.3)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu-[15-17]")
+    first = node(0, "--rendezvous_timeout=2")
+    with begun(directory, first):
+        gathering, _ = together(first.gather, node(1, "--rendezvous_timeout=2").join)
+        with pytest.raises(PreflightError, match=r"^node 2 \(gpu-17\) did not start within 2 s"):
+            gathering.result(60)
+    waits = [line for line in capsys.readouterr().err.splitlines() if "waiting for node 2 (gpu-17), for " in line]
+    assert len(waits) > 3
+    assert "present: node 0 (" in waits[-1]
+    assert ", node 1 (" in waits[-1]

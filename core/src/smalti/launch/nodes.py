@@ -3,7 +3,8 @@
     nodes/node-K.json   which node K is: its host, version, plugins and options; replaced by each launch
 
 Node 0 waits for the others, compares, and enters into its own file with whom it starts. A node that differs is named on all
-nodes with what differs. So torch's rendezvous, which only knows how many nodes have come, begins when all are there.
+nodes with what differs. So torch's rendezvous, which only knows how many nodes have come, begins when all are there. What files
+cannot show is checked over the network, see `smalti.launch.node_checks`.
 
 `attempt` is that of node 0, which distinguishes this launch from others. Importing this module imports no torch.
 """
@@ -24,19 +25,25 @@ import click
 
 from smalti.config import Config, LaunchOptions
 from smalti.errors import ConfigError, ExitCode, PreflightError, Problem, UserError
+from smalti.launch.node_checks import NodeChecks
 from smalti.plugins import Plugins
-from smalti.rundir import POLL_SECONDS, RunDirectory
-from smalti.system import write_json_atomically
+from smalti.rundir import POLL_SECONDS, EventWriter, RunDirectory
+from smalti.system import expand_hostlist, write_json_atomically
 
 _SAY_SECONDS = 5.0
 """A wait that is longer is printed."""
+_REPEAT_SECONDS = 30.0
+"""A wait is printed again after this long."""
 _CHECK_SECONDS = 2.0
 """How often node 0 looks at the others while it scans the data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """The content of a file. `agreed` is filled by node 0: the token of each node with which it starts."""
+    """The content of a file. `agreed` is filled by node 0: the token of each node with which it starts.
+
+    `unreachable` is why this node cannot connect to node 0.
+    """
 
     machine_rank: int
     attempt: float
@@ -46,34 +53,40 @@ class Node:
     plugins: list[str]
     values: dict[str, object]
     agreed: dict[str, str] = field(default_factory=dict)
+    unreachable: str = ""
 
     @property
     def name(self) -> str:
         return f"node {self.machine_rank} ({self.host})"
 
 
-def wait_for_node_0(directory: RunDirectory, seconds: float) -> None:
-    """Wait until node 0 has acquired the run directory, which must be on shared storage.
+def wait_for_node_0(directory: RunDirectory, seconds: float, check: Callable[[], None] = lambda: None) -> None:
+    """Wait until node 0 has acquired the run directory, which must be on shared storage. `check` is called often and may raise.
 
-    Raises PreflightError if there is no sign of it for this number of seconds.
+    Raises PreflightError if there is no sign of node 0 for this number of seconds.
     """
+    notice = _Notice()
     for waited in _while_node_0_lives(directory, seconds):
+        check()
         heartbeat = directory.heartbeat()
         if directory.record() is not None and heartbeat is not None and heartbeat.alive() is not False:
             return
         if waited == 0:
             click.echo(f"smalti: waiting for node 0 to create {directory.path}", err=True)
+        notice.print(waited, f"waiting for node 0 to create {directory.path}, for {waited:.0f} of {seconds:.0f} s")
 
 
 class Nodes:
-    """The nodes of a launch, as seen by this one."""
+    """The nodes of a launch, as seen by this one. `kind` is that of its accelerators. Close it before ranks start."""
 
-    def __init__(self, directory: RunDirectory, config: Config, plugins: Plugins) -> None:
+    def __init__(self, directory: RunDirectory, config: Config, plugins: Plugins, kind: str = "cpu") -> None:
         self._directory = directory
         self._folder = directory.path / "nodes"
         self._config = config
         self._options = config[LaunchOptions]
-        self._said: set[str] = set()
+        self._checks = NodeChecks(self._folder, config, plugins, kind)
+        self._notice = _Notice()
+        self._announced = 0.0
         self._others = set(range(self._options.num_machines)) - {self._options.machine_rank}
         self._own = Node(
             machine_rank=self._options.machine_rank,
@@ -85,10 +98,19 @@ class Nodes:
             values=json.loads(json.dumps(config.masked(config.shared_values()))),
         )
 
+    def close(self) -> None:
+        self._checks.close()
+
     # --- node 0 -----------------------------------------------------------------------------------------------------
 
+    def begin(self, attempt: float) -> None:
+        """Let the other nodes take part in this attempt. Raises PreflightError if they could not connect."""
+        self._checks.listen()
+        self.announce(attempt)
+
     def announce(self, attempt: float) -> None:
-        """Say that this node takes part in an attempt."""
+        """Write that this node takes part in an attempt."""
+        self._announced = time.monotonic()
         self._write(replace(self._own, attempt=attempt))
 
     def checked(self, progress: Callable[[int, int | None], None]) -> Callable[[int, int | None], None]:
@@ -99,31 +121,49 @@ class Nodes:
             nonlocal looked
             if time.monotonic() - looked > _CHECK_SECONDS:
                 self._compare(self._present())
+                self._checks.connected()
                 looked = time.monotonic()
             progress(done, total)
 
         return advance
 
-    def gather(self) -> None:
-        """Wait on node 0 until all nodes have come, and let them start.
+    def gather(self, events: EventWriter | None = None) -> None:
+        """Wait on node 0 until all nodes have come, check them against each other, and let them start.
 
-        Raises ConfigError if one of them has other options, plugins or another version, PreflightError if one does not come.
+        Raises ConfigError if one of them has other options, plugins or another version, PreflightError if one does not come or
+        if they could not train together.
         """
         seconds = self._options.rendezvous_timeout
         for waited in _waiting():
             present = self._present()
             self._compare(present)
-            missing = sorted(self._others - present.keys())
+            missing = sorted(self._others - (present.keys() & self._checks.connected()))
             if not missing:
                 break
             if waited > seconds:
                 raise PreflightError(
-                    f"{_listed(missing)} did not start within {seconds} s",
+                    f"{self._named(missing)} did not start within {seconds} s",
                     fix=f"start the same command there with --machine_rank={missing[0]} and the same --output_dir, on shared "
                     "storage; --rendezvous_timeout waits longer",
                 )
-            self._say_once(waited, f"waiting for {_listed(missing)} (--rendezvous_timeout={seconds})")
+            here = ", ".join(node.name for node in (self._own, *present.values()))
+            self._notice.print(waited, f"waiting for {self._named(missing)}, for {waited:.0f} of {seconds} s; present: {here}")
+        self._checks.run(events)
         self._write(replace(self._own, agreed={str(rank): node.token for rank, node in present.items()}))
+
+    def _named(self, ranks: list[int]) -> str:
+        """Nodes with the hosts on which they are expected: those of the scheduler, else those of the last launch."""
+        listed = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or ""
+        try:
+            hosts = expand_hostlist(listed) if listed else []
+        except ValueError:
+            hosts = []
+        names = []
+        for rank in ranks:
+            last = self._read(rank)
+            host = hosts[rank] if rank < len(hosts) else last.host.partition(",")[0] if last is not None else ""
+            names.append(f"node {rank} ({host})" if host else f"node {rank}")
+        return ", ".join(names)
 
     def _present(self) -> dict[int, Node]:
         found = {rank: self._read(rank) for rank in sorted(self._others)}
@@ -133,8 +173,16 @@ class Nodes:
         problems = [problem for node in present.values() for problem in self._differences(self._own, node)]
         if problems:
             raise ConfigError(problems)
+        for node in present.values():
+            if node.unreachable:
+                raise PreflightError(node.unreachable, fix="allow TCP to that port of node 0 (firewall, network)")
 
     # --- the others -------------------------------------------------------------------------------------------------
+
+    def wait_for_node_0(self) -> None:
+        """Wait until node 0 has the run directory. Raises PreflightError if it does not, or if it has another one."""
+        self._checks.connect()
+        wait_for_node_0(self._directory, self._options.rendezvous_timeout, self._checks.raise_failure)
 
     def join(self) -> None:
         """Wait until node 0 starts with this node.
@@ -143,12 +191,18 @@ class Nodes:
         """
         try:
             self._join()
+        except UserError:
+            self.close()  # so that another process of this number can connect
+            raise
         except (KeyboardInterrupt, SystemExit):
+            self.close()
             self._file(self._own.machine_rank).unlink(missing_ok=True)  # so that node 0 waits for one that takes its place
             raise
 
     def _join(self) -> None:
+        self._checks.connect()
         for waited in _while_node_0_lives(self._directory, self._options.rendezvous_timeout):
+            self._checks.raise_failure()
             attempt = self._attempt()
             if attempt is not None and attempt != self._own.attempt:
                 self.announce(attempt)
@@ -161,7 +215,8 @@ class Nodes:
             if self._own.attempt:
                 self._check_end()
                 self._check_own()
-            self._say_once(waited, "waiting for node 0 to scan the data, and for the other nodes")
+                self._check_connection()
+            self._notice.print(waited, f"waiting for node 0 to scan the data, and for the other nodes, for {waited:.0f} s")
 
     def _attempt(self) -> float | None:
         """The attempt of node 0 that is under way; None if there is none."""
@@ -186,6 +241,12 @@ class Nodes:
                 f"{other.name} has started with the --machine_rank of this node",
                 fix=f"give each node its own --machine_rank, from 0 to {self._options.num_machines - 1}",
             )
+
+    def _check_connection(self) -> None:
+        """Raises PreflightError on this node and on node 0 if this one cannot connect to it."""
+        if (error := self._checks.unreachable(self._announced)) is not None:
+            self._write(replace(self._own, unreachable=error.message))
+            raise error
 
     # --- all --------------------------------------------------------------------------------------------------------
 
@@ -228,9 +289,16 @@ class Nodes:
     def _file(self, rank: int) -> Path:
         return self._folder / f"node-{rank}.json"
 
-    def _say_once(self, waited: float, sentence: str) -> None:
-        if waited > _SAY_SECONDS and sentence not in self._said:
-            self._said.add(sentence)
+
+class _Notice:
+    """Prints for what is waited: once after a few seconds, then every half minute."""
+
+    def __init__(self) -> None:
+        self._next = _SAY_SECONDS
+
+    def print(self, waited: float, sentence: str) -> None:
+        if waited >= self._next:
+            self._next = waited - waited % _REPEAT_SECONDS + _REPEAT_SECONDS
             click.echo(f"smalti: {sentence}", err=True)
 
 
@@ -259,7 +327,3 @@ def _waiting() -> Iterator[float]:
     while True:
         yield time.monotonic() - begun
         time.sleep(POLL_SECONDS)
-
-
-def _listed(ranks: list[int]) -> str:
-    return f"node {ranks[0]}" if len(ranks) == 1 else f"nodes {', '.join(map(str, ranks))}"

@@ -33,7 +33,7 @@ from smalti.data import PreparedData, check_caches, check_sources, ranks_scan, s
 from smalti.errors import ConfigError, ExitCode, GpuFaultError, TakenOverError
 from smalti.launch.checks import check_run, refuse_fault_loop
 from smalti.launch.network import check_main_address
-from smalti.launch.nodes import Nodes, wait_for_node_0
+from smalti.launch.nodes import Nodes
 from smalti.launch.plan import (
     LaunchPlan,
     allocator_settings,
@@ -100,8 +100,10 @@ class Preparation:
             notices.append(f"the launch is planned for {kind} devices, as in the Accelerate YAML; this node has none")
         options = config[LaunchOptions]
         joins = write and options.machine_rank > 0 and options.shared_output_dir
-        if joins:
-            wait_for_node_0(directory, options.rendezvous_timeout)
+        several = write and options.num_machines > 1 and options.shared_output_dir
+        nodes = Nodes(directory, config, plugins, kind) if several else None
+        if nodes is not None and joins:
+            nodes.wait_for_node_0()
         network = check_main_address(options, environment) if write else ""
         config, given = choose_precision(config, kind, directory), config
         distributed = checked.distributed if config is given else choose_distributed(config, plugins)
@@ -110,10 +112,9 @@ class Preparation:
         facts = {"device": describe_devices(config, kind), "precision": describe(config, kind)}
         facts |= {"network": network} if network else {}
         writer = _acquire(directory, config) if write and not joins else None
-        nodes = Nodes(directory, config, plugins) if write and options.num_machines > 1 and options.shared_output_dir else None
-        with _failures_recorded(writer):
+        with _failures_recorded(writer, nodes):
             if nodes is not None and writer is not None:
-                nodes.announce(cast(float, writer.record.started))
+                nodes.begin(cast(float, writer.record.started))
             if write and not joins:
                 _check_caches(config, plugins, checked.family)
             later = write and ranks_scan(config, plugins, directory.data)
@@ -156,12 +157,13 @@ class Preparation:
             click.echo(f"smalti: note: {notice}", err=True)
         click.echo(f"smalti: {self.plugins.summary}", err=True)
         click.echo(f"smalti: {'; '.join(f'{name} {self.facts[name]}' for name in _FIRST if name in self.facts)}", err=True)
-        with _failures_recorded(self.writer):
+        with _failures_recorded(self.writer, self.nodes):
             write_launch_files(self.directory, self.config, self.plugins, self.plan)
             if self.writer is not None:
                 self.writer.keep_files()
             if self.nodes is not None:
-                self.nodes.join() if self.writer is None else self.nodes.gather()
+                self.nodes.join() if self.writer is None else self.nodes.gather(self.writer.events)
+                self.nodes.close()
             sys.stdout.flush()
             code, message = self._run(standby)
         if self.writer is not None:
@@ -312,11 +314,13 @@ def _acquire(directory: RunDirectory, config: Config) -> RunWriter:
 
 
 @contextmanager
-def _failures_recorded(writer: RunWriter | None) -> Iterator[None]:
-    """Record an exception as the end of the run. It becomes `Stopped` if a stop was requested."""
+def _failures_recorded(writer: RunWriter | None, nodes: Nodes | None) -> Iterator[None]:
+    """Record an exception as the end of the run, also for the other nodes. It becomes `Stopped` if a stop was requested."""
     try:
         yield
     except BaseException as error:
+        if nodes is not None:
+            nodes.close()
         if writer is None:
             raise
         if writer.ownership.lost and isinstance(error, KeyboardInterrupt):

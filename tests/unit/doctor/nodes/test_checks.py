@@ -16,6 +16,7 @@ import pytest
 
 from smalti.doctor.nodes.agent import Identity
 from smalti.doctor.nodes.checks import check_nodes
+from smalti.doctor.nodes.peers import best_rates, rounds
 from smalti.doctor.nodes.report import NodesReport
 from smalti.doctor.nodes.service import Service, gather_nodes
 from smalti.errors import PreflightError
@@ -49,9 +50,9 @@ def service(shared) -> Iterator[Callable[..., Service]]:
     """service(3) -> the service of node 0, of three nodes."""
     made: list[Service] = []
 
-    def make(count: int, **facts: object) -> Service:
+    def make(count: int, address: str = "127.0.0.1") -> Service:
         own = Identity(machine_rank=0, num_machines=count, host="first", version="1")
-        made.append(Service(own, actions_of(shared, facts, {"fp32 TFLOP/s": 1.0}), address="127.0.0.1", port=_free_port()))
+        made.append(Service(own, actions_of(shared, {}, {"fp32 TFLOP/s": 1.0}), address=address, port=_free_port()))
         return made[-1]
 
     yield make
@@ -187,15 +188,12 @@ def test_a_clock_that_is_ahead_is_a_warning_with_the_seconds(service, start, clo
 
 
 def test_a_node_that_others_cannot_reach_is_named(service, start):
-    """Node 0 gives another address for itself than the one it listens on: like a port that a firewall closes."""
-    node_0 = service(2)
+    node_0 = service(2, address="255.255.255.255")
     start(node_0, 1)
-    assert gather_nodes(node_0, 60, lambda waited, missing: None) == []
-    member = node_0._members[0]
-    node_0._members[0] = type(member)(identity=member.identity, address="127.0.0.1:closed", channel=member.channel)
-    report = check_nodes(node_0, full=False)
+    report = checked(node_0)
     assert not report.works
-    assert "node 1 (host-1) cannot connect to node 0 (first) at 127.0.0.1:closed" in messages(report)[0]
+    [message] = messages(report)
+    assert message.startswith("node 1 (host-1) cannot connect to node 0 (first) at 255.255.255.255, port ")
 
 
 def test_a_node_that_does_not_answer_is_named(service, start, monkeypatch):
@@ -212,7 +210,8 @@ def test_a_node_that_does_not_answer_is_named(service, start, monkeypatch):
     assert any("node 1 (host-1): the connection was lost" in each for each in messages(report))
 
 
-def test_figures_are_compared_over_nodes_and_with_the_last_report(service, start):
+def test_figures_are_compared_over_nodes_and_with_the_last_report(service, start, monkeypatch):
+    monkeypatch.setattr("smalti.doctor.nodes.checks._TRANSFER_SECONDS", 0.05)
     node_0 = service(3)
     for rank, speed in ((1, 1.0), (2, 0.5)):
         start(node_0, rank, figures={"fp32 TFLOP/s": speed})
@@ -221,6 +220,20 @@ def test_figures_are_compared_over_nodes_and_with_the_last_report(service, start
     assert set(report.measured.links) == {"0-1", "1-2", "2-0"}
     assert all(rate > 0 for rate in report.measured.links.values())
     assert report.measured.devices["2"] == {"fp32 TFLOP/s": 0.5}
+    faster = {"links": {"0-1": 1e15}, "devices": {"1": {"fp32 TFLOP/s": 2.0}}, "visible_seconds": None, "clocks": {}}
+    last = NodesReport.of_json({**report.as_json(), "measured": faster})
+    again = messages(check_nodes(node_0, full=True, last=last), "warning")
+    assert any(each.startswith("between node 0 (first) and node 1 (host-1): ") for each in again)
+    assert "fp32 TFLOP/s of node 1 (host-1) is 50% below the last time (1, 2)" in again
+
+
+def test_a_slow_node_is_the_one_that_is_slow_with_all_its_partners():
+    for count in (3, 4, 5, 8, 9):
+        for slow in range(count):
+            pairs = [pair for each in rounds(count)["pairs"] for pair in each]
+            rates = {pair: 10.0 if slow in pair else 100.0 for pair in pairs}
+            assert {node for node, rate in best_rates(rates).items() if rate < 50} == {slow}
+            assert all(len({node for pair in each for node in pair}) == 2 * len(each) for each in rounds(count)["pairs"])
 
 
 def test_other_programs_at_the_port_change_nothing(service, start):

@@ -56,6 +56,11 @@ class LaunchOptions(Options):
         ge=1,
         le=31_536_000,
     )
+    preflight: Literal["auto", "full", "off"] = option(
+        "auto",
+        help="Check several nodes against each other at the start. `full` measures their network and devices too.",
+        level="advanced",
+    )
     dynamo_backend: Annotated[str | None, BeforeValidator(_backend_name)] = option(
         None,
         help="Compile the model with this torch.compile backend, such as inductor.",

@@ -39,10 +39,11 @@ class Identity:
 class Actions:
     """What a node does on request of node 0.
 
-    `folder` is where this node expects what all nodes share. `facts` returns what this node has. `measure` returns the speed of
-    its devices; it may take as many seconds for each of them.
+    `folder` is in `output_dir`, and where this node expects what all nodes share. `facts` returns what this node has.
+    `measure` returns the speed of its devices; it may take as many seconds for each of them.
     """
 
+    output_dir: Path
     folder: Path
     facts: Callable[[], Message]
     measure: Callable[[float], Message]
@@ -108,13 +109,14 @@ class Agent:
     """Connects this node to node 0, in a thread of its own, as often as needed until `close`.
 
     `unreachable` is why it cannot connect now, with the time of the monotonic clock since when; None if it has connected.
-    `refused` is why it does not take part. `ended` is what node 0 has ended the exchange with.
+    `refused` is why it does not take part, `ended` what node 0 has ended the exchange with, `failure` an unexpected error.
     """
 
     def __init__(self, own: Identity, actions: Actions, address: str, port: int) -> None:
         self.unreachable: tuple[str, float] | None = None
         self.refused: Message | None = None
         self.ended: Message | None = None
+        self.failure: Exception | None = None
         self.connected = False
         self._own, self._actions = own, actions
         self._address, self._port = address, port
@@ -140,6 +142,9 @@ class Agent:
             except OSError as error:
                 since = self.unreachable[1] if self.unreachable else time.monotonic()
                 self.unreachable = (error.strerror or str(error), since)
+            except Exception as error:  # noqa: BLE001 - for the main thread, which waits
+                self.failure = error
+                return
             self.connected = False
             self._closing.wait(_RETRY_SECONDS)
 
@@ -160,9 +165,8 @@ class Agent:
             welcome = channel.receive(_HANDSHAKE_SECONDS)
             if "refused" not in welcome:
                 shared = self._actions.folder / Path(str(welcome["folder"])).name
-                channel.send(
-                    {"sees": sees(shared), "folder": str(self._actions.folder), "mount": mount_of(self._actions.folder)}
-                )
+                place = f"{self._actions.output_dir} on {mount_of(self._actions.output_dir)}"
+                channel.send({"sees": sees(shared), "output_dir": place})
                 welcome = channel.receive(_HANDSHAKE_SECONDS)
             if "refused" in welcome:
                 self.refused = welcome

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -52,11 +51,10 @@ def check_nodes(
     visible = _storage(service, comparison)
     links: dict[str, float] = {}
     devices: dict[str, Mapping[str, float]] = {}
-    token = secrets.token_hex(8)
-    peers = _reachable(service, comparison, token)
+    peers = _reachable(service, comparison)
     if full:
         progress("measuring the bandwidth between the nodes")
-        links = _bandwidth(service, comparison, token, peers, last)
+        links = _bandwidth(service, comparison, peers, last)
         progress("measuring the devices")
         devices = _speed(service, comparison, last)
     return NodesReport(
@@ -151,16 +149,16 @@ def _storage(service: Service, comparison: Comparison) -> float | None:
 # --- connections ----------------------------------------------------------------------------------------------------
 
 
-def _reachable(service: Service, comparison: Comparison, token: str) -> dict[int, tuple[str, int]]:
+def _reachable(service: Service, comparison: Comparison) -> dict[int, tuple[str, int]]:
     """Lets nodes connect to each other. Returns the address and port of each node that others can reach."""
     members = service.members()
     ports = {
         rank: (members[rank].address, cast(int, reply.answer["port"]))
-        for rank, reply in service.request("listen", {"token": token}, seconds=_ANSWER_SECONDS).items()
+        for rank, reply in service.request("listen", {"token": service.token}, seconds=_ANSWER_SECONDS).items()
         if not _failed(comparison, "ports", rank, reply)
     }
     each = {rank: {"peers": {str(peer): ports[peer] for peer in _partners(rank, list(ports))}} for rank in ports}
-    replies = service.request("connect", {"token": token}, each=each, seconds=CONNECT_SECONDS + _ANSWER_SECONDS)
+    replies = service.request("connect", {"token": service.token}, each=each, seconds=CONNECT_SECONDS + _ANSWER_SECONDS)
     reached = dict.fromkeys(ports, "reach each other")
     for rank, reply in replies.items():
         if _failed(comparison, "ports", rank, reply):
@@ -185,7 +183,7 @@ def _partners(rank: int, ranks: list[int]) -> list[int]:
 
 
 def _bandwidth(
-    service: Service, comparison: Comparison, token: str, peers: Mapping[int, tuple[str, int]], last: NodesReport | None
+    service: Service, comparison: Comparison, peers: Mapping[int, tuple[str, int]], last: NodesReport | None
 ) -> dict[str, float]:
     """The rate of each pair, the slower direction, in bytes per second. Slow nodes become findings."""
     ranks, measured = sorted(peers), dict[str, float]()
@@ -193,7 +191,7 @@ def _bandwidth(
     for kind, some in rounds(len(ranks)).items():
         for pairs in some:
             each = {ranks[a]: {"peer": peers[ranks[b]]} for a, b in pairs}
-            shared = {"token": token, "seconds": _TRANSFER_SECONDS}
+            shared = {"token": service.token, "seconds": _TRANSFER_SECONDS}
             replies = service.request("transfer", shared, each=each, seconds=2 * _TRANSFER_SECONDS + 2 * _ANSWER_SECONDS)
             for a, b in pairs:
                 reply = replies[ranks[a]]

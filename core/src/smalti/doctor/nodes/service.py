@@ -54,6 +54,7 @@ class Service:
     def __init__(self, own: Identity, actions: Actions, *, address: str, port: int) -> None:
         self.own = own
         self.port = port
+        self.token = secrets.token_hex(8)
         self._lock = threading.Lock()
         self._problems: dict[int, Finding] = {}
         self._members: dict[int, Member] = {}
@@ -62,12 +63,12 @@ class Service:
         self._socket = _listen(port)
         try:
             actions.folder.mkdir(parents=True, exist_ok=True)
-            self.folder = actions.folder / f".nodes-{secrets.token_hex(8)}"
+            self.folder = actions.folder / f".nodes-{self.token}"
             self.folder.mkdir()
         except OSError:
             self._socket.close()
             raise
-        self._mount = f"{actions.folder} on {mount_of(actions.folder) or 'an unknown file system'}"
+        self._mount = f"{actions.output_dir} on {mount_of(actions.output_dir)}"
         here, there = socket.socketpair()
         self._members[0] = Member(identity=own, address=address, channel=Channel(here))
         self._threads = [
@@ -156,6 +157,8 @@ class Service:
         for channel in (*channels, local):
             channel.close()
         remove_all(self.folder)
+        with suppress(OSError):
+            self.folder.rmdir()
 
     def _stop_listening(self) -> None:
         with suppress(OSError):
@@ -201,8 +204,8 @@ class Service:
             channel.send({"folder": self.folder.name})
             answer = channel.receive(_HANDSHAKE_SECONDS)
             if not answer["sees"]:
-                place = f"{answer['folder']} on {answer['mount'] or 'an unknown file system'}"
-                message = f"output_dir is not one directory: {place} on {node.name}, {self._mount} on {self.own.name}"
+                places = f"{answer['output_dir']} on {node.name}, {self._mount} on {self.own.name}"
+                message = f"output_dir is not one directory: {places}"
                 problem = Finding(check="output_dir", level="error", message=message, fix=_NOT_SHARED, node=node.name)
         with self._lock:
             problem = problem or self._duplicate(node)

@@ -17,8 +17,8 @@ _FIRST_SLEEP, _LONGEST_SLEEP = 0.005, 0.25
 
 
 def mount_of(path: Path) -> str:
-    """The file system of a path, such as "nfs4 (10.0.0.1:/export)"; "" if the system does not report it."""
-    found, longest = "", -1
+    """The file system of a path, such as "nfs4 (10.0.0.1:/export)"."""
+    found, longest = "an unknown file system", -1
     resolved = path.resolve()
     with suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
@@ -75,7 +75,7 @@ def missing_files(folder: Path, names: Sequence[str], seconds: float) -> list[st
 
 
 def remove_all(folder: Path) -> list[str]:
-    """Remove what all nodes have written, and the folder. Returns what could not be removed, with the reason."""
+    """Remove the files that all nodes have written. Returns what could not be removed, with the reason."""
     failed = []
     with suppress(FileNotFoundError):
         for path in sorted(folder.iterdir()):
@@ -83,8 +83,6 @@ def remove_all(folder: Path) -> list[str]:
                 path.unlink()
             except OSError as error:
                 failed.append(f"{path.name}: {error.strerror or error}")
-        with suppress(OSError):
-            folder.rmdir()
     return failed
 
 

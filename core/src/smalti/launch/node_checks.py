@@ -1,0 +1,235 @@
+"""The preflight of a launch over several nodes: they are checked against each other before any of them starts a rank.
+
+Node 0 listens on `--main_process_port` from the moment it has the run directory. The others connect as soon as they start, and
+execute what node 0 requests. So a node that has another directory under the same name is found although its files are not.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+
+import click
+
+from smalti.config import Config, LaunchOptions
+from smalti.doctor import (
+    Actions,
+    Agent,
+    Identity,
+    Message,
+    NodesReport,
+    Service,
+    check_nodes,
+    node_facts,
+)
+from smalti.errors import InvalidOptionError, PreflightError, UserError
+from smalti.launch.network import route_to
+from smalti.launch.plan import DEFAULT_PORT
+from smalti.plugins import Plugins
+from smalti.rundir import EventWriter
+from smalti.system import write_json_atomically
+from smalti.types import Finding
+
+REPORT = "preflight.json"
+"""In the folder `nodes` of the run directory: the last report that node 0 has made."""
+_UNREACHABLE_SECONDS = 15.0
+"""A node whose files node 0 sees, but which cannot connect for this long, does not start."""
+
+
+def facts_of(config: Config, plugins: Plugins, kind: str) -> Callable[[], Message]:
+    """What gathers the facts of this node, for a configuration that may be a draft. `kind` is that of its accelerators."""
+    options = config[LaunchOptions]
+
+    def gather() -> Message:
+        interface = ("", "")
+        with suppress(OSError):
+            route = route_to(options.main_process_ip or "")
+            interface = (route.name, route.address)
+        return node_facts(
+            values=json.loads(json.dumps(config.masked(config.shared_values()))),
+            plugins=list(plugins.versions),
+            devices=_devices(kind),
+            interface=interface,
+            data=_local_data(config, plugins),
+        )
+
+    return gather
+
+
+class NodeChecks:
+    """The checks of a launch, as seen by this node."""
+
+    def __init__(self, folder: Path, config: Config, plugins: Plugins, kind: str) -> None:
+        self._options = options = config[LaunchOptions]
+        self._folder = folder
+        self._port = options.main_process_port or DEFAULT_PORT
+        self._own = Identity(
+            machine_rank=options.machine_rank,
+            num_machines=options.num_machines,
+            host=socket.gethostname(),
+            version=version("smalti"),
+        )
+        self._actions = Actions(
+            output_dir=folder.parent,
+            folder=folder,
+            facts=facts_of(config, plugins, kind),
+            measure=lambda seconds: {"figures": {}},
+        )
+        self._agent: Agent | None = None
+        self._service: Service | None = None
+
+    @property
+    def _active(self) -> bool:
+        return self._options.preflight != "off"
+
+    # --- node 0 -----------------------------------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Accept the other nodes from now on. Raises PreflightError if the port is in use."""
+        if self._active:
+            for abandoned in self._folder.glob(".nodes-*"):  # of a launch that was killed
+                shutil.rmtree(abandoned, ignore_errors=True)
+            address = self._options.main_process_ip or "127.0.0.1"
+            self._service = Service(self._own, self._actions, address=address, port=self._port)
+
+    def connected(self) -> set[int]:
+        """The nodes that take part. Raises PreflightError if a node was refused that has connected."""
+        if self._service is None:
+            return set(range(self._options.num_machines))
+        if problems := self._service.problems():
+            self._end(problems)
+            raise failure(problems)
+        return {rank for rank, member in self._service.members().items() if member.channel.is_open()}
+
+    def run(self, events: EventWriter | None) -> None:
+        """Check the nodes that have connected, and let them start.
+
+        The report is kept in the run directory and in the events. Raises PreflightError if training could not work.
+        """
+        if self._service is None:
+            return
+        path = self._folder / REPORT
+        report = check_nodes(self._service, full=self._options.preflight == "full", last=read_report(path), progress=_print)
+        with suppress(OSError):
+            write_json_atomically(path, report.as_json())
+        if events is not None:
+            message = f"preflight of {len(report.nodes)} nodes: {summary(report)}"
+            events.append("log" if report.works else "warning", message=message, preflight=report.as_json())
+        for line in (line for finding in report.of_level("warning") for line in finding_lines(finding)):
+            _print(line)
+        self._end(report.of_level("error"))
+        if not report.works:
+            raise failure(report.of_level("error"))
+        _print(f"preflight: {summary(report)}")
+
+    def _end(self, errors: list[Finding]) -> None:
+        assert self._service is not None
+        self._service.end({"errors": [[each.message, each.fix] for each in errors]})
+        self._service = None
+
+    # --- the others -------------------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Connect to node 0, from now on, in a thread."""
+        if self._active and self._agent is None:
+            self._agent = Agent(self._own, self._actions, self._options.main_process_ip or "", self._port)
+
+    def raise_failure(self) -> None:
+        """Raises PreflightError if node 0 has refused this node, or the checks have failed."""
+        if self._agent is None:
+            return
+        if self._agent.failure is not None:
+            raise self._agent.failure
+        if (refused := self._agent.refused) is not None:
+            given = refused["refused"]
+            assert isinstance(given, Mapping)
+            raise PreflightError(str(given["message"]), fix=str(given["fix"]))
+        errors = (self._agent.ended or {}).get("errors")
+        if isinstance(errors, list) and errors:
+            found = [Finding(check="", level="error", message=message, fix=fix) for message, fix in errors]
+            raise failure(found)
+
+    def unreachable(self, since: float) -> PreflightError | None:
+        """Why this node cannot connect to node 0; None if it can. Node 0 listens `since` this time of the monotonic clock."""
+        if self._agent is None or (reason := self._agent.unreachable) is None:
+            return None
+        if time.monotonic() - max(since, reason[1]) < _UNREACHABLE_SECONDS:
+            return None
+        where = f"{self._options.main_process_ip}, port {self._port}"
+        fix = "give all nodes the same --main_process_ip and --main_process_port, and allow TCP to it (firewall, network)"
+        return PreflightError(f"{self._own.name} cannot connect to node 0 at {where}: {reason[0]}", fix=fix)
+
+    # --- all --------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        if self._service is not None:
+            self._service.close()
+        if self._agent is not None:
+            self._agent.close()
+
+
+def failure(errors: list[Finding]) -> PreflightError:
+    """One error for all these findings."""
+    if len(errors) == 1:
+        return PreflightError(errors[0].message, fix=errors[0].fix)
+    lines = [line for error in errors for line in finding_lines(error)]
+    return PreflightError("\n".join(["these nodes cannot train together:", *(f"  {line}" for line in lines)]))
+
+
+def finding_lines(finding: Finding) -> list[str]:
+    return [f"{finding.level}: {finding.message}", *([f"  fix: {finding.fix}"] if finding.fix else [])]
+
+
+def summary(report: NodesReport) -> str:
+    """The report in half a line."""
+    counts = {level: len(report.of_level(level)) for level in ("error", "warning")}
+    found = ", ".join(f"{count} {level}{'s' * (count > 1)}" for level, count in counts.items() if count)
+    measured, parts = report.measured, [found or "the nodes agree"]
+    if measured.visible_seconds is not None:
+        parts.append(f"a renamed file is seen by all after {measured.visible_seconds:.2f} s")
+    if measured.clocks:
+        parts.append(f"clocks differ by up to {max(map(abs, measured.clocks.values())):,.3f} s")
+    return "; ".join(parts)
+
+
+def read_report(path: Path) -> NodesReport | None:
+    """The report that an earlier launch has left; None if there is none, or one of another version."""
+    try:
+        return NodesReport.of_json(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _devices(kind: str) -> Message:
+    """The accelerators of this node. Imports torch only if there are any, as `accelerator_kind` has done before."""
+    if kind == "cpu":
+        return {"kind": "cpu", "count": 0, "name": "", "text": "CPU"}
+    import torch
+
+    try:
+        count = torch.accelerator.device_count()
+        name = str(torch.get_device_module(kind).get_device_name(0)) if count else kind
+    except (RuntimeError, AttributeError) as error:
+        return {"kind": kind, "count": 0, "name": kind, "text": kind, "problem": str(error).partition("\n")[0]}
+    return {"kind": kind, "count": count, "name": name, "text": f"{count} x {name}"}
+
+
+def _local_data(config: Config, plugins: Plugins) -> dict[str, Path]:
+    """The folders of datasets on file systems, by id; none if the options of the data are not valid."""
+    from smalti.data import catalog_of, dataset_specs
+
+    try:
+        specs = dataset_specs(config, catalog_of(plugins))
+    except (UserError, InvalidOptionError):
+        return {}
+    return {spec.id: spec.instance_data_dir for spec in specs if spec.type == "local" and spec.instance_data_dir}
+
+
+def _print(text: str) -> None:
+    click.echo(f"smalti: {text}", err=True)
