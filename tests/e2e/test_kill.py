@@ -8,6 +8,7 @@ import torch
 
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
+from smalti.rundir.directory import RunDirectory
 
 SAVES_OFTEN = {
     "max_train_steps": 14,
@@ -53,6 +54,13 @@ def test_a_killed_run_ends_bit_equal_to_one_that_was_not(tmp_path, killed, train
     assert resumed.code == 0, resumed.output
     assert same(whole, resumed, 14) == []
     assert resumed.losses[-3:] == whole.losses[-3:]
+    steps = [event["step"] for event in resumed.events("step")]
+    [_, began] = [event for event in resumed.events("state") if event["state"] == "running"]
+    goodput = RunDirectory(resumed.directory).goodput()
+    assert list(goodput.causes) == ["killed"]
+    assert goodput.causes["killed"].steps == len(steps) - len(set(steps)) == max(steps[: -(14 - began["step"])]) - began["step"]
+    made = {event["step"]: event["seconds"] for event in resumed.events("step")}  # the later one of each
+    assert goodput.seconds["training"] == pytest.approx(sum(made.values()), rel=0.1)
 
 
 def test_what_two_ranks_began_one_rank_ends(tmp_path, killed, train, whole):

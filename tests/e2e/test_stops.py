@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from smalti.checkpoint.format.store import CheckpointStore
+from smalti.rundir.directory import RunDirectory
 
 ENDLESS = {"max_train_steps": 100_000, "train_batch_size": 4, "validation_prompt": "circle number 1"}
 
@@ -63,6 +64,7 @@ def test_what_a_library_would_do_at_the_very_end_of_a_process_cannot_make_a_run_
     ended = launch(tmp_path / "run", max_train_steps=2, train_batch_size=4, num_processes=2, probe=False, variables=path)
     assert (ended.code, "smalti: done: trained 2 steps" in ended.output) == (0, True), ended.output
     assert "--max_train_steps=4" in ended.output
+    assert f"  time         {RunDirectory(tmp_path / 'run').goodput()}" in ended.output
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

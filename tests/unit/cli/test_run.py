@@ -84,11 +84,11 @@ def test_runs_are_listed_with_how_they_fare(tmp_path: Path) -> None:
     prepare(RunDirectory(tmp_path / "idle"))
     with running(tmp_path / "busy"):
         lines = smalti_run("ls", tmp_path).stdout.splitlines()
-    assert lines[0].split() == ["run", "status", "step", "smoothed", "loss", "samples/s", "eta", "age"]
+    assert lines[0].split() == ["run", "status", "step", "smoothed", "loss", "samples/s", "eta", "age", "goodput"]
     assert lines[1].split()[:2] == [str(tmp_path / "busy"), "running"]
     assert lines[1].split()[2].endswith("/1000")
     idle = lines[2].split()[1:]
-    assert " ".join(idle[:6] + idle[7:]) == "never started 0/- - - - prepared, but not started yet"
+    assert " ".join(idle[:6] + idle[7:]) == "never started 0/- - - - - prepared, but not started yet"
 
 
 def test_the_listing_for_machines_is_strict_json(tmp_path: Path) -> None:

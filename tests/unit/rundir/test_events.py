@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from smalti.rundir.events import MALFORMED, EventWriter, complete_size, read_events, read_events_backwards
 
@@ -86,6 +86,7 @@ def test_a_file_that_is_not_there_has_no_events(tmp_path: Path) -> None:
     assert [*read_events(tmp_path / "e"), *read_events_backwards(tmp_path / "e")] == []
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(fields=st.lists(_fields, min_size=1, max_size=6), place=st.floats(0, 1))
 def test_after_a_cut_at_any_byte_only_the_torn_line_is_lost(
     tmp_path_factory: pytest.TempPathFactory, fields: list[dict[str, object]], place: float

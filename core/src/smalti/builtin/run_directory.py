@@ -9,7 +9,7 @@ from dataclasses import asdict
 from smalti.config import TrackingOptions, ValidationOptions
 from smalti.errors import ExitCode, GpuFaultError, UserError
 from smalti.hookspecs import hookimpl
-from smalti.rundir import Condition, Request, RunWriter, overview
+from smalti.rundir import Condition, Phase, Request, RunWriter, TimeAccount, before_attempt, overview, read_events_backwards
 from smalti.types import (
     Checkpoint,
     EvaluationResult,
@@ -37,10 +37,13 @@ class RunEvents:
     def __init__(self, writer: RunWriter) -> None:
         self._writer = writer
         self._error: BaseException | None = None
+        self.account: TimeAccount | None = None
 
     def start(self, state: RunState, info: RunInfo) -> None:
         """Write what trains and for how many steps. From here on, the configuration of the launch is that of the run."""
         self._writer.take_launch_files()
+        history = read_events_backwards(self._writer.events.path)
+        self.account = TimeAccount(before_attempt(history, state.step, time.time()))
         self._writer.events.append(
             "state",
             step=state.step,
@@ -52,12 +55,16 @@ class RunEvents:
             trainable=info.trainable,
             effective_batch=info.effective_batch,
             plugins=info.plugins,
+            time=self.account.now().as_fields(),
         )
+
+    def _time(self) -> dict[str, object]:
+        return {} if self.account is None else {"time": self.account.now().as_fields()}
 
     def step(self, state: RunState, result: StepResult) -> None:
         """Write a step, without values that are None. `max_steps` is in every line: the last one is enough to show progress."""
         known = {name: value for name, value in asdict(result).items() if value is not None}
-        self._writer.events.append("step", max_steps=state.max_steps, epoch=state.epoch, **known)
+        self._writer.events.append("step", max_steps=state.max_steps, epoch=state.epoch, **{**known, **self._time()})
 
     def validation(self, result: ValidationResult) -> None:
         """Write the generated images, by their paths in the run directory."""
@@ -99,11 +106,11 @@ class RunEvents:
     def end(self, state: RunState, outcome: Outcome | None) -> None:
         """Write the last event. `outcome` is None if an exception ended the loop. No event may follow."""
         if outcome is not None:
-            self._writer.end(state.step, _condition(outcome.reason), outcome.message, outcome.exit_code)
+            self._writer.end(state.step, _condition(outcome.reason), outcome.message, outcome.exit_code, **self._time())
             return
         message = f"{type(self._error).__name__}: {self._error}" if self._error else "an exception ended it"
         code = self._error.exit_code if isinstance(self._error, UserError | GpuFaultError) else ExitCode.FAILED
-        self._writer.end(state.step, "failed", message, code)
+        self._writer.end(state.step, "failed", message, code, **self._time())
 
 
 def _condition(reason: StopReason) -> Condition:
@@ -133,6 +140,11 @@ class Events:
         self._events = RunEvents(info.writer)
         self._events.start(state, info)
 
+    @hookimpl
+    def on_phase(self, phase: Phase) -> None:
+        if self._events is not None and self._events.account is not None:
+            self._events.account.enter(phase.name)
+
     @staticmethod
     def stop_when_taken_over(writer: RunWriter, state: RunState) -> None:
         """Request a stop without a save as soon as another launch is found to own the run directory."""
@@ -145,6 +157,8 @@ class Events:
     def on_step_end(self, state: RunState, result: StepResult) -> None:
         if self._writer is None or self._events is None:
             return
+        if self._events.account is not None:
+            self._events.account.step(result.seconds, result.data_seconds, skipped=result.skipped)
         if result.step % self._interval == 0 or result.skipped or result.step == state.max_steps:
             self._events.step(state, result)
         if time.monotonic() - self._checked_at > CHECK_SECONDS:
@@ -181,6 +195,8 @@ class Events:
     @hookimpl
     def on_checkpoint(self, state: RunState, checkpoint: Checkpoint) -> None:
         if self._events is not None:
+            if self._events.account is not None:
+                self._events.account.saved(checkpoint.blocked)
             self._events.checkpoint(checkpoint)
 
     @hookimpl

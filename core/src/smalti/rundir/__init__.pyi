@@ -24,7 +24,19 @@ from .directory import (
     shown_loss as shown_loss,
     watch_doubtful as watch_doubtful,
 )
-from .events import Event as Event, EventWriter as EventWriter, read_events as read_events, to_json as to_json
+from .events import (
+    Event as Event,
+    EventWriter as EventWriter,
+    read_events as read_events,
+    read_events_backwards as read_events_backwards,
+    to_json as to_json,
+)
+from .goodput import (
+    KINDS as KINDS,
+    Goodput as Goodput,
+    TimeAccount as TimeAccount,
+    before_attempt as before_attempt,
+)
 from .ownership import Ownership as Ownership
 from .phases import Phase as Phase, PhaseName as PhaseName, Phases as Phases
 from .png import image_settings as image_settings, save_image as save_image, write_png as write_png

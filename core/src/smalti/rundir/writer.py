@@ -273,11 +273,11 @@ class RunWriter:
                 self.directory.next_of(file).replace(file)
         self.keep_files()
 
-    def end(self, step: int, condition: Condition, message: str, code: ExitCode) -> None:
+    def end(self, step: int, condition: Condition, message: str, code: ExitCode, **fields: object) -> None:
         """Write the final state of the loop. No event may follow."""
         self._restore_if_lost(surely=True)
         self.ownership.confirm()
-        self._append_state(condition, message, step=step, exit_code=code)
+        self._append_state(condition, message, step=step, exit_code=code, **fields)
 
     def end_launch(self, code: ExitCode, message: str) -> None:
         """Write the final state of a launch, in the process that launched it, unless the loop has written it already.

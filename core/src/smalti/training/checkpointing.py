@@ -19,13 +19,13 @@ _log = logging.getLogger(__name__)
 
 def save(run: Run, *, last: bool, suspect: bool = False) -> None:
     """Begin a checkpoint, once the one before has ended. *Collective*. The last one of a run is finished here."""
-    poll_save(run, finish=True, last=last)
-    run.state.save_requested = False
-    blocking = last or not run.config[CheckpointOptions].checkpoint_async
-    model = run.parallel.unwrap(run.model)
-    broadcast_running_stats(model, run.parallel)
-    buffers = [portable_name(name) for name, _ in model.named_buffers()]
     with run.phases.during("saving"):
+        poll_save(run, finish=True, last=last)
+        run.state.save_requested = False
+        blocking = last or not run.config[CheckpointOptions].checkpoint_async
+        model = run.parallel.unwrap(run.model)
+        broadcast_running_stats(model, run.parallel)
+        buffers = [portable_name(name) for name, _ in model.named_buffers()]
         snapshot = replace(take_snapshot(run), flags=(SUSPECT,) if suspect else ())
         run.saver.begin(snapshot, changing=buffers, blocking=blocking)
         if blocking:
@@ -58,7 +58,8 @@ def finish_save(run: Run, outcome: Outcome) -> Outcome:
     """The outcome once the pending save has ended; a failure if the last one could not be written. *Collective*."""
     if outcome.reason in (StopReason.FAULT_UNSAVED, StopReason.TAKEN_OVER):
         return outcome  # the accelerator may have failed under the save as well, or nothing can be saved any more
-    poll_save(run, finish=True, last=True)
+    with run.phases.during("saving"):
+        poll_save(run, finish=True, last=True)
     if run.save_failure is None or outcome.reason is StopReason.SAVE_FAILED:
         return outcome
     reason = run.parallel.all_gather_text(_with_last_good(run, run.save_failure))[0]
