@@ -98,7 +98,7 @@ def test_one_rank_on_each_of_two_machines_is_launched_too(configure):
 def test_cores_are_shared_out_over_the_ranks_of_a_machine_unless_the_user_says_so(configure, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
     config = configure("--num_processes=8", "--num_machines=2", "--main_process_ip=h")
-    assert plan(config).environment == {"OMP_NUM_THREADS": "3"}
+    assert plan(config).environment["OMP_NUM_THREADS"] == "3"
     assert plan(config, kind="cuda").environment["OMP_NUM_THREADS"] == "3"
     assert plan(config, environment={"OMP_NUM_THREADS": "5"}).environment == {}
 

@@ -25,6 +25,7 @@ from contextlib import suppress
 from typing import cast
 
 from smalti.errors import ExitCode
+from smalti.launch.node_watch import note_killed, watch_nodes
 from smalti.system import (
     FOLDER_VARIABLE,
     PARENT_VARIABLE,
@@ -75,6 +76,7 @@ def main() -> None:
     extend_kill_timeout()
     shorten_exit_barrier()
     explain_rendezvous()
+    watch_nodes()
     forward_notices()
     try:
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)
@@ -114,6 +116,7 @@ def extend_kill_timeout() -> None:
 
     def close_after_exit(self: SubprocessContext, death_sig: signal.Signals, timeout: int = 30) -> None:
         ranks = {int(self.envs[local]["RANK"]): handler.proc for local, handler in self.subprocess_handlers.items()}
+        note_killed(ranks)
         if death_sig != signal.SIGKILL:
             for process in ranks.values():
                 if process.poll() is None:

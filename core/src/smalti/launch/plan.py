@@ -21,6 +21,7 @@ import psutil
 from smalti.config import ONLY_ON_CUDA, PER_MACHINE, Config, LaunchOptions, TrainingOptions, accelerate_yaml
 from smalti.errors import PreflightError, UserError
 from smalti.launch.network import interface_settings
+from smalti.launch.node_watch import TIMEOUT_VARIABLE
 from smalti.parallel import in_bf16, is_rocm
 from smalti.plugins import Plugins
 from smalti.rundir import RunDirectory
@@ -120,7 +121,7 @@ def plan_launch(
         command=(sys.executable, "-m", *start, *worker),
         environment={
             **_threads(local, environment),
-            **(interface_settings(options, environment) if several else _loopback(environment)),
+            **(_several(options, environment) if several else _loopback(environment)),
             **allocator,
             **distributed.environment,
         },
@@ -151,6 +152,11 @@ def allocator_settings(kind: str, environment: Mapping[str, str]) -> dict[str, s
     if kind != "cuda" or lacking or is_rocm() or any(name in environment for name in ALLOCATOR_VARIABLES):
         return {}
     return {ALLOCATOR_VARIABLES[0]: "expandable_segments:True"}
+
+
+def _several(options: LaunchOptions, environment: Mapping[str, str]) -> dict[str, str]:
+    """What the processes of a node of several need to know."""
+    return {**interface_settings(options, environment), TIMEOUT_VARIABLE: str(options.node_timeout)}
 
 
 def _loopback(environment: Mapping[str, str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar
@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from smalti.errors import ExitCode, UserError
 from smalti.parallel.gloo import BrokenGroupError, break_all_connections, is_connection_error
 from smalti.parallel.protocol import Communicator
-from smalti.system import Process, describe, exit_code_of, write_exit_report
+from smalti.system import Process, describe, exit_code_of, read_lost_peers, write_exit_report
 
 T = TypeVar("T")
 
@@ -87,16 +87,16 @@ class StatusBoard:
 
     def post(self, status: RankStatus) -> None:
         """Post the status of this rank; only the first one counts. No rank sees it if the node that hosts the store is lost."""
-        within_deadline(lambda: self._store.compare_set(str(self._rank), "", json.dumps(asdict(status))))
+        self._within_deadline(lambda: self._store.compare_set(str(self._rank), "", json.dumps(asdict(status))))
         self.alarm()
 
     def alarm(self) -> None:
         """Tell all ranks that one is lost."""
-        within_deadline(lambda: self._store.set(_ALARM, "1"))
+        self._within_deadline(lambda: self._store.set(_ALARM, "1"))
 
     def alarmed(self) -> bool | None:
         """Whether any rank has reported that one is lost; None if the store does not respond."""
-        return within_deadline(lambda: self._store.check([_ALARM]))
+        return self._within_deadline(lambda: self._store.check([_ALARM]))
 
     def read(self, size: int) -> dict[int, RankStatus]:
         """The statuses that `size` ranks have posted, by rank; empty if the store does not respond."""
@@ -105,7 +105,15 @@ class StatusBoard:
             there = [rank for rank in range(size) if self._store.check([str(rank)])]
             return {rank: RankStatus(**json.loads(self._store.get(str(rank)))) for rank in there}
 
-        return within_deadline(look) or {}
+        return self._within_deadline(look) or {}
+
+    @property
+    def lost(self) -> bool:
+        """Whether the node with the store is lost: then nothing is asked of it."""
+        return 0 in read_lost_peers().nodes
+
+    def _within_deadline(self, action: Callable[[], T]) -> T | None:
+        return None if self.lost else within_deadline(action)
 
 
 def within_deadline(action: Callable[[], T]) -> T | None:
@@ -198,9 +206,13 @@ class RankStatuses:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureDetector:
-    """Of the rank `rank`. `processes` are those of all ranks, in rank order. `board` is None for a single process."""
+    """Of the rank `rank`. `processes` are those of all ranks, in rank order, `local_size` of them on each node.
+
+    `board` is None for a single process.
+    """
 
     processes: tuple[Process, ...]
+    local_size: int = 1
     rank: int = 0
     board: StatusBoard | None = None
     timeout: float = _TIMEOUT
@@ -214,7 +226,10 @@ class FailureDetector:
         if dist.is_initialized() and dist.group.WORLD is not None:
             board = StatusBoard(PrefixStore(STATUS_PREFIX, dist.group.WORLD.get_group_store()), communicator.world.rank)
         return cls(
-            processes=tuple(Process(**json.loads(text)) for text in processes), rank=communicator.world.rank, board=board
+            processes=tuple(Process(**json.loads(text)) for text in processes),
+            local_size=communicator.world.local_size,
+            rank=communicator.world.rank,
+            board=board,
         )
 
     def diagnose(self, error: BaseException, *, state_consistent: bool = False, suspect: bool = False) -> RankStatuses | None:
@@ -239,7 +254,7 @@ class FailureDetector:
         deadline = time.monotonic() + self.timeout
         while True:
             statuses = self._statuses({**self.board.read(len(self.processes)), self.rank: mine})
-            if not statuses.silent or time.monotonic() > deadline:
+            if not statuses.silent or self.board.lost or time.monotonic() > deadline:
                 return statuses
             time.sleep(_POLL_SECONDS)
 
@@ -270,7 +285,7 @@ class FailureDetector:
         self, statuses: RankStatuses, error: BaseException, *, unsaved: str = "", saved: str = "", ended: tuple[int, ...] = ()
     ) -> LostRankError:
         """The error for a rank that cannot continue because of these statuses; `unsaved` says why it has not saved."""
-        causes = [f"{self._name(rank)} is gone" for rank in statuses.gone]
+        causes = self._causes(statuses.gone)
         causes += [f"{self._name(rank)} did not answer: it is stopped" for rank in statuses.stopped]
         causes += [f"{self._name(rank)} failed ({failure})" for rank, failure in statuses.failures.items()]
         if not causes:
@@ -279,7 +294,9 @@ class FailureDetector:
                 for rank, doing in statuses.silent.items()
             ]
         who = "; ".join(causes) or "all ranks respond, but the connections between them broke"
-        if statuses.gone or statuses.failures:
+        if not statuses.failures and any(self._node(rank) in read_lost_peers().nodes for rank in statuses.gone):
+            fix = "check that node and its network; --node_timeout says how long it may be silent"
+        elif statuses.gone or statuses.failures:
             fix = "the first rank that failed tells why; a killed one cannot: dmesg tells whether memory ran out"
         else:
             fix = "check that node, and what its process waited for: storage, network, a debugger or a stop signal"
@@ -316,8 +333,28 @@ class FailureDetector:
         )
 
     def gone(self) -> list[int]:
-        """Ranks whose processes have ended, as far as they ran on this node."""
-        return [rank for rank, process in enumerate(self.processes) if process.alive() is False]
+        """Ranks whose processes have ended, as far as they ran on this node or its agent knows; and those of lost nodes."""
+        lost = read_lost_peers()
+        return [
+            rank
+            for rank, process in enumerate(self.processes)
+            if process.alive() is False or rank in lost.ranks or self._node(rank) in lost.nodes
+        ]
+
+    def _causes(self, gone: Sequence[int]) -> list[str]:
+        """How ranks that are gone were lost: nodes first, as a whole."""
+        lost = read_lost_peers()
+        whole = {node: [rank for rank in gone if self._node(rank) == node] for node in lost.nodes}
+        causes = [f"{lost.nodes[node]} ({self._listed(ranks)})" for node, ranks in whole.items() if ranks]
+        single = [rank for rank in gone if self._node(rank) not in lost.nodes]
+        return [*causes, *(f"{self._name(rank)} {lost.ranks.get(rank, 'is gone')}" for rank in single)]
+
+    @staticmethod
+    def _listed(ranks: Sequence[int]) -> str:
+        return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+    def _node(self, rank: int) -> int:
+        return rank // self.local_size
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({self.processes[rank]})"

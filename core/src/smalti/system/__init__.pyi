@@ -38,6 +38,7 @@ from .files import (
 )
 from .imports import importing as importing, keep_imports as keep_imports
 from .liveness import exit_within as exit_within, latest_progress as latest_progress, note_progress as note_progress
+from .lost_peers import LostPeers as LostPeers, read_lost_peers as read_lost_peers, write_lost_peers as write_lost_peers
 from .parent import PARENT_VARIABLE as PARENT_VARIABLE, die_with_parent as die_with_parent
 from .process import Process as Process, raise_open_files_limit as raise_open_files_limit
 from .schedulers.environment import ScheduledNodes as ScheduledNodes, scheduled_nodes as scheduled_nodes

@@ -61,6 +61,13 @@ class LaunchOptions(Options):
         help="Check several nodes against each other at the start. `full` measures their network and devices too.",
         level="advanced",
     )
+    node_timeout: int = option(
+        20,
+        help="Seconds without a sign of life after which a node of several counts as lost. 0 disables it.",
+        level="advanced",
+        ge=0,
+        le=86_400,
+    )
     dynamo_backend: Annotated[str | None, BeforeValidator(_backend_name)] = option(
         None,
         help="Compile the model with this torch.compile backend, such as inductor.",

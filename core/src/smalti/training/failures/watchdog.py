@@ -22,7 +22,7 @@ from smalti.errors import ExitCode
 from smalti.hookspecs import HookSpecs
 from smalti.parallel import BrokenGroupError, FailureDetector, break_group, write_lost_report
 from smalti.plugins import notify_each
-from smalti.system import describe, exit_within, flush_standard_streams, write_exit_report
+from smalti.system import describe, exit_within, flush_standard_streams, read_lost_peers, write_exit_report
 from smalti.training.failures.emergency_save import emergency_save
 from smalti.training.run import Run
 
@@ -78,6 +78,8 @@ class Watchdog:
     def _loss(self) -> str:
         """How another rank was lost, as far as it is known yet; "" if none is."""
         board = self._apart.board
+        if lost := read_lost_peers().nodes:
+            return next(iter(lost.values()))
         if gone := self._detector.gone():
             return f"rank {gone[0]} is gone"
         return "another rank is lost" if board is not None and board.alarmed() else ""

@@ -38,7 +38,8 @@ NOTICE_SECONDS = (60.0, 300.0, 1800.0)
 COMPARE_SECONDS = 60.0
 """How often the main rank compares the ranks."""
 _FORWARD_KEPT = 50
-_COLLECTIVES = ("/torch/distributed/", "/torch/autograd/graph.py", "/smalti/parallel/", "/torch/nn/parallel/")
+_WAITS = "/smalti/parallel/"
+_COLLECTIVES = ("/torch/distributed/", "/torch/autograd/graph.py", _WAITS, "/torch/nn/parallel/")
 """Where a main thread is that waits for other ranks: in a collective call, or in a backward pass that makes some."""
 _MAYBE = ("/torch/", "/smalti/training/trainer.py")
 """Where it waits for an accelerator, which may wait for other ranks: if a collective call has not ended."""
@@ -171,6 +172,8 @@ class HangWatch:
         frame = sys._current_frames().get(self._watched)
         if frame is None:
             return "", False
+        while frame.f_back is not None and _WAITS in frame.f_code.co_filename and frame.f_code.co_name.startswith("_"):
+            frame = frame.f_back  # to the call by its name
         file = frame.f_code.co_filename
         waits = any(part in file for part in _COLLECTIVES)
         waits = waits or (any(part in file for part in _MAYBE) and any(not call.ended for call in calls))

@@ -1,0 +1,15 @@
+"""A node that the others do not reach any more."""
+
+from support.nodes.runs import Run
+
+
+def test_both_sides_of_a_cut_name_the_lost_node_and_end_long_before_the_timeout_of_the_process_group(two_nodes, tmp_path):
+    run = Run(two_nodes, tmp_path / "run", ranks=1, node_timeout=3)
+    run.wait_for_step(3)
+    two_nodes.cut(1)
+    assert run.codes(100) == [9, 9], run.outputs()
+    first, second = run.outputs()
+    assert "node 1 (node1) has shown no sign of life for 3 s (rank 1)" in first
+    assert "node 0 (node0) has shown no sign of life for 3 s (rank 0)" in second
+    assert any("before leaving" in output for output in (first, second))
+    assert two_nodes.leftovers() == []
