@@ -8,6 +8,7 @@ from click.testing import CliRunner
 
 from smalti.cli.doctor.command import doctor
 from smalti.errors import UserError
+from smalti.rundir import RunDirectory
 
 
 @pytest.fixture
@@ -47,3 +48,29 @@ def test_a_bundle_never_replaces_a_file(call, tmp_path):
     with pytest.raises(UserError, match="already exists"):
         call("--bundle=report.zip")
     assert (tmp_path / "report.zip").read_text() == "mine"
+
+
+def test_a_run_that_failed_before_it_had_a_configuration_is_described_without_torch(call, tmp_path, monkeypatch):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/torch.py").write_text("raise ImportError('libcudart is missing')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
+    directory = RunDirectory(tmp_path / "run")
+    directory.path.mkdir()
+    record = {"kind": "smalti-run", "schema": 1, "id": "x", "name": "x", "created": 1.0, "config_digest": "", "world_size": 1}
+    directory.record_file.write_text(json.dumps({**record, "started": 2.0}))
+    event = {
+        "type": "state",
+        "t": 3.0,
+        "step": None,
+        "state": "failed",
+        "exit_code": 3,
+        "message": "No captions found\n  fix: x",
+    }
+    directory.events_file.write_text(json.dumps(event) + "\n")
+    done = call("run", "--bundle=report.zip")
+    output = done.stdout
+    assert (done.return_value, "torch cannot be imported: ImportError: libcudart is missing" in output) == (3, True)
+    assert "run has ended with exit code 3: No captions found\n" in output
+    assert "config" not in [line.split()[0] for line in output.splitlines() if line.strip()]
+    with zipfile.ZipFile("report.zip") as archive:
+        assert set(archive.namelist()) == {"doctor.json", "packages.txt", "config.toml", "run/run.json", "run/events.jsonl"}

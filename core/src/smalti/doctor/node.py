@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from smalti.config import Config, LaunchOptions, RunOptions
@@ -18,9 +17,13 @@ from smalti.doctor.checks.storage import folders, storage
 from smalti.doctor.masking import Mask
 from smalti.doctor.plugin_checks import plugin_findings
 from smalti.doctor.report import Report, Section
+from smalti.doctor.time_limits import run_within
 from smalti.errors import InvalidOptionError
 from smalti.plugins import Plugins, summary
 from smalti.types import Finding
+
+_SECONDS = 45.0
+"""For each check but that of the devices. A network file system that does not answer hangs for ever."""
 
 
 def diagnose_node(
@@ -34,30 +37,29 @@ def diagnose_node(
     mask = mask or Mask.of_run(config)
     output_dir = _output_dir(config)
     several, use_cpu = _launch(config)
-    checks: Mapping[str, Callable[[], Section]] = {
-        "software": lambda: software(plugins),
-        "devices": lambda: devices(use_cpu=use_cpu, seconds=seconds),
-        "processor": processor,
-        "memory": memory,
-        "storage": lambda: storage(folders(output_dir)),
-        "host": lambda: host(several_nodes=several),
-        "environment": lambda: environment(mask),
-        "processes": lambda: processes(output_dir),
-        "plugins": lambda: Section(name="plugins", findings=plugin_findings(plugins, config)),
+    checks: Mapping[str, tuple[Callable[[], Section], float]] = {
+        "software": (lambda: software(plugins), _SECONDS),
+        "devices": (lambda: devices(use_cpu=use_cpu, seconds=seconds), seconds + _SECONDS),
+        "processor": (processor, _SECONDS),
+        "memory": (memory, _SECONDS),
+        "storage": (lambda: storage(folders(output_dir)), _SECONDS),
+        "host": (lambda: host(several_nodes=several), _SECONDS),
+        "environment": (lambda: environment(mask), _SECONDS),
+        "processes": (lambda: processes(output_dir), _SECONDS),
+        "plugins": (lambda: Section(name="plugins", findings=plugin_findings(plugins, config)), 2 * _SECONDS),
     }
-    with ThreadPoolExecutor(len(checks), thread_name_prefix="smalti-doctor") as pool:
-        running = [pool.submit(_section, name, check) for name, check in checks.items()]
-        return Report(sections=tuple(each.result() for each in running))
+    return Report(sections=tuple(_section(name, found) for name, found in run_within(checks).items()))
 
 
-def _section(name: str, check: Callable[[], Section]) -> Section:
-    try:
-        return check()
-    except Exception as error:  # noqa: BLE001 - on a broken machine anything may fail, and the other checks say more
-        message = f"the check of {name} failed: {summary(error)}"
-        return Section(
-            name=name, findings=[Finding(check=name, level="warning", message=message, fix="report this as a defect")]
-        )
+def _section(name: str, found: Section | Exception) -> Section:
+    if isinstance(found, Section):
+        return found
+    if isinstance(found, TimeoutError):
+        message = f"the check of {name} {found}"
+        fix = "check the network file systems that are mounted here (mount, dmesg)" if name == "storage" else "check dmesg"
+        return Section(name=name, findings=[Finding(check=name, level="error", message=message, fix=fix)])
+    message = f"the check of {name} failed: {summary(found)}"
+    return Section(name=name, findings=[Finding(check=name, level="warning", message=message, fix="report this as a defect")])
 
 
 def _output_dir(config: Config | None) -> Path | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-import time
+from functools import partial
 
 from smalti.config import Config
+from smalti.doctor.time_limits import run_within
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import Plugins, summary
 from smalti.types import Finding
@@ -17,27 +17,21 @@ SECONDS = 30.0
 def plugin_findings(plugins: Plugins, config: Config | None, seconds: float = SECONDS) -> list[Finding]:
     """The findings of all plugins, in the order of the plugins. All are asked at the same time.
 
-    A plugin that fails, or does not return within this time, is a warning. The thread of one that hangs remains.
+    A plugin that fails, or does not return within this time, is a warning.
     """
-    answers: dict[str, list[Finding]] = {}
 
-    def ask(name: str) -> None:
-        try:
-            answers[name] = plugins.call_one(name, HookSpecs.diagnose, config=config) or []
-        except Exception as error:  # noqa: BLE001 - the other plugins are asked whatever one raises
-            answers[name] = [_broken(plugins, name, f"failed: {summary(error)}")]
+    def ask(name: str) -> list[Finding]:
+        return plugins.call_one(name, HookSpecs.diagnose, config=config) or []
 
-    names = plugins.implementers(HookSpecs.diagnose)
-    threads = [threading.Thread(target=ask, args=(name,), name=f"smalti-diagnose-{name}", daemon=True) for name in names]
-    for thread in threads:
-        thread.start()
-    until = time.monotonic() + seconds
-    for thread in threads:
-        thread.join(max(0.0, until - time.monotonic()))
-    late = f"did not return within {seconds:g} s: its driver or server may hang"
-    return [finding for name in names for finding in answers.get(name, [_broken(plugins, name, late)])]
+    answers = run_within({name: (partial(ask, name), seconds) for name in plugins.implementers(HookSpecs.diagnose)})
+    return [
+        finding
+        for name, answer in answers.items()
+        for finding in ([_broken(plugins, name, answer)] if isinstance(answer, Exception) else answer)
+    ]
 
 
-def _broken(plugins: Plugins, name: str, what: str) -> Finding:
+def _broken(plugins: Plugins, name: str, error: Exception) -> Finding:
     origin = plugins.infos[name].origin
+    what = f"{error}: its driver or server may hang" if isinstance(error, TimeoutError) else f"failed: {summary(error)}"
     return Finding(check=f"plugin {name}", level="warning", message=f"the diagnosis of {origin} {what}", fix=origin.workaround)

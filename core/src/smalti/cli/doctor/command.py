@@ -42,11 +42,12 @@ def doctor(arguments: tuple[str, ...], as_json: bool, bundle: str | None, measur
     """
     target = _bundle_target(bundle)
     words, run = _run_given(arguments)
+    checked = bool(words) and (run is None or run.config_file.is_file())
     config, plugins, problems = _resolved(words)
     mask = Mask.of_run(config)
     report = diagnose_node(plugins, config, mask=mask)
-    if words:
-        findings = [*problems, *(_config_findings(words) if not problems else ())]
+    if checked or problems:
+        findings = problems or _config_findings(words)
         report = replace(report, sections=(*report.sections, Section(name="config", findings=findings)))
     if measure:
         report = replace(report, sections=(*report.sections, _speed(report, config)))
@@ -76,10 +77,13 @@ def _bundle_target(bundle: str | None) -> Path | None:
 
 
 def _run_given(arguments: Sequence[str]) -> tuple[list[str], RunDirectory | None]:
-    """The arguments with the configuration file of a run in place of its directory, and that run."""
+    """The arguments with the configuration file of a run in place of its directory, and that run.
+
+    A run that has failed at its start has no configuration file: then only its directory is known.
+    """
     words = list(arguments)
     if words and not words[0].startswith("-") and (run := RunDirectory(words[0])).record_file.is_file():
-        return [str(run.config_file), *words[1:]], run
+        return [str(run.config_file) if run.config_file.is_file() else f"--output_dir={run.path}", *words[1:]], run
     return words, None
 
 
@@ -148,9 +152,13 @@ def _existing_run(config: Config | None) -> RunDirectory | None:
 def _print(report: Report, mask: Mask) -> None:
     rows: list[tuple[str, str, str]] = []
     for each in report.findings:
-        rows.append((each.check, each.level, mask.text(each.message)))
+        rows.append((each.check, each.level, _one_line(mask.text(each.message))))
         if each.fix:
-            rows.append(("", "", f"fix: {mask.text(each.fix)}"))
+            rows.append(("", "", f"fix: {_one_line(mask.text(each.fix))}"))
     print_table(("check", "", f"smalti doctor on {report.host}"), rows, colours=_COLOURS)
     counts = {level: sum(each.level == level for each in report.findings) for level in ("error", "warning")}
     click.echo(f"{counted(counts['error'], 'error')}, {counted(counts['warning'], 'warning')}")
+
+
+def _one_line(text: str) -> str:
+    return "; ".join(line.strip() for line in text.splitlines() if line.strip())

@@ -8,9 +8,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, TimeoutError as Late
 
 from smalti.doctor.report import Section
+from smalti.doctor.time_limits import run_within
 from smalti.types import Finding, FindingLevel
 
 _SECONDS = 10.0
@@ -35,15 +35,11 @@ def host(*, several_nodes: bool = False) -> Section:
 
 def resolved(name: str) -> tuple[list[str], str]:
     """The addresses of a name, and why there are none."""
-    pool = ThreadPoolExecutor(1, thread_name_prefix="smalti-resolve")
-    try:
-        found = pool.submit(socket.getaddrinfo, name, None, type=socket.SOCK_STREAM).result(_SECONDS)
-    except Late:
+    found = run_within({name: (lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), _SECONDS)})[name]
+    if isinstance(found, TimeoutError):
         return [], f"the name server does not answer within {_SECONDS:g} s"
-    except (OSError, UnicodeError) as error:
-        return [], error.strerror or str(error) if isinstance(error, OSError) else str(error)
-    finally:
-        pool.shutdown(wait=False)
+    if isinstance(found, Exception):
+        return [], getattr(found, "strerror", None) or str(found)
     return sorted({str(entry[4][0]) for entry in found}), ""
 
 

@@ -50,9 +50,14 @@ def processes(output_dir: Path | None, uses: list[GpuUse] | None = None) -> Sect
 
 
 def leftovers() -> dict[int, str]:
-    """The command lines of parts of runs whose launcher is gone, by process id."""
+    """The command lines of parts of runs whose launcher is gone, by process id. Those of other containers are left out."""
     found: dict[int, str] = {}
-    parts = {each.pid: command for each in psutil.process_iter() if _PART.search(command := _command(each))}
+    own = _namespace("self")
+    parts = {
+        each.pid: command
+        for each in psutil.process_iter()
+        if _PART.search(command := _command(each)) and _namespace(str(each.pid)) == own
+    }
     for pid, command in parts.items():
         top = pid
         while (parent := _parent(top)) in parts:
@@ -85,6 +90,14 @@ def _command(process: psutil.Process) -> str:
         return ""
 
 
+def _namespace(pid: str) -> str:
+    """Of process ids; "" if it is unknown."""
+    try:
+        return str((Path("/proc") / pid / "ns/pid").readlink())
+    except OSError:
+        return ""
+
+
 def _parent(pid: int) -> int:
     """0 if there is none."""
     try:
@@ -104,8 +117,9 @@ def _of_leftovers(left: Mapping[int, str], uses: list[GpuUse]) -> Iterator[Findi
     for pid, command in left.items():
         held = sum(use.memory for use in uses if use.pid == pid)
         memory = f", and holds {format_bytes(held)} of GPU memory" if held else ""
-        message = f"process {pid} is left of an earlier run{memory}: {_short(command)}"
-        yield Finding(check="processes", level="warning", message=message, fix=f"kill -9 {pid}")
+        message = f"the launcher of process {pid} is gone{memory}: {_short(command)}"
+        fix = f"kill -9 {pid}, if it is still there after a minute: ranks of a launcher that was killed save before they end"
+        yield Finding(check="processes", level="warning", message=message, fix=fix)
 
 
 def _of_others(left: Mapping[int, str], uses: list[GpuUse]) -> Iterator[Finding]:
@@ -142,5 +156,6 @@ def _of_runs(runs: list[RunDirectory], output_dir: Path | None) -> Iterator[Find
                 check="runs", level="warning" if own else "note", message=f"{run.path} is running: {status.message}", fix=fix
             )
         elif status.condition == "failed" and own:
-            message = f"{run.path} has ended with exit code {status.exit_code}: {status.message}"
+            first = status.message.partition("\n")[0]
+            message = f"{run.path} has ended with exit code {status.exit_code}: {first}"
             yield Finding(check="runs", level="note", message=message, fix="docs/operations.md says what each exit code means")
