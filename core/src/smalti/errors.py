@@ -63,7 +63,7 @@ class ExitCode(IntEnum):
     Again: no, hold: give back the files or the options, or choose another checkpoint.
     """
     KILLED = 9
-    """A process or node of the run was killed, vanished or hung, or a second SIGTERM left no time to save.
+    """A process or node of the run was killed, vanished or hung, or there was no time to save.
     Saved: the last step where a healthy rank has the whole state, else up to the last checkpoint.
     Again: yes: requeue, a few times at most; often the system killed it because memory ran out.
     """

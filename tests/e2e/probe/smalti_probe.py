@@ -1,16 +1,17 @@
 """A third-party plugin for tests: it writes down each hook call, and can spoil a step on one rank.
 
 PROBE_CALLS names the file for the calls. PROBE_SPOIL is "KIND:RANK:STEP", or several of them with commas: "nan" makes the
-model's output not finite in that step, "fault" raises the error of a broken accelerator, once, "faults" that of cuBLAS, always;
-"error" raises a plain one, "kill" is `kill -9`, "save" fails to write the checkpoint of that step, "sample" to draw or to
-evaluate after it, "stop" asks for a stop after that step; "terminate" is SIGTERM while the run is built, at step 0. "stuck"
-never comes back from the backward pass, as from a device that waits for another rank: a call that lets other threads run and
-minds no signal; "hang" does so in the hook `on_step_end`, where "collective" makes a collective call of its own. "memory" runs
-out of memory, where leaving the group would wait for the others, as with NCCL. PROBE_RAISE names hooks that fail, PROBE_FAULT
-is the answer to a fault. "report" reports a fault in another thread after that step, at step 0 while the run is built;
-"report-stuck" also never comes back from that hook. With PROBE_GPUS, smalti-health watches the GPU "cuda:RANK" for each rank,
-though that trains on the CPU, and "gpu" lets the driver report what PROBE_GPUS says from that step on. With PROBE_MODULES it
-also notes, as "modules", what a rank has imported by the end of its first step.
+model's output not finite in that step, "fault" raises the error of a broken accelerator, once, "faults" that of cuBLAS,
+always; "error" raises a plain one, "kill" is `kill -9`, "save" fails to write the checkpoint of that step, "sample" to draw
+or to evaluate after it, "stop" asks for a stop after that step, "preempt" does so with SIGUSR1; "terminate" is SIGTERM
+while the run is built, at step 0. "stuck" never comes back from the backward pass, as from a device that waits for another
+rank: a call that lets other threads run and minds no signal; "hang" does so in the hook `on_step_end`, where "collective"
+makes a collective call of its own. "memory" runs out of memory, where leaving the group would wait for the others, as with
+NCCL. PROBE_RAISE names hooks that fail, PROBE_FAULT is the answer to a fault. "report" reports a fault in another thread
+after that step, at step 0 while the run is built; "report-stuck" also never comes back from that hook. With PROBE_GPUS,
+smalti-health watches the GPU "cuda:RANK" for each rank, though that trains on the CPU, and "gpu" lets the driver report
+what PROBE_GPUS says from that step on. With PROBE_MODULES it also notes, as "modules", what a rank has imported by the end
+of its first step.
 """
 
 import ctypes
@@ -149,6 +150,8 @@ class Probe:
         self.note("on_step_end", step=result.step, loss=repr(result.loss), skipped=result.skipped)
         if result.step == 1 and os.environ.get("PROBE_MODULES"):
             self.note("modules", names=sorted(sys.modules))
+        if self.kind == "preempt" and self.due(result.step):
+            os.kill(os.getpid(), signal.SIGUSR1)
         if self.kind == "stop" and self.due(result.step):
             state.request_stop(StopReason.REQUESTED, f"asked at step {result.step}")
         if self.kind in ("report", "report-stuck") and self.due(result.step):

@@ -306,7 +306,9 @@ def test_a_job_is_written_once_and_submitted_with_the_nodes_to_leave_out(tmp_pat
     called = [CliRunner().invoke(launch, [*words, "--submit"], catch_exceptions=False) for _ in range(2)]
     assert [each.exit_code for each in called] == [0, 0]
     assert (tmp_path / "asked").read_text().splitlines() == [f"sbatch --exclude=gpu-9 {tmp_path / 'run.sbatch'}"] * 2
-    assert "train c.toml --seed=3 --num_machines=2 --num_processes=8" in (tmp_path / "run.sbatch").read_text()
+    assert (
+        "train c.toml --seed=3 --grace_seconds=300 --num_machines=2 --num_processes=8" in (tmp_path / "run.sbatch").read_text()
+    )
     with pytest.raises(UserError, match="exists and has other content"):
         CliRunner().invoke(launch, [*words, "--time=1:00:00"], catch_exceptions=False)
 

@@ -116,7 +116,11 @@ class RunEvents:
 def _condition(reason: StopReason) -> Condition:
     if reason is StopReason.COMPLETED:
         return "finished"
-    return "stopped" if reason in (StopReason.REQUESTED, StopReason.PREEMPTED, StopReason.INTERRUPTED) else "failed"
+    return (
+        "stopped"
+        if reason in (StopReason.REQUESTED, StopReason.PREEMPTED, StopReason.INTERRUPTED, StopReason.UNSAVED)
+        else "failed"
+    )
 
 
 class Events:
@@ -161,15 +165,18 @@ class Events:
             self._events.account.step(result.seconds, result.data_seconds, skipped=result.skipped)
         if result.step % self._interval == 0 or result.skipped or result.step == state.max_steps:
             self._events.step(state, result)
-        if time.monotonic() - self._checked_at > CHECK_SECONDS:
+        if (since := time.monotonic() - self._checked_at) > CHECK_SECONDS:
             self._checked_at = time.monotonic()
             for request in self._writer.take_requests():
-                self._handle(self._writer, state, request)
+                self._handle(self._writer, state, request, since)
 
-    def _handle(self, writer: RunWriter, state: RunState, request: Request) -> None:
+    def _handle(self, writer: RunWriter, state: RunState, request: Request, since: float) -> None:
+        """Answer a request that came within the last `since` seconds."""
         if request.kind == "stop":
             reason = _REASONS.get(str(request.details.get("reason")), StopReason.REQUESTED)
-            state.request_stop(reason, str(request.details.get("message", "")))
+            # It came since the last look; clocks of nodes may differ.
+            age = min(max(time.time() - request.sent, 0.0), since)
+            state.request_stop(reason, str(request.details.get("message", "")), since=time.monotonic() - age)
             writer.acknowledge(request, message=f"stopping after step {state.step}, with a checkpoint")
         elif request.kind == "save":
             state.request_save()

@@ -139,6 +139,11 @@ class Saver:
         """The failure of this rank alone in the pending save; the other ranks find the connection broken."""
         return self._pending.local_error if self._pending is not None else None
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether a save has begun whose result was not polled yet."""
+        return self._pending is not None
+
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until the pending save has ended, with any result; returns False if it has not within this time."""
         return self._pending is None or not wait([self._pending.result], timeout=seconds).not_done

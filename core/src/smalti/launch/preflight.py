@@ -43,6 +43,7 @@ from smalti.launch.plan import (
     write_launch_files,
     yaml_text,
 )
+from smalti.launch.schedulers.drain import stop_on_drain
 from smalti.launch.standby import StandbyLauncher
 from smalti.parallel import ImageSize, accelerator_kind, choose_precision, cost_of, cpu_notices, describe, describe_devices
 from smalti.plugins import Plugins, choose_distributed
@@ -165,7 +166,8 @@ class Preparation:
                 self.nodes.join() if self.writer is None else self.nodes.gather(self.writer.events)
                 self.nodes.close()
             sys.stdout.flush()
-            code, message = self._run(standby)
+            with stop_on_drain(self.config):
+                code, message = self._run(standby)
         if self.writer is not None:
             self.writer.end_launch(code, message)
             if self.writer.ownership.lost:

@@ -99,6 +99,12 @@ class Request:
     details: Mapping[str, object] = field(default_factory=dict)
     asked_at: int = 0
 
+    @property
+    def sent(self) -> float:
+        """When it was made, in unix seconds, by the clock of whoever made it; 0 if unknown."""
+        digits = self.id.partition("-")[0]
+        return int(digits) / 1e9 if digits.isdigit() else 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:

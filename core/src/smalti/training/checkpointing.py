@@ -42,6 +42,7 @@ def poll_save(run: Run, *, finish: bool = False, last: bool = False) -> None:
         return
     run.save_failure = result if isinstance(result, SaveError) else None
     if isinstance(result, Checkpoint):
+        run.time_limit.saved(result.seconds)
         run.saved_step = result.step
         notify_each(run.plugins, HookSpecs.on_checkpoint, run.state, checkpoint=result)
         return
@@ -60,6 +61,10 @@ def finish_save(run: Run, outcome: Outcome) -> Outcome:
         return outcome  # the accelerator may have failed under the save as well, or nothing can be saved any more
     with run.phases.during("saving"):
         poll_save(run, finish=True, last=True)
+    if outcome.reason is StopReason.UNSAVED:
+        newest = run.checkpoints.latest() if run.world.is_main else None
+        which = f"the newest is {newest}" if newest else "there is none"
+        return Outcome(reason=outcome.reason, message=run.parallel.all_gather_text(f"{outcome.message}; {which}")[0])
     if run.save_failure is None or outcome.reason is StopReason.SAVE_FAILED:
         return outcome
     reason = run.parallel.all_gather_text(_with_last_good(run, run.save_failure))[0]

@@ -59,7 +59,7 @@ def loop(run: Run) -> Outcome:
         if actions.outcome is not None:
             ended = save_from_healthy_rank(run, finish_save(run, actions.outcome))
             return finish(run, actions, ended)  # every rank returns here, or none does
-        with faults_answered(run, batch):
+        with faults_answered(run, batch), run.time_limit.validating():
             validate_and_evaluate(run, actions)
         if actions.save or actions.validate or actions.evaluate:
             run.parallel.barrier()  # waits for ranks whose hooks take longer
@@ -149,11 +149,14 @@ def agree(run: Run) -> StepActions:
     """
     state, cadence = run.state, run.cadence
     answer_reported(run)
+    run.time_limit.check(run)
     if state.step >= state.max_steps:
         state.request_stop(StopReason.COMPLETED, f"trained {state.step} steps")
     requests = cadence.should_save(state) << 2 | cadence.should_evaluate(state) << 1 | cadence.should_validate(state)
     agreed = run.parallel.all_reduce_max(int(state.stop_reason) << 3 | requests)
     reason, validates, evaluates = StopReason(agreed >> 3), bool(agreed & 1), bool(agreed & 2)
+    if reason is StopReason.PREEMPTED and run.parallel.all_reduce_max(int(run.time_limit.too_late(run))):
+        reason = StopReason.UNSAVED
     if reason is StopReason.NONE:
         return StepActions(validate=validates, evaluate=evaluates, save=bool(agreed & 4), outcome=None)
     how = "stopped on request" if reason is StopReason.REQUESTED else reason.name.lower()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,20 +21,24 @@ if TYPE_CHECKING:
 
 
 class StopReason(IntEnum):
-    """Why a run leaves the loop. Ranks agree on the largest value, so the worst reason is used."""
+    """Why a run leaves the loop. Ranks agree on the largest value, so the worst reason is used.
+
+    UNSAVED: preempted, with too little time for a save.
+    """
 
     NONE = 0
     COMPLETED = 1
     REQUESTED = 2
     PREEMPTED = 3
     INTERRUPTED = 4
-    ERROR_BUDGET = 5
-    SAVE_FAILED = 6
-    NON_FINITE = 7
-    FAULT = 8
-    FAULT_SUSPECT = 9
-    FAULT_UNSAVED = 10
-    TAKEN_OVER = 11
+    UNSAVED = 5
+    ERROR_BUDGET = 6
+    SAVE_FAILED = 7
+    NON_FINITE = 8
+    FAULT = 9
+    FAULT_SUSPECT = 10
+    FAULT_UNSAVED = 11
+    TAKEN_OVER = 12
 
     @property
     def exit_code(self) -> ExitCode:
@@ -41,6 +46,7 @@ class StopReason(IntEnum):
             StopReason.REQUESTED: ExitCode.STOPPED,
             StopReason.PREEMPTED: ExitCode.PREEMPTED,
             StopReason.INTERRUPTED: ExitCode.INTERRUPTED,
+            StopReason.UNSAVED: ExitCode.KILLED,
             StopReason.ERROR_BUDGET: ExitCode.FAILED,
             StopReason.SAVE_FAILED: ExitCode.FAILED,
             StopReason.NON_FINITE: ExitCode.FAILED,
@@ -53,7 +59,13 @@ class StopReason(IntEnum):
     @property
     def saves(self) -> bool:
         """Whether a checkpoint is saved at this point."""
-        return self not in (StopReason.SAVE_FAILED, StopReason.NON_FINITE, StopReason.FAULT_UNSAVED, StopReason.TAKEN_OVER)
+        return self not in (
+            StopReason.UNSAVED,
+            StopReason.SAVE_FAILED,
+            StopReason.NON_FINITE,
+            StopReason.FAULT_UNSAVED,
+            StopReason.TAKEN_OVER,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,10 +162,16 @@ class RunState:
     save_requested: bool = False
     validation_requested: bool = False
     resumed: int | None = None
+    stop_requested_at: float | None = field(default=None, compare=False)
     _faults: deque[GpuFault] = field(default_factory=deque, repr=False, compare=False)
 
-    def request_stop(self, reason: StopReason, message: str = "") -> None:
-        """Stop at the next step boundary. A larger reason replaces a smaller one. Default of `message`: the reason and step."""
+    def request_stop(self, reason: StopReason, message: str = "", *, since: float | None = None) -> None:
+        """Stop at the next step boundary. A larger reason replaces a smaller one. Default of `message`: the reason and step.
+
+        `since` is when that was asked for, on the clock of `time.monotonic`; by default now.
+        """
+        if self.stop_requested_at is None:
+            self.stop_requested_at = time.monotonic() if since is None else since
         if reason > self.stop_reason:
             self.stop_reason, self.stop_message = reason, message
 

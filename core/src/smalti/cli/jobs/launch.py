@@ -109,7 +109,7 @@ def slurm(
     Takes the same arguments as `smalti train`. The job saves before its time limit, and queues itself again as long as that
     helps. It starts in the current folder, with this installation of smalti.
     """
-    job, _ = _job(arguments, nodes=nodes, gpus=gpus_per_node, name=job_name)
+    job, _ = _job(arguments, nodes=nodes, gpus=gpus_per_node, name=job_name, limited=bool(limit))
     file = (output or Path(f"{job.name}.sbatch")).expanduser().absolute()
     options = SlurmOptions(
         spares=spares,
@@ -176,12 +176,16 @@ def kubernetes(
     _submit(["kubectl", "create", "--filename", str(target)], submit=submit)
 
 
-def _job(arguments: Sequence[str], *, nodes: int | None, gpus: int | None, name: str | None) -> tuple[Job, Path | None]:
+def _job(
+    arguments: Sequence[str], *, nodes: int | None, gpus: int | None, name: str | None, limited: bool = False
+) -> tuple[Job, Path | None]:
     """The job and the configuration file. Raises ConfigError and UserError for a configuration that cannot be launched."""
     command_line = CommandLine.parse(arguments)
     words = command_line.without(*_PER_NODE)
-    job = job_of(_config(command_line.without(*_PER_NODE[:-1]), nodes), words, nodes=nodes, gpus=gpus, name=name)
-    overrides = [*words, f"--num_processes={job.processes}"]
+    job = job_of(
+        _config(command_line.without(*_PER_NODE[:-1]), nodes), words, nodes=nodes, gpus=gpus, name=name, limited=limited
+    )
+    overrides = [*job.words, f"--num_processes={job.processes}"]
     checked = _config(overrides, job.nodes)
     check(checked, command_line.plugins)
     return job, command_line.file

@@ -10,6 +10,8 @@ from smalti.errors import UserError
 
 DEFAULT_GRACE = 300
 """Seconds between the notice of a scheduler and the end, if `--grace_seconds` is not given."""
+STOP_BEFORE = "1m"
+"""The `--stop_before` of a job with a time limit, if none is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +32,11 @@ class Job:
 
 
 def job_of(
-    config: Config,
-    words: list[str],
-    *,
-    nodes: int | None,
-    gpus: int | None,
-    name: str | None,
-    default_grace: int = DEFAULT_GRACE,
+    config: Config, words: list[str], *, nodes: int | None, gpus: int | None, name: str | None, limited: bool = False
 ) -> Job:
     """The job of a configuration. `nodes` and `gpus` (of each node) default to what the configuration says.
 
+    A job that is `limited` in time stops `STOP_BEFORE` its end if the configuration does not say when.
     Raises UserError if the number of GPUs is unknown, or does not fit the number of ranks.
     """
     launch, run = config[LaunchOptions], config[RunOptions]
@@ -59,14 +56,17 @@ def job_of(
             f"num_processes={launch.num_processes} is not {per_node} on each of {nodes} nodes",
             fix=f"--num_processes={processes}",
         )
+    grace = DEFAULT_GRACE if run.grace_seconds is None else run.grace_seconds
+    own = [f"--grace_seconds={grace}"] if run.grace_seconds is None else []
+    own += [f"--stop_before={STOP_BEFORE}"] if limited and run.stop_before is None else []
     return Job(
         name=job_name(name or (run.output_dir.name if run.output_dir is not None else "") or "smalti"),
-        words=tuple(words),
+        words=(*words, *own),
         directory=str(run.output_dir),
         nodes=nodes,
         processes=processes,
         gpus=0 if launch.use_cpu else per_node,
-        grace=default_grace,
+        grace=grace,
     )
 
 
