@@ -1,6 +1,7 @@
 """What ranks hold: shards and nothing else, frozen parameters too; and in which precision they compute."""
 
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -251,3 +252,23 @@ def mesh_of(shard_size: int | None, local_size: int) -> dict[str, int]:
 )
 def test_a_copy_is_shared_by_one_machine_unless_told_otherwise(two, shard_size, local_size, expected):
     assert two.run(mesh_of, shard_size, local_size)[0] == expected
+
+
+def wait_alone() -> str:
+    """What becomes of a collective call between nodes that the other rank does not join."""
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    mesh = shard_mesh(World(rank=rank, size=2, local_size=2), 1, timeout=timedelta(seconds=1))
+    told = ""
+    if rank == 0:
+        try:
+            dist.all_reduce(torch.ones(1), group=mesh.get_group("replicate"))
+        except RuntimeError as error:
+            told = str(error)
+        store.set("waited", "1")
+    store.wait(["waited"])
+    return told
+
+
+def test_groups_of_a_mesh_have_the_time_out_that_is_given():
+    with two_processes() as pair:
+        assert "imed out" in pair.run(wait_alone)[0]

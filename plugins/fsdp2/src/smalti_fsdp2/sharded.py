@@ -31,7 +31,9 @@ class Fsdp2Parallel(ProcessGroupParallel):
     def __init__(self, config: Config) -> None:
         super().__init__(config, context=config[ContextOptions].context_parallel_size, single=True)
         self._options = config[FsdpOptions]
-        self._mesh = shard_mesh(self.world, self._options.fsdp_shard_size, offload=self._options.fsdp_cpu_offload)
+        self._mesh = shard_mesh(
+            self.world, self._options.fsdp_shard_size, offload=self._options.fsdp_cpu_offload, timeout=self.timeout
+        )
         self._shards = self._mesh.get_group("shard")
         self._synchronised = True
 

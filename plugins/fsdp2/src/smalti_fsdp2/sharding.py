@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from smalti import UserError, World
@@ -18,14 +20,15 @@ from smalti_fsdp2.wrapping import Unit, modules
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def shard_mesh(world: World, shard_size: int | None, *, offload: bool = False) -> DeviceMesh:
+def shard_mesh(world: World, shard_size: int | None, *, offload: bool = False, timeout: timedelta | None = None) -> DeviceMesh:
     """A one-dimensional mesh of all ranks; two-dimensional if several groups of ranks each shard one copy of the model (HSDP).
 
     Without a size, each node shards one copy: gathering uses its fast links, and only gradients travel between nodes.
     If each node has a single rank, all nodes shard one copy, because a single rank would shard nothing.
 
     In two dimensions, groups are for accelerator tensors alone, unless gradients are in host memory (`offload`): that spares
-    gloo's connections, one to every other rank of a group.
+    gloo's connections, one to every other rank of a group. Their collective calls have this `timeout`; torch gives new groups
+    its default, not that of the group of all ranks.
     """
     size = shard_size or (world.local_size if world.local_size > 1 else world.size)
     kind = torch.device(world.device).type
@@ -39,7 +42,11 @@ def shard_mesh(world: World, shard_size: int | None, *, offload: bool = False) -
     backends: Any = None
     if kind != "cpu" and not offload:
         backends = dict.fromkeys(names, dist.get_default_backend_for_device(kind))
-    return init_device_mesh(kind, (world.size // size, size), mesh_dim_names=names, backend_override=backends)
+    mesh = init_device_mesh(kind, (world.size // size, size), mesh_dim_names=names, backend_override=backends)
+    if timeout is not None:
+        for group in mesh.get_all_groups():
+            _set_pg_timeout(timeout, group)
+    return mesh
 
 
 def precision(options: FsdpOptions, *, bf16: bool) -> MixedPrecisionPolicy:
