@@ -65,9 +65,12 @@ def measure_device(index: int, seconds: float = SECONDS) -> Measurement:
     """
     import torch
 
+    from smalti.parallel import use_device
+
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = accelerator.type if accelerator is not None else "cpu"
     device = torch.device(kind, index) if kind != "cpu" else torch.device("cpu")
+    use_device(str(device))
     precisions = _precisions(kind)
     share = seconds / (len(precisions) + (1 if kind == "cpu" else 3))
     found = {name: _products(device, name, share) for name in precisions}

@@ -214,7 +214,10 @@ def _of_devices(facts: Mapping[str, object], driver: NvidiaDriver | None) -> Ite
 
 def _of_device(facts: Mapping[str, object], each: Mapping[str, Any]) -> Finding:
     name = f"{facts['kind']}:{each['index']} {each['name']}"
-    if error := each.get("error"):
+    if (error := each.get("error")) and "out of memory" in str(error).lower():
+        fix = "end the programs that hold its memory; nvidia-smi lists them"
+        return Finding(check="devices", level="warning", message=f"{name} has no free memory: {error}", fix=fix)
+    if error:
         fix = "check the device (nvidia-smi, rocm-smi); leave it out with CUDA_VISIBLE_DEVICES"
         return Finding(check="devices", level="error", message=f"{name} cannot compute: {error}", fix=fix)
     if not runs_on(str(each.get("capability", "")), [str(name) for name in facts.get("compiled_for", ())]):  # type: ignore[attr-defined]
