@@ -165,7 +165,8 @@ def test_where_ranks_hold_shards_the_last_checkpoint_is_named_and_nobody_waits(w
     last = run.output[run.output.index("ended with exit code") :]
     assert (run.code, entry.step) == (9, 2)
     assert "ended with exit code 9: rank 1 was killed by SIGKILL" in last
-    assert f"its last checkpoint is {entry.path}" in last
+    lost = f"the newest checkpoint is {entry.path}, so 1 step is lost"
+    assert f"no emergency save was possible, because no rank holds the whole state; {lost}" in last
 
 
 def test_a_rank_that_is_out_of_memory_says_what_was_there_and_what_would_help(waiting):

@@ -144,6 +144,11 @@ class Saver:
         """Whether a save has begun whose result was not polled yet."""
         return self._pending is not None
 
+    @property
+    def pending_step(self) -> int | None:
+        """The step of the save that has begun and was not reported by `poll`; None if there is none."""
+        return self._pending.step if self._pending is not None else None
+
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until the pending save has ended, with any result; returns False if it has not within this time."""
         return self._pending is None or not wait([self._pending.result], timeout=seconds).not_done

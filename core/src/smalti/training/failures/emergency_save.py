@@ -68,7 +68,7 @@ def emergency_save(run: Run, error: BaseException, detector: FailureDetector, *,
     saved, unsaved = "", ""
     try:
         if not run.saver.wait(_TIMEOUT if aside else None):
-            raise SaveError("the save in progress does not finish")
+            raise SaveError(f"the save of step {run.saver.pending_step}, which is in progress, does not finish")
         if run.ema is not None and not run.ema.wait(_TIMEOUT if aside else None):
             raise SaveError("the update of the EMA does not finish")
         saved, unsaved = last_boundary(run, statuses, aside=aside)
@@ -129,7 +129,7 @@ def last_boundary(run: Run, statuses: RankStatuses, *, aside: bool = False) -> t
     """
     alone = run.parallel.local_communicator()
     if alone is None:
-        return "", f"no rank holds the whole state: {_last_checkpoint(run)}"
+        return "", f"no emergency save was possible, because no rank holds the whole state; {steps_lost(run)}"
     if not run.boundary.state_consistent:
         return "", "its weights were just being changed, so it has not saved them"
     if statuses.saver != run.world.rank or run.state.step == 0:
@@ -137,9 +137,21 @@ def last_boundary(run: Run, statuses: RankStatuses, *, aside: bool = False) -> t
     return save_alone(run, alone, suspect=statuses.suspect, aside=aside), ""
 
 
-def _last_checkpoint(run: Run) -> str:
-    newest = run.checkpoints.latest()
-    return f"its last checkpoint is {newest}" if newest else "there is no checkpoint yet"
+def steps_lost(run: Run) -> str:
+    """Which checkpoint is the newest, how many steps are lost, and what became of a save in progress, as text to report.
+
+    By the manifests: every rank reads them now, and digests of a large checkpoint would take minutes.
+    """
+    entries = [entry for entry in run.checkpoints.all() if not entry.problem]
+    newest = max(entries, key=lambda entry: (not entry.suspect, entry.step, entry.revision), default=None)
+    lost = run.state.step - (newest.step if newest is not None else 0)
+    steps = "no step is" if lost <= 0 else "1 step is" if lost == 1 else f"{lost} steps are"
+    there = f"the newest checkpoint is {newest.path}" if newest is not None else "there is no checkpoint yet"
+    parts = [f"{there}, so {steps} lost"]
+    if (pending := run.saver.pending_step) is not None:
+        complete = any(entry.step == pending for entry in entries)
+        parts.append(f"the save of step {pending}, which was in progress, was {'completed' if complete else 'dropped'}")
+    return "; ".join(parts)
 
 
 def save_alone(run: Run, alone: Communicator, *, suspect: bool, aside: bool = False) -> str:
