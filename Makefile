@@ -79,7 +79,7 @@ $(VENV)/dev.done: $(BIN)/python constraints.txt requirements-demo.txt requiremen
 	touch $@ $(VENV)/demo.done
 
 # What DeepSpeed steps with on CPUs takes minutes and both cores: not while tests run, whose time is limited.
-$(VENV)/compiled.done: $(VENV)/dev.done tests/support/quick-c++ tests/support/compile_extensions.py tests/accelerators/fake_cuda.cpp
+$(VENV)/compiled.done: $(VENV)/dev.done tests/support/quick-c++ tests/support/compile_extensions.py core/src/smalti/planning/rehearsal/devices/fake_cuda.cpp
 	rm -rf $(VENV)/compiled
 	$(TEST_ENV) PYTHONPATH=tests $(BIN)/python -m support.compile_extensions
 	touch $@

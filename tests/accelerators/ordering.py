@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from accelerators.fake_cuda import Entry, Kind
 from accelerators.watching import Operation
+from smalti.planning.rehearsal.devices.fake_cuda import Entry, Kind
 
 Runner = tuple[int, int]
 """A stream: its device and number."""

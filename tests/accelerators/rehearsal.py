@@ -278,8 +278,8 @@ def _resume(run) -> None:
 
 @contextmanager
 def _phase(seen: Rehearsal, name: str, watch, home: int) -> Iterator[None]:
-    from accelerators import fake_cuda
-    from accelerators.fake_cuda import Kind
+    from smalti.planning.rehearsal.devices import fake_cuda
+    from smalti.planning.rehearsal.devices.fake_cuda import Kind
 
     operations, pinned, begin = len(watch.operations), len(watch.pinned), fake_cuda.trace_length()
     yield
@@ -295,8 +295,8 @@ def _phase(seen: Rehearsal, name: str, watch, home: int) -> Iterator[None]:
 
 
 def _judged(seen: Rehearsal, watch) -> Rehearsal:
-    from accelerators import fake_cuda
     from accelerators.ordering import races
+    from smalti.planning.rehearsal.devices import fake_cuda
 
     seen.races = races(fake_cuda.trace(), watch.operations)
     return seen

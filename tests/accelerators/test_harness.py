@@ -15,9 +15,9 @@ def copied(*, waiting: bool, synchronised: bool) -> list[str]:
     """The races of a copy to the host on a stream of its own, after which the host reads it."""
     import torch
 
-    from accelerators import fake_cuda
     from accelerators.ordering import races
     from accelerators.watching import Watch
+    from smalti.planning.rehearsal.devices import fake_cuda
 
     begin = fake_cuda.trace_length()
     with Watch() as watch:

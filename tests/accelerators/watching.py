@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
-from accelerators import fake_cuda
 from smalti.parallel.state import FlatRange
+from smalti.planning.rehearsal.devices import fake_cuda
 
 aten = torch.ops.aten
 _COPIES = (aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default)

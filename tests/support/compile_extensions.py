@@ -29,7 +29,7 @@ RUNTIMES = ("libaio1t64", "libaio1")
 def main() -> None:
     if find_library("aio") is None and unpack_libaio():
         os.execv(sys.executable, [sys.executable, *sys.argv])  # the loader looks for folders of libraries when a process starts
-    from accelerators.fake_cuda import library
+    from smalti.planning.rehearsal.devices.fake_cuda import library
 
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed.ops.op_builder as builders

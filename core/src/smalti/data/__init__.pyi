@@ -7,6 +7,7 @@ from .cache.contents import (
     cached_encodings as cached_encodings,
     cached_encodings_in as cached_encodings_in,
 )
+from .cache.embedding_cache import CachedTexts as CachedTexts
 from .cache.encode_ahead import Encoded as Encoded, encode_ahead as encode_ahead
 from .datasets.catalog import BUILT_IN_METADATA as BUILT_IN_METADATA, BUILT_IN_STORAGES as BUILT_IN_STORAGES
 from .datasets.held_out import HeldOut as HeldOut, HeldOutImages as HeldOutImages
@@ -44,9 +45,15 @@ from .from_options import (
     total_steps as total_steps,
     was_scanned as was_scanned,
 )
-from .loader import Batch as Batch, Loader as Loader
+from .loader import Batch as Batch, Loader as Loader, MicroBatch as MicroBatch
 from .node_copy import copy_to_node as copy_to_node
-from .order import Beginning as Beginning, Order as Order, Version as Version
+from .order import (
+    Beginning as Beginning,
+    BucketSamples as BucketSamples,
+    Order as Order,
+    Part as Part,
+    Version as Version,
+)
 from .parquet_images import choose_columns as choose_columns, parquet_files as parquet_files, unpack as unpack
 from .prepared import Dataset as Dataset, PreparedData as PreparedData, build_datasets as build_datasets
 from .scan.build import Progress as Progress

@@ -43,9 +43,12 @@ from .weights import (
     FolderWeights as FolderWeights,
     PostLoadTransform as PostLoadTransform,
     SeededWeights as SeededWeights,
+    ShapeWeights as ShapeWeights,
     Weights as Weights,
     check_names as check_names,
+    dry_run as dry_run,
     first_weight as first_weight,
+    is_dry_run as is_dry_run,
     materialise as materialise,
     without_weights as without_weights,
 )

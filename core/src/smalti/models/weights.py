@@ -55,6 +55,41 @@ def without_weights() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+_dry_run = False
+
+
+@contextmanager
+def dry_run() -> Iterator[None]:
+    """Within it families are opened without weights: what they load has shapes and no values. For the whole process.
+
+    The caller makes sure that tensors are made without values too, by torch's `FakeTensorMode`.
+    """
+    global _dry_run
+    _dry_run = True
+    try:
+        yield
+    finally:
+        _dry_run = False
+
+
+def is_dry_run() -> bool:
+    """Whether weights are not to be read, and need not be there: parts are built from their configuration instead."""
+    return _dry_run
+
+
+class ShapeWeights:
+    """`Weights` with the shapes and types of a model, and any values: for dry runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._like = {**dict(model.named_parameters(remove_duplicate=False)), **model.state_dict()}
+
+    def names(self) -> Iterator[str]:
+        return iter(self._like)
+
+    def get(self, name: str) -> Tensor:
+        return torch.empty(self._like[name].shape, dtype=self._like[name].dtype)
+
+
 class SeededWeights:
     """`Weights` as a model's own constructor makes them under a seed; the model is built when the first is asked for."""
 

@@ -1,6 +1,5 @@
 from .records import (
     Candidate as Candidate,
-    DeviceModel as DeviceModel,
     MemoryParts as MemoryParts,
     Operations as Operations,
     PhasePeak as PhasePeak,
@@ -8,3 +7,4 @@ from .records import (
     RehearsalError as RehearsalError,
     Traffic as Traffic,
 )
+from .rehearsal.rehearse import rehearse as rehearse

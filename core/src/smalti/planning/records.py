@@ -1,4 +1,4 @@
-"""The records of the planner: devices, ways to train, and what a rehearsal of one of them has counted. Imports no torch.
+"""The records of the planner: ways to train, and what a rehearsal of one of them has counted. Imports no torch.
 
 Sizes are in bytes, rates in units per second, times in seconds. All records can be written as JSON and read again.
 """
@@ -18,29 +18,6 @@ PHASES = (
     "between",
 )
 """The phases of a run, in the order in which they are counted; "between" is what stays when a step is over."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceModel:
-    """A kind of device that a run could train on.
-
-    `kind` is the name that torch gives devices of this kind. `peaks` are operations per second by the type of their operands:
-    "bf16", "tf32", "fp32", "fp8". `links` are bytes per second of one device in one direction: "node" to devices of its node,
-    "network" to other nodes, "host" to host memory. 0 and {} are unknown. `sources` say where the figures come from.
-    """
-
-    name: str
-    title: str = ""
-    kind: str = "cuda"
-    memory: int = 0
-    peaks: Mapping[str, float] = field(default_factory=dict)
-    memory_bandwidth: float = 0.0
-    links: Mapping[str, float] = field(default_factory=dict)
-    capability: tuple[int, int] | None = None
-    """The compute capability of a CUDA device."""
-    allocation_unit: int = 512
-    """Allocations are rounded up to a multiple of this."""
-    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +83,8 @@ class Traffic:
     ranks: int
     bytes: int
     calls: int
+    nodes: int = 1
+    """On how many nodes the ranks of a group are."""
     phase: str = ""
 
 

@@ -1,4 +1,5 @@
 from .build_run import (
+    assemble as assemble,
     build as build,
     build_model as build_model,
     build_optimizer as build_optimizer,
@@ -10,10 +11,12 @@ from .failures.memory_use import ALLOCATOR_VARIABLES as ALLOCATOR_VARIABLES
 from .failures.out_of_memory import memory_explained as memory_explained
 from .failures.watchdog import LEAVE_SECONDS as LEAVE_SECONDS, Watchdog as Watchdog
 from .hangs.flight_recorder import FLIGHT_RECORDER as FLIGHT_RECORDER
+from .hangs.forward_time import ForwardTime as ForwardTime
 from .hangs.watch import HangWatch as HangWatch, watch_for_hangs as watch_for_hangs
 from .inference_export import Exported as Exported, export as export
 from .loss import DenoisingLoss as DenoisingLoss, denoising_loss as denoising_loss
 from .opening import become_run as become_run, rank_info as rank_info
+from .optim.lr_schedule import build_scheduler as build_scheduler
 from .optim.optimizers import (
     build_registered as build_registered,
     decouple_decay as decouple_decay,
@@ -22,5 +25,7 @@ from .optim.optimizers import (
 )
 from .resume import check_adapter as check_adapter
 from .resume_checks import check_resumable as check_resumable
-from .trainer import train as train
-from .validation.plan import check_validation as check_validation
+from .run import Run as Run
+from .trainer import train as train, train_step as train_step
+from .validation.plan import check_validation as check_validation, planned_images as planned_images
+from .validation.validation import eval_mode as eval_mode

@@ -27,12 +27,13 @@ from smalti.config import (
     ValidationPrompt,
     validation_prompts,
 )
-from smalti.data import total_steps
+from smalti.data import Encoded, PreparedData, total_steps
 from smalti.errors import BrokenPlugin, UserError
 from smalti.hookspecs import HookSpecs
 from smalti.models import (
     Adaptable,
     ModelFamily,
+    Weights,
     choose_attention,
     choose_tf32,
     config_of,
@@ -109,6 +110,48 @@ def build(
     family = find_family(config, plugins)
     family.to(parallel.world.device)
     data, encoded = open_data(config, plugins, family, parallel, directory.data, writer, prompts, phases)
+    run = assemble(
+        config,
+        plugins,
+        plan,
+        parallel,
+        detector,
+        family,
+        data,
+        encoded,
+        prompts=prompts,
+        writer=writer,
+        state=state,
+        phases=phases,
+    )
+    run.saver = Saver(write=partial(write, run), communicator=parallel, background=parallel.background_communicator())
+    closing.callback(run.saver.close)
+    resume(run)
+    run.start_from_here(closing)
+    return run
+
+
+def assemble(
+    config: Config,
+    plugins: Plugins,
+    plan: DistributedPlan,
+    parallel: Parallel,
+    detector: FailureDetector,
+    family: ModelFamily,
+    data: PreparedData,
+    encoded: Encoded,
+    *,
+    prompts: Sequence[ValidationPrompt],
+    writer: RunWriter | None,
+    state: RunState,
+    phases: Phases,
+    weights: Weights | None = None,
+) -> Run:
+    """Model, optimizer, EMA and loss of a run whose data are there. *Collective*. It has no saver and no loader yet.
+
+    `weights` are the first ones of the model; by default those of the family.
+    """
+    directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
     bare, blocks = build_model(config, plugins, family, parallel.world.device)
     state.max_steps = total_steps(config, data)
     seed = config[RunOptions].seed
@@ -116,11 +159,11 @@ def build(
     # A sharded model calls itself by another class; and an adapter's tensors are not those of such a model.
     model_config = config_of(bare) if adapter is None else ""
     sizes, decayed = parameter_counts(bare), matrices(bare)
-    model = wrap_model(config, plugins, plan, parallel, family, bare, blocks, seed)
+    model = wrap_model(config, plugins, plan, parallel, family, bare, blocks, seed, weights)
     model, optimizer = parallel.setup(model, build_optimizer(config, plugins, parallel, model, decayed))
     model.train()
     loss = denoising_loss(config, family, parallel.world.device, encoded.conditioning([""], parallel.world.device))
-    run = Run(
+    return Run(
         config=config,
         plugins=plugins,
         backend=plugins.backend(plan),
@@ -146,11 +189,6 @@ def build(
         cadence=Cadence.of(config, data),
         checkpoints=CheckpointStore(directory.checkpoints, report=_log.warning),
     )
-    run.saver = Saver(write=partial(write, run), communicator=parallel, background=parallel.background_communicator())
-    closing.callback(run.saver.close)
-    resume(run)
-    run.start_from_here(closing)
-    return run
 
 
 def build_model(config: Config, plugins: Plugins, family: ModelFamily, device: str = "cpu") -> tuple[nn.Module, list[Block]]:
@@ -184,9 +222,13 @@ def wrap_model(
     model: nn.Module,
     blocks: list[Block],
     seed: int,
+    weights: Weights | None = None,
 ) -> nn.Module:
-    """The model with its first weights, spread over the ranks by the chosen backend, compiled if asked for. *Collective*."""
-    weights = family.weights(seed)
+    """The model with its first weights, spread over the ranks by the chosen backend, compiled if asked for. *Collective*.
+
+    `weights` are these; by default those of the family under this seed.
+    """
+    weights = weights or family.weights(seed)
     backend = plugins.backend(plan)
     parallel.barrier()  # waits for ranks that took longer so far, as the collective calls of wrapping do not
     wrapped = backend.decide(

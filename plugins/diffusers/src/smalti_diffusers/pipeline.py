@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from smalti import Config, UserError
 from smalti.config import LaunchOptions, ModelOptions, ObjectiveOptions, RunOptions
 from smalti.diffusion import BetaSchedule, Conditioning, Prediction
-from smalti.models import Encoding, ModelFamily, SampleRequest, SeededWeights, Weights, without_weights
+from smalti.models import Encoding, ModelFamily, SampleRequest, SeededWeights, Weights, is_dry_run, without_weights
 from smalti.parallel import in_bf16
 from smalti.system import importing
 from smalti_diffusers.exporting import check_request, export_pipeline
@@ -183,7 +183,8 @@ class PipelineFamily(ModelFamily):
 
     def base_weights(self, seed: int) -> SeededWeights | PartWeights:
         """The first weights of the model without an adapter."""
-        return SeededWeights(self.build_base, seed) if self.options.init_from_config else self.components.weights(self.part)
+        from_config = self.options.init_from_config or is_dry_run()
+        return SeededWeights(self.build_base, seed) if from_config else self.components.weights(self.part)
 
     def adapter(self, seed: int) -> dict[str, object] | None:
         if self.lora is None:

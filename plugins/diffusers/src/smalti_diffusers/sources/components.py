@@ -16,7 +16,17 @@ from torch import nn
 
 from smalti import UserError
 from smalti.checkpoint import DTYPES, Computed, StoredTensor
-from smalti.models import FolderWeights, Weights, materialise, plain_name, variant_of, weight_files, weight_map, without_weights
+from smalti.models import (
+    FolderWeights,
+    Weights,
+    is_dry_run,
+    materialise,
+    plain_name,
+    variant_of,
+    weight_files,
+    weight_map,
+    without_weights,
+)
 from smalti_diffusers.sources.location import INDEX
 
 if TYPE_CHECKING:
@@ -102,10 +112,13 @@ class Components:
 
     def load(self, part: str, dtype: torch.dtype | None = None) -> object:
         """A frozen part with its weights, in eval mode, without gradients; or a tokenizer or scheduler."""
-        if part in self.replaced:
+        loaded: object
+        if is_dry_run() and issubclass(self._class(part), nn.Module):
+            loaded = self.build(part).to(dtype)
+        elif part in self.replaced:
             with without_weights():
                 model = self.build(part).to(dtype)
-            loaded: object = materialise(model, self.replaced[part].weights, "cpu")
+            loaded = materialise(model, self.replaced[part].weights, "cpu")
         else:
             extra: dict[str, object] = {} if dtype is None else {"torch_dtype": dtype}
             if (variant := self._variant_of(part)) is not None:
@@ -156,7 +169,7 @@ class Components:
     def check_weights(self, skip: str | None = None) -> None:
         """Raises UserError if a part has no weights, or a file of them is missing or damaged. Reads headers; skips one part."""
         for part in self.models():
-            if part != skip:
+            if part != skip and not is_dry_run():
                 self.weights(part)
 
     def export_part(self, part: str, folder: ExportFolder) -> None:

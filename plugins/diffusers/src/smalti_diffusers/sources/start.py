@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from smalti import UserError
-from smalti.models import FolderWeights
+from smalti.models import FolderWeights, is_dry_run
 from smalti_diffusers.sources.components import Components, Replacement
 from smalti_diffusers.sources.conversion import (
     ConvertedWeights,
@@ -71,8 +71,9 @@ def model_alone(name: str, part: str, revision: str | None, variant: str | None)
     for place in ("", part):
         config = folder / place / "config.json"
         if config.is_file():
-            fetch_model(name, folder, place, variant)
-            FolderWeights(config.parent, variant)  # raises if there are none
+            if not is_dry_run():
+                fetch_model(name, folder, place, variant)
+                FolderWeights(config.parent, variant)  # raises if there are none
             return ModelFolder(path=config.parent, config=json.loads(config.read_text(encoding="utf-8")))
     return None
 
@@ -110,9 +111,10 @@ def published_pipeline(file: ModelFile) -> str | None:
 
 
 def open_pipeline(name: str, revision: str | None, variant: str | None) -> Components:
-    """A whole pipeline, with all weights on this machine."""
+    """A whole pipeline, with all weights on this machine; without them in a dry run."""
     folder = find_folder(name, revision)
-    fetch_weights(name, folder, variant)
+    if not is_dry_run():
+        fetch_weights(name, folder, variant)
     return Components(folder, variant=variant)
 
 
@@ -125,7 +127,8 @@ def open_beside_base(alone: Alone, part: str, base: str, revision: str | None, v
         folder = find_folder(base, revision)
         bare = Components(folder, variant=variant)
         replaced = _of_file(alone, bare, part) if isinstance(alone, ModelFile) else _of_folder(alone, bare, part, variant)
-        fetch_weights(base, folder, variant, without=replaced)
+        if not is_dry_run():
+            fetch_weights(base, folder, variant, without=replaced)
     except UserError as error:
         if base in error.message:
             message = f"{alone.path} is not a whole pipeline, and the rest comes from {base}: {error.message}"

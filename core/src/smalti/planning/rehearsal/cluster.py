@@ -1,0 +1,48 @@
+"""One rank among many that are not there: collective calls return at once, and every other rank says what this one says."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # noqa: F401 - what fake tensors are when a collective call returns
+import torch.distributed.device_mesh as device_mesh
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from smalti.parallel import GlooCommunicator
+
+
+def join(rank: int, ranks: int, *, local: int) -> None:
+    """Take the place of this rank, `local` of them on each node, for the rest of the process.
+
+    A single rank has no launcher, and finds none of its variables.
+    """
+    places = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": min(local, ranks)}
+    for name, value in places.items():
+        os.environ.pop(name, None)
+        if ranks > 1:
+            os.environ[name] = str(value)
+    if ranks > 1:
+        os.environ.update(MASTER_ADDR="nowhere", MASTER_PORT="1")
+    first, another, mesh = dist.init_process_group, dist.new_group, device_mesh.init_device_mesh
+
+    def init_process_group(*_: object, **__: object) -> None:
+        first("fake", store=FakeStore(), rank=rank, world_size=ranks)
+
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **_: object) -> Any:
+        return another(ranks, timeout=timeout, backend="fake")
+
+    def init_device_mesh(*arguments: Any, **settings: Any) -> Any:
+        with unset_fake_temporarily():  # it counts ranks in a tensor
+            return mesh(*arguments, **settings)
+
+    distributed: Any = dist
+    distributed.init_process_group, distributed.new_group = init_process_group, new_group
+    distributed.init_device_mesh = init_device_mesh
+    meshes: Any = device_mesh
+    meshes.new_group, meshes.init_device_mesh = new_group, init_device_mesh
+    gloo: Any = GlooCommunicator
+    gloo.all_reduce_max = lambda self, code: code
+    gloo.all_gather_text = lambda self, value: [value] * self.world.size

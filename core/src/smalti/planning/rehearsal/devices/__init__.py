@@ -1,0 +1,1 @@
+"""Devices that are not there: torch believes in them, and fake tensors live on them."""

@@ -1,0 +1,111 @@
+"""Rehearse a configuration: in a process of its own, and once, for the answer is kept. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+from smalti.config import Config
+from smalti.errors import UserError
+from smalti.parallel import DeviceModel
+from smalti.planning.records import Candidate, Rehearsal
+from smalti.planning.rehearsal.request import Request
+from smalti.plugins import CacheFile, Plugins
+
+CACHE = "rehearsals"
+_SHOWN = 2000
+
+
+def rehearse(
+    config: Config,
+    plugins: Plugins,
+    device: DeviceModel,
+    candidate: Candidate,
+    *,
+    ranks: int = 1,
+    rank: int = 0,
+    local: int = 8,
+    size: tuple[int, int] | None = None,
+    extension: bool = True,
+    cached: bool = True,
+) -> Rehearsal:
+    """What one rank of so many needs to train this configuration in this way. Takes seconds to minutes, and no device.
+
+    `local` ranks are on each node. `size` is that of the largest images in pixels; None takes squares at the run's resolution.
+    An error of the run is a part of the answer, and such an answer is not kept. Raises UserError if the process is killed.
+    """
+    values = {**config.values(), "plugins": config.value("plugins"), "without": config.value("without")}
+    width, height = size or (0, 0)
+    request = Request(
+        values=json.loads(json.dumps(values, default=str)),
+        accelerate=config.accelerate,
+        candidate=candidate,
+        device=device.title or device.name,
+        kind=device.kind,
+        memory=device.memory,
+        ranks=ranks,
+        rank=rank,
+        local=min(local, ranks),
+        width=width,
+        height=height,
+        extension=extension,
+    )
+    store, key = CacheFile(CACHE), _key(request, plugins)
+    if cached and isinstance(known := store.get(key), dict):
+        try:
+            return Rehearsal.from_json(known)
+        except (TypeError, KeyError):
+            pass  # of a version with other fields
+    result = _in_process(request, config)
+    if cached and result.error is None:
+        store.put(key, result.as_json())
+    return result
+
+
+def _key(request: Request, plugins: Plugins) -> str:
+    """Changes with the configuration, what was asked for, and the versions of everything that computes."""
+    versions = (*plugins.versions, f"torch {version('torch')}", f"python {sys.version.split()[0]}", _own_digest())
+    text = json.dumps([request.as_json(), versions, _model_files(request)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _own_digest() -> str:
+    """Of the files of this room: what counts."""
+    found = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def _model_files(request: Request) -> list[str]:
+    """The configurations of a local model: another model under the same name is another rehearsal."""
+    start = request.values.get("pretrained_model_name_or_path")
+    folder = Path(str(start)).expanduser()
+    if not start or not folder.is_dir():
+        return []
+    return [
+        hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*.json"))
+        if path.stat().st_size < 1 << 20
+    ]
+
+
+def _in_process(request: Request, config: Config) -> Rehearsal:
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answer, errors = (Path(folder, name) for name in ("request.json", "result.json", "errors"))
+        asked.write_text(json.dumps(request.as_json()), encoding="utf-8")
+        command = [sys.executable, "-m", "smalti.planning.rehearsal.child", str(asked), str(answer)]
+        environment = {**os.environ, **config.secrets(), "DS_ACCELERATOR": "cuda" if request.kind == "cuda" else "cpu"}
+        with errors.open("w") as output:
+            done = subprocess.run(command, env=environment, stdout=output, stderr=output)
+        if not answer.exists():
+            text = errors.read_text(encoding="utf-8", errors="replace").strip()[-_SHOWN:]
+            reason = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
+            raise UserError(f"the process of the rehearsal ended with {reason}: {text}", fix="free memory, or report this")
+        return Rehearsal.from_json(json.loads(answer.read_text(encoding="utf-8")))

@@ -1,0 +1,1 @@
+"""What the planner says of a run, against runs on real ranks."""
