@@ -4,10 +4,10 @@ import os
 from collections import Counter
 
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # noqa: F401 - what fake tensors are when a collective call returns
+import torch.distributed._tools.fake_collectives
 import torch.distributed.device_mesh as device_mesh
+import torch.testing._internal.distributed.fake_pg  # noqa: F401 - it registers the backend
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 groups: list[dict[str, object]] = []
 """What each process group was asked for with, the first one too."""
@@ -24,7 +24,7 @@ def install() -> None:
     def init_process_group(backend=None, **settings):
         groups.append({"backend": backend, **settings})
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        first("fake", store=FakeStore(), rank=rank, world_size=size)
+        first("fake", store=dist.HashStore(), rank=rank, world_size=size)
 
     def new_group(ranks=None, timeout=None, backend=None, **settings):
         groups.append({"backend": backend, "ranks": ranks, **settings})

@@ -116,11 +116,12 @@ def _built(words, watch, closing):
     from smalti.parallel.failure_detection import FailureDetector
     from smalti.parallel.state import FlatRange
     from smalti.plugins.lookup import choose_distributed
-    from smalti.rundir import Phases
+    from smalti.rundir import Ownership, Phases
 
     FlatRange.of = classmethod(_real_span)
     # Rank 0 is not there to look for these.
     smalti.training.resume.chosen_checkpoint = lambda run, choice: None
+    smalti.training.build_run.ownership_of = lambda directory, parallel, writer: Ownership(directory, "", None)
     smalti.training.opening.run_on_main_rank = lambda ranks, scanned: str(True)
     Encoder._refresh = lambda self, stores: [store.refresh() for store in stores]
     smalti.training.opening.load_data = scan_data

@@ -6,10 +6,10 @@ import os
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # noqa: F401 - what fake tensors are when a collective call returns
+import torch.distributed._tools.fake_collectives
 import torch.distributed.device_mesh as device_mesh
+import torch.testing._internal.distributed.fake_pg  # noqa: F401 - it registers the backend
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from smalti.parallel import GlooCommunicator
 
@@ -29,7 +29,7 @@ def join(rank: int, ranks: int, *, local: int) -> None:
     first, another, mesh = dist.init_process_group, dist.new_group, device_mesh.init_device_mesh
 
     def init_process_group(*_: object, **__: object) -> None:
-        first("fake", store=FakeStore(), rank=rank, world_size=ranks)
+        first("fake", store=dist.HashStore(), rank=rank, world_size=ranks)
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **_: object) -> Any:
         return another(ranks, timeout=timeout, backend="fake")

@@ -61,7 +61,10 @@ class Moment:
 
 @dataclass(kw_only=True)
 class Counted:
-    """Messages: bytes and calls by collective, phase, ranks and nodes of a group. Operations: FLOPs and calls by class and type."""
+    """Messages: bytes and calls by collective, phase, ranks and nodes of a group. Operations: FLOPs and calls by class, type.
+
+    `touched` are bytes that operations have read and written.
+    """
 
     traffic: Counter[tuple[str, str, int, int]] = field(default_factory=Counter)
     messages: Counter[tuple[str, str, int, int]] = field(default_factory=Counter)

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from smalti.checkpoint import Saver, Snapshot
-from smalti.config import Config, DataOptions, OptimizerOptions, TrainingOptions, ValidationOptions, validation_prompts
+from smalti.config import (
+    Config,
+    DataOptions,
+    OptimizerOptions,
+    RunOptions,
+    TrainingOptions,
+    ValidationOptions,
+    validation_prompts,
+)
 from smalti.data import Bucket, Encoded, Loader
 from smalti.errors import UserError
 from smalti.models import Cacheable, ModelFamily, SampleRequest, ShapeWeights, Weights, without_weights
@@ -22,7 +31,7 @@ from smalti.planning.rehearsal.ledger import Counted, Ledger
 from smalti.planning.rehearsal.replicas import hook_gradients, replicas_in
 from smalti.planning.rehearsal.samples import CAPTION, ExampleTexts, Samples, encoded_latents, one_bucket
 from smalti.plugins import Plugins
-from smalti.rundir import Phases
+from smalti.rundir import Ownership, Phases, RunDirectory
 from smalti.training import ForwardTime, Run, assemble, build_scheduler, eval_mode, planned_images, train_step
 from smalti.types import Checkpoint, DistributedPlan, RunState
 
@@ -96,6 +105,7 @@ class Stage:
                 data,
                 Encoded(texts=None if texts is None else texts.as_cache()),
                 prompts=validation_prompts(config),
+                ownership=Ownership(RunDirectory(cast(Path, config[RunOptions].output_dir)), "", 0.0),
                 writer=None,
                 state=state,
                 phases=Phases(),
