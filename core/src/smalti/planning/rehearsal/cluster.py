@@ -26,10 +26,11 @@ def join(rank: int, ranks: int, *, local: int) -> None:
             os.environ[name] = str(value)
     if ranks > 1:
         os.environ.update(MASTER_ADDR="nowhere", MASTER_PORT="1")
+    distributed: Any = dist
     first, another, mesh = dist.init_process_group, dist.new_group, device_mesh.init_device_mesh
 
     def init_process_group(*_: object, **__: object) -> None:
-        first("fake", store=dist.HashStore(), rank=rank, world_size=ranks)
+        first("fake", store=distributed.HashStore(), rank=rank, world_size=ranks)
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **_: object) -> Any:
         return another(ranks, timeout=timeout, backend="fake")
@@ -38,7 +39,6 @@ def join(rank: int, ranks: int, *, local: int) -> None:
         with unset_fake_temporarily():  # it counts ranks in a tensor
             return mesh(*arguments, **settings)
 
-    distributed: Any = dist
     distributed.init_process_group, distributed.new_group = init_process_group, new_group
     distributed.init_device_mesh = init_device_mesh
     meshes: Any = device_mesh
