@@ -21,9 +21,6 @@ class RehearsalMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Values that the host asks for are 1, and truths are False. All threads of the process may compute in it."""
 
     avoid_device_init = True  # else torch.tensor(..., device="cuda") would make a real one
-    # torch keeps these for one thread; here savers and autograd work beside the loop.
-    in_kernel_invocation = property(lambda self: self._own.inside, lambda self, value: setattr(self._own, "inside", value))
-    enter_stack = property(lambda self: self._own.entered, lambda self, value: setattr(self._own, "entered", value))
 
     def __init__(self) -> None:
         self._own = _OfThread()
@@ -51,6 +48,22 @@ class _OfThread(threading.local):
     def __init__(self) -> None:
         self.inside = False
         self.entered: list[object] = []
+
+
+def _of_each_thread(name: str) -> property:
+    """An attribute that torch keeps for one thread; here savers and autograd work beside the loop."""
+
+    def get(mode: RehearsalMode) -> object:
+        return getattr(mode._own, name)
+
+    def put(mode: RehearsalMode, value: object) -> None:
+        setattr(mode._own, name, value)
+
+    return property(get, put)
+
+
+for _torchs, _own in {"in_kernel_invocation": "inside", "enter_stack": "entered"}.items():
+    setattr(RehearsalMode, _torchs, _of_each_thread(_own))
 
 
 def install() -> None:
