@@ -50,6 +50,7 @@ _OF_OTHER_COMMANDS = (
     "encoder",
     "force",
     "older_than",
+    "ssh_command",
     "unused",
     "position",
     "format",

@@ -21,5 +21,6 @@ from .nodes.checks import check_nodes as check_nodes
 from .nodes.facts import node_facts as node_facts
 from .nodes.report import Measured as Measured, NodesReport as NodesReport, Row as Row
 from .nodes.service import Service as Service, gather_nodes as gather_nodes
+from .nodes.speed import device_facts as device_facts, measure_devices as measure_devices
 from .plugin_checks import plugin_findings as plugin_findings
 from .report import Report as Report, Section as Section

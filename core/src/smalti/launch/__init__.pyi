@@ -1,5 +1,12 @@
 from .checks import check_run as check_run
+from .node_checks import (
+    facts_of as facts_of,
+    finding_lines as finding_lines,
+    identity as identity,
+    read_report as read_report,
+)
 from .plan import (
+    DEFAULT_PORT as DEFAULT_PORT,
     check_accelerators as check_accelerators,
     expected_kind as expected_kind,
     merged_yaml as merged_yaml,

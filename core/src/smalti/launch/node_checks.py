@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from typing import cast
 
 import click
 
@@ -26,6 +27,7 @@ from smalti.doctor import (
     NodesReport,
     Service,
     check_nodes,
+    measure_devices,
     node_facts,
 )
 from smalti.errors import InvalidOptionError, PreflightError, UserError
@@ -42,8 +44,8 @@ _UNREACHABLE_SECONDS = 15.0
 """A node whose files node 0 sees, but which cannot connect for this long, does not start."""
 
 
-def facts_of(config: Config, plugins: Plugins, kind: str) -> Callable[[], Message]:
-    """What gathers the facts of this node, for a configuration that may be a draft. `kind` is that of its accelerators."""
+def facts_of(config: Config, plugins: Plugins, devices: Callable[[], Message]) -> Callable[[], Message]:
+    """What gathers the facts of this node, for a configuration that may be a draft."""
     options = config[LaunchOptions]
 
     def gather() -> Message:
@@ -52,14 +54,23 @@ def facts_of(config: Config, plugins: Plugins, kind: str) -> Callable[[], Messag
             route = route_to(options.main_process_ip or "")
             interface = (route.name, route.address)
         return node_facts(
-            values=json.loads(json.dumps(config.masked(config.shared_values()))),
+            values=_values(config),
             plugins=list(plugins.versions),
-            devices=_devices(kind),
+            devices=devices(),
             interface=interface,
             data=_local_data(config, plugins),
         )
 
     return gather
+
+
+def identity(options: LaunchOptions) -> Identity:
+    return Identity(
+        machine_rank=options.machine_rank,
+        num_machines=options.num_machines,
+        host=socket.gethostname(),
+        version=version("smalti"),
+    )
 
 
 class NodeChecks:
@@ -69,17 +80,12 @@ class NodeChecks:
         self._options = options = config[LaunchOptions]
         self._folder = folder
         self._port = options.main_process_port or DEFAULT_PORT
-        self._own = Identity(
-            machine_rank=options.machine_rank,
-            num_machines=options.num_machines,
-            host=socket.gethostname(),
-            version=version("smalti"),
-        )
+        self._own = identity(options)
         self._actions = Actions(
             output_dir=folder.parent,
             folder=folder,
-            facts=facts_of(config, plugins, kind),
-            measure=lambda seconds: {"figures": {}},
+            facts=facts_of(config, plugins, lambda: _devices(kind)),
+            measure=lambda seconds: measure_devices(cast(int, _devices(kind)["count"]), seconds),
         )
         self._agent: Agent | None = None
         self._service: Service | None = None
@@ -114,8 +120,9 @@ class NodeChecks:
         """
         if self._service is None:
             return
-        path = self._folder / REPORT
-        report = check_nodes(self._service, full=self._options.preflight == "full", last=read_report(path), progress=_print)
+        path, full = self._folder / REPORT, self._options.preflight == "full"
+        last = read_report(self._folder.parent)
+        report = check_nodes(self._service, bandwidth=full, devices=full, last=last, progress=_print)
         with suppress(OSError):
             write_json_atomically(path, report.as_json())
         if events is not None:
@@ -198,12 +205,21 @@ def summary(report: NodesReport) -> str:
     return "; ".join(parts)
 
 
-def read_report(path: Path) -> NodesReport | None:
-    """The report that an earlier launch has left; None if there is none, or one of another version."""
+def read_report(directory: Path) -> NodesReport | None:
+    """The report that an earlier launch has left in this run directory; None if there is none, or one of another version."""
     try:
-        return NodesReport.of_json(json.loads(path.read_bytes()))
+        return NodesReport.of_json(json.loads((directory / "nodes" / REPORT).read_bytes()))
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def _values(config: Config) -> dict[str, object]:
+    """The options that all nodes share; none if some are not valid."""
+    try:
+        values: dict[str, object] = json.loads(json.dumps(config.masked(config.shared_values())))
+    except InvalidOptionError:
+        return {}
+    return values
 
 
 def _devices(kind: str) -> Message:

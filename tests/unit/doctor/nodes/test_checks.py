@@ -20,7 +20,7 @@ from smalti.doctor.nodes.peers import best_rates, rounds
 from smalti.doctor.nodes.report import NodesReport
 from smalti.doctor.nodes.service import Service, gather_nodes
 from smalti.errors import PreflightError
-from support.node_agent import actions_of
+from support.node_agent import actions_of, measurement
 
 SCRIPT = Path(__file__).parents[3] / "support" / "node_agent.py"
 CLOCK = """
@@ -52,7 +52,7 @@ def service(shared) -> Iterator[Callable[..., Service]]:
 
     def make(count: int, address: str = "127.0.0.1") -> Service:
         own = Identity(machine_rank=0, num_machines=count, host="first", version="1")
-        made.append(Service(own, actions_of(shared, {}, {"fp32 TFLOP/s": 1.0}), address=address, port=_free_port()))
+        made.append(Service(own, actions_of(shared, {}, 1e14), address=address, port=_free_port()))
         return made[-1]
 
     yield make
@@ -91,7 +91,7 @@ def start(shared) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 def checked(service: Service, *, full: bool = False, last: NodesReport | None = None) -> NodesReport:
     assert gather_nodes(service, 60, lambda waited, missing: None) == []
-    return check_nodes(service, full=full, last=last)
+    return check_nodes(service, bandwidth=full, devices=full, last=last)
 
 
 def ended(process: subprocess.Popen[str]) -> dict[str, dict[str, object]]:
@@ -213,18 +213,19 @@ def test_a_node_that_does_not_answer_is_named(service, start, monkeypatch):
 def test_figures_are_compared_over_nodes_and_with_the_last_report(service, start, monkeypatch):
     monkeypatch.setattr("smalti.doctor.nodes.checks._TRANSFER_SECONDS", 0.05)
     node_0 = service(3)
-    for rank, speed in ((1, 1.0), (2, 0.5)):
-        start(node_0, rank, figures={"fp32 TFLOP/s": speed})
+    for rank, speed in ((1, 1e14), (2, 5e13)):
+        start(node_0, rank, speed=speed)
     report = checked(node_0, full=True)
-    assert "fp32 TFLOP/s of node 2 (host-2) is 50% below the median of all nodes (0.5, 1)" in messages(report, "warning")
+    slower = "slower than the median of 3: bf16 products 50 TFLOP/s, median 100 TFLOP/s"
+    assert f"cuda:0 of node 2 (host-2) (GPU) is 50 % {slower}" in messages(report, "warning")
     assert set(report.measured.links) == {"0-1", "1-2", "2-0"}
     assert all(rate > 0 for rate in report.measured.links.values())
-    assert report.measured.devices["2"] == {"fp32 TFLOP/s": 0.5}
-    faster = {"links": {"0-1": 1e15}, "devices": {"1": {"fp32 TFLOP/s": 2.0}}, "visible_seconds": None, "clocks": {}}
+    assert report.measured.devices["2"] == [measurement(5e13)]
+    faster = {"links": {"0-1": 1e15}, "devices": {"1": [measurement(2e14)]}, "visible_seconds": None, "clocks": {}}
     last = NodesReport.of_json({**report.as_json(), "measured": faster})
-    again = messages(check_nodes(node_0, full=True, last=last), "warning")
+    again = messages(check_nodes(node_0, bandwidth=True, devices=True, last=last), "warning")
     assert any(each.startswith("between node 0 (first) and node 1 (host-1): ") for each in again)
-    assert "fp32 TFLOP/s of node 1 (host-1) is 50% below the last time (1, 2)" in again
+    assert any(each.startswith("cuda:0 of node 1 (host-1) (GPU) is 50 % slower than on ") for each in again)
 
 
 def test_a_slow_node_is_the_one_that_is_slow_with_all_its_partners():

@@ -11,6 +11,8 @@ from pathlib import Path
 import click
 
 from smalti.cli.arguments import CommandLine
+from smalti.cli.doctor.hosts import SSH, check_hosts
+from smalti.cli.doctor.nodes import check_this_node
 from smalti.cli.output import counted, print_table
 from smalti.cli.pages.help import Command
 from smalti.config import Config, RunOptions, as_toml
@@ -28,20 +30,42 @@ _CONFIG_SECONDS = 300.0
     cls=Command,
     context_settings={"ignore_unknown_options": True},
     options_metavar="[CONFIG] [--OPTION=VALUE]...",
-    examples=("smalti doctor", "smalti doctor runs/first", "smalti doctor config.toml --bundle=report.zip"),
+    examples=(
+        "smalti doctor",
+        "smalti doctor runs/first",
+        "smalti doctor config.toml --bundle=report.zip",
+        "smalti doctor --nodes --hosts=a,b,c --output_dir=/shared/run",
+    ),
 )
 @click.argument("arguments", metavar="", nargs=-1, type=click.UNPROCESSED)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--bundle", metavar="FILE", help="Write a zip file without secrets, to be sent with a question.")
 @click.option("--measure", is_flag=True, help="Measure products, copies, memory and disk for about 10 s each.")
-def doctor(arguments: tuple[str, ...], as_json: bool, bundle: str | None, measure: bool) -> int:
+@click.option("--nodes", is_flag=True, help="Check several nodes against each other: start it on all of them, or with --hosts.")
+@click.option("--hosts", metavar="A,B,C", help="With --nodes: the hosts, on which it is started over ssh.")
+@click.option(
+    "--ssh_command", "--ssh-command", metavar="COMMAND", default=SSH, show_default=True, help="The ssh command of --hosts."
+)
+def doctor(
+    arguments: tuple[str, ...],
+    as_json: bool,
+    bundle: str | None,
+    measure: bool,
+    nodes: bool,
+    hosts: str | None,
+    ssh_command: str,
+) -> int:
     """Check this node: versions, driver, devices, memory, disks, network name, limits.
 
     With CONFIG, a run directory or the arguments of `smalti train`, also the checks of that run. Exits with 3 if training could
-    not work.
+    not work. With --nodes only the nodes are compared.
     """
     target = _bundle_target(bundle)
     words, run = _run_given(arguments)
+    if hosts is not None:
+        return check_hosts(hosts.split(","), words, ssh=ssh_command, as_json=as_json, measure=measure)
+    if nodes:
+        return check_this_node(words, as_json=as_json, measure=measure)
     checked = bool(words) and (run is None or run.config_file.is_file())
     config, plugins, problems = _resolved(words)
     mask = Mask.of_run(config)

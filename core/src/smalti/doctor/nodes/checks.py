@@ -11,6 +11,7 @@ from smalti.doctor.nodes.comparison import Comparison, compare_facts
 from smalti.doctor.nodes.peers import CONNECT_SECONDS, best_rates, rounds
 from smalti.doctor.nodes.report import Measured, NodesReport, Row
 from smalti.doctor.nodes.service import Reply, Service
+from smalti.doctor.nodes.speed import START_SECONDS, compare_speed
 
 ROUND_TRIPS = 5
 CLOCK_SECONDS = 5.0
@@ -23,7 +24,6 @@ _TRANSFER_SECONDS = 1.0
 _MEASURE_SECONDS = 10.0
 _SLOW = 0.7
 """A rate below this part of the median, or of the last one, is reported."""
-_SLOW_DEVICE = 0.85
 _WRITABLE = "shared, writable"
 _ALL_PAIRS = 16
 """Up to this many nodes each connects to all others, beyond that to those at distances of powers of two."""
@@ -33,13 +33,14 @@ _OPEN_PORTS = "allow TCP between the nodes on all ports, or select another netwo
 def check_nodes(
     service: Service,
     *,
-    full: bool,
+    bandwidth: bool = False,
+    devices: bool = False,
     last: NodesReport | None = None,
     progress: Callable[[str], None] = lambda sentence: None,
 ) -> NodesReport:
     """Check all nodes that have connected. `last` is an earlier report, to compare figures with.
 
-    Without `full` it takes a second or two: no bandwidth and no speed of devices is measured.
+    It takes a second or two, but for `bandwidth` some seconds more, and for the speed of `devices` about ten.
     """
     members = service.members()
     comparison = Comparison(names={rank: member.identity.name for rank, member in members.items()})
@@ -49,19 +50,22 @@ def check_nodes(
     compare_facts(comparison, usable)
     clocks = _clocks(service, comparison)
     visible = _storage(service, comparison)
-    links: dict[str, float] = {}
-    devices: dict[str, Mapping[str, float]] = {}
     peers = _reachable(service, comparison)
-    if full:
+    links: dict[str, float] = {}
+    if bandwidth:
         progress("measuring the bandwidth between the nodes")
         links = _bandwidth(service, comparison, peers, last)
+    measured: dict[str, list[Mapping[str, object]]] = {}
+    if devices:
         progress("measuring the devices")
-        devices = _speed(service, comparison, last)
+        replies = service.request("measure", {"seconds": _MEASURE_SECONDS}, seconds=4 * _MEASURE_SECONDS + START_SECONDS)
+        answers = {rank: reply.answer for rank, reply in replies.items() if not _failed(comparison, "devices", rank, reply)}
+        measured = compare_speed(comparison, answers, last)
     return NodesReport(
         nodes={rank: member.identity.host for rank, member in members.items()},
         rows=tuple(comparison.rows),
         findings=tuple(dict.fromkeys(comparison.findings)),
-        measured=Measured(visible_seconds=visible, clocks=clocks, links=links, devices=devices),
+        measured=Measured(visible_seconds=visible, clocks=clocks, links=links, devices=measured),
     )
 
 
@@ -243,36 +247,6 @@ def _compare_links(comparison: Comparison, rates: Mapping[tuple[int, int], float
                 f"between {comparison.names[a]} and {comparison.names[b]}: {_rate(rate)}, and {_rate(before)} the last time"
             )
             comparison.add("bandwidth", "warning", message, "check the network, and what else uses it now")
-
-
-# --- devices --------------------------------------------------------------------------------------------------------
-
-
-def _speed(service: Service, comparison: Comparison, last: NodesReport | None) -> dict[str, Mapping[str, float]]:
-    """The speed of the devices of each node, compared over nodes and with the last report."""
-    replies = service.request("measure", {"seconds": _MEASURE_SECONDS}, seconds=30 * _MEASURE_SECONDS)
-    found = {
-        rank: cast(Mapping[str, float], reply.answer.get("figures") or {})
-        for rank, reply in replies.items()
-        if not _failed(comparison, "devices", rank, reply)
-    }
-    for name in sorted({name for figures in found.values() for name in figures}):
-        values = {rank: figures[name] for rank, figures in found.items() if name in figures}
-        median = statistics.median(values.values())
-        texts = dict.fromkeys(values, f"about {median:,.4g}")
-        for rank, value in values.items():
-            before = last.measured.devices.get(str(rank), {}).get(name) if last and last.nodes.get(rank) else None
-            text = ""
-            if len(values) > 2 and value < _SLOW_DEVICE * median:
-                text = f"{1 - value / median:.0%} below the median of all nodes ({value:,.4g}, {median:,.4g})"
-            elif before and value < _SLOW_DEVICE * before:
-                text = f"{1 - value / before:.0%} below the last time ({value:,.4g}, {before:,.4g})"
-            if text:
-                texts[rank] = f"{value:,.4g}"
-                fix = "check its temperature, clocks and other processes on it (`smalti doctor` there), or exclude the node"
-                comparison.add("devices", "warning", f"{name} of {comparison.names[rank]} is {text}", fix, node=rank)
-        comparison.row(name, texts)
-    return {str(rank): figures for rank, figures in found.items()}
 
 
 def _rate(rate: float) -> str:

@@ -25,13 +25,13 @@ class Measured:
     """Figures that a later check is compared with. Seconds, bytes per second; by number of node, or "0-1" for a pair.
 
     `visible_seconds` is how long a rename and the listing have taken, at most, to be seen on other nodes. `clocks` are the
-    offsets from the clock of node 0. `devices` are the figures of each node's devices, by name.
+    offsets from the clock of node 0. `devices` are the `Measurement`s of each node.
     """
 
     visible_seconds: float | None = None
     clocks: Mapping[str, float] = field(default_factory=dict)
     links: Mapping[str, float] = field(default_factory=dict)
-    devices: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    devices: Mapping[str, Sequence[Mapping[str, object]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
