@@ -364,8 +364,9 @@ class HookSpecs:
     def diagnose(self, config: Config | None) -> list[Finding]:
         """gather, isolated: what `smalti doctor` finds on this node about what this plugin needs. See `Finding`.
 
-        `config` is the configuration that `smalti doctor` was given, with valid values; None without one. Called in the process
-        of the command, in a thread with a time limit of 30 seconds: a driver that hangs is one more finding. Import torch
-        in a child process only. Do not write anything that remains.
+        `config` is the configuration that `smalti doctor` was given; None without one. If it has a problem, reading that option
+        raises InvalidOptionError, which ends the diagnosis of this plugin. Called in the process of the command, in a thread
+        with a time limit of 30 seconds: a driver that hangs is one more finding. Import torch in a child process only. Do not
+        write anything that remains.
         """
         raise NotImplementedError

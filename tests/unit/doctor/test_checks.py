@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from smalti.doctor.checks.cgroups import cpu_quota, memory_limit
+from smalti.doctor.checks.cgroups import MemoryLimit, cpu_quota, memory_limit
 from smalti.doctor.checks.environment import environment
 from smalti.doctor.checks.host import clock_synchronised, resolved
 from smalti.doctor.checks.memory import memory
@@ -65,13 +65,14 @@ def test_the_limits_of_a_container_count_and_not_the_memory_of_its_host(tree):
         {
             "proc/self/cgroup": "0::/job/task\n",
             "sys/fs/cgroup/job/memory.max": f"{64 * MIB}\n",
-            "sys/fs/cgroup/job/memory.current": f"{10 * MIB}\n",
+            "sys/fs/cgroup/job/memory.current": f"{60 * MIB}\n",
+            "sys/fs/cgroup/job/memory.stat": f"anon 1\nfile 9\ninactive_file {30 * MIB}\nactive_file {20 * MIB}\n",
             "sys/fs/cgroup/job/task/memory.max": "max\n",
             "sys/fs/cgroup/job/task/cpu.max": "max 100000\n",
             "sys/fs/cgroup/job/cpu.max": "150000 100000\n",
         }
     )
-    assert (memory_limit(root), cpu_quota(root)) == (64 * MIB, 1.5)
+    assert (memory_limit(root), cpu_quota(root)) == (MemoryLimit(limit=64 * MIB, available=54 * MIB), 1.5)
     [message] = found(memory(root, has_infiniband=False), "warning")
     assert message.startswith("54.0 MiB free of the 64.0 MiB that this container may use; the host has ")
 
@@ -81,13 +82,15 @@ def test_the_older_cgroups_are_read_too(tree):
         {
             "proc/self/cgroup": "5:memory:/docker/x\n4:cpu,cpuacct:/docker/x\n",
             "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{512 * MIB}\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{20 * MIB}\n",
+            "sys/fs/cgroup/memory/memory.stat": f"inactive_file 7\ntotal_inactive_file {8 * MIB}\n",
             "sys/fs/cgroup/cpu/docker/x/cpu.cfs_quota_us": "-1\n",
             "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000\n",
             "sys/fs/cgroup/cpu/docker/x/cpu.cfs_period_us": "100000\n",
             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
         }
     )
-    assert (memory_limit(root), cpu_quota(root)) == (512 * MIB, 2.0)
+    assert (memory_limit(root), cpu_quota(root)) == (MemoryLimit(limit=512 * MIB, available=500 * MIB), 2.0)
 
 
 def test_a_processor_with_few_instructions_or_too_many_threads_is_a_warning(tree, monkeypatch):

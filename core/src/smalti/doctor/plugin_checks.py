@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 
 from smalti.config import Config
 from smalti.doctor.time_limits import run_within
+from smalti.errors import InvalidOptionError
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import Plugins, summary
 from smalti.types import Finding
@@ -21,7 +23,9 @@ def plugin_findings(plugins: Plugins, config: Config | None, seconds: float = SE
     """
 
     def ask(name: str) -> list[Finding]:
-        return plugins.call_one(name, HookSpecs.diagnose, config=config) or []
+        with suppress(InvalidOptionError):  # the option is reported by the checks of the configuration
+            return plugins.call_one(name, HookSpecs.diagnose, config=config) or []
+        return []
 
     answers = run_within({name: (partial(ask, name), seconds) for name in plugins.implementers(HookSpecs.diagnose)})
     return [

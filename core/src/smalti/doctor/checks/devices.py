@@ -95,7 +95,7 @@ def _mebibytes(text: str) -> int:
 def devices(*, use_cpu: bool = False, seconds: float = SECONDS, root: Path = Path("/")) -> Section:
     """`use_cpu`: the run trains on the CPU on purpose. `root` is where /dev is."""
     driver = nvidia_driver()
-    busy = [gpu.uuid for gpu in driver.gpus if gpu.memory - gpu.used < _RESERVED] if driver else []
+    busy = [gpu.uuid for gpu in driver.gpus if 0 < gpu.memory < gpu.used + _RESERVED] if driver else []
     child = run_in_child("smalti.doctor.torch_facts", busy, seconds=seconds)
     facts = {"torch": dict(child.values), "nvidia": asdict(driver) if driver else None}
     return Section(name="devices", facts=facts, findings=device_findings(child, driver, use_cpu=use_cpu, root=root))

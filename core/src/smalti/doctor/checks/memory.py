@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from smalti.doctor.checks.cgroups import memory_limit, memory_used
+from smalti.doctor.checks.cgroups import memory_limit
 from smalti.doctor.report import Section
 from smalti.system import format_bytes
 from smalti.types import Finding
@@ -22,10 +22,9 @@ _FEW_FILES = 4096
 
 def memory(root: Path = Path("/"), *, has_infiniband: bool | None = None) -> Section:
     """`root` is where /proc and /sys are. `has_infiniband` is found out by default."""
-    host = psutil.virtual_memory()
-    limit, used = memory_limit(root), memory_used(root)
-    limit = None if limit is not None and limit >= host.total else limit
-    available = host.available if limit is None else min(host.available, max(0, limit - (used or 0)))
+    host, group = psutil.virtual_memory(), memory_limit(root)
+    limit = group.limit if group is not None and group.limit < host.total else None
+    available = host.available if group is None else min(host.available, group.available)
     shared = _shared_memory(Path("/dev/shm"))
     facts: dict[str, object] = {
         "total": host.total,
