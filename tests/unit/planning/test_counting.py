@@ -21,7 +21,9 @@ def family():
 def facts_of(family, *, bf16):
     with without_weights():
         model = family.build_model()
-    return model, count_facts(family, model, blocks_named(model, family.block_classes()), width=16, height=8, bf16=bf16)
+    return model, count_facts(
+        family, model, blocks_named(model, family.block_classes()), width=16, height=8, bf16=bf16, kind="cpu"
+    )
 
 
 def kept_by_autograd(family, model):

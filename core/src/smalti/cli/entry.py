@@ -19,6 +19,7 @@ from smalti.system import ProcessExit, describe, ignore_signals_after_command, i
 
 COMMANDS = {
     "train": ("smalti.cli.train:train", "Train a model, or resume its training."),
+    "plan": ("smalti.cli.plan:plan", "Say what fits on which GPUs, and what is fastest, before a launch."),
     "launch": ("smalti.cli.jobs.launch:launch", "Write the job with which SLURM or Kubernetes starts a run."),
     "plugins": ("smalti.cli.plugins:plugins", "List plugins and what each adds."),
     "plugin": ("smalti.cli.plugin:plugin", "Create a plugin package."),
@@ -29,7 +30,7 @@ COMMANDS = {
     "checkpoint": ("smalti.cli.checkpoint:checkpoint", "List, inspect, verify, convert and export checkpoints."),
 }
 SECTIONS = {
-    "Training": ("train", "launch", "run", "checkpoint"),
+    "Training": ("plan", "train", "launch", "run", "checkpoint"),
     "Data": ("dataset", "cache"),
     "Configuration": ("config", "plugins", "plugin"),
     "Node": ("doctor",),

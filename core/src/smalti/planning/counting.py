@@ -9,10 +9,12 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from smalti.diffusion import Conditioning
@@ -22,9 +24,12 @@ from smalti.types import Block
 
 
 def count_facts(
-    family: ModelFamily, model: nn.Module, blocks: Sequence[Block], *, width: int, height: int, bf16: bool
+    family: ModelFamily, model: nn.Module, blocks: Sequence[Block], *, width: int, height: int, bf16: bool, kind: str
 ) -> ModelFacts:
-    """Facts of a model with parameters on the meta device, as `build_model` returns it, for images of one size."""
+    """Facts of a model with parameters on the meta device, as `build_model` returns it, for images of one size.
+
+    `kind` is that of the devices that it will train on: autocast computes other operations in fp32 there than on a CPU.
+    """
     own = {block.path: model.get_submodule(block.path) for block in blocks}
     inside = {id(parameter) for module in own.values() for parameter in module.parameters()}
     parameters = list(model.parameters())
@@ -38,7 +43,7 @@ def count_facts(
         largest=max(each.numel() for each in parameters),
         outside=_count(outside),
         outside_trained=_count(each for each in outside if each.requires_grad),
-        sample=_sample(family, model, own, width, height, bf16=bf16),
+        sample=_sample(family, model, own, width, height, bf16=bf16, kind=kind),
     )
 
 
@@ -47,7 +52,7 @@ def _count(parameters: Any) -> int:
 
 
 def _sample(
-    family: ModelFamily, model: nn.Module, blocks: Mapping[str, nn.Module], width: int, height: int, *, bf16: bool
+    family: ModelFamily, model: nn.Module, blocks: Mapping[str, nn.Module], width: int, height: int, *, bf16: bool, kind: str
 ) -> SampleFacts:
     conditioning = family.example_conditioning(width, height)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, _without_data(model):
@@ -55,7 +60,8 @@ def _sample(
         noisy = torch.empty(1, *family.latent_shape(width, height))
         saved = _Saved(model, blocks)
         autocast = torch.autocast("cpu", dtype=torch.bfloat16) if bf16 else nullcontext()
-        with FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS) as counter, autocast, saved.counting():
+        as_there = _InFp32() if bf16 and kind != "cpu" else nullcontext()
+        with FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS) as counter, autocast, as_there, saved.counting():
             output = family.forward(model, noisy, torch.full((1,), 500.0), given)
         del output
     return SampleFacts(
@@ -64,6 +70,7 @@ def _sample(
         flops=int(counter.get_total_flops()),
         saved=saved.bytes[""],
         copied=saved.copied[""],
+        operations=saved.operations,
         blocks=tuple(
             BlockFacts(
                 path=path,
@@ -72,6 +79,7 @@ def _sample(
                 saved=saved.bytes[path],
                 inputs=saved.inputs[path],
                 copied=saved.copied[path],
+                products=saved.products[path],
             )
             for path, module in blocks.items()
         ),
@@ -110,6 +118,8 @@ class _Saved(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes: Counter[str] = Counter()
         self.inputs: Counter[str] = Counter()
         self.copied: Counter[str] = Counter()
+        self.products: Counter[str] = Counter()
+        self.operations = 0
         self._blocks = blocks
         self._within = ""
         self._weights: weakref.WeakSet[Any] = weakref.WeakSet(
@@ -124,6 +134,10 @@ class _Saved(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = result.untyped_storage()
             self._seen.add(storage)
             self.copied[self._within] += storage.nbytes()
+        self.operations += 1
+        if func._overloadpacket in _PRODUCTS:
+            first = result[0] if isinstance(result, tuple) else result
+            self.products[self._within] += first.untyped_storage().nbytes()
         return result
 
     @contextmanager
@@ -158,6 +172,36 @@ class _Saved(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._seen.add(storage)
             self.bytes[self._within] += storage.nbytes()
         return tensor
+
+
+_PRODUCTS = {
+    *(torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.convolution),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+}
+"""What selective recomputation keeps the results of."""
+
+
+class _InFp32(TorchFunctionMode):
+    """Under autocast on the CPU, cast the inputs of those operations that autocast computes in fp32 on accelerators only."""
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FP32_ON_ACCELERATORS:
+            args, kwargs = tree_map_only(
+                Tensor, lambda each: each.float() if each.is_floating_point() else each, (args, kwargs)
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _in_fp32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+_FP32_ON_ACCELERATORS = {
+    *(F.layer_norm, F.group_norm, F.rms_norm, F.softmax, F.cosine_similarity, F.softplus, F.mse_loss),
+    *(torch.layer_norm, torch.group_norm, torch.rms_norm, torch.softmax, torch.exp, torch.log, torch.pow, torch.rsqrt),
+    *(Tensor.softmax, Tensor.exp, Tensor.log, Tensor.pow, Tensor.rsqrt, Tensor.sum, torch.sum, torch.cumsum, Tensor.cumsum),
+}
+"""The part of torch's list for CUDA (docs, "Automatic Mixed Precision", CUDA ops that autocast to float32) that models use."""
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: object, out_shape: object = None, **__: object) -> int:

@@ -18,7 +18,8 @@ class BlockFacts:
     """One repeated block. `saved` are the bytes that the backward pass needs of one sample, `inputs` those of its inputs alone.
 
     `saved` counts what the block itself makes. With recomputation only `inputs` stay until the backward pass reaches it.
-    `copied` are the bytes of its weights that autocast casts, whatever the size of the batch.
+    `products` are the results of matrix products and attention, which selective recomputation keeps as well. `copied` are the
+    bytes of its weights that autocast casts, whatever the size of the batch.
     """
 
     path: str
@@ -27,13 +28,15 @@ class BlockFacts:
     saved: int = 0
     inputs: int = 0
     copied: int = 0
+    products: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleFacts:
     """One training sample of one image size: bytes, and floating-point operations of the forward pass.
 
-    Outside of the blocks the backward pass needs `saved` bytes, and autocast copies `copied` bytes of weights.
+    Outside of the blocks the backward pass needs `saved` bytes, and autocast copies `copied` bytes of weights. `operations`
+    counts the operations that torch dispatches in a forward pass.
     """
 
     width: int
@@ -41,6 +44,7 @@ class SampleFacts:
     flops: int
     saved: int
     copied: int
+    operations: int
     blocks: tuple[BlockFacts, ...]
 
 

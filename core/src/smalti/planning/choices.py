@@ -1,0 +1,151 @@
+"""The ways to train a configuration that keep its effective batch, each estimated by formulas and put in order. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from smalti.errors import UserError
+from smalti.parallel import DeviceModel
+from smalti.planning.facts import ModelFacts
+from smalti.planning.formulas.memory import memory_of
+from smalti.planning.formulas.run_facts import RunFacts
+from smalti.planning.formulas.time import FAST, SLOW, StepTime, time_of
+from smalti.planning.records import Candidate, Rehearsal, Traffic
+from smalti.planning.verdict import Verdict, verdict_of
+from smalti.types import Communication, Recompute, Strategy, World
+
+_COLLECTIVES = {
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-reduce": "all_reduce",
+    "broadcast": "broadcast",
+}
+_ORDER = {"fits": 0, "tight": 1, "does not fit": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One way to train on `world`: what it takes, whether it fits, and how long a step takes at best and at worst."""
+
+    strategy: Strategy
+    candidate: Candidate
+    world: World
+    counted: Rehearsal
+    verdict: Verdict
+    fastest: StepTime
+    slowest: StepTime
+    effective_batch: int
+
+    @property
+    def seconds(self) -> float:
+        """The middle of the range, by which choices are compared."""
+        return (self.fastest.seconds * self.slowest.seconds) ** 0.5
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.effective_batch / self.seconds
+
+    @property
+    def options(self) -> dict[str, object]:
+        """What to set for it: values by option."""
+        return {
+            **self.strategy.options,
+            **self.strategy.recompute[self.candidate.recompute],
+            "train_batch_size": self.candidate.micro_batch,
+            "gradient_accumulation_steps": self.candidate.accumulation,
+            "num_processes": self.world.size,
+        }
+
+
+def choices(
+    model: ModelFacts, run: RunFacts, strategies: Sequence[Strategy], device: DeviceModel, world: World
+) -> list[Choice]:
+    """All ways that the formulas know, the best first. Raises UserError if no number of samples per rank keeps the batch."""
+    found = [
+        estimate(model, run, strategy, recompute, micro, device, world)
+        for strategy in strategies
+        for recompute in strategy.recompute
+        for micro in micro_batches(run.effective_batch, world.size // strategy.context)
+    ]
+    if not found:
+        below = run.effective_batch // world.size * world.size
+        near = " or ".join(str(each) for each in (below, below + world.size) if each)
+        raise UserError(
+            f"an effective batch of {run.effective_batch} cannot be divided over {world.size} ranks",
+            fix=f"other --gpus, or train_batch_size x gradient_accumulation_steps x num_processes = {near}",
+        )
+    return sorted(found, key=_rank)
+
+
+def _rank(choice: Choice) -> tuple[int, float]:
+    """Those that fit by speed, then tight ones by speed, then the others by how much they lack."""
+    order = _ORDER[choice.verdict.fit]
+    return order, choice.verdict.least if order == 2 else choice.seconds
+
+
+def micro_batches(effective: int, data_ranks: int) -> Iterator[int]:
+    """Samples per rank and micro-batch that divide each rank's share of the effective batch: 1, 2, 3, 4, 6, 8, ..."""
+    if effective % data_ranks == 0:
+        share = effective // data_ranks
+        yield from (micro for micro in range(1, min(share, 64) + 1) if share % micro == 0)
+
+
+def estimate(
+    model: ModelFacts,
+    run: RunFacts,
+    strategy: Strategy,
+    recompute: Recompute,
+    micro_batch: int,
+    device: DeviceModel,
+    world: World,
+) -> Choice:
+    """One way to train, by formulas."""
+    data_ranks = world.size // strategy.context
+    candidate = Candidate(
+        strategy=strategy.origin.plugin,
+        recompute=recompute,
+        micro_batch=micro_batch,
+        accumulation=run.effective_batch // (micro_batch * data_ranks),
+        offload=bool(strategy.offloaded),
+        shard=strategy.divided.get("state"),
+        options={**strategy.options, **strategy.recompute[recompute]},
+    )
+    memory = memory_of(model, run, strategy, candidate)
+    counted = Rehearsal(
+        candidate=candidate,
+        device=device.name,
+        ranks=world.size,
+        counted="formula",
+        parameters=model.parameters,
+        trainable=model.trained,
+        width=model.sample.width,
+        height=model.sample.height,
+        resident=memory.resident,
+        resident_host=memory.resident_host,
+        phases=memory.phases,
+        traffic=tuple(_traffic(each, model, candidate) for each in strategy.communication),
+        save_bytes=memory.phases["save"].pinned,
+    )
+    fastest, slowest = (time_of(model, run, strategy, candidate, device, world, each) for each in (FAST, SLOW))
+    return Choice(
+        strategy=strategy,
+        candidate=candidate,
+        world=world,
+        counted=counted,
+        verdict=verdict_of(counted, device, local_ranks=world.local_size),
+        fastest=fastest,
+        slowest=slowest,
+        effective_batch=run.effective_batch,
+    )
+
+
+def _traffic(each: Communication, model: ModelFacts, candidate: Candidate) -> Traffic:
+    parameters = model.trained if each.of == "trained" else model.parameters
+    times = candidate.accumulation if each.times == "micro-batch" else 1
+    return Traffic(
+        collective=_COLLECTIVES[each.collective],  # type: ignore[arg-type]
+        ranks=each.ranks,
+        bytes=int(times * parameters * each.bytes_per_parameter),
+        calls=times * max(1, len(model.sample.blocks)),
+    )

@@ -1,0 +1,142 @@
+"""The facts of a model, counted in a process of its own and kept for the next time. Imports no torch.
+
+`python -m smalti.planning.counted` is that process: options as JSON come in, facts go out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import cast
+
+from smalti.config import Config, restore
+from smalti.errors import UserError
+from smalti.parallel import in_bf16
+from smalti.planning.facts import ModelFacts
+from smalti.plugins import CacheFile, Plugins, Selection, find_family, load_plugins, schema_of
+
+CACHE = "model-facts"
+_UNRELATED = frozenset(
+    ("run", "launch", "optimizer", "validation", "checkpoints", "tracking", "plugins", "fsdp", "context", "deepspeed")
+)
+"""Sections of options that change no count."""
+_SHOWN = 2000
+_MARK = "smalti-facts:"
+
+
+def facts_of(config: Config, plugins: Plugins, kind: str) -> ModelFacts:
+    """Facts for squares at the run's resolution, on devices of this kind.
+
+    Raises UserError as a run would if the model cannot be built.
+    """
+    values = {**config.values(), "plugins": config.value("plugins"), "without": config.value("without")}
+    values["gradient_checkpointing"] = False
+    request = {
+        "values": json.loads(json.dumps(values, default=str)),
+        "accelerate": dict(config.accelerate),
+        "kind": kind,
+        "bf16": in_bf16(config, kind),
+    }
+    store, key = CacheFile(CACHE), _key(request, config, plugins)
+    if isinstance(known := store.get(key), dict):
+        try:
+            return ModelFacts.from_json(known)
+        except (TypeError, KeyError):
+            pass  # of a version with other fields
+    found = _in_process(request, config)
+    store.put(key, found.as_json())
+    return found
+
+
+def _key(request: Mapping[str, object], config: Config, plugins: Plugins) -> str:
+    """Changes with the options of model and data, the files that describe the model, and the versions that count."""
+    names = {name for group in config.schema.groups if group.name not in _UNRELATED for name in group.options.model_fields}
+    values = cast(dict[str, object], request["values"])
+    related = {name: value for name, value in sorted(values.items()) if name in names}
+    versions = (*plugins.versions, f"torch {version('torch')}")
+    own = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    text = json.dumps([related, request["kind"], request["bf16"], versions, own, _model_files(config)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _model_files(config: Config) -> list[str]:
+    """Digests of the configurations of a local model: another model under the same name is another count."""
+    start = config.value("pretrained_model_name_or_path") if "pretrained_model_name_or_path" in config.schema.options else None
+    folder = Path(str(start)).expanduser()
+    if not start or not folder.is_dir():
+        return []
+    files = (path for path in sorted(folder.rglob("*.json")) if path.stat().st_size < 1 << 20)
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
+
+
+def _in_process(request: Mapping[str, object], config: Config) -> ModelFacts:
+    done = subprocess.run(
+        [sys.executable, "-m", "smalti.planning.counted"],
+        input=json.dumps(request),
+        env={**os.environ, **config.secrets()},
+        capture_output=True,
+        text=True,
+    )
+    answers = [line.removeprefix(_MARK) for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    if not answers:
+        reason = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
+        text = done.stderr.strip()[-_SHOWN:]
+        raise UserError(f"the process that counts the model ended with {reason}: {text}", fix="free memory, or report this")
+    answer = json.loads(answers[-1])
+    if "error" in answer:
+        raise UserError(answer["error"], fix=answer["fix"])
+    return ModelFacts.from_json(answer)
+
+
+def _count(request: Mapping[str, object]) -> ModelFacts:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from smalti.config import DataOptions
+    from smalti.models import dry_run
+    from smalti.planning.counting import count_facts
+    from smalti.training import build_model
+
+    values = cast(dict[str, object], request["values"])
+    only, without = (tuple(cast(list[str], values[name])) for name in ("plugins", "without"))
+    plugins = load_plugins(Selection(only=only, without=without))
+    schema = schema_of(plugins)
+    chosen = {name: value for name, value in values.items() if name in schema.options}
+    config = restore(schema, chosen, cast(Mapping[str, object], request["accelerate"]))
+    with dry_run(), FakeTensorMode(allow_non_fake_inputs=True):
+        family = find_family(config, plugins)
+    model, blocks = build_model(config, plugins, family)
+    options = config[DataOptions]
+    edge = (options.resolution * 1e6) ** 0.5 if options.resolution_type == "area" else options.resolution
+    side = max(1, round(edge / family.alignment)) * family.alignment
+    return count_facts(
+        family,
+        model,
+        blocks,
+        width=side,
+        height=side,
+        bf16=bool(request["bf16"]),
+        kind=str(request["kind"]),
+    )
+
+
+def _main() -> None:
+    import logging
+    import warnings
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    try:
+        answer = _count(json.loads(sys.stdin.read())).as_json()
+    except UserError as error:
+        answer = {"error": error.message, "fix": error.fix}
+    print(_MARK + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    _main()

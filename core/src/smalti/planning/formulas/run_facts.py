@@ -1,0 +1,51 @@
+"""What the formulas need to know of a configuration. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from smalti.config import Config, DataOptions, LaunchOptions, OptimizerOptions, TrainingOptions
+from smalti.parallel import Products, products
+from smalti.plugins import find_optimizer
+from smalti.types import OptimizerEntry
+
+_ADAM_BYTES = 8.0
+"""Assumed for an optimizer that does not say it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """`state_bytes` of the optimizer for each parameter that trains. `ema` and `ema_on_device`: EMA is kept, and where.
+
+    `effective_batch` is to be kept by every way to train, `ranks` are those that are configured. `products` is the type of
+    matrix products. `notices` say what was assumed.
+    """
+
+    state_bytes: float
+    ema: bool
+    ema_on_device: bool
+    products: Products
+    effective_batch: int
+    ranks: int
+    notices: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: Config, optimizers: Sequence[OptimizerEntry], kind: str) -> RunFacts:
+        """For devices of this kind. Raises UserError for an unknown optimizer."""
+        training, launch = config[TrainingOptions], config[LaunchOptions]
+        entry = find_optimizer(config[OptimizerOptions].optimizer, optimizers)
+        notices = []
+        if entry.state_bytes is None:
+            notices.append(
+                f"{entry.title} does not say how much state it keeps; {_ADAM_BYTES:.0f} bytes per parameter are assumed"
+            )
+        return cls(
+            state_bytes=_ADAM_BYTES if entry.state_bytes is None else entry.state_bytes,
+            ema=training.use_ema,
+            ema_on_device=training.use_ema and training.ema_device == "accelerator",
+            products=products(config, kind),
+            effective_batch=config[DataOptions].train_batch_size * training.gradient_accumulation_steps * launch.num_processes,
+            ranks=launch.num_processes,
+            notices=tuple(notices),
+        )

@@ -1,0 +1,95 @@
+"""The planner's answer as rows for a table and as JSON. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+
+from smalti.parallel import DeviceModel
+from smalti.planning.choices import Choice
+from smalti.planning.records import MemoryParts
+from smalti.planning.verdict import ALLOWANCES
+
+TITLES = ("strategy", "recompute", "batch", "GiB per GPU", "", "s/step", "images/s", "limited by")
+RIGHT = (2, 3, 5, 6)
+_GIB = 2**30
+
+
+def row(choice: Choice) -> tuple[str, ...]:
+    candidate, verdict = choice.candidate, choice.verdict
+    return (
+        choice.strategy.title,
+        candidate.recompute,
+        f"{candidate.micro_batch}x{candidate.accumulation}",
+        f"{verdict.least / _GIB:.1f}-{verdict.most / _GIB:.1f}",
+        verdict.fit,
+        f"{choice.fastest.seconds:.2g}-{choice.slowest.seconds:.2g}",
+        f"{choice.samples_per_second:.3g}",
+        choice.slowest.bound,
+    )
+
+
+def parts(choice: Choice) -> list[str]:
+    """What fills the memory at the peak, one line for each part."""
+    counted, peak = choice.counted, choice.counted.peak
+    lines = [f"peak in the {counted.peak_phase}: {peak.total / _GIB:.1f} GiB counted, and allowances:"]
+    for each in fields(MemoryParts):
+        if size := getattr(peak, each.name):
+            lines.append(f"{each.name:<14}{size / _GIB:>8.2f} GiB")
+    for allowance in ALLOWANCES:
+        if counted.ranks > 1 or not allowance.several:
+            unit = peak.total / _GIB if allowance.share else 1 / _GIB
+            lines.append(f"{allowance.name:<14}{f'{allowance.least * unit:.1f}-{allowance.most * unit:.1f}':>8} GiB")
+    return lines
+
+
+def flags(options: Mapping[str, object]) -> str:
+    """Options as flags of `smalti train`."""
+    words = []
+    for name, value in options.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no_{name}")
+        elif isinstance(value, str) and not value.isalnum():
+            words.append(f"--{name}='{value}'")
+        else:
+            words.append(f"--{name}={value}")
+    return " ".join(words)
+
+
+def described(choice: Choice) -> dict[str, object]:
+    """One choice for JSON: sizes in bytes, times in seconds."""
+    counted = choice.counted
+    return {
+        "strategy": choice.strategy.name,
+        "title": choice.strategy.title,
+        "ranks": choice.world.size,
+        "recompute": choice.candidate.recompute,
+        "micro_batch": choice.candidate.micro_batch,
+        "accumulation": choice.candidate.accumulation,
+        "effective_batch": choice.effective_batch,
+        "counted_by": counted.counted,
+        "fit": choice.verdict.fit,
+        "bytes": {"least": choice.verdict.least, "most": choice.verdict.most, "device": choice.verdict.memory},
+        "resident": asdict(counted.resident),
+        "phases": {name: {**asdict(phase.device), "host": phase.host} for name, phase in counted.phases.items()},
+        "peak_phase": counted.peak_phase,
+        "host_bytes_per_node": choice.verdict.host,
+        "save_bytes": counted.save_bytes,
+        "sent_bytes_per_step": sum(each.bytes for each in counted.traffic),
+        "seconds_per_step": {"least": choice.fastest.seconds, "most": choice.slowest.seconds},
+        "seconds_by_part": dict(choice.slowest.parts),
+        "limited_by": choice.slowest.bound,
+        "samples_per_second": choice.samples_per_second,
+        "options": choice.options,
+        "flags": flags(choice.options),
+    }
+
+
+def document(device: DeviceModel, found: Mapping[int, Sequence[Choice]], notices: Sequence[str]) -> dict[str, object]:
+    """Everything for JSON. `found` has the choices by the number of ranks."""
+    return {
+        "device": {"name": device.name, "title": device.title, "memory": device.memory},
+        "allowances": [asdict(each) for each in ALLOWANCES],
+        "ranks": {str(size): [described(each) for each in of_size] for size, of_size in found.items()},
+        "notices": list(notices),
+    }
