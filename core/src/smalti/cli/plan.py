@@ -14,7 +14,20 @@ from smalti.cli.pages.help import Command
 from smalti.errors import ExitCode, UserError
 from smalti.hookspecs import HookSpecs
 from smalti.parallel import DeviceModel, device_model_of, device_models
-from smalti.planning import RIGHT as RIGHT_COLUMNS, TITLES, Choice, RunFacts, choices, document, facts_of, flags, parts, row
+from smalti.planning import (
+    RIGHT,
+    TITLES,
+    Choice,
+    RunFacts,
+    choices,
+    configured,
+    document,
+    facts_of,
+    flags,
+    parts,
+    row,
+)
+from smalti.plugins import choose_distributed
 from smalti.types import World
 
 _SHOWN = 8
@@ -67,24 +80,38 @@ def plan(arguments: tuple[str, ...], gpu: str, gpus: str, nodes_of: int, everyth
         raise refused[0]
     notices = [*run.notices, *(each.message for each in refused)]
     notices.append(f"formulas for {model.sample.width}x{model.sample.height} pixels; times are ranges, to compare")
+    own = configured(found.get(run.ranks, ()), config, choose_distributed(config, plugins).origin.plugin)
     if as_json:
-        click.echo(json.dumps(document(device, found, notices), indent=2))
+        click.echo(json.dumps(document(device, found, notices, own), indent=2))
     else:
         for size, of_size in found.items():
-            _show(device, size, of_size, run, everything=everything)
+            _show(device, size, of_size, run, own if size == run.ranks else None, everything=everything)
         for notice in notices:
             click.echo(f"note: {notice}")
     fits = any(each.verdict.fit != "does not fit" for of_size in found.values() for each in of_size)
     return int(ExitCode.DONE if fits else ExitCode.PREFLIGHT)
 
 
-def _show(device: DeviceModel, size: int, found: Sequence[Choice], run: RunFacts, *, everything: bool) -> None:
-    """The best ways on `size` devices, one of each strategy at least."""
+def _show(
+    device: DeviceModel, size: int, found: Sequence[Choice], run: RunFacts, own: Choice | None, *, everything: bool
+) -> None:
+    """The best ways on `size` devices, one of each strategy at least, and the one that is configured."""
     click.echo(f"\n{size} x {device.title}, effective batch {run.effective_batch}")
     shown = list(found) if everything else _best(found)
-    print_table(TITLES, [row(each) for each in shown], right=RIGHT_COLUMNS, colours={"fits": "green", "does not fit": "red"})
+    if own is not None and own not in shown:
+        shown = [each for each in found if each in shown or each is own]
+    rows = [(*row(each), "<- as configured" if each is own else "") for each in shown]
+    print_table((*TITLES, ""), rows, right=RIGHT, colours={"fits": "green", "does not fit": "red"})
     best = found[0]
-    click.echo(f"\nbest: {best.strategy.title}, {best.verdict.fit}")
+    if own is not None and own is not best:
+        ratio = best.samples_per_second / own.samples_per_second
+        compared = f", about {ratio:.2g} times as many images per second" if best.verdict.fit != "does not fit" else ""
+        click.echo(f"\nas configured: {own.strategy.title}, {own.verdict.fit}")
+        for line in parts(own):
+            click.echo(f"  {line}")
+        click.echo(f"\nbest: {best.strategy.title}, {best.verdict.fit}{compared}")
+    else:
+        click.echo(f"\nbest: {best.strategy.title}, {best.verdict.fit}")
     for line in parts(best):
         click.echo(f"  {line}")
     click.echo(f"  flags: {flags(best.options)}")

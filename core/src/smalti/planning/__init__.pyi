@@ -1,4 +1,4 @@
-from .choices import Choice as Choice, choices as choices
+from .choices import Choice as Choice, choices as choices, configured as configured
 from .counted import facts_of as facts_of
 from .facts import ModelFacts as ModelFacts
 from .formulas.run_facts import RunFacts as RunFacts

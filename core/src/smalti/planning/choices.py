@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from smalti.config import Config, DataOptions
 from smalti.errors import UserError
 from smalti.parallel import DeviceModel
 from smalti.planning.facts import ModelFacts
@@ -82,6 +83,19 @@ def _rank(choice: Choice) -> tuple[int, float]:
     """Those that fit by speed, then tight ones by speed, then the others by how much they lack."""
     order = _ORDER[choice.verdict.fit]
     return order, choice.verdict.least if order == 2 else choice.seconds
+
+
+def configured(found: Sequence[Choice], config: Config, plugin: str) -> Choice | None:
+    """The way that the options of a configuration ask for; `plugin` is that of its strategy. None if it is not among them."""
+
+    def differences(choice: Choice) -> int:
+        return sum(name in config.schema.options and config.value(name) != value for name, value in choice.options.items())
+
+    of_plugin = [each for each in found if each.strategy.origin.plugin == plugin]
+    nearest = min(of_plugin, key=differences, default=None)
+    if nearest is None or nearest.candidate.micro_batch != config[DataOptions].train_batch_size:
+        return None
+    return nearest
 
 
 def micro_batches(effective: int, data_ranks: int) -> Iterator[int]:

@@ -19,7 +19,7 @@ from smalti.config import Config, restore
 from smalti.errors import UserError
 from smalti.parallel import in_bf16
 from smalti.planning.facts import ModelFacts
-from smalti.plugins import CacheFile, Plugins, Selection, find_family, load_plugins, schema_of
+from smalti.plugins import CacheFile, Plugins, Selection, family_entry, find_family, load_plugins, schema_of
 
 CACHE = "model-facts"
 _UNRELATED = frozenset(
@@ -35,6 +35,7 @@ def facts_of(config: Config, plugins: Plugins, kind: str) -> ModelFacts:
 
     Raises UserError as a run would if the model cannot be built.
     """
+    family_entry(config, plugins)  # raises for one that is unknown, before a process is started
     values = {**config.values(), "plugins": config.value("plugins"), "without": config.value("without")}
     values["gradient_checkpointing"] = False
     request = {

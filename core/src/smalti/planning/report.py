@@ -85,11 +85,14 @@ def described(choice: Choice) -> dict[str, object]:
     }
 
 
-def document(device: DeviceModel, found: Mapping[int, Sequence[Choice]], notices: Sequence[str]) -> dict[str, object]:
-    """Everything for JSON. `found` has the choices by the number of ranks."""
+def document(
+    device: DeviceModel, found: Mapping[int, Sequence[Choice]], notices: Sequence[str], own: Choice | None
+) -> dict[str, object]:
+    """Everything for JSON. `found` has the choices by the number of ranks, `own` is the one that is configured."""
     return {
         "device": {"name": device.name, "title": device.title, "memory": device.memory},
         "allowances": [asdict(each) for each in ALLOWANCES],
+        "configured": None if own is None else described(own),
         "ranks": {str(size): [described(each) for each in of_size] for size, of_size in found.items()},
         "notices": list(notices),
     }

@@ -1,0 +1,63 @@
+"""`smalti plan` on the toy family: a table, JSON, and what it says when nothing can be planned."""
+
+import json
+import re
+
+import pytest
+from click.testing import CliRunner
+
+from smalti.cli.entry import smalti
+from smalti.errors import UserError
+from smalti.parallel import device_models
+
+TOY = ("--model_family=toy", "--output_dir=out", "--resolution=32", "--train_batch_size=4", "--max_train_steps=1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def caches(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def planned(*arguments):
+    return CliRunner().invoke(smalti, ["plan", *TOY, *arguments], catch_exceptions=False, standalone_mode=False)
+
+
+def test_the_best_way_is_first_and_its_options_are_given():
+    result = planned("--gpu=h100-80g", "--gpus=1..8", "--json")
+    found = json.loads(result.output)
+    assert (result.return_value, list(found["ranks"])) == (0, ["1", "2", "4"])  # 8 ranks do not divide a batch of 4
+    assert any("cannot be divided over 8 ranks" in notice for notice in found["notices"])
+    for ranks, ways in found["ranks"].items():
+        assert {way["micro_batch"] * way["accumulation"] * int(ranks) for way in ways} == {4}
+        assert ways[0]["fit"] == "fits"
+        assert f"--num_processes={ranks}" in ways[0]["flags"]
+    assert {way["strategy"] for way in found["ranks"]["2"]} >= {"ddp", "fsdp2", "zero-3"}
+    assert found["configured"]["strategy"] == "single"
+
+
+def test_the_table_marks_what_is_configured_and_lists_the_parts():
+    output = planned("--gpu=rtx4090").output
+    assert re.search(r"one process +none +4x1 .* fits .*<- as configured", output)
+    assert re.search(r"parameters +\d+\.\d+ GiB", output)
+    assert "NCCL" not in output  # one rank
+
+
+def test_an_unknown_device_is_refused_with_the_known_ones():
+    with pytest.raises(UserError, match="'h100' is unknown") as error:
+        planned("--gpu=h100")
+    assert all(name in error.value.fix for name in device_models())
+
+
+@pytest.mark.parametrize("text", ["0", "8..4", "many", "1..100000000"])
+def test_numbers_of_devices_that_make_no_sense_are_refused(text):
+    with pytest.raises(UserError, match="is not a number of devices"):
+        planned("--gpu=l4", f"--gpus={text}")
+
+
+def test_a_model_that_cannot_be_built_is_reported_as_a_run_would():
+    with pytest.raises(UserError, match="Unknown model_family 'nothing'"):
+        CliRunner().invoke(
+            smalti, ["plan", "--model_family=nothing", "--gpu=l4"], catch_exceptions=False, standalone_mode=False
+        )
