@@ -39,6 +39,8 @@ _OF_JOBS = (
 _OF_OTHER_COMMANDS = (
     *_OF_SLURM,
     *_OF_JOBS,
+    "gpu",
+    "gpus",
     "abort_abandoned",
     "apply",
     "bundle",

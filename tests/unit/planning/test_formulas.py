@@ -5,45 +5,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from smalti import Communication, Strategy, World
+from smalti import World
 from smalti.errors import UserError
-from smalti.parallel import device_models
-from smalti.planning import ModelFacts, RunFacts, choices
+from smalti.planning import choices
 from smalti.planning.choices import estimate, micro_batches
-from smalti.planning.facts import BlockFacts, SampleFacts
-
-H100 = device_models()["h100-80g"]
-BLOCK = BlockFacts(path="", parameters=2**28, trained=2**28, saved=2**29, inputs=2**24, copied=2**29, products=2**27)
-MODEL = ModelFacts(
-    family="made up",
-    parameters=2**32 + 2**20,
-    trained=2**32 + 2**20,
-    frozen_bytes=0,
-    buffers=0,
-    largest=2**24,
-    outside=2**20,
-    outside_trained=2**20,
-    sample=SampleFacts(
-        width=1024,
-        height=1024,
-        flops=10**13,
-        saved=2**22,
-        copied=2**21,
-        operations=1000,
-        blocks=tuple(replace(BLOCK, path=f"blocks.{number}") for number in range(16)),
-    ),
-)
-RUN = RunFacts(state_bytes=8, ema=False, ema_on_device=False, products="bf16", effective_batch=16, ranks=8)
-MODES = {mode: {} for mode in ("none", "selective", "full")}
-WHOLE = Strategy(name="whole", title="whole", options={}, recompute=MODES)
-
-
-def sharded(ranks):
-    sent = Communication(collective="all-gather", bytes_per_parameter=4.0, ranks=ranks)
-    divided = {"weights": ranks, "gradients": ranks, "state": ranks}
-    return Strategy(
-        name="sharded", title="sharded", options={}, recompute=MODES, divided=divided, own_copies=True, communication=(sent,)
-    )
+from support.planned import H100, MODEL, MODES, RUN, WHOLE, sharded
 
 
 def counted(strategy, recompute="none", micro=1, ranks=8, run=RUN):
@@ -107,7 +73,7 @@ def test_every_way_keeps_the_effective_batch(effective, ranks):
 def test_ways_that_fit_come_first_and_the_fastest_of_them_first():
     found = choices(MODEL, RUN, [WHOLE, sharded(8)], H100, World(size=8, local_size=8, device="cuda:0"))
     order = ["fits", "tight", "does not fit"]
-    assert [each.verdict.fit for each in found] == sorted((each.verdict.fit for each in found), key=order.index)
-    fitting = [each.seconds for each in found if each.verdict.fit == "fits"]
+    assert [each.fit.level for each in found] == sorted((each.fit.level for each in found), key=order.index)
+    fitting = [each.seconds for each in found if each.fit.level == "fits"]
     assert fitting == sorted(fitting)
     assert len(fitting) > 1

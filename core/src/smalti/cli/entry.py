@@ -19,7 +19,7 @@ from smalti.system import ProcessExit, describe, ignore_signals_after_command, i
 
 COMMANDS = {
     "train": ("smalti.cli.train:train", "Train a model, or resume its training."),
-    "plan": ("smalti.cli.plan:plan", "Say what fits on which GPUs, and what is fastest, before a launch."),
+    "plan": ("smalti.cli.jobs.plan:plan", "Say what fits on which GPUs, and what is fastest, before a launch."),
     "launch": ("smalti.cli.jobs.launch:launch", "Write the job with which SLURM or Kubernetes starts a run."),
     "plugins": ("smalti.cli.plugins:plugins", "List plugins and what each adds."),
     "plugin": ("smalti.cli.plugin:plugin", "Create a plugin package."),

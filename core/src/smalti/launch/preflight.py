@@ -46,6 +46,7 @@ from smalti.launch.plan import (
 from smalti.launch.schedulers.drain import stop_on_drain
 from smalti.launch.standby import StandbyLauncher
 from smalti.parallel import ImageSize, accelerator_kind, choose_precision, cost_of, cpu_notices, describe, describe_devices
+from smalti.planning import Forecast, forecast_of
 from smalti.plugins import Plugins, choose_distributed
 from smalti.rundir import STOPPED_EARLY, RunDirectory, RunWriter, acquire, overview
 from smalti.system import Stopped, Terminated, exit_reports, importing, interrupt_main_thread
@@ -80,14 +81,14 @@ class Preparation:
     writer: RunWriter | None
     notices: tuple[str, ...]
     nodes: Nodes | None = None
+    forecast: Forecast | None = None
 
     @classmethod
     def of(cls, config: Config, plugins: Plugins, *, write: bool) -> Preparation:
         """Check the configuration, choose the strategy, scan the data and check the buckets against the effective batch.
 
-        With `write`, the run directory is acquired before the data are scanned, and stores their index. Without it nothing is
-        written, and the launch may be planned for accelerators that this node lacks. Raises UserError, ConfigError or
-        PreflightError, and Stopped if a stop was requested in the meantime.
+        With `write`, the run directory is acquired and keeps the index of the data. Else nothing is written, and this node
+        may lack the accelerators. Raises UserError, ConfigError or PreflightError, and Stopped after a request to stop.
         """
         checked = check_run(config, plugins, thorough=not write)
         directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
@@ -112,6 +113,7 @@ class Preparation:
         notices += [*config.notices, *checked.notices, *checked.family.notices, *plan.notices, *cost_of(config, kind)]
         facts = {"device": describe_devices(config, kind), "precision": describe(config, kind)}
         facts |= {"network": network} if network else {}
+        forecast = None if joins else forecast_of(config, plugins, distributed, kind)
         writer = _acquire(directory, config) if write and not joins else None
         with _failures_recorded(writer, nodes):
             if nodes is not None and writer is not None:
@@ -128,8 +130,7 @@ class Preparation:
                     "tokens": str(size),
                     "timesteps": checked.loss.describe_timesteps(count.bucket for count in data.counts),
                 }
-                resume_notices = _resume_notices(config, data, checked.checkpoint)
-                notices += [*(() if write else resume_notices)]  # a run prints them when it resumes
+                notices += _resume_notices(config, data, checked.checkpoint, printed_later=write)
                 notices += [*_schedule_notices(config, data), *cpu_notices(config, kind, size), *data.notices]
         return cls(
             config=config,
@@ -140,7 +141,8 @@ class Preparation:
             facts=facts,
             writer=writer,
             nodes=nodes,
-            notices=tuple(dict.fromkeys(notices)),
+            forecast=forecast,
+            notices=tuple(dict.fromkeys([*notices, *(forecast.notices if forecast is not None else ())])),
         )
 
     @staticmethod
@@ -169,6 +171,7 @@ class Preparation:
             with stop_on_drain(self.config):
                 code, message = self._run(standby)
         if self.writer is not None:
+            self._compare_forecast(self.writer)
             self.writer.end_launch(code, message)
             if self.writer.ownership.lost:
                 code, message = ExitCode.TAKEN_OVER, self.writer.ownership.message
@@ -176,6 +179,12 @@ class Preparation:
         if self.writer is not None:
             self.writer.close()
         return code
+
+    def _compare_forecast(self, writer: RunWriter) -> None:
+        if self.forecast is not None and (compared := self.forecast.compared(self.directory)) is not None:
+            measured, line = compared
+            writer.events.append("memory", step=None, measured=int(measured), **self.forecast.event())
+            click.echo(f"  {'memory':<12} {line}", err=True)
 
     def _run(self, standby: StandbyLauncher | None) -> tuple[ExitCode, str]:
         if self.plan.launcher != "in-process":
@@ -341,11 +350,15 @@ def _failures_recorded(writer: RunWriter | None, nodes: Nodes | None) -> Iterato
         raise
 
 
-def _resume_notices(config: Config, data: PreparedData, checkpoint: Path | None) -> tuple[str, ...]:
-    """Notices about the data for a resume from this checkpoint. Raises CheckpointError if it belongs to another run."""
+def _resume_notices(config: Config, data: PreparedData, checkpoint: Path | None, *, printed_later: bool) -> tuple[str, ...]:
+    """Notices about the data for a resume from this checkpoint; none if the run prints them when it resumes.
+
+    Raises CheckpointError if the checkpoint belongs to another run.
+    """
     if checkpoint is None:
         return ()
-    return check_resumable(read_state(checkpoint / STATE).trainer, config, data, checkpoint).notices
+    resumable = check_resumable(read_state(checkpoint / STATE).trainer, config, data, checkpoint)
+    return () if printed_later else resumable.notices
 
 
 def _schedule_notices(config: Config, data: PreparedData) -> list[str]:

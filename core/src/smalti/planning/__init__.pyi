@@ -1,7 +1,10 @@
 from .choices import Choice as Choice, choices as choices, configured as configured
 from .counted import facts_of as facts_of
 from .facts import ModelFacts as ModelFacts
+from .fit import Fit as Fit, fit_of as fit_of
+from .forecast import Forecast as Forecast, forecast_of as forecast_of
 from .formulas.run_facts import RunFacts as RunFacts
+from .here import named_device as named_device
 from .records import (
     Candidate as Candidate,
     MemoryParts as MemoryParts,
@@ -21,4 +24,3 @@ from .report import (
     parts as parts,
     row as row,
 )
-from .verdict import Verdict as Verdict, verdict_of as verdict_of

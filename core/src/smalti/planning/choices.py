@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,11 +10,11 @@ from smalti.config import Config, DataOptions
 from smalti.errors import UserError
 from smalti.parallel import DeviceModel
 from smalti.planning.facts import ModelFacts
+from smalti.planning.fit import Fit, fit_of
 from smalti.planning.formulas.memory import memory_of
 from smalti.planning.formulas.run_facts import RunFacts
 from smalti.planning.formulas.time import FAST, SLOW, StepTime, time_of
 from smalti.planning.records import Candidate, Rehearsal, Traffic
-from smalti.planning.verdict import Verdict, verdict_of
 from smalti.types import Communication, Recompute, Strategy, World
 
 _COLLECTIVES = {
@@ -33,7 +34,7 @@ class Choice:
     candidate: Candidate
     world: World
     counted: Rehearsal
-    verdict: Verdict
+    fit: Fit
     fastest: StepTime
     slowest: StepTime
     effective_batch: int
@@ -41,7 +42,7 @@ class Choice:
     @property
     def seconds(self) -> float:
         """The middle of the range, by which choices are compared."""
-        return (self.fastest.seconds * self.slowest.seconds) ** 0.5
+        return math.sqrt(self.fastest.seconds * self.slowest.seconds)
 
     @property
     def samples_per_second(self) -> float:
@@ -81,8 +82,8 @@ def choices(
 
 def _rank(choice: Choice) -> tuple[int, float]:
     """Those that fit by speed, then tight ones by speed, then the others by how much they lack."""
-    order = _ORDER[choice.verdict.fit]
-    return order, choice.verdict.least if order == 2 else choice.seconds
+    order = _ORDER[choice.fit.level]
+    return order, choice.fit.least if order == 2 else choice.seconds
 
 
 def configured(found: Sequence[Choice], config: Config, plugin: str) -> Choice | None:
@@ -147,7 +148,7 @@ def estimate(
         candidate=candidate,
         world=world,
         counted=counted,
-        verdict=verdict_of(counted, device, local_ranks=world.local_size),
+        fit=fit_of(counted, device, local_ranks=world.local_size),
         fastest=fastest,
         slowest=slowest,
         effective_batch=run.effective_batch,

@@ -7,8 +7,8 @@ from dataclasses import asdict, fields
 
 from smalti.parallel import DeviceModel
 from smalti.planning.choices import Choice
+from smalti.planning.fit import allowances
 from smalti.planning.records import MemoryParts
-from smalti.planning.verdict import ALLOWANCES
 
 TITLES = ("strategy", "recompute", "batch", "GiB per GPU", "", "s/step", "images/s", "limited by")
 RIGHT = (2, 3, 5, 6)
@@ -16,30 +16,29 @@ _GIB = 2**30
 
 
 def row(choice: Choice) -> tuple[str, ...]:
-    candidate, verdict = choice.candidate, choice.verdict
+    candidate, fit = choice.candidate, choice.fit
     return (
         choice.strategy.title,
         candidate.recompute,
         f"{candidate.micro_batch}x{candidate.accumulation}",
-        f"{verdict.least / _GIB:.1f}-{verdict.most / _GIB:.1f}",
-        verdict.fit,
+        f"{fit.least / _GIB:.1f}-{fit.most / _GIB:.1f}",
+        fit.level,
         f"{choice.fastest.seconds:.2g}-{choice.slowest.seconds:.2g}",
         f"{choice.samples_per_second:.3g}",
         choice.slowest.bound,
     )
 
 
-def parts(choice: Choice) -> list[str]:
+def parts(choice: Choice, device: DeviceModel) -> list[str]:
     """What fills the memory at the peak, one line for each part."""
     counted, peak = choice.counted, choice.counted.peak
     lines = [f"peak in the {counted.peak_phase}: {peak.total / _GIB:.1f} GiB counted, and allowances:"]
     for each in fields(MemoryParts):
         if size := getattr(peak, each.name):
             lines.append(f"{each.name:<14}{size / _GIB:>8.2f} GiB")
-    for allowance in ALLOWANCES:
-        if counted.ranks > 1 or not allowance.several:
-            unit = peak.total / _GIB if allowance.share else 1 / _GIB
-            lines.append(f"{allowance.name:<14}{f'{allowance.least * unit:.1f}-{allowance.most * unit:.1f}':>8} GiB")
+    for allowance in allowances(device, counted.ranks):
+        unit = peak.total / _GIB if allowance.share else 1 / _GIB
+        lines.append(f"{allowance.name:<14}{f'{allowance.least * unit:.1f}-{allowance.most * unit:.1f}':>8} GiB")
     return lines
 
 
@@ -68,12 +67,12 @@ def described(choice: Choice) -> dict[str, object]:
         "accumulation": choice.candidate.accumulation,
         "effective_batch": choice.effective_batch,
         "counted_by": counted.counted,
-        "fit": choice.verdict.fit,
-        "bytes": {"least": choice.verdict.least, "most": choice.verdict.most, "device": choice.verdict.memory},
+        "fit": choice.fit.level,
+        "bytes": {"least": choice.fit.least, "most": choice.fit.most, "device": choice.fit.memory},
         "resident": asdict(counted.resident),
         "phases": {name: {**asdict(phase.device), "host": phase.host} for name, phase in counted.phases.items()},
         "peak_phase": counted.peak_phase,
-        "host_bytes_per_node": choice.verdict.host,
+        "host_bytes_per_node": choice.fit.host,
         "save_bytes": counted.save_bytes,
         "sent_bytes_per_step": sum(each.bytes for each in counted.traffic),
         "seconds_per_step": {"least": choice.fastest.seconds, "most": choice.slowest.seconds},
@@ -91,7 +90,7 @@ def document(
     """Everything for JSON. `found` has the choices by the number of ranks, `own` is the one that is configured."""
     return {
         "device": {"name": device.name, "title": device.title, "memory": device.memory},
-        "allowances": [asdict(each) for each in ALLOWANCES],
+        "allowances": [asdict(each) for each in allowances(device, max(found, default=1))],
         "configured": None if own is None else described(own),
         "ranks": {str(size): [described(each) for each in of_size] for size, of_size in found.items()},
         "notices": list(notices),

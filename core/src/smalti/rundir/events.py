@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import BinaryIO, Literal, cast
 
-EventKind = Literal[
-    "state", "phase", "step", "metric", "sample", "eval", "checkpoint", "log", "warning", "health", "error", "control_ack"
-]
+EventKind = (
+    Literal["state", "phase", "step", "metric", "sample", "eval", "checkpoint", "memory"]
+    | Literal["log", "warning", "health", "error", "control_ack"]
+)
 MALFORMED = "malformed"
 """The kind of a line that is not an event, for readers. Its text is in the field `line`."""
 

@@ -45,7 +45,7 @@ class Strategy(Registered):
     A strategy that gathers holds `gathered` copies of its largest block, each of `gathered_bytes` per parameter, and
     `reduced_bytes` per parameter of a block whose gradients are being reduced. One that does not gather computes in copies of
     the weights that autocast makes, unless `own_copies` says that its weights are in the dtype of the products already.
-    `buffers` are bytes besides.
+    `buffers` are bytes besides, and not more than `buffers_per_parameter` for each parameter that trains.
     """
 
     kind: ClassVar[str] = "the strategy"
@@ -60,5 +60,6 @@ class Strategy(Registered):
     reduced_bytes: float = 0
     own_copies: bool = False
     buffers: int = 0
+    buffers_per_parameter: float = 0
     communication: tuple[Communication, ...] = ()
     context: int = 1

@@ -35,7 +35,8 @@ def _zero(stage: int, world: World, item: int, *, offload: bool) -> Strategy:
         "gradients": size if stage >= 2 else 1,
         "state": size,
     }
-    buckets = 2 * BUCKET * (item + 4) if stage < 3 else BUCKET * item + SMALL * item
+    in_buckets = 2 * (item + 4) if stage < 3 else 2 * item
+    elements = BUCKET if stage < 3 else (BUCKET + SMALL) // 2
     return Strategy(
         name=f"zero-{stage}{'-offload' if offload else ''}",
         title=f"ZeRO {stage}{', optimizer offloaded' if offload else ''}",
@@ -48,7 +49,8 @@ def _zero(stage: int, world: World, item: int, *, offload: bool) -> Strategy:
         gathered=2 if stage == 3 else 0,
         gathered_bytes=item if stage == 3 else 0,
         own_copies=True,
-        buffers=buckets,
+        buffers=in_buckets * elements,
+        buffers_per_parameter=in_buckets,
         communication=tuple(_communication(stage, world, item)) if size > 1 else (),
     )
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from smalti import Communication, Config, Recompute, Strategy, World
 from smalti.parallel import in_bf16
-from smalti_fsdp2.options import FsdpOptions
+from smalti_fsdp2.options import ContextOptions, FsdpOptions
 
 _COPIES = 3
 """Of a block's gathered parameters: the block that computes, the one that is gathered ahead, and the buffer it arrives in."""
@@ -55,6 +55,7 @@ def _sharded(config: Config, world: World, shards: int) -> Strategy:
         reduced_bytes=item + 2 * 4,  # the gradients of a block, and two blocks in fp32 that are being reduced
         own_copies=True,
         communication=tuple(_communication(options, world, shards, item)),
+        context=config[ContextOptions].context_parallel_size,
     )
 
 

@@ -1,1 +1,1 @@
-"""The command that writes jobs for schedulers."""
+"""The commands that plan runs and write jobs for schedulers."""

@@ -62,7 +62,7 @@ class _Formula:
             parameters=on_device["weights"] + self.model.frozen_bytes // self.strategy.frozen + self.model.buffers,
             optimizer=on_device["state"],
             ema=self.ema if self.run.ema_on_device else 0,
-            temporaries=self.strategy.buffers,
+            temporaries=int(min(self.strategy.buffers, self.strategy.buffers_per_parameter * self.model.trained)),
         )
 
     def moments(self, resident: MemoryParts) -> dict[str, MemoryParts]:

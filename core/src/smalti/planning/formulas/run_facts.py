@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from smalti.config import Config, DataOptions, LaunchOptions, OptimizerOptions, TrainingOptions
+from smalti.hookspecs import HookSpecs
 from smalti.parallel import Products, products
-from smalti.plugins import find_optimizer
-from smalti.types import OptimizerEntry
+from smalti.plugins import Plugins, choose_distributed, find_optimizer
 
 _ADAM_BYTES = 8.0
 """Assumed for an optimizer that does not say it."""
@@ -31,10 +30,11 @@ class RunFacts:
     notices: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, config: Config, optimizers: Sequence[OptimizerEntry], kind: str) -> RunFacts:
-        """For devices of this kind. Raises UserError for an unknown optimizer."""
+    def of(cls, config: Config, plugins: Plugins, kind: str) -> RunFacts:
+        """For devices of this kind. Raises UserError for an unknown optimizer, or for two strategies."""
         training, launch = config[TrainingOptions], config[LaunchOptions]
-        entry = find_optimizer(config[OptimizerOptions].optimizer, optimizers)
+        entry = find_optimizer(config[OptimizerOptions].optimizer, plugins.gather(HookSpecs.register_optimizers))
+        data_ranks = launch.num_processes // choose_distributed(config, plugins).context
         notices = []
         if entry.state_bytes is None:
             notices.append(
@@ -45,7 +45,7 @@ class RunFacts:
             ema=training.use_ema,
             ema_on_device=training.use_ema and training.ema_device == "accelerator",
             products=products(config, kind),
-            effective_batch=config[DataOptions].train_batch_size * training.gradient_accumulation_steps * launch.num_processes,
+            effective_batch=config[DataOptions].train_batch_size * training.gradient_accumulation_steps * data_ranks,
             ranks=launch.num_processes,
             notices=tuple(notices),
         )

@@ -11,7 +11,7 @@ from typing import Literal
 from smalti.parallel import DeviceModel
 from smalti.planning.records import Rehearsal
 
-Fit = Literal["fits", "tight", "does not fit"]
+FitLevel = Literal["fits", "tight", "does not fit"]
 _GIB = 2**30
 
 
@@ -34,39 +34,41 @@ ALLOWANCES = (
     Allowance(name="workspaces", least=0.03 * _GIB, most=1.0 * _GIB, source="cuBLAS (32 MiB on Hopper), cuDNN, attention"),
     Allowance(name="fragmentation", least=0.0, most=0.08, share=True, source="estimate for expandable segments"),
 )
-"""For accelerators. On a CPU what torch itself takes is small beside the host's memory."""
+"""For accelerators."""
+_ON_CPU = Allowance(name="process", least=0.5 * _GIB, most=1.0 * _GIB, source="libraries and buffers of a process")
 UNCERTAINTY = {"formula": (0.04, 0.15), "modelled": (0.02, 0.05), "rehearsed": (0.02, 0.05)}
 """By which shares a count may be too high or too low: against rehearsals, and rehearsals against real ranks (bench)."""
-_OF_HOST = (0.5 * _GIB, 1.0 * _GIB)
-"""What a process takes on a CPU besides."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """`least` and `most` are the bytes that a rank may need at its peak, allowances included, and `fit` what that means.
+class Fit:
+    """`least` and `most` are the bytes that a rank may need at its peak, allowances included, and `level` what that means.
 
     `host` is the host memory of all ranks of a node.
     """
 
-    fit: Fit
+    level: FitLevel
     least: int
     most: int
     memory: int
     host: int = 0
 
 
-def verdict_of(counted: Rehearsal, device: DeviceModel, *, local_ranks: int) -> Verdict:
+def fit_of(counted: Rehearsal, device: DeviceModel, *, local_ranks: int) -> Fit:
     """Fits: even the most does. Tight: the least does. Host memory is reported and not judged: it is that of other machines."""
     peak = counted.peak.total
     too_high, too_low = UNCERTAINTY[counted.counted]
     least, most = peak * (1 - too_high), peak * (1 + too_low)
-    if device.kind == "cpu":
-        least, most = least + _OF_HOST[0], most + _OF_HOST[1]
-    else:
-        for each in ALLOWANCES:
-            if counted.ranks > 1 or not each.several:
-                least += each.least * (peak if each.share else 1)
-                most += each.most * (peak if each.share else 1)
-    fit: Fit = "fits" if most <= device.memory else "tight" if least <= device.memory else "does not fit"
+    for each in allowances(device, counted.ranks):
+        least += each.least * (peak if each.share else 1)
+        most += each.most * (peak if each.share else 1)
+    level: FitLevel = "fits" if most <= device.memory else "tight" if least <= device.memory else "does not fit"
     host = max([counted.resident_host, *(each.host for each in counted.phases.values())])
-    return Verdict(fit=fit, least=int(least), most=int(most), memory=device.memory, host=host * local_ranks)
+    return Fit(level=level, least=int(least), most=int(most), memory=device.memory, host=host * local_ranks)
+
+
+def allowances(device: DeviceModel, ranks: int) -> tuple[Allowance, ...]:
+    """Those that count on this device for this number of ranks."""
+    if device.kind == "cpu":
+        return (_ON_CPU,)
+    return tuple(each for each in ALLOWANCES if ranks > 1 or not each.several)

@@ -11,9 +11,10 @@ import click
 from smalti.cli.arguments import CommandLine
 from smalti.cli.output import print_table
 from smalti.cli.pages.help import Command
+from smalti.config import LaunchOptions
 from smalti.errors import ExitCode, UserError
 from smalti.hookspecs import HookSpecs
-from smalti.parallel import DeviceModel, device_model_of, device_models
+from smalti.parallel import DeviceModel
 from smalti.planning import (
     RIGHT,
     TITLES,
@@ -24,6 +25,7 @@ from smalti.planning import (
     document,
     facts_of,
     flags,
+    named_device,
     parts,
     row,
 )
@@ -32,11 +34,6 @@ from smalti.types import World
 
 _SHOWN = 8
 _MOST = 65_536
-_DETECT = """
-import torch
-device = torch.accelerator.current_accelerator(check_available=True)
-print("" if device is None else torch.cuda.get_device_name(0) if device.type == "cuda" else device.type)
-"""
 
 
 @click.command(
@@ -50,7 +47,12 @@ print("" if device is None else torch.cuda.get_device_name(0) if device.type == 
     ),
 )
 @click.argument("arguments", metavar="", nargs=-1, type=click.UNPROCESSED)
-@click.option("--gpu", metavar="NAME", default="detected", help="The device: one of the table, or the one of this machine.")
+@click.option(
+    "--gpu",
+    metavar="NAME",
+    default="detected",
+    help="A device of the table, or cpu. Default: this node's.",
+)
 @click.option("--gpus", metavar="N|MIN..MAX", default="", help="Number of devices. Default: --num_processes.")
 @click.option("--nodes-of", metavar="N", default=8, show_default=True, help="Devices in each node.")
 @click.option("--all", "everything", is_flag=True, help="Show all ways to train, not only the best.")
@@ -62,15 +64,16 @@ def plan(arguments: tuple[str, ...], gpu: str, gpus: str, nodes_of: int, everyth
     """
     command_line = CommandLine.parse(list(arguments))
     config, plugins = command_line.draft(), command_line.plugins
-    device = _device(gpu)
-    optimizers = plugins.gather(HookSpecs.register_optimizers)
-    run = RunFacts.of(config, optimizers, device.kind)
-    sizes = _sizes(gpus, run.ranks)
+    sizes = _sizes(gpus, config[LaunchOptions].num_processes)
+    device = named_device(gpu, min(sizes[0], nodes_of))
+    run = RunFacts.of(config, plugins, device.kind)
     model = facts_of(config, plugins, device.kind)
     found: dict[int, list[Choice]] = {}
     refused: list[UserError] = []
     for size in sizes:
-        world = World(size=size, local_size=min(size, nodes_of), device=f"{device.kind}:0")
+        world = World(
+            size=size, local_size=min(size, nodes_of), device=device.kind if device.kind == "cpu" else f"{device.kind}:0"
+        )
         strategies = plugins.gather(HookSpecs.propose_strategies, config=config, world=world)
         try:
             found[size] = choices(model, run, strategies, device, world)
@@ -88,7 +91,7 @@ def plan(arguments: tuple[str, ...], gpu: str, gpus: str, nodes_of: int, everyth
             _show(device, size, of_size, run, own if size == run.ranks else None, everything=everything)
         for notice in notices:
             click.echo(f"note: {notice}")
-    fits = any(each.verdict.fit != "does not fit" for of_size in found.values() for each in of_size)
+    fits = any(each.fit.level != "does not fit" for of_size in found.values() for each in of_size)
     return int(ExitCode.DONE if fits else ExitCode.PREFLIGHT)
 
 
@@ -105,14 +108,14 @@ def _show(
     best = found[0]
     if own is not None and own is not best:
         ratio = best.samples_per_second / own.samples_per_second
-        compared = f", about {ratio:.2g} times as many images per second" if best.verdict.fit != "does not fit" else ""
-        click.echo(f"\nas configured: {own.strategy.title}, {own.verdict.fit}")
-        for line in parts(own):
+        compared = f", about {ratio:.2g} times as many images per second" if best.fit.level != "does not fit" else ""
+        click.echo(f"\nas configured: {own.strategy.title}, {own.fit.level}")
+        for line in parts(own, device):
             click.echo(f"  {line}")
-        click.echo(f"\nbest: {best.strategy.title}, {best.verdict.fit}{compared}")
+        click.echo(f"\nbest: {best.strategy.title}, {best.fit.level}{compared}")
     else:
-        click.echo(f"\nbest: {best.strategy.title}, {best.verdict.fit}")
-    for line in parts(best):
+        click.echo(f"\nbest: {best.strategy.title}, {best.fit.level}")
+    for line in parts(best, device):
         click.echo(f"  {line}")
     click.echo(f"  flags: {flags(best.options)}")
 
@@ -121,32 +124,9 @@ def _best(found: Sequence[Choice]) -> list[Choice]:
     """The best way of each strategy, in order; and more of those that fit, up to `_SHOWN`."""
     firsts = {each.strategy.name: each for each in reversed(found)}
     chosen = [each for each in found if firsts[each.strategy.name] is each]
-    more = [each for each in found if each not in chosen and each.verdict.fit == "fits"]
+    more = [each for each in found if each not in chosen and each.fit.level == "fits"]
     kept = [*chosen, *more[: max(0, _SHOWN - len(chosen))]]
     return [each for each in found if each in kept]
-
-
-def _device(name: str) -> DeviceModel:
-    """The device of this name in the table, or that of this machine. Raises UserError with the known names."""
-    known = device_models()
-    if name == "detected":
-        detected = _detected()
-        if detected and (model := device_model_of(detected)):
-            return model
-        what = f"{detected} is not in the table" if detected else "this machine has no accelerator"
-        raise UserError(f"{what}, and no device is named", fix=f"--gpu=NAME: {', '.join(known)}")
-    if name not in known:
-        raise UserError(f"the device {name!r} is unknown", fix=f"--gpu=NAME: {', '.join(known)}")
-    return known[name]
-
-
-def _detected() -> str:
-    """The name of this machine's first accelerator, found out in another process; "" for none."""
-    import subprocess
-    import sys
-
-    done = subprocess.run([sys.executable, "-c", _DETECT], capture_output=True, text=True, timeout=120)
-    return done.stdout.strip()
 
 
 def _sizes(text: str, configured: int) -> list[int]:

@@ -1,0 +1,99 @@
+"""What the planner's formulas say about the memory of a launch: a warning before it, a comparison at its end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+
+from smalti.config import Config, LaunchOptions
+from smalti.errors import UserError
+from smalti.hookspecs import HookSpecs
+from smalti.parallel import DeviceModel
+from smalti.planning.choices import Choice, choices, configured
+from smalti.planning.counted import facts_of
+from smalti.planning.formulas.run_facts import RunFacts
+from smalti.planning.here import named_device
+from smalti.planning.report import flags
+from smalti.plugins import Plugins
+from smalti.rundir import RunDirectory, read_events_backwards
+from smalti.types import DistributedPlan, World
+
+_GIB = 2**30
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The memory of one rank as it is configured, and the best way to train on the same devices."""
+
+    device: DeviceModel
+    own: Choice
+    best: Choice
+
+    @property
+    def range(self) -> str:
+        fit = self.own.fit
+        return f"{fit.least / _GIB:.1f} to {fit.most / _GIB:.1f} GiB"
+
+    @property
+    def notices(self) -> list[str]:
+        """A warning if the run may not fit, with what would; none if it fits."""
+        if self.own.fit.level == "fits":
+            return []
+        may = "does not fit" if self.own.fit.level == "does not fit" else "may not fit"
+        has = f"{self.device.title} has {self.device.memory / _GIB:.1f} GiB"
+        fix = "smalti plan shows other ways to train"
+        if self.best.fit.level == "fits":
+            fix = f"this would fit: {flags(self.best.options)}"
+        return [f"it {may} into memory: this run needs about {self.range} on each device, and {has}; {fix}"]
+
+    def event(self) -> dict[str, object]:
+        """What the events of the run keep, in bytes."""
+        fit = self.own.fit
+        return {
+            "least": fit.least,
+            "most": fit.most,
+            "counted": self.own.counted.peak.total,
+            "device": self.device.title,
+            "fit": fit.level,
+        }
+
+    def compared(self, directory: RunDirectory) -> tuple[float, str] | None:
+        """The measured peak of the main rank in bytes, and one line that compares; None if nothing was measured."""
+        peaks = list(_peaks(directory))
+        if not peaks:
+            return None
+        measured = max(peaks) * 2**20
+        return measured, f"{measured / _GIB:.1f} GiB in tensors at the peak; {self.range} were expected, with allowances"
+
+
+def forecast_of(config: Config, plugins: Plugins, plan: DistributedPlan, kind: str) -> Forecast | None:
+    """The forecast for devices of this kind of this node; None if it is switched off or nothing is known about them.
+
+    `--memory_forecast=auto` forecasts for accelerators only. Counting a model that was not counted before takes seconds.
+    """
+    options = config[LaunchOptions]
+    if options.memory_forecast == "off" or (options.memory_forecast == "auto" and kind == "cpu"):
+        return None
+    local = options.num_processes // options.num_machines
+    try:
+        device = named_device("cpu" if kind == "cpu" else "detected", local)
+        run = RunFacts.of(config, plugins, kind)
+        world = World(size=options.num_processes, local_size=local, device=kind)
+        strategies = plugins.gather(HookSpecs.propose_strategies, config=config, world=world)
+        found = choices(facts_of(config, plugins, kind), run, strategies, device, world)
+    except UserError as error:
+        _log.warning("the memory of this run is not forecast: %s", error.message)
+        return None
+    own = configured(found, config, plan.origin.plugin)
+    return None if own is None else Forecast(device=device, own=own, best=found[0])
+
+
+def _peaks(directory: RunDirectory) -> Iterator[float]:
+    """Measured peaks of the latest attempt, in MiB."""
+    of_attempt = takewhile(lambda event: event.text("state") != "starting", read_events_backwards(directory.events_file))
+    for event in of_attempt:
+        if (peak := event.number("peak_memory_mb")) is not None:
+            yield peak
