@@ -29,6 +29,7 @@ from .gpu_health import failing_drivers, failing_gpus, healthy_gpus, one_failing
 from .hostile import hostile
 from .nodes.faults import faults_on_nodes, one_fault_on_nodes
 from .nodes.scenarios import one_scenario, scenarios
+from .nodes.soak import soak, soak_briefly
 from .object_store import faulty_requests, few_faulty_requests
 from .phases import killed_in_phases, killed_in_phases_briefly
 from .plugging import plugged
@@ -78,11 +79,13 @@ GROUPS: dict[str, tuple[str, Round, int]] = {
     "D10": ("nodes that are lost, cut, stopped, different", scenarios, 3),
     "E": ("webhooks whose receivers fail", failing_receivers, 2),
     "G": ("broken plugins", plugged, 2),
+    "H": ("soak over two nodes, S3, webhooks, GPUs", soak, 6),
 }
 """Title, one round, share of the time."""
 SHORT = {
     agreed: agreed_once,
     scenarios: one_scenario,
+    soak: soak_briefly,
     faults_on_nodes: one_fault_on_nodes,
     resumed: resumed_once,
     stopped: stopped_once,
@@ -95,7 +98,7 @@ SHORT = {
     failing_receivers: few_failing_receivers,
 }
 SERVERS = {faulty_requests, faulty_checkpoints, stopping_server, refused_requests, racing_writers, many_keys, faulty_network}
-REAL = {faults_on_nodes, scenarios, killed, resumed, stopped, killed_in_phases, agreed, paused, *SERVERS, *SHORT.values()}
+REAL = {faults_on_nodes, scenarios, soak, killed, resumed, stopped, killed_in_phases, agreed, paused, *SERVERS, *SHORT.values()}
 """Rounds that need a disk below them, or its space; those that fake a crash do not, and one without spares much time."""
 
 

@@ -57,11 +57,12 @@ class Run:
         nodes: Sequence[int] = (0, 1),
         ranks: int = 2,
         env: Mapping[str, str] | None = None,
+        own_env: Mapping[int, Mapping[str, str]] | None = None,
         clocks: Mapping[int, float] | None = None,
         own: Mapping[int, Mapping[str, object]] | None = None,
         **options: object,
     ) -> None:
-        """`own` has options of single nodes. An option that is None is left out, one that is a list is repeated."""
+        """`own` and `own_env` are of single nodes. An option that is None is left out, one that is a list is repeated."""
         self.cluster = cluster
         self.directory = directory
         self.ranks = ranks * len(nodes)
@@ -77,7 +78,7 @@ class Run:
             values = {**TINY, **data, **launch, **place, **options, **(own or {}).get(node, {})}
             words = [f"--{name}={each}" for name, value in values.items() for each in _each(value)]
             command = [sys.executable, "-m", "smalti", "train", *words]
-            variables = {"HF_HOME": str(cluster.place / "hf"), **(env or {})}
+            variables = {"HF_HOME": str(cluster.place / "hf"), **(env or {}), **(own_env or {}).get(node, {})}
             clock = (clocks or {}).get(node, 0)
             self.processes.append(cluster.start(node, command, env=variables, clock=clock))
 

@@ -116,6 +116,22 @@ def link_cut_sharded(scene: Scene) -> None:
     scene.expect(9, 9, says=("on node1", "on node0"), saved=True)
 
 
+def link_cut_by_default(scene: Scene) -> None:
+    """With the time-outs that a run has if none is given."""
+    scene.start(process_group_timeout=None)
+    scene.cluster.cut(1)
+    scene.wait()
+    scene.expect(9, 9, within=60, says=("on node1", "on node0"), saved=True)
+
+
+def node_killed_by_default(scene: Scene) -> None:
+    scene.start(process_group_timeout=None)
+    scene.cluster.cut(1)
+    scene.cluster.kill(1)
+    scene.wait()
+    scene.expect(9, -9, within=60, says="on node1", saved=True)
+
+
 def link_away_for_4_s(scene: Scene) -> None:
     run = scene.start(process_group_timeout=20)
     scene.cluster.cut(1)
@@ -339,6 +355,8 @@ SCENARIOS: Mapping[str, Callable[[Scene], None]] = {
     "complete, then resumed": complete_and_resumed,
     "link of node 1 cut": link_cut,
     "the same with FSDP2": link_cut_sharded,
+    "link of node 1 cut, default time-outs": link_cut_by_default,
+    "power cut of node 1, default time-outs": node_killed_by_default,
     "link away for 4 s, time-out 20 s": link_away_for_4_s,
     "link of 8 Mbit/s": slow_link,
     "SIGKILL to all of node 1": node_1_killed,
