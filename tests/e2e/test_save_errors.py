@@ -2,11 +2,14 @@
 
 import os
 import subprocess
+import time
+from collections.abc import Callable
 
 import pytest
 
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
+from smalti.rundir.directory import RunDirectory
 
 MIB = 2**20
 OPTIONS = {
@@ -16,6 +19,13 @@ OPTIONS = {
     "checkpoint_step_interval": 2,
     "checkpoints_total_limit": 0,
 }
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return holds()
 
 
 @pytest.fixture
@@ -66,3 +76,38 @@ def test_the_next_interval_tries_again(small_disk, start):
     assert code in (1, 6)  # two checkpoints at once need not find room on this disk
     assert "training continues" in output
     assert CheckpointStore(small_disk / "run" / "checkpoints").latest() is not None
+
+
+def test_a_run_pauses_until_there_is_room_and_answers_meanwhile(small_disk, start):
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(3 * MIB))
+    options = {"max_train_steps": 8, "train_batch_size": 2, "checkpoint_step_interval": 0, "num_processes": 2}
+    run = start(small_disk / "run", **options, disk_low="2MiB", on_disk_low="pause")
+    run.wait_for_step(1)
+    directory = RunDirectory(run.directory)
+    assert eventually(lambda: (phase := directory.phase()) is not None and phase.name == "paused")
+    answer = directory.answer(directory.request("sample"), timeout=30)
+    assert answer is not None
+    assert "no validation_prompt" in answer.text("message")
+    [step] = {event.step for event in directory.events() if event.kind == "step"}
+    assert step == 1
+    ballast.unlink()
+    code, output = run.wait()
+    assert code == 0, output
+    warnings = [event.text("message") for event in directory.events() if event.kind == "warning"]
+    assert [("less than disk_low=2MiB: no steps" in text, "again: training continues" in text) for text in warnings] == [
+        (True, False),
+        (False, True),
+    ]
+    assert directory.goodput().seconds["paused"] > 0
+
+
+@pytest.mark.parametrize(("action", "code", "step"), [("stop", 1, 1), ("warn", 0, 3)])
+def test_a_run_that_is_short_of_space_stops_with_a_checkpoint_or_says_so(tmp_path, train, action, code, step):
+    run = train(tmp_path / "run", max_train_steps=3, train_batch_size=4, disk_low="9000T", on_disk_low=action)
+    assert run.code == code, run.output
+    assert "free, less than disk_low=9000T" in run.output
+    [saved] = CheckpointStore(run.directory / "checkpoints").all()
+    assert (saved.step, verify(saved.path).ok) == (step, True)
+    [warning] = run.events("warning")
+    assert "less than disk_low=9000T" in warning["message"]

@@ -9,7 +9,7 @@ from blake3 import blake3
 
 from smalti.checkpoint.format.digests import matches, write_with_digest
 from smalti.checkpoint.format.manifest import FileRecord
-from smalti.system.files import atomic_write, parse_json, write_json_atomically
+from smalti.system.files import atomic_write, parse_bytes, parse_json, write_json_atomically
 
 
 def test_an_atomic_write_replaces_the_whole_file_and_leaves_no_draft(tmp_path):
@@ -70,3 +70,17 @@ def test_files_recorded_with_sha256_can_still_be_compared(tmp_path):
 
 def test_sound_json_is_parsed():
     assert parse_json(b'{"a": [1, 2.5, null, "x"]}') == {"a": [1, 2.5, None, "x"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("512", 512), ("10GB", 10**10), ("5GiB", 5 * 2**30), ("1.5 tib", 3 * 2**39), ("100G", 100 * 2**30)],
+)
+def test_a_size_is_read_with_its_unit(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "5 B", "1,5GB", "10XB", "1e3"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size; give one such as"):
+        parse_bytes(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from dataclasses import asdict
+from functools import partial
 
 from smalti.config import TrackingOptions, ValidationOptions
 from smalti.errors import ExitCode, GpuFaultError, UserError
@@ -138,6 +139,7 @@ class Events:
         if info.writer is None:
             return
         self._writer = info.writer
+        info.writer.answer_requests = partial(self._answer, info.writer, state)
         self.stop_when_taken_over(info.writer, state)
         self._generates_images = info.config[ValidationOptions].samples_images
         self._interval = info.config[TrackingOptions].log_interval
@@ -167,8 +169,11 @@ class Events:
             self._events.step(state, result)
         if (since := time.monotonic() - self._checked_at) > CHECK_SECONDS:
             self._checked_at = time.monotonic()
-            for request in self._writer.take_requests():
-                self._handle(self._writer, state, request, since)
+            self._answer(self._writer, state, since)
+
+    def _answer(self, writer: RunWriter, state: RunState, since: float = CHECK_SECONDS) -> None:
+        for request in writer.take_requests():
+            self._handle(writer, state, request, since)
 
     def _handle(self, writer: RunWriter, state: RunState, request: Request, since: float) -> None:
         """Answer a request that came within the last `since` seconds."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, ClassVar, get_args
+from typing import TYPE_CHECKING, get_args
 
 import click
 
@@ -26,6 +25,7 @@ from smalti.cli.places.checkpoints import Listed, Place, PlaceType, RemotePlace,
 from smalti.errors import CheckpointError, UserError
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import load_plugins, selection_of
+from smalti.system import parse_bytes
 
 if TYPE_CHECKING:
     from smalti.checkpoint import Precision
@@ -38,21 +38,14 @@ class _Size(click.ParamType[int]):
     """A number of bytes, such as 10GB (10**10) or 5GiB."""
 
     name = "size"
-    _UNITS: ClassVar[Mapping[str, int]] = {
-        "": 1,
-        "KB": 10**3,
-        "MB": 10**6,
-        "GB": 10**9,
-        "KIB": 2**10,
-        "MIB": 2**20,
-        "GIB": 2**30,
-    }
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?b)?", str(value).strip(), re.IGNORECASE)
-        size = int(float(match[1]) * self._UNITS[(match[2] or "").upper()]) if match else 0
+        try:
+            size = parse_bytes(str(value))
+        except ValueError as error:
+            self.fail(f"{error}", param, ctx)
         if size < 1:
-            self.fail(f"{value!r} is not a size; give one such as 10GB, 5GiB or 500MB", param, ctx)
+            self.fail(f"{value!r} is too small", param, ctx)
         return size
 
 

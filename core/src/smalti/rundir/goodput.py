@@ -24,6 +24,7 @@ KINDS = {
     "validation": "validation",
     "evaluation": "evaluation",
     "saving": "saving",
+    "paused": "waiting for disk space",
     "starting": "starting",
     "restarting": "restarting",
     "skipped": "skipped steps",
@@ -31,7 +32,7 @@ KINDS = {
     "other": "other",
 }
 """What time is spent on, with the words for people."""
-_OF_PHASE = {"validating": "validation", "evaluating": "evaluation", "saving": "saving"}
+_OF_PHASE = {"validating": "validation", "evaluating": "evaluation", "saving": "saving", "paused": "paused"}
 _RECENT = 32
 """How many events before the end of an attempt are looked through for the fault that ended it."""
 _ON_PURPOSE = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.INTERRUPTED)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 PhaseName = Literal[
-    "scanning", "launching", "encoding", "building", "compiling", "training", "validating", "evaluating", "saving"
+    "scanning", "launching", "encoding", "building", "compiling", "training", "validating", "evaluating", "saving", "paused"
 ]
 
 

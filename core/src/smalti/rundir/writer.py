@@ -150,7 +150,8 @@ class RunWriter:
 
     A run that ends without `end` or `end_launch` counts as failed. `phases` is the phase of this process, which is reported in
     the events. `stop_request` is the request that ended the run before its first step, if any. `ownership` says whether another
-    launch has taken over the directory; then nothing is written any more.
+    launch has taken over the directory; then nothing is written any more. `answer_requests` is set by what handles requests in
+    the loop, which calls it while it makes no steps.
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class RunWriter:
         self.record = record
         self.phases = Phases()
         self.stop_request: Request | None = None
+        self.answer_requests: Callable[[], None] = lambda: None
         self.ownership = Ownership(directory, record.id, record.started)
         self.events = EventWriter(directory.events_file, self.ownership.holds)
         self._before = before

@@ -28,6 +28,7 @@ from .files import (
     fsync_directory as fsync_directory,
     link_or_copy as link_or_copy,
     make_directory as make_directory,
+    parse_bytes as parse_bytes,
     parse_json as parse_json,
     remove_file as remove_file,
     remove_tree as remove_tree,

@@ -13,11 +13,13 @@ import io
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 from pathlib import Path
 
 Block = bytes | memoryview
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?B)?)?")
 
 
 # --- single steps ---------------------------------------------------------------------------------------------------
@@ -85,6 +87,15 @@ def format_bytes(number: int) -> str:
     units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
     power = min(int(math.log2(number)) // 10, len(units) - 1) if number else 0
     return f"{number} B" if power == 0 else f"{number / 2 ** (10 * power):.1f} {units[power]}"
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as "10GB" (10**10), "5GiB" or "500M" (500 * 2**20). Raises ValueError."""
+    match = _SIZE.fullmatch(text.strip().upper())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; give one such as 10GB, 5GiB or 500MB")
+    base = 1000 if match[3] == "B" else 1024
+    return int(float(match[1]) * base ** ("KMGT".index(match[2]) + 1 if match[2] else 0))
 
 
 # --- built from them ------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from smalti.parallel import Boundary, FailureDetector, Parallel, products
 from smalti.plugins import Backend, Plugins
 from smalti.rundir import Ownership, Phases, RunDirectory, SmoothedMetrics
 from smalti.system import derive_seed
+from smalti.training.failures.disk_space import DiskSpace
 from smalti.training.failures.step_times import StepTimes
 from smalti.training.hangs.forward_time import ForwardTime
 from smalti.training.loss import DenoisingLoss
@@ -84,6 +85,7 @@ class Run:
     state: RunState
     phases: Phases = field(default_factory=Phases)
     """What this rank is doing; reported on the main rank."""
+    disk_space: DiskSpace = field(default_factory=DiskSpace)
     step_times: StepTimes = field(default_factory=StepTimes)
     forward_time: ForwardTime = field(init=False)
     cadence: Cadence

@@ -15,6 +15,7 @@ from smalti.models import attention_kernel, products_in_tf32, tf32_choice
 from smalti.plugins import observed, summary, warn
 from smalti.training.checkpointing import finish_save, poll_save, save
 from smalti.training.failures.attempts import attempt
+from smalti.training.failures.disk_space import wait
 from smalti.training.failures.emergency_save import emergency_save_on_failure, save_from_healthy_rank
 from smalti.training.failures.faults import answer_reported, faults_answered, faults_end
 from smalti.training.failures.out_of_memory import memory_explained
@@ -53,6 +54,11 @@ def loop(run: Run) -> Outcome:
             run.report(result)
             poll_save(run)  # whether a background save has finished
         actions = agree(run)
+        if actions.paused:
+            with run.phases.during("paused"):
+                while actions.paused:
+                    wait(run)
+                    actions = agree(run)
         if actions.save:
             suspect = actions.outcome is not None and actions.outcome.reason is StopReason.FAULT_SUSPECT
             save(run, last=actions.outcome is not None, suspect=suspect)  # before anything that can fail
@@ -139,24 +145,29 @@ class StepActions:
     evaluate: bool
     save: bool
     outcome: Outcome | None
+    paused: bool = False
+    """The same is agreed on again, a little later."""
 
 
 def agree(run: Run) -> StepActions:
     """Agree with all ranks on what comes next. *Collective*.
 
     A stop takes precedence; requests that it defers are repeated after the next step. One number per step carries the stop
-    reason above one bit each for saving, evaluating and validating, because all of them are collective.
+    reason above one bit each for pausing, saving, evaluating and validating, because all of them are collective.
     """
     state, cadence = run.state, run.cadence
     answer_reported(run)
     run.time_limit.check(run)
     if state.step >= state.max_steps:
         state.request_stop(StopReason.COMPLETED, f"trained {state.step} steps")
-    requests = cadence.should_save(state) << 2 | cadence.should_evaluate(state) << 1 | cadence.should_validate(state)
-    agreed = run.parallel.all_reduce_max(int(state.stop_reason) << 3 | requests)
-    reason, validates, evaluates = StopReason(agreed >> 3), bool(agreed & 1), bool(agreed & 2)
+    requests = run.disk_space.pauses(run) << 3
+    requests |= cadence.should_save(state) << 2 | cadence.should_evaluate(state) << 1 | cadence.should_validate(state)
+    agreed = run.parallel.all_reduce_max(int(state.stop_reason) << 4 | requests)
+    reason, validates, evaluates = StopReason(agreed >> 4), bool(agreed & 1), bool(agreed & 2)
     if reason is StopReason.PREEMPTED and run.parallel.all_reduce_max(int(run.time_limit.too_late(run))):
         reason = StopReason.UNSAVED
+    if reason is StopReason.NONE and agreed & 8:
+        return StepActions(validate=False, evaluate=False, save=False, outcome=None, paused=True)
     if reason is StopReason.NONE:
         return StepActions(validate=validates, evaluate=evaluates, save=bool(agreed & 4), outcome=None)
     how = "stopped on request" if reason is StopReason.REQUESTED else reason.name.lower()

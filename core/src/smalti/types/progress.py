@@ -33,12 +33,13 @@ class StopReason(IntEnum):
     INTERRUPTED = 4
     UNSAVED = 5
     ERROR_BUDGET = 6
-    SAVE_FAILED = 7
-    NON_FINITE = 8
-    FAULT = 9
-    FAULT_SUSPECT = 10
-    FAULT_UNSAVED = 11
-    TAKEN_OVER = 12
+    DISK_LOW = 7
+    SAVE_FAILED = 8
+    NON_FINITE = 9
+    FAULT = 10
+    FAULT_SUSPECT = 11
+    FAULT_UNSAVED = 12
+    TAKEN_OVER = 13
 
     @property
     def exit_code(self) -> ExitCode:
@@ -48,6 +49,7 @@ class StopReason(IntEnum):
             StopReason.INTERRUPTED: ExitCode.INTERRUPTED,
             StopReason.UNSAVED: ExitCode.KILLED,
             StopReason.ERROR_BUDGET: ExitCode.FAILED,
+            StopReason.DISK_LOW: ExitCode.FAILED,
             StopReason.SAVE_FAILED: ExitCode.FAILED,
             StopReason.NON_FINITE: ExitCode.FAILED,
             StopReason.FAULT: ExitCode.GPU_FAULT,

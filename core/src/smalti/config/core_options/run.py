@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator
 from smalti.config.core_options.values import names_a_place
 from smalti.config.options import Names, Options, option
 from smalti.rundir import PhaseName
+from smalti.system import parse_bytes
 
 
 def _or_none(value: object) -> object:
@@ -57,6 +58,20 @@ def _in_seconds(value: object) -> object:
 
 
 Seconds = Annotated[int | None, BeforeValidator(_in_seconds)]
+
+
+def _size(text: str | None) -> str | None:
+    """Raises ValueError for a text that is not a size."""
+    if text is not None:
+        parse_bytes(text)
+    return text
+
+
+def _wait_is_pause(value: object) -> object:
+    """SimpleTuner's word for it."""
+    return "pause" if value == "wait" else value
+
+
 Length = Annotated[int | None, BeforeValidator(_zero_is_none)]
 
 
@@ -141,6 +156,19 @@ class CheckpointOptions(Options):
         "continue",
         help="What to do when a checkpoint cannot be written (disk full, no permission): continue and retry, or stop.",
         level="advanced",
+    )
+    disk_low: Annotated[str | None, AfterValidator(_size)] = option(
+        None,
+        help="Free space of output_dir below which on_disk_low applies, such as 5GiB. Default: it is not watched.",
+        level="advanced",
+        aliases=["disk_low_threshold"],
+    )
+    on_disk_low: Annotated[Literal["pause", "stop", "warn"], BeforeValidator(_wait_is_pause)] = option(
+        "warn",
+        help="What to do when output_dir is short of space. pause: no steps until there is room; stop: save and stop.",
+        level="advanced",
+        when="disk_low",
+        aliases=["disk_low_action"],
     )
 
 

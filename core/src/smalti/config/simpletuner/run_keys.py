@@ -68,8 +68,6 @@ RUN_KEYS: Mapping[str, Rule] = {
     "checkpoints_rolling_total_limit": ignored("there is one series of checkpoints", 1),
     "checkpointing_use_tempdir": ignored("a checkpoint becomes visible when it is complete"),
     "delete_invalid_checkpoints": ignored("damaged checkpoints are reported and kept", False),
-    "disk_low_threshold": ignored("on_save_error says what to do when a checkpoint cannot be written"),
-    "disk_low_action": ignored("on_save_error says what to do when a checkpoint cannot be written"),
     "disk_low_script": refused("a run starts no scripts", _SCRIPT),
     "post_checkpoint_script": refused("a run starts no scripts", _SCRIPT),
     "post_upload_script": refused("a run starts no scripts", _SCRIPT),

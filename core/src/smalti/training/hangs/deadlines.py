@@ -17,6 +17,7 @@ DEFAULTS: Mapping[str, float] = {
     "validating": 1800,
     "evaluating": 1800,
     "saving": 3600,
+    "paused": 0,
 }
 """Seconds without progress; 0 for no deadline, where one item can take any time. That of "training" is for one step."""
 STEPS = 5

@@ -22,7 +22,7 @@ _GPU = (
     *("index", "name", "temperature_celsius", "ecc_errors_single", "ecc_errors_double", "throttle_reasons"),
     "memory_used_percent",
 )
-_BAD = (StopReason.ERROR_BUDGET, StopReason.SAVE_FAILED, StopReason.NON_FINITE)
+_BAD = (StopReason.ERROR_BUDGET, StopReason.DISK_LOW, StopReason.SAVE_FAILED, StopReason.NON_FINITE)
 
 
 @dataclass(frozen=True, kw_only=True)
