@@ -1,4 +1,4 @@
-from .checks import check_run as check_run
+from .checks import check_run as check_run, find_problems as find_problems
 from .node_checks import (
     facts_of as facts_of,
     finding_lines as finding_lines,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -109,6 +110,25 @@ def check_run(config: Config, plugins: Plugins, *, thorough: bool = False) -> Ch
     With `thorough`, the model is built without weights and compared with the checkpoint to resume from. That takes seconds, and
     launched ranks detect the same problems before their first step.
     """
+    checks, found = _checked(config, plugins, thorough=thorough, fetch=True)
+    checks.raise_if_any()
+    assert found is not None, "all checks have returned a result"
+    return found
+
+
+def find_problems(config: Config, plugins: Plugins) -> tuple[list[Problem], str]:
+    """All problems of these options, and the model that was not checked because weights may have to be downloaded for it."""
+    checks, _ = _checked(config, plugins, thorough=False, fetch=False)
+    with suppress(InvalidOptionError, UserError):
+        options = config[ModelOptions]
+        start = options.pretrained_model_name_or_path or str(options.model_family)
+        if family_entry(config, plugins).downloads and not Path(start).expanduser().is_dir():
+            return checks.problems, start
+    return checks.problems, ""
+
+
+def _checked(config: Config, plugins: Plugins, *, thorough: bool, fetch: bool) -> tuple[ProblemCollector, CheckedRun | None]:
+    """The problems, and what the checks created; None if there are problems, or if weights were not to be fetched."""
     checks = ProblemCollector(problems=list(config.problems))
     checks.problems += plugin_problems(config, plugins)
     config = config.invalidated(checks.problems)
@@ -119,7 +139,7 @@ def check_run(config: Config, plugins: Plugins, *, thorough: bool = False) -> Ch
     if checks.run(lambda: find_optimizer(config[OptimizerOptions].optimizer, entries)) and distributed:
         checks.run(lambda: check_strategy(distributed, config, plugins))
     checks.run(lambda: validation_prompts(config))
-    family = checks.run(lambda: _family(config, plugins, fetch=not checks.problems))
+    family = checks.run(lambda: _family(config, plugins, fetch=fetch and not checks.problems))
     loss = checks.run(lambda: _loss(config, family)) if family else None
     notices: tuple[str, ...] = ()
     if family:
@@ -129,9 +149,10 @@ def check_run(config: Config, plugins: Plugins, *, thorough: bool = False) -> Ch
             checks.run(lambda: check_sharding(distributed, family))
         if thorough or (distributed and (distributed.context > 1 or distributed.check_model)):
             checks.run(lambda: _model(config, plugins, family, distributed, checkpoint))
-    checks.raise_if_any()
-    assert distributed and family and loss, "all checks have returned a result"  # noqa: PT018
-    return CheckedRun(distributed=distributed, family=family, loss=loss, checkpoint=checkpoint, notices=notices)
+    if checks.problems or not (distributed and family and loss):
+        return checks, None
+    made = CheckedRun(distributed=distributed, family=family, loss=loss, checkpoint=checkpoint, notices=notices)
+    return checks, made
 
 
 def _datasets(config: Config, plugins: Plugins) -> tuple[DatasetSpec, ...]:

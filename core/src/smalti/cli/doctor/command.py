@@ -131,8 +131,12 @@ def _config_findings(words: Sequence[str]) -> list[Finding]:
         return [Finding(check="config", level="warning", message=message, fix="smalti train CONFIG --dry-run shows more")]
     problems = child.values["problems"]
     assert isinstance(problems, list)
-    if not problems:
+    unchecked = child.values["unchecked"]
+    if not problems and not unchecked:
         return [Finding(check="config", level="ok", message="the checks before a launch have found nothing wrong")]
+    if not problems:
+        message = f"nothing wrong was found; the model {unchecked} was not opened, because it may have to be downloaded"
+        return [Finding(check="config", level="ok", message=message)]
     return [_finding(each["message"], each["where"], each["fix"]) for each in problems]
 
 

@@ -1,7 +1,7 @@
 """The checks of a configuration before a launch, as JSON.
 
 `smalti doctor` runs `python -m smalti.cli.doctor.config_check [CONFIG] [--OPTION=VALUE]...` as a child process. It prints
-{"problems": [{"message", "where", "fix"}]}, and writes nothing.
+{"problems": [{"message", "where", "fix"}], "unchecked": MODEL}, and writes nothing.
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ from collections.abc import Callable, Sequence
 from smalti.cli.arguments import CommandLine
 from smalti.data import check_sources
 from smalti.errors import InvalidOptionError, Problem, UserError, problems_in
-from smalti.launch import check_accelerators, check_run
+from smalti.launch import check_accelerators, find_problems
 from smalti.parallel import accelerator_kind
 
 
-def problems(arguments: Sequence[str]) -> list[Problem]:
-    """Of the options; and if there are none, of the datasets and their storages, and of the number of devices."""
+def problems(arguments: Sequence[str]) -> tuple[list[Problem], str]:
+    """Of the options; and if there are none, of the datasets and their storages, and of the number of devices.
+
+    The second value is a model that was not checked, because its weights may have to be downloaded.
+    """
     command_line = CommandLine.parse(arguments)
     config, plugins = command_line.draft(), command_line.plugins
-    found = _collected([lambda: check_run(config, plugins)])
-    if found:
-        return found
-    return _collected(
-        [lambda: check_sources(config, plugins), lambda: check_accelerators(config, accelerator_kind(config))],
-    )
+    found, unchecked = find_problems(config, plugins)
+    if not found:
+        found = _collected(
+            [lambda: check_sources(config, plugins), lambda: check_accelerators(config, accelerator_kind(config))]
+        )
+    return found, unchecked
 
 
 def _collected(checks: Sequence[Callable[[], object]]) -> list[Problem]:
@@ -42,7 +45,8 @@ def _collected(checks: Sequence[Callable[[], object]]) -> list[Problem]:
 
 
 def main() -> None:
-    print(json.dumps({"problems": [each.as_json() for each in problems(sys.argv[1:])]}))
+    found, unchecked = problems(sys.argv[1:])
+    print(json.dumps({"problems": [each.as_json() for each in found], "unchecked": unchecked}))
 
 
 if __name__ == "__main__":
